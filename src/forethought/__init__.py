@@ -1,0 +1,61 @@
+"""forethought: draft ahead, think deeper. Inference-time compute for LLMs.
+
+The names below are loaded when first used, so that importing the package costs nothing and does
+not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from forethought.config import KvCacheConfig, LlmArgs
+    from forethought.errors import ForethoughtError
+    from forethought.outputs import CompletionOutput, FinishReason, RequestOutput, Usage
+    from forethought.params import SamplingParams
+    from forethought.text.async_llm import AsyncLLM
+    from forethought.text.llm import LLM
+    from forethought.text.session import Session
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "LLM": "text.llm",
+    "AsyncLLM": "text.async_llm",
+    "Session": "text.session",
+    "SamplingParams": "params",
+    "KvCacheConfig": "config",
+    "LlmArgs": "config",
+    "CompletionOutput": "outputs",
+    "FinishReason": "outputs",
+    "RequestOutput": "outputs",
+    "Usage": "outputs",
+    "ForethoughtError": "errors",
+}
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "FinishReason",
+    "ForethoughtError",
+    "KvCacheConfig",
+    "LlmArgs",
+    "RequestOutput",
+    "SamplingParams",
+    "Session",
+    "Usage",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

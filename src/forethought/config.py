@@ -1,0 +1,107 @@
+"""How to build an engine: what the caller writes. ``"auto"`` is allowed here and nowhere below.
+
+``engine.resolve`` turns these into settled numbers. Knows nothing about models or devices.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import pydantic
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+
+from forethought.errors import ParameterError
+
+_Model = TypeVar("_Model", bound="StrictModel")
+
+
+class StrictModel(BaseModel):
+    """A frozen pydantic model that refuses unknown fields with a ``ParameterError``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+
+    @classmethod
+    def from_dict(cls: type[_Model], values: dict[str, Any]) -> _Model:
+        """Build from field names and values.
+
+        Raises:
+            ParameterError: an unknown name, or a value of the wrong type or outside its range.
+        """
+        known = set(cls.model_fields)
+        for info in cls.model_fields.values():
+            if isinstance(info.validation_alias, AliasChoices):
+                known |= {str(choice) for choice in info.validation_alias.choices}
+        unknown = set(values) - known
+        if unknown:
+            raise ParameterError.unknown(cls.__name__, unknown, cls.model_fields)
+        try:
+            return cls(**values)
+        except pydantic.ValidationError as error:
+            first = error.errors()[0]
+            name = ".".join(str(part) for part in first["loc"]) or cls.__name__
+            raise ParameterError(
+                f"invalid {name} in {cls.__name__}",
+                f"got {first['input']!r}: {first['msg']}",
+                f"Change {name}",
+            ) from error
+
+
+class KvCacheConfig(StrictModel):
+    """The KV cache: its page size, how large it is, whether prefixes are reused."""
+
+    tokens_per_block: int = Field(
+        default=16, ge=1, le=4096, validation_alias=AliasChoices("tokens_per_block", "page_size")
+    )
+    """Tokens in one page."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Tokens that the cache holds; None: as the memory fractions below allow."""
+    free_gpu_memory_fraction: float = Field(default=0.9, gt=0.0, le=1.0)
+    """On CUDA: the share of the memory left after loading the model."""
+    host_cache_size: int | None = Field(default=None, ge=1)
+    """On CPU: bytes for the cache; None: a tenth of the free memory, at most 4 GiB."""
+    enable_block_reuse: bool = True
+    """Whether full pages are kept and found again by later prompts with the same prefix."""
+
+
+class LlmArgs(StrictModel):
+    """Everything that ``LLM`` and ``AsyncLLM`` accept."""
+
+    model: Path | None = None
+    """Local Hugging Face directory; None: the embedded reasoner."""
+    tokenizer: Path | None = None
+    """Directory of the tokenizer, if it is not the model's."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """``auto``: the dtype in the model's config."""
+    device: str = "auto"
+    """``auto``: CUDA where torch has it, else CPU."""
+    attention: str = "auto"
+    """Attention backend by name."""
+    fuse: bool = True
+    """Use the fused forward where the architecture allows it; the plain one otherwise."""
+    max_batch_size: int = Field(default=64, ge=1)
+    """Sequences in one step."""
+    max_num_tokens: int = Field(default=2048, ge=1)
+    """Tokens in one step: decodes first, then chunks of prefills."""
+    max_seq_len: int | None = Field(default=None, ge=2)
+    """Prompt and output of one sequence together; None: the model's context."""
+    enable_chunked_prefill: bool = True
+    """Whether a prompt may be prefilled over several steps."""
+    kv_cache_config: KvCacheConfig = Field(default_factory=KvCacheConfig)
+    seed: int | None = Field(default=None, ge=0, lt=2**64)
+    """From which the seeds of unseeded requests are drawn; None: from the operating system."""
+    trust_remote_code: bool = False
+
+    @pydantic.field_validator("dtype", mode="before")
+    @classmethod
+    def _dtype_name(cls, value: Any) -> Any:
+        """Accept ``torch.bfloat16`` and the short names as well, without importing torch."""
+        name = str(value).removeprefix("torch.")
+        return {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "float16"}.get(
+            name, name
+        )
+
+    @pydantic.field_validator("kv_cache_config", mode="before")
+    @classmethod
+    def _kv_from_dict(cls, value: Any) -> Any:
+        return KvCacheConfig.from_dict(value) if isinstance(value, dict) else value

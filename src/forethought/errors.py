@@ -1,0 +1,158 @@
+"""Every error that forethought raises at its users, and nothing else.
+
+Each error says *what* happened, *why*, and what to do about it (*fix*); ``str(error)`` joins them.
+Errors of other libraries are translated once, at the edge where they enter; ``__cause__`` keeps them.
+
+::
+
+    ForethoughtError
+    ├── UsageError (also ValueError)      the caller asked for something that cannot be
+    │   ├── ParameterError                a value out of range, an unknown field, a contradiction
+    │   ├── UnknownNameError              a method, worker, backend, ... that is not in its table
+    │   ├── ModelError                    a model directory that is missing, broken or not supported
+    │   ├── ContextLengthError            more tokens than the model's context holds
+    │   ├── CapacityError                 more tokens than the KV cache holds
+    │   ├── WorkerTagError                a task whose worker_tag no worker serves
+    │   └── DependencyError (ImportError) an optional dependency that is not installed
+    ├── TaskError                         a worker failed on a task; raised inside the controller
+    ├── RequestError                      a request failed in the engine; others go on
+    ├── RequestTimeout (TimeoutError)     a deadline passed; the request was aborted
+    ├── RequestCancelled                  the request was cancelled by its owner
+    ├── BudgetExceeded                    a method wanted more than its budget allows
+    └── EngineStopped                     the engine has shut down or died; nothing more will run
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+
+class ForethoughtError(Exception):
+    """Base of the tree.
+
+    Args:
+        what: what happened, in one clause.
+        why: the reason, with the offending value.
+        fix: what the reader can do about it.
+    """
+
+    def __init__(self, what: str, why: str = "", fix: str = "") -> None:
+        super().__init__(what, why, fix)
+        self.what, self.why, self.fix = what, why, fix
+
+    def __str__(self) -> str:
+        head = f"{self.what}: {self.why}" if self.why else self.what
+        if not self.fix:
+            return head
+        return f"{head} {self.fix}" if head.endswith("?") else f"{head}. {self.fix}"
+
+
+class UsageError(ForethoughtError, ValueError):
+    """The caller asked for something that cannot be; nothing has run."""
+
+
+class ParameterError(UsageError):
+    """A value outside its range, an unknown field, or two fields that exclude each other."""
+
+    @classmethod
+    def unknown(cls, owner: str, names: Iterable[str], allowed: Iterable[str]) -> ParameterError:
+        """Refuse keyword names that ``owner`` does not have, naming those that it has."""
+        unknown, known = sorted(names), sorted(allowed)
+        return cls(
+            f"{owner} has no parameter {', '.join(map(repr, unknown))}",
+            _nearest(unknown[0], known) or "the name is unknown",
+            f"Allowed: {', '.join(known) or 'none'}",
+        )
+
+
+class UnknownNameError(UsageError):
+    """A name that is not in its table.
+
+    Args:
+        kind: what the name should have named, such as ``"method"``.
+        name: the name as given.
+        allowed: the names there are.
+    """
+
+    def __init__(self, kind: str, name: str, allowed: Iterable[str]) -> None:
+        known = sorted(allowed)
+        super().__init__(
+            f"unknown {kind} {name!r}",
+            _nearest(name, known) or f"no {kind} has this name",
+            f"Allowed: {', '.join(known) or 'none'}",
+        )
+        self.kind, self.name, self.allowed = kind, name, known
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.kind, self.name, self.allowed)
+
+
+class ModelError(UsageError):
+    """A model directory that is missing, broken or holds a model that is not supported."""
+
+
+class ContextLengthError(UsageError):
+    """More tokens than the model's context holds."""
+
+
+class CapacityError(UsageError):
+    """More tokens than the whole KV cache holds."""
+
+
+class WorkerTagError(UsageError):
+    """A task whose ``worker_tag`` no worker serves."""
+
+
+class DependencyError(UsageError, ImportError):
+    """An optional dependency is needed and not installed."""
+
+    @classmethod
+    def missing(cls, package: str, purpose: str, extra: str) -> DependencyError:
+        """The error for ``package``, which the extra ``forethought[extra]`` would install."""
+        return cls(
+            f"{package} is not installed",
+            f"{purpose} needs it",
+            f'Install it with: pip install "forethought[{extra}]"',
+        )
+
+
+class TaskError(ForethoughtError):
+    """A worker failed on a task. Raised at the controller's ``yield``.
+
+    Attributes:
+        task: the task that failed.
+        status: its ``TaskStatus``.
+    """
+
+    def __init__(
+        self, what: str, why: str = "", fix: str = "", *, task: Any = None, status: Any = None
+    ) -> None:
+        super().__init__(what, why, fix)
+        self.task, self.status = task, status
+
+
+class RequestError(ForethoughtError):
+    """One request failed in the engine; ``__cause__`` tells how. The other requests go on."""
+
+
+class RequestTimeout(ForethoughtError, TimeoutError):
+    """A deadline passed before the result was there; the request was aborted."""
+
+
+class RequestCancelled(ForethoughtError):
+    """The request was cancelled by its owner."""
+
+
+class BudgetExceeded(ForethoughtError):
+    """A method wanted more tokens, calls or seconds than its budget allows."""
+
+
+class EngineStopped(ForethoughtError):
+    """The engine has shut down or died; nothing more will run on it."""
+
+
+def _nearest(name: str, allowed: list[str]) -> str:
+    close = difflib.get_close_matches(name, allowed, n=1)
+    return f"did you mean {close[0]!r}?" if close else ""

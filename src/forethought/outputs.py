@@ -1,0 +1,98 @@
+"""What a generation gives back. Plain values; knows nothing about how they were made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class FinishReason(StrEnum):
+    """Why a generation ended."""
+
+    STOP = "stop"
+    """An end-of-sequence token, a stop token or a stop string."""
+    LENGTH = "length"
+    """``max_tokens``, the context or the KV cache is full."""
+    ABORT = "abort"
+    """Its owner ended it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Natural log-probability of one token under the model's own law (raw logits)."""
+
+    logprob: float
+    rank: int | None = None
+    """Place of the token by probability; 1 is the likeliest."""
+    token: str | None = None
+    """Its text, where a tokenizer is at hand."""
+
+
+TokenLogprobs = dict[int, Logprob]
+"""Log-probabilities at one position by token id: the chosen token and the likeliest ones."""
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens counted by the engine; every token that went through the network is in one of them.
+
+    ``prefilled`` and ``decoded`` are forward passes paid for; ``cached`` was found in the prefix
+    index instead of being prefilled; ``discarded`` (a part of ``decoded``) was generated and is
+    not in any returned text.
+    """
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prefilled: int = 0
+    cached: int = 0
+    decoded: int = 0
+    discarded: int = 0
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(
+            self.prompt_tokens + other.prompt_tokens,
+            self.completion_tokens + other.completion_tokens,
+            self.prefilled + other.prefilled,
+            self.cached + other.cached,
+            self.decoded + other.decoded,
+            self.discarded + other.discarded,
+        )
+
+    @property
+    def total_tokens(self) -> int:
+        """Prompt and completion together, as OpenAI-compatible servers count them."""
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One sample of one prompt, complete or as far as it has come."""
+
+    index: int
+    """Which of the ``n`` samples, from 0."""
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    """Generated ids; with a stop string, up to the token that completed it."""
+    logprobs: list[TokenLogprobs] | None = None
+    """One entry per generated token, if asked for."""
+    cumulative_logprob: float | None = None
+    """Sum of the chosen tokens' log-probabilities (nats), if asked for."""
+    finish_reason: FinishReason | None = None
+    """None while it goes on."""
+    stop_reason: int | str | None = None
+    """The stop token or stop string that ended it; None for end-of-sequence and length."""
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """All samples of one prompt."""
+
+    request_id: str
+    prompt: str | None
+    """The prompt as text; None if ids were given."""
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = False
+    usage: Usage = field(default_factory=Usage)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """One entry per prompt token, None for the first, which nothing predicts."""

@@ -1,0 +1,168 @@
+"""What a caller may ask of one generation. Knows nothing about models, engines or text."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from forethought.errors import ParameterError
+
+MAX_LOGPROBS = 64
+"""Most alternatives per token that a request may ask log-probabilities of."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to draw the tokens of one request, and when to stop.
+
+    =========================  ======================================================================
+    ``max_tokens``             most new tokens; None: up to the end of the context
+    ``min_tokens``             end-of-sequence and stop tokens cannot be drawn before this many
+    ``n``                      samples of the one prompt; the prompt is prefilled once
+    ``seed``                   same seed, same tokens, in any company; None: drawn afresh
+    ``temperature``            0 is greedy
+    ``top_k`` ``top_p``        keep the k likeliest; the smallest set of mass p (off: 0, 1.0)
+    ``min_p``                  keep tokens with this fraction of the likeliest one's probability
+    ``repetition_penalty``     divides positive, multiplies negative logits of tokens seen
+    ``presence_penalty``       subtracted once from the logit of a token generated before
+    ``frequency_penalty``      subtracted for each earlier occurrence among generated tokens
+    ``logit_bias``             token id -> added to its logit, in [-100, 100]
+    ``stop``                   strings that end the text; ``include_stop_str_in_output`` keeps them
+    ``stop_token_ids``         tokens that end the generation, beside the model's own
+    ``ignore_eos``             the model's end-of-sequence tokens do not end the generation
+    ``logprobs``               log-probabilities of the chosen token and this many of the likeliest
+    ``prompt_logprobs``        the same for the tokens of the prompt
+    ``skip_special_tokens``    leave special tokens out of the text
+    ``priority``               lower runs first; equal ones in order of arrival
+    ``cache_salt``             cached prefixes are shared only among requests of the same salt
+    =========================  ======================================================================
+
+    Raises:
+        ParameterError: a value is outside its range.
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    n: int = 1
+    seed: int | None = None
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    priority: int = 0
+    cache_salt: str = ""
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        if self.logit_bias is not None:
+            bias = {int(token): float(value) for token, value in self.logit_bias.items()}
+            object.__setattr__(self, "logit_bias", bias or None)
+        self._check_counts()
+        self._check_numbers()
+        if any(not isinstance(text, str) or not text for text in self.stop):
+            raise _refuse("stop", self.stop, "every stop string must be a non-empty string")
+        for token, value in (self.logit_bias or {}).items():
+            if token < 0 or not -100.0 <= value <= 100.0:
+                raise _refuse(
+                    "logit_bias", {token: value}, "ids start at 0, values lie in [-100, 100]"
+                )
+
+    def _check_counts(self) -> None:
+        for name, low, high, optional in (
+            ("max_tokens", 1, None, True),
+            ("min_tokens", 0, None, False),
+            ("n", 1, None, False),
+            ("seed", 0, 2**64 - 1, True),
+            ("top_k", 0, None, False),
+            ("logprobs", 0, MAX_LOGPROBS, True),
+            ("prompt_logprobs", 0, MAX_LOGPROBS, True),
+            ("priority", None, None, False),
+        ):
+            value = getattr(self, name)
+            if value is None and optional:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise _refuse(name, value, "it must be a whole number")
+            if (low is not None and value < low) or (high is not None and value > high):
+                limit = f"at least {low}" + (f" and at most {high}" if high is not None else "")
+                raise _refuse(name, value, f"it must be {limit}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise _refuse("min_tokens", self.min_tokens, f"it exceeds max_tokens={self.max_tokens}")
+        for token in self.stop_token_ids:
+            if not isinstance(token, int) or isinstance(token, bool) or token < 0:
+                raise _refuse("stop_token_ids", token, "token ids are whole numbers from 0")
+
+    def _check_numbers(self) -> None:
+        for name, low, high, open_low in (
+            ("temperature", 0.0, 100.0, False),
+            ("top_p", 0.0, 1.0, True),
+            ("min_p", 0.0, 1.0, False),
+            ("repetition_penalty", 0.0, 100.0, True),
+            ("presence_penalty", -100.0, 100.0, False),
+            ("frequency_penalty", -100.0, 100.0, False),
+        ):
+            value = getattr(self, name)
+            if (
+                not isinstance(value, int | float)
+                or isinstance(value, bool)
+                or not math.isfinite(value)
+            ):
+                raise _refuse(name, value, "it must be a finite number")
+            if value < low or value > high or (open_low and value == low):
+                raise _refuse(
+                    name, value, f"it must lie in {'(' if open_low else '['}{low}, {high}]"
+                )
+
+    @property
+    def greedy(self) -> bool:
+        """Whether every token is the likeliest one: no randomness is used."""
+        return self.temperature == 0.0
+
+    def replace(self, **changes: Any) -> SamplingParams:
+        """A copy with some fields changed.
+
+        Raises:
+            ParameterError: a field does not exist or its value is outside its range.
+        """
+        return SamplingParams.from_dict({**self.to_dict(), **changes})
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields by name."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    @classmethod
+    def names(cls) -> frozenset[str]:
+        """The names of all fields."""
+        return frozenset(field.name for field in dataclasses.fields(cls))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
+        """Build from field names and values.
+
+        Raises:
+            ParameterError: a name is not a field, or a value is outside its range.
+        """
+        unknown = set(values) - cls.names()
+        if unknown:
+            raise ParameterError.unknown("SamplingParams", unknown, cls.names())
+        return cls(**values)
+
+
+def _refuse(name: str, value: Any, reason: str) -> ParameterError:
+    return ParameterError(f"invalid {name}", f"got {value!r}, but {reason}", f"Change {name}")
