@@ -1,0 +1,65 @@
+# Everything happens in .venv, which is made once and made again when the dependencies change.
+#
+#   make demo      the main job on the embedded model: a table, a plot, one JSON line
+#   make test      ruff, mypy and the import contracts, then the tests
+#   make lint      only the first half of that
+#   make format    let ruff mend what it can
+#   make bench     speed against transformers on this machine
+#   make gpu       what needs a CUDA device: its tests, then the benchmarks
+#   make reasoner  train the embedded model again from its seed
+#
+# PY=python3 uses an interpreter that already has the dependencies, and sets nothing up.
+
+VENV      := .venv
+INSTALLED := $(VENV)/.installed
+
+ifeq ($(origin PY),undefined)
+PY    := $(VENV)/bin/python
+setup := $(INSTALLED)
+else
+setup :=
+export PYTHONPATH := src
+endif
+
+# One thread per worker: the tests run one process per core.
+TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format bench gpu reasoner clean
+
+help:
+	@sed -n 's/^#   make /  make /p' Makefile
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@python3 -c 'import sys; sys.version_info >= (3, 11) or sys.exit("forethought needs Python 3.11 or newer; python3 is %d.%d here. Put a newer python3 first on PATH." % sys.version_info[:2])'
+	python3 -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(setup)
+	@$(PY) -m forethought demo
+
+lint: $(setup)
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy
+	@$(PY) -m importlinter.cli lint
+
+format: $(setup)
+	@$(PY) -m ruff check --fix .
+	@$(PY) -m ruff format .
+
+test: lint
+	@$(TEST_ENV) $(PY) -m pytest -n 2
+
+bench: $(setup)
+	@$(PY) -m benchmarks
+
+gpu: $(setup)
+	@$(PY) -m benchmarks.gpu
+
+reasoner: $(setup)
+	$(PY) -m forethought.training.reasoner.train --seed 0 --out runs/reasoner
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
