@@ -1,0 +1,58 @@
+"""The next tokens of the rows of one step. Knows nothing about sequences, pages or text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from forethought.model.sampling import logprobs
+from forethought.model.sampling.draw import pick
+from forethought.model.sampling.law import TokenContext, edit_logits, logits_to_probs
+from forethought.outputs import TokenLogprobs
+
+
+@dataclass(slots=True)
+class Choice:
+    """What was drawn for N rows."""
+
+    tokens: list[int]
+    logprobs: list[TokenLogprobs | None]
+    """Under the model's own law, for the rows whose params ask for them."""
+
+
+def choose(logits: Tensor, contexts: Sequence[TokenContext], coins: Sequence[float]) -> Choice:
+    """Draw the next token of each row; the results cross to the host once.
+
+    A step of greedy rows takes the largest logits: no softmax, no coin.
+
+    Args:
+        logits: [N, V] float32, the model's own; not modified.
+        contexts: N contexts.
+        coins: N numbers in [0, 1); those of greedy rows are not looked at.
+    """
+    if not contexts:
+        return Choice([], [])
+    if all(context.params.greedy for context in contexts):
+        drawn = edit_logits(logits, contexts).max(dim=-1).indices  # the first of equals
+    else:
+        drawn = pick(logits_to_probs(logits, contexts), coins)
+    wanted = [context.params.logprobs for context in contexts]
+    rows = [row for row, k in enumerate(wanted) if k is not None]
+    if not rows:
+        return Choice(drawn.tolist(), [None] * len(contexts))
+
+    index = torch.tensor(rows, dtype=torch.int64, device=logits.device)
+    most = max(k for k in wanted if k is not None)
+    scores = logprobs.score(logits[index], drawn[index], most)
+    # Token ids are exact in float64, so that one transfer brings everything.
+    host = torch.cat([drawn.double(), scores.flatten()]).tolist()
+    tokens = [int(token) for token in host[: len(contexts)]]
+    found: list[TokenLogprobs | None] = [None] * len(contexts)
+    width = scores.shape[1]
+    for place, row in enumerate(rows):
+        start = len(contexts) + place * width
+        found[row] = logprobs.read(host[start : start + width], tokens[row], wanted[row] or 0)
+    return Choice(tokens, found)

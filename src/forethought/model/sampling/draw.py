@@ -1,0 +1,47 @@
+"""A coin that depends on nothing but its place, and the draw that it decides.
+
+Knows nothing about logits or laws' origins.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+
+def coin(seed: int, stream: int, position: int) -> float:
+    """A uniform number in [0, 1) with 53 random bits: a pure function of the three integers.
+
+    There is no generator to carry along: the coin of output token ``position`` of sample ``stream``
+    is the same in any company, after preemption, fork or rewind, and coins may be asked for in any
+    order. Each argument counts modulo 2**64.
+    """
+    place = struct.pack("<QQQ", seed & _WORD, stream & _WORD, position & _WORD)
+    return (int.from_bytes(blake2b(place, digest_size=8).digest(), "little") >> 11) * 2.0**-53
+
+
+_WORD = 2**64 - 1
+
+
+def pick(probs: Tensor, coins: Sequence[float] | Tensor) -> Tensor:
+    """Draw one token per row by inverting the cumulative law in float64.
+
+    Args:
+        probs: [N, V] with positive mass in every row; need not be normalised.
+        coins: N numbers in [0, 1).
+
+    Returns:
+        [N] int64; never a token of probability zero, however close to 1 the coin.
+    """
+    mass = probs.double().cumsum(dim=-1)  # [N, V]
+    total = mass[:, -1:]
+    coins = torch.as_tensor(coins, dtype=torch.float64, device=probs.device).unsqueeze(1)
+    below_total = torch.nextafter(total, torch.zeros_like(total))
+    # The first token whose cumulative mass exceeds the target has mass of its own.
+    return torch.searchsorted(mass, torch.minimum(coins * total, below_total), right=True).squeeze(
+        1
+    )

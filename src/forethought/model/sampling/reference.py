@@ -1,0 +1,72 @@
+"""The law of one row in slow, plain Python: read it to know what ``law.py`` must compute.
+
+Knows nothing about tensors. The order and the meaning of the steps are in ``law.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from forethought.params import SamplingParams
+
+
+def reference_probs(
+    logits: Sequence[float],
+    params: SamplingParams,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    eos_ids: frozenset[int],
+) -> list[float]:
+    """Probabilities of the next token; ``logits`` and the result have one entry per id."""
+    edited = _edited(logits, params, prompt, output, eos_ids)
+    if not math.isfinite(_largest(edited)):
+        highest = 3.4028234663852886e38  # of float32
+        readable = [-highest if math.isnan(x) else x for x in logits]
+        edited = [min(max(x, -highest), highest) for x in readable]
+    order = sorted(range(len(edited)), key=lambda token: (-edited[token], token))
+    peak = edited[order[0]]
+    if params.greedy:
+        return [float(token == order[0]) for token in range(len(edited))]
+
+    weights = [math.exp((x - peak) / params.temperature) for x in edited]
+    total = math.fsum(weights)
+    law = [weight / total for weight in weights]
+
+    kept, mass_before = [], 0.0
+    for place, token in enumerate(order):
+        in_top_k = params.top_k == 0 or place < params.top_k
+        in_top_p = params.top_p == 1.0 or mass_before < params.top_p
+        in_min_p = law[token] >= params.min_p * law[order[0]]
+        if place == 0 or (in_top_k and in_top_p and in_min_p):
+            kept.append(token)
+        mass_before += law[token]
+    remaining = math.fsum(law[token] for token in kept)
+    return [law[t] / remaining if t in kept else 0.0 for t in range(len(law))]
+
+
+def _edited(
+    logits: Sequence[float],
+    params: SamplingParams,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    eos_ids: frozenset[int],
+) -> list[float]:
+    edited = []
+    for token, logit in enumerate(logits):
+        logit += (params.logit_bias or {}).get(token, 0.0)
+        if token in prompt or token in output:
+            penalty = params.repetition_penalty
+            logit = logit / penalty if logit > 0 else logit * penalty
+        if token in output:
+            logit -= params.presence_penalty
+            logit -= params.frequency_penalty * list(output).count(token)
+        ends = token in params.stop_token_ids or (token in eos_ids and not params.ignore_eos)
+        if ends and len(output) < params.min_tokens:
+            logit = -math.inf
+        edited.append(logit)
+    return edited
+
+
+def _largest(values: Sequence[float]) -> float:
+    return math.nan if any(math.isnan(x) for x in values) else max(values)

@@ -1,0 +1,397 @@
+"""Laws of sampling: the one probability law, the coin, the draw and the log-probabilities.
+
+Statistical tests are deterministic (every coin is a pure function of its place). Each names its
+statistic, its size and its threshold, and has a negative control that the threshold catches.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from forethought.model.sampling import (
+    TokenContext,
+    choose,
+    coin,
+    edit_logits,
+    logits_to_probs,
+    pick,
+    prompt_logprobs,
+)
+from forethought.model.sampling.reference import reference_probs
+from forethought.params import SamplingParams
+
+EOS = frozenset({1})
+P_VALUE = 1e-4
+"""A test of fit passes above this p-value; its negative control must fall below it."""
+
+
+def context(
+    params: SamplingParams | None = None,
+    prompt: tuple[int, ...] = (2, 3),
+    output: tuple[int, ...] = (),
+    **fields: object,
+) -> TokenContext:
+    return TokenContext(params or SamplingParams(**fields), prompt, output, EOS)
+
+
+def law(logits: list[float], **fields: object) -> list[float]:
+    return logits_to_probs(torch.tensor([logits]), [context(**fields)])[0].tolist()
+
+
+def log(*probs: float) -> list[float]:
+    return [math.log(p) for p in probs]
+
+
+# --- the law -------------------------------------------------------------------------------------
+
+VOCABULARY = 12
+grid = st.integers(-16, 16).map(lambda x: x / 4)  # exact in float32, so that equals stay equal
+tokens = st.integers(0, VOCABULARY - 1)
+wishes = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.25, 0.6, 1.0, 1.7]),
+    top_k=st.integers(0, VOCABULARY + 2),
+    top_p=st.sampled_from([1.0, 0.97, 0.83, 0.61, 0.37, 0.013]),
+    min_p=st.sampled_from([0.0, 0.013, 0.21, 0.97]),
+    repetition_penalty=st.sampled_from([1.0, 0.5, 2.0]),
+    presence_penalty=st.sampled_from([0.0, 0.5, -1.0]),
+    frequency_penalty=st.sampled_from([0.0, 0.25, -0.5]),
+    logit_bias=st.dictionaries(tokens, st.integers(-6, 6).map(float), max_size=3),
+    min_tokens=st.integers(0, 4),
+    stop_token_ids=st.lists(tokens, max_size=2).map(tuple),
+    ignore_eos=st.booleans(),
+)
+rows = st.tuples(
+    st.lists(grid, min_size=VOCABULARY, max_size=VOCABULARY),
+    wishes,
+    st.lists(tokens, min_size=1, max_size=6),
+    st.lists(tokens, max_size=6),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(rows, min_size=1, max_size=5))
+def test_the_vectorised_law_agrees_with_the_obvious_one(batch):
+    logits = torch.tensor([row[0] for row in batch])
+    contexts = [TokenContext(params, prompt, output, EOS) for _, params, prompt, output in batch]
+    found = logits_to_probs(logits, contexts)
+    for row, (raw, params, prompt, output) in enumerate(batch):
+        expected = reference_probs(raw, params, prompt, output, EOS)
+        # A mass that reaches top_p, or a ratio that reaches min_p, within the rounding of float32
+        # may fall on either side of it; the law is then another one and both are right.
+        if at_an_edge(raw, params, prompt, output):
+            continue
+        assert found[row].tolist() == pytest.approx(expected, abs=2e-6)
+
+
+def at_an_edge(raw, params, prompt, output):
+    whole = reference_probs(raw, params.replace(top_k=0, top_p=1.0, min_p=0.0), prompt, output, EOS)
+    falling = sorted(whole, reverse=True)
+    masses = [math.fsum(falling[:place]) for place in range(len(falling) + 1)]
+    ratios = [p / falling[0] for p in falling]
+    near_top_p = any(abs(mass - params.top_p) < 1e-5 for mass in masses) and params.top_p < 1.0
+    near_min_p = any(abs(ratio - params.min_p) < 1e-5 for ratio in ratios) and params.min_p > 0.0
+    return near_top_p or near_min_p
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(rows, min_size=2, max_size=6))
+def test_a_row_has_the_same_law_alone_and_in_company(batch):
+    logits = torch.tensor([row[0] for row in batch])
+    contexts = [TokenContext(params, prompt, output, EOS) for _, params, prompt, output in batch]
+    together = logits_to_probs(logits, contexts)
+    for row in range(len(batch)):
+        alone = logits_to_probs(logits[row : row + 1], contexts[row : row + 1])
+        assert torch.equal(alone[0], together[row])
+
+
+def test_the_logits_are_left_as_they_were():
+    logits = torch.randn(3, 9)
+    before = logits.clone()
+    many = {
+        "logit_bias": {4: 2.0},
+        "repetition_penalty": 1.5,
+        "presence_penalty": 1.0,
+        "min_tokens": 3,
+        "temperature": 0.5,
+        "top_k": 2,
+    }
+    logits_to_probs(logits, [context(output=(5,), **many) for _ in range(3)])
+    choose(logits, [context(output=(5,), logprobs=2, **many) for _ in range(3)], [0.1, 0.2, 0.3])
+    assert torch.equal(logits, before)
+
+
+def test_rows_that_ask_for_nothing_are_not_even_copied():
+    logits = torch.randn(4, 9)
+    assert edit_logits(logits, [context(temperature=0.5, top_p=0.9)] * 4) is logits
+
+
+def test_top_k_and_top_p_cut_the_same_law():
+    """Cutting to top_k and renormalising first would drop the fourth token: .80 / .85 > .82."""
+    probs = law(log(0.35, 0.25, 0.20, 0.05, 0.03, 0.03, 0.03, 0.03, 0.03), top_k=4, top_p=0.82)
+    assert [p > 0 for p in probs] == [True] * 4 + [False] * 5
+    assert sum(probs) == pytest.approx(1.0)
+
+
+def test_top_k_keeps_exactly_k_and_prefers_lower_ids_among_equals():
+    assert law([1.0, 2.0, 1.0, 1.0, 1.0], top_k=3)[3:] == [0.0, 0.0]
+    assert sum(p > 0 for p in law([0.0] * 7, top_k=3)) == 3
+
+
+def test_top_p_always_leaves_the_likeliest_token():
+    assert law(log(0.3, 0.6, 0.1), top_p=1e-6) == [0.0, 1.0, 0.0]
+
+
+def test_min_p_keeps_what_is_likely_enough_beside_the_likeliest():
+    probs = law(log(0.5, 0.3, 0.11, 0.09), min_p=0.21)
+    assert probs == pytest.approx([0.5 / 0.91, 0.3 / 0.91, 0.11 / 0.91, 0.0], abs=1e-6)
+
+
+def test_temperature_zero_is_the_limit_of_low_temperatures():
+    logits = [0.3, 0.9, 0.1]
+    assert law(logits, temperature=0.0) == law(logits, temperature=1e-9) == [0.0, 1.0, 0.0]
+    assert law(logits, temperature=1e-300) == [0.0, 1.0, 0.0]
+
+
+def test_equals_go_to_the_lowest_id_when_greedy():
+    assert law([1.0, 4.0, 4.0, 4.0], temperature=0.0) == [0.0, 1.0, 0.0, 0.0]
+    flat = torch.zeros(3, 5000)
+    assert choose(flat, [context(temperature=0.0)] * 3, [0.5] * 3).tokens == [0, 0, 0]
+
+
+def test_penalties_count_the_prompt_for_repetition_and_only_the_output_otherwise():
+    logits = torch.tensor([[1.0, 1.0, 1.0, 1.0, -1.0]])
+    prefix = {"prompt": (2, 4), "output": (3, 3)}
+    repeated = edit_logits(logits, [context(repetition_penalty=2.0, **prefix)])
+    assert repeated.tolist() == [[1.0, 1.0, 0.5, 0.5, -2.0]]
+    present = edit_logits(logits, [context(presence_penalty=0.25, **prefix)])
+    assert present.tolist() == [[1.0, 1.0, 1.0, 0.75, -1.0]]
+    frequent = edit_logits(logits, [context(frequency_penalty=0.25, **prefix)])
+    assert frequent.tolist() == [[1.0, 1.0, 1.0, 0.5, -1.0]]
+
+
+def test_ends_are_forbidden_until_min_tokens():
+    def allowed(output, **fields):
+        probs = law([0.0] * 5, output=output, min_tokens=2, stop_token_ids=(3,), **fields)
+        return [p > 0 for p in probs]
+
+    assert allowed((4,)) == [True, False, True, False, True]
+    assert allowed((4, 4)) == [True] * 5
+    # With ignore_eos an end-of-sequence token ends nothing, so there is nothing to forbid.
+    assert allowed((4,), ignore_eos=True) == [True, True, True, False, True]
+
+
+def test_ignore_eos_does_not_change_the_law():
+    assert law([0.0] * 4, ignore_eos=True) == [0.25] * 4
+
+
+def test_an_end_of_sequence_id_outside_the_vocabulary_is_harmless():
+    beyond = TokenContext(SamplingParams(min_tokens=1), (2,), (), frozenset({99}))
+    assert logits_to_probs(torch.zeros(1, 4), [beyond]).tolist() == [[0.25] * 4]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.01, 1.0])
+@pytest.mark.parametrize(
+    "logits",
+    [
+        [math.nan] * 4,
+        [-math.inf] * 4,
+        [0.0, math.nan, 2.0, 1.0],
+        [0.0, math.inf, 2.0, -math.inf],
+        [3.0e38, -3.0e38, 3.4e38, 0.0],
+    ],
+)
+def test_no_logits_make_a_law_that_is_not_one(logits, temperature):
+    probs = law(logits, temperature=temperature, top_p=0.9, top_k=3)
+    assert sum(probs) == pytest.approx(1.0)
+    assert min(probs) >= 0.0
+    expected = reference_probs(
+        logits, SamplingParams(temperature=temperature, top_p=0.9, top_k=3), (2,), (), EOS
+    )
+    assert probs == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_row_whose_every_token_is_forbidden_falls_back_to_the_raw_logits():
+    everything = context(min_tokens=1, stop_token_ids=(0, 1, 2), logit_bias={0: 50.0})
+    probs = logits_to_probs(torch.tensor([log(0.2, 0.3, 0.5)]), [everything])
+    assert probs[0].tolist() == pytest.approx([0.2, 0.3, 0.5])
+
+
+def test_a_broken_row_leaves_its_neighbours_alone():
+    logits = torch.tensor([log(0.2, 0.8), [math.nan, math.nan]])
+    assert logits_to_probs(logits, [context()] * 2)[0].tolist() == pytest.approx([0.2, 0.8])
+    assert choose(logits, [context(temperature=0.0)] * 2, [0.0, 0.0]).tokens == [1, 0]
+
+
+# --- the coin ------------------------------------------------------------------------------------
+
+
+def test_a_coin_is_a_pure_function_of_its_place():
+    assert coin(7, 0, 3) == coin(7, 0, 3)
+    places = [(seed, stream, t) for seed in (0, 1) for stream in (0, 1) for t in (0, 1)]
+    assert len({coin(*place) for place in places}) == len(places)
+
+
+def test_coins_are_uniform():
+    """Kolmogorov-Smirnov, 20,000 coins: 20 seeds, 10 streams, 100 positions."""
+    coins = [coin(s, k, t) for s in range(20) for k in range(10) for t in range(100)]
+    assert min(coins) >= 0.0
+    assert max(coins) < 1.0
+    assert stats.kstest(coins, "uniform").pvalue > P_VALUE
+    assert stats.kstest([u**1.1 for u in coins], "uniform").pvalue < P_VALUE  # negative control
+
+
+@pytest.mark.parametrize("step", [(1, 0, 0), (0, 1, 0), (0, 0, 1)], ids=["seed", "stream", "place"])
+def test_neighbouring_coins_are_independent(step):
+    """Chi-square of 8 x 8 cells on 16,000 pairs of neighbours along one argument."""
+    ds, dk, dt = step
+    places = [(s, k, t) for s in range(0, 40, 2) for k in range(0, 16, 2) for t in range(0, 200, 2)]
+    firsts = [coin(*place) for place in places]
+    seconds = [coin(s + ds, k + dk, t + dt) for s, k, t in places]
+    assert joint_p_value(firsts, seconds) > P_VALUE
+    leaning = [(u + 0.1 * v) % 1.0 for u, v in zip(seconds, firsts, strict=True)]
+    dependent = [0.9 * u + 0.1 * v for u, v in zip(leaning, firsts, strict=True)]
+    assert joint_p_value(firsts, dependent) < P_VALUE  # negative control
+
+
+def joint_p_value(firsts, seconds):
+    cells = Counter((int(u * 8), int(v * 8)) for u, v in zip(firsts, seconds, strict=True))
+    table = [[cells[i, j] for j in range(8)] for i in range(8)]
+    return stats.chi2_contingency(table).pvalue
+
+
+# --- the draw ------------------------------------------------------------------------------------
+
+
+def test_pick_inverts_the_cumulative_law():
+    probs = torch.tensor([[0.25, 0.0, 0.5, 0.25]] * 5)
+    assert pick(probs, [0.0, 0.2499, 0.25, 0.7499, 0.75]).tolist() == [0, 0, 2, 2, 3]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.sampled_from([0.0, 1e-30, 1e-8, 0.1, 0.3, 1.0]), min_size=2, max_size=9),
+    st.sampled_from([0.0, 1e-17, 0.5, 1 - 2**-53]) | st.floats(0.0, 1.0, exclude_max=True),
+)
+def test_pick_never_takes_a_token_of_probability_zero(weights, u):
+    if sum(weights) > 0.0:
+        token = int(pick(torch.tensor([weights]), [u]))
+        assert weights[token] > 0.0
+
+
+def draws(logits, params, seed, count):
+    """Tokens drawn for ``count`` positions of one sample."""
+    coins = [coin(seed, 0, position) for position in range(count)]
+    return choose(logits.expand(count, -1), [context(params)] * count, coins).tokens
+
+
+def fit(tokens, probs):
+    """p-value of the chi-square test of the drawn tokens against an exact law."""
+    support = [token for token, p in enumerate(probs) if p > 0]
+    counts = Counter(tokens)
+    if set(counts) - set(support):
+        return 0.0
+    expected = [probs[token] * len(tokens) / sum(probs) for token in support]
+    return stats.chisquare([counts[token] for token in support], expected).pvalue
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"temperature": 0.6},
+        {"temperature": 1.5, "top_k": 5},
+        {"temperature": 0.8, "top_p": 0.9},
+        {"min_p": 0.1},
+        {"temperature": 0.7, "top_k": 6, "top_p": 0.95, "min_p": 0.02},
+    ],
+    ids=str,
+)
+def test_drawn_tokens_follow_the_exact_law(fields):
+    """Chi-square on 20,000 draws; negative control: a temperature that is 30 % higher."""
+    logits = torch.tensor([1.5, 0.2, -0.4, 0.9, 0.0, 1.1, -1.0, 0.6])
+    params = SamplingParams(**fields)
+    drawn = draws(logits, params, seed=11, count=20_000)
+    exact = reference_probs(logits.tolist(), params, (2, 3), (), EOS)
+    assert fit(drawn, exact) > P_VALUE
+    warmer = params.replace(temperature=params.temperature * 1.3)
+    assert fit(draws(logits, warmer, seed=11, count=20_000), exact) < P_VALUE
+
+
+def test_a_seed_gives_the_same_tokens_alone_and_in_company():
+    torch.manual_seed(0)
+    logits = torch.randn(64, 300)
+    params = SamplingParams(temperature=0.9, top_p=0.95)
+    others = [SamplingParams(temperature=t, top_k=k) for t in (0.0, 0.5, 1.3) for k in (0, 7)]
+    alone = [
+        choose(logits[t : t + 1], [context(params)], [coin(5, 0, t)]).tokens[0] for t in range(64)
+    ]
+    company = [context(params) if row % 2 else context(others[row % 6]) for row in range(64)]
+    together = choose(logits, company, [coin(5, 0, t) for t in range(64)]).tokens
+    assert together[1::2] == alone[1::2]
+
+
+# --- log-probabilities ---------------------------------------------------------------------------
+
+
+def test_logprobs_are_of_the_models_own_law_whatever_the_wishes():
+    logits = torch.tensor([log(0.5, 0.3, 0.15, 0.05)])
+    choice = choose(logits, [context(logprobs=2, temperature=0.0, logit_bias={3: 90.0})], [0.0])
+    entries = choice.logprobs[0]
+    assert choice.tokens == [3]
+    assert list(entries) == [3, 0, 1]  # the chosen token first, then the likeliest in order
+    assert [entry.rank for entry in entries.values()] == [4, 1, 2]
+    assert [entry.logprob for entry in entries.values()] == pytest.approx(log(0.05, 0.5, 0.3))
+
+
+def test_zero_logprobs_are_those_of_the_chosen_token_and_none_is_none():
+    logits = torch.tensor([log(0.5, 0.3, 0.2)] * 3)
+    wishes = [SamplingParams(logprobs=k, temperature=0.0) for k in (0, None, 3)]
+    zero, none, three = choose(logits, [context(params) for params in wishes], [0.0] * 3).logprobs
+    assert none is None
+    assert list(zero) == [0]
+    assert list(three) == [0, 1, 2]
+
+
+def test_tokens_that_tie_share_a_rank():
+    logits = torch.tensor([[0.0, 1.0, 1.0, -1.0]])
+    (entries,) = choose(logits, [context(logprobs=4, temperature=0.0)], [0.0]).logprobs
+    assert {token: entry.rank for token, entry in entries.items()} == {1: 1, 2: 1, 0: 3, 3: 4}
+
+
+def test_more_logprobs_than_tokens_gives_all_tokens():
+    (entries,) = choose(torch.zeros(1, 3), [context(logprobs=20)], [0.9]).logprobs
+    assert sorted(entries) == [0, 1, 2]
+
+
+def test_prompt_logprobs_score_the_tokens_that_follow():
+    torch.manual_seed(1)
+    logits, following = torch.randn(5, 40), [3, 39, 0, 7, 7]
+    entries = prompt_logprobs(logits, following, k=2)
+    expected = logits.log_softmax(-1)
+    for position, token in enumerate(following):
+        assert next(iter(entries[position])) == token
+        assert entries[position][token].logprob == pytest.approx(float(expected[position, token]))
+        best = entries[position][int(expected[position].argmax())]
+        assert best.rank == 1
+
+
+def test_no_rows_give_no_tokens():
+    assert choose(torch.zeros(0, 8), [], []).tokens == []
+
+
+def test_draws_do_not_touch_the_random_state_of_torch_or_python():
+    states = torch.get_rng_state(), random.getstate()
+    choose(
+        torch.randn(2, 9, generator=torch.Generator().manual_seed(0)), [context()] * 2, [0.3, 0.6]
+    )
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1] == random.getstate()
