@@ -37,7 +37,7 @@ def pick(probs: Tensor, coins: Sequence[float] | Tensor) -> Tensor:
     Returns:
         [N] int64; never a token of probability zero, however close to 1 the coin.
     """
-    mass = probs.double().cumsum(dim=-1)  # [N, V]
+    mass = probs.cumsum(dim=-1, dtype=torch.float64)  # [N, V]
     total = mass[:, -1:]
     coins = torch.as_tensor(coins, dtype=torch.float64, device=probs.device).unsqueeze(1)
     below_total = torch.nextafter(total, torch.zeros_like(total))
