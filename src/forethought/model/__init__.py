@@ -1,0 +1,1 @@
+"""Tokens through a network: loading, packing rows, attention over pages, logits."""

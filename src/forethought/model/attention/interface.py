@@ -1,0 +1,198 @@
+"""Where transformers' attention layers hand over to ours.
+
+Two functions are registered with transformers. ``forethought`` serves every forward: the layer's
+q, k, v go to the :class:`ForwardPass` that arrived with the call. ``forethought_probe`` serves one
+small forward at load, which finds out what the network asks of attention: shapes, windows, softcap,
+sinks; nothing of this is read from a table of models. What no backend could honour (a mask that is
+neither causal nor a window, an unknown argument, a layer that never arrives) is refused there.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from forethought.errors import ModelError
+from forethought.kv.storage import LayerShape
+from forethought.model.attention.base import Capability, ForwardPass, Scoring
+
+ATTENTION = "forethought"
+PROBE = "forethought_probe"
+KEYWORD = "forethought"  # the extra argument of model(...) that carries the pass or the probe
+
+# Arguments that attention layers may receive without asking anything of a backend: what we use,
+# what only training uses, and what describes the batch in ways that the pass already knows.
+_UNDERSTOOD = frozenset(
+    "attention_mask cache_position cache_positions dropout forethought input_ids inputs_embeds "
+    "is_causal logits_to_keep num_items_in_batch output_attentions output_hidden_states "
+    "output_router_logits past_key_values position_embeddings position_ids return_dict s_aux "
+    "scaling sliding_window softcap token_type_ids training use_cache".split()
+)
+
+# What the mask function of the probe fills its mask with, in place of a window's width.
+_ALL_SEEN, _NOT_CAUSAL = 0, -1
+
+
+@dataclass(frozen=True, slots=True)
+class LayerProfile:
+    """What one layer asked of attention in the probe.
+
+    Attributes:
+        shape: what it stores per token.
+        heads: its query heads.
+        window: how many positions a token sees, its own included; None for all.
+        softcap: whether it bounds its scores.
+        sinks: whether it has a learned logit per head.
+    """
+
+    shape: LayerShape
+    heads: int
+    window: int | None
+    softcap: bool
+    sinks: bool
+
+    def needs(self) -> frozenset[Capability]:
+        """The capabilities that a backend must declare to serve this layer."""
+        shape = self.shape
+        wanted = {
+            Capability.GROUPED_QUERIES: self.heads != shape.kv_heads,
+            Capability.VALUE_DIM: shape.key_dim != shape.value_dim,
+            Capability.SLIDING_WINDOW: self.window is not None,
+            Capability.SOFTCAP: self.softcap,
+            Capability.SINKS: self.sinks,
+        }
+        return frozenset(capability for capability, needed in wanted.items() if needed)
+
+
+@dataclass(slots=True)
+class Probe:
+    """Collects what arrives during the probing forward, by layer index."""
+
+    layers: dict[int, LayerProfile] = field(default_factory=dict)
+
+    def profile(self, num_layers: int) -> tuple[LayerProfile, ...]:
+        """The layers in order; ModelError unless each of ``num_layers`` arrived."""
+        missing = sorted(set(range(num_layers)) - set(self.layers))
+        if missing or len(self.layers) != num_layers:
+            raise _refusal(
+                f"of its {num_layers} layers only {len(self.layers)} use attention over keys and "
+                "values that can be paged; state of any other kind cannot be rewound"
+            )
+        return tuple(self.layers[index] for index in range(num_layers))
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Serve one attention layer in a forward.
+
+    Args:
+        module: the layer; only its index is read.
+        query: ``[1, heads, T, key_dim]``.
+        key: ``[1, kv_heads, T, key_dim]``.
+        value: ``[1, kv_heads, T, value_dim]``.
+        attention_mask: None; the pass knows who sees whom.
+        kwargs: scaling, softcap, s_aux and the pass.
+
+    Returns:
+        ``[1, T, heads, value_dim]``, and None in place of weights.
+    """
+    forward_pass: ForwardPass = kwargs[KEYWORD]
+    scoring = Scoring(
+        _scale(query, kwargs.get("scaling")), kwargs.get("softcap"), kwargs.get("s_aux")
+    )
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return forward_pass.attend(module.layer_idx, q, k, v, scoring).unsqueeze(0), None
+
+
+def probe(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Record what one attention layer asks for; the result is zeros of the right shape."""
+    found: Probe = kwargs[KEYWORD]
+    unknown = sorted(
+        name for name, given in kwargs.items() if given is not None and name not in _UNDERSTOOD
+    )
+    if unknown:
+        raise _refusal(f"its attention takes {', '.join(unknown)}, which no backend understands")
+    layer = getattr(module, "layer_idx", None)
+    if layer is None or layer in found.layers or attention_mask is None:
+        raise _refusal("its attention layers do not arrive once each, by number, with their mask")
+    window = int(attention_mask.flatten()[0])
+    if window == _NOT_CAUSAL or attention_mask.dtype != torch.int64:
+        raise _refusal("its attention mask is neither causal nor a sliding window")
+    found.layers[layer] = LayerProfile(
+        shape=LayerShape(key.shape[1], key.shape[3], value.shape[3]),
+        heads=query.shape[1],
+        window=None if window == _ALL_SEEN else window,
+        softcap=kwargs.get("softcap") is not None,
+        sinks=kwargs.get("s_aux") is not None,
+    )
+    return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+
+def probe_mask(
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable[..., Tensor],
+    config: Any,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> Tensor:
+    """Say which window a model's mask function amounts to, on positions far beyond the probe.
+
+    Returns:
+        int64 ``[1, 1, q_length, kv_length]`` filled with the width of the window, 0 for a causal
+        mask, -1 for anything else: the only way in which it can reach the layer that it is for.
+    """
+    last = int(getattr(config, "max_position_embeddings", None) or 4096) + 1
+    keys = torch.arange(last + 2)
+    widths = set()
+    for position in (last, last - 1, last // 2, last // 3):
+        query, zero = torch.tensor(position), torch.tensor(0)
+        seen = torch.as_tensor(mask_function(zero, zero, query, keys)).expand(len(keys))
+        width = int(seen.sum())
+        expected = (keys <= query) & (keys > query - width)
+        whole = width == position + 1
+        widths.add(_NOT_CAUSAL if not torch.equal(seen, expected) else 0 if whole else width)
+    # A window wider than the smaller of the positions looks like no window from there.
+    widths -= {_ALL_SEEN} if len(widths) > 1 else set()
+    code = widths.pop() if len(widths) == 1 else _NOT_CAUSAL
+    return torch.full((1, 1, q_length, kv_length), code, device=device)
+
+
+def reaches_attention(network: Callable[..., Any]) -> bool:
+    """Whether a forward takes extra keyword arguments, so that a pass could travel through it."""
+    parameters = inspect.signature(network).parameters.values()
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def _scale(query: Tensor, scaling: float | None) -> float:
+    return query.shape[-1] ** -0.5 if scaling is None else scaling
+
+
+def _refusal(why: str) -> ModelError:
+    return ModelError(
+        "this model is not supported", why, "Choose a causal language model with plain attention"
+    )
+
+
+AttentionInterface.register(ATTENTION, attend)
+AttentionInterface.register(PROBE, probe)
+AttentionMaskInterface.register(PROBE, probe_mask)

@@ -1,0 +1,138 @@
+"""Rows of tokens packed side by side into one batch: every index tensor, built once per forward.
+
+A row is a run of new tokens of one page table: a decode step, a chunk of a prefill, or a tree of
+drafts. There is no padding: T is the sum of the rows' tokens. This file knows nothing about
+requests, sampling or how attention is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from forethought.kv.table import PageTable
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """New tokens of one sequence, whose table already reaches to their end.
+
+    Attributes:
+        tokens: the new token ids, at least one.
+        start: how many tokens of this sequence are stored already: the position of ``tokens[0]``.
+        table: page table with ``table.length == start + len(tokens)``.
+        parents: None for a chain. For a tree, the index in this row of each token's parent, -1 for
+            the stored prefix; parents come before their children. A token's position is then
+            ``start`` plus its depth, and it sees the prefix, its ancestors and itself.
+        logits_from: index in this row of the first token whose logits are wanted; all later ones
+            are wanted too; ``len(tokens)`` wants none.
+    """
+
+    tokens: list[int]
+    start: int
+    table: PageTable
+    parents: tuple[int, ...] | None = None
+    logits_from: int = 0
+
+    def depths(self) -> list[int]:
+        """Distance of each token from the first new position: ``position - start``."""
+        if self.parents is None:
+            return list(range(len(self.tokens)))
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+        return depths
+
+    def visible(self) -> Tensor:
+        """bool ``[n, n]`` on the host: which new tokens (columns) each new token (rows) sees."""
+        size = len(self.tokens)
+        if self.parents is None:
+            return torch.ones(size, size, dtype=torch.bool).tril()
+        seen = torch.eye(size, dtype=torch.bool)
+        for index, parent in enumerate(self.parents):
+            if parent >= 0:
+                seen[index] |= seen[parent]
+        return seen
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Where one row lies in the packed batch and in the cache.
+
+    Attributes:
+        start, stop: the row's tokens are ``[start, stop)`` of the packed batch.
+        kv_length: tokens of the sequence in the cache, these new ones included.
+        first_slot: the slot of position 0 when all pages lie side by side, else None.
+        slots: int64 ``[kv_length]``, the slot of every stored token; None when ``first_slot`` tells.
+        tree: bool ``[n, n]``, ancestor-or-self among the new tokens; None for a chain.
+    """
+
+    start: int
+    stop: int
+    kv_length: int
+    first_slot: int | None
+    slots: Tensor | None
+    tree: Tensor | None
+
+    @property
+    def length(self) -> int:
+        """Number of new tokens."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Packed rows: T new tokens of which R want logits. All tensors are on the model's device.
+
+    Attributes:
+        token_ids: int64 ``[T]``.
+        positions: int64 ``[T]``.
+        slots: int64 ``[T]``, where each new token's keys and values are written.
+        logit_index: int64 ``[R]``, packed indices of the tokens whose logits are wanted.
+        spans: one per row, in order.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    logit_index: Tensor
+    spans: tuple[Span, ...]
+
+    @classmethod
+    def build(cls, rows: Sequence[Row], device: torch.device | str = "cpu") -> Batch:
+        """Pack ``rows``; one transfer per tensor."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        wanted: list[int] = []
+        spans: list[Span] = []
+        for row in rows:
+            begin, size = len(tokens), len(row.tokens)
+            assert size > 0 and row.table.length == row.start + size
+            assert row.parents is None or len(row.parents) == size
+            tokens += row.tokens
+            positions += [row.start + depth for depth in row.depths()]
+            slots += row.table.slots(row.start, row.start + size)
+            wanted += range(begin + row.logits_from, begin + size)
+            spans.append(cls._span(row, begin, device))
+        return cls(
+            token_ids=torch.tensor(tokens, dtype=torch.int64, device=device),
+            positions=torch.tensor(positions, dtype=torch.int64, device=device),
+            slots=torch.tensor(slots, dtype=torch.int64, device=device),
+            logit_index=torch.tensor(wanted, dtype=torch.int64, device=device),
+            spans=tuple(spans),
+        )
+
+    @staticmethod
+    def _span(row: Row, begin: int, device: torch.device | str) -> Span:
+        length = row.table.length
+        first_slot, slots = row.table.run(), None
+        if first_slot is None:
+            slots = torch.tensor(row.table.slots(0, length), dtype=torch.int64, device=device)
+        tree = None if row.parents is None else row.visible().to(device)
+        return Span(begin, begin + len(row.tokens), length, first_slot, slots, tree)

@@ -1,0 +1,87 @@
+"""A causal language model whose attention runs over pages.
+
+Holds the network (the transformers module, or the fused forward built from it) and what the engine
+must know about it. It knows nothing about requests or sampling; batch and cache are arguments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from forethought.kv.storage import KvStorage, LayerShape
+from forethought.model.attention.base import AttentionBackend, ForwardPass
+from forethought.model.attention.interface import KEYWORD, LayerProfile
+from forethought.model.batch import Batch
+
+
+class Network(Protocol):
+    """Token ids to logits, with attention left to the pass."""
+
+    def __call__(self, batch: Batch, forward_pass: ForwardPass) -> Tensor:
+        """Logits ``[R, vocab]`` in the model's dtype."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TransformersNetwork:
+    """The module exactly as transformers defines it, with our attention installed."""
+
+    module: PreTrainedModel
+
+    def __call__(self, batch: Batch, forward_pass: ForwardPass) -> Tensor:
+        """See :class:`Network`."""
+        output = self.module(
+            input_ids=batch.token_ids[None],
+            position_ids=batch.positions[None],
+            use_cache=False,
+            logits_to_keep=batch.logit_index,
+            **{KEYWORD: forward_pass},
+        )
+        return output.logits[0]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTraits:
+    """What is known of a loaded model.
+
+    Attributes:
+        config: the transformers configuration.
+        layers: what each attention layer asks for, found by the probe.
+        vocab_size: width of the logits.
+        max_positions: tokens that a sequence may hold.
+        eos_token_ids: ids that end a sequence.
+        dtype: of weights, keys and values.
+        device: where they live.
+    """
+
+    config: Any
+    layers: tuple[LayerProfile, ...]
+    vocab_size: int
+    max_positions: int
+    eos_token_ids: frozenset[int]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class CausalLM:
+    """A network, its attention backend and its traits."""
+
+    def __init__(self, network: Network, backend: AttentionBackend, traits: ModelTraits) -> None:
+        self.network, self.backend, self.traits = network, backend, traits
+        self.config = traits.config
+        self.vocab_size, self.max_positions = traits.vocab_size, traits.max_positions
+        self.eos_token_ids = traits.eos_token_ids
+        self.dtype, self.device = traits.dtype, traits.device
+        self.layer_shapes: list[LayerShape] = [layer.shape for layer in traits.layers]
+        self._windows = [layer.window for layer in traits.layers]
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, storage: KvStorage) -> Tensor:
+        """Run the batch, store its keys and values, return float32 logits ``[R, vocab]``."""
+        forward_pass = ForwardPass(batch, storage, self.backend, self._windows)
+        return self.network(batch, forward_pass).float()

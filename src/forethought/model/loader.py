@@ -1,0 +1,223 @@
+"""A local Hugging Face directory becomes a :class:`CausalLM`, or is refused with the reason.
+
+Weights load the way transformers loads them (sharded safetensors, tied weights, quantised
+checkpoints). Nothing is downloaded. What the model asks of attention is found by one small forward
+(:mod:`~forethought.model.attention.interface`), never looked up by the model's name.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from forethought.errors import ModelError, ParameterError
+from forethought.model.attention import BACKENDS
+from forethought.model.attention.base import AttentionBackend, Capability
+from forethought.model.attention.interface import ATTENTION, KEYWORD, PROBE, LayerProfile, Probe
+from forethought.model.causal_lm import CausalLM, ModelTraits, TransformersNetwork
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
+_PROBE_TOKENS = 3
+
+
+def load(
+    path: str | Path,
+    dtype: torch.dtype | str = "auto",
+    device: torch.device | str = "cpu",
+    attention: str = "auto",
+    fuse: bool = True,
+    trust_remote_code: bool = False,
+) -> CausalLM:
+    """Load the model in the directory ``path``.
+
+    Args:
+        path: directory with ``config.json`` and weights.
+        dtype: ``"auto"`` (the checkpoint's), a name such as ``"bfloat16"``, or a torch dtype.
+        device: where the weights go.
+        attention: name of a backend, or ``"auto"``.
+        fuse: replace the forward by the fused one where the architecture allows it.
+        trust_remote_code: run model code that lies in the directory.
+
+    Raises:
+        ModelError: the directory is missing or broken, or the model is not supported.
+        UnknownNameError: no attention backend has this name.
+        ParameterError: no such dtype.
+    """
+    directory = Path(path)
+    backend: AttentionBackend = BACKENDS.create("sdpa" if attention == "auto" else attention)
+    if isinstance(dtype, str) and dtype != "auto" and dtype not in DTYPES:
+        raise ParameterError("unknown dtype", repr(dtype), f"Allowed: auto, {', '.join(DTYPES)}")
+    config = _config(directory, trust_remote_code)
+    module = _module(directory, config, dtype, trust_remote_code)
+    with _refusing(directory, "loading"):
+        module = module.eval().requires_grad_(False).to(device)
+    layers, vocab_size = _probe(module, directory)
+    _check_capabilities(layers, backend, directory)
+    traits = ModelTraits(
+        config=module.config,
+        layers=layers,
+        vocab_size=vocab_size,
+        max_positions=_max_positions(module.config),
+        eos_token_ids=_eos_token_ids(module),
+        dtype=module.dtype,
+        device=module.device,
+    )
+    return CausalLM(TransformersNetwork(module), backend, traits)
+
+
+def _config(directory: Path, trust_remote_code: bool) -> Any:
+    """The configuration, with everything refused that can be told from it."""
+    if not directory.is_dir():
+        raise ModelError(
+            f"no model at {directory}",
+            "there is no such directory",
+            "Give the path of a local Hugging Face model directory; nothing is downloaded",
+        )
+    if not (directory / "config.json").is_file():
+        raise _broken(directory, "it has no config.json")
+    with _refusing(directory, "reading its config.json"):
+        config = AutoConfig.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    if config.is_encoder_decoder:
+        raise _unsupported(directory, "it is an encoder-decoder; only decoders are served")
+    if not any(found for pattern in _WEIGHT_FILES for found in directory.glob(pattern)):
+        raise _broken(directory, f"it has no weights ({', '.join(_WEIGHT_FILES)})")
+    return config
+
+
+def _module(
+    directory: Path, config: Any, dtype: torch.dtype | str, trust_remote_code: bool
+) -> PreTrainedModel:
+    with _refusing(directory, "loading"):
+        module, report = AutoModelForCausalLM.from_pretrained(
+            directory,
+            config=config,
+            dtype=dtype,
+            attn_implementation=PROBE,
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
+    # transformers fills what it cannot find with random numbers and only warns.
+    for kind, why in (("missing_keys", "lacks"), ("mismatched_keys", "has the wrong shape for")):
+        if report.get(kind):
+            names = sorted(str(name) for name in report[kind])
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise _broken(directory, f"its checkpoint {why} {', '.join(names[:3])}{more}")
+    if getattr(module, "_is_stateful", False):
+        raise _unsupported(
+            directory,
+            f"{type(module).__name__} keeps recurrent state (linear attention or a state space "
+            "model), which cannot be rewound by dropping pages",
+        )
+    return module
+
+
+def _probe(module: PreTrainedModel, directory: Path) -> tuple[tuple[LayerProfile, ...], int]:
+    """What each layer asks of attention, and the width of the logits."""
+    probe = Probe()
+    tokens = torch.arange(_PROBE_TOKENS, device=module.device)[None]
+    with torch.inference_mode(), _refusing(directory, "probing"):
+        output = module(
+            input_ids=tokens,
+            position_ids=tokens,
+            use_cache=False,
+            logits_to_keep=tokens.new_tensor([1]),
+            **{KEYWORD: probe},
+        )
+    text = module.config.get_text_config(decoder=True)
+    layers = probe.profile(text.num_hidden_layers)
+    if output.logits.shape[1] != 1:
+        raise _unsupported(directory, "it computes logits for tokens that nobody asked for")
+    module.set_attn_implementation(ATTENTION)
+    return layers, output.logits.shape[-1]
+
+
+def _check_capabilities(
+    layers: tuple[LayerProfile, ...], backend: AttentionBackend, directory: Path
+) -> None:
+    needed: frozenset[Capability] = frozenset().union(*(layer.needs() for layer in layers))
+    lacking = sorted(needed - backend.capabilities)
+    if lacking:
+        raise _unsupported(
+            directory,
+            f"it needs {', '.join(lacking)}, which the attention backend {backend.name!r} lacks",
+            f"Use another attention backend: {', '.join(BACKENDS.names())}",
+        )
+
+
+def _max_positions(config: Any) -> int:
+    """Positions that a sequence may use without its rotary frequencies depending on the batch.
+
+    Rotary scaling of type longrope and dynamic switches frequencies for the *whole batch* once any
+    of its tokens passes the original context: a row's result would depend on its company. Up to
+    the original context they are fixed, so that is where such models end here.
+    """
+    text = config.get_text_config(decoder=True)
+    limit = getattr(text, "max_position_embeddings", None)
+    if not limit:
+        raise ModelError(
+            "this model is not supported",
+            "its config does not say how many positions it has (max_position_embeddings)",
+            "Add max_position_embeddings to its config.json",
+        )
+    rope = getattr(text, "rope_parameters", None) or {}
+    parts = [rope] if "rope_type" in rope else [part for part in rope.values() if part]
+    for part in parts:
+        if isinstance(part, dict) and part.get("rope_type") == "longrope":
+            original = part.get("original_max_position_embeddings") or limit
+            if original < limit:
+                logger.warning(
+                    "context limited to %d of %d tokens: beyond, longrope makes the frequencies "
+                    "of one sequence depend on the others in its batch",
+                    original,
+                    limit,
+                )
+            limit = min(limit, original)
+    return int(limit)
+
+
+def _eos_token_ids(module: PreTrainedModel) -> frozenset[int]:
+    for source in (module.generation_config, module.config.get_text_config(decoder=True)):
+        ids = getattr(source, "eos_token_id", None)
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
+    return frozenset()
+
+
+@contextmanager
+def _refusing(directory: Path, doing: str) -> Iterator[None]:
+    """Turn whatever transformers raises into a ModelError that keeps its first line."""
+    try:
+        yield
+    except ModelError as error:
+        raise _unsupported(directory, error.why) from error
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:  # transformers, safetensors and remote code raise anything
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise _broken(directory, f"{doing} failed: {reason}") from error
+
+
+def _broken(directory: Path, why: str) -> ModelError:
+    return ModelError(
+        f"cannot load the model in {directory}", why, "Check that the directory is complete"
+    )
+
+
+def _unsupported(directory: Path, why: str, fix: str = "") -> ModelError:
+    return ModelError(
+        f"the model in {directory} is not supported",
+        why,
+        fix or "Choose a causal language model that uses attention only",
+    )

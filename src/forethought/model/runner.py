@@ -1,0 +1,26 @@
+"""Rows in, logits out: one model over one KV storage.
+
+Rows, not requests: a draft model has rows and pages too, but no request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from forethought.kv.storage import KvStorage
+from forethought.model.batch import Batch, Row
+from forethought.model.causal_lm import CausalLM
+
+
+class Runner:
+    """Runs rows through ``lm``, whose keys and values live in ``storage``."""
+
+    def __init__(self, lm: CausalLM, storage: KvStorage) -> None:
+        assert tuple(lm.layer_shapes) == storage.layers and lm.dtype == storage.dtype
+        self.lm, self.storage = lm, storage
+
+    def forward(self, rows: Sequence[Row]) -> Tensor:
+        """float32 ``[R, vocab]``: the logits that the rows want, in order of rows and tokens."""
+        return self.lm.forward(Batch.build(rows, self.lm.device), self.storage)

@@ -1,0 +1,171 @@
+"""Tiny random models for tests of every floor, and transformers' own answers to compare with.
+
+Every architecture of the equality matrix is here, small enough to generate in milliseconds. The
+weights are wide (std 0.3) so that greedy decoding wanders instead of repeating one token.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, CONFIG_MAPPING, PreTrainedModel
+
+VOCAB = 101
+_STD = 0.3
+
+_BASE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": _STD,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+
+# name -> (transformers model_type, what differs from _BASE)
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama_tied_biased": (
+        "llama",
+        {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    ),
+    "mistral": ("mistral", {"sliding_window": 6}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "qwen3_moe": ("qwen3_moe", {**_MOE, "decoder_sparse_step": 1}),
+    "gemma2": (
+        "gemma2",
+        {
+            "sliding_window": 6,
+            "query_pre_attn_scalar": 8,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 10.0,
+        },
+    ),
+    "gemma3": ("gemma3_text", {"sliding_window": 6, "query_pre_attn_scalar": 8, **_MIXED}),
+    "phi3": ("phi3", {"sliding_window": None, "head_dim": None}),
+    "olmo2": ("olmo2", {"head_dim": None}),
+    "glm4": ("glm4", {"partial_rotary_factor": 0.5}),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            "sliding_window": 6,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            **_MIXED,
+        },
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {
+            "head_dim": None,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 12,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 6,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "granite": (
+        "granite",
+        {
+            "head_dim": None,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.5,
+            "embedding_multiplier": 2.0,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
+    "cohere2": ("cohere2", {"sliding_window": 6, "head_dim": None, **_MIXED}),
+    "gpt2": ("gpt2", {}),
+    "starcoder2": ("starcoder2", {"sliding_window": 6}),
+}
+
+
+@functools.cache
+def _directory() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="tiny-models-")
+
+
+@functools.cache
+def tiny(architecture: str, seed: int = 0) -> Path:
+    """Directory of a saved tiny model with random float32 weights; made once per process."""
+    model_type, changes = ARCHITECTURES[architecture]
+    settings = {key: value for key, value in {**_BASE, **changes}.items() if value is not None}
+    path = Path(_directory().name) / f"{architecture}-{seed}"
+    save_random(CONFIG_MAPPING[model_type](**settings), path, seed)
+    return path
+
+
+def save_random(config: Any, path: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
+    """Save a model of ``config`` with random weights, nothing left at zero or one."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        module = AutoModelForCausalLM.from_config(config)
+        for weight in module.parameters():
+            if weight.ndim == 1 or weight.abs().max() == 0:
+                # Norm weights near 1 (or 0, where the norm adds one), biases and sinks near 0.
+                weight.data += 0.2 * torch.randn_like(weight)
+    module.to(dtype).save_pretrained(path)
+
+
+@functools.cache
+def transformers_model(path: Path) -> PreTrainedModel:
+    """The same model as transformers runs it, in float32, with its own eager attention."""
+    module = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+    )
+    return module.eval()
+
+
+def greedy(path: Path, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[list[int]]:
+    """What ``model.generate`` adds to each prompt, greedily, one prompt at a time, no stop."""
+    return [_greedy(path, tuple(prompt), new_tokens) for prompt in prompts]
+
+
+@functools.cache
+def _greedy(path: Path, prompt: tuple[int, ...], new_tokens: int) -> list[int]:
+    module = transformers_model(path)
+    tokens = torch.tensor([prompt])
+    with torch.inference_mode():
+        output = module.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=new_tokens,
+            min_new_tokens=new_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    return output[0, len(prompt) :].tolist()
+
+
+def prompts(lengths: Sequence[int] = (1, 4, 9, 17, 30), seed: int = 0) -> list[list[int]]:
+    """Random prompts of the given lengths, without the special ids 0, 1, 2."""
+    source = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, VOCAB, (n,), generator=source).tolist() for n in lengths]
