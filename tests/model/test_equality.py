@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
-import torch
 
 import models
 from forethought.kv.pool import PagePool

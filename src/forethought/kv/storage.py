@@ -49,7 +49,9 @@ class KvStorage:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        assert layers and num_pages > 0 and page_size > 0
+        assert layers
+        assert num_pages > 0
+        assert page_size > 0
         self.layers = tuple(layers)
         self.num_pages, self.page_size = num_pages, page_size
         self.dtype, self.device = dtype, torch.device(device)
@@ -73,10 +75,10 @@ class KvStorage:
     @staticmethod
     def page_bytes(layers: Sequence[LayerShape], page_size: int, dtype: torch.dtype) -> int:
         """Bytes that one page of ``page_size`` tokens takes over ``layers`` in ``dtype``."""
-        return sum(shape.elements for shape in layers) * page_size * dtype.itemsize
+        return sum(shape.elements for shape in layers) * page_size * int(dtype.itemsize)
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store k ``[T, kv_heads, key_dim]`` and v ``[T, kv_heads, value_dim]`` at slots ``[T]``."""
+        """Store k ``[T, kv_heads, key_dim]``, v ``[T, kv_heads, value_dim]`` at slots ``[T]``."""
         self.keys[layer].index_copy_(0, slots, k)
         self.values[layer].index_copy_(0, slots, v)
 

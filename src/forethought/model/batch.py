@@ -68,7 +68,7 @@ class Span:
         start, stop: the row's tokens are ``[start, stop)`` of the packed batch.
         kv_length: tokens of the sequence in the cache, these new ones included.
         first_slot: the slot of position 0 when all pages lie side by side, else None.
-        slots: int64 ``[kv_length]``, the slot of every stored token; None when ``first_slot`` tells.
+        slots: int64 ``[kv_length]``, the slot of every stored token; None with ``first_slot``.
         tree: bool ``[n, n]``, ancestor-or-self among the new tokens; None for a chain.
     """
 
@@ -113,7 +113,8 @@ class Batch:
         spans: list[Span] = []
         for row in rows:
             begin, size = len(tokens), len(row.tokens)
-            assert size > 0 and row.table.length == row.start + size
+            assert size > 0
+            assert row.table.length == row.start + size
             assert row.parents is None or len(row.parents) == size
             tokens += row.tokens
             positions += [row.start + depth for depth in row.depths()]

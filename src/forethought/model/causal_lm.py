@@ -80,8 +80,8 @@ class CausalLM:
         self.layer_shapes: list[LayerShape] = [layer.shape for layer in traits.layers]
         self._windows = [layer.window for layer in traits.layers]
 
-    @torch.inference_mode()
     def forward(self, batch: Batch, storage: KvStorage) -> Tensor:
         """Run the batch, store its keys and values, return float32 logits ``[R, vocab]``."""
-        forward_pass = ForwardPass(batch, storage, self.backend, self._windows)
-        return self.network(batch, forward_pass).float()
+        with torch.inference_mode():
+            forward_pass = ForwardPass(batch, storage, self.backend, self._windows)
+            return self.network(batch, forward_pass).float()

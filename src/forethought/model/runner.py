@@ -18,7 +18,8 @@ class Runner:
     """Runs rows through ``lm``, whose keys and values live in ``storage``."""
 
     def __init__(self, lm: CausalLM, storage: KvStorage) -> None:
-        assert tuple(lm.layer_shapes) == storage.layers and lm.dtype == storage.dtype
+        assert tuple(lm.layer_shapes) == storage.layers
+        assert lm.dtype == storage.dtype
         self.lm, self.storage = lm, storage
 
     def forward(self, rows: Sequence[Row]) -> Tensor:

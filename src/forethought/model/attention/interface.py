@@ -29,10 +29,10 @@ KEYWORD = "forethought"  # the extra argument of model(...) that carries the pas
 # Arguments that attention layers may receive without asking anything of a backend: what we use,
 # what only training uses, and what describes the batch in ways that the pass already knows.
 _UNDERSTOOD = frozenset(
-    "attention_mask cache_position cache_positions dropout forethought input_ids inputs_embeds "
-    "is_causal logits_to_keep num_items_in_batch output_attentions output_hidden_states "
-    "output_router_logits past_key_values position_embeddings position_ids return_dict s_aux "
-    "scaling sliding_window softcap token_type_ids training use_cache".split()
+    {"scaling", "softcap", "s_aux", "sliding_window", "is_causal", KEYWORD}
+    | {"dropout", "training", "num_items_in_batch", "output_router_logits"}
+    | {"position_ids", "position_embeddings", "cache_position", "use_cache", "past_key_values"}
+    | {"output_attentions", "output_hidden_states", "return_dict"}
 )
 
 # What the mask function of the probe fills its mask with, in place of a window's width.

@@ -80,6 +80,6 @@ def visible_indices(span: Span, query: int, window: int | None) -> list[int]:
 
 def _slots(span: Span) -> list[int]:
     if span.slots is not None:
-        return span.slots.tolist()
+        return [int(slot) for slot in span.slots]
     assert span.first_slot is not None
     return list(range(span.first_slot, span.first_slot + span.kv_length))

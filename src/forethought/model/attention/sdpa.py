@@ -97,7 +97,7 @@ class SdpaAttention:
             return True
         longest = max(_visible(span, window) for span in decodes)
         layer = max(storage.layers, key=lambda shape: shape.elements)
-        return longest * layer.elements * storage.dtype.itemsize < BYTES_PER_CALL
+        return bool(longest * layer.elements * storage.dtype.itemsize < BYTES_PER_CALL)
 
     def attend(
         self, q: Tensor, keys: Tensor, values: Tensor, plan: SdpaPlan, scoring: Scoring
