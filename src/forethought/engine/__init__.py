@@ -1,0 +1,1 @@
+"""The machine: token ids in, token ids out. Knows nothing about text."""

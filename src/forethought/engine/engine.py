@@ -1,0 +1,294 @@
+"""The engine: sequences of token ids, and the loop that carries them through the network.
+
+A sequence is a handle. It can be forked while it runs, extended, rewound, resumed and aborted,
+with its KV kept. The engine belongs to one thread and knows nothing about text, clients or time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence as Ids
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from forethought.engine import kinship, passing
+from forethought.engine.admission import Admission
+from forethought.engine.ledger import Ledger
+from forethought.engine.passing import Draw
+from forethought.engine.scheduler import Limits, Plan, Scheduler
+from forethought.engine.sequence import Sequence, Status
+from forethought.engine.stats import EngineStats
+from forethought.errors import UsageError
+from forethought.kv.pool import PagePool
+from forethought.kv.prefix import PrefixIndex
+from forethought.kv.table import PageTable
+from forethought.model.runner import Runner
+from forethought.outputs import FinishReason, TokenLogprobs
+from forethought.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What one step did to one sequence."""
+
+    sequence: Sequence
+    tokens: list[int]
+    """Drawn in this step."""
+    logprobs: list[TokenLogprobs] | None = None
+    """One entry per token, if asked for."""
+    finish_reason: FinishReason | None = None
+    error: Exception | None = None
+    """The step failed for this sequence, which is closed."""
+
+
+class Engine:
+    """Runs sequences.
+
+    Args:
+        runner: the network and the tensors of its KV cache.
+        limits: of a step and of a sequence.
+        reuse: whether full pages are found again by later prompts with the same prefix.
+        seed: where the seeds of unseeded requests come from; None: the operating system.
+    """
+
+    def __init__(
+        self, runner: Runner, limits: Limits, *, reuse: bool = True, seed: int | None = None
+    ) -> None:
+        self.runner, self.limits, self.stats = runner, limits, EngineStats()
+        self.pool = PagePool(runner.storage.num_pages, runner.storage.page_size)
+        self.index = PrefixIndex(self.pool, reuse)
+        self.scheduler = Scheduler(self.pool, self.index, limits, self.stats)
+        self.admission = Admission(
+            limits, runner.lm.vocab_size, self.pool.num_pages * self.pool.page_size
+        )
+        self._ledger = Ledger(self.stats, self.index, self.pool.page_size)
+        self._eos_ids = runner.lm.eos_token_ids
+        self._seeds = random.Random(seed)
+        self._ids, self._arrivals = itertools.count(), itertools.count()
+
+    # ---- the loop ---------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    def step(self) -> list[Event]:
+        """Schedule, forward, draw, commit: one pass through the network for everyone."""
+        began = time.perf_counter()
+        for sequence in list(self.scheduler):
+            kinship.attach_ready(sequence)
+        plan, drawn = self.scheduler.plan(), None
+        if not plan.rows:
+            return []
+        try:
+            logits = passing.forward(self.runner, plan)
+            self.stats.forward_seconds += time.perf_counter() - began
+            drawn = passing.draw(plan, logits, self._eos_ids)
+        except Exception as error:
+            failure = error
+        finally:
+            if drawn is None:
+                self._undo(plan)
+        if drawn is None:
+            return [self._fail(row.sequence, failure) for row in plan.rows]
+        events = self._commit(plan, logits, drawn)
+        self.stats.steps += 1
+        self.stats.step_seconds += time.perf_counter() - began
+        return events
+
+    def _undo(self, plan: Plan) -> None:
+        """What was not committed was never stored; a page that was to be copied may be empty."""
+        for row in plan.rows:
+            whole_pages = row.start // self.pool.page_size * self.pool.page_size
+            row.sequence.table.rewind(whole_pages if row.copies else row.start)
+
+    def _commit(self, plan: Plan, logits: Tensor, drawn: list[list[Draw]]) -> list[Event]:
+        """Count, publish full pages, append what was drawn."""
+        events, begin = [], 0
+        for row, draws in zip(plan.rows, drawn, strict=True):
+            self._ledger.record(row, logits[begin : begin + row.logits])
+            begin += row.logits
+            for twin in (draw.sequence for draw in draws[1:]):
+                kinship.attach(twin)
+                full = len(self.scheduler.running) >= self.limits.max_batch_size
+                self.scheduler.place(twin, Status.WAITING if full else Status.RUNNING)
+            events += [self._append(draw) for draw in draws]
+        return events
+
+    def _append(self, draw: Draw) -> Event:
+        """A drawn token joins its sequence, and may be its last."""
+        sequence, token, reason = draw.sequence, draw.token, None
+        sequence.tokens.append(token)
+        self._ledger.count(sequence, decoded=1)
+        if token in sequence.params.stop_token_ids:
+            sequence.stop_reason, reason = token, FinishReason.STOP
+        elif token in self._eos_ids and not sequence.params.ignore_eos:
+            reason = FinishReason.STOP
+        elif len(sequence.tokens) >= sequence.limit:
+            reason = FinishReason.LENGTH
+        if reason is not None:
+            self._finish(sequence, reason)
+        logprobs = None if draw.logprobs is None else [draw.logprobs]
+        return Event(sequence, [token], logprobs, reason)
+
+    # ---- the handles ------------------------------------------------------------------------
+
+    def add(
+        self, prompt_ids: Ids[int], params: SamplingParams, *, keep: bool = False
+    ) -> list[Sequence]:
+        """Start ``params.n`` generations from one prompt, which is prefilled once.
+
+        Args:
+            prompt_ids: the prompt.
+            params: how to draw and when to stop.
+            keep: park each sequence at its end instead of closing it.
+
+        Raises:
+            ParameterError, ContextLengthError, CapacityError: see ``Admission.check``.
+        """
+        self.admission.check(prompt_ids, params)
+        leader = self._new(list(prompt_ids), keep)
+        arrival, seed = next(self._arrivals), self._seed(params)
+        self._start(leader, params, arrival, seed)
+        samples = [leader]
+        for index in range(1, params.n):
+            sample = self._new(list(prompt_ids), keep)
+            sample.index = index
+            self._start(sample, params, arrival, seed)
+            kinship.depend(sample, leader, len(prompt_ids))
+            samples.append(sample)
+        return samples
+
+    def open(self, prompt_ids: Ids[int]) -> Sequence:
+        """A parked sequence that holds the prompt; nothing is computed before ``resume``."""
+        self.admission.check(prompt_ids, SamplingParams())
+        return self._new(list(prompt_ids), keep=True)
+
+    def resume(self, sequence: Sequence, params: SamplingParams) -> None:
+        """Generate from a parked sequence. ``params.n`` must be 1: fork for more.
+
+        Raises:
+            UsageError: it is not parked.
+            ParameterError, ContextLengthError, CapacityError: see ``Admission.check``.
+        """
+        self._expect_parked(sequence, "resumed")
+        self.admission.check_resume(sequence.tokens, params)
+        if sequence.num_uncomputed == 0:  # the last token's logits are needed once more
+            kinship.attach_ready(sequence, all_of_them=True)
+            sequence.table.rewind(len(sequence.tokens) - 1)
+        self._start(sequence, params, next(self._arrivals), self._seed(params))
+
+    def extend(self, sequence: Sequence, token_ids: Ids[int]) -> None:
+        """Put tokens behind a parked sequence; they are computed when it is resumed."""
+        self._expect_parked(sequence, "extended")
+        self.admission.check_extension(sequence.tokens, token_ids)
+        sequence.tokens.extend(token_ids)
+
+    def fork(self, sequence: Sequence, length: int | None = None) -> Sequence:
+        """A parked copy of the first ``length`` tokens (all by default), sharing their pages.
+
+        A running sequence is not disturbed; KV that it has yet to compute is shared once it has.
+        """
+        length = len(sequence.tokens) if length is None else length
+        if sequence.status is Status.CLOSED or not 0 < length <= len(sequence.tokens):
+            raise UsageError(
+                "cannot fork this sequence",
+                f"it is {sequence.status.value} with {len(sequence.tokens)} tokens, not {length}",
+                "Fork a live sequence at one of its own lengths",
+            )
+        child = self._new(sequence.tokens[:length], keep=True)
+        kinship.depend(child, sequence, length)
+        return child
+
+    def rewind(self, sequence: Sequence, length: int) -> None:
+        """Forget the tokens of a parked sequence from ``length`` on."""
+        self._expect_parked(sequence, "rewound")
+        if not 0 < length <= len(sequence.tokens):
+            raise UsageError(
+                "cannot rewind this sequence",
+                f"length {length} is not between 1 and its {len(sequence.tokens)} tokens",
+                "Rewind to a length that it has had",
+            )
+        kinship.attach_ready(sequence, all_of_them=True)
+        generated = len(sequence.tokens) - max(length, sequence.prompt_length)
+        self._ledger.count(sequence, discarded=max(0, generated))
+        del sequence.tokens[length:]
+        sequence.table.rewind(min(length, sequence.table.length))
+        sequence.prompt_length = min(sequence.prompt_length, length)
+        sequence.peak = min(sequence.peak, length)
+
+    def abort(self, sequence: Sequence) -> None:
+        """End a generation now; no further event tells of it. Idle and closed ones stay so."""
+        if sequence.active:
+            self._finish(sequence, FinishReason.ABORT)
+
+    def close(self, sequence: Sequence) -> None:
+        """Give back all its pages; the sequence is of no further use. Closing twice is fine."""
+        if sequence.status is not Status.CLOSED:
+            kinship.attach_ready(sequence, all_of_them=True)
+            kinship.detach(sequence)
+            sequence.table.release()
+            self.scheduler.place(sequence, Status.CLOSED)
+
+    def check_integrity(self) -> None:
+        """Assert that every page is held by exactly the tables that list it."""
+        self.pool.check_integrity()
+        self.index.check_integrity()
+        held = Counter(page for sequence in self.scheduler for page in sequence.table.pages)
+        assert held == Counter({page: n for page, n in enumerate(self.pool.refs) if n})
+        for sequence in self.scheduler:
+            assert sequence.num_computed <= len(sequence.tokens)
+            assert all(child.parent is sequence for child in sequence.dependents)
+
+    # ---- what they share --------------------------------------------------------------------
+
+    def _new(self, tokens: list[int], keep: bool) -> Sequence:
+        """A parked sequence without KV."""
+        sequence = Sequence(
+            id=next(self._ids),
+            tokens=tokens,
+            prompt_length=len(tokens),
+            params=SamplingParams(),
+            table=PageTable(self.pool),
+            keep=keep,
+        )
+        self.scheduler.place(sequence, Status.PARKED)
+        return sequence
+
+    def _seed(self, params: SamplingParams) -> int:
+        return self._seeds.getrandbits(64) if params.seed is None else params.seed
+
+    def _start(self, sequence: Sequence, params: SamplingParams, arrival: int, seed: int) -> None:
+        """Let a parked sequence generate."""
+        room = self.limits.max_length - len(sequence.tokens)
+        sequence.params, sequence.arrival, sequence.seed = params, arrival, seed
+        sequence.prompt_length = len(sequence.tokens)
+        sequence.limit = len(sequence.tokens) + min(room, params.max_tokens or room)
+        sequence.finish_reason = sequence.stop_reason = None
+        self.scheduler.place(sequence, Status.WAITING)
+
+    @staticmethod
+    def _expect_parked(sequence: Sequence, done: str) -> None:
+        if sequence.status is not Status.PARKED:
+            raise UsageError(
+                f"the sequence cannot be {done}",
+                f"it is {sequence.status.value}",
+                "Wait for its generation to end, or abort it; closed ones are gone",
+            )
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        sequence.finish_reason = reason
+        if sequence.keep:
+            self.scheduler.place(sequence, Status.PARKED)
+        else:
+            self.close(sequence)
+
+    def _fail(self, sequence: Sequence, error: Exception) -> Event:
+        self.stats.failures += 1
+        self.close(sequence)
+        return Event(sequence, [], error=error)

@@ -1,0 +1,71 @@
+"""What a computed row leaves behind: counts, published pages, log-probabilities of the prompt.
+
+Knows nothing about the order in which things run.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from forethought.engine.scheduler import PlannedRow
+from forethought.engine.sequence import Sequence
+from forethought.engine.stats import EngineStats
+from forethought.kv.prefix import PrefixIndex
+from forethought.model.sampling import prompt_logprobs
+
+
+class Ledger:
+    """Writes the counters of sequences and engine, and the prefix index.
+
+    Args:
+        stats: the engine's totals.
+        index: where full pages are published.
+        page_size: tokens in a page.
+    """
+
+    def __init__(self, stats: EngineStats, index: PrefixIndex, page_size: int) -> None:
+        self._stats, self._index, self._page_size = stats, index, page_size
+
+    def count(
+        self, sequence: Sequence, prefilled: int = 0, decoded: int = 0, discarded: int = 0
+    ) -> None:
+        """Count tokens for the sequence and for the engine."""
+        for counts in (sequence.usage, self._stats):
+            counts.prefilled += prefilled
+            counts.decoded += decoded
+            counts.discarded += discarded
+
+    def record(self, row: PlannedRow, logits: Tensor) -> None:
+        """A row was computed; ``logits`` [row.logits, V] float32 are those of its last tokens.
+
+        Tokens that the sequence did not draw in this generation, or that were computed before, are
+        prefilled; the others were counted when they were drawn.
+        """
+        sequence = row.sequence
+        known = max(sequence.prompt_length, sequence.peak)
+        self.count(sequence, prefilled=max(0, min(known, row.stop) - row.start))
+        sequence.peak = max(sequence.peak, row.stop)
+        if self._index.enabled:
+            self._publish(sequence)
+        if sequence.wants_prompt_logprobs:
+            self._add_prompt_logprobs(sequence, logits, row.start)
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Make the full pages of computed tokens findable."""
+        table, size = sequence.table, self._page_size
+        for page in range(len(table.digests), table.length // size):
+            parent = table.digests[-1] if page else self._index.root(sequence.params.cache_salt)
+            tokens = sequence.tokens[page * size : (page + 1) * size]
+            table.digests.append(self._index.publish(parent, tokens, table.pages[page]))
+
+    def _add_prompt_logprobs(self, sequence: Sequence, logits: Tensor, start: int) -> None:
+        """The logits [M, V] at the positions from ``start`` tell about the tokens behind them."""
+        found = sequence.prompt_logprobs
+        if not found:
+            found.append(None)
+        first = len(found) - 1  # earlier positions were told of before a preemption
+        stop = min(start + len(logits), sequence.prompt_length - 1)
+        if first < stop:
+            following = sequence.tokens[first + 1 : stop + 1]
+            k = sequence.params.prompt_logprobs or 0
+            found += prompt_logprobs(logits[first - start : stop - start], following, k)

@@ -1,0 +1,111 @@
+"""From what the caller wrote to a running engine. Every ``"auto"`` and None is settled here."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import torch
+
+from forethought.config import KvCacheConfig, LlmArgs
+from forethought.engine.engine import Engine
+from forethought.engine.scheduler import Limits
+from forethought.errors import CapacityError, ParameterError
+from forethought.kv.storage import KvStorage
+from forethought.model import loader
+from forethought.model.causal_lm import CausalLM
+from forethought.model.runner import Runner
+
+log = logging.getLogger(__name__)
+
+HOST_SHARE = 0.1
+"""Share of the free host memory that the KV cache may take by default."""
+HOST_LIMIT = 4 * 2**30
+"""Bytes of host memory that the KV cache takes at most by default."""
+
+
+def build(args: LlmArgs, model_dir: Path) -> Engine:
+    """Load the model of ``model_dir`` and build the engine that ``args`` describe.
+
+    Raises:
+        ModelError: the model cannot be loaded or is not supported.
+        ParameterError: a value that this machine or model cannot honour.
+        CapacityError: the KV cache would not hold a single sequence of two tokens.
+    """
+    lm = loader.load(
+        model_dir,
+        dtype=args.dtype,
+        device=_device(args.device),
+        attention=args.attention,
+        fuse=args.fuse,
+        trust_remote_code=args.trust_remote_code,
+    )
+    context = _context(args, lm)
+    batch_size = min(args.max_batch_size, args.max_num_tokens)  # a decode takes a token each
+    storage = _storage(args.kv_cache_config, lm, batch_size * context)
+    capacity = storage.num_pages * storage.page_size
+    limits = Limits(
+        max_batch_size=batch_size,
+        max_num_tokens=args.max_num_tokens,
+        max_length=min(context, capacity),
+        chunked_prefill=args.enable_chunked_prefill,
+    )
+    log.info("%s on %s, %d tokens of KV cache, %s", model_dir, lm.device, capacity, limits)
+    runner = Runner(lm, storage)
+    return Engine(runner, limits, reuse=args.kv_cache_config.enable_block_reuse, seed=args.seed)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ParameterError("invalid device", str(error), "Use cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ParameterError("device cuda", "torch finds no CUDA device", "Use device='cpu'")
+    return device
+
+
+def _context(args: LlmArgs, lm: CausalLM) -> int:
+    """Tokens that one sequence may have as far as the model is concerned."""
+    if (args.max_seq_len or 0) > lm.max_positions:
+        raise ParameterError(
+            f"max_seq_len={args.max_seq_len}",
+            f"the model's context has {lm.max_positions} tokens",
+            "Lower it or leave it out",
+        )
+    return args.max_seq_len or lm.max_positions
+
+
+def _storage(config: KvCacheConfig, lm: CausalLM, useful: int) -> KvStorage:
+    """The tensors of the KV cache, not larger than ``useful`` tokens unless asked to be."""
+    size = config.tokens_per_block
+    page_bytes = KvStorage.page_bytes(lm.layer_shapes, size, lm.dtype)
+    if config.max_tokens is not None:
+        pages = config.max_tokens // size
+    else:
+        pages = min(_cache_bytes(config, lm.device) // page_bytes, -(-useful // size))
+    if pages * size < 2:
+        raise CapacityError(
+            "the KV cache would hold no sequence at all",
+            f"{pages} pages of {size} tokens, {page_bytes} bytes each",
+            "Raise kv_cache_config.max_tokens or free some memory",
+        )
+    return KvStorage(lm.layer_shapes, pages, size, lm.dtype, lm.device)
+
+
+def _cache_bytes(config: KvCacheConfig, device: torch.device) -> int:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * config.free_gpu_memory_fraction)
+    if config.host_cache_size is not None:
+        return config.host_cache_size
+    return min(HOST_LIMIT, int(_free_host_bytes() * HOST_SHARE))
+
+
+def _free_host_bytes() -> int:
+    names = os.sysconf_names
+    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in names else "SC_PHYS_PAGES"
+    return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")

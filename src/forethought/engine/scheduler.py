@@ -1,0 +1,204 @@
+"""Who runs in the next step, and with how many tokens. No torch; knows pages and counts only.
+
+One token budget per step. Running sequences come first, those with a single token to compute (a
+decode) before those with more (a chunk of a prefill), so that a long prompt never stalls running
+answers; what is left goes to waiting sequences, strictly in the order of priority and arrival.
+When pages run out, they are taken from whoever is served last: first from parked sequences, then
+from waiting ones that still hold some, then from running ones, whose KV is computed again later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from forethought.engine.sequence import Sequence, Status
+from forethought.engine.stats import EngineStats
+from forethought.kv.pool import PagePool
+from forethought.kv.prefix import PrefixIndex
+from forethought.kv.table import PageCopy
+
+PROMPT_LOGPROB_ROWS = 256
+"""Most prompt tokens per step whose logits are wanted, as these take vocabulary-sized rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one step and one sequence may take."""
+
+    max_batch_size: int
+    """Running sequences."""
+    max_num_tokens: int
+    """Tokens per step."""
+    max_length: int
+    """Tokens of one sequence, prompt and output."""
+    chunked_prefill: bool = True
+    """Whether a prompt may be spread over several steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRow:
+    """``count`` tokens of a sequence from position ``start``; the table has room for them."""
+
+    sequence: Sequence
+    start: int
+    count: int
+    copies: tuple[PageCopy, ...]
+    logits: int
+    """Of how many of its last tokens the logits are wanted."""
+
+    @property
+    def stop(self) -> int:
+        """The position behind its last token."""
+        return self.start + self.count
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the row computes the sequence's last token, so that one is drawn after it."""
+        return self.stop == len(self.sequence.tokens)
+
+
+@dataclass(slots=True)
+class Plan:
+    """The rows of one step."""
+
+    rows: list[PlannedRow] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens to compute."""
+        return sum(row.count for row in self.rows)
+
+    @property
+    def copies(self) -> list[PageCopy]:
+        """Page copies to make before the forward."""
+        return [copy for row in self.rows for copy in row.copies]
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take back the row of a sequence that lost its pages."""
+        self.rows = [row for row in self.rows if row.sequence is not sequence]
+
+
+class Scheduler:
+    """Holds the queues; plans steps.
+
+    Args:
+        pool: where pages come from.
+        index: where prefixes that are stored already are found.
+        limits: of a step and of a sequence.
+        stats: counts cached tokens, preemptions and drops.
+    """
+
+    def __init__(
+        self, pool: PagePool, index: PrefixIndex, limits: Limits, stats: EngineStats
+    ) -> None:
+        self._pool, self._index, self.limits, self._stats = pool, index, limits, stats
+        self.running: list[Sequence] = []
+        self.waiting: list[Sequence] = []
+        self.parked: list[Sequence] = []
+        """Least recently used first."""
+        self._queues = {
+            Status.RUNNING: self.running,
+            Status.WAITING: self.waiting,
+            Status.PARKED: self.parked,
+        }
+
+    def __iter__(self) -> Iterator[Sequence]:
+        for queue in self._queues.values():
+            yield from queue
+
+    def place(self, sequence: Sequence, status: Status) -> None:
+        """Move a sequence to the end of the queue of ``status``; a closed one is in none."""
+        if sequence.status is not Status.CLOSED:
+            self._queues[sequence.status].remove(sequence)
+        sequence.status = status
+        if status is not Status.CLOSED:
+            self._queues[status].append(sequence)
+
+    def plan(self) -> Plan:
+        """Choose the rows of the next step and make room for their tokens."""
+        plan = Plan()
+        self.running.sort(key=lambda sequence: (sequence.num_uncomputed > 1, *sequence.rank))
+        for sequence in list(self.running):
+            if sequence.status is Status.RUNNING:  # may have lost its pages to an earlier one
+                self._plan_row(plan, sequence)
+        self.waiting.sort(key=lambda sequence: sequence.rank)
+        for sequence in list(self.waiting):
+            if sequence.parent is not None:
+                continue
+            if len(self.running) >= self.limits.max_batch_size or not self._admit(plan, sequence):
+                break
+        return plan
+
+    def _plan_row(self, plan: Plan, sequence: Sequence) -> None:
+        count = self._count(plan, sequence)
+        if count == 0:
+            return
+        while sequence.table.pages_needed(count) > self._pool.available:
+            if not self._take_pages_from(plan, self._victims(sequence), sequence):
+                return
+        copies = sequence.table.append(count)
+        is_last = sequence.num_uncomputed == 0
+        logits = count if sequence.wants_prompt_logprobs else int(is_last)
+        start = sequence.table.length - count
+        plan.rows.append(PlannedRow(sequence, start, count, tuple(copies), logits))
+
+    def _count(self, plan: Plan, sequence: Sequence) -> int:
+        """Tokens of the sequence that fit into what is left of the step's budget."""
+        left = self.limits.max_num_tokens - plan.tokens
+        wanted = sequence.num_uncomputed
+        if sequence.wants_prompt_logprobs:
+            wanted = min(wanted, PROMPT_LOGPROB_ROWS)
+        if wanted > left and not self.limits.chunked_prefill:
+            return 0 if plan.rows else wanted  # recomputing more than a step's worth: alone
+        return min(wanted, left)
+
+    def _admit(self, plan: Plan, sequence: Sequence) -> bool:
+        """Start a waiting sequence if budget and pages allow; parked ones give up theirs."""
+        self._adopt_prefix(sequence)
+        if self._count(plan, sequence) == 0:
+            return False
+        needed = sequence.table.pages_needed(sequence.num_uncomputed)
+        while needed > self._pool.available:
+            idle = [other for other in self.parked if other.table.pages]
+            if not idle:
+                break
+            self._drop(idle[0])
+        if needed > self._pool.available and self.running:
+            return False  # those that run will finish and give pages back
+        self.place(sequence, Status.RUNNING)
+        self._plan_row(plan, sequence)
+        return sequence.status is Status.RUNNING
+
+    def _adopt_prefix(self, sequence: Sequence) -> None:
+        """Begin an empty table with the pages of a known prefix; at least one token is left."""
+        if sequence.table.pages or sequence.wants_prompt_logprobs:
+            return
+        pages = self._index.match(sequence.tokens[:-1], sequence.params.cache_salt)
+        sequence.table.adopt(pages)
+        sequence.usage.cached += sequence.table.length
+        self._stats.cached += sequence.table.length
+
+    def _victims(self, needy: Sequence) -> list[Sequence]:
+        """Who gives pages to ``needy``, first one first: idle ones, then those served after it."""
+        idle = [other for other in self.parked if other.table.pages]
+        waiting = [other for other in self.waiting if other.table.pages]
+        later = [other for other in self.running if other.rank >= needy.rank]
+        by_rank = {"key": lambda other: other.rank, "reverse": True}
+        return [*idle, *sorted(waiting, **by_rank), *sorted(later, **by_rank)]
+
+    def _take_pages_from(self, plan: Plan, victims: list[Sequence], needy: Sequence) -> bool:
+        """Free the first victim's pages; False if that was ``needy`` itself."""
+        victim = victims[0]
+        if victim.status is Status.RUNNING:
+            plan.remove(victim)
+            self.place(victim, Status.WAITING)
+            self._stats.preemptions += 1
+            victim.table.release()
+        else:
+            self._drop(victim)
+        return victim is not needy
+
+    def _drop(self, sequence: Sequence) -> None:
+        sequence.table.release()
+        self._stats.dropped += 1

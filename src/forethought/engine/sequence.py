@@ -1,0 +1,103 @@
+"""One live run of tokens: the only mutable state of a request. Knows nothing about its company.
+
+There are no phases, only counters that catch up::
+
+    tokens     [ prompt ............ | output ...... ]
+                                     ^ prompt_length
+    stored     [ .............. )                       num_computed == table.length
+    to compute                 [ ................... )  num_uncomputed; 1 for a plain decode
+
+When a step has computed the last token, the next one is drawn and appended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from forethought.kv.table import PageTable
+from forethought.outputs import FinishReason, TokenLogprobs, Usage
+from forethought.params import SamplingParams
+
+
+class Status(Enum):
+    """What the engine does with a sequence."""
+
+    WAITING = "waiting"
+    """Wants to generate; not in the running batch."""
+    RUNNING = "running"
+    """In the running batch: has a row in nearly every step."""
+    PARKED = "parked"
+    """Alive, generates nothing; may be extended, forked, rewound and resumed."""
+    CLOSED = "closed"
+    """In no queue; holds no page."""
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """Token ids, their place in the KV cache, and how far the work on them has come."""
+
+    id: int
+    tokens: list[int]
+    """Prompt and output together."""
+    prompt_length: int
+    """Tokens before the current generation began; what follows is its output."""
+    params: SamplingParams
+    table: PageTable
+    status: Status = Status.CLOSED
+    """Closed until the engine places it in a queue."""
+    keep: bool = False
+    """Park when a generation ends, instead of closing."""
+    index: int = 0
+    """Which of the ``n`` samples of its prompt this is."""
+    arrival: int = 0
+    """Order of arrival; the samples of one prompt share theirs."""
+    seed: int = 0
+    """The coin for position t is a pure function of (seed, index, t)."""
+    limit: int = 0
+    """The generation ends when there are this many tokens."""
+    parent: Sequence | None = None
+    """While set, the KV of a shared prefix comes from the parent, which is still computing it."""
+    dependents: list[Sequence] = field(default_factory=list)
+    """The sequences that wait for this one's KV."""
+    shared: int = 0
+    """Tokens that it has in common with ``parent``."""
+    peak: int = 0
+    """Tokens computed at least once; computing them again is prefilling."""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    """The stop token that ended the generation, if it was one of ``stop_token_ids``."""
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    """One entry per prompt token as far as computed, if asked for."""
+    usage: Usage = field(default_factory=Usage)
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens whose keys and values are in the cache."""
+        return self.table.length
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens that a forward has yet to see."""
+        return len(self.tokens) - self.table.length
+
+    @property
+    def output(self) -> list[int]:
+        """The tokens of the current generation, so far."""
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def active(self) -> bool:
+        """Whether it waits or runs: the engine will give it more tokens."""
+        return self.status in (Status.WAITING, Status.RUNNING)
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of prompt tokens are still to be computed."""
+        asked = self.params.prompt_logprobs is not None
+        return asked and len(self.prompt_logprobs) < self.prompt_length
+
+    @property
+    def rank(self) -> tuple[int, int, int]:
+        """Sorts sequences by who is served first: priority, arrival, sample."""
+        return self.params.priority, self.arrival, self.index

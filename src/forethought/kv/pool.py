@@ -1,0 +1,204 @@
+"""Page ids: reference counts, free pages, eviction order. Knows nothing about tokens or tensors.
+
+Every page is in exactly one of three states::
+
+    free       refs == 0, not kept      in `FreeRuns`
+    evictable  refs == 0, kept          in the eviction order, oldest first
+    in use     refs >= 1                kept or not
+
+*Kept* pages hold a prefix that the index can find again. They are given up, oldest first, when no
+free page is left.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable
+
+EVICTION_BATCH = 32
+"""Most pages evicted at once: neighbours were released together, so a batch frees whole runs."""
+
+
+class OutOfPages(Exception):
+    """No page is free or evictable. Internal: the scheduler turns it into waiting or preemption."""
+
+
+class FreeRuns:
+    """The free pages as maximal runs ``[start, stop)``. All operations are O(log runs).
+
+    Runs make it cheap to hand out the page next to a given one, so that a row's pages lie side by
+    side and it can attend through a view instead of a copy.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self._stop: dict[int, int] = {}
+        self._start: dict[int, int] = {}
+        self._by_length: list[tuple[int, int, int]] = []
+        self.count = 0
+        if num_pages:
+            self._insert(0, num_pages)
+
+    def take_at(self, page: int) -> bool:
+        """Take ``page`` if a run starts there."""
+        stop = self._stop.get(page)
+        if stop is None:
+            return False
+        self._remove(page, stop)
+        self._insert(page + 1, stop)
+        return True
+
+    def take_apart(self, wanted: int) -> int:
+        """Take the first page for a new row of at least ``wanted`` pages, far from its neighbours.
+
+        It lies in the middle of the longest run, so that the row before the run can grow as well,
+        or earlier if the second half is too short.
+        """
+        start, stop = self._longest()
+        page = start if start == 0 else max(start, min((start + stop) // 2, stop - wanted))
+        self._remove(start, stop)
+        self._insert(start, page)
+        self._insert(page + 1, stop)
+        return page
+
+    def put(self, page: int) -> None:
+        """Give ``page`` back, joining the runs on both sides."""
+        start, stop = page, page + 1
+        if page in self._start:
+            start = self._start[page]
+            self._remove(start, page)
+        if stop in self._stop:
+            end = self._stop[stop]
+            self._remove(stop, end)
+            stop = end
+        self._insert(start, stop)
+
+    def pages(self) -> set[int]:
+        """All free pages (for checks)."""
+        return {page for start, stop in self._stop.items() for page in range(start, stop)}
+
+    def _longest(self) -> tuple[int, int]:
+        while True:
+            _, start, stop = self._by_length[0]
+            if self._stop.get(start) == stop:
+                return start, stop
+            heapq.heappop(self._by_length)
+
+    def _insert(self, start: int, stop: int) -> None:
+        if start == stop:
+            return
+        self._stop[start], self._start[stop] = stop, start
+        heapq.heappush(self._by_length, (start - stop, start, stop))
+        self.count += stop - start
+        if len(self._by_length) > 4 * len(self._stop) + 64:
+            self._by_length = [(s - e, s, e) for s, e in self._stop.items()]
+            heapq.heapify(self._by_length)
+
+    def _remove(self, start: int, stop: int) -> None:
+        del self._stop[start], self._start[stop]
+        self.count -= stop - start
+
+
+class PagePool:
+    """Hands out page ids and counts who holds them.
+
+    Args:
+        num_pages: pages there are.
+        page_size: tokens in a page.
+    """
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.num_pages, self.page_size = num_pages, page_size
+        self.refs = [0] * num_pages
+        self.on_evict: Callable[[int], None] = lambda page: None
+        """Called with each kept page that is given up; the prefix index forgets it."""
+        self._free = FreeRuns(num_pages)
+        self._kept: set[int] = set()
+        self._evictable: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def available(self) -> int:
+        """Pages that could be taken now: free and evictable ones."""
+        return self._free.count + len(self._evictable)
+
+    @property
+    def in_use(self) -> int:
+        """Pages that some table holds."""
+        return self.num_pages - self.available
+
+    def take(self, near: int | None = None, wanted: int = 1) -> int:
+        """A page with one reference.
+
+        Args:
+            near: the page id that would be best, usually the one after the row's last page.
+            wanted: how many pages the row is going to take now, this one included.
+
+        Raises:
+            OutOfPages: none is free or evictable.
+        """
+        if not self._free.count:
+            self._evict()
+        if near is not None and self._free.take_at(near):
+            page = near
+        else:
+            page = self._free.take_apart(wanted)
+        self.refs[page] = 1
+        return page
+
+    def retain(self, page: int) -> None:
+        """One more holder for a page that is in use or evictable."""
+        assert self.refs[page] or page in self._evictable, f"page {page} is free"
+        if not self.refs[page]:
+            del self._evictable[page]
+        self.refs[page] += 1
+
+    def release(self, page: int) -> None:
+        """One holder less; without holders the page becomes evictable if kept, else free."""
+        assert self.refs[page] > 0, f"page {page} is not in use"
+        self.refs[page] -= 1
+        if self.refs[page]:
+            return
+        if page in self._kept:
+            self._evictable[page] = None
+        else:
+            self._free.put(page)
+
+    def keep(self, page: int) -> None:
+        """Mark a page in use as one that the index can find again."""
+        assert self.refs[page], f"page {page} is not in use"
+        self._kept.add(page)
+
+    def is_kept(self, page: int) -> bool:
+        """Whether the index can find the page."""
+        return page in self._kept
+
+    def drop(self, page: int) -> None:
+        """A kept page is not kept any longer: its content is about to change or is given up."""
+        self._kept.discard(page)
+        self.on_evict(page)
+        if page in self._evictable:
+            del self._evictable[page]
+            self._free.put(page)
+
+    def clear(self) -> None:
+        """Give up every kept page that nobody holds."""
+        for page in list(self._evictable):
+            self.drop(page)
+
+    def _evict(self) -> None:
+        if not self._evictable:
+            raise OutOfPages(f"all {self.num_pages} pages are in use")
+        for _ in range(min(EVICTION_BATCH, max(1, len(self._evictable) // 4))):
+            self.drop(next(iter(self._evictable)))
+
+    def check_integrity(self) -> None:
+        """Assert that every page is in exactly one state and that the counts agree."""
+        free = self._free.pages()
+        assert len(free) == self._free.count
+        evictable = set(self._evictable)
+        used = {page for page, refs in enumerate(self.refs) if refs}
+        assert min(self.refs, default=0) >= 0
+        assert len(free | evictable | used) == self.num_pages
+        assert len(free) + len(evictable) + len(used) == self.num_pages
+        assert evictable <= self._kept
+        assert not free & self._kept

@@ -1,0 +1,169 @@
+"""Where one row's tokens lie. Knows pages and counts; nothing about token values or tensors.
+
+Positions of a row and their pages (page size 4, length 10)::
+
+    pages   [ 7        ][ 8        ][ 3        ]
+    tokens    0 1 2 3     4 5 6 7     8 9 . .
+    slots    28 ... 31   32 ... 35   12 13
+
+Slot ``s`` of position ``t`` is ``pages[t // page_size] * page_size + t % page_size``. Full pages
+may be shared by any number of tables. A table writes only at and behind ``length``; the page there
+is made its own first (copy on write).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from forethought.kv.pool import OutOfPages, PagePool
+
+
+class PageCopy(NamedTuple):
+    """Copy all slots of page ``src`` to page ``dst``, before anything is written."""
+
+    src: int
+    dst: int
+
+
+class SlotMove(NamedTuple):
+    """Copy slot ``src`` to slot ``dst``; all sources are read before any is written."""
+
+    src: int
+    dst: int
+
+
+class PageTable:
+    """The page table of one row: append, fork, rewind, keep_path, release."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self._pool = pool
+        self.pages: list[int] = []
+        self.length = 0
+        """Tokens stored."""
+        self._gaps = 0
+        """Neighbouring pages of the table that are not neighbours in the pool."""
+        self.digests: list[bytes] = []
+        """One hash per full page that was published, from the first page on."""
+
+    def adopt(self, pages: Sequence[int]) -> None:
+        """Begin an empty table with full pages that exist already (a prefix hit)."""
+        assert not self.pages, "only an empty table can adopt pages"
+        for page in pages:
+            self._pool.retain(page)
+        self._set_pages(list(pages))
+        self.length = len(pages) * self._pool.page_size
+
+    def pages_needed(self, count: int) -> int:
+        """Pages that ``append(count)`` would take from the pool."""
+        total = self._pages_for(self.length + count)
+        return total - len(self.pages) + (1 if count and self._tail_is_shared() else 0)
+
+    def append(self, count: int) -> list[PageCopy]:
+        """Make room for ``count`` tokens behind the last one.
+
+        Returns:
+            The copies that must be made before the tokens are written (copy on write).
+
+        Raises:
+            OutOfPages: not enough pages; nothing has changed.
+        """
+        needed = self.pages_needed(count)
+        if needed > self._pool.available:
+            raise OutOfPages(f"{needed} pages needed, {self._pool.available} available")
+        copies = self._own_tail() if count else []
+        for left in range(self._pages_for(self.length + count) - len(self.pages), 0, -1):
+            near = self.pages[-1] + 1 if self.pages else None
+            page = self._pool.take(near, left)
+            self._gaps += near is not None and page != near
+            self.pages.append(page)
+        self.length += count
+        return copies
+
+    def fork(self, length: int | None = None) -> PageTable:
+        """A table with the first ``length`` tokens (all by default), sharing every page."""
+        length = self.length if length is None else length
+        assert 0 <= length <= self.length
+        child = PageTable(self._pool)
+        child._set_pages(self.pages[: self._pages_for(length)])
+        for page in child.pages:
+            self._pool.retain(page)
+        child.length = length
+        child.digests = self.digests[: length // self._pool.page_size]
+        return child
+
+    def rewind(self, length: int) -> None:
+        """Forget all tokens from ``length`` on and release the pages behind them."""
+        assert 0 <= length <= self.length
+        keep = self._pages_for(length)
+        for page in reversed(self.pages[keep:]):  # last first: prefixes outlive what follows them
+            self._pool.release(page)
+        if keep < len(self.pages):
+            self._set_pages(self.pages[:keep])
+        self.length = length
+        del self.digests[length // self._pool.page_size :]
+
+    def keep_path(self, base: int, path: Sequence[int]) -> list[SlotMove]:
+        """Keep of the tokens stored from ``base`` on only those at the offsets ``path``.
+
+        The accepted path of a draft tree: offsets rise; token ``path[i]`` moves to ``base + i``.
+
+        Returns:
+            The moves to make in the storage, before the next forward.
+        """
+        assert list(path) == sorted(set(path)), "offsets of a path must rise"
+        moves = [
+            SlotMove(self._slot(base + offset), self._slot(base + place))
+            for place, offset in enumerate(path)
+            if offset != place
+        ]
+        self.rewind(base + len(path))
+        return moves
+
+    def release(self) -> None:
+        """Give every page back; the table is empty afterwards."""
+        self.rewind(0)
+
+    def slots(self, start: int, stop: int) -> list[int]:
+        """The slots of the positions ``start`` to ``stop``."""
+        size = self._pool.page_size
+        first = self.run()
+        if first is not None:
+            return list(range(first + start, first + stop))
+        return [self.pages[place // size] * size + place % size for place in range(start, stop)]
+
+    def run(self) -> int | None:
+        """The slot of position 0 if all pages lie side by side, so that slots rise by one."""
+        if self._gaps or not self.pages:
+            return None
+        return self.pages[0] * self._pool.page_size
+
+    def _slot(self, place: int) -> int:
+        size = self._pool.page_size
+        return self.pages[place // size] * size + place % size
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self._pool.page_size)
+
+    def _set_pages(self, pages: list[int]) -> None:
+        self.pages = pages
+        self._gaps = sum(b != a + 1 for a, b in pairwise(pages))
+
+    def _tail_is_shared(self) -> bool:
+        return self.length % self._pool.page_size != 0 and self._pool.refs[self.pages[-1]] > 1
+
+    def _own_tail(self) -> list[PageCopy]:
+        """Make the last, partly filled page this table's own."""
+        if self.length % self._pool.page_size == 0:
+            return []
+        tail = self.pages[-1]
+        if self._pool.refs[tail] == 1:
+            if self._pool.is_kept(tail):  # rewound into a page that the index knows
+                self._pool.drop(tail)
+            return []
+        near = self.pages[-2] + 1 if len(self.pages) > 1 else None
+        page = self._pool.take(near)
+        self._pool.release(tail)
+        self._set_pages([*self.pages[:-1], page])
+        return [PageCopy(tail, page)]

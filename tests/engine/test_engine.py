@@ -1,0 +1,386 @@
+"""The engine equals plain decoding, whatever else happens, and accounts for every page."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engines import GREEDY, drain, engine, expect_empty, outputs
+from forethought.engine.sequence import Status
+from forethought.errors import CapacityError, ContextLengthError, ParameterError, UsageError
+from forethought.outputs import FinishReason
+from models import ARCHITECTURES, greedy, prompts, tiny
+
+PROMPTS = prompts((3, 17, 9, 30, 1))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("budget", "page_size", "reuse"), [(64, 16, True), (7, 3, False)])
+def test_tokens_equal_those_of_transformers(
+    architecture: str, budget: int, page_size: int, reuse: bool
+) -> None:
+    machine = engine(
+        architecture, page_size=page_size, max_num_tokens=budget, max_batch_size=5, reuse=reuse
+    )
+    sequences = [machine.add(prompt, GREEDY)[0] for prompt in PROMPTS]
+    drain(machine)
+    assert outputs(sequences) == greedy(tiny(architecture), PROMPTS, 16)
+    expect_empty(machine)
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize("chunked", [True, False])
+@pytest.mark.parametrize("reuse", [True, False])
+def test_paging_chunking_and_prefix_hits_do_not_change_a_token(
+    page_size: int, chunked: bool, reuse: bool
+) -> None:
+    machine = engine(
+        page_size=page_size, pages=200, chunked_prefill=chunked, reuse=reuse, max_num_tokens=40
+    )
+    expected = greedy(tiny("llama"), PROMPTS, 16)
+    for _ in range(2):  # the second time every full page is found, if reuse is on
+        sequences = [machine.add(prompt, GREEDY)[0] for prompt in PROMPTS]
+        drain(machine)
+        assert outputs(sequences) == expected
+    assert (machine.stats.cached > 0) == reuse
+    expect_empty(machine)
+
+
+def test_a_long_prompt_does_not_stall_running_answers() -> None:
+    machine = engine(max_num_tokens=8, pages=100)
+    (running,) = machine.add(PROMPTS[0], GREEDY)
+    machine.step()
+    machine.add(PROMPTS[3], GREEDY)
+    for _ in range(3):  # the prompt of 30 tokens takes several steps
+        before = len(running.tokens)
+        machine.step()
+        assert len(running.tokens) == before + 1
+    drain(machine)
+    expect_empty(machine)
+
+
+def test_samples_of_one_prompt_share_its_prefill() -> None:
+    machine = engine(max_batch_size=16, pages=128)
+    params = GREEDY.replace(n=16, temperature=1.0, seed=3)
+    samples = machine.add(PROMPTS[1], params)
+    drain(machine)
+    assert machine.stats.prefilled == len(PROMPTS[1])
+    assert machine.stats.decoded == 16 * 16
+    assert len({tuple(tokens) for tokens in outputs(samples)}) > 8
+    expect_empty(machine)
+
+
+def test_samples_that_do_not_fit_into_the_batch_come_later() -> None:
+    machine = engine(max_batch_size=3)
+    samples = machine.add(PROMPTS[1], GREEDY.replace(n=8))
+    drain(machine)
+    assert outputs(samples) == greedy(tiny("llama"), [PROMPTS[1]], 16) * 8
+    assert machine.stats.prefilled == len(PROMPTS[1])
+    expect_empty(machine)
+
+
+def test_a_seeded_sample_is_the_same_in_any_company() -> None:
+    params = GREEDY.replace(temperature=1.0, seed=11, n=2)
+    alone = engine()
+    samples = alone.add(PROMPTS[2], params)
+    drain(alone)
+    busy = engine(page_size=3, max_num_tokens=9, pages=40)
+    for prompt in PROMPTS:
+        busy.add(prompt, GREEDY.replace(temperature=0.7))
+    same = busy.add(PROMPTS[2], params)
+    drain(busy)
+    assert outputs(same) == outputs(samples)
+    assert outputs(samples)[0] != outputs(samples)[1]
+    expect_empty(busy)
+
+
+def test_preempted_sequences_compute_again_and_lose_no_token() -> None:
+    machine = engine(pages=16, page_size=4, reuse=False, max_length=60)
+    sequences = [machine.add(prompt, GREEDY)[0] for prompt in PROMPTS]
+    drain(machine)
+    assert machine.stats.preemptions > 0
+    assert outputs(sequences) == greedy(tiny("llama"), PROMPTS, 16)
+    expect_empty(machine)
+
+
+def test_the_first_comer_finishes_first_when_pages_are_short() -> None:
+    machine = engine(pages=12, page_size=4, max_length=48)
+    sequences = [machine.add(prompts((20,), seed)[0], GREEDY)[0] for seed in range(4)]
+    finished = [event.sequence for event in drain(machine) if event.finish_reason]
+    assert finished == sequences
+    expect_empty(machine)
+
+
+def test_a_lower_priority_number_is_served_first() -> None:
+    machine = engine(max_batch_size=1)
+    late, early = GREEDY.replace(priority=5), GREEDY.replace(priority=-1)
+    sequences = [machine.add(PROMPTS[i], late)[0] for i in range(3)]
+    urgent = machine.add(PROMPTS[4], early)[0]
+    finished = [event.sequence for event in drain(machine) if event.finish_reason]
+    assert finished == [urgent, *sequences]
+    expect_empty(machine)
+
+
+def test_prefixes_are_not_shared_between_tenants() -> None:
+    machine = engine()
+    for salt in ("red", "blue"):
+        machine.add(PROMPTS[3], GREEDY.replace(cache_salt=salt))
+        drain(machine)
+    assert machine.stats.cached == 0
+    machine.add(PROMPTS[3], GREEDY.replace(cache_salt="red"))
+    drain(machine)
+    assert machine.stats.cached == 28  # seven full pages; the last tokens are computed
+    expect_empty(machine)
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+def test_forking_a_running_sequence_disturbs_nothing_and_costs_only_its_own_tokens(
+    page_size: int,
+) -> None:
+    machine = engine(page_size=page_size, pages=200, reuse=False)
+    (main,) = machine.add(PROMPTS[1], GREEDY.replace(max_tokens=24), keep=True)
+    suffix, probes = [5, 6, 7], []
+    while machine.has_work:
+        machine.step()
+        if main.active and len(main.output) in (4, 9, 15):
+            probe = machine.fork(main)
+            machine.extend(probe, suffix)
+            machine.resume(probe, GREEDY.replace(max_tokens=5))
+            probes.append(probe)
+        machine.check_integrity()
+    assert [main.output] == greedy(tiny("llama"), [PROMPTS[1]], 24)
+    for probe in probes:
+        assert [probe.output] == greedy(tiny("llama"), [probe.tokens[: probe.prompt_length]], 5)
+        assert probe.usage.prefilled == len(suffix)
+    assert machine.stats.prefilled == len(PROMPTS[1]) + len(probes) * len(suffix)
+    assert machine.stats.decoded == 24 + 5 * len(probes)
+    for sequence in (main, *probes):
+        machine.close(sequence)
+    expect_empty(machine)
+
+
+def test_a_fork_copies_no_full_page() -> None:
+    machine = engine(page_size=4)
+    (main,) = machine.add(PROMPTS[1], GREEDY, keep=True)
+    drain(machine)
+    before = machine.pool.in_use
+    children = [machine.fork(main) for _ in range(10)]
+    assert machine.pool.in_use == before
+    for sequence in (main, *children):
+        machine.close(sequence)
+    expect_empty(machine)
+
+
+def test_generating_in_pieces_equals_generating_at_once() -> None:
+    params = GREEDY.replace(temperature=1.0, seed=5)
+    machine = engine()
+    (whole,) = machine.add(PROMPTS[2], params)
+    drain(machine)
+    piece = machine.open(PROMPTS[2])
+    for _ in range(4):
+        machine.resume(piece, params.replace(max_tokens=4))
+        drain(machine)
+    assert piece.tokens == whole.tokens
+    machine.close(piece)
+    expect_empty(machine)
+
+
+def test_a_rewound_sequence_continues_as_if_nothing_had_followed() -> None:
+    machine = engine(page_size=3)
+    (sequence,) = machine.add(PROMPTS[2], GREEDY, keep=True)
+    drain(machine)
+    first = list(sequence.tokens)
+    machine.rewind(sequence, 14)
+    assert sequence.tokens == first[:14]
+    assert sequence.usage.discarded == len(first) - 14
+    machine.extend(sequence, [8, 9])
+    machine.resume(sequence, GREEDY)
+    drain(machine)
+    assert [sequence.output] == greedy(tiny("llama"), [[*first[:14], 8, 9]], 16)
+    machine.close(sequence)
+    expect_empty(machine)
+
+
+def test_rewinding_the_parent_does_not_change_its_forks() -> None:
+    machine = engine(page_size=3)
+    (parent,) = machine.add(PROMPTS[2], GREEDY, keep=True)
+    for _ in range(4):
+        machine.step()
+    child = machine.fork(parent)
+    machine.abort(parent)
+    machine.rewind(parent, 6)
+    machine.extend(parent, [9, 9, 9])
+    machine.resume(parent, GREEDY)
+    machine.resume(child, GREEDY)
+    drain(machine)
+    starts = [sequence.tokens[: sequence.prompt_length] for sequence in (parent, child)]
+    assert outputs((parent, child)) == greedy(tiny("llama"), starts, 16)
+    for sequence in (parent, child):
+        machine.close(sequence)
+    expect_empty(machine)
+
+
+def test_a_parked_sequence_gives_its_pages_to_running_ones_and_computes_them_again() -> None:
+    machine = engine(pages=12, page_size=4, reuse=False, max_length=48)
+    (parked,) = machine.add(PROMPTS[3], GREEDY.replace(max_tokens=8), keep=True)
+    drain(machine)
+    machine.add(prompts((30,), 9)[0], GREEDY)
+    drain(machine)
+    assert machine.stats.dropped == 1
+    assert machine.stats.preemptions == 0
+    machine.resume(parked, GREEDY.replace(max_tokens=8))
+    drain(machine)
+    assert [parked.tokens[30:]] == greedy(tiny("llama"), [PROMPTS[3]], 16)
+    machine.close(parked)
+    expect_empty(machine)
+
+
+def test_an_aborted_sequence_frees_its_pages_at_once() -> None:
+    machine = engine(reuse=False)
+    gone, stays = (machine.add(PROMPTS[i], GREEDY)[0] for i in (1, 2))
+    machine.step()
+    held = machine.pool.in_use
+    machine.abort(gone)
+    assert gone.finish_reason is FinishReason.ABORT
+    assert gone.status is Status.CLOSED
+    assert machine.pool.in_use < held
+    drain(machine)
+    assert outputs([stays]) == greedy(tiny("llama"), [PROMPTS[2]], 16)
+    expect_empty(machine)
+
+
+def test_aborting_the_first_sample_before_its_prefill_leaves_the_others_whole() -> None:
+    machine = engine(max_num_tokens=5)
+    first, *others = machine.add(PROMPTS[1], GREEDY.replace(n=3))
+    machine.step()
+    machine.abort(first)
+    drain(machine)
+    assert outputs(others) == greedy(tiny("llama"), [PROMPTS[1]], 16) * 2
+    expect_empty(machine)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason", "length"),
+    [
+        ({"max_tokens": 5}, FinishReason.LENGTH, 5),
+        ({"stop": 3}, FinishReason.STOP, 4),
+        ({"stop": 3, "min_tokens": 10}, FinishReason.LENGTH, 16),
+    ],
+)
+def test_a_generation_ends_where_it_was_told_to(
+    changes: dict[str, Any], reason: FinishReason, length: int
+) -> None:
+    (plain,) = greedy(tiny("llama"), [PROMPTS[1]], 16)
+    if "stop" in changes:
+        stop = changes.pop("stop")
+        assert plain[stop] not in plain[:stop]
+        changes["stop_token_ids"] = (plain[stop],)
+        if "min_tokens" in changes:
+            changes.update(max_tokens=16, logit_bias={plain[stop]: -100.0})
+    machine = engine()
+    (sequence,) = machine.add(PROMPTS[1], GREEDY.replace(**changes))
+    drain(machine)
+    assert (sequence.finish_reason, len(sequence.output)) == (reason, length)
+    expect_empty(machine)
+
+
+def test_a_generation_ends_where_the_context_ends() -> None:
+    machine = engine(max_length=20)
+    (sequence,) = machine.add(PROMPTS[1], GREEDY.replace(max_tokens=None))
+    drain(machine)
+    assert len(sequence.tokens) == 20
+    assert sequence.finish_reason is FinishReason.LENGTH
+    expect_empty(machine)
+
+
+def test_prompt_logprobs_are_the_same_in_chunks_after_preemption_and_for_every_sample() -> None:
+    params = GREEDY.replace(prompt_logprobs=2, n=2, max_tokens=3)
+    found = []
+    for budget, pages in ((64, 64), (7, 64), (7, 10)):
+        machine = engine(max_num_tokens=budget, pages=pages, page_size=4)
+        machine.add(PROMPTS[1], GREEDY)
+        samples = machine.add(PROMPTS[3], params)
+        drain(machine)
+        for sample in samples:
+            assert len(sample.prompt_logprobs) == 30
+            assert sample.prompt_logprobs[0] is None
+            found.append([min(entry) for entry in sample.prompt_logprobs[1:] if entry])
+            assert PROMPTS[3][1] in (sample.prompt_logprobs[1] or {})
+        expect_empty(machine)
+    assert all(other == found[0] for other in found)
+
+
+def test_a_step_that_fails_ends_its_sequences_and_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine = engine(max_batch_size=2)
+    first = [machine.add(PROMPTS[i], GREEDY)[0] for i in (0, 1)]
+    later = machine.add(PROMPTS[2], GREEDY)[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(machine.runner, "forward", lambda rows: 1 / 0)
+        events = machine.step()
+    assert [event.sequence for event in events] == first
+    assert all(isinstance(event.error, ZeroDivisionError) for event in events)
+    drain(machine)
+    assert outputs([later]) == greedy(tiny("llama"), [PROMPTS[2]], 16)
+    assert machine.stats.failures == 2
+    expect_empty(machine)
+
+
+def test_an_interrupted_step_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(rows: object) -> None:
+        raise KeyboardInterrupt
+
+    machine = engine(page_size=3)
+    (main,) = machine.add(PROMPTS[1], GREEDY, keep=True)
+    for _ in range(3):
+        machine.step()
+    child = machine.fork(main)
+    machine.resume(child, GREEDY)
+    for _ in range(4):
+        with monkeypatch.context() as patch:
+            patch.setattr(machine.runner, "forward", interrupt)
+            patch.setattr(machine.runner.storage, "copy_pages", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                machine.step()
+        machine.check_integrity()
+        machine.step()
+    drain(machine)
+    starts = [sequence.tokens[: sequence.prompt_length] for sequence in (main, child)]
+    assert outputs((main, child)) == greedy(tiny("llama"), starts, 16)
+    machine.close(main)
+    machine.close(child)
+    expect_empty(machine)
+
+
+def test_what_can_never_run_is_refused_by_name() -> None:
+    small = engine(pages=4, page_size=4, max_length=128)
+    with pytest.raises(CapacityError, match="KV cache"):
+        small.add(PROMPTS[1], GREEDY)
+    short = engine(max_length=16)
+    with pytest.raises(ContextLengthError, match="16"):
+        short.add(PROMPTS[1], GREEDY)
+    with pytest.raises(ParameterError, match="empty prompt"):
+        short.add([], GREEDY)
+    with pytest.raises(ParameterError, match="token id 101"):
+        short.add([101], GREEDY)
+    with pytest.raises(ParameterError, match="logit_bias"):
+        short.add([5], GREEDY.replace(logit_bias={500: 1.0}))
+    whole = engine(max_num_tokens=8, chunked_prefill=False)
+    with pytest.raises(CapacityError, match="max_num_tokens"):
+        whole.add(PROMPTS[1], GREEDY)
+    (running,) = short.add([5], GREEDY)
+    for refused in (
+        lambda: short.resume(running, GREEDY),
+        lambda: short.extend(running, [4]),
+        lambda: short.rewind(running, 1),
+        lambda: short.fork(running, 7),
+    ):
+        with pytest.raises(UsageError):
+            refused()
+    drain(short)
+    with pytest.raises(UsageError, match="closed"):
+        short.fork(running)
+    for machine in (small, short, whole):
+        expect_empty(machine)

@@ -1,0 +1,56 @@
+"""Engines over tiny models, and ways to drive them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from forethought.engine.engine import Engine, Event
+from forethought.engine.scheduler import Limits
+from forethought.engine.sequence import Sequence
+from forethought.kv.storage import KvStorage
+from forethought.model import loader
+from forethought.model.runner import Runner
+from forethought.params import SamplingParams
+from models import tiny
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+
+
+def engine(
+    architecture: str = "llama",
+    *,
+    pages: int = 64,
+    page_size: int = 4,
+    reuse: bool = True,
+    **limits: Any,
+) -> Engine:
+    """A float32 engine on the CPU."""
+    lm = loader.load(tiny(architecture), dtype="float32")
+    storage = KvStorage(lm.layer_shapes, pages, page_size, lm.dtype, lm.device)
+    settings = {"max_batch_size": 8, "max_num_tokens": 64, "max_length": 128, **limits}
+    settings["max_length"] = min(settings["max_length"], pages * page_size)
+    return Engine(Runner(lm, storage), Limits(**settings), reuse=reuse, seed=0)
+
+
+def drain(machine: Engine, most: int = 2000) -> list[Event]:
+    """Step until nothing is left to do, checking the pool after each step."""
+    events: list[Event] = []
+    for _ in range(most):
+        if not machine.has_work:
+            return events
+        events += machine.step()
+        machine.check_integrity()
+    raise AssertionError("the engine did not come to an end")
+
+
+def outputs(sequences: Iterable[Sequence]) -> list[list[int]]:
+    """What each sequence has generated."""
+    return [sequence.output for sequence in sequences]
+
+
+def expect_empty(machine: Engine) -> None:
+    """Nothing holds a page any more."""
+    machine.check_integrity()
+    assert not list(machine.scheduler)
+    assert machine.pool.in_use == 0
