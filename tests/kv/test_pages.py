@@ -1,0 +1,207 @@
+"""Pages: no page is lost, shared by accident or written by two; tables behave like plain lists."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from forethought.kv.pool import FreeRuns, OutOfPages, PagePool
+from forethought.kv.prefix import PrefixIndex
+from forethought.kv.table import PageTable
+
+PAGES = 24
+
+
+class PagedLists(RuleBasedStateMachine):
+    """Random appends, forks, rewinds, tree paths and releases against plain Python lists.
+
+    ``memory`` stands for the tensors: what is written to a slot stays there until overwritten.
+    """
+
+    @initialize(page_size=st.sampled_from([1, 3, 16]), reuse=st.booleans())
+    def start(self, page_size: int, reuse: bool) -> None:
+        self.pool = PagePool(PAGES, page_size)
+        self.index = PrefixIndex(self.pool, reuse)
+        self.memory: dict[int, int] = {}
+        self.rows: list[tuple[PageTable, list[int]]] = []
+        self.clock = 0
+
+    @rule()
+    def open_row(self) -> None:
+        self.rows.append((PageTable(self.pool), []))
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data(), count=st.integers(1, 20))
+    def append(self, data: Any, count: int) -> None:
+        table, tokens = data.draw(st.sampled_from(self.rows))
+        before = list(table.pages), table.length, self.pool.available
+        try:
+            copies = table.append(count)
+        except OutOfPages:
+            assert (list(table.pages), table.length, self.pool.available) == before
+            return
+        size = self.pool.page_size
+        for src, dst in copies:
+            page = {dst * size + i: self.memory.get(src * size + i, -1) for i in range(size)}
+            self.memory.update(page)
+        new = list(range(self.clock, self.clock + count))
+        self.clock += count
+        slots = table.slots(len(tokens), len(tokens) + count)
+        self.memory.update(zip(slots, new, strict=True))
+        tokens += new
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def fork(self, data: Any) -> None:
+        table, tokens = data.draw(st.sampled_from(self.rows))
+        length = data.draw(st.integers(0, len(tokens)))
+        used = self.pool.in_use
+        self.rows.append((table.fork(length), tokens[:length]))
+        assert self.pool.in_use == used
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def rewind(self, data: Any) -> None:
+        table, tokens = data.draw(st.sampled_from(self.rows))
+        length = data.draw(st.integers(0, len(tokens)))
+        table.rewind(length)
+        del tokens[length:]
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def keep_path(self, data: Any) -> None:
+        table, tokens = data.draw(st.sampled_from(self.rows))
+        drafts = data.draw(st.integers(1, 9))
+        base, seen = len(tokens), self.clock
+        self.rows = [row for row in self.rows if row[0] is not table] + [(table, tokens)]
+        self.append_to_last(drafts)
+        if table.length != base + drafts:
+            return
+        path = sorted(data.draw(st.sets(st.integers(0, drafts - 1))))
+        moves = table.keep_path(base, path)
+        self.memory.update({dst: self.memory[src] for src, dst in moves})
+        tokens[base:] = [seen + offset for offset in path]
+
+    def append_to_last(self, count: int) -> None:
+        table, tokens = self.rows[-1]
+        if table.pages_needed(count) > self.pool.available:
+            return
+        size = self.pool.page_size
+        for src, dst in table.append(count):
+            page = {dst * size + i: self.memory.get(src * size + i, -1) for i in range(size)}
+            self.memory.update(page)
+        new = list(range(self.clock, self.clock + count))
+        self.clock += count
+        self.memory.update(zip(table.slots(len(tokens), len(tokens) + count), new, strict=True))
+        tokens += new
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def publish(self, data: Any) -> None:
+        table, tokens = data.draw(st.sampled_from(self.rows))
+        size, digest = self.pool.page_size, self.index.root("")
+        for page in range(len(tokens) // size):
+            run = tokens[page * size : (page + 1) * size]
+            digest = self.index.publish(digest, run, table.pages[page])
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def adopt(self, data: Any) -> None:
+        _, tokens = data.draw(st.sampled_from(self.rows))
+        table = PageTable(self.pool)
+        table.adopt(self.index.match(tokens))
+        self.rows.append((table, tokens[: table.length]))
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def release(self, data: Any) -> None:
+        row = data.draw(st.sampled_from(self.rows))
+        row[0].release()
+        self.rows = [other for other in self.rows if other[0] is not row[0]]
+
+    @invariant()
+    def tables_hold_their_tokens(self) -> None:
+        for table, tokens in getattr(self, "rows", []):
+            assert table.length == len(tokens)
+            slots = table.slots(0, len(tokens))
+            assert [self.memory[slot] for slot in slots] == tokens
+            first = table.run()
+            if first is not None:
+                assert slots == list(range(first, first + len(tokens)))
+
+    @invariant()
+    def every_page_is_accounted_for(self) -> None:
+        if hasattr(self, "pool"):
+            self.pool.check_integrity()
+            self.index.check_integrity()
+            holders = [page for table, _ in self.rows for page in table.pages]
+            assert all(self.pool.refs[page] == holders.count(page) for page in range(PAGES))
+
+
+PagedLists.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPagedLists = PagedLists.TestCase
+
+
+def test_neighbouring_rows_each_grow_side_by_side() -> None:
+    pool = PagePool(64, 1)
+    tables = [PageTable(pool) for _ in range(4)]
+    for _ in range(12):  # taking turns, as decoding rows do
+        for table in tables:
+            table.append(1)
+    assert all(table.run() is not None for table in tables)
+
+
+def test_free_runs_join_again_whatever_the_order() -> None:
+    runs = FreeRuns(32)
+    taken = [runs.take_apart(1) for _ in range(32)]
+    assert sorted(taken) == list(range(32))
+    for page in sorted(taken, key=lambda page: page * 7 % 32):
+        runs.put(page)
+    assert runs.take_apart(32) == 0
+    assert all(runs.take_at(page) for page in range(1, 32))
+
+
+def test_the_oldest_cached_page_is_evicted_first_and_those_in_use_never() -> None:
+    pool = PagePool(4, 1)
+    index = PrefixIndex(pool)
+    for token in range(3):
+        table = PageTable(pool)
+        table.append(1)
+        index.publish(index.root(""), [token], table.pages[0])
+        table.release()
+    held = PageTable(pool)
+    held.adopt(index.match([0]))  # the oldest is in use again
+    other = PageTable(pool)
+    other.append(2)  # one page is free, one must be evicted
+    assert [len(index.match([token])) for token in range(3)] == [1, 0, 1]
+    pool.check_integrity()
+    index.check_integrity()
+
+
+def test_equal_pages_behind_different_prefixes_or_tenants_are_different() -> None:
+    pool = PagePool(8, 2)
+    index = PrefixIndex(pool)
+    table = PageTable(pool)
+    table.append(4)
+    digest = index.publish(index.root("a"), [1, 2], table.pages[0])
+    index.publish(digest, [3, 4], table.pages[1])
+    assert index.match([1, 2, 3, 4, 5], "a") == table.pages
+    assert index.match([1, 2, 3], "a") == table.pages[:1]
+    assert index.match([3, 4], "a") == []
+    assert index.match([1, 2, 3, 4], "b") == []
+
+
+def test_an_append_that_does_not_fit_changes_nothing() -> None:
+    pool = PagePool(3, 4)
+    table = PageTable(pool)
+    table.append(6)
+    fork = table.fork()
+    with pytest.raises(OutOfPages):
+        fork.append(7)
+    assert (fork.length, fork.pages) == (6, table.pages)
+    assert fork.append(2)  # copies the shared page
+    pool.check_integrity()
