@@ -1,0 +1,95 @@
+"""The entry point: finds the subcommand, runs it, turns errors into one line and an exit status.
+
+====  =============================================================
+0     done
+1     something failed while it ran
+2     the caller asked for something that cannot be (``UsageError``)
+130   interrupted by Ctrl-C
+141   the reader of standard output went away
+====  =============================================================
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import NoReturn
+
+from forethought import __version__
+from forethought.errors import ForethoughtError, UnknownNameError, UsageError
+
+COMMANDS = {
+    "generate": "answer one prompt, with any method",
+    "chat": "talk to a model",
+    "methods": "list the inference-time methods and their settings",
+    "demo": "compare four methods on the embedded reasoner",
+    "eval": "compare methods on your own model and problems",
+}
+"""Subcommand -> what it does; ``forethought.cli.<subcommand>`` has ``configure`` and ``run``."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose complaint is a ``UsageError``: one line like every other."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of printing the usage and leaving."""
+        raise UsageError(message, fix=f"See {self.prog} --help")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status; never raises."""
+    try:
+        status = _run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return status
+    except SystemExit as leaving:  # argparse after --help and --version
+        return int(leaving.code or 0)
+    except ForethoughtError as error:
+        return _complain(str(error), 2 if isinstance(error, UsageError) else 1)
+    except KeyboardInterrupt:
+        return _complain("interrupted", 130)
+    except BrokenPipeError:
+        # Nobody reads any more. Python flushes once again at exit: give it somewhere to write.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _run(argv: list[str]) -> int:
+    name = argv[0] if argv and not argv[0].startswith("-") else None
+    if name is None:
+        _top_level().parse_args(argv or ["--help"])
+        return 0
+    command = _load(name)
+    parser = Parser(prog=f"forethought {name}", description=command.__doc__, add_help=True)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    command.configure(parser)
+    return int(command.run(parser.parse_args(argv[1:])))
+
+
+def _load(name: str) -> ModuleType:
+    if name not in COMMANDS:
+        raise UnknownNameError("command", name, COMMANDS)
+    return importlib.import_module(f"forethought.cli.{name}")
+
+
+def _top_level() -> Parser:
+    width = max(map(len, COMMANDS))
+    listing = "\n".join(f"  {name:<{width}}  {what}" for name, what in COMMANDS.items())
+    parser = Parser(
+        prog="forethought",
+        usage="forethought COMMAND [ARGUMENTS]",
+        description=f"Draft ahead, think deeper.\n\ncommands:\n{listing}",
+        epilog="forethought COMMAND --help tells more about one of them.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"forethought {__version__}")
+    return parser
+
+
+def _complain(message: str, status: int) -> int:
+    print(f"forethought: {' '.join(message.split())}", file=sys.stderr)
+    return status

@@ -1,0 +1,102 @@
+"""What to solve: questions with known answers. Knows nothing about who solves them.
+
+A file of the user's own is JSON lines, one object per line with ``question`` and ``answer``
+(``problem`` and ``solution`` are accepted for them); other fields are left alone.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from forethought.errors import ParameterError, UsageError
+
+_QUESTION = ("question", "problem")
+_ANSWER = ("answer", "solution")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One question and its reference answer, both as text."""
+
+    name: str
+    question: str
+    answer: str
+
+
+def shipped() -> list[Problem]:
+    """The held-out problems that come with the embedded reasoner, in their fixed order."""
+    from forethought import assets
+
+    return [_from_record(record, f"{i}") for i, record in enumerate(assets.problems())]
+
+
+def load(path: str | Path) -> list[Problem]:
+    """Read problems from a file of JSON lines; blank lines are skipped.
+
+    Raises:
+        UsageError: the file cannot be read, is empty, or a line is not such an object.
+    """
+    path = Path(path)
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"cannot read the problems in {path}", str(error), "Give a file of JSON lines"
+        ) from error
+    found = [
+        _from_line(line, f"{path}:{number}")
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
+    ]
+    if not found:
+        raise UsageError(f"no problems in {path}", "the file is empty", "Give one object per line")
+    return found
+
+
+def choose(problems: Sequence[Problem], count: int | None, seed: int = 0) -> list[Problem]:
+    """``count`` of the problems, drawn without replacement by ``seed``; None: all, as they stand.
+
+    Raises:
+        ParameterError: ``count`` is below 1 or above what there is.
+    """
+    if count is None:
+        return list(problems)
+    if not 1 <= count <= len(problems):
+        raise ParameterError(
+            "invalid number of problems",
+            f"got {count}, and there are {len(problems)}",
+            f"Ask for 1 to {len(problems)}",
+        )
+    return random.Random(seed).sample(list(problems), count)
+
+
+def _from_line(line: str, where: str) -> Problem:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UsageError(
+            f"bad problem at {where}", f"not JSON: {error}", "Write one JSON object per line"
+        ) from error
+    return _from_record(record, where)
+
+
+def _from_record(record: Any, where: str) -> Problem:
+    question, answer = _first(record, _QUESTION), _first(record, _ANSWER)
+    if not isinstance(question, str) or not question.strip() or answer is None:
+        raise UsageError(
+            f"bad problem at {where}",
+            "it needs the fields 'question' (text) and 'answer'",
+            'Write {"question": "...", "answer": "..."}',
+        )
+    return Problem(where, question, str(answer))
+
+
+def _first(record: Any, names: Sequence[str]) -> Any:
+    if not isinstance(record, dict):
+        return None
+    return next((record[name] for name in names if record.get(name) is not None), None)

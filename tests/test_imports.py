@@ -1,0 +1,48 @@
+"""What importing the package costs, and who may import whom."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LIGHT = ["forethought", "forethought.scaffolding", "forethought.methods", "forethought.cli.main"]
+HEAVY = ["torch", "transformers", "tokenizers", "safetensors", "openai", "matplotlib"]
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_importing_it_imports_nothing_heavy(module):
+    done = python(f"import sys, {module}; print(sorted(set({HEAVY}) & set(sys.modules)))")
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_every_public_name_of_scaffolding_and_methods_works_without_torch():
+    done = python(
+        "import sys\n"
+        f"for name in {HEAVY[:4]}: sys.modules[name] = None\n"
+        "import forethought.scaffolding as scaffolding, forethought.methods as methods\n"
+        "without = {'EngineWorker', 'TRTLLMWorker'}\n"
+        "for module in (scaffolding, methods):\n"
+        "    for name in set(module.__all__) - without: getattr(module, name)\n"
+        "print('ok')"
+    )
+    assert done.stdout.strip() == "ok", done.stderr
+
+
+def test_the_import_contracts_hold():
+    done = subprocess.run(
+        [sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
