@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Ids
 
 from forethought.engine.scheduler import Limits
@@ -64,7 +65,7 @@ class Admission:
         self._check_ids("extension", more)
         self._check_length(len(tokens) + len(more))
 
-    def _check_ids(self, what: str, ids: Ids[int]) -> None:
+    def _check_ids(self, what: str, ids: Iterable[int]) -> None:
         bad = next((token for token in ids if not 0 <= token < self._vocab_size), None)
         if bad is not None:
             raise ParameterError(

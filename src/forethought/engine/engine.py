@@ -11,14 +11,11 @@ import random
 import time
 from collections import Counter
 from collections.abc import Sequence as Ids
-from dataclasses import dataclass
-
-from torch import Tensor
 
 from forethought.engine import kinship, passing
 from forethought.engine.admission import Admission
+from forethought.engine.commit import Commit, Event
 from forethought.engine.ledger import Ledger
-from forethought.engine.passing import Draw
 from forethought.engine.scheduler import Limits, Plan, Scheduler
 from forethought.engine.sequence import Sequence, Status
 from forethought.engine.stats import EngineStats
@@ -27,22 +24,8 @@ from forethought.kv.pool import PagePool
 from forethought.kv.prefix import PrefixIndex
 from forethought.kv.table import PageTable
 from forethought.model.runner import Runner
-from forethought.outputs import FinishReason, TokenLogprobs
+from forethought.outputs import FinishReason
 from forethought.params import SamplingParams
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """What one step did to one sequence."""
-
-    sequence: Sequence
-    tokens: list[int]
-    """Drawn in this step."""
-    logprobs: list[TokenLogprobs] | None = None
-    """One entry per token, if asked for."""
-    finish_reason: FinishReason | None = None
-    error: Exception | None = None
-    """The step failed for this sequence, which is closed."""
 
 
 class Engine:
@@ -66,6 +49,7 @@ class Engine:
             limits, runner.lm.vocab_size, self.pool.num_pages * self.pool.page_size
         )
         self._ledger = Ledger(self.stats, self.index, self.pool.page_size)
+        self._commit = Commit(self.scheduler, self._ledger, runner.lm.eos_token_ids)
         self._eos_ids = runner.lm.eos_token_ids
         self._seeds = random.Random(seed)
         self._ids, self._arrivals = itertools.count(), itertools.count()
@@ -86,8 +70,9 @@ class Engine:
         if not plan.rows:
             return []
         try:
+            planned = time.perf_counter()
             logits = passing.forward(self.runner, plan)
-            self.stats.forward_seconds += time.perf_counter() - began
+            self.stats.forward_seconds += time.perf_counter() - planned
             drawn = passing.draw(plan, logits, self._eos_ids)
         except Exception as error:
             failure = error
@@ -106,35 +91,6 @@ class Engine:
         for row in plan.rows:
             whole_pages = row.start // self.pool.page_size * self.pool.page_size
             row.sequence.table.rewind(whole_pages if row.copies else row.start)
-
-    def _commit(self, plan: Plan, logits: Tensor, drawn: list[list[Draw]]) -> list[Event]:
-        """Count, publish full pages, append what was drawn."""
-        events, begin = [], 0
-        for row, draws in zip(plan.rows, drawn, strict=True):
-            self._ledger.record(row, logits[begin : begin + row.logits])
-            begin += row.logits
-            for twin in (draw.sequence for draw in draws[1:]):
-                kinship.attach(twin)
-                full = len(self.scheduler.running) >= self.limits.max_batch_size
-                self.scheduler.place(twin, Status.WAITING if full else Status.RUNNING)
-            events += [self._append(draw) for draw in draws]
-        return events
-
-    def _append(self, draw: Draw) -> Event:
-        """A drawn token joins its sequence, and may be its last."""
-        sequence, token, reason = draw.sequence, draw.token, None
-        sequence.tokens.append(token)
-        self._ledger.count(sequence, decoded=1)
-        if token in sequence.params.stop_token_ids:
-            sequence.stop_reason, reason = token, FinishReason.STOP
-        elif token in self._eos_ids and not sequence.params.ignore_eos:
-            reason = FinishReason.STOP
-        elif len(sequence.tokens) >= sequence.limit:
-            reason = FinishReason.LENGTH
-        if reason is not None:
-            self._finish(sequence, reason)
-        logprobs = None if draw.logprobs is None else [draw.logprobs]
-        return Event(sequence, [token], logprobs, reason)
 
     # ---- the handles ------------------------------------------------------------------------
 
@@ -225,15 +181,11 @@ class Engine:
     def abort(self, sequence: Sequence) -> None:
         """End a generation now; no further event tells of it. Idle and closed ones stay so."""
         if sequence.active:
-            self._finish(sequence, FinishReason.ABORT)
+            self.scheduler.finish(sequence, FinishReason.ABORT)
 
     def close(self, sequence: Sequence) -> None:
         """Give back all its pages; the sequence is of no further use. Closing twice is fine."""
-        if sequence.status is not Status.CLOSED:
-            kinship.attach_ready(sequence, all_of_them=True)
-            kinship.detach(sequence)
-            sequence.table.release()
-            self.scheduler.place(sequence, Status.CLOSED)
+        self.scheduler.close(sequence)
 
     def check_integrity(self) -> None:
         """Assert that every page is held by exactly the tables that list it."""
@@ -280,13 +232,6 @@ class Engine:
                 f"it is {sequence.status.value}",
                 "Wait for its generation to end, or abort it; closed ones are gone",
             )
-
-    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        sequence.finish_reason = reason
-        if sequence.keep:
-            self.scheduler.place(sequence, Status.PARKED)
-        else:
-            self.close(sequence)
 
     def _fail(self, sequence: Sequence, error: Exception) -> Event:
         self.stats.failures += 1

@@ -12,11 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from forethought.engine import kinship
 from forethought.engine.sequence import Sequence, Status
 from forethought.engine.stats import EngineStats
 from forethought.kv.pool import PagePool
 from forethought.kv.prefix import PrefixIndex
 from forethought.kv.table import PageCopy
+from forethought.outputs import FinishReason
 
 PROMPT_LOGPROB_ROWS = 256
 """Most prompt tokens per step whose logits are wanted, as these take vocabulary-sized rows."""
@@ -115,6 +117,27 @@ class Scheduler:
         if status is not Status.CLOSED:
             self._queues[status].append(sequence)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether no further sequence may run."""
+        return len(self.running) >= self.limits.max_batch_size
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """A generation is over: park the sequence if it is to be kept, else close it."""
+        sequence.finish_reason = reason
+        if sequence.keep:
+            self.place(sequence, Status.PARKED)
+        else:
+            self.close(sequence)
+
+    def close(self, sequence: Sequence) -> None:
+        """Give back all pages; the sequence is in no queue afterwards."""
+        if sequence.status is not Status.CLOSED:
+            kinship.attach_ready(sequence, all_of_them=True)
+            kinship.detach(sequence)
+            sequence.table.release()
+            self.place(sequence, Status.CLOSED)
+
     def plan(self) -> Plan:
         """Choose the rows of the next step and make room for their tokens."""
         plan = Plan()
@@ -126,7 +149,7 @@ class Scheduler:
         for sequence in list(self.waiting):
             if sequence.parent is not None:
                 continue
-            if len(self.running) >= self.limits.max_batch_size or not self._admit(plan, sequence):
+            if self.is_full or not self._admit(plan, sequence):
                 break
         return plan
 
@@ -184,8 +207,7 @@ class Scheduler:
         idle = [other for other in self.parked if other.table.pages]
         waiting = [other for other in self.waiting if other.table.pages]
         later = [other for other in self.running if other.rank >= needy.rank]
-        by_rank = {"key": lambda other: other.rank, "reverse": True}
-        return [*idle, *sorted(waiting, **by_rank), *sorted(later, **by_rank)]
+        return [*idle, *_last_first(waiting), *_last_first(later)]
 
     def _take_pages_from(self, plan: Plan, victims: list[Sequence], needy: Sequence) -> bool:
         """Free the first victim's pages; False if that was ``needy`` itself."""
@@ -202,3 +224,7 @@ class Scheduler:
     def _drop(self, sequence: Sequence) -> None:
         sequence.table.release()
         self._stats.dropped += 1
+
+
+def _last_first(sequences: list[Sequence]) -> list[Sequence]:
+    return sorted(sequences, key=lambda sequence: sequence.rank, reverse=True)
