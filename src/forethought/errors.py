@@ -1,7 +1,7 @@
 """Every error that forethought raises at its users, and nothing else.
 
 Each error says *what* happened, *why*, and what to do about it (*fix*); ``str(error)`` joins them.
-Errors of other libraries are translated once, at the edge where they enter; ``__cause__`` keeps them.
+Errors of other libraries are translated once, where they enter; ``__cause__`` keeps them.
 
 ::
 

@@ -18,7 +18,7 @@ MAX_LOGPROBS = 64
 class SamplingParams:
     """How to draw the tokens of one request, and when to stop.
 
-    =========================  ======================================================================
+    =========================  =====================================================================
     ``max_tokens``             most new tokens; None: up to the end of the context
     ``min_tokens``             end-of-sequence and stop tokens cannot be drawn before this many
     ``n``                      samples of the one prompt; the prompt is prefilled once
@@ -38,7 +38,7 @@ class SamplingParams:
     ``skip_special_tokens``    leave special tokens out of the text
     ``priority``               lower runs first; equal ones in order of arrival
     ``cache_salt``             cached prefixes are shared only among requests of the same salt
-    =========================  ======================================================================
+    =========================  =====================================================================
 
     Raises:
         ParameterError: a value is outside its range.
