@@ -1,0 +1,107 @@
+"""The scheduler alone: plans without torch, within its budgets, in the promised order."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from itertools import count
+from typing import Any
+
+import hypothesis.strategies as st
+from hypothesis import given, settings
+
+from forethought.engine.scheduler import Limits, Scheduler
+from forethought.engine.sequence import Sequence, Status
+from forethought.engine.stats import EngineStats
+from forethought.kv.pool import PagePool
+from forethought.kv.prefix import PrefixIndex
+from forethought.kv.table import PageTable
+from forethought.outputs import FinishReason
+from forethought.params import SamplingParams
+
+
+class Queue:
+    """A scheduler, and a stand-in for the rest of the engine that draws token 0 for ever."""
+
+    def __init__(self, pages: int = 32, page_size: int = 4, **limits: Any) -> None:
+        settings = {"max_batch_size": 4, "max_num_tokens": 16, "max_length": 64, **limits}
+        self.pool = PagePool(pages, page_size)
+        self.scheduler = Scheduler(
+            self.pool, PrefixIndex(self.pool), Limits(**settings), EngineStats()
+        )
+        self.numbers = count()
+
+    def add(self, length: int, new: int = 4, priority: int = 0) -> Sequence:
+        number = next(self.numbers)
+        sequence = Sequence(
+            id=number,
+            tokens=[number + 1] * length,
+            prompt_length=length,
+            params=SamplingParams(priority=priority),
+            table=PageTable(self.pool),
+            arrival=number,
+            limit=length + new,
+        )
+        self.scheduler.place(sequence, Status.WAITING)
+        return sequence
+
+    def step(self) -> dict[int, int]:
+        """Plan and pretend; tokens computed per sequence id."""
+        plan = self.scheduler.plan()
+        assert plan.tokens <= self.scheduler.limits.max_num_tokens
+        assert len(self.scheduler.running) <= self.scheduler.limits.max_batch_size
+        for row in plan.rows:
+            if row.is_last:
+                row.sequence.tokens.append(0)
+                if len(row.sequence.tokens) >= row.sequence.limit:
+                    self.scheduler.finish(row.sequence, FinishReason.LENGTH)
+        self.pool.check_integrity()
+        return {row.sequence.id: row.count for row in plan.rows}
+
+
+def test_the_scheduler_and_the_pages_import_no_torch() -> None:
+    code = "import sys, forethought.engine.scheduler, forethought.kv.table; 'torch' in sys.modules"
+    checked = f"{code} and sys.exit(1)"
+    assert subprocess.run([sys.executable, "-c", checked], check=False).returncode == 0
+
+
+def test_decodes_come_before_prefills_and_the_rest_of_the_budget_is_for_chunks() -> None:
+    queue = Queue()
+    for _ in range(3):
+        queue.add(3, new=9)
+    queue.add(40)
+    assert queue.step() == {0: 3, 1: 3, 2: 3, 3: 7}
+    assert queue.step() == {0: 1, 1: 1, 2: 1, 3: 13}
+    assert queue.step() == {0: 1, 1: 1, 2: 1, 3: 13}
+    assert queue.step() == {0: 1, 1: 1, 2: 1, 3: 7}
+
+
+def test_nobody_overtakes_the_head_of_the_queue() -> None:
+    queue = Queue(pages=8, page_size=4, max_num_tokens=32)
+    queue.add(16, new=16)
+    big = queue.add(24, new=2)
+    small = queue.add(2, new=2)
+    queue.step()
+    assert big.status is Status.WAITING
+    assert small.status is Status.WAITING
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    requests=st.lists(
+        st.tuples(st.integers(1, 40), st.integers(1, 20), st.integers(-1, 1)), min_size=1
+    ),
+    pages=st.integers(16, 40),
+    budget=st.integers(4, 40),
+)
+def test_everyone_finishes_within_the_budgets_and_no_page_is_lost(
+    requests: list[tuple[int, int, int]], pages: int, budget: int
+) -> None:
+    queue = Queue(pages, 4, max_num_tokens=budget)
+    sequences = [queue.add(length, new, priority) for length, new, priority in requests]
+    for _ in range(3000):
+        if not queue.scheduler.running and not queue.scheduler.waiting:
+            break
+        assert queue.step(), "somebody waits and nobody runs"
+    assert all(sequence.finish_reason is FinishReason.LENGTH for sequence in sequences)
+    assert queue.pool.in_use == 0

@@ -1,0 +1,66 @@
+"""Sampling parameters: what is impossible is refused by name, with the value and the remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from forethought.errors import ParameterError
+from forethought.params import SamplingParams
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"max_tokens": 0},
+        {"max_tokens": 2.5},
+        {"max_tokens": True},
+        {"min_tokens": 9, "max_tokens": 8},
+        {"n": 0},
+        {"seed": -1},
+        {"seed": 2**64},
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"temperature": "hot"},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"min_p": 1.5},
+        {"repetition_penalty": 0.0},
+        {"presence_penalty": float("inf")},
+        {"logit_bias": {-1: 1.0}},
+        {"logit_bias": {1: 1000.0}},
+        {"stop": [""]},
+        {"stop": [3]},
+        {"stop_token_ids": [-4]},
+        {"stop_token_ids": ["a"]},
+        {"logprobs": 1000},
+        {"priority": 0.5},
+    ],
+)
+def test_an_impossible_value_is_refused_by_the_name_of_its_field(values: dict[str, Any]) -> None:
+    with pytest.raises(ParameterError, match=f"invalid {next(iter(values))}: .+ Change "):
+        SamplingParams(**values)
+
+
+def test_an_unknown_field_is_refused_with_the_nearest_and_all_allowed_ones() -> None:
+    with pytest.raises(ParameterError, match=r"'topp': did you mean 'top_p'\? Allowed: .*min_p"):
+        SamplingParams.from_dict({"topp": 0.5})
+    with pytest.raises(ParameterError, match="no parameter 'best_of'"):
+        SamplingParams().replace(best_of=3)
+
+
+def test_stop_may_be_a_string_or_several() -> None:
+    assert SamplingParams(stop="a").stop == ("a",)
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
+    assert SamplingParams(stop=None).stop == ()
+
+
+def test_replace_keeps_everything_else_and_checks_again() -> None:
+    params = SamplingParams(temperature=0.0, stop=["x"], logit_bias={3: 1})
+    changed = params.replace(max_tokens=7)
+    assert changed.to_dict() == {**params.to_dict(), "max_tokens": 7}
+    assert changed.greedy
+    with pytest.raises(ParameterError):
+        params.replace(top_p=2)
