@@ -20,7 +20,8 @@ from forethought.errors import ModelError, ParameterError
 from forethought.model.attention import BACKENDS
 from forethought.model.attention.base import AttentionBackend, Capability
 from forethought.model.attention.interface import ATTENTION, KEYWORD, PROBE, LayerProfile, Probe
-from forethought.model.causal_lm import CausalLM, ModelTraits, TransformersNetwork
+from forethought.model.causal_lm import CausalLM, ModelTraits, Network, TransformersNetwork
+from forethought.model.fused.network import FusedNetwork, is_fusable
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,11 @@ def load(
         dtype=module.dtype,
         device=module.device,
     )
-    return CausalLM(TransformersNetwork(module), backend, traits)
+    network: Network = TransformersNetwork(module)
+    if fuse and is_fusable(module):
+        with torch.inference_mode():
+            network = FusedNetwork(module, traits.max_positions)
+    return CausalLM(network, backend, traits)
 
 
 def _config(directory: Path, trust_remote_code: bool) -> Any:

@@ -9,7 +9,6 @@ neither causal nor a window, an unknown argument, a layer that never arrives) is
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -175,12 +174,6 @@ def probe_mask(
     widths -= {_ALL_SEEN} if len(widths) > 1 else set()
     code = widths.pop() if len(widths) == 1 else _NOT_CAUSAL
     return torch.full((1, 1, q_length, kv_length), code, device=device)
-
-
-def reaches_attention(network: Callable[..., Any]) -> bool:
-    """Whether a forward takes extra keyword arguments, so that a pass could travel through it."""
-    parameters = inspect.signature(network).parameters.values()
-    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def _scale(query: Tensor, scaling: float | None) -> float:

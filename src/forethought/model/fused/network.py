@@ -1,0 +1,185 @@
+"""Llama, Mistral, Qwen2 and Qwen3 in few, large operations.
+
+Per layer: one product for query, key and value, one rotation for query and key together, attention,
+an output product that adds the residual, one product for gate and up, and a down product that adds
+the residual. The weights are taken over from the transformers module, layer by layer, so that no
+two copies of a model are ever held. Cosines and sines come from the module's own rotary embedding,
+so every rope scaling stays right. The layer loop has no Python that depends on data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import (
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+)
+
+from forethought.model.attention.base import ForwardPass, Scoring
+from forethought.model.batch import Batch
+from forethought.model.fused.projection import Projection, projection
+
+# Exactly these classes: a subclass or a look-alike may compute something else.
+FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """Root-mean-square normalisation over the last dimension.
+
+    Attributes:
+        weight: ``[..., width]``, multiplied in after normalising.
+        eps: added to the mean square.
+    """
+
+    weight: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x ``[..., width]`` -> the same shape."""
+        if self.weight.ndim == 1:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(x, self.weight.shape[-1:], None, self.eps).mul_(self.weight)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The weights of one decoder layer, merged.
+
+    Attributes:
+        attention_norm, feed_norm: weights ``[hidden]``.
+        head_norm: weight ``[heads + kv_heads, head_dim]`` for queries and keys, or None.
+        qkv: ``[hidden]`` -> queries, keys, values: ``[(heads + 2 kv_heads) * head_dim]``.
+        out: ``[heads * head_dim]`` -> ``[hidden]``.
+        gate_up: ``[hidden]`` -> ``[2 * intermediate]``.
+        down: ``[intermediate]`` -> ``[hidden]``.
+    """
+
+    attention_norm: Norm
+    head_norm: Norm | None
+    qkv: Projection
+    out: Projection
+    feed_norm: Norm
+    gate_up: Projection
+    down: Projection
+
+
+class FusedNetwork:
+    """Token ids to logits; see :class:`~forethought.model.causal_lm.Network`."""
+
+    def __init__(self, module: PreTrainedModel, max_positions: int) -> None:
+        assert is_fusable(module)
+        model, config = module.model, module.config
+        attention = model.layers[0].self_attn
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim, self.scoring = attention.head_dim, Scoring(attention.scaling)
+        self.embedding = model.embed_tokens.weight
+        self.rotary = _rotary_table(model.rotary_emb, max_positions, self.embedding)
+        self.layers: list[Layer] = []
+        for index in range(len(model.layers)):
+            self.layers.append(self._take_over(model.layers[index]))
+            model.layers[index] = nn.Identity()  # frees the layer's own weights
+        self.norm = _norm(model.norm)
+        self.head = projection(module.lm_head.weight, module.lm_head.bias)
+        del module.lm_head
+
+    def __call__(self, batch: Batch, forward_pass: ForwardPass) -> Tensor:
+        """Logits ``[R, vocab]`` in the model's dtype."""
+        x = F.embedding(batch.token_ids, self.embedding)
+        cos, sin = self.rotary[batch.positions].unbind(1)
+        for index, layer in enumerate(self.layers):
+            mixed = self._attend(index, layer, x, (cos, sin), forward_pass)
+            x = layer.out.plus(mixed, x)
+            gate, up = layer.gate_up(layer.feed_norm(x)).chunk(2, -1)
+            x = layer.down.plus(F.silu(gate).mul_(up), x)
+        return self.head(self.norm(x[batch.logit_index]))
+
+    def _attend(
+        self,
+        index: int,
+        layer: Layer,
+        x: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        forward_pass: ForwardPass,
+    ) -> Tensor:
+        """x ``[T, hidden]`` -> ``[T, heads * head_dim]``."""
+        cos, sin = rotation
+        qkv = layer.qkv(layer.attention_norm(x)).view(len(x), -1, self.head_dim)
+        qk, v = qkv.split([self.heads + self.kv_heads, self.kv_heads], 1)
+        if layer.head_norm is not None:
+            qk = layer.head_norm(qk)
+        qk = torch.addcmul(qk * cos, qk.roll(self.head_dim // 2, -1), sin)
+        q, k = qk.split([self.heads, self.kv_heads], 1)
+        return forward_pass.attend(index, q, k, v, self.scoring).view(len(x), -1)
+
+    def _take_over(self, layer: nn.Module) -> Layer:
+        attention, feed = layer.self_attn, layer.mlp
+        head_norm = None
+        if hasattr(attention, "q_norm"):
+            head_norm = Norm(
+                torch.cat(
+                    [
+                        attention.q_norm.weight.expand(self.heads, -1),
+                        attention.k_norm.weight.expand(self.kv_heads, -1),
+                    ]
+                ),
+                attention.q_norm.variance_epsilon,
+            )
+        return Layer(
+            attention_norm=_norm(layer.input_layernorm),
+            head_norm=head_norm,
+            qkv=_merged(attention.q_proj, attention.k_proj, attention.v_proj),
+            out=_merged(attention.o_proj),
+            feed_norm=_norm(layer.post_attention_layernorm),
+            gate_up=_merged(feed.gate_proj, feed.up_proj),
+            down=_merged(feed.down_proj),
+        )
+
+
+def is_fusable(module: PreTrainedModel) -> bool:
+    """Whether the module is of a known family, in full precision, with nothing unusual set."""
+    if type(module) not in FAMILIES or module.config.hidden_act != "silu":
+        return False
+    linears = [m for m in module.modules() if isinstance(m, nn.Linear)]
+    expected = 7 * module.config.num_hidden_layers + 1
+    return len(linears) == expected and all(
+        type(linear) is nn.Linear and linear.weight.dtype == module.dtype for linear in linears
+    )
+
+
+def _norm(norm: nn.Module) -> Norm:
+    return Norm(norm.weight, norm.variance_epsilon)
+
+
+def _merged(*linears: nn.Linear) -> Projection:
+    """One projection whose outputs are those of ``linears``, side by side."""
+    weight = linears[0].weight
+    if len(linears) > 1:
+        weight = torch.cat([linear.weight for linear in linears])
+    biases = [linear.bias for linear in linears]
+    if all(bias is None for bias in biases):
+        return projection(weight)
+    filled = [
+        linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
+        for linear in linears
+    ]
+    return projection(weight, torch.cat(filled))
+
+
+def _rotary_table(rotary: nn.Module, max_positions: int, like: Tensor) -> Tensor:
+    """``[max_positions, 2, 1, head_dim]``: cosines and sines, the first half of the sines negated.
+
+    With it, rotating is ``x * cos + roll(x, head_dim / 2) * sin``.
+    """
+    positions = torch.arange(max_positions, device=like.device)[None]
+    cos, sin = rotary(like, positions)
+    half = sin.shape[-1] // 2
+    sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)
+    return torch.stack([cos[0], sin[0]], 1).unsqueeze(2)
