@@ -1,0 +1,1 @@
+"""Text in, text out: tokenizer, live sessions, ``LLM`` and ``AsyncLLM``."""

@@ -1,0 +1,161 @@
+"""A Hugging Face tokenizer, and the little that the rest of this floor asks of one.
+
+Knows nothing about engines or requests.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from forethought.errors import ModelError, ParameterError, UsageError
+
+
+class Tokenizer:
+    """Text to ids and back; safe to use from several threads.
+
+    Args:
+        hf: the Hugging Face tokenizer, at hand as ``.hf``.
+    """
+
+    def __init__(self, hf: Any) -> None:
+        self.hf = hf
+        self._lock = threading.Lock()  # encoding may reset the tokenizer's padding and truncation
+        added = hf.added_tokens_decoder.items()
+        self.special_ids = frozenset(token for token, entry in added if entry.special)
+        """The ids that ``skip_special_tokens`` leaves out of a text."""
+        self.byte_values = self._find_byte_values()
+        """id -> byte, of the tokens that stand for one raw byte (sentencepiece's fallback)."""
+        self._prepends_space = self.decode([*self._ids("a"), *self._ids("a")]) == "a a"
+        self._pieces: dict[int, str] = {}
+
+    @classmethod
+    def load(cls, path: Path, trust_remote_code: bool = False) -> Tokenizer:
+        """The tokenizer in a local directory.
+
+        Raises:
+            ModelError: there is none, or it cannot be read.
+        """
+        if not path.is_dir():
+            raise ModelError(
+                f"no tokenizer at {path}",
+                "there is no such directory",
+                "Give the path of a local Hugging Face directory; nothing is downloaded",
+            )
+        try:
+            hf = AutoTokenizer.from_pretrained(
+                path, local_files_only=True, trust_remote_code=trust_remote_code
+            )
+        except Exception as error:
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            raise ModelError(
+                f"cannot load the tokenizer of {path}",
+                reason[0],
+                "The directory needs the tokenizer's files, such as tokenizer.json",
+            ) from error
+        return cls(hf)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a whole text, with the special tokens that the model's own tokenizer adds.
+
+        Raises:
+            ParameterError: the text is not valid Unicode.
+        """
+        return self._ids(text, add_special_tokens=True)
+
+    def encode_more(self, text: str) -> list[int]:
+        """Ids of a text that continues another one: nothing is added at its beginning.
+
+        Raises:
+            ParameterError: the text is not valid Unicode.
+        """
+        if self._prepends_space:  # as sentencepiece does at the start of a text: encode mid-text
+            head, whole = self._ids("\n"), self._ids("\n" + text)
+            if whole[: len(head)] == head:
+                return whole[len(head) :]
+        return self._ids(text)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of ids, never tidied up afterwards."""
+        if self.hf.is_fast:
+            text: str = self.hf.backend_tokenizer.decode(
+                ids, skip_special_tokens=skip_special_tokens
+            )
+            return text
+        return str(
+            self.hf.decode(
+                ids,
+                skip_special_tokens=skip_special_tokens,
+                clean_up_tokenization_spaces=False,
+            )
+        )
+
+    def piece(self, token: int) -> str:
+        """The text of one token on its own, special or not."""
+        if token not in self._pieces:
+            self._pieces[token] = self.decode([token], skip_special_tokens=False)
+        return self._pieces[token]
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        template_args: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt that the model's chat template makes of a conversation.
+
+        Args:
+            messages: mappings with ``role`` and ``content``, as OpenAI's API has them.
+            template_args: further arguments of the template; ``add_generation_prompt`` is on unless
+                said otherwise here.
+
+        Raises:
+            UsageError: the model has no chat template, or the template refuses the messages.
+        """
+        if not self.hf.chat_template:
+            raise UsageError(
+                "this model cannot chat",
+                "its tokenizer has no chat template",
+                "Use generate with a plain prompt, or an instruction-tuned model",
+            )
+        if not messages or not all(isinstance(m, Mapping) and "role" in m for m in messages):
+            raise ParameterError(
+                "invalid messages",
+                f"got {messages!r}",
+                "Give a list such as [{'role': 'user', 'content': 'Hello'}]",
+            )
+        arguments = {"add_generation_prompt": True, **(template_args or {})}
+        try:
+            return str(
+                self.hf.apply_chat_template(
+                    [dict(message) for message in messages], tokenize=False, **arguments
+                )
+            )
+        except Exception as error:
+            raise UsageError(
+                "the chat template refuses these messages",
+                str(error).strip() or type(error).__name__,
+                "Check roles, their order and contents",
+            ) from error
+
+    def _ids(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        try:
+            with self._lock:
+                ids: list[int] = self.hf(text, add_special_tokens=add_special_tokens).input_ids
+        except (TypeError, UnicodeError) as error:
+            raise ParameterError(
+                "the text cannot be tokenised", str(error), "Is it valid Unicode?"
+            ) from error
+        return ids
+
+    def _find_byte_values(self) -> dict[int, int]:
+        vocabulary = self.hf.get_vocab()
+        names = [f"<0x{byte:02X}>" for byte in range(256)]
+        if any(name not in vocabulary for name in names):
+            return {}
+        if self.decode([vocabulary["<0x41>"]]) != "A":
+            return {}
+        return {vocabulary[name]: byte for byte, name in enumerate(names)}
