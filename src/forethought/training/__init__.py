@@ -1,0 +1,1 @@
+"""Training that the project does itself; each recipe is a package of its own."""

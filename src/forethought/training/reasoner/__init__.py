@@ -1,0 +1,1 @@
+"""The embedded reasoner's recipe: problems, traces, tokenizer, network, training, evaluation."""

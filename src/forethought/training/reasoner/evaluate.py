@@ -1,0 +1,200 @@
+"""Measure a reasoner: plain decoding, majority vote, and Dynasor-CoT replayed on finished traces.
+
+    python -m forethought.training.reasoner.evaluate --model DIR --problems 200
+
+The slow and obvious twin of the demo: it decodes with transformers alone and shares no code with
+the engine or the methods. With greedy decoding the main chain does not depend on the probes, so
+every setting of Dynasor-CoT can be replayed on the same traces.
+"""
+
+import argparse
+import json
+import math
+import re
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from .problems import fixed_test_problems
+from .traces import PROBE_SUFFIX
+from .vocabulary import prompt_text
+
+Ids = list[int]
+UNCERTAIN = re.compile(r"\b(wait|hold|but|okay|no|hmm)\b", re.IGNORECASE)
+PROBE_TOKENS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Accuracy with its 95 % Wilson interval, and mean tokens generated per problem."""
+
+    method: str
+    accuracy: float
+    accuracy_ci: tuple[float, float]
+    tokens: float
+
+
+class Solver:
+    """A model directory with batched decoding on the CPU or the GPU."""
+
+    def __init__(self, directory: Path, batch: int = 100) -> None:
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.bfloat16
+        ).to(self.device)
+        self.tokenizer = AutoTokenizer.from_pretrained(directory)
+        self.batch = batch
+
+    def encode(self, text: str) -> Ids:
+        """Token ids of a text, markers included."""
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    @torch.no_grad()
+    def complete(self, prompts: Sequence[Ids], limit: int, temperature: float = 0.0) -> list[Ids]:
+        """Continue each prompt up to and including the end token, at most ``limit`` tokens."""
+        order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+        results: list[Ids] = [[] for _ in prompts]
+        end = self.tokenizer.eos_token_id
+        drawing = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        for start in range(0, len(order), self.batch):
+            part = order[start : start + self.batch]
+            width = max(len(prompts[index]) for index in part)
+            rows = [[end] * (width - len(prompts[index])) + prompts[index] for index in part]
+            mask = [[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in part]
+            output = self.model.generate(
+                torch.tensor(rows, device=self.device),
+                attention_mask=torch.tensor(mask, device=self.device),
+                max_new_tokens=limit,
+                **(drawing if temperature > 0 else {"do_sample": False}),
+            )
+            for index, row in zip(part, output[:, width:].tolist(), strict=True):
+                results[index] = row[: row.index(end) + 1] if end in row else row
+        return results
+
+
+def boxed_answer(text: str) -> str:
+    """Content of the last ``\\boxed{...}``, or an empty string."""
+    found = re.findall(r"\\boxed\{([^{}]*)\}", text)
+    return found[-1].strip() if found else ""
+
+
+def wilson(right: float, count: int) -> tuple[float, float]:
+    """95 % Wilson interval of a share ``right / count``."""
+    z, share = 1.96, right / count
+    centre = share + z * z / (2 * count)
+    spread = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    return (centre - spread) / (1 + z * z / count), (centre + spread) / (1 + z * z / count)
+
+
+def score(method: str, right: Sequence[float], tokens: Sequence[float]) -> Score:
+    """Summarise per-problem correctness (0..1) and token counts."""
+    count = len(right)
+    low, high = wilson(sum(right), count)
+    return Score(method, sum(right) / count, (low, high), sum(tokens) / count)
+
+
+def vote(answers: Sequence[str]) -> str:
+    """The most frequent answer that is not empty; of equals, the first seen."""
+    counts = Counter(answer for answer in answers if answer)
+    return max(counts, key=lambda answer: counts[answer], default="")
+
+
+class Replay:
+    """Probes of finished greedy traces, decoded once and replayed under any setting."""
+
+    def __init__(self, solver: Solver, prompts: list[Ids], traces: list[Ids], every: int) -> None:
+        suffix = solver.encode(PROBE_SUFFIX)
+        self.traces = traces
+        places = [
+            (row, cut)
+            for row, trace in enumerate(traces)
+            for cut in range(every, len(trace), every)
+        ]
+        cuts = [prompts[row] + traces[row][:cut] + suffix for row, cut in places]
+        self.probes: dict[tuple[int, int], tuple[str, int]] = {}
+        for place, ids in zip(places, solver.complete(cuts, PROBE_TOKENS), strict=True):
+            count = next(
+                (n for n in range(1, len(ids)) if "}" in solver.tokenizer.decode(ids[:n])), len(ids)
+            )
+            text = solver.tokenizer.decode(ids[:count])
+            self.probes[place] = (text.split("}")[0].strip() if "}" in text else "", count)
+
+    def run(self, row: int, chunk: int, threshold: int) -> tuple[str | None, int]:
+        """Answer at the exit (None: the trace ended first) and tokens generated, probes included.
+
+        A probe runs beside the main chain, which meanwhile advances by the probe's length.
+        """
+        length, spent, seen = len(self.traces[row]), 0, [""]
+        for cut in range(chunk, length, chunk):
+            answer, count = self.probes[row, cut]
+            spent += count
+            seen.append(answer)
+            last = seen[-threshold:]
+            if answer and last == [answer] * threshold and not UNCERTAIN.search(answer):
+                return answer, min(cut + count, length) + spent
+        return None, length + spent
+
+
+def evaluate(solver: Solver, problems: list[dict[str, str]], chunks: Sequence[int]) -> list[Score]:
+    """All methods on the same problems, the plain row first."""
+    torch.manual_seed(0)
+    truths = [problem["answer"] for problem in problems]
+    prompts = [solver.encode(prompt_text(problem["question"])) for problem in problems]
+    decode = solver.tokenizer.decode
+
+    traces = solver.complete(prompts, limit=600)
+    plain = [boxed_answer(decode(trace)) for trace in traces]
+    right = [float(a == t) for a, t in zip(plain, truths, strict=True)]
+    scores = [score("plain", right, [len(trace) for trace in traces])]
+
+    samples = solver.complete([p for p in prompts for _ in range(8)], limit=600, temperature=0.8)
+    answers = [boxed_answer(decode(sample)) for sample in samples]
+    groups = [answers[8 * i : 8 * i + 8] for i in range(len(prompts))]
+    lengths = [sum(map(len, samples[8 * i : 8 * i + 8])) for i in range(len(prompts))]
+    single = [group.count(truth) / 8 for group, truth in zip(groups, truths, strict=True)]
+    scores.append(score("one sample, T=0.8", single, [n / 8 for n in lengths]))
+    voted = [float(vote(group) == truth) for group, truth in zip(groups, truths, strict=True)]
+    scores.append(score("vote of 8, T=0.8", voted, lengths))
+
+    replay = Replay(solver, prompts, traces, every=math.gcd(*chunks))
+    for chunk in chunks:
+        for threshold in (2, 3):
+            runs = [replay.run(row, chunk, threshold) for row in range(len(prompts))]
+            answers = [a if a is not None else p for (a, _), p in zip(runs, plain, strict=True)]
+            right = [float(a == t) for a, t in zip(answers, truths, strict=True)]
+            name = f"dynasor, chunk {chunk}, threshold {threshold}"
+            scores.append(score(name, right, [tokens for _, tokens in runs]))
+    return scores
+
+
+def main() -> None:
+    """Read the command line, evaluate, print a table and one JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--problems", type=int, default=200)
+    parser.add_argument("--problem-seed", type=int, help="other held-out problems than the shipped")
+    parser.add_argument("--chunks", type=int, nargs="+", default=[16, 24, 32])
+    options = parser.parse_args()
+    seed = {} if options.problem_seed is None else {"seed": options.problem_seed}
+    problems = [
+        {"question": problem.question, "answer": problem.answer}
+        for problem in fixed_test_problems(options.problems, **seed)
+    ]
+    scores = evaluate(Solver(options.model), problems, options.chunks)
+    for row in scores:
+        low, high = row.accuracy_ci
+        saved = 1 - row.tokens / scores[0].tokens
+        sys.stdout.write(
+            f"{row.method:32} {row.accuracy:6.1%} [{low:.1%}, {high:.1%}]"
+            f" {row.tokens:7.1f} tokens {saved:+6.1%} saved\n"
+        )
+    sys.stdout.write(json.dumps({"rows": [asdict(row) for row in scores]}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
