@@ -55,5 +55,7 @@ def export_model(network: Network, tokenizer: Tokenizer, directory: Path) -> Non
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     generation = {"eos_token_id": end, "pad_token_id": end, "do_sample": False}
     (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-    save_file(network.llama_state(), directory / "model.safetensors", metadata={"format": "pt"})
+    weights = directory / "model.safetensors"
+    save_file(network.llama_state(), weights, metadata={"format": "pt"})
+    weights.chmod(0o644)
     save_tokenizer(tokenizer, directory, network.shape.max_positions)
