@@ -1,0 +1,180 @@
+"""Inference-time methods as controllers, and the machinery that runs them on workers.
+
+The names are those of ``tensorrt_llm.scaffolding`` and some of our own. They are loaded when first
+used; none but ``EngineWorker`` needs torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from forethought.methods.best_of_n import BestOfNController
+    from forethought.methods.majority_vote import MajorityVoteController
+    from forethought.scaffolding.answers import (
+        extract_answer_from_boxed,
+        extract_answer_with_regex,
+        get_digit_majority_vote_result,
+    )
+    from forethought.scaffolding.budget import Budget
+    from forethought.scaffolding.collections import TaskCollection, with_task_collection
+    from forethought.scaffolding.collectors import (
+        ChatTokenCounter,
+        GenerationTokenCounter,
+        QueryCollector,
+        TaskMetricsCollector,
+        TaskTimer,
+    )
+    from forethought.scaffolding.controller import (
+        Controller,
+        NativeChatController,
+        NativeGenerationController,
+        NativeRewardController,
+    )
+    from forethought.scaffolding.equivalence import MathEquivalence
+    from forethought.scaffolding.messages import (
+        AssistantMessage,
+        OpenAIToolDescription,
+        RoleMessage,
+        SystemMessage,
+        ToolDescription,
+        ToolMessage,
+        UserMessage,
+    )
+    from forethought.scaffolding.output import Delta, ScaffoldingOutput, StreamEvent
+    from forethought.scaffolding.parallel import AsCompleted, Branch, FirstDone, ParallelProcess
+    from forethought.scaffolding.result import ScaffoldingResult
+    from forethought.scaffolding.scaffolding_llm import ScaffoldingLlm
+    from forethought.scaffolding.scope import ExecutionScope, current_scope
+    from forethought.scaffolding.task import (
+        ChatTask,
+        ComputeTask,
+        GenerationTask,
+        RewardTask,
+        StreamGenerationTask,
+        Task,
+        TaskStatus,
+    )
+    from forethought.scaffolding.worker import Worker
+    from forethought.scaffolding.workers.local import EngineWorker, TRTLLMWorker
+    from forethought.scaffolding.workers.openai import OpenaiWorker, TRTOpenaiWorker
+    from forethought.scaffolding.workers.scripted import Reply, ScriptedWorker
+
+_HOMES = {
+    "ScaffoldingLlm": "scaffolding_llm",
+    "ScaffoldingResult": "result",
+    "ScaffoldingOutput": "output",
+    "StreamEvent": "output",
+    "Delta": "output",
+    "Budget": "budget",
+    "ExecutionScope": "scope",
+    "current_scope": "scope",
+    "Controller": "controller",
+    "NativeGenerationController": "controller",
+    "NativeChatController": "controller",
+    "NativeRewardController": "controller",
+    "MajorityVoteController": "controller",
+    "BestOfNController": "controller",
+    "ParallelProcess": "parallel",
+    "Branch": "parallel",
+    "AsCompleted": "parallel",
+    "FirstDone": "parallel",
+    "Task": "task",
+    "TaskStatus": "task",
+    "GenerationTask": "task",
+    "StreamGenerationTask": "task",
+    "ChatTask": "task",
+    "RewardTask": "task",
+    "ComputeTask": "task",
+    "RoleMessage": "messages",
+    "SystemMessage": "messages",
+    "UserMessage": "messages",
+    "AssistantMessage": "messages",
+    "ToolMessage": "messages",
+    "ToolDescription": "messages",
+    "OpenAIToolDescription": "messages",
+    "Worker": "worker",
+    "ScriptedWorker": "workers.scripted",
+    "Reply": "workers.scripted",
+    "OpenaiWorker": "workers.openai",
+    "TRTOpenaiWorker": "workers.openai",
+    "EngineWorker": "workers.local",
+    "TRTLLMWorker": "workers.local",
+    "TaskCollection": "collections",
+    "with_task_collection": "collections",
+    "GenerationTokenCounter": "collectors",
+    "ChatTokenCounter": "collectors",
+    "TaskTimer": "collectors",
+    "QueryCollector": "collectors",
+    "TaskMetricsCollector": "collectors",
+    "MathEquivalence": "equivalence",
+    "extract_answer_from_boxed": "answers",
+    "extract_answer_with_regex": "answers",
+    "get_digit_majority_vote_result": "answers",
+}
+
+__all__ = [
+    "AsCompleted",
+    "AssistantMessage",
+    "BestOfNController",
+    "Branch",
+    "Budget",
+    "ChatTask",
+    "ChatTokenCounter",
+    "ComputeTask",
+    "Controller",
+    "Delta",
+    "EngineWorker",
+    "ExecutionScope",
+    "FirstDone",
+    "GenerationTask",
+    "GenerationTokenCounter",
+    "MajorityVoteController",
+    "MathEquivalence",
+    "NativeChatController",
+    "NativeGenerationController",
+    "NativeRewardController",
+    "OpenAIToolDescription",
+    "OpenaiWorker",
+    "ParallelProcess",
+    "QueryCollector",
+    "Reply",
+    "RewardTask",
+    "RoleMessage",
+    "ScaffoldingLlm",
+    "ScaffoldingOutput",
+    "ScaffoldingResult",
+    "ScriptedWorker",
+    "StreamEvent",
+    "StreamGenerationTask",
+    "SystemMessage",
+    "TRTLLMWorker",
+    "TRTOpenaiWorker",
+    "Task",
+    "TaskCollection",
+    "TaskMetricsCollector",
+    "TaskStatus",
+    "TaskTimer",
+    "ToolDescription",
+    "ToolMessage",
+    "UserMessage",
+    "Worker",
+    "current_scope",
+    "extract_answer_from_boxed",
+    "extract_answer_with_regex",
+    "get_digit_majority_vote_result",
+    "with_task_collection",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,177 @@
+"""Controllers: an inference-time method is a generator that yields what it wants done.
+
+``process`` yields lists of tasks or the things of ``parallel``; it resumes when they are done, with
+the results on the tasks. It never awaits, and knows nothing about workers, loops or threads.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Generator, Mapping, Sequence
+from enum import Enum
+from types import MappingProxyType
+from typing import Any
+
+from forethought.params import SamplingParams
+from forethought.scaffolding import sampling
+from forethought.scaffolding.clone import Cloneable
+from forethought.scaffolding.collections import TaskCollection
+from forethought.scaffolding.output import ScaffoldingOutput
+from forethought.scaffolding.parallel import (
+    AsCompleted,
+    Branch,
+    FirstDone,
+    ParallelProcess,
+    Process,
+)
+from forethought.scaffolding.task import ChatTask, GenerationTask, RewardTask, Task, UserMessage
+
+
+class Controller(Cloneable):
+    """Base of all methods. Override ``process``; perhaps ``generate``; rarely ``clone``.
+
+    Attributes:
+        task_collections: what ``with_task_collection`` has attached, by name.
+    """
+
+    class WorkerTag(Enum):
+        """The kinds of worker that a controller needs; each controller class has its own."""
+
+    task_collections: Mapping[str, TaskCollection] = MappingProxyType({})
+
+    def __init__(self) -> None:
+        self.task_collections = {}
+
+    def generate(
+        self,
+        prompt: Any,
+        *,
+        sampling_params: Mapping[str, Any] | SamplingParams | None = None,
+        **kwargs: Any,
+    ) -> Process:
+        """Answer one prompt: make a task of it, process it, return its output.
+
+        Args:
+            prompt: text or token ids.
+            sampling_params: fields that the caller of the method sets on that task.
+            **kwargs: handed on to ``process``.
+        """
+        task = GenerationTask.create_from_prompt(prompt)
+        sampling.fill(task, sampling.checked("sampling_params", sampling_params))
+        yield from self.process([task], **kwargs)
+        return task.samples if len(task.samples) > 1 else task.create_scaffolding_output()
+
+    def process(self, tasks: Sequence[Any], **kwargs: Any) -> Generator[Any, Any, Any]:
+        """Work on ``tasks``, leaving the results on them."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how it processes tasks")
+
+
+class NativeGenerationController(Controller):
+    """One plain generation per task.
+
+    Args:
+        sampling_params: sampling fields for tasks that do not set them themselves.
+        streaming: stream tokens to the caller as they come.
+
+    Raises:
+        ParameterError: a sampling parameter that does not exist.
+    """
+
+    class WorkerTag(Enum):
+        """The worker that generates."""
+
+        GENERATION = "generation"
+
+    def __init__(
+        self,
+        sampling_params: Mapping[str, Any] | SamplingParams | None = None,
+        streaming: bool = False,
+    ) -> None:
+        super().__init__()
+        self.sampling_params = sampling.checked(type(self).__name__, sampling_params)
+        self.streaming = streaming
+
+    def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
+        """Generate for all tasks at once."""
+        for task in tasks:
+            task.worker_tag = self.WorkerTag.GENERATION
+            sampling.fill(task, self.sampling_params)
+            task.streaming_output_flag = task.streaming_output_flag or self.streaming
+        yield list(tasks)
+
+
+class NativeChatController(NativeGenerationController):
+    """One turn of chat per task: a plain task's prompt becomes the user's message.
+
+    The answer is left on the task that was given, as well as in the chat.
+    """
+
+    def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
+        """Let the assistant answer in all chats at once."""
+        chats = [self._chat(task) for task in tasks]
+        yield from super().process(chats, **kwargs)
+        for task, chat in zip(tasks, chats, strict=True):
+            if chat is not task:
+                task.result, task.samples = chat.result, chat.samples
+
+    def _chat(self, task: GenerationTask) -> ChatTask:
+        if isinstance(task, ChatTask):
+            return task
+        chat = ChatTask(messages=[UserMessage(task.input_str or "")])
+        sampling.carry(task, chat)
+        return chat
+
+
+class NativeRewardController(Controller):
+    """Judges answers: ``scores`` holds one per task, in their order.
+
+    A generation task that has run is judged by its prompt and its output; reward tasks as they are.
+    """
+
+    class WorkerTag(Enum):
+        """The worker that judges."""
+
+        REWARD = "reward"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores: list[float | None] | None = None
+
+    def process(self, tasks: Sequence[GenerationTask | RewardTask], **kwargs: Any) -> Process:
+        """Judge all tasks at once."""
+        judged = [self._reward(task) for task in tasks]
+        yield judged
+        self.scores = [task.score for task in judged]
+
+    def _reward(self, task: GenerationTask | RewardTask) -> RewardTask:
+        if not isinstance(task, RewardTask):
+            task = RewardTask(input_str=task.input_str, output_str=task.output_str)
+        task.worker_tag = self.WorkerTag.REWARD
+        return task
+
+
+_METHODS = {
+    "MajorityVoteController": "forethought.methods.majority_vote",
+    "BestOfNController": "forethought.methods.best_of_n",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Methods that code written for ``tensorrt_llm.scaffolding`` looks for in this module."""
+    if name not in _METHODS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_METHODS[name]), name)
+
+
+__all__ = [
+    "AsCompleted",
+    "Branch",
+    "Controller",
+    "FirstDone",
+    "NativeChatController",
+    "NativeGenerationController",
+    "NativeRewardController",
+    "ParallelProcess",
+    "ScaffoldingOutput",
+    "Task",
+]

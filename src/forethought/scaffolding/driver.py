@@ -1,0 +1,302 @@
+"""Drives the generators of one request: runs what they yield, and resumes them with the results.
+
+A *frame* is one generator being driven: that of the request, or that of a parallel branch. It owns
+everything that it has put in flight, and leaves nothing running behind. Knows nothing about queues
+of requests, event loops and threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from typing import Any
+
+from forethought.errors import TaskError, UsageError, WorkerTagError
+from forethought.outputs import Usage
+from forethought.scaffolding import scope as scopes
+from forethought.scaffolding.budget import Ledger
+from forethought.scaffolding.output import Delta, StreamedOutputs, StreamEvent
+from forethought.scaffolding.parallel import (
+    AsCompleted,
+    Branch,
+    FirstDone,
+    Item,
+    ParallelProcess,
+    Process,
+)
+from forethought.scaffolding.scope import ExecutionScope
+from forethought.scaffolding.task import (
+    ComputeTask,
+    GenerationTask,
+    StreamGenerationTask,
+    Task,
+    TaskStatus,
+)
+from forethought.scaffolding.worker import Worker
+
+_logger = logging.getLogger(__name__)
+
+
+class Routes:
+    """Which worker serves which tag.
+
+    Args:
+        workers: by tag: enum members or plain strings. A tag is looked up as it is, then by value.
+    """
+
+    def __init__(self, workers: Mapping[Any, Worker]) -> None:
+        self._by_tag = dict(workers)
+        self._by_value = {_value(tag): worker for tag, worker in workers.items()}
+
+    def find(self, tag: Any) -> Worker:
+        """The worker for ``tag``.
+
+        Raises:
+            WorkerTagError: there is none.
+        """
+        worker = self._by_tag.get(tag) or self._by_value.get(_value(tag))
+        if worker is None:
+            known = ", ".join(sorted(repr(value) for value in self._by_value))
+            raise WorkerTagError(
+                f"no worker serves {tag!r}",
+                f"the workers are those of {known}" if known else "there are no workers",
+                "Give ScaffoldingLlm workers={tag: worker} with this tag",
+            )
+        return worker
+
+    @property
+    def workers(self) -> list[Worker]:
+        """Every worker once."""
+        return list({id(worker): worker for worker in self._by_tag.values()}.values())
+
+
+def _value(tag: Any) -> Any:
+    return tag.value if isinstance(tag, Enum) else tag
+
+
+@dataclass
+class Run:
+    """What all frames of one request share."""
+
+    routes: Routes
+    ledger: Ledger
+    stream: Callable[[StreamEvent], None]
+    """Hands something streamed to the caller."""
+    compute: Callable[..., Any]
+    """``compute(function)`` -> awaitable of what it returns, worked out in a thread."""
+    executions: set[asyncio.Task[None]] = field(default_factory=set)
+    """The tasks that workers are at, in all frames."""
+
+    def stop_executions(self) -> None:
+        """Cancel what workers are at, because the ledger is exhausted."""
+        for execution in self.executions:
+            execution.cancel()
+
+
+class Frame:
+    """One generator being driven."""
+
+    def __init__(self, run: Run, scope: ExecutionScope) -> None:
+        self.run, self.scope = run, scope
+        self._jobs: set[asyncio.Task[None]] = set()
+        self._branch_numbers = itertools.count()
+        self._news = asyncio.Event()
+
+    async def drive(self, process: Process) -> Any:
+        """Run ``process`` to its end and return what it returns.
+
+        What fails is thrown into it at its ``yield``; what it does not catch comes out of here.
+        """
+        scopes.enter(self.scope)
+        resume = partial(process.send, None)
+        try:
+            while True:
+                try:
+                    wanted = resume()
+                except StopIteration as stop:
+                    return stop.value
+                try:
+                    value = await self._perform(wanted)
+                except Exception as error:
+                    resume = partial(process.throw, error)
+                else:
+                    resume = partial(process.send, value)
+        finally:
+            try:
+                process.close()
+            finally:
+                await self._settle()
+
+    async def _perform(self, wanted: Any) -> Any:
+        """Do what a controller yielded; returns what its ``yield`` evaluates to."""
+        if isinstance(wanted, Sequence) and all(isinstance(item, Task) for item in wanted):
+            return await self._all(wanted)
+        if isinstance(wanted, ParallelProcess):
+            return await self._all(wanted.branches)
+        if isinstance(wanted, AsCompleted):
+            return await self._next(wanted)
+        if isinstance(wanted, FirstDone):
+            with wanted.race:
+                return await self._next(wanted.race)
+        if isinstance(wanted, Delta):
+            self.run.stream(StreamEvent(self.scope.path, wanted))
+            return None
+        raise UsageError(
+            f"a controller yielded {type(wanted).__name__}",
+            f"{wanted!r} is nothing that can be run",
+            "Yield a list of tasks, a ParallelProcess, AsCompleted, FirstDone or a Delta",
+        )
+
+    # ---- waiting ------------------------------------------------------------------------------
+
+    async def _all(self, items: Iterable[Item]) -> None:
+        """Run all and wait for all; the first failure cancels the others."""
+        jobs = [self._start(item) for item in items]
+        if not jobs:
+            return
+        try:
+            done, _ = await asyncio.wait(jobs, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            await _end([job for job in jobs if not job.done()])
+        for job in jobs:
+            if job in done:
+                job.result()
+
+    async def _next(self, race: AsCompleted) -> Item:
+        """Start what is new, wait for the first to finish, and return it."""
+        for item in race.new:
+            job = self._start(item)
+            race.started(item, job)
+            job.add_done_callback(partial(self._finished, race, item))
+        while True:
+            done = race.take()
+            if done is not None:
+                done[1].result()
+                return done[0]
+            if not race:
+                raise UsageError(
+                    "nothing is in flight",
+                    "an AsCompleted was yielded that is empty",
+                    "Loop with 'while running:', or add something first",
+                )
+            self._news.clear()
+            await self._news.wait()
+
+    def _finished(self, race: AsCompleted, item: Item, _: object) -> None:
+        race.finished(item)
+        self._news.set()
+
+    async def _settle(self) -> None:
+        """End whatever is still in flight, then tell the workers that the scope is over."""
+        await _end(list(self._jobs))
+        for worker in self.run.routes.workers:
+            try:
+                await worker.on_scope_end(self.scope.scope_id)
+            except Exception:
+                _logger.exception("%s failed to end %s", worker, self.scope.scope_id)
+
+    # ---- jobs ---------------------------------------------------------------------------------
+
+    def _start(self, item: Item) -> asyncio.Task[None]:
+        work = self._branch(item) if isinstance(item, Branch) else self._execute(item)
+        job = asyncio.get_running_loop().create_task(work)
+        self._jobs.add(job)
+        job.add_done_callback(self._forget)
+        return job
+
+    def _forget(self, job: asyncio.Task[None]) -> None:
+        self._jobs.discard(job)
+        if not job.cancelled():
+            job.exception()  # whoever waits raises it; nobody may
+
+    async def _branch(self, branch: Branch) -> None:
+        frame = Frame(self.run, self.scope.child(next(self._branch_numbers)))
+        try:
+            branch.result = await frame.drive(branch.process)
+        except Exception as error:
+            branch.error = error
+            if branch.on_failure == "raise" or self.run.ledger.exhausted is not None:
+                raise
+
+    async def _execute(self, task: Task) -> None:
+        """Execute ``task``; raises what goes wrong, unless it is to be dropped."""
+        if isinstance(task, ComputeTask):
+            await self._compute(task)
+        else:
+            await self._have_executed(task)
+        if task.error is not None and task.on_failure == "raise":
+            raise task.error
+
+    async def _compute(self, task: ComputeTask) -> None:
+        task.status, task.error = TaskStatus.SUCCESS, None
+        try:
+            task.result = await self.run.compute(partial(task.function, *task.args, **task.kwargs))
+        except Exception as error:
+            task.status, task.error = TaskStatus.WORKER_EXECEPTION, error
+
+    async def _have_executed(self, task: Task) -> None:
+        """Have a worker execute ``task``, and book what it costs."""
+        run = self.run
+        execution = asyncio.current_task()
+        assert execution is not None, "executions run in asyncio tasks of their own"
+        if not (isinstance(task, StreamGenerationTask) and task.under_way):
+            run.ledger.begin_call()
+            task.usage = Usage()
+        if task.streaming_output_flag:
+            task.streaming_output_list = StreamedOutputs(partial(self._stream, task))
+        run.executions.add(execution)
+        try:
+            task.status, task.error = await self._outcome(task)
+        except asyncio.CancelledError:
+            if run.ledger.exhausted is None:
+                raise
+            raise run.ledger.exhausted from None
+        finally:
+            run.executions.discard(execution)
+            run.ledger.record(task.usage)
+
+    async def _outcome(self, task: Task) -> tuple[TaskStatus, Exception | None]:
+        """Have a worker execute ``task``, and say how it went."""
+        failed = TaskStatus.WORKER_EXECEPTION
+        try:
+            worker = self.run.routes.find(task.worker_tag)
+            status = await worker.run_task(task)
+        except UsageError as error:
+            return failed, error
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            failure = TaskError(f"{type(task).__name__} failed", why, task=task, status=failed)
+            failure.__cause__ = error
+            return failed, failure
+        if status is not TaskStatus.SUCCESS:
+            return status, _unsuccessful(task, status, worker)
+        if isinstance(task, GenerationTask) and not task.usage.completion_tokens:
+            task.usage.completion_tokens = task.num_generated  # a worker that does not count
+        return status, None
+
+    def _stream(self, task: Task, output: Any) -> None:
+        if isinstance(output, Delta) and not output.source:
+            output = Delta(output.text, output.token_ids, f"{id(task):x}")
+        self.run.stream(StreamEvent(self.scope.path, output))
+
+
+def _unsuccessful(task: Task, status: TaskStatus, worker: Worker) -> TaskError:
+    kind, name = type(task).__name__, type(worker).__name__
+    if status is TaskStatus.WORKER_NOT_SUPPORTED:
+        why, fix = f"{name} has no handler for it", f"Register one: {name}.task_handlers"
+    else:
+        why, fix = f"{name} reports {status.value}", ""
+    return TaskError(f"{kind} failed", why, fix, task=task, status=status)
+
+
+async def _end(jobs: Sequence[asyncio.Task[None]]) -> None:
+    """Cancel and wait until they are gone."""
+    for job in jobs:
+        job.cancel()
+    if jobs:
+        await asyncio.wait(jobs)

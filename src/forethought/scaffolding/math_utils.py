@@ -1,0 +1,15 @@
+"""``tensorrt_llm.scaffolding``'s name for ``answers``."""
+
+from forethought.scaffolding.answers import (
+    extract_answer_from_boxed,
+    extract_answer_with_regex,
+    get_digit_majority_vote_result,
+    get_majority_result,
+)
+
+__all__ = [
+    "extract_answer_from_boxed",
+    "extract_answer_with_regex",
+    "get_digit_majority_vote_result",
+    "get_majority_result",
+]

@@ -1,0 +1,204 @@
+"""What a controller yields to have several things in flight at once.
+
+============================  ==================================================================
+``yield [task, ...]``         resumes when all tasks are done
+``yield ParallelProcess(..)`` resumes when all branches are done
+``done = yield AsCompleted``  resumes with the first thing to finish; the rest goes on
+``done = yield FirstDone``    resumes with the first thing to finish; the rest is cancelled
+============================  ==================================================================
+
+These objects only say what is wanted; the driver starts, awaits and cancels.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+
+from forethought.errors import ParameterError, UsageError
+from forethought.scaffolding.task import Task
+
+if TYPE_CHECKING:
+    from forethought.scaffolding.controller import Controller
+
+Process = Generator[Any, Any, Any]
+"""A controller at work: what ``Controller.process`` returns."""
+
+
+class Branch:
+    """A controller at work on tasks of its own, beside other things.
+
+    Args:
+        controller: its ``process`` is called at once, and begins when the branch is yielded.
+        tasks: given to ``process``.
+        kwargs: keyword arguments of ``process``.
+        on_failure: ``"raise"`` throws the branch's failure into the controller that waits for it;
+            ``"drop"`` only notes it in ``error``.
+
+    Attributes:
+        result: what ``process`` returned.
+        error: why it failed; None if it did not.
+    """
+
+    def __init__(
+        self,
+        controller: Controller,
+        tasks: Sequence[Task],
+        kwargs: Mapping[str, Any] | None = None,
+        on_failure: Literal["raise", "drop"] = "raise",
+    ) -> None:
+        self.controller, self.tasks, self.on_failure = controller, tasks, on_failure
+        self.process: Process = controller.process(tasks, **(kwargs or {}))
+        self.result: Any = None
+        self.error: Exception | None = None
+
+
+Item = Task | Branch
+"""What can be in flight."""
+
+
+class ParallelProcess:
+    """Branches that run side by side; the controller resumes when all of them are done.
+
+    If one fails, the others are cancelled and its error is raised at the ``yield``.
+
+    Args:
+        controllers: one per branch; the same one may stand several times.
+        tasks_list: the tasks of each branch.
+        kwargs_list: the keyword arguments of each branch; None: none.
+        on_failure: see ``Branch``.
+
+    Raises:
+        ParameterError: the lists differ in length.
+    """
+
+    def __init__(
+        self,
+        controllers: Sequence[Controller],
+        tasks_list: Sequence[Sequence[Task]],
+        kwargs_list: Sequence[Mapping[str, Any]] | None = None,
+        on_failure: Literal["raise", "drop"] = "raise",
+    ) -> None:
+        kwargs_list = [{}] * len(controllers) if kwargs_list is None else kwargs_list
+        if not len(controllers) == len(tasks_list) == len(kwargs_list):
+            raise ParameterError(
+                "the lists of a ParallelProcess differ in length",
+                f"{len(controllers)} controllers, {len(tasks_list)} task lists and "
+                f"{len(kwargs_list)} keyword arguments",
+                "Give one of each per branch",
+            )
+        self.branches = [
+            Branch(controller, tasks, kwargs, on_failure)
+            for controller, tasks, kwargs in zip(controllers, tasks_list, kwargs_list, strict=True)
+        ]
+
+    @property
+    def sub_gens(self) -> list[Process]:
+        """The generators of the branches."""
+        return [branch.process for branch in self.branches]
+
+
+class Job(Protocol):
+    """Something in flight, as far as this module has to do with it."""
+
+    def cancel(self) -> Any:
+        """End it."""
+
+    def result(self) -> Any:
+        """Raise what it failed with."""
+
+
+class AsCompleted:
+    """Things in flight, met one by one as they finish.
+
+    ::
+
+        with AsCompleted([main, probe]) as running:
+            while running:
+                done = yield running      # the first to finish; the others go on
+                if done is main:
+                    running.add(main)     # a stream goes on to its next step
+
+    Leaving the ``with`` block cancels what is left. A failure is raised at the ``yield``; the
+    others go on, so that the controller may catch it and go on too.
+    """
+
+    def __init__(self, items: Iterable[Item] = ()) -> None:
+        self._new: list[Item] = []
+        self._running: dict[int, tuple[Item, Job]] = {}
+        self._finished: deque[tuple[Item, Job]] = deque()
+        self.add(*items)
+
+    def add(self, *items: Item) -> None:
+        """Put more things in flight; they start at the next ``yield``."""
+        for item in items:
+            if id(item) in self._running or any(item is other for other in self._new):
+                raise UsageError(
+                    "the same thing is in flight twice",
+                    f"{type(item).__name__} was added before it finished",
+                    "Wait for it, or use a copy",
+                )
+            self._new.append(item)
+
+    def cancel(self, *items: Item) -> None:
+        """End the given things, or all, now; they are never returned."""
+        unwanted = {id(item) for item in items or self.pending}
+        self._new = [item for item in self._new if id(item) not in unwanted]
+        self._finished = deque(done for done in self._finished if id(done[0]) not in unwanted)
+        for key in unwanted & self._running.keys():
+            self._running.pop(key)[1].cancel()
+
+    @property
+    def pending(self) -> list[Item]:
+        """What has not been returned yet, in no particular order."""
+        started = (*self._finished, *self._running.values())
+        return [*(item for item, _ in started), *self._new]
+
+    def __len__(self) -> int:
+        return len(self._finished) + len(self._running) + len(self._new)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.cancel()
+
+    # ---- for the driver and the collections ---------------------------------------------------
+
+    @property
+    def new(self) -> tuple[Item, ...]:
+        """What the next ``yield`` will start."""
+        return tuple(self._new)
+
+    def started(self, item: Item, job: Job) -> None:
+        """The driver has put ``item`` in flight."""
+        self._new = [other for other in self._new if other is not item]
+        self._running[id(item)] = item, job
+
+    def finished(self, item: Item) -> None:
+        """``item`` is done, unless it was cancelled before."""
+        done = self._running.pop(id(item), None)
+        if done is not None:
+            self._finished.append(done)
+
+    def take(self) -> tuple[Item, Job] | None:
+        """The first thing that finished and was not returned yet."""
+        return self._finished.popleft() if self._finished else None
+
+
+class FirstDone:
+    """Things in flight of which the first to finish is wanted; the others are then cancelled.
+
+    ``winner = yield FirstDone([a, b])``. A failure counts as finishing: it is raised, and the
+    others are cancelled.
+    """
+
+    def __init__(self, items: Iterable[Item]) -> None:
+        self.race = AsCompleted(items)

@@ -1,0 +1,239 @@
+"""The result of one request: awaitable, iterable while it streams, readable from any thread.
+
+Knows nothing about controllers or workers; the driver writes to it, everybody else reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
+from typing import Any
+
+from forethought.errors import RequestCancelled, RequestTimeout, UsageError
+from forethought.outputs import Usage
+from forethought.scaffolding.collections import TaskCollection
+from forethought.scaffolding.output import Delta, ScaffoldingOutput, StreamEvent
+
+
+class ScaffoldingResult:
+    """What ``generate_async`` returns at once, and what fills as the request runs.
+
+    ::
+
+        result.result(timeout=60)        # blocks; returns the result itself
+        await result                     # the same, on any event loop
+        for partial in result: ...       # partial.cur_output grows; last comes the final output
+        async for partial in result: ... # the same
+        for event in result.events(): ...       # StreamEvent(branch, Delta(text, token_ids))
+        async for event in result.aevents(): ...
+
+    Attributes:
+        id: name of the request; workers know it as the scope.
+        task_collections: those of the request's controller, by name.
+        usage: tokens of everything that the request ran; live.
+    """
+
+    def __init__(self, request_id: str, abort: Callable[[Exception], None]) -> None:
+        self.id = request_id
+        self.task_collections: Mapping[str, TaskCollection] = {}
+        self.usage = Usage()
+        self._abort = abort
+        self._done: concurrent.futures.Future[list[ScaffoldingOutput]] = concurrent.futures.Future()
+        self._events: list[StreamEvent] = []
+        self._lock = threading.Lock()
+        self._news: concurrent.futures.Future[None] | None = None
+        self._current: ScaffoldingOutput | None = None
+        self.loop_thread: int | None = None
+
+    # ---- the end ------------------------------------------------------------------------------
+
+    @property
+    def finished(self) -> bool:
+        """Whether the request is over, well or not."""
+        return self._done.done()
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why the request failed; None if it did not, or goes on."""
+        return self._done.exception() if self._done.done() else None
+
+    @property
+    def outputs(self) -> list[ScaffoldingOutput]:
+        """What the method answered; empty while it goes on, after a failure, and for None."""
+        return self._done.result() if self._done.done() and not self._done.exception() else []
+
+    @property
+    def output(self) -> ScaffoldingOutput | None:
+        """The first of ``outputs``."""
+        return self.outputs[0] if self.outputs else None
+
+    @property
+    def cur_output(self) -> Any:
+        """The text so far of the stream that spoke last; at the end the final output."""
+        return self.output if self.finished else self._current
+
+    def result(self, timeout: float | None = None) -> ScaffoldingResult:
+        """Wait for the end.
+
+        Args:
+            timeout: seconds; the request is aborted when they have passed.
+
+        Raises:
+            RequestTimeout: they have passed.
+            UsageError: called on the event loop that runs the request; await it there.
+            Exception: whatever the request failed with.
+        """
+        self._forbid_on_loop()
+        try:
+            self._done.result(timeout)
+        except concurrent.futures.TimeoutError as error:
+            if self._done.done():
+                raise
+            raise self._time_out(timeout) from error
+        return self
+
+    async def aresult(self, timeout: float | None = None) -> ScaffoldingResult:
+        """``result`` for coroutines, on any event loop. Cancelling it aborts the request."""
+        try:
+            async with asyncio.timeout(timeout):
+                await _wait(self._done)
+        except TimeoutError as error:
+            raise self._time_out(timeout) from error
+        except asyncio.CancelledError:
+            self.abort()
+            raise
+        self._done.result()
+        return self
+
+    def __await__(self) -> Generator[Any, None, ScaffoldingResult]:
+        return self.aresult().__await__()
+
+    def abort(self) -> None:
+        """End the request now: it fails with ``RequestCancelled``, unless it has finished."""
+        self._abort(RequestCancelled("the request was cancelled", "its owner aborted it"))
+
+    def _time_out(self, timeout: float | None) -> RequestTimeout:
+        reason = RequestTimeout(
+            "the result did not come in time",
+            f"{timeout} s have passed, and the request was aborted",
+            "Allow more time, or ask for less",
+        )
+        self._abort(reason)
+        return reason
+
+    def _forbid_on_loop(self) -> None:
+        if not self._done.done() and threading.get_ident() == self.loop_thread:
+            raise UsageError(
+                "waiting here would wait for ever",
+                "this thread runs the event loop that the request needs",
+                "Use 'await result' or 'async for' there",
+            )
+
+    # ---- the stream ---------------------------------------------------------------------------
+
+    def events(self) -> Iterator[StreamEvent]:
+        """Everything streamed, from the beginning, as it comes."""
+        position = 0
+        while True:
+            news = self._watch()
+            yield from self._events[position : (position := len(self._events))]
+            if news is None:
+                break
+            self._forbid_on_loop()
+            news.result()
+        self._done.result()
+
+    async def aevents(self) -> AsyncIterator[StreamEvent]:
+        """Everything streamed, from the beginning, as it comes."""
+        position = 0
+        while True:
+            news = self._watch()
+            for event in self._events[position : (position := len(self._events))]:
+                yield event
+            if news is None:
+                break
+            await _wait(news)
+        self._done.result()
+
+    def __iter__(self) -> Iterator[ScaffoldingResult]:
+        streams: dict[tuple[str, str], ScaffoldingOutput] = {}
+        for event in self.events():
+            self._current = _joined(event, streams)
+            yield self
+        yield self
+
+    async def __aiter__(self) -> AsyncIterator[ScaffoldingResult]:
+        streams: dict[tuple[str, str], ScaffoldingOutput] = {}
+        async for event in self.aevents():
+            self._current = _joined(event, streams)
+            yield self
+        yield self
+
+    def _watch(self) -> concurrent.futures.Future[None] | None:
+        """What will be done at the next news; None if there will be none any more."""
+        with self._lock:
+            if self._done.done():
+                return None
+            if self._news is None:
+                self._news = concurrent.futures.Future()
+            return self._news
+
+    def _tell(self) -> None:
+        news, self._news = self._news, None
+        if news is not None:
+            news.set_result(None)
+
+    # ---- for the driver -----------------------------------------------------------------------
+
+    def stream(self, event: StreamEvent) -> None:
+        """Hand something streamed to whoever iterates."""
+        with self._lock:
+            self._events.append(event)
+            self._tell()
+
+    def on_finish(self, call: Callable[[], Any]) -> None:
+        """``call`` once the request is over; at once if it is."""
+        self._done.add_done_callback(lambda _: call())
+
+    def finish(self, outcome: list[ScaffoldingOutput] | Exception) -> None:
+        """End the request, once and for all."""
+        with self._lock:
+            if self._done.done():
+                return
+            if isinstance(outcome, Exception):
+                self._done.set_exception(outcome)
+            else:
+                self._done.set_result(outcome)
+            self._tell()
+
+
+async def _wait(future: concurrent.futures.Future[Any]) -> None:
+    """Until ``future`` is done, well or not, in any thread."""
+    loop = asyncio.get_running_loop()
+    waiter = loop.create_future()
+
+    def wake(_: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop that waited is closed
+            loop.call_soon_threadsafe(_wake, waiter)
+
+    future.add_done_callback(wake)
+    await waiter
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+def _joined(event: StreamEvent, streams: dict[tuple[str, str], ScaffoldingOutput]) -> Any:
+    """The whole text so far of the stream that ``event`` belongs to."""
+    if not isinstance(event.output, Delta):
+        return event.output
+    key = event.branch, event.output.source
+    output = streams.setdefault(key, ScaffoldingOutput("", []))
+    output.text = (output.text or "") + event.output.text
+    (output.token_ids or []).extend(event.output.token_ids)
+    return output

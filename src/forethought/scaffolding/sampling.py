@@ -1,0 +1,138 @@
+"""The sampling fields of a task: which there are, who may set them, what they mean to an engine.
+
+A field that the task sets itself wins; one that it leaves at its default is the controller's.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from forethought.errors import ParameterError
+from forethought.params import SamplingParams
+from forethought.scaffolding.task import GenerationTask
+
+_SAME_NAME = (
+    "max_tokens",
+    "n",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+)
+_NONE_IS_DEFAULT = ("min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_OPENAI_ONLY = ("best_of", "echo", "suffix", "user")
+
+FIELDS = (
+    *_SAME_NAME,
+    *_NONE_IS_DEFAULT,
+    *_OPENAI_ONLY,
+    "num_logprobs",
+    "stop",
+    "stop_token_ids",
+    "return_context_logits",
+)
+"""Every sampling field of ``GenerationTask``."""
+
+
+def _field_defaults() -> dict[str, Any]:
+    defaults = {}
+    for field in dataclasses.fields(GenerationTask):
+        if field.name in FIELDS:
+            made = field.default_factory is not dataclasses.MISSING
+            defaults[field.name] = [] if made else field.default
+    return defaults
+
+
+DEFAULTS: Mapping[str, Any] = _field_defaults()
+"""The value by which each of them says "not set"."""
+
+
+def checked(owner: str, params: Mapping[str, Any] | SamplingParams | None) -> dict[str, Any]:
+    """Sampling parameters by field name, none of them unknown.
+
+    Args:
+        owner: who was given them, for the error.
+        params: by field name (``logprobs`` is accepted for ``num_logprobs``), or
+            ``SamplingParams``, of which what differs from its defaults counts.
+
+    Raises:
+        ParameterError: a name is not a sampling field.
+    """
+    if isinstance(params, SamplingParams):
+        plain = SamplingParams().to_dict()
+        params = {name: value for name, value in params.to_dict().items() if value != plain[name]}
+    given = dict(params or {})
+    if "logprobs" in given:
+        given["num_logprobs"] = given.pop("logprobs")
+    unknown = given.keys() - set(FIELDS)
+    if unknown:
+        raise ParameterError.unknown(owner, unknown, FIELDS)
+    return given
+
+
+def is_set(task: GenerationTask, name: str) -> bool:
+    """Whether the task itself says something about the field."""
+    value = getattr(task, name)
+    return bool(value != DEFAULTS[name] and not (name == "stop" and not value))
+
+
+def fill(task: GenerationTask, params: Mapping[str, Any]) -> None:
+    """Set the fields that the task leaves at their defaults."""
+    for name, value in params.items():
+        if not is_set(task, name):
+            setattr(task, name, copy.copy(value))
+
+
+def carry(source: GenerationTask, target: GenerationTask, names: Iterable[str] = FIELDS) -> None:
+    """Take over what ``source`` sets itself."""
+    for name in names:
+        if is_set(source, name):
+            setattr(target, name, copy.copy(getattr(source, name)))
+
+
+def refuse(task: GenerationTask, names: Iterable[str], worker: str, fix: str) -> None:
+    """Refuse fields that ``worker`` cannot honour.
+
+    Raises:
+        ParameterError: the task sets one of ``names``.
+    """
+    asked = [name for name in names if is_set(task, name)]
+    if asked:
+        raise ParameterError(
+            f"{worker} cannot honour {', '.join(asked)}",
+            f"the task sets {asked[0]}={getattr(task, asked[0])!r}",
+            fix,
+        )
+
+
+def to_params(task: GenerationTask, *, priority: int = 0) -> SamplingParams:
+    """The task's fields as the engine takes them.
+
+    ``best_of``, ``echo``, ``suffix``, ``user`` and ``return_context_logits`` have no counterpart
+    there: refuse them first.
+
+    Raises:
+        ParameterError: a value is outside its range.
+    """
+    values: dict[str, Any] = {name: getattr(task, name) for name in _SAME_NAME}
+    for name in _NONE_IS_DEFAULT:
+        if getattr(task, name) is not None:
+            values[name] = getattr(task, name)
+    return SamplingParams(
+        logprobs=task.num_logprobs,
+        stop=stop_strings(task),
+        stop_token_ids=tuple(task.stop_token_ids),
+        priority=task.priority if task.priority is not None else priority,
+        **values,
+    )
+
+
+def stop_strings(task: GenerationTask) -> tuple[str, ...]:
+    """The stop strings, however they are written."""
+    return (task.stop,) if isinstance(task.stop, str) else tuple(task.stop or ())

@@ -1,0 +1,326 @@
+"""``ScaffoldingLlm``: answers prompts with a method. Admits requests and gives each a controller.
+
+The numbered life of a request:
+
+1. ``generate_async`` makes a ``ScaffoldingResult`` and posts the request to the event loop.
+2. It waits there, by priority and then first come first served, for one of
+   ``max_parallel_requests`` places; its deadline already runs.
+3. The prototype controller is cloned, and ``generate`` of the clone is driven (see ``driver``).
+4. What it returns, or what goes wrong, ends the result; the next request takes the place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import threading
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self, overload
+
+from forethought.errors import EngineStopped, ParameterError, RequestTimeout, UsageError
+from forethought.params import SamplingParams
+from forethought.scaffolding import sampling
+from forethought.scaffolding.budget import Budget, Ledger
+from forethought.scaffolding.controller import Controller
+from forethought.scaffolding.driver import Frame, Routes, Run
+from forethought.scaffolding.output import ScaffoldingOutput
+from forethought.scaffolding.result import ScaffoldingResult
+from forethought.scaffolding.scope import ExecutionScope
+from forethought.scaffolding.worker import Worker
+
+_COMPUTE_THREADS = 4
+
+
+@dataclass(order=True)
+class _Request:
+    """One request, from its submission to its end."""
+
+    priority: int
+    arrival: int
+    result: ScaffoldingResult = field(compare=False)
+    prompt: Any = field(compare=False)
+    kwargs: dict[str, Any] = field(compare=False)
+    budget: Budget = field(compare=False)
+    timeout: float | None = field(compare=False)
+    job: asyncio.Task[None] | None = field(default=None, compare=False)
+    """Set while it runs."""
+    stopped: Exception | None = field(default=None, compare=False)
+    """Why it was ended from outside."""
+
+
+class ScaffoldingLlm:
+    """Runs a method on many prompts at once.
+
+    ::
+
+        with ScaffoldingLlm(NativeGenerationController(), {"generation": worker}) as llm:
+            print(llm.generate("Why?").outputs[0].text)
+
+    Created inside a running event loop it lives on that loop; else it runs one of its own in a
+    thread. Its methods may be called from any thread.
+
+    Args:
+        prototype_controller: cloned for each request.
+        workers: worker by tag (enum members or plain strings).
+        max_parallel_requests: requests in flight; further ones wait.
+
+    Attributes:
+        loop: the event loop that everything runs on.
+    """
+
+    def __init__(
+        self,
+        prototype_controller: Controller,
+        workers: Mapping[Any, Worker],
+        max_parallel_requests: int = 64,
+    ) -> None:
+        if max_parallel_requests < 1:
+            raise ParameterError(
+                "invalid max_parallel_requests", f"got {max_parallel_requests}", "Allow at least 1"
+            )
+        self.prototype_controller, self.workers = prototype_controller, workers
+        self.max_parallel_requests = max_parallel_requests
+        self._routes = Routes(workers)
+        self._waiting: list[_Request] = []
+        self._running: dict[asyncio.Task[None], _Request] = {}
+        self._arrivals = itertools.count()
+        self._stopped = False
+        self._pool = ThreadPoolExecutor(_COMPUTE_THREADS, "forethought-compute")
+        self._thread: threading.Thread | None = None
+        try:
+            self.loop = asyncio.get_running_loop()
+            self._loop_thread = threading.get_ident()
+        except RuntimeError:
+            self.loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(
+                target=self.loop.run_forever, name="forethought-scaffolding", daemon=True
+            )
+            self._thread.start()
+            self._loop_thread = self._thread.ident or 0
+
+    # ---- asking -------------------------------------------------------------------------------
+
+    def generate_async(
+        self,
+        prompt: Any,
+        *,
+        sampling_params: Mapping[str, Any] | SamplingParams | None = None,
+        timeout: float | None = None,
+        priority: int = 0,
+        budget: Budget | None = None,
+        **kwargs: Any,
+    ) -> ScaffoldingResult:
+        """Submit a request and return at once.
+
+        Args:
+            prompt: text or token ids; whatever ``generate`` of the controller takes.
+            sampling_params: sampling fields set by the caller; they win over the controller's.
+            timeout: seconds from now until the request fails with ``RequestTimeout``.
+            priority: lower runs first.
+            budget: limits of everything that the method does inside.
+            **kwargs: handed on to ``generate``, and by it to ``process`` of the controller.
+
+        Raises:
+            ParameterError: an unknown sampling parameter, or a timeout that is not above zero.
+            EngineStopped: after ``shutdown``.
+        """
+        if timeout is not None and not timeout > 0:
+            raise ParameterError("invalid timeout", f"got {timeout!r}", "Give seconds above zero")
+        if self._stopped or self.loop.is_closed():
+            raise EngineStopped("the ScaffoldingLlm is shut down", fix="Create another one")
+        if sampling_params is not None:
+            kwargs["sampling_params"] = sampling.checked("sampling_params", sampling_params)
+        request: _Request
+        result = ScaffoldingResult(
+            uuid.uuid4().hex, lambda reason: self._post(self._stop, request, reason)
+        )
+        result.loop_thread = self._loop_thread
+        request = _Request(
+            priority, next(self._arrivals), result, prompt, kwargs, budget or Budget(), timeout
+        )
+        self._post(self._submit, request)
+        return result
+
+    @overload
+    def generate(self, prompts: str | list[int], **options: Any) -> ScaffoldingResult: ...
+
+    @overload
+    def generate(
+        self, prompts: list[str] | list[list[int]], **options: Any
+    ) -> list[ScaffoldingResult]: ...
+
+    def generate(self, prompts: Any, **options: Any) -> ScaffoldingResult | list[ScaffoldingResult]:
+        """Answer one prompt, or a list of prompts at once, and wait for the results.
+
+        Args:
+            prompts: a string, a list of token ids, or a list of either.
+            **options: those of ``generate_async``.
+
+        Raises:
+            UsageError: called on the event loop itself; use ``generate_async`` there.
+            Exception: what the first failing request failed with; the others are aborted.
+        """
+        if threading.get_ident() == self._loop_thread:
+            raise UsageError(
+                "generate() would wait for ever",
+                "this thread runs the event loop that the request needs",
+                "Use 'await llm.generate_async(prompt)' there",
+            )
+        several = not isinstance(prompts, str) and not _is_ids(prompts)
+        results = [
+            self.generate_async(prompt, **options) for prompt in (prompts if several else [prompts])
+        ]
+        try:
+            for result in results:
+                result.result()
+        except BaseException:
+            for result in results:
+                result.abort()
+            raise
+        return results if several else results[0]
+
+    def enable_output_task_collection(self) -> None:
+        """Kept for code that calls it: results always have their ``task_collections``."""
+
+    # ---- running, on the event loop -----------------------------------------------------------
+
+    def _post(self, function: Callable[..., None], *args: Any) -> None:
+        if threading.get_ident() == self._loop_thread:
+            function(*args)
+        elif not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(function, *args)
+
+    def _submit(self, request: _Request) -> None:
+        if self._stopped:
+            self._stop(request, EngineStopped("the ScaffoldingLlm is shut down"))
+        if request.timeout is not None:
+            why = f"{request.timeout} s have passed since it was submitted"
+            reason = RequestTimeout("the request took too long", why, "Allow more time")
+            timer = self.loop.call_later(request.timeout, self._stop, request, reason)
+            request.result.on_finish(timer.cancel)
+        heapq.heappush(self._waiting, request)
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self.max_parallel_requests:
+            request = heapq.heappop(self._waiting)
+            if request.stopped is None:
+                request.job = self.loop.create_task(self._serve(request))
+                self._running[request.job] = request
+                request.job.add_done_callback(self._leave)
+
+    def _leave(self, job: asyncio.Task[None]) -> None:
+        request = self._running.pop(job)
+        if request.stopped is not None:
+            request.result.finish(request.stopped)  # cancelled before it could begin
+        self._admit()
+
+    async def _serve(self, request: _Request) -> None:
+        result = request.result
+        try:
+            result.finish(await self._answer(request))
+        except asyncio.CancelledError:
+            result.finish(request.stopped or EngineStopped("the event loop was shut down"))
+        except Exception as error:
+            result.finish(error)
+
+    async def _answer(self, request: _Request) -> list[ScaffoldingOutput]:
+        result = request.result
+        controller = self.prototype_controller.clone()
+        result.task_collections = controller.task_collections
+        run = Run(self._routes, Ledger(request.budget), result.stream, self._compute)
+        run.ledger.on_exhausted = run.stop_executions
+        result.usage = run.ledger.usage
+        timer = None
+        if request.budget.seconds is not None:
+            timer = self.loop.call_later(request.budget.seconds, run.ledger.expire)
+        try:
+            scope = ExecutionScope(result.id, "", run.ledger, request.priority)
+            process = controller.generate(request.prompt, **request.kwargs)
+            output = await Frame(run, scope).drive(process)
+        finally:
+            if timer is not None:
+                timer.cancel()
+        if isinstance(output, list):
+            return output
+        return [] if output is None else [output]
+
+    def _compute(self, function: Callable[[], Any]) -> asyncio.Future[Any]:
+        return self.loop.run_in_executor(self._pool, function)
+
+    def _stop(self, request: _Request, reason: Exception) -> None:
+        """End a request from outside; it fails with ``reason``."""
+        if request.stopped is None and not request.result.finished:
+            request.stopped = reason
+            if request.job is None:
+                request.result.finish(reason)
+            else:
+                request.job.cancel()
+
+    # ---- the end ------------------------------------------------------------------------------
+
+    def shutdown(self, shutdown_workers: bool = False, shutdown_wokers: bool = False) -> None:
+        """End all requests (they fail with ``EngineStopped``) and stop.
+
+        On an event loop that is not its own, the ending is only begun: ``await ashutdown()``.
+
+        Args:
+            shutdown_workers: shut the workers down as well.
+            shutdown_wokers: an old misspelling of it, still found in code that is ported.
+        """
+        workers = shutdown_workers or shutdown_wokers
+        if self.loop.is_closed():
+            return
+        if threading.get_ident() == self._loop_thread:
+            self._ending = self.loop.create_task(self.ashutdown(workers))
+            return
+        asyncio.run_coroutine_threadsafe(self.ashutdown(workers), self.loop).result()
+        if self._thread is not None:
+            asyncio.run_coroutine_threadsafe(self.loop.shutdown_asyncgens(), self.loop).result()
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join()
+            self.loop.close()
+
+    async def ashutdown(self, shutdown_workers: bool = False) -> None:
+        """``shutdown`` for coroutines on the same event loop."""
+        self._stopped = True
+        reason = EngineStopped("the ScaffoldingLlm was shut down", "the request had not finished")
+        waiting, self._waiting = self._waiting, []
+        for request in waiting:
+            self._stop(request, reason)
+        running = dict(self._running)
+        for request in running.values():
+            self._stop(request, reason)
+        if running:
+            await asyncio.wait(running)
+        self._pool.shutdown(wait=False)
+        if shutdown_workers:
+            for worker in self._routes.workers:
+                await worker.async_shutdown()
+                worker.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.ashutdown()
+
+
+def _is_ids(prompt: Any) -> bool:
+    return isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], int)

@@ -1,0 +1,44 @@
+"""Where in which request some code runs: a request, or one of its parallel branches."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from forethought.scaffolding.budget import Ledger
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutionScope:
+    """A request, or one of its parallel branches."""
+
+    request_id: str
+    path: str
+    """``""`` for the request itself, ``"2"`` for a branch, ``"2.0"`` for a branch of that."""
+    ledger: Ledger
+    """What the whole request has spent and may spend."""
+    priority: int = 0
+    parent: ExecutionScope | None = None
+
+    @property
+    def scope_id(self) -> str:
+        """``"request"`` or ``"request:2.0"``: what workers know the scope by."""
+        return f"{self.request_id}:{self.path}" if self.path else self.request_id
+
+    def child(self, index: int) -> ExecutionScope:
+        """The scope of a branch."""
+        path = f"{self.path}.{index}" if self.path else str(index)
+        return ExecutionScope(self.request_id, path, self.ledger, self.priority, self)
+
+
+_current: ContextVar[ExecutionScope | None] = ContextVar("forethought_scope", default=None)
+
+
+def current_scope() -> ExecutionScope | None:
+    """The scope that the caller runs in; None outside of a ``ScaffoldingLlm``."""
+    return _current.get()
+
+
+def enter(scope: ExecutionScope) -> None:
+    """Make ``scope`` the one of the running asyncio task, and of those that it will start."""
+    _current.set(scope)

@@ -1,0 +1,401 @@
+"""What a controller asks for: tasks carry the input down to a worker and the results back up.
+
+The fields and their names are those of ``tensorrt_llm.scaffolding``; what is added is said so.
+Knows nothing about who executes a task.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Literal, Self, TypeVar
+
+from forethought.errors import ParameterError
+from forethought.outputs import TokenLogprobs, Usage
+from forethought.scaffolding.messages import (
+    AssistantMessage,
+    RoleMessage,
+    SystemMessage,
+    UserMessage,
+)
+from forethought.scaffolding.output import Delta, ScaffoldingOutput
+
+_Generation = TypeVar("_Generation", bound="GenerationTask")
+
+
+class TaskStatus(Enum):
+    """How a worker fared with a task."""
+
+    SUCCESS = "success"
+    WORKER_NOT_SUPPORTED = "worker_not_supported"
+    WORKER_EXECEPTION = "worker_exception"
+    """The misspelling is the established name."""
+    WORKER_EXCEPTION = WORKER_EXECEPTION
+
+
+@dataclass(eq=False)
+class Task:
+    """Base of all tasks.
+
+    A subclass need not call ``super().__init__``: the class attributes stand in.
+
+    Attributes:
+        worker_tag: key of the worker that shall execute it, in ``ScaffoldingLlm``'s ``workers``.
+        streaming_output_flag: whether what the worker produces is streamed to the caller.
+        streaming_output_list: where a worker appends what it streams.
+        custom_input_params: for the user's own workers and collections; no built-in one reads it.
+        custom_output_params: the same, on the way back.
+        on_failure: ``"raise"`` throws a failure into the controller at its ``yield``; ``"drop"``
+            only notes it in ``status`` and ``error``.
+        priority: lower runs first where a worker has a queue; None: that of the request.
+        status: how the worker fared; None before.
+        error: why it failed.
+        usage: what the last execution cost, as far as its worker counts it.
+    """
+
+    worker_tag: Any = field(default=None)
+    streaming_output_flag: bool = field(default=False)
+    streaming_output_list: list[Any] = field(default_factory=list)
+    custom_input_params: dict[str, Any] | None = field(default=None)
+    custom_output_params: dict[str, Any] | None = field(default=None)
+    on_failure: Literal["raise", "drop"] = field(default="raise", kw_only=True)
+    priority: int | None = field(default=None, kw_only=True)
+    status: TaskStatus | None = field(default=None, init=False, repr=False)
+    error: Exception | None = field(default=None, init=False, repr=False)
+    usage: Usage = field(default_factory=Usage, init=False, repr=False)
+
+    @staticmethod
+    def create_from_prompt(prompt: Any) -> Task:
+        """A task for a prompt; for subclasses to provide."""
+        raise NotImplementedError
+
+    def create_scaffolding_output(self) -> ScaffoldingOutput | None:
+        """What the task gives back to the caller of the method; for subclasses to provide."""
+        return None
+
+    def create_scaffolding_output_stream(self) -> Any:
+        """What the task streams; for subclasses to provide."""
+        return None
+
+    def copy(self) -> Self:
+        """The same request with its results blank: containers copied, contents shared."""
+        twin = copy.copy(self)
+        for name, value in vars(twin).items():
+            if isinstance(value, list | dict | set):
+                setattr(twin, name, copy.copy(value))
+        twin.status = twin.error = None
+        twin.usage, twin.streaming_output_list = Usage(), []
+        return twin
+
+    def emit(self, text: str, token_ids: Sequence[int] = (), source: str = "") -> None:
+        """For workers: stream new text and tokens to the caller, if the task is streamed."""
+        if self.streaming_output_flag and (text or token_ids):
+            self.streaming_output_list.append(Delta(text, tuple(token_ids), source))
+
+
+@dataclass(frozen=True, slots=True)
+class ForkPoint:
+    """Where another task's sequence is to be continued from.
+
+    A worker that holds the sequence forks it there, token for token; every other one uses
+    ``input_str``, which says the same in text.
+    """
+
+    handle: Any
+    """The ``request_handle`` of the task that is continued."""
+    kept: int | None
+    """Generated tokens of it that are kept; None: unknown to its worker."""
+    suffix: str
+    """Text put behind them."""
+    input_str: str | None
+    """The whole as text; once the task's ``input_str`` differs, the fork no longer applies."""
+
+
+@dataclass(eq=False)
+class GenerationTask(Task):
+    """Generate text from a prompt.
+
+    A sampling field that is None (or at its default) leaves the choice to the controller's
+    ``sampling_params``, and then to the worker.
+    """
+
+    # the prompt: ids win over text
+    input_tokens: list[int] | None = None
+    input_str: str | None = None
+    skip_tokenizer: bool = False
+    """The prompt is ``input_tokens`` and nothing else will do."""
+    skip_detokenizer: bool = False
+    """Do not turn the output into text: ``output_str`` stays None."""
+
+    # sampling, in the order of OpenAI's reference
+    best_of: int | None = None
+    echo: bool = False
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
+    num_logprobs: int | None = None
+    """Log-probabilities per token, beside the chosen one's (``logprobs`` holds the result)."""
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    n: int = 1
+    presence_penalty: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] | None = field(default_factory=list)
+    suffix: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    user: str | None = None
+    ignore_eos: bool = False
+
+    # sampling beyond OpenAI's
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[int] = field(default_factory=list)
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    return_context_logits: bool = False
+
+    fork_point: ForkPoint | None = field(default=None, repr=False)
+    """Set by ``fork``: the sequence that this task continues."""
+
+    # results
+    output_str: str | None = field(default=None, init=False)
+    output_tokens: list[int] | None = field(default=None, init=False)
+    finish_reason: str | None = field(default=None, init=False)
+    """``"stop"``, ``"length"`` or ``"abort"``; None while a stream goes on."""
+    stop_reason: int | str | None = field(default=None, init=False)
+    """The stop token or stop string that ended it."""
+    logprobs: list[TokenLogprobs] | None = field(default=None, init=False)
+    cumulative_logprob: float | None = field(default=None, init=False)
+    context_logits: Any = field(default=None, init=False, repr=False)
+    samples: list[ScaffoldingOutput] = field(default_factory=list, init=False, repr=False)
+    """All ``n`` of them; the fields above are those of the first."""
+    customized_result_fields: dict[str, Any] = field(default_factory=dict, init=False)
+    llm_request_params: dict[str, Any] | None = field(default=None, init=False, repr=False)
+    """What the worker made of the sampling fields."""
+    request_handle: Any = field(default=None, init=False, repr=False)
+    """The worker's name for the sequence; what ``fork`` continues."""
+    request_id: str | None = field(default=None, init=False)
+    ttft_s: float | None = field(default=None, init=False)
+    """Seconds to the first token."""
+    latency_s: float | None = field(default=None, init=False)
+    """Seconds to the last token."""
+    usage_prompt_tokens: int | None = field(default=None, init=False)
+    usage_completion_tokens: int | None = field(default=None, init=False)
+
+    @staticmethod
+    def create_from_prompt(prompt: str | Sequence[int]) -> GenerationTask:
+        """A task for a prompt given as text or as token ids."""
+        if isinstance(prompt, str):
+            return GenerationTask(input_str=prompt)
+        return GenerationTask(input_tokens=list(prompt), skip_tokenizer=True)
+
+    def create_scaffolding_output(self) -> ScaffoldingOutput | None:
+        """The result fields as an output."""
+        return self.result
+
+    def copy(self) -> Self:
+        """The same request with its results blank."""
+        twin = super().copy()
+        twin.result = None
+        return twin
+
+    @property
+    def result(self) -> ScaffoldingOutput | None:
+        """All result fields at once. Assigning the ``result`` of another task takes them over.
+
+        None before the task has run.
+        """
+        if self.output_str is None and self.output_tokens is None and self.finish_reason is None:
+            return None
+        return ScaffoldingOutput(
+            self.output_str,
+            self.output_tokens,
+            self.customized_result_fields,
+            self.finish_reason,
+            self.stop_reason,
+            self.logprobs,
+            self.cumulative_logprob,
+            self.usage,
+        )
+
+    @result.setter
+    def result(self, result: ScaffoldingOutput | None) -> None:
+        given = result or ScaffoldingOutput(None)
+        self.output_str, self.output_tokens = given.text, given.token_ids
+        self.finish_reason, self.stop_reason = given.finish_reason, given.stop_reason
+        self.logprobs, self.cumulative_logprob = given.logprobs, given.cumulative_logprob
+        self.customized_result_fields = dict(given.meta)
+        self.usage = given.usage
+        self.samples = []
+        if result is None:
+            self.context_logits = self.llm_request_params = self.request_handle = None
+            self.request_id = self.ttft_s = self.latency_s = None
+            self.usage_prompt_tokens = self.usage_completion_tokens = None
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens generated so far, as exactly as the worker knows."""
+        if self.output_tokens is not None:
+            return len(self.output_tokens)
+        return self.usage_completion_tokens or 0
+
+    def fork(
+        self, suffix: str = "", kind: type[_Generation] | None = None, **fields: Any
+    ) -> _Generation:
+        """A task that continues this one from where it is now, with ``suffix`` put behind it.
+
+        This one is not disturbed and may still be generating. A worker that holds its sequence
+        continues exactly its tokens, KV kept; every other one gets the same in text.
+
+        Args:
+            suffix: text between what there is and what is to be generated.
+            kind: class of the new task; ``GenerationTask`` by default.
+            **fields: fields of the new task. Sampling is not taken over from this one.
+        """
+        text = None
+        if self.input_str is not None:
+            text = self.input_str + (self.output_str or "") + suffix
+        kept = None if self.output_tokens is None else len(self.output_tokens)
+        new: Any = kind or GenerationTask
+        child: _Generation = new(input_str=text)
+        child.worker_tag = self.worker_tag
+        child.fork_point = ForkPoint(self.request_handle, kept, suffix, text)
+        for name, value in fields.items():
+            if not hasattr(child, name):
+                raise ParameterError.unknown(type(child).__name__, [name], vars(child))
+            setattr(child, name, value)
+        return child
+
+
+@dataclass(eq=False)
+class StreamGenerationTask(GenerationTask):
+    """A generation that comes back to its controller on the way.
+
+    The controller yields the same task again and again until ``end_flag``. The generation itself
+    goes on between the yields; ``output_str`` and ``output_tokens`` are all there was at the time.
+    """
+
+    cancel_flag: bool = False
+    """Set it and yield once more: the worker ends the generation."""
+    streaming_step: int = 1
+    """Come back with at least so many new tokens; 0: at once, with whatever there is."""
+    end_flag: bool = field(default=False, init=False)
+    """The generation has ended."""
+
+    @classmethod
+    def create_from_generation_task(cls, task: GenerationTask, streaming_step: int = 1) -> Self:
+        """The same request as ``task``, with blank results, as a stream."""
+        stream = cls(streaming_step=streaming_step)
+        vars(stream).update(vars(task.copy()))
+        return stream
+
+    @property
+    def under_way(self) -> bool:
+        """Whether the generation has begun and not ended."""
+        return self.request_handle is not None and not self.end_flag
+
+    def copy(self) -> Self:
+        """The same request with its results blank."""
+        twin = super().copy()
+        twin.cancel_flag = twin.end_flag = False
+        return twin
+
+
+@dataclass(eq=False)
+class RewardTask(Task):
+    """Judge an answer.
+
+    ``score`` is the result; judging several steps of one answer gives ``step_scores`` too.
+    """
+
+    input_tokens: list[int] | None = None
+    input_str: str | None = None
+    """The question."""
+    output_str: str | None = None
+    """The answer to judge."""
+    score: float | None = field(default=None, init=False)
+    step_scores: list[float] = field(default_factory=list, init=False)
+
+
+@dataclass(eq=False)
+class ChatTask(StreamGenerationTask):
+    """The assistant's next turn in a chat; the answer is appended to ``messages``."""
+
+    messages: list[RoleMessage] = field(default_factory=list)
+    tools: Any = None
+    """Descriptions of the functions that the model may call."""
+    enable_token_counting: bool = False
+    """Count the tokens of all turns in the three fields below."""
+    prompt_tokens_num: int = field(default=0, init=False)
+    completion_tokens_num: int = field(default=0, init=False)
+    reasoning_tokens_num: int = field(default=0, init=False)
+    unique_id: int | None = None
+
+    def copy(self) -> Self:
+        """The same chat, free to go on differently, with its results blank."""
+        twin = super().copy()
+        twin.prompt_tokens_num = twin.completion_tokens_num = twin.reasoning_tokens_num = 0
+        return twin
+
+    def messages_to_dict_content(self, start_index: int = 0) -> list[dict[str, Any]]:
+        """The messages from ``start_index`` on, as OpenAI's API takes them."""
+        return [message.to_dict() for message in self.messages[start_index:]]
+
+    def add_message(self, message: RoleMessage) -> None:
+        """Append one message."""
+        self.messages.append(message)
+
+    def add_messages(self, messages: Sequence[RoleMessage]) -> None:
+        """Append messages."""
+        self.messages.extend(messages)
+
+    def last_assistant_content(self) -> str | None:
+        """What the assistant said last; None if it has said nothing."""
+        said = [m for m in self.messages if isinstance(m, AssistantMessage)]
+        return said[-1].content if said else None
+
+    @staticmethod
+    def create_from_prompt(  # type: ignore[override]  # the established signature
+        user_prompt: str,
+        system_prompts: Sequence[RoleMessage] | None = None,
+        tools: Any = None,
+    ) -> ChatTask:
+        """A chat that opens with a user's message, after ``system_prompts`` if there are any."""
+        return ChatTask(messages=[*(system_prompts or ()), UserMessage(user_prompt)], tools=tools)
+
+    @staticmethod
+    def create_from_messages(messages: Sequence[RoleMessage], tools: Any = None) -> ChatTask:
+        """A chat that goes on from ``messages``."""
+        return ChatTask(messages=list(messages), tools=tools)
+
+
+class ComputeTask(Task):
+    """Slow work of a controller, done beside the event loop: ``yield [ComputeTask(f, args)]``.
+
+    No worker is needed: the driver calls ``function(*args, **kwargs)`` in a thread. The return
+    value lands in ``result``; what it raises is raised at the ``yield`` as it is.
+    """
+
+    def __init__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        self.function, self.args, self.kwargs = function, args, kwargs
+        self.result: Any = None
+
+
+__all__ = [
+    "AssistantMessage",
+    "ChatTask",
+    "ComputeTask",
+    "ForkPoint",
+    "GenerationTask",
+    "RewardTask",
+    "RoleMessage",
+    "StreamGenerationTask",
+    "SystemMessage",
+    "Task",
+    "TaskStatus",
+    "UserMessage",
+]

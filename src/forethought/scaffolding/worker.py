@@ -1,0 +1,68 @@
+"""Workers: turn a task into calls of a backend. Know nothing about methods."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from types import MappingProxyType, TracebackType
+from typing import Any, ClassVar, Self
+
+from forethought.scaffolding.task import Task, TaskStatus
+
+TaskHandler = Callable[[Any, Any], Awaitable[TaskStatus | None]]
+"""``async def handler(worker, task)``; fills the task; returns its status, or None for success."""
+
+
+class Worker:
+    """Base of all workers: a table of task classes and the handlers for them.
+
+    A task goes to the handler of its own class, or else to that of the nearest class it inherits
+    from. A handler may raise: the controller gets a ``TaskError`` with the cause.
+    """
+
+    task_handlers: ClassVar[Mapping[type[Any], TaskHandler]] = MappingProxyType({})
+    """Task class -> ``async def handler(worker, task)``; for subclasses to set."""
+
+    def register_task_handler(self, task_class: type[Any], handler: TaskHandler) -> None:
+        """Let this worker (not its class) handle ``task_class`` with ``handler``."""
+        own: dict[type[Any], TaskHandler] = self.__dict__.setdefault("_own_handlers", {})
+        own[task_class] = handler
+
+    async def run_task(self, task: Any) -> TaskStatus:
+        """Execute ``task`` in place.
+
+        Returns:
+            ``WORKER_NOT_SUPPORTED`` if there is no handler for it, else what the handler says.
+        """
+        handler = self._handler(type(task))
+        if handler is None:
+            return TaskStatus.WORKER_NOT_SUPPORTED
+        return await handler(self, task) or TaskStatus.SUCCESS
+
+    def _handler(self, kind: type[Task]) -> TaskHandler | None:
+        own: Mapping[type[Any], TaskHandler] = self.__dict__.get("_own_handlers", {})
+        for ancestor in kind.__mro__:
+            if ancestor in own:
+                return own[ancestor]
+            if ancestor in self.task_handlers:
+                return self.task_handlers[ancestor]
+        return None
+
+    async def on_scope_end(self, scope_id: str) -> None:
+        """A request, or one of its parallel branches, is over: let go of what was kept for it."""
+
+    def shutdown(self) -> None:
+        """Let go of everything. Called by the owner, from any thread."""
+
+    async def async_shutdown(self) -> None:
+        """The part of ``shutdown`` that has to happen on the event loop; called before it."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.shutdown()

@@ -1,0 +1,333 @@
+"""``EngineWorker``: tasks become live sequences of the built-in engine.
+
+A task that continues another one keeps its exact tokens and their KV: by handle, if it was made
+with ``fork``; by itself, if a controller only puts strings together, as its prompt then begins with
+what an earlier task of the same request has said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from forethought.errors import ParameterError, UsageError
+from forethought.params import SamplingParams
+from forethought.scaffolding import sampling
+from forethought.scaffolding.messages import AssistantMessage
+from forethought.scaffolding.output import ScaffoldingOutput
+from forethought.scaffolding.scope import current_scope
+from forethought.scaffolding.task import (
+    ChatTask,
+    GenerationTask,
+    StreamGenerationTask,
+    TaskStatus,
+)
+from forethought.scaffolding.worker import Worker
+from forethought.scaffolding.workers.live import Live, Prompt
+from forethought.scaffolding.workers.parking import Parking, Source
+from forethought.text.async_llm import AsyncLLM
+from forethought.text.async_session import AsyncSession
+from forethought.text.detokenizer import Detokenizer
+from forethought.text.llm import LLM
+from forethought.text.tokenizer import Tokenizer
+
+_REFUSED = ("best_of", "echo", "suffix", "user", "return_context_logits")
+_PARKED = 8
+
+
+class EngineWorker(Worker):
+    """Executes generation, stream and chat tasks on the built-in engine.
+
+    Args:
+        llm: the model; an ``LLM`` is taken over until ``shutdown``.
+        tokenizer: kept as ``tokenizer`` for controllers that want one; the model's by default.
+        max_parked: finished sequences kept per request and branch, to be continued.
+
+    Raises:
+        ParameterError: the tokenizer has another vocabulary than the model's own.
+    """
+
+    def __init__(
+        self, llm: AsyncLLM | LLM, tokenizer: Any = None, *, max_parked: int = _PARKED
+    ) -> None:
+        if tokenizer is not None and tokenizer.get_vocab() != llm.tokenizer.get_vocab():
+            raise ParameterError(
+                "this tokenizer is not the model's",
+                "its vocabulary differs",
+                "Leave tokenizer out, or load it from the model's directory",
+            )
+        self._owned = isinstance(llm, LLM)
+        self.llm = AsyncLLM.over(llm) if isinstance(llm, LLM) else llm
+        self.tokenizer = self.llm.tokenizer if tokenizer is None else tokenizer
+        self._text = Tokenizer(self.llm.tokenizer)
+        self._parking = Parking(max_parked)
+
+    @classmethod
+    def init_with_new_llm(
+        cls,
+        model_dir: str | Path | None = None,
+        backend: str = "pytorch",
+        max_batch_size: int = 32,
+        max_num_tokens: int = 4096,
+        kv_cache_free_gpu_memory_fraction: float = 0.9,
+        disable_overlap_scheduler: bool = False,
+        scheduler_config: None = None,
+        **fields: Any,
+    ) -> Self:
+        """A worker with an engine of its own, which ``shutdown`` ends.
+
+        Args:
+            model_dir: local Hugging Face directory; None: the embedded reasoner.
+            backend: ``"pytorch"``: there is no other.
+            max_batch_size: see ``LlmArgs``.
+            max_num_tokens: see ``LlmArgs``.
+            kv_cache_free_gpu_memory_fraction: see ``KvCacheConfig``.
+            disable_overlap_scheduler: either will do: steps never overlap here.
+            scheduler_config: must be None: the scheduler has no variants.
+            **fields: further fields of ``LlmArgs``.
+
+        Raises:
+            UsageError: another backend, a scheduler config, or as ``AsyncLLM``.
+        """
+        if backend != "pytorch":
+            raise ParameterError("invalid backend", f"got {backend!r}", "Use 'pytorch'")
+        if scheduler_config is not None:
+            raise ParameterError(
+                "invalid scheduler_config",
+                f"got {scheduler_config!r}, but the scheduler has no variants",
+                "Leave it out",
+            )
+        fields.setdefault(
+            "kv_cache_config", {"free_gpu_memory_fraction": kv_cache_free_gpu_memory_fraction}
+        )
+        sizes = {"max_batch_size": max_batch_size, "max_num_tokens": max_num_tokens}
+        worker = cls(AsyncLLM(model_dir, **sizes, **fields))
+        worker._owned = True
+        return worker
+
+    # ---- tasks --------------------------------------------------------------------------------
+
+    async def generation_handler(self, task: GenerationTask) -> TaskStatus:
+        """Generate ``n`` samples to their ends."""
+        self._check(task)
+        await self._generate(task, _prompt(task))
+        return TaskStatus.SUCCESS
+
+    async def stream_handler(self, task: StreamGenerationTask) -> TaskStatus:
+        """Bring back what there is, once it is ``streaming_step`` more than the last time."""
+        live = task.request_handle if task.under_way else None
+        if not isinstance(live, Live):
+            self._check(task)
+            sampling.refuse(task, ["n"], "a stream", "Use a GenerationTask, or fork it")
+            live = await self._begin(task, _prompt(task), self._params(task))
+        began, before = time.perf_counter(), task.num_generated if task.under_way else 0
+        try:
+            if task.cancel_flag:
+                await live.abort()
+                await live.close()
+            else:
+                await self._follow(task, live, before + task.streaming_step)
+        except BaseException:
+            await asyncio.shield(live.close())
+            raise
+        _fill(task, live)
+        task.end_flag = live.ended
+        task.latency_s = (task.latency_s or 0.0) + time.perf_counter() - began
+        return TaskStatus.SUCCESS
+
+    async def chat_handler(self, task: ChatTask) -> TaskStatus:
+        """Generate the assistant's next turn."""
+        self._check(task)
+        sampling.refuse(task, ["n"], "a chat", "Use copies of the task")
+        if task.tools:
+            raise ParameterError(
+                "EngineWorker cannot honour tools",
+                "calls would have to be found in the text, in a form of each model's own",
+                "Use a worker whose server does that",
+            )
+        token_ids = self.llm.chat_prompt(task.messages_to_dict_content())
+        await self._generate(task, tuple(token_ids))
+        task.end_flag = True
+        task.add_message(AssistantMessage(task.output_str, finish_reason=task.finish_reason))
+        if task.enable_token_counting:
+            task.prompt_tokens_num += task.usage_prompt_tokens or 0
+            task.completion_tokens_num += task.usage_completion_tokens or 0
+        return TaskStatus.SUCCESS
+
+    task_handlers = {  # noqa: RUF012
+        GenerationTask: generation_handler,
+        StreamGenerationTask: stream_handler,
+        ChatTask: chat_handler,
+    }
+
+    def _check(self, task: GenerationTask) -> None:
+        sampling.refuse(task, _REFUSED, "EngineWorker", "Leave it out, or use another worker")
+
+    def _params(self, task: GenerationTask, number: int = 0) -> SamplingParams:
+        """What sample ``number`` is to be drawn with."""
+        scope = current_scope()
+        params = sampling.to_params(task, priority=scope.priority if scope else 0)
+        most = scope.ledger.limit(params.max_tokens) if scope else params.max_tokens
+        seed = None if params.seed is None else (params.seed + number) % 2**64
+        return params.replace(n=1, max_tokens=most, seed=seed)
+
+    # ---- sequences ----------------------------------------------------------------------------
+
+    async def _generate(self, task: GenerationTask, prompt: Prompt | None) -> None:
+        """Generate all samples; the later ones are forks of the first one's prompt."""
+        began = time.perf_counter()
+        lives = [await self._begin(task, prompt, self._params(task))]
+        try:
+            for number in range(1, task.n):
+                session = await lives[0].session.fork(lives[0].prompt_length)
+                lives.append(self._live(task, session, prompt))
+                lives[-1].begin(self._params(task, number))
+                await self._keep(lives[-1])
+            await _together([self._follow(task, live, None, began) for live in lives])
+        except BaseException:
+            await asyncio.shield(_close(lives))
+            raise
+        samples = []
+        for live in reversed(lives):
+            _fill(task, live)
+            samples.append(task.result or ScaffoldingOutput(None))
+        task.samples = samples[::-1]
+        task.latency_s = time.perf_counter() - began
+
+    async def _begin(
+        self, task: GenerationTask, prompt: Prompt | None, params: SamplingParams
+    ) -> Live:
+        """A sequence that holds the task's prompt and generates."""
+        session = await self._continued(task, prompt)
+        if session is None:
+            if prompt is None:
+                raise ParameterError(
+                    "the task has no prompt",
+                    "input_str and input_tokens are None",
+                    "Set one of them",
+                )
+            session = self.llm.start(prompt if isinstance(prompt, str) else list(prompt))
+        live = self._live(task, session, prompt)
+        live.begin(params)  # before anything else may run: only then can others share the prefill
+        task.request_handle = live
+        task.llm_request_params = params.to_dict()
+        task.usage.prompt_tokens += live.prompt_length
+        await self._keep(live)
+        return live
+
+    async def _continued(self, task: GenerationTask, prompt: Prompt | None) -> AsyncSession | None:
+        """A fork of the sequence that the task continues; None if it continues none."""
+        source, point = None, task.fork_point
+        if point is not None and point.input_str == task.input_str:
+            live = point.handle
+            if isinstance(live, Live) and self._parking.holds(live):
+                length, missing = live.cut(point.kept)
+                source = Source(live, length, missing + point.suffix)
+        if source is None and prompt is not None:
+            source = self._parking.find(current_scope(), prompt)
+        if source is None:
+            return None
+        try:
+            session = await source.live.session.fork(source.length)
+        except UsageError:
+            if source.live.closed:  # it has left in the meantime; its text will do
+                return None
+            raise
+        if source.rest:
+            try:
+                await session.extend(source.rest)
+            except BaseException:
+                await asyncio.shield(session.close())
+                raise
+        return session
+
+    def _live(self, task: GenerationTask, session: AsyncSession, prompt: Prompt | None) -> Live:
+        scope = current_scope()
+        ledger = scope.ledger if scope else None
+        return Live(session, prompt, self._boundaries, task.usage, ledger)
+
+    async def _keep(self, live: Live) -> None:
+        await _close(self._parking.add(current_scope(), live))
+
+    async def _follow(
+        self, task: GenerationTask, live: Live, count: int | None, began: float | None = None
+    ) -> None:
+        """Wait until the sequence has ``count`` generated tokens (None: for its end)."""
+        scope = current_scope()
+        metered = scope is not None and scope.ledger.budget.tokens is not None
+        while not live.ended and (count is None or len(live.output.token_ids) < count):
+            told = live.output
+            stepwise = task.streaming_output_flag or metered or not told.token_ids
+            output = await live.reach(len(told.token_ids) + 1 if stepwise else count)
+            if began is not None and task.ttft_s is None:
+                task.ttft_s = time.perf_counter() - began
+            if task.streaming_output_flag:
+                new = output.token_ids[len(told.token_ids) :]
+                task.emit(output.text[len(told.text) :], new, f"{id(live):x}")
+
+    def _boundaries(self, context: Sequence[int], tokens: Sequence[int]) -> Iterator[int]:
+        detokenizer, length = Detokenizer(self._text, context), 0
+        for token in tokens:
+            length += len(detokenizer.push([token]))
+            yield length
+
+    # ---- the end ------------------------------------------------------------------------------
+
+    async def on_scope_end(self, scope_id: str) -> None:
+        """Close the sequences that were kept for the scope."""
+        await _close(self._parking.end_scope(scope_id))
+
+    async def async_shutdown(self) -> None:
+        """Close all sequences."""
+        await _close(self._parking.clear())
+
+    def shutdown(self) -> None:
+        """Close all sequences, and end the engine or give back the ``LLM``, if it is its own."""
+        self._parking.clear()  # a session that is forgotten is closed
+        if self._owned:
+            self.llm.shutdown()
+
+
+TRTLLMWorker = EngineWorker
+"""``tensorrt_llm.scaffolding``'s name for it."""
+
+
+def _prompt(task: GenerationTask) -> Prompt | None:
+    if task.input_tokens is not None:
+        return tuple(task.input_tokens)
+    if task.skip_tokenizer:
+        raise ParameterError(
+            "the task has no token ids",
+            "skip_tokenizer is set and input_tokens is None",
+            "Set input_tokens, or leave skip_tokenizer out",
+        )
+    return task.input_str
+
+
+def _fill(task: GenerationTask, live: Live) -> None:
+    output = live.output
+    task.output_str = None if task.skip_detokenizer else output.text
+    task.output_tokens = output.token_ids
+    task.finish_reason = output.finish_reason and output.finish_reason.value
+    task.stop_reason = output.stop_reason
+    task.logprobs, task.cumulative_logprob = output.logprobs, output.cumulative_logprob
+    task.usage_prompt_tokens = live.prompt_length
+    task.usage_completion_tokens = len(output.token_ids)
+
+
+async def _together(works: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Run all; the first failure ends the others."""
+    jobs = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.gather(*jobs)
+    finally:
+        for job in jobs:
+            job.cancel()
+
+
+async def _close(lives: Iterable[Live]) -> None:
+    for live in lives:
+        await live.close()

@@ -1,0 +1,247 @@
+"""``ScriptedWorker``: a worker that says what it was told to say. A double for tests of methods.
+
+Knows no model. One character is one token, whose id is its code point, so that a text and its
+tokens can be checked by eye.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from forethought.errors import UsageError
+from forethought.outputs import TokenLogprobs
+from forethought.scaffolding import sampling
+from forethought.scaffolding.messages import AssistantMessage
+from forethought.scaffolding.output import ScaffoldingOutput
+from forethought.scaffolding.scope import current_scope
+from forethought.scaffolding.task import (
+    ChatTask,
+    GenerationTask,
+    RewardTask,
+    StreamGenerationTask,
+    TaskStatus,
+)
+from forethought.scaffolding.worker import Worker
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One answer, and how it is given."""
+
+    text: str
+    finish_reason: str = "stop"
+    """If it is given to its end."""
+    delay: float = 0.0
+    """Seconds before the first token."""
+    seconds_per_token: float = 0.0
+    error: Exception | None = None
+    """Raised after the delay, instead of answering."""
+    logprobs: Sequence[TokenLogprobs] | None = None
+    """One entry per character."""
+
+
+Answer = str | Reply
+Script = Callable[[str, int], Answer] | Mapping[str, Answer | Sequence[Answer]] | Sequence[Answer]
+"""What is answered: a function of the prompt and of how often it was asked before; a table of
+answers (or lists of answers, one per time it is asked) by prompt; or a list, in order of asking."""
+
+
+@dataclass(eq=False)
+class Call:
+    """One generation that was asked for."""
+
+    prompt: str
+    index: int
+    """How often this prompt had been asked before."""
+    task: GenerationTask
+    steps: int = 0
+    """How often it came to the worker: more than once only for streams."""
+    ended: str | None = None
+    """None while it goes on; then ``"done"``, ``"failed"`` or ``"cancelled"``."""
+
+
+@dataclass
+class _Generation:
+    """An answer on its way out."""
+
+    call: Call
+    reply: Reply
+    text: str
+    """All that will be said, after stop strings and ``max_tokens``."""
+    finish_reason: str
+    stop_reason: str | None
+    said: int = 0
+    waited: bool = field(default=False)
+
+
+class ScriptedWorker(Worker):
+    """Answers from a script. Streams, forks (by their text), ``n``, stop strings, ``max_tokens``,
+    ``echo``, delays and failures work as with a model; other sampling fields change nothing, and
+    can be read from ``calls``.
+
+    A stream advances while it is waited for, by exactly its ``streaming_step`` (0 counts as 1).
+
+    Args:
+        script: see ``Script``.
+        score: what a reward task is answered with, as a function of question and answer.
+
+    Attributes:
+        calls: every generation asked for, in order.
+    """
+
+    def __init__(
+        self, script: Script = (), *, score: Callable[[str, str], float] | None = None
+    ) -> None:
+        self._script, self._score = script, score
+        self._asked: Counter[str] = Counter()
+        self._answered = 0
+        self.calls: list[Call] = []
+
+    @property
+    def prompts(self) -> list[str]:
+        """The prompts of all calls."""
+        return [call.prompt for call in self.calls]
+
+    async def generation_handler(self, task: GenerationTask) -> TaskStatus:
+        """Say all of it, ``n`` times."""
+        task.samples = []
+        for _ in range(task.n):
+            generation = self._begin(task, _prompt(task))
+            await self._say(task, generation, None)
+            _fill(task, generation)
+            task.samples.append(task.result or ScaffoldingOutput(""))
+        task.result = (samples := task.samples)[0]
+        task.samples = samples
+        return TaskStatus.SUCCESS
+
+    async def stream_handler(self, task: StreamGenerationTask) -> TaskStatus:
+        """Say the next few tokens."""
+        generation = task.request_handle if task.under_way else None
+        if generation is None:
+            generation = self._begin(task, _prompt(task))
+            task.request_handle = generation
+        if task.cancel_flag:
+            generation.call.ended = "cancelled"
+            generation.text, generation.finish_reason = generation.text[: generation.said], "abort"
+        await self._say(task, generation, max(1, task.streaming_step))
+        _fill(task, generation)
+        task.end_flag = generation.said == len(generation.text)
+        if not task.end_flag:
+            task.finish_reason = task.stop_reason = None
+        return TaskStatus.SUCCESS
+
+    async def chat_handler(self, task: ChatTask) -> TaskStatus:
+        """Answer the last message."""
+        generation = self._begin(task, task.messages[-1].content or "")
+        await self._say(task, generation, None)
+        _fill(task, generation)
+        task.end_flag = True
+        task.add_message(AssistantMessage(task.output_str, finish_reason=generation.finish_reason))
+        return TaskStatus.SUCCESS
+
+    async def reward_handler(self, task: RewardTask) -> TaskStatus:
+        """Judge by the ``score`` function."""
+        if self._score is None:
+            return TaskStatus.WORKER_NOT_SUPPORTED
+        task.score = self._score(task.input_str or "", task.output_str or "")
+        return TaskStatus.SUCCESS
+
+    task_handlers = {  # noqa: RUF012
+        GenerationTask: generation_handler,
+        StreamGenerationTask: stream_handler,
+        ChatTask: chat_handler,
+        RewardTask: reward_handler,
+    }
+
+    # ---- the script ---------------------------------------------------------------------------
+
+    def _begin(self, task: GenerationTask, prompt: str) -> _Generation:
+        call = Call(prompt, self._asked[prompt], task)
+        self._asked[prompt] += 1
+        self.calls.append(call)
+        answer = self._answer(call)
+        reply = answer if isinstance(answer, Reply) else Reply(answer)
+        text, stop = _cut_at_stop(reply.text, task)
+        reason = "stop" if stop else reply.finish_reason
+        scope = current_scope()
+        most = scope.ledger.limit(task.max_tokens) if scope else task.max_tokens
+        if most is not None and len(text) > most:
+            text, reason, stop = text[:most], "length", None
+        task.usage.prompt_tokens += len(prompt)
+        return _Generation(call, reply, text, reason, stop)
+
+    def _answer(self, call: Call) -> Answer:
+        script: Any = self._script
+        if callable(script):
+            answer: Answer = script(call.prompt, call.index)
+            return answer
+        position = call.index
+        if isinstance(script, Mapping):
+            if call.prompt not in script:
+                raise UsageError("the script has no answer", f"for the prompt {call.prompt!r}")
+            script = script[call.prompt]
+        else:
+            position, self._answered = self._answered, self._answered + 1
+        if isinstance(script, str | Reply):
+            return script
+        if position >= len(script):
+            raise UsageError("the script has no more answers", f"{call.prompt!r} is one too many")
+        chosen: Answer = script[position]
+        return chosen
+
+    async def _say(self, task: GenerationTask, generation: _Generation, step: int | None) -> None:
+        """Say the next ``step`` tokens (None: all), streaming and counting each."""
+        call, reply, scope = generation.call, generation.reply, current_scope()
+        call.steps += 1
+        end = len(generation.text)
+        try:
+            if not generation.waited:
+                generation.waited = True
+                await asyncio.sleep(reply.delay)
+                if reply.error is not None:
+                    raise reply.error
+            for token in generation.text[
+                generation.said : end if step is None else min(end, generation.said + step)
+            ]:
+                await asyncio.sleep(reply.seconds_per_token)
+                generation.said += 1
+                task.usage.completion_tokens += 1
+                task.usage.decoded += 1
+                task.emit(token, [ord(token)], f"{id(generation):x}")
+                if scope is not None:
+                    scope.ledger.record(task.usage)
+        except BaseException as error:
+            call.ended = "cancelled" if isinstance(error, asyncio.CancelledError) else "failed"
+            raise
+        if generation.said == end and call.ended is None:
+            call.ended = "done"
+
+
+def _prompt(task: GenerationTask) -> str:
+    if task.input_tokens is not None:
+        return "".join(map(chr, task.input_tokens))
+    return task.input_str or ""
+
+
+def _cut_at_stop(text: str, task: GenerationTask) -> tuple[str, str | None]:
+    """The text up to its first stop string, and that string."""
+    found = [(text.find(stop), stop) for stop in sampling.stop_strings(task) if stop in text]
+    if not found:
+        return text, None
+    place, stop = min(found)
+    return text[: place + (len(stop) if task.include_stop_str_in_output else 0)], stop
+
+
+def _fill(task: GenerationTask, generation: _Generation) -> None:
+    said = generation.text[: generation.said]
+    task.output_str = generation.call.prompt + said if task.echo else said
+    task.output_tokens = [ord(token) for token in said]
+    task.finish_reason, task.stop_reason = generation.finish_reason, generation.stop_reason
+    if generation.reply.logprobs is not None:
+        task.logprobs = list(generation.reply.logprobs)[: generation.said]
+    task.usage_prompt_tokens = len(generation.call.prompt)
+    task.usage_completion_tokens = len(said)
