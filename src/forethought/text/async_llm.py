@@ -1,0 +1,190 @@
+"""``AsyncLLM``: the verbs of ``LLM`` for many clients at once, from any event loop or thread.
+
+One engine thread runs everybody's requests in the same batches. Knows nothing about how.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from forethought.engine.stats import EngineStats
+from forethought.errors import ParameterError
+from forethought.outputs import RequestOutput
+from forethought.params import SamplingParams
+from forethought.text.async_session import AsyncSession
+from forethought.text.desk import Desk
+from forethought.text.engine_thread import EngineThread
+from forethought.text.gate import Gate
+from forethought.text.generation import Generation
+from forethought.text.listener import Listener
+from forethought.text.llm import LLM
+from forethought.text.prompt import Prompt
+
+MAX_PENDING = 1024
+"""Requests that may be unfinished at once unless told otherwise."""
+
+
+class AsyncLLM:
+    """A model, ready to generate for many clients.
+
+    ::
+
+        async with AsyncLLM() as llm:
+            outputs = await asyncio.gather(*[llm.generate(prompt) for prompt in prompts])
+
+    Cancelling a task that waits for a request aborts it and frees its pages.
+
+    Args:
+        model: local Hugging Face directory; None: the embedded reasoner.
+        max_pending: requests that may be unfinished at once; more wait before they begin. Sessions
+            are not counted: those that a session's owner waits for could otherwise never begin.
+        fields: any field of ``LlmArgs``.
+
+    Raises:
+        UsageError: as ``LLM``.
+    """
+
+    def __init__(
+        self, model: str | Path | None = None, *, max_pending: int = MAX_PENDING, **fields: Any
+    ) -> None:
+        _check(max_pending)
+        self._run(Desk.build(model, fields), max_pending)
+
+    @classmethod
+    def over(cls, llm: LLM, *, max_pending: int = MAX_PENDING) -> AsyncLLM:
+        """Run the engine of an ``LLM``, which takes no direct calls before ``shutdown``.
+
+        Raises:
+            UsageError: one of its streams is under way, or it is lent already.
+        """
+        _check(max_pending)
+        self = cls.__new__(cls)
+        self._run(llm.lend("an AsyncLLM"), max_pending, llm)
+        return self
+
+    def _run(self, desk: Desk, max_pending: int, lender: LLM | None = None) -> None:
+        self.model_dir, self.tokenizer = desk.model_dir, desk.tokenizer.hf
+        self._desk, self._gate = desk, Gate(max_pending)
+        self._thread = EngineThread(desk)
+        self._shutdown = weakref.finalize(self, _stop, self._thread, lender)
+
+    async def generate(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None
+    ) -> RequestOutput:
+        """Continue one prompt. For several, gather several calls.
+
+        Raises:
+            ParameterError: the prompt is empty, of a wrong type or outside the vocabulary.
+            ContextLengthError, CapacityError: it leaves no room for an answer.
+            RequestError: the request failed in the engine; others go on.
+            EngineStopped: the engine has ended.
+        """
+        return await self._generate(*self._desk.read(prompt, params))
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        template_args: Mapping[str, Any] | None = None,
+    ) -> RequestOutput:
+        """Answer a conversation, through the model's chat template.
+
+        Args:
+            messages: mappings with ``role`` and ``content``.
+            params: how to draw and when to stop.
+            template_args: further arguments of the template.
+
+        Raises:
+            UsageError: there is no template, or it refuses the messages; else as ``generate``.
+        """
+        text, token_ids = self._desk.render(messages, template_args)
+        _, settled = self._desk.read(token_ids, params)
+        return await self._generate(Prompt(text, token_ids), settled)
+
+    def chat_prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        template_args: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The token ids of a conversation, to ``generate``, ``stream`` or ``start`` from."""
+        return self._desk.render(messages, template_args)[1]
+
+    def stream(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """Continue one prompt; everything so far, as often as you ask. Raises as ``generate``.
+
+        The request begins with the first item, and the engine never waits for the reader. Leaving
+        the iterator early aborts the request.
+        """
+        return self._stream(*self._desk.read(prompt, params))
+
+    def start(self, prompt: str | Sequence[int]) -> AsyncSession:
+        """A live sequence that holds the prompt and generates when told to.
+
+        Raises as ``generate``.
+        """
+        read, _ = self._desk.read(prompt, None)
+        return AsyncSession(self, self._thread, read.token_ids)
+
+    @property
+    def stats(self) -> EngineStats:
+        """A copy of the engine's counts."""
+        return self._desk.stats
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that one sequence may have, prompt and output."""
+        return self._desk.engine.limits.max_length
+
+    def shutdown(self) -> None:
+        """End the thread after its current step. What is unfinished fails with EngineStopped."""
+        self._shutdown()
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.shutdown()
+
+    async def _generate(self, prompt: Prompt, params: SamplingParams) -> RequestOutput:
+        async with self._gate:
+            listener = self._begin(prompt, params)
+            try:
+                return await listener.last()
+            finally:
+                self._leave(listener)
+
+    async def _stream(self, prompt: Prompt, params: SamplingParams) -> AsyncIterator[RequestOutput]:
+        async with self._gate:
+            listener = self._begin(prompt, params)
+            try:
+                while (output := await listener.next()) is not None:
+                    yield output
+            finally:
+                self._leave(listener)
+
+    def _begin(self, prompt: Prompt, params: SamplingParams) -> Listener[RequestOutput]:
+        listener, desk = Listener(Generation.output), self._desk
+        self._thread.begin(listener, lambda: desk.submit(prompt, params))
+        return listener
+
+    def _leave(self, listener: Listener[RequestOutput]) -> None:
+        if not listener.ended:
+            self._thread.abort(listener)
+
+
+def _check(max_pending: int) -> None:
+    if max_pending < 1:
+        raise ParameterError("invalid max_pending", f"got {max_pending}", "Give at least 1")
+
+
+def _stop(thread: EngineThread, lender: LLM | None) -> None:
+    """Also called when the AsyncLLM is forgotten, and at the end of the program."""
+    thread.stop()
+    if lender is not None:
+        lender.take_back()

@@ -1,0 +1,213 @@
+"""A live sequence in the hand of a coroutine. Knows nothing about other requests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from forethought.engine import sequence as engine_sequence
+from forethought.errors import EngineStopped
+from forethought.outputs import CompletionOutput, Usage
+from forethought.params import SamplingParams
+from forethought.text.desk import Desk
+from forethought.text.engine_thread import EngineThread
+from forethought.text.generation import Generation
+from forethought.text.listener import Listener
+from forethought.text.prompt import read_params
+
+Result = TypeVar("Result")
+
+
+@dataclass(slots=True)
+class _Seat:
+    """Where the engine's thread puts the sequence once it has opened it."""
+
+    prompt_ids: list[int]
+    sequence: engine_sequence.Sequence | None = None
+
+    @property
+    def taken(self) -> engine_sequence.Sequence:
+        assert self.sequence is not None, "errands run in order, and the first one opens"
+        return self.sequence
+
+
+class AsyncSession:
+    """Made by ``AsyncLLM.start``. Closed by ``close``, at the end of an ``async with``, or when
+    forgotten.
+
+    Lengths count tokens from the start of the prompt. One generation at a time; while it goes on
+    the session can be forked and read.
+
+    Args:
+        owner: kept alive for as long as the session is.
+        thread: of the engine.
+        token_ids: the prompt; None if ``sequence`` is given.
+        sequence: a live sequence that nobody else holds.
+    """
+
+    def __init__(
+        self,
+        owner: object,
+        thread: EngineThread,
+        token_ids: list[int] | None = None,
+        sequence: engine_sequence.Sequence | None = None,
+    ) -> None:
+        self._owner, self._thread = owner, thread
+        self._seat = _Seat(token_ids or [], sequence)
+        self._forgotten = weakref.finalize(self, _forget, thread, self._seat)
+        self._forgotten.atexit = False
+        if sequence is None:
+            thread.call(_open, thread.desk, self._seat)
+
+    async def generate(self, params: SamplingParams | None = None) -> CompletionOutput:
+        """Continue the sequence; the new tokens become part of it.
+
+        Cancelling the awaiting task ends the generation; what it has said stays.
+
+        Raises:
+            UsageError: a generation is under way, or the session is closed.
+            ContextLengthError, CapacityError: there is no room for another token.
+            ParameterError: params that a live sequence cannot honour.
+            RequestError: it failed in the engine; the session is closed.
+            EngineStopped: the engine has ended.
+        """
+        stream = self.stream(params)
+        try:
+            return await stream.finish()
+        finally:
+            stream.leave()
+
+    def stream(self, params: SamplingParams | None = None) -> SessionStream:
+        """Continue the sequence; iterate for everything so far, as often as you ask.
+
+        The generation begins at once and runs on whether or not anybody iterates, until it ends or
+        ``abort`` or ``close`` end it. Errors, as of ``generate``, are raised by the iterator.
+        """
+        settled, seat, desk = read_params(params), self._seat, self._thread.desk
+        listener = Listener(Generation.completion)
+        self._thread.begin(listener, lambda: desk.resume(seat.taken, settled))
+        return SessionStream(self, listener)
+
+    async def extend(self, more: str | Sequence[int]) -> None:
+        """Put text or token ids behind; they are computed with the next generation.
+
+        Raises:
+            UsageError: a generation is under way, or the session is closed.
+            ContextLengthError, CapacityError: it does not fit.
+        """
+        token_ids, seat, desk = self._thread.desk.read_more(more), self._seat, self._thread.desk
+        await self._do(lambda: desk.engine.extend(seat.taken, token_ids))
+
+    async def fork(self, length: int | None = None) -> AsyncSession:
+        """Another session with the first ``length`` tokens of this one (all by default).
+
+        The pages are shared. May be taken while this session generates, which does not notice.
+
+        Raises:
+            UsageError: the session does not have this many tokens, or is closed.
+        """
+        owner, thread, seat = self._owner, self._thread, self._seat
+        # Made on the engine's thread: if nobody waits for it any more, it is closed as forgotten.
+        return await self._do(
+            lambda: AsyncSession(owner, thread, sequence=thread.desk.fork(seat.taken, length))
+        )
+
+    async def rewind(self, length: int) -> None:
+        """Forget all tokens from ``length`` on.
+
+        Raises:
+            UsageError: a generation is under way, the session is closed or not that long.
+        """
+        seat, desk = self._seat, self._thread.desk
+        await self._do(lambda: desk.engine.rewind(seat.taken, length))
+
+    async def abort(self) -> None:
+        """End the generation under way, if any; who waits for it gets what it has said."""
+        seat, thread = self._seat, self._thread
+        await self._do(lambda: thread.tell(thread.desk.stop(seat.taken)))
+
+    async def close(self) -> None:
+        """Give back the pages; a generation under way ends. Closing twice is fine."""
+        if self._forgotten.detach():
+            seat, thread = self._seat, self._thread
+            with contextlib.suppress(EngineStopped):  # which closed everything
+                await self._do(lambda: thread.tell(thread.desk.close(seat.taken)))
+
+    @property
+    def tokens(self) -> list[int]:
+        """All token ids so far, prompt and output; may be ahead of what a stream has returned."""
+        sequence = self._seat.sequence
+        return list(self._seat.prompt_ids if sequence is None else sequence.tokens)
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the current or last generation began."""
+        sequence = self._seat.sequence
+        return len(self._seat.prompt_ids) if sequence is None else sequence.prompt_length
+
+    @property
+    def text(self) -> str:
+        """The text of all tokens, special ones included."""
+        return self._thread.desk.tokenizer.decode(self.tokens, skip_special_tokens=False)
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens prefilled, cached, decoded and discarded for this session so far."""
+        sequence = self._seat.sequence
+        return Usage() if sequence is None else dataclasses.replace(sequence.usage)
+
+    async def __aenter__(self) -> AsyncSession:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _do(self, errand: Callable[[], Result]) -> Result:
+        # Done even if the asker is cancelled meanwhile: a session must not stay half closed.
+        return await asyncio.shield(asyncio.wrap_future(self._thread.call(errand)))
+
+
+class SessionStream:
+    """An async iterator over one generation of a session: everything so far, newest first asked.
+
+    Args:
+        session: kept alive while somebody iterates.
+        listener: to its generation.
+    """
+
+    def __init__(self, session: AsyncSession, listener: Listener[CompletionOutput]) -> None:
+        self._session, self._listener = session, listener
+
+    def __aiter__(self) -> SessionStream:
+        return self
+
+    async def __anext__(self) -> CompletionOutput:
+        output = await self._listener.next()
+        if output is None:
+            raise StopAsyncIteration
+        return output
+
+    async def finish(self) -> CompletionOutput:
+        """Wait for the end; the whole of it."""
+        return await self._listener.last()
+
+    def leave(self) -> None:
+        """End the generation if it goes on."""
+        if not self._listener.ended:
+            self._session._thread.abort(self._listener)
+
+
+def _open(desk: Desk, seat: _Seat) -> None:
+    seat.sequence = desk.open(seat.prompt_ids)
+
+
+def _forget(thread: EngineThread, seat: _Seat) -> None:
+    """Called by the garbage collector, at any moment and on any thread: leave a note only."""
+    if seat.sequence is not None:
+        thread.desk.abandon(seat.sequence)
+        thread.wake()

@@ -1,0 +1,190 @@
+"""The desk between text and engine: prompts go in as tokens, events come out as text.
+
+``LLM`` and ``AsyncLLM`` both work through one. Like the engine it belongs to one thread; only
+``read``, ``check`` and ``abandon`` may be called from any. Knows nothing about who waits for what.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Mapping
+from collections.abc import Sequence as List
+from pathlib import Path
+from typing import Any
+
+from forethought.assets import reasoner_dir
+from forethought.config import LlmArgs
+from forethought.engine import resolve
+from forethought.engine.engine import Engine
+from forethought.engine.sequence import Sequence
+from forethought.engine.stats import EngineStats
+from forethought.params import SamplingParams
+from forethought.text.generation import Generation
+from forethought.text.prompt import Prompt, read_ids, read_params, read_prompt
+from forethought.text.tokenizer import Tokenizer
+
+
+class Desk:
+    """Starts generations, steps the engine, and hands its events to the generations they are of.
+
+    Args:
+        engine: which no one else uses.
+        tokenizer: of its model.
+        model_dir: where both came from.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, model_dir: Path) -> None:
+        self.engine, self.tokenizer, self.model_dir = engine, tokenizer, model_dir
+        self._generations: dict[int, Generation] = {}
+        self._live: set[Sequence] = set()
+        self._abandoned: deque[Sequence] = deque()
+
+    @classmethod
+    def build(cls, model: str | Path | None, fields: Mapping[str, Any]) -> Desk:
+        """Load tokenizer and model.
+
+        Args:
+            model: local directory; None: the embedded reasoner.
+            fields: of ``LlmArgs``.
+
+        Raises:
+            UsageError: an unknown field, a bad value, or a directory that cannot be loaded.
+        """
+        args = LlmArgs.from_dict({"model": model, **fields})
+        model_dir = args.model or reasoner_dir()
+        tokenizer = Tokenizer.load(args.tokenizer or model_dir, args.trust_remote_code)
+        return cls(resolve.build(args, model_dir), tokenizer, model_dir)
+
+    # ---- from any thread --------------------------------------------------------------------
+
+    def read(self, prompt: Any, params: Any) -> tuple[Prompt, SamplingParams]:
+        """A caller's prompt in tokens, and its params, both checked.
+
+        Raises:
+            ParameterError, ContextLengthError, CapacityError: see ``Admission.check``.
+        """
+        read, settled = read_prompt(prompt, self.tokenizer), read_params(params)
+        self.engine.admission.check(read.token_ids, settled)
+        return read, settled
+
+    def read_more(self, more: str | List[int]) -> list[int]:
+        """The tokens of a text or of ids that continue a live sequence."""
+        return self.tokenizer.encode_more(more) if isinstance(more, str) else read_ids(more)
+
+    def render(
+        self, messages: Any, template_args: Mapping[str, Any] | None
+    ) -> tuple[str, list[int]]:
+        """The prompt of a conversation, as text and in tokens."""
+        text = self.tokenizer.render(messages, template_args)
+        return text, self.tokenizer.encode_more(text)  # the template wrote all special tokens
+
+    def abandon(self, sequence: Sequence) -> None:
+        """Nobody holds this live sequence any more: close it before the next step.
+
+        May be called by the garbage collector at any moment.
+        """
+        self._abandoned.append(sequence)
+
+    @property
+    def stats(self) -> EngineStats:
+        """A copy of the engine's counts."""
+        return dataclasses.replace(self.engine.stats)
+
+    # ---- from the engine's thread -----------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return self.engine.has_work or bool(self._abandoned)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a generation is under way."""
+        return bool(self._generations)
+
+    def submit(self, prompt: Prompt, params: SamplingParams) -> Generation:
+        """Start ``params.n`` samples of a prompt."""
+        return self._follow(self.engine.add(prompt.token_ids, params), prompt)
+
+    def open(self, token_ids: list[int]) -> Sequence:
+        """A live sequence that holds a prompt and generates nothing yet."""
+        return self._keep(self.engine.open(token_ids))
+
+    def resume(self, sequence: Sequence, params: SamplingParams) -> Generation:
+        """Generate from a live sequence."""
+        self.engine.resume(sequence, params)
+        return self._follow([sequence])
+
+    def fork(self, sequence: Sequence, length: int | None) -> Sequence:
+        """Another live sequence with the first ``length`` tokens of one."""
+        return self._keep(self.engine.fork(sequence, length))
+
+    def step(self) -> list[Generation]:
+        """One step of the engine. Returns the generations that have got something from it."""
+        changed: dict[int, Generation] = {}
+        while self._abandoned:
+            if (generation := self.close(self._abandoned.popleft())) is not None:
+                changed[id(generation)] = generation
+        for event in self.engine.step():
+            generation = self._generations.get(event.sequence.id)
+            if generation is None:
+                continue  # a sibling that failed in this step took it along
+            changed[id(generation)] = generation
+            if generation.take(event):
+                self._finish(generation, event.sequence)
+        return list(changed.values())
+
+    def abort(self, generation: Generation) -> None:
+        """End what goes on of a generation, now."""
+        for sequence in generation.unfinished:
+            self._generations.pop(sequence.id, None)
+            self.engine.abort(sequence)
+        generation.abort()
+
+    def stop(self, sequence: Sequence) -> Generation | None:
+        """End the generation of a live sequence, if there is one, and return it."""
+        generation = self._generations.get(sequence.id)
+        if generation is not None:
+            self.abort(generation)
+        return generation
+
+    def close(self, sequence: Sequence) -> Generation | None:
+        """Give back the pages of a live sequence; returns the generation that this ended."""
+        generation = self.stop(sequence)
+        self._live.discard(sequence)
+        self.engine.close(sequence)
+        return generation
+
+    def clear(self) -> None:
+        """End every generation and close every live sequence."""
+        for generation in list(self._generations.values()):
+            self.abort(generation)
+        for sequence in list(self._live):
+            self.close(sequence)
+
+    def _finish(self, generation: Generation, sequence: Sequence) -> None:
+        """A sample is over; if by a stop string or a sibling's failure, the engine must be told."""
+        del self._generations[sequence.id]
+        if generation.failure is not None:
+            self.abort(generation)
+            return
+        self.engine.abort(sequence)
+        length = generation.length(sequence)
+        if sequence.keep and length < len(sequence.tokens):
+            self.engine.rewind(sequence, length)
+
+    def _follow(self, sequences: list[Sequence], prompt: Prompt | None = None) -> Generation:
+        """The generation of sequences that have just been started."""
+        try:
+            generation = Generation(sequences, self.tokenizer, prompt)
+        except Exception:
+            for sequence in sequences:
+                self.engine.abort(sequence)
+            raise
+        self._generations.update((sequence.id, generation) for sequence in sequences)
+        return generation
+
+    def _keep(self, sequence: Sequence) -> Sequence:
+        self._live.add(sequence)
+        return sequence

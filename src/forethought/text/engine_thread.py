@@ -1,0 +1,155 @@
+"""The thread that owns a desk, and with it the engine: the only one in the package.
+
+Everything that changes the engine runs here, between two steps, in the order in which it was asked
+for. The thread sleeps when there is nothing to do. Knows nothing about event loops.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from forethought.errors import EngineStopped
+from forethought.text.desk import Desk
+from forethought.text.generation import Generation
+from forethought.text.listener import Listener
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+
+class EngineThread:
+    """Runs a desk until it is stopped or the engine dies.
+
+    Args:
+        desk: which no other thread uses from now on.
+    """
+
+    def __init__(self, desk: Desk) -> None:
+        self.desk = desk
+        self._errands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._listeners: dict[Generation, Listener[Any]] = {}
+        self._ended = False
+        self._cause: BaseException | None = None
+        """What the engine died of, if it did."""
+        self._stopping = False
+        self._gate = threading.Lock()  # between handing in an errand and the end of the thread
+        self._thread = threading.Thread(target=self._serve, name="forethought-engine", daemon=True)
+        self._thread.start()
+
+    # ---- from any thread --------------------------------------------------------------------
+
+    def call(self, function: Callable[..., Result], *args: Any) -> Future[Result]:
+        """Run a function on the engine's thread, before its next step.
+
+        Raises:
+            EngineStopped: the thread has ended. If it ends later, the future fails with the same.
+        """
+        future: Future[Result] = Future()
+
+        def errand() -> None:
+            try:
+                if self._ended:
+                    raise self._failure()
+                future.set_result(function(*args))
+            except Exception as error:
+                future.set_exception(error)
+
+        with self._gate:
+            if self._ended:
+                raise self._failure()
+            self._errands.put(errand)
+        return future
+
+    def begin(self, listener: Listener[Any], start: Callable[[], Generation]) -> None:
+        """Start a generation that ``listener`` is told of, its failure to start included.
+
+        Raises:
+            EngineStopped: the thread has ended.
+        """
+
+        def fail(started: Future[None]) -> None:
+            if (error := started.exception()) is not None:
+                listener.fail(error)
+
+        self.call(self._begin, listener, start).add_done_callback(fail)
+
+    def abort(self, listener: Listener[Any]) -> None:
+        """End the generation of a listener that does not listen any more."""
+        with contextlib.suppress(EngineStopped):
+            self.call(self._abort, listener)
+
+    def wake(self) -> None:
+        """Let an idle thread look around. Safe in the garbage collector."""
+        self._errands.put(None)
+
+    def stop(self) -> None:
+        """End the thread after its current step; what is unfinished fails with EngineStopped."""
+        self._stopping = True
+        self.wake()
+        if threading.current_thread() is not self._thread:  # the garbage collector may be there
+            self._thread.join()
+
+    # ---- on the engine's thread -------------------------------------------------------------
+
+    def tell(self, generation: Generation | None) -> None:
+        """Tell the listener of a generation that it has changed."""
+        if generation is None or generation not in self._listeners:
+            return
+        self._listeners[generation].hear(generation)
+        if generation.finished:
+            del self._listeners[generation]
+
+    def _begin(self, listener: Listener[Any], start: Callable[[], Generation]) -> None:
+        self._listeners[start()] = listener
+
+    def _abort(self, listener: Listener[Any]) -> None:
+        for generation in [g for g, other in self._listeners.items() if other is listener]:
+            self.desk.abort(generation)
+            self.tell(generation)
+
+    def _serve(self) -> None:
+        try:
+            while not self._stopping:
+                self._run_errands()
+                for generation in self.desk.step():
+                    self.tell(generation)
+        except BaseException as error:
+            log.exception("the engine died")
+            self._cause = error
+        finally:
+            self._end()
+
+    def _run_errands(self) -> None:
+        """Run what has been handed in; wait for something if there is nothing else to do."""
+        while not self._errands.empty() or not (self.desk.has_work or self._stopping):
+            errand = self._errands.get()
+            if errand is not None:
+                errand()
+
+    def _end(self) -> None:
+        with self._gate:
+            self._ended = True
+        while not self._errands.empty():
+            errand = self._errands.get()
+            if errand is not None:
+                errand()
+        for listener in self._listeners.values():
+            listener.fail(self._failure())
+        self._listeners.clear()
+        try:
+            self.desk.clear()
+        except Exception:
+            log.exception("the engine could not be left in order")
+
+    def _failure(self) -> EngineStopped:
+        if self._cause is None:
+            return EngineStopped("the engine has been shut down", fix="Build a new one")
+        failure = EngineStopped("the engine died", repr(self._cause), "Build a new one")
+        failure.__cause__ = self._cause
+        return failure
