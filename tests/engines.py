@@ -23,10 +23,11 @@ def engine(
     pages: int = 64,
     page_size: int = 4,
     reuse: bool = True,
+    device: str = "cpu",
     **limits: Any,
 ) -> Engine:
-    """A float32 engine on the CPU."""
-    lm = loader.load(tiny(architecture), dtype="float32")
+    """A float32 engine."""
+    lm = loader.load(tiny(architecture), dtype="float32", device=device)
     storage = KvStorage(lm.layer_shapes, pages, page_size, lm.dtype, lm.device)
     settings = {"max_batch_size": 8, "max_num_tokens": 64, "max_length": 128, **limits}
     settings["max_length"] = min(settings["max_length"], pages * page_size)

@@ -60,6 +60,18 @@ def test_a_long_prompt_does_not_stall_running_answers() -> None:
     expect_empty(machine)
 
 
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+def test_a_sequence_holds_no_page_that_its_tokens_do_not_need(page_size: int) -> None:
+    machine = engine(page_size=page_size, pages=200, reuse=False)
+    sequences = [machine.add(prompt, GREEDY)[0] for prompt in PROMPTS]
+    while machine.has_work:
+        machine.step()
+        stored = sum(-(-sequence.num_computed // page_size) for sequence in sequences)
+        assert machine.pool.in_use == stored
+        assert all(sequence.num_uncomputed <= 1 for sequence in machine.scheduler.running)
+    expect_empty(machine)
+
+
 def test_samples_of_one_prompt_share_its_prefill() -> None:
     machine = engine(max_batch_size=16, pages=128)
     params = GREEDY.replace(n=16, temperature=1.0, seed=3)
