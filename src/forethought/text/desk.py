@@ -122,18 +122,17 @@ class Desk:
 
     def step(self) -> list[Generation]:
         """One step of the engine. Returns the generations that have got something from it."""
-        changed: dict[int, Generation] = {}
+        changed: dict[Generation, None] = {}  # as a set that keeps its order
         while self._abandoned:
-            if (generation := self.close(self._abandoned.popleft())) is not None:
-                changed[id(generation)] = generation
+            changed.update(dict.fromkeys(self.close(self._abandoned.popleft())))
         for event in self.engine.step():
             generation = self._generations.get(event.sequence.id)
             if generation is None:
                 continue  # a sibling that failed in this step took it along
-            changed[id(generation)] = generation
+            changed[generation] = None
             if generation.take(event):
                 self._finish(generation, event.sequence)
-        return list(changed.values())
+        return list(changed)
 
     def abort(self, generation: Generation) -> None:
         """End what goes on of a generation, now."""
@@ -142,19 +141,20 @@ class Desk:
             self.engine.abort(sequence)
         generation.abort()
 
-    def stop(self, sequence: Sequence) -> Generation | None:
+    def stop(self, sequence: Sequence) -> list[Generation]:
         """End the generation of a live sequence, if there is one, and return it."""
         generation = self._generations.get(sequence.id)
-        if generation is not None:
-            self.abort(generation)
-        return generation
+        if generation is None:
+            return []
+        self.abort(generation)
+        return [generation]
 
-    def close(self, sequence: Sequence) -> Generation | None:
+    def close(self, sequence: Sequence) -> list[Generation]:
         """Give back the pages of a live sequence; returns the generation that this ended."""
-        generation = self.stop(sequence)
+        ended = self.stop(sequence)
         self._live.discard(sequence)
         self.engine.close(sequence)
-        return generation
+        return ended
 
     def clear(self) -> None:
         """End every generation and close every live sequence."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 from forethought.errors import EngineStopped
 from forethought.text.desk import Desk
 from forethought.text.generation import Generation
-from forethought.text.listener import Listener
+from forethought.text.listener import Listener, deliver
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -97,13 +98,18 @@ class EngineThread:
 
     # ---- on the engine's thread -------------------------------------------------------------
 
-    def tell(self, generation: Generation | None) -> None:
-        """Tell the listener of a generation that it has changed."""
-        if generation is None or generation not in self._listeners:
-            return
-        self._listeners[generation].hear(generation)
-        if generation.finished:
-            del self._listeners[generation]
+    def tell(self, generations: Iterable[Generation]) -> None:
+        """Tell the listeners of generations that these have changed."""
+        letters = defaultdict(list)
+        for generation in generations:
+            if (listener := self._listeners.get(generation)) is None:
+                continue
+            if (letter := listener.hear(generation)) is not None:
+                letters[listener.loop].append(letter)
+            if generation.finished:
+                del self._listeners[generation]
+        for loop, written in letters.items():
+            deliver(loop, written)
 
     def _begin(self, listener: Listener[Any], start: Callable[[], Generation]) -> None:
         self._listeners[start()] = listener
@@ -111,14 +117,13 @@ class EngineThread:
     def _abort(self, listener: Listener[Any]) -> None:
         for generation in [g for g, other in self._listeners.items() if other is listener]:
             self.desk.abort(generation)
-            self.tell(generation)
+            self.tell([generation])
 
     def _serve(self) -> None:
         try:
             while not self._stopping:
                 self._run_errands()
-                for generation in self.desk.step():
-                    self.tell(generation)
+                self.tell(self.desk.step())
         except BaseException as error:
             log.exception("the engine died")
             self._cause = error

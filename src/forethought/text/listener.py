@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from forethought.text.generation import Generation
 
 Output = TypeVar("Output")
+Letter = Callable[[], None]
+"""Something for a client to learn, to be called on its loop."""
 
 
 class Listener(Generic[Output]):
@@ -26,7 +29,7 @@ class Listener(Generic[Output]):
     """
 
     def __init__(self, read: Callable[[Generation], Output]) -> None:
-        self._read, self._loop = read, asyncio.get_running_loop()
+        self._read, self.loop = read, asyncio.get_running_loop()
         self._wants_more = False
         """Set by the client, cleared by the engine's thread."""
         self._newest: Output | None = None
@@ -37,26 +40,22 @@ class Listener(Generic[Output]):
 
     # ---- on the engine's thread -------------------------------------------------------------
 
-    def hear(self, generation: Generation) -> None:
-        """A step gave the generation something, or it is finished."""
-        if generation.failure is not None:
-            self.fail(generation.failure)
-        elif generation.finished or self._wants_more:
-            self._wants_more = False
-            try:
-                output = self._read(generation)
-            except Exception as error:  # is this client's misfortune, and nobody else's
-                self.fail(error)
-            else:
-                self._post(output, None, generation.finished)
+    def hear(self, generation: Generation) -> Letter | None:
+        """What the client wants to know after a step gave the generation something or ended it."""
+        failure: Exception | None = generation.failure
+        if failure is None and not generation.finished and not self._wants_more:
+            return None
+        self._wants_more = False
+        try:
+            output = None if failure else self._read(generation)
+        except Exception as error:  # is this client's misfortune, and nobody else's
+            output, failure = None, error
+        ended = generation.finished or failure is not None
+        return functools.partial(self._receive, output, failure, ended)
 
     def fail(self, failure: BaseException) -> None:
         """Nothing more will come, and this is why."""
-        self._post(None, failure, True)
-
-    def _post(self, output: Output | None, failure: BaseException | None, ended: bool) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed, its client gone
-            self._loop.call_soon_threadsafe(self._receive, output, failure, ended)
+        deliver(self.loop, [functools.partial(self._receive, None, failure, True)])
 
     # ---- on the client's loop ---------------------------------------------------------------
 
@@ -93,5 +92,16 @@ class Listener(Generic[Output]):
         return self._newest
 
     async def _wait(self) -> None:
-        self._waiter = self._loop.create_future()
+        self._waiter = self.loop.create_future()
         await self._waiter
+
+
+def deliver(loop: asyncio.AbstractEventLoop, letters: list[Letter]) -> None:
+    """Have letters opened on their loop, which is woken up once."""
+    with contextlib.suppress(RuntimeError):  # the loop is closed, its clients gone
+        loop.call_soon_threadsafe(_open, letters)
+
+
+def _open(letters: list[Letter]) -> None:
+    for letter in letters:
+        letter()
