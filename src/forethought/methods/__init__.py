@@ -1,0 +1,160 @@
+"""Inference-time methods: one controller per file, found through a table of names.
+
+A method is created by name, ``create("dynasor", certainty_threshold=2)``; one inside another is
+given by name too, ``create("majority_vote", generation_controller="dynasor")``, or as a mapping
+with its settings, or as a controller. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from forethought.errors import ParameterError
+from forethought.registry import Registry
+
+if TYPE_CHECKING:
+    from forethought.methods.best_of_n import BestOfNController
+    from forethought.methods.dynasor import DynasorGenerationController
+    from forethought.methods.majority_vote import MajorityVoteController
+    from forethought.scaffolding.controller import Controller
+
+_REGISTRY = Registry(
+    "method",
+    {
+        "plain": "forethought.scaffolding.controller:NativeGenerationController",
+        "dynasor": "forethought.methods.dynasor:DynasorGenerationController",
+        "majority_vote": "forethought.methods.majority_vote:MajorityVoteController",
+        "best_of_n": "forethought.methods.best_of_n:BestOfNController",
+    },
+)
+_NESTED = ("generation_controller", "reward_controller")
+"""Parameters that are controllers."""
+
+_HOMES = {
+    "BestOfNController": "best_of_n",
+    "DynasorGenerationController": "dynasor",
+    "MajorityVoteController": "majority_vote",
+}
+
+__all__ = [
+    "BestOfNController",
+    "DynasorGenerationController",
+    "MajorityVoteController",
+    "Method",
+    "create",
+    "describe",
+    "names",
+    "worker_tags",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """What there is to know about a method before using it."""
+
+    name: str
+    description: str
+    """One line."""
+    parameters: Mapping[str, Any]
+    """Name -> default; ``REQUIRED`` where there is none."""
+
+    REQUIRED = inspect.Parameter.empty
+
+
+def names() -> list[str]:
+    """The names of all methods, those of plug-ins included."""
+    return _REGISTRY.names()
+
+
+def describe(name: str) -> Method:
+    """What a method does and how it can be set.
+
+    Raises:
+        UnknownNameError: there is no such method.
+    """
+    method = _REGISTRY.resolve(name)
+    first_line = (inspect.getdoc(method) or "").partition("\n")[0]
+    return Method(name, first_line, _parameters(method))
+
+
+def create(spec: str | Controller, **settings: Any) -> Controller:
+    """A controller.
+
+    Args:
+        spec: the name of a method, ``"module:Class"`` of one's own, or a controller as it is.
+        **settings: parameters of its class; ``generation_controller`` may be a name, or a mapping
+            of ``method`` and its settings.
+
+    Raises:
+        UnknownNameError: there is no such method.
+        ParameterError: a setting that the method does not have, or one that is missing.
+    """
+    method = _REGISTRY.resolve(spec)
+    if not callable(method):
+        if settings:
+            raise ParameterError.unknown("a finished controller", settings, ())
+        controller: Controller = method
+        return controller
+    allowed = _parameters(method)
+    unknown = settings.keys() - allowed.keys()
+    if unknown:
+        raise ParameterError.unknown(f"method {spec!r}", unknown, allowed)
+    given = {**settings}
+    if "generation_controller" in allowed:
+        given.setdefault("generation_controller", allowed["generation_controller"])
+    for name in _NESTED:
+        if name in given:
+            given[name] = _nested(given[name])
+    missing = [n for n, default in allowed.items() if default is Method.REQUIRED and n not in given]
+    if missing:
+        raise ParameterError(
+            f"method {spec!r} needs {missing[0]!r}", "it has no default", f"Set {missing[0]}=..."
+        )
+    created: Controller = method(**given)
+    return created
+
+
+def worker_tags(controller: Controller) -> list[Any]:
+    """The worker tags of a controller and of those inside it.
+
+    ``ScaffoldingLlm(controller, dict.fromkeys(worker_tags(controller), worker))`` gives all tasks
+    to one worker.
+    """
+    from forethought.scaffolding.controller import Controller
+
+    tags = list(type(controller).WorkerTag)
+    for value in vars(controller).values():
+        if isinstance(value, Controller):
+            tags += worker_tags(value)
+    return tags
+
+
+def _nested(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        settings = dict(value)
+        return create(settings.pop("method", "plain"), **settings)
+    return create(value)
+
+
+def _parameters(method: Any) -> dict[str, Any]:
+    signature = inspect.signature(method)
+    found = {name: parameter.default for name, parameter in signature.parameters.items()}
+    if "generation_controller" in found:
+        found["generation_controller"] = "plain"
+    return found
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,99 @@
+"""Best of N: sample several answers, have each judged, return the one with the highest score."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from forethought.errors import ParameterError
+from forethought.scaffolding.controller import Controller
+from forethought.scaffolding.parallel import ParallelProcess, Process
+from forethought.scaffolding.task import GenerationTask
+
+
+class BestOfNController(Controller):
+    """Runs a controller several times and returns the sample that a reward controller likes best.
+
+    ``customized_result_fields["best_of_n"]`` holds the ``scores`` and the winner's ``index``.
+
+    Args:
+        generation_controller: cloned for each sample.
+        reward_controller: its ``process`` judges the samples' tasks and leaves ``scores``.
+        default_sample_num: samples, unless ``process`` is told otherwise.
+
+    Raises:
+        ParameterError: fewer than one sample.
+    """
+
+    def __init__(
+        self,
+        generation_controller: Controller,
+        reward_controller: Controller,
+        default_sample_num: int = 4,
+    ) -> None:
+        super().__init__()
+        self.generation_controller = generation_controller
+        self.reward_controller = reward_controller
+        self.default_sample_num = _at_least_one(default_sample_num)
+
+    def process(
+        self,
+        tasks: Sequence[GenerationTask],
+        sample_num: int | None = None,
+        generation_kwargs: Mapping[str, Any] | None = None,
+        reward_kwargs: Mapping[str, Any] | None = None,
+        select_best_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Process:
+        """Sample, judge, and leave the winner's results on the task.
+
+        Args:
+            tasks: exactly one; copied for each sample.
+            sample_num: samples; None: ``default_sample_num``.
+            generation_kwargs: keyword arguments of the samples' ``process``.
+            reward_kwargs: keyword arguments of the reward controller's ``process``.
+            select_best_kwargs: keyword arguments of ``select_best``.
+            **kwargs: as ``generation_kwargs``.
+
+        Raises:
+            ParameterError: not exactly one task.
+        """
+        if len(tasks) != 1:
+            raise ParameterError("best of N takes one task", f"got {len(tasks)}", "Give them apart")
+        task = tasks[0]
+        count = self.default_sample_num if sample_num is None else _at_least_one(sample_num)
+        samples = [task.copy() for _ in range(count)]
+        for number, sample in enumerate(samples):
+            if sample.seed is not None:
+                sample.seed += number  # or all samples would be the same
+        controllers = [self.generation_controller.clone() for _ in samples]
+        options = [{**kwargs, **(generation_kwargs or {})}] * count
+        yield ParallelProcess(controllers, [[sample] for sample in samples], options)
+        yield from self.reward_controller.process(samples, **(reward_kwargs or {}))
+        scores: Any = getattr(self.reward_controller, "scores", None)
+        best, index = self.select_best(samples, scores, **(select_best_kwargs or {}))
+        task.result, task.samples = best.result, []
+        task.request_handle = best.request_handle
+        task.customized_result_fields["best_of_n"] = {"scores": list(scores), "index": index}
+
+    def select_best(
+        self, tasks: Sequence[GenerationTask], reward_values: Sequence[float], **kwargs: Any
+    ) -> tuple[GenerationTask, int]:
+        """Choose among the samples; the first of those with the highest score.
+
+        Args:
+            tasks: the samples.
+            reward_values: their scores.
+            **kwargs: ``select_best_kwargs``.
+
+        Returns:
+            The chosen task and its number.
+        """
+        index = max(range(len(tasks)), key=lambda number: reward_values[number])
+        return tasks[index], index
+
+
+def _at_least_one(samples: int) -> int:
+    if samples < 1:
+        raise ParameterError("invalid number of samples", f"got {samples}", "Ask for at least 1")
+    return samples

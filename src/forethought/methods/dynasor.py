@@ -1,0 +1,290 @@
+"""Dynasor-CoT: stop thinking once the answer does not change any more.
+
+While the main chain goes on, forks of it are asked for the answer every few tokens. As soon as
+several such probes in a row agree, the main chain is ended at the last one's fork point and the
+answer is put behind it. Nothing is trained, and the main chain never notices the probes.
+
+Paper: Fu et al., "Reasoning Without Self-Doubt: More Efficient Chain-of-Thought Through Certainty
+Probing", 2025. The texts and defaults are those of TensorRT-LLM's blog on scaffolding.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections import deque
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from forethought.errors import DependencyError, ParameterError, UnknownNameError
+from forethought.methods.probes import Agreement, Probe
+from forethought.scaffolding import sampling
+from forethought.scaffolding.controller import Controller
+from forethought.scaffolding.equivalence import Equivalence, MathEquivalence
+from forethought.scaffolding.output import Delta
+from forethought.scaffolding.parallel import AsCompleted, ParallelProcess, Process
+from forethought.scaffolding.task import ComputeTask, GenerationTask, StreamGenerationTask
+
+EFFORT = {"mild": (8, 64), "low": (5, 64), "mid": (3, 64), "high": (2, 64), "crazy": (2, 32)}
+"""How hard to save tokens, as Dynasor names it: (certainty_threshold, chunk_size)."""
+
+UNCERTAIN_WORDS = ("wait", "hold", "but", "okay", "no", "hmm")
+
+PROBE_SUFFIX = (
+    "... Oh, I suddenly got the answer to the whole problem, **Final Answer**\n\n\\[ \\boxed{"
+)
+ANSWER_SUFFIX = (
+    "\n\n... Oh, I have got the answer to the whole problem\n**Final Answer:**\n\\[\n \\boxed{"
+)
+ANSWER_SUFFIX_WITH_MARKER = (
+    "\n\n...</think>\n Oh, I have got the answer to the whole problem\n"
+    "**Final Answer:**\n\\[\n \\boxed{"
+)
+ANSWER_END = "}\n\\]"
+THINK_END = "</think>"
+
+_PROBE_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
+
+
+class DynasorGenerationController(Controller):
+    r"""Generates with Dynasor-CoT.
+
+    Sampling fields that a task sets win over the settings here; ``max_tokens`` counts the tokens
+    that the main chain generates. The output is the main chain up to the last agreeing probe and
+    the answer in a ``\boxed{}`` behind it, or all of the main chain if that ends by itself first.
+
+    ``output_tokens`` are the tokens of the main chain that were kept, exactly. The answer behind
+    them is written, not generated: its tokens are there only if ``generation_dir`` names a
+    tokenizer. ``customized_result_fields["dynasor"]`` tells what happened.
+
+    Args:
+        generation_dir: directory of the model's tokenizer, for the tokens of the written answer.
+        max_tokens: most tokens of the main chain.
+        certainty_threshold: probes in a row that have to agree.
+        chunk_size: tokens of the main chain from one probe to the next.
+        streaming: stream the output, each token as soon as it is certain to be a part of it.
+        effort: a name in ``EFFORT`` instead of ``certainty_threshold`` and ``chunk_size``.
+        probe_length: most tokens of a probe.
+        temperature: of main chain and probes.
+        top_p: of main chain and probes.
+        uncertain_words: a probe that says one of them does not count.
+        equivalence: decides which answers agree; mathematical equality by default.
+
+    Raises:
+        ParameterError: a number is below 1, or ``effort`` stands beside numbers of one's own.
+        UnknownNameError: there is no such effort.
+    """
+
+    class WorkerTag(Enum):
+        """The worker that generates."""
+
+        GENERATION = "generation_with_dynasor_cot"
+
+    def __init__(
+        self,
+        generation_dir: str | Path | None = None,
+        max_tokens: int = 8192,
+        certainty_threshold: int = 3,
+        chunk_size: int = 64,
+        streaming: bool = False,
+        *,
+        effort: str | None = None,
+        probe_length: int = 20,
+        temperature: float = 0.6,
+        top_p: float = 0.95,
+        uncertain_words: Sequence[str] = UNCERTAIN_WORDS,
+        equivalence: Equivalence | None = None,
+    ) -> None:
+        super().__init__()
+        self.max_tokens, self.probe_length = max_tokens, probe_length
+        self.certainty_threshold, self.chunk_size = certainty_threshold, chunk_size
+        if effort is not None:
+            self._set_effort(effort)
+        for name in ("max_tokens", "certainty_threshold", "chunk_size", "probe_length"):
+            if getattr(self, name) < 1:
+                raise ParameterError(
+                    f"invalid {name}", f"got {getattr(self, name)}", "It must be at least 1"
+                )
+        self.streaming, self.generation_dir = streaming, generation_dir
+        self.sampling_params = {
+            "temperature": temperature,
+            "top_p": top_p,
+            "max_tokens": max_tokens,
+        }
+        self.uncertain_words = tuple(uncertain_words)
+        self.equivalence: Equivalence = equivalence or MathEquivalence()
+        self._tokenizer = None if generation_dir is None else _Tokenizer(generation_dir)
+
+    def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
+        """Solve the tasks side by side."""
+        if len(tasks) == 1:
+            yield from self._solve(tasks[0])
+        else:
+            each = [[task] for task in tasks]
+            yield ParallelProcess([self] * len(each), each, [kwargs] * len(each))
+
+    def _solve(self, task: GenerationTask) -> Process:
+        sampling.refuse(task, ["n"], "Dynasor", "Put it under majority_vote for several samples")
+        sampling.fill(task, self.sampling_params)
+        main = self._main_chain(task)
+        agreement = Agreement(self.certainty_threshold, self.uncertain_words, self.equivalence)
+        probes: deque[Probe] = deque()
+        told = _Told()
+        forked_at, agreed = 0, None
+        with AsCompleted([main]) as running:
+            while agreed is None:
+                done = yield running
+                if done is not main:
+                    self._hear(probes, done, running)
+                elif main.end_flag:
+                    break
+                else:
+                    running.add(main)
+                    if main.num_generated - forked_at >= self.chunk_size:
+                        forked_at = main.num_generated
+                        probes.append(self._probe(task, main))
+                        running.add(probes[-1].task)
+                agreed = yield from self._judge(probes, agreement)
+                if self.streaming and agreed is None:
+                    yield from told.tell(main, _certain(main, probes, agreement))
+        yield from self._finish(task, main, agreement, agreed)
+        if self.streaming:
+            yield from told.tell(task, (task.output_str or "", task.num_generated))
+
+    # ---- the main chain and its probes ----------------------------------------------------------
+
+    def _main_chain(self, task: GenerationTask) -> StreamGenerationTask:
+        """The task as a stream that comes back at every chunk; token by token to be streamed."""
+        step = 1 if self.streaming else self.chunk_size
+        main = StreamGenerationTask.create_from_generation_task(task, step)
+        main.worker_tag, main.streaming_output_flag = self.WorkerTag.GENERATION, False
+        main.on_failure = "raise"
+        return main
+
+    def _probe(self, task: GenerationTask, main: StreamGenerationTask) -> Probe:
+        fields = {name: getattr(task, name) for name in _PROBE_SAMPLING}
+        return Probe(main, PROBE_SUFFIX, self.probe_length, fields)
+
+    def _hear(self, probes: deque[Probe], done: Any, running: AsCompleted) -> None:
+        probe = next(probe for probe in probes if probe.task is done)
+        probe.hear()
+        if probe.answer is None:
+            running.add(probe.task)
+
+    def _judge(self, probes: deque[Probe], agreement: Agreement) -> Process:
+        """Judge the probes that have answered, in the order of their forks.
+
+        Returns:
+            The probe with which enough of them agree; None if there is none yet.
+        """
+        while probes and probes[0].answer is not None:
+            probe = probes.popleft()
+            yield from agreement.judge(probe.answer or "")
+            if agreement.reached:
+                return probe
+        return None
+
+    # ---- the output -----------------------------------------------------------------------------
+
+    def _finish(
+        self,
+        task: GenerationTask,
+        main: StreamGenerationTask,
+        agreement: Agreement,
+        agreed: Probe | None,
+    ) -> Process:
+        """Leave the output on the task."""
+        task.result = main.result
+        kept = main.num_generated
+        if agreed is not None:
+            kept = agreed.kept_tokens
+            written = self._written(task, agreed, agreement.answers[-1])
+            task.output_str = agreed.kept_text + written
+            task.finish_reason, task.stop_reason = "stop", None
+            if main.output_tokens is not None:
+                task.output_tokens = main.output_tokens[:kept]
+                if self._tokenizer is not None:
+                    encoding = ComputeTask(self._tokenizer.encode, written)
+                    yield [encoding]
+                    task.output_tokens += encoding.result
+            task.logprobs = main.logprobs and main.logprobs[:kept]
+            task.cumulative_logprob = None
+        task.customized_result_fields["dynasor"] = {
+            "early_exit": agreed is not None,
+            "answers": agreement.answers,
+            "kept_tokens": kept,
+        }
+
+    def _written(self, task: GenerationTask, agreed: Probe, answer: str) -> str:
+        thought = THINK_END in (task.input_str or "") + agreed.kept_text
+        suffix = ANSWER_SUFFIX if thought else ANSWER_SUFFIX_WITH_MARKER
+        return suffix + answer + ANSWER_END
+
+    def _set_effort(self, effort: str) -> None:
+        if effort not in EFFORT:
+            raise UnknownNameError("effort", effort, EFFORT)
+        if (self.certainty_threshold, self.chunk_size) not in ((3, 64), EFFORT[effort]):
+            raise ParameterError(
+                f"effort {effort!r} contradicts other settings",
+                "certainty_threshold or chunk_size is given as well",
+                "Give either effort or the two numbers",
+            )
+        self.certainty_threshold, self.chunk_size = EFFORT[effort]
+
+
+def _certain(
+    main: StreamGenerationTask, probes: Sequence[Probe], agreement: Agreement
+) -> tuple[str, int]:
+    """How much of the main chain, in text and tokens, no probe under way can cut off.
+
+    The next probes can end the chain at the one that completes a run, at the earliest.
+    """
+    missing = agreement.needed - agreement.count
+    if len(probes) >= missing:
+        earliest = probes[missing - 1]
+        return earliest.kept_text, earliest.kept_tokens
+    return main.output_str or "", main.num_generated
+
+
+class _Told:
+    """How much of the output has been streamed."""
+
+    def __init__(self) -> None:
+        self._characters = self._tokens = 0
+
+    def tell(self, task: GenerationTask, until: tuple[str, int]) -> Process:
+        """Stream what is new in the task's output, up to a text and a number of tokens."""
+        text, count = until
+        tokens = (task.output_tokens or [])[self._tokens : count]
+        new = text[self._characters :]
+        self._characters, self._tokens = len(text), max(count, self._tokens)
+        if new or tokens:
+            yield Delta(new, tuple(tokens), "dynasor")
+
+
+class _Tokenizer:
+    """The tokenizer in a directory, loaded when it is first needed; shared by all clones."""
+
+    def __init__(self, directory: str | Path) -> None:
+        self._directory, self._lock = directory, threading.Lock()
+        self._hf: Any = None
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text that continues another one. Slow the first time.
+
+        Raises:
+            DependencyError: transformers is not installed.
+        """
+        with self._lock:
+            if self._hf is None:
+                try:
+                    transformers = importlib.import_module("transformers")
+                except ImportError as error:
+                    raise DependencyError.missing(
+                        "transformers", "reading generation_dir", "local"
+                    ) from error
+                self._hf = transformers.AutoTokenizer.from_pretrained(self._directory)
+            ids: list[int] = self._hf.encode(text, add_special_tokens=False)
+            return ids

@@ -1,0 +1,169 @@
+"""Majority vote, also known as self-consistency: sample several answers, return the commonest.
+
+Answers are pooled by what they mean. Sampling stops as soon as no sample still under way can change
+the winner.
+
+Paper: Wang et al., "Self-Consistency Improves Chain of Thought Reasoning in Language Models", 2022.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from forethought.errors import BudgetExceeded, ParameterError
+from forethought.scaffolding.answers import AnswerPool, extract_answer_from_boxed
+from forethought.scaffolding.controller import Controller
+from forethought.scaffolding.equivalence import Equivalence, MathEquivalence
+from forethought.scaffolding.parallel import AsCompleted, Branch, Process
+from forethought.scaffolding.task import ComputeTask, GenerationTask
+
+Candidates = list[list[GenerationTask]]
+
+
+class MajorityVoteController(Controller):
+    """Runs a controller several times and returns the sample with the commonest answer.
+
+    A tie goes to the answer of the sample with the lowest number. The output is the text and the
+    tokens of the winning answer's first sample, of those that ran to their end.
+    ``customized_result_fields["majority_vote"]`` holds the ``answer``, the number of ``samples``
+    and how many of them ``finished``.
+
+    To vote differently override ``majority_vote``; sampling then never stops early.
+
+    Args:
+        generation_controller: cloned for each sample.
+        default_sample_num: samples, unless ``process`` is told otherwise.
+        early_stop: end the samples under way once they cannot change the winning answer; the
+            answer is the same as without.
+        extract_answer: finds the answer in a text; None: the sample does not vote.
+        equivalence: decides which answers mean the same; mathematical equality by default.
+        on_failure: ``"raise"`` fails if a sample does; ``"drop"`` votes without it.
+
+    Raises:
+        ParameterError: fewer than one sample.
+    """
+
+    def __init__(
+        self,
+        generation_controller: Controller,
+        default_sample_num: int = 1,
+        early_stop: bool = True,
+        *,
+        extract_answer: Callable[[str], str | None] = extract_answer_from_boxed,
+        equivalence: Equivalence | None = None,
+        on_failure: Literal["raise", "drop"] = "raise",
+    ) -> None:
+        super().__init__()
+        self.generation_controller, self.early_stop = generation_controller, early_stop
+        self.default_sample_num = _at_least_one(default_sample_num)
+        self.extract_answer, self.on_failure = extract_answer, on_failure
+        self.equivalence: Equivalence = equivalence or MathEquivalence()
+
+    def process(
+        self,
+        tasks: Sequence[GenerationTask],
+        sample_num: int | None = None,
+        generation_kwargs: Mapping[str, Any] | None = None,
+        majority_vote_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Process:
+        """Sample, vote, and leave the winner's results on ``tasks[0]``.
+
+        Args:
+            tasks: copied for each sample.
+            sample_num: samples; None: ``default_sample_num``.
+            generation_kwargs: keyword arguments of the samples' ``process``.
+            majority_vote_kwargs: keyword arguments of ``majority_vote``.
+            **kwargs: as ``generation_kwargs``.
+        """
+        count = self.default_sample_num if sample_num is None else _at_least_one(sample_num)
+        options = {**kwargs, **(generation_kwargs or {})}
+        branches = [self._sample(tasks, number, options) for number in range(count)]
+        ended = yield from self._run(branches)
+        voters = [branch for branch in branches if branch in ended and branch.error is None]
+        if not voters:
+            raise ended[0].error or BudgetExceeded("no sample was finished")
+        candidates = [list(branch.tasks) for branch in voters]
+        vote = ComputeTask(self.majority_vote, candidates, **(majority_vote_kwargs or {}))
+        yield [vote]
+        index, answer = vote.result
+        winner, task = candidates[index][0], tasks[0]
+        task.result, task.samples = winner.result, []
+        task.request_handle = winner.request_handle
+        task.customized_result_fields["majority_vote"] = {
+            "answer": answer,
+            "samples": count,
+            "finished": len(voters),
+        }
+
+    def majority_vote(self, candidates_tasks: Candidates, **kwargs: Any) -> tuple[int, str | None]:
+        """Choose among finished samples. Runs in a thread, so it may take its time.
+
+        Args:
+            candidates_tasks: the tasks of each sample, in the order of their numbers.
+            **kwargs: ``majority_vote_kwargs``.
+
+        Returns:
+            Number of the winner among them, and the answer; ``(0, None)`` if none has an answer.
+        """
+        pool = AnswerPool(self.equivalence)
+        for number, tasks in enumerate(candidates_tasks):
+            answer = self._answer(tasks)
+            if answer is not None:
+                pool.add(number, answer)
+        return (0, None) if pool.winner is None else (pool.winner.first, pool.winner.answer)
+
+    def _run(self, branches: list[Branch]) -> Process:
+        """Run the samples until all are done, or those under way do not matter any more.
+
+        Returns:
+            Those that have ended.
+        """
+        numbers = {id(branch): number for number, branch in enumerate(branches)}
+        overridden = type(self).majority_vote is not MajorityVoteController.majority_vote
+        stoppable = self.early_stop and not overridden
+        pool, ended = AnswerPool(self.equivalence), list[Branch]()
+        with AsCompleted(branches) as running:
+            while running:
+                try:
+                    branch = yield running
+                except BudgetExceeded:
+                    if not ended:
+                        raise
+                    break  # vote with what there is
+                ended.append(branch)
+                if stoppable:
+                    yield from self._count(pool, numbers.pop(id(branch)), branch)
+                    if pool.decided(numbers.values()):
+                        break
+        return ended
+
+    def _count(self, pool: AnswerPool, number: int, branch: Branch) -> Process:
+        answer = None if branch.error is not None else self._answer(branch.tasks)
+        if answer is None:
+            return
+        if pool.quick(answer):
+            pool.add(number, answer)
+        else:
+            yield [ComputeTask(pool.add, number, answer)]
+
+    def _answer(self, tasks: Sequence[Any]) -> str | None:
+        text = tasks[0].output_str
+        return None if text is None else self.extract_answer(text)
+
+    def _sample(
+        self, tasks: Sequence[GenerationTask], number: int, options: Mapping[str, Any]
+    ) -> Branch:
+        copies = [task.copy() for task in tasks]
+        for task in copies:
+            if getattr(task, "seed", None) is not None:
+                task.seed = (task.seed or 0) + number  # or all samples would be the same
+        controller = self.generation_controller.clone()
+        return Branch(controller, copies, options, self.on_failure)
+
+
+def _at_least_one(samples: int) -> int:
+    if samples < 1:
+        raise ParameterError("invalid number of samples", f"got {samples}", "Ask for at least 1")
+    return samples

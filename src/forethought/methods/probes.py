@@ -1,0 +1,125 @@
+"""Probes: forks of a chain of thought that are asked for the answer, and when they agree.
+
+Knows nothing about the chain's own fate.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from forethought.scaffolding.answers import unpaired_brace
+from forethought.scaffolding.equivalence import Equivalence
+from forethought.scaffolding.parallel import Process
+from forethought.scaffolding.task import ComputeTask, GenerationTask
+
+_logger = logging.getLogger(__name__)
+
+_CLOSE = "}"
+
+
+class Probe:
+    r"""A fork whose prompt ends in ``\boxed{``: what it says up to the closing brace is its answer.
+
+    Its task stops at every ``}``. If that one closes a brace of the answer itself, the probe goes
+    on with another task, until ``length`` tokens are spent.
+
+    Args:
+        main: the chain; forked where it is now.
+        suffix: the question.
+        length: most tokens of the answer.
+        fields: sampling fields.
+
+    Attributes:
+        task: to be executed; after ``hear`` it may be another one.
+        kept_text: the chain's text at the fork.
+        kept_tokens: the chain's tokens at the fork.
+        answer: ``""`` if it has said nothing of use; None while it is under way.
+    """
+
+    def __init__(
+        self, main: GenerationTask, suffix: str, length: int, fields: dict[str, Any]
+    ) -> None:
+        self.kept_text, self.kept_tokens = main.output_str or "", main.num_generated
+        self.answer: str | None = None
+        self._said, self._left, self._fields = "", length, fields
+        self.task = self._ask(main, suffix)
+
+    def hear(self) -> None:
+        """The task is done: either there is an answer now, or there is a further task."""
+        task = self.task
+        if task.error is not None:
+            _logger.warning("a probe failed, and counts as one without an answer: %s", task.error)
+        said = self._said + (task.output_str or "")
+        self._left -= task.num_generated
+        if task.error is not None or task.stop_reason != _CLOSE:
+            self.answer = ""
+        elif unpaired_brace(said + _CLOSE) is not None:
+            self.answer = said.strip()
+        elif self._left < 1:
+            self.answer = ""
+        else:
+            self._said = said + _CLOSE
+            self.task = self._ask(task, _CLOSE)
+
+    def _ask(self, task: GenerationTask, suffix: str) -> GenerationTask:
+        return task.fork(
+            suffix,
+            GenerationTask,
+            max_tokens=self._left,
+            stop=[_CLOSE],
+            on_failure="drop",
+            **self._fields,
+        )
+
+
+class Agreement:
+    """How many answers in a row mean the same.
+
+    Args:
+        needed: answers in a row that settle it.
+        uncertain_words: an answer that has one of them, as a word, does not count.
+        equivalence: decides which answers mean the same.
+
+    Attributes:
+        answers: all judged so far, in order.
+        count: length of the present run.
+    """
+
+    def __init__(
+        self, needed: int, uncertain_words: Sequence[str], equivalence: Equivalence
+    ) -> None:
+        self.needed, self.count, self.answers = needed, 0, list[str]()
+        self._equivalence = equivalence
+        words = "|".join(re.escape(word.lower()) for word in uncertain_words)
+        self._uncertain = re.compile(rf"\b(?:{words})\b") if words else None
+
+    @property
+    def reached(self) -> bool:
+        """Whether the run is long enough."""
+        return self.count >= self.needed
+
+    def judge(self, answer: str) -> Process:
+        """Take in the next answer; a controller's generator, as comparing may take a while."""
+        last = self.answers[-1] if self.answers else ""
+        self.answers.append(answer)
+        if not self._counts(answer):
+            self.count = 0
+        elif self.count and (yield from self._same(last, answer)):
+            self.count += 1
+        else:
+            self.count = 1
+
+    def _counts(self, answer: str) -> bool:
+        uncertain = self._uncertain is not None and self._uncertain.search(answer.lower())
+        return bool(answer) and not uncertain
+
+    def _same(self, one: str, other: str) -> Process:
+        verdict = self._equivalence.quick(one, other)
+        if verdict is None:
+            comparison = ComputeTask(self._equivalence, one, other)
+            yield [comparison]
+            verdict = bool(comparison.result)
+        return verdict
