@@ -1,0 +1,184 @@
+"""One streamed answer of an OpenAI-compatible server, as far as it has come.
+
+Knows the shape of completion and chat chunks, and nothing about tasks or requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from forethought.outputs import Logprob, TokenLogprobs
+
+_ID_PREFIX = "token_id:"
+
+
+@dataclass
+class Choice:
+    """One of the ``n`` answers."""
+
+    text: str = ""
+    count: int = 0
+    """Tokens: exact with log-probabilities, else one per piece of text."""
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Ids are negative (-1 the chosen token) where the server does not tell them."""
+    reasoning: str = ""
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Exchange:
+    """Reads the chunks of one answer.
+
+    Args:
+        chunks: makes the iterator of chunks; leaving it closes the connection.
+        stops: the stop strings asked for.
+        hear: called with each new piece: number of the choice, text, tokens.
+
+    Attributes:
+        choices: by number.
+        usage: the server's own count, once it has sent it.
+        ended: the answer is complete, has failed or was cancelled.
+    """
+
+    def __init__(
+        self,
+        chunks: Callable[[], AsyncGenerator[Any, None]],
+        stops: Sequence[str],
+        hear: Callable[[int, str, int], None],
+    ) -> None:
+        self._chunks, self._stops, self._hear = chunks, stops, hear
+        self.choices: dict[int, Choice] = {0: Choice()}
+        self.usage: Any = None
+        self.request_id: str | None = None
+        self.ended = False
+        self._news = asyncio.Event()
+        self._reading: asyncio.Task[None] | None = None
+
+    async def read(self) -> None:
+        """Read to the end."""
+        try:
+            async with aclosing(self._chunks()) as chunks:
+                async for chunk in chunks:
+                    self._take(chunk)
+                    self._news.set()
+        finally:
+            self.ended = True
+            self._news.set()
+
+    def begin(self) -> None:
+        """Read to the end in the background."""
+        self._reading = asyncio.create_task(self.read())
+
+    async def reach(self, count: int) -> None:
+        """Wait until the first choice has ``count`` tokens, or for the end.
+
+        Raises what went wrong.
+        """
+        while not self.ended and self.choices[0].count < count:
+            self._news.clear()
+            await self._news.wait()
+        if self.ended and self._reading is not None:
+            await self._reading
+
+    async def cancel(self) -> None:
+        """End the answer here and close the connection."""
+        if self._reading is not None and not self._reading.done():
+            self._reading.cancel()
+            await asyncio.wait([self._reading])
+        self.ended = True
+        for choice in self.choices.values():
+            choice.finish_reason = choice.finish_reason or "abort"
+
+    def _take(self, chunk: Any) -> None:
+        self.request_id = getattr(chunk, "id", None) or self.request_id
+        self.usage = getattr(chunk, "usage", None) or self.usage
+        for piece in chunk.choices:
+            choice = self.choices.setdefault(piece.index, Choice())
+            delta = getattr(piece, "delta", None) or getattr(piece, "message", None)
+            if delta is None:
+                text, scores = piece.text or "", _completion_logprobs(piece.logprobs)
+            else:
+                text, scores = delta.content or "", _chat_logprobs(piece.logprobs)
+                thought = _thought(delta)
+                choice.reasoning += thought
+                _add_tool_calls(choice.tool_calls, getattr(delta, "tool_calls", None) or ())
+            choice.text += text
+            choice.logprobs += scores
+            new = len(scores) or int(bool(text or (delta is not None and thought)))
+            choice.count += new
+            if piece.finish_reason is not None:
+                choice.finish_reason = piece.finish_reason
+                choice.stop_reason = self._stop_reason(piece)
+            self._hear(piece.index, text, new)
+
+    def _stop_reason(self, piece: Any) -> int | str | None:
+        """What the server says; else the one stop string there is, as most servers do not tell."""
+        told = getattr(piece, "model_extra", None) or {}
+        if "stop_reason" in told:
+            reason: int | str | None = told["stop_reason"]
+            return reason
+        return self._stops[0] if piece.finish_reason == "stop" and len(self._stops) == 1 else None
+
+
+def _thought(delta: Any) -> str:
+    """What a reasoning model thinks, under the names that servers have for it."""
+    for name in ("reasoning_content", "reasoning"):
+        thought = getattr(delta, name, None)
+        if thought:
+            return str(thought)
+    return ""
+
+
+def _add_tool_calls(calls: list[dict[str, Any]], pieces: Sequence[Any]) -> None:
+    for piece in pieces:
+        place = getattr(piece, "index", len(calls))
+        while len(calls) <= place:
+            calls.append(
+                {"id": None, "type": "function", "function": {"name": "", "arguments": ""}}
+            )
+        call = calls[place]
+        call["id"] = piece.id or call["id"]
+        if piece.function is not None:
+            call["function"]["name"] += piece.function.name or ""
+            call["function"]["arguments"] += piece.function.arguments or ""
+
+
+def _completion_logprobs(logprobs: Any) -> list[TokenLogprobs]:
+    if logprobs is None or not logprobs.tokens:
+        return []
+    found = []
+    for place, (token, value) in enumerate(
+        zip(logprobs.tokens, logprobs.token_logprobs, strict=True)
+    ):
+        others = (logprobs.top_logprobs or [])[place : place + 1]
+        found.append(_entries(token, value, (others[0] or {}).items() if others else ()))
+    return found
+
+
+def _chat_logprobs(logprobs: Any) -> list[TokenLogprobs]:
+    entries = (logprobs and logprobs.content) or ()
+    return [
+        _entries(entry.token, entry.logprob, [(o.token, o.logprob) for o in entry.top_logprobs])
+        for entry in entries
+    ]
+
+
+def _entries(chosen: str, value: float, others: Any) -> TokenLogprobs:
+    """The chosen token first, then the others by rank."""
+    ranked = sorted(others, key=lambda other: -other[1])
+    rank = next((n for n, (token, _) in enumerate(ranked, 1) if token == chosen), None)
+    entries = {_token_id(chosen, -1): Logprob(value, rank, chosen)}
+    for number, (token, logprob) in enumerate(ranked, start=1):
+        if token != chosen:
+            entries[_token_id(token, -1 - number)] = Logprob(logprob, number, token)
+    return entries
+
+
+def _token_id(token: str, unknown: int) -> int:
+    digits = token.removeprefix(_ID_PREFIX)
+    return int(digits) if token.startswith(_ID_PREFIX) and digits.isdigit() else unknown

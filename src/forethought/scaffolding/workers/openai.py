@@ -1,0 +1,292 @@
+"""``OpenaiWorker``: tasks become requests to any OpenAI-compatible server.
+
+Continuations and forks go out as text: only the server's own prefix cache keeps them cheap.
+Time limits and retries are those of the client that it is given.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Collection, Mapping
+from typing import Any, ClassVar
+
+from forethought.errors import ParameterError
+from forethought.scaffolding import sampling
+from forethought.scaffolding.messages import AssistantMessage
+from forethought.scaffolding.output import ScaffoldingOutput
+from forethought.scaffolding.scope import current_scope
+from forethought.scaffolding.task import (
+    ChatTask,
+    GenerationTask,
+    StreamGenerationTask,
+    TaskStatus,
+)
+from forethought.scaffolding.worker import Worker
+from forethought.scaffolding.workers.exchange import Choice, Exchange
+
+EXTENSIONS = (
+    "top_k",
+    "min_p",
+    "min_tokens",
+    "repetition_penalty",
+    "stop_token_ids",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+)
+"""Fields that OpenAI's API does not have and some servers take in the body all the same."""
+
+_CHAT = (
+    "frequency_penalty",
+    "logit_bias",
+    "max_tokens",
+    "n",
+    "presence_penalty",
+    "seed",
+    "stop",
+    "temperature",
+    "top_p",
+    "user",
+)
+_COMPLETION = (*_CHAT, "best_of", "echo", "suffix")
+
+
+class OpenaiWorker(Worker):
+    """Executes generation, stream and chat tasks on a server.
+
+    Token ids are not known: ``output_tokens`` stays None, and tokens are counted by the server.
+    Where it does not say what ended an answer, and a single stop string was asked for, an answer
+    that ended with ``stop`` is taken to have met it.
+
+    Args:
+        async_client: an ``openai.AsyncOpenAI``, or what behaves like one.
+        model: name of the model on the server.
+        extra_body: further fields of every request.
+        extensions: those of ``EXTENSIONS`` that the server takes; tasks that set one of the others
+            are refused.
+
+    Raises:
+        ParameterError: an extension that does not exist.
+    """
+
+    default_extensions: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(
+        self,
+        async_client: Any,
+        model: str,
+        *,
+        extra_body: Mapping[str, Any] | None = None,
+        extensions: Collection[str] | None = None,
+    ) -> None:
+        self.async_client, self.model = async_client, model
+        self.extra_body = dict(extra_body or {})
+        self.extensions = set(self.default_extensions if extensions is None else extensions)
+        unknown = self.extensions - set(EXTENSIONS)
+        if unknown:
+            raise ParameterError.unknown("OpenaiWorker(extensions=...)", unknown, EXTENSIONS)
+        self._exchanges: dict[str, list[Exchange]] = {}
+
+    # ---- tasks --------------------------------------------------------------------------------
+
+    async def generation_handler(self, task: GenerationTask) -> TaskStatus:
+        """Have all of it generated."""
+        exchange = self._completion(task)
+        await exchange.read()
+        _fill(task, exchange)
+        return TaskStatus.SUCCESS
+
+    async def stream_handler(self, task: StreamGenerationTask) -> TaskStatus:
+        """Bring back what there is, once it is ``streaming_step`` more than the last time."""
+        under_way = task.under_way
+        exchange = task.request_handle if under_way else None
+        if not isinstance(exchange, Exchange):
+            sampling.refuse(task, ["n"], "a stream", "Use a GenerationTask, or copies")
+            exchange = task.request_handle = self._completion(task)
+            self._keep(exchange)
+            exchange.begin()
+        try:
+            if task.cancel_flag:
+                await exchange.cancel()
+            else:
+                before = task.num_generated if under_way else 0
+                await exchange.reach(before + task.streaming_step)
+        except BaseException:
+            await exchange.cancel()
+            raise
+        _fill(task, exchange)
+        task.end_flag = exchange.ended
+        return TaskStatus.SUCCESS
+
+    async def chat_handler(self, task: ChatTask) -> TaskStatus:
+        """Have the assistant's next turn generated."""
+        sampling.refuse(task, ["n"], "a chat", "Use copies of the task")
+        exchange = self._chat(task)
+        await exchange.read()
+        _fill(task, exchange)
+        task.end_flag = True
+        choice = exchange.choices[0]
+        task.add_message(
+            AssistantMessage(
+                choice.text or None if choice.tool_calls else choice.text,
+                reasoning=choice.reasoning or None,
+                tool_calls=choice.tool_calls or None,
+                finish_reason=choice.finish_reason,
+            )
+        )
+        if task.enable_token_counting:
+            task.prompt_tokens_num += task.usage_prompt_tokens or 0
+            task.completion_tokens_num += task.usage_completion_tokens or 0
+            details = getattr(exchange.usage, "completion_tokens_details", None)
+            task.reasoning_tokens_num += getattr(details, "reasoning_tokens", None) or 0
+        return TaskStatus.SUCCESS
+
+    task_handlers = {  # noqa: RUF012
+        GenerationTask: generation_handler,
+        StreamGenerationTask: stream_handler,
+        ChatTask: chat_handler,
+    }
+
+    # ---- requests -----------------------------------------------------------------------------
+
+    def _completion(self, task: GenerationTask) -> Exchange:
+        if task.skip_detokenizer or (task.skip_tokenizer and task.input_tokens is None):
+            raise ParameterError(
+                "OpenaiWorker cannot leave out the tokenizer",
+                "skip_detokenizer is set, or skip_tokenizer without input_tokens",
+                "The server turns tokens into text; give text, or input_tokens",
+            )
+        prompt = task.input_str if task.input_tokens is None else task.input_tokens
+        if not prompt:
+            raise ParameterError(
+                "the task has no prompt",
+                "input_str and input_tokens are empty",
+                "Set one of them; a fork needs a parent whose prompt is text",
+            )
+        fields = self._fields(task, _COMPLETION)
+        if task.num_logprobs is not None:
+            if task.echo:
+                raise ParameterError(
+                    "echo and num_logprobs exclude each other",
+                    "the first token of a prompt has no log-probability",
+                    "Leave one of them out",
+                )
+            fields["logprobs"] = task.num_logprobs
+        create = self.async_client.completions.create
+        return self._exchange(task, create, {"prompt": prompt, **fields})
+
+    def _chat(self, task: ChatTask) -> Exchange:
+        sampling.refuse(
+            task, ["best_of", "echo", "suffix"], "a chat", "Leave it out, or use a GenerationTask"
+        )
+        fields = self._fields(task, _CHAT)
+        if task.num_logprobs is not None:
+            fields |= {"logprobs": True, "top_logprobs": task.num_logprobs}
+        if task.tools:
+            fields["tools"] = [
+                tool if isinstance(tool, Mapping) else tool.to_dict() for tool in task.tools
+            ]
+        create = self.async_client.chat.completions.create
+        return self._exchange(task, create, {"messages": task.messages_to_dict_content(), **fields})
+
+    def _fields(self, task: GenerationTask, names: Collection[str]) -> dict[str, Any]:
+        """The sampling fields that the task sets, by their names in the API."""
+        refused = [name for name in EXTENSIONS if name not in self.extensions]
+        why = "If the server takes it, name it in OpenaiWorker(extensions=...)"
+        sampling.refuse(task, refused, "OpenaiWorker", why)
+        sampling.refuse(task, ["return_context_logits"], "OpenaiWorker", "Use another worker")
+        fields = {name: getattr(task, name) for name in names if sampling.is_set(task, name)}
+        scope = current_scope()
+        most = scope.ledger.limit(task.max_tokens) if scope else task.max_tokens
+        if most is not None:
+            fields["max_tokens"] = most
+        if task.logit_bias is not None:
+            fields["logit_bias"] = {str(token): bias for token, bias in task.logit_bias.items()}
+        extensions = {n: getattr(task, n) for n in self.extensions if sampling.is_set(task, n)}
+        fields["extra_body"] = {**self.extra_body, **extensions}
+        return fields
+
+    def _exchange(self, task: GenerationTask, create: Any, fields: dict[str, Any]) -> Exchange:
+        fields |= {"model": self.model, "stream": task.best_of is None}
+        if fields["stream"]:
+            fields["stream_options"] = {"include_usage": True}
+        task.llm_request_params = fields
+        began, scope, usage = time.perf_counter(), current_scope(), task.usage
+        task.ttft_s = task.latency_s = None
+
+        def hear(number: int, text: str, tokens: int) -> None:
+            task.latency_s = time.perf_counter() - began
+            task.ttft_s = task.latency_s if task.ttft_s is None else task.ttft_s
+            usage.completion_tokens += tokens
+            usage.decoded += tokens
+            if scope is not None:
+                scope.ledger.record(usage)
+            task.emit(text, (), f"{id(exchange):x}.{number}")
+
+        async def chunks() -> AsyncGenerator[Any, None]:
+            answer = await create(**fields)
+            if not fields["stream"]:
+                yield answer
+                return
+            async with answer:
+                async for chunk in answer:
+                    yield chunk
+
+        exchange = Exchange(chunks, sampling.stop_strings(task), hear)
+        return exchange
+
+    def _keep(self, exchange: Exchange) -> None:
+        scope = current_scope()
+        if scope is not None:
+            self._exchanges.setdefault(scope.scope_id, []).append(exchange)
+
+    async def on_scope_end(self, scope_id: str) -> None:
+        """End the streams of the scope that are still under way."""
+        for exchange in self._exchanges.pop(scope_id, []):
+            await exchange.cancel()
+
+    async def async_shutdown(self) -> None:
+        """End all streams that are still under way."""
+        for scope_id in list(self._exchanges):
+            await self.on_scope_end(scope_id)
+
+
+class TRTOpenaiWorker(OpenaiWorker):
+    """For servers that take ``top_k`` as well, such as TensorRT-LLM's."""
+
+    default_extensions = ("top_k",)
+
+
+def _fill(task: GenerationTask, exchange: Exchange) -> None:
+    """Leave on the task what has been answered so far."""
+    counted, usage = exchange.usage, task.usage
+    if counted is not None:
+        details = getattr(counted, "prompt_tokens_details", None)
+        usage.prompt_tokens = counted.prompt_tokens
+        usage.cached = getattr(details, "cached_tokens", None) or 0
+        usage.prefilled = usage.prompt_tokens - usage.cached
+        usage.completion_tokens = usage.decoded = counted.completion_tokens
+        task.usage_prompt_tokens = counted.prompt_tokens
+    samples = [_output(choice) for _, choice in sorted(exchange.choices.items())]
+    for output in samples:
+        output.usage = usage
+    task.result = samples[0]
+    task.samples = samples
+    task.usage_completion_tokens = (
+        counted.completion_tokens if counted and len(samples) == 1 else exchange.choices[0].count
+    )
+    task.request_id = exchange.request_id
+
+
+def _output(choice: Choice) -> ScaffoldingOutput:
+    scores = choice.logprobs or None
+    total = None
+    if scores is not None:
+        total = sum(next(iter(entries.values())).logprob for entries in scores)
+    return ScaffoldingOutput(
+        text=choice.text,
+        finish_reason=choice.finish_reason,
+        stop_reason=choice.stop_reason,
+        logprobs=scores,
+        cumulative_logprob=total,
+    )
