@@ -231,6 +231,27 @@ def test_a_broken_row_leaves_its_neighbours_alone():
     assert choose(logits, [context(temperature=0.0)] * 2, [0.0, 0.0]).tokens == [1, 0]
 
 
+@pytest.mark.gpu
+def test_the_law_and_the_choice_are_the_same_on_a_gpu():
+    torch.manual_seed(3)
+    logits = torch.randn(6, 2000).round(decimals=1)  # with many equals at every edge
+    logits[5] = torch.nan
+    contexts = [
+        context(temperature=0.0, logprobs=3),
+        context(temperature=0.7, top_k=40, top_p=0.9),
+        context(top_k=3, repetition_penalty=1.3, output=(4, 5)),
+        context(min_p=0.1, logit_bias={7: 3.0}, presence_penalty=0.5, output=(7,)),
+        context(min_tokens=2, frequency_penalty=1.0, output=(9,)),
+        context(temperature=0.3),
+    ]
+    coins = [coin(1, 0, row) for row in range(6)]
+    expected = logits_to_probs(logits, contexts)
+    torch.testing.assert_close(logits_to_probs(logits.cuda(), contexts).cpu(), expected)
+    host, device = choose(logits, contexts, coins), choose(logits.cuda(), contexts, coins)
+    assert device.tokens == host.tokens
+    assert next(iter(device.logprobs[0])) == next(iter(host.logprobs[0]))
+
+
 # --- the coin ------------------------------------------------------------------------------------
 
 

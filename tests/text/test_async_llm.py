@@ -365,6 +365,7 @@ def test_a_session_runs_on_while_nobody_iterates_and_can_be_aborted(llm):
             await session.abort()
             tokens = session.tokens
             (output,) = [output async for output in stream]
+            assert output == await stream.finish()
             assert output.finish_reason is FinishReason.ABORT
             assert output.token_ids == tokens[start:]
             assert 20 <= len(output.token_ids) < 240

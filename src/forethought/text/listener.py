@@ -33,6 +33,7 @@ class Listener(Generic[Output]):
         self._wants_more = False
         """Set by the client, cleared by the engine's thread."""
         self._newest: Output | None = None
+        self._last: Output | None = None
         self._failure: BaseException | None = None
         self.ended = False
         """Whether the last output or the failure has arrived."""
@@ -62,6 +63,8 @@ class Listener(Generic[Output]):
     def _receive(self, output: Output | None, failure: BaseException | None, ended: bool) -> None:
         if output is not None:
             self._newest = output
+        if ended:
+            self._last = output
         self._failure, self.ended = failure, ended
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -83,13 +86,13 @@ class Listener(Generic[Output]):
         return output
 
     async def last(self) -> Output:
-        """The output of the finished generation. Raises as ``next``."""
+        """The output of the finished generation, however often asked. Raises as ``next``."""
         while not self.ended:
             await self._wait()
         if self._failure is not None:
             raise self._failure
-        assert self._newest is not None, "the last output is asked for once"
-        return self._newest
+        assert self._last is not None, "what ends without a failure ends with an output"
+        return self._last
 
     async def _wait(self) -> None:
         self._waiter = self.loop.create_future()
