@@ -67,16 +67,16 @@ class Span:
     Attributes:
         start, stop: the row's tokens are ``[start, stop)`` of the packed batch.
         kv_length: tokens of the sequence in the cache, these new ones included.
+        pages: the pages that hold them, in order.
         first_slot: the slot of position 0 when all pages lie side by side, else None.
-        slots: int64 ``[kv_length]``, the slot of every stored token; None with ``first_slot``.
         tree: bool ``[n, n]``, ancestor-or-self among the new tokens; None for a chain.
     """
 
     start: int
     stop: int
     kv_length: int
+    pages: tuple[int, ...]
     first_slot: int | None
-    slots: Tensor | None
     tree: Tensor | None
 
     @property
@@ -131,9 +131,7 @@ class Batch:
 
     @staticmethod
     def _span(row: Row, begin: int, device: torch.device | str) -> Span:
-        length = row.table.length
-        first_slot, slots = row.table.run(), None
-        if first_slot is None:
-            slots = torch.tensor(row.table.slots(0, length), dtype=torch.int64, device=device)
+        table = row.table
         tree = None if row.parents is None else row.visible().to(device)
-        return Span(begin, begin + len(row.tokens), length, first_slot, slots, tree)
+        stop = begin + len(row.tokens)
+        return Span(begin, stop, table.length, tuple(table.pages), table.run(), tree)

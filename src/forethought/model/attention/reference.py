@@ -33,7 +33,7 @@ class ReferenceAttention:
         """List the slots that each new token sees."""
         seen = []
         for span in batch.spans:
-            slots = _slots(span)
+            slots = _slots(span, storage.page_size)
             for query in range(span.length):
                 visible = visible_indices(span, query, window)
                 chosen = [slots[index] for index in visible]
@@ -78,8 +78,6 @@ def visible_indices(span: Span, query: int, window: int | None) -> list[int]:
     ]
 
 
-def _slots(span: Span) -> list[int]:
-    if span.slots is not None:
-        return [int(slot) for slot in span.slots]
-    assert span.first_slot is not None
-    return list(range(span.first_slot, span.first_slot + span.kv_length))
+def _slots(span: Span, page_size: int) -> list[int]:
+    places = (divmod(position, page_size) for position in range(span.kv_length))
+    return [span.pages[number] * page_size + offset for number, offset in places]

@@ -1,10 +1,14 @@
 """The portable backend: torch's scaled_dot_product_attention, on CPU and CUDA.
 
-Rows whose pages lie side by side attend through a view of the cache; others gather their pages.
-Decode rows (one new token) fold the query group of each key/value head into the query length, so
-keys and values are never expanded. Small decode rows are attended together, padded: on CUDA
-because each call costs a launch, on CPU where copying the keys costs less than the calls do.
-Softcap and sinks, which torch's kernels do not know, are computed explicitly in float32.
+A row attends in one of three ways, chosen once per batch:
+
+- *view*: one new token, pages side by side: a view of the cache, nothing is copied;
+- *group*: one new token each: their pages are copied together and attended in one padded call;
+- *piece*: several new tokens (a prefill chunk, a tree of drafts): one call with its own mask.
+
+The query heads that share a key/value head are folded into the query length, so keys and values
+are never expanded for one new token. Softcap and sinks, which torch's kernels do not know, are
+computed explicitly in float32.
 """
 
 from __future__ import annotations
@@ -20,56 +24,71 @@ from forethought.kv.storage import KvStorage
 from forethought.model.attention.base import Capability, Scoring
 from forethought.model.batch import Batch, Span
 
-# A call on a view costs a CPU about as much as gathering this many bytes of keys and values.
-BYTES_PER_CALL = 160 * 1024
+# Where a row has fewer bytes of keys and values than this per layer, copying them costs a CPU less
+# than a call of its own does.
+SMALL_ROW_BYTES = 160 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """One row, or the part of it that a window leaves.
+class View:
+    """A decode row, packed token ``token``, that sees the ``length`` slots from ``first`` on."""
 
-    Attributes:
-        start, stop: its tokens in the packed batch, n = stop - start.
-        place: where its L visible tokens are stored: a slice of slots, or int64 ``[L]``.
-        mask: additive, ``[n, L]`` in the cache's dtype, or None when ``causal`` or n = 1 says all.
-        causal: whether query i sees exactly the first i + 1 keys (then n = L).
-    """
-
-    start: int
-    stop: int
-    place: slice | Tensor
-    mask: Tensor | None
-    causal: bool
+    token: int
+    first: int
+    length: int
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Decode rows that are attended together, padded to the longest, L tokens.
+    """B decode rows that are attended together, padded to L tokens, whole pages.
 
     Attributes:
-        tokens: int64 ``[B]``, their places in the packed batch; None when they are all of it.
-        slots: int64 ``[B * L]``, padded with a slot of the row itself.
+        tokens: int64 ``[B]``, their places in the packed batch.
+        pages: int64 ``[B * L / page_size]``, row by row.
         mask: additive, ``[B, 1, 1, L]`` in the cache's dtype.
     """
 
-    tokens: Tensor | None
-    slots: Tensor
+    tokens: Tensor
+    pages: Tensor
     mask: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A row of n > 1 new tokens that sees L stored ones.
+
+    Attributes:
+        start, stop: its tokens in the packed batch.
+        pages: int64, the pages of the L tokens; None when they are the L slots from ``first`` on.
+        first: the first of the L tokens: a slot, or with ``pages`` an index into their tokens.
+        length: L.
+        mask: additive, ``[n, L]`` in the cache's dtype; None where query i sees the first i + 1.
+    """
+
+    start: int
+    stop: int
+    pages: Tensor | None
+    first: int
+    length: int
+    mask: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class SdpaPlan:
     """What the layers of one window do with one batch."""
 
+    page_size: int
+    views: list[View]
+    groups: list[Group]
     pieces: list[Piece]
-    group: Group | None
 
 
 class SdpaAttention:
     """Attention through torch's own kernels.
 
     Args:
-        grouping: attend decode rows together: "auto" by measured rule, "always" or "never".
+        grouping: whether decode rows are copied together: "auto" by measured rule, "always", or
+            "never" where their pages lie side by side.
     """
 
     name = "sdpa"
@@ -81,189 +100,198 @@ class SdpaAttention:
 
     def plan(self, batch: Batch, storage: KvStorage, window: int | None) -> SdpaPlan:
         """Choose for every row how it attends, and build its masks and indices."""
-        decodes = [span for span in batch.spans if span.length == 1]
-        grouped = self._worth_grouping(decodes, storage, window)
-        alone = batch.spans if not grouped else [s for s in batch.spans if s.length > 1]
-        pieces = [_piece(span, window, storage) for span in alone]
-        group = _group(decodes, window, storage, len(batch.token_ids)) if grouped else None
-        return SdpaPlan(pieces, group)
+        views: list[View] = []
+        grouped: list[Span] = []
+        pieces: list[Piece] = []
+        for span in batch.spans:
+            if span.length > 1:
+                pieces.append(_piece(span, window, storage))
+            elif span.first_slot is None or self._prefers_group(span, window, storage):
+                grouped.append(span)
+            else:
+                skipped = _skipped(span, window)
+                views.append(View(span.start, span.first_slot + skipped, span.kv_length - skipped))
+        groups = [_group(spans, window, storage) for spans in _alike(grouped, window)]
+        return SdpaPlan(storage.page_size, views, groups, pieces)
 
-    def _worth_grouping(
-        self, decodes: Sequence[Span], storage: KvStorage, window: int | None
-    ) -> bool:
-        if self.grouping != "auto" or len(decodes) < 2:
-            return self.grouping == "always" and len(decodes) > 0
+    def _prefers_group(self, span: Span, window: int | None, storage: KvStorage) -> bool:
+        if self.grouping != "auto":
+            return self.grouping == "always"
         if storage.device.type != "cpu":
-            return True
-        longest = max(_visible(span, window) for span in decodes)
-        layer = max(storage.layers, key=lambda shape: shape.elements)
-        return bool(longest * layer.elements * storage.dtype.itemsize < BYTES_PER_CALL)
+            return True  # a call per row is a launch per row
+        stored = span.kv_length - _skipped(span, window)
+        row_bytes: int = stored * storage.layers[0].elements * storage.dtype.itemsize
+        return row_bytes < SMALL_ROW_BYTES
 
     def attend(
         self, q: Tensor, keys: Tensor, values: Tensor, plan: SdpaPlan, scoring: Scoring
     ) -> Tensor:
         """See :class:`~forethought.model.attention.base.AttentionBackend`."""
-        group = plan.group
-        if group is not None and group.tokens is None:
-            return _attend_group(q, keys, values, group, scoring)
-        out = q.new_empty(q.shape[0], q.shape[1], values.shape[-1])
+        if len(plan.views) == len(q):
+            return _attend_views(q, keys, values, plan.views, scoring)
+        out = q.new_empty(*q.shape[:2], values.shape[-1])
+        if plan.views:
+            tokens = [view.token for view in plan.views]
+            out[tokens] = _attend_views(q[tokens], keys, values, plan.views, scoring)
+        for group in plan.groups:
+            chosen = q.index_select(0, group.tokens)
+            k = _pages(keys, group.pages, plan.page_size).view(len(chosen), -1, *keys.shape[1:])
+            v = _pages(values, group.pages, plan.page_size).view(len(chosen), -1, *values.shape[1:])
+            out.index_copy_(0, group.tokens, _attend_group(chosen, k, v, group.mask, scoring))
         for piece in plan.pieces:
             rows = slice(piece.start, piece.stop)
-            out[rows] = _attend_piece(q[rows], keys, values, piece, scoring)
-        if group is not None:
-            decoded = _attend_group(q[group.tokens], keys, values, group, scoring)
-            out[group.tokens] = decoded
+            k, v = keys, values
+            if piece.pages is not None:
+                k = _pages(keys, piece.pages, plan.page_size)
+                v = _pages(values, piece.pages, plan.page_size)
+            k, v = (x.narrow(0, piece.first, piece.length) for x in (k, v))
+            out[rows] = _attend_piece(q[rows], k, v, piece.mask, scoring)
         return out
 
 
-def _attend_piece(
-    q: Tensor, keys: Tensor, values: Tensor, piece: Piece, scoring: Scoring
+def _attend_views(
+    q: Tensor, keys: Tensor, values: Tensor, views: Sequence[View], scoring: Scoring
 ) -> Tensor:
-    """q ``[n, heads, key_dim]`` -> ``[n, heads, value_dim]``."""
-    size, heads, _ = q.shape
-    kv_heads = keys.shape[1]
-    k = keys[piece.place].transpose(0, 1).unsqueeze(0)
-    v = values[piece.place].transpose(0, 1).unsqueeze(0)
-    if size == 1:
-        folded = q.reshape(1, kv_heads, heads // kv_heads, -1)
-        return _softmax_attention(folded, k, v, None, scoring).view(1, heads, -1)
-    q = q.transpose(0, 1).unsqueeze(0)
-    if scoring.softcap is not None or scoring.sinks is not None:
-        k, v = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v))
-        mask = piece.mask if not piece.causal else _causal(size, q)
-        return _softmax_attention(q, k, v, mask, scoring)[0].transpose(0, 1)
-    out = F.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=piece.mask,
-        is_causal=piece.causal,
-        scale=scoring.scale,
-        enable_gqa=heads != kv_heads,
-    )
-    return out[0].transpose(0, 1)
-
-
-def _attend_group(
-    q: Tensor, keys: Tensor, values: Tensor, group: Group, scoring: Scoring
-) -> Tensor:
-    """q ``[B, heads, key_dim]`` -> ``[B, heads, value_dim]``."""
+    """q ``[views, heads, key_dim]`` -> ``[views, heads, value_dim]``."""
     rows, heads, _ = q.shape
     kv_heads = keys.shape[1]
-    k = keys.index_select(0, group.slots).view(rows, -1, *keys.shape[1:]).transpose(1, 2)
-    v = values.index_select(0, group.slots).view(rows, -1, *values.shape[1:]).transpose(1, 2)
-    folded = q.reshape(rows, kv_heads, heads // kv_heads, -1)
-    return _softmax_attention(folded, k, v, group.mask, scoring).reshape(rows, heads, -1)
+    folded = q.reshape(rows, 1, kv_heads, heads // kv_heads, -1).unbind(0)
+    k, v = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
+    attended = [
+        _softmax_attention(
+            folded[row],
+            k.narrow(2, view.first, view.length),
+            v.narrow(2, view.first, view.length),
+            None,
+            scoring,
+        )
+        for row, view in enumerate(views)
+    ]
+    return torch.cat(attended).view(rows, heads, -1)
+
+
+def _attend_group(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scoring: Scoring) -> Tensor:
+    """q ``[B, heads, key_dim]``, k and v ``[B, L, kv_heads, dim]``, mask ``[B, 1, 1, L]``."""
+    rows, heads, _ = q.shape
+    folded = q.view(rows, k.shape[2], heads // k.shape[2], -1)
+    out = _softmax_attention(folded, k.transpose(1, 2), v.transpose(1, 2), mask, scoring)
+    return out.reshape(rows, heads, -1)
+
+
+def _attend_piece(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
+    """q ``[n, heads, key_dim]``, k and v ``[L, kv_heads, dim]``, mask ``[n, L]`` or None."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    heads, kv_heads = q.shape[1], k.shape[1]
+    if scoring.softcap is None and scoring.sinks is None:
+        out = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scoring.scale,
+            enable_gqa=heads != kv_heads,
+        )
+    else:
+        if mask is None:
+            seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+            mask = _additive(seen.tril_(), k.dtype)
+        k, v = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v))
+        out = _softmax_attention(q, k, v, mask, scoring)
+    return out[0].transpose(0, 1)
 
 
 def _softmax_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scoring: Scoring
 ) -> Tensor:
-    """q ``[B, kv_heads, queries, key_dim]``, where the heads or the group are the queries."""
+    """q ``[B, kv_heads, queries, key_dim]``: the queries are a head's tokens or a group's heads."""
     if scoring.softcap is None and scoring.sinks is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scoring.scale)
-    sinks = scoring.sinks
-    if sinks is not None:
-        sinks = sinks.view(q.shape[1], -1, 1)
-    hidden = None if mask is None else mask < 0
-    scoring = Scoring(scoring.scale, scoring.softcap, sinks)
-    return _explicit_attention(q, k, v, hidden, scoring).to(q.dtype)
-
-
-def _visible(span: Span, window: int | None) -> int:
-    """How many of the last stored tokens at least one of the row's new tokens sees."""
-    if window is None:
-        return span.kv_length
-    return min(span.kv_length, window - 1 + span.length)
-
-
-def _place(span: Span, window: int | None) -> slice | Tensor:
-    skipped = span.kv_length - _visible(span, window)
-    if span.slots is not None:
-        return span.slots[skipped:]
-    assert span.first_slot is not None
-    return slice(span.first_slot + skipped, span.first_slot + span.kv_length)
-
-
-def _piece(span: Span, window: int | None, storage: KvStorage) -> Piece:
-    place = _place(span, window)
-    if span.length == 1:
-        return Piece(span.start, span.stop, place, None, False)
-    fits = window is None or span.kv_length <= window
-    if span.tree is None and span.kv_length == span.length and fits:
-        return Piece(span.start, span.stop, place, None, True)
-    return Piece(span.start, span.stop, place, _mask(span, window, storage), False)
-
-
-def _mask(span: Span, window: int | None, storage: KvStorage) -> Tensor:
-    """Additive ``[n, L]``: 0 where a new token sees a stored one, -inf elsewhere."""
-    size, prefix, device = span.length, span.kv_length - span.length, storage.device
-    tree = span.tree
-    if tree is None:
-        tree = torch.ones(size, size, dtype=torch.bool, device=device).tril()
-    seen = torch.cat([tree.new_ones(size, prefix), tree], 1)
-    if window is not None:
-        places = prefix + tree.sum(1) - 1  # position of each new token
-        positions = torch.cat([torch.arange(prefix, device=device), places])
-        seen &= places[:, None] - positions < window
-        seen = seen[:, span.kv_length - _visible(span, window) :]
-    return _additive(seen, storage.dtype)
-
-
-def _group(
-    spans: Sequence[Span], window: int | None, storage: KvStorage, batch_length: int
-) -> Group:
-    device = storage.device
-    lengths = torch.tensor([_visible(span, window) for span in spans], device=device)
-    places = [_place(span, window) for span in spans]
-    longest = int(max(_visible(span, window) for span in spans))
-    offsets = torch.arange(longest, device=device)
-    slots = torch.empty(len(spans), longest, dtype=torch.int64, device=device)
-    for row, place in enumerate(places):
-        if isinstance(place, slice):
-            # Past its end a row repeats its last slot, which the mask hides.
-            slots[row] = (offsets + place.start).clamp_(max=place.stop - 1)
-        else:
-            slots[row] = place[offsets.clamp(max=len(place) - 1)]
-    mask = _additive(offsets < lengths[:, None], storage.dtype)
-    everything = len(spans) == batch_length
-    tokens = torch.tensor([span.start for span in spans], device=device)
-    return Group(None if everything else tokens, slots.view(-1), mask[:, None, None])
-
-
-def _causal(size: int, like: Tensor) -> Tensor:
-    seen = torch.ones(size, size, dtype=torch.bool, device=like.device).tril()
-    return _additive(seen, like.dtype)
-
-
-def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(
-        ~seen, float("-inf")
-    )
-
-
-def _explicit_attention(
-    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scoring: Scoring
-) -> Tensor:
-    """Softmax attention written out in float32; broadcasts over leading dimensions.
-
-    Args:
-        q: ``[..., queries, key_dim]``.
-        k: ``[..., keys, key_dim]``.
-        v: ``[..., keys, value_dim]``.
-        hidden: bool, broadcastable to ``[..., queries, keys]``: True where a key is not seen.
-        scoring: scale, softcap, and sinks already shaped ``[..., queries or 1, 1]``.
-
-    Returns:
-        ``[..., queries, value_dim]`` float32.
-    """
     scores = q.float() @ k.float().transpose(-1, -2) * scoring.scale
     if scoring.softcap is not None:
         scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
-    if hidden is not None:
-        scores = scores.masked_fill(hidden, float("-inf"))
-    if scoring.sinks is None:
-        return scores.softmax(-1) @ v.float()
-    sinks = scoring.sinks.float().expand(*scores.shape[:-1], 1)
-    weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
-    return weights @ v.float()
+    if mask is not None:
+        scores = scores + mask
+    if scoring.sinks is not None:
+        sinks = scoring.sinks.float().view(q.shape[1], -1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sinks], -1)
+    weights = scores.softmax(-1)[..., : k.shape[2]]
+    return (weights @ v.float()).to(q.dtype)
+
+
+def _pages(stored: Tensor, pages: Tensor, page_size: int) -> Tensor:
+    """``[slots, kv_heads, dim]`` -> the tokens of the pages, ``[pages * page_size, ...]``."""
+    width = page_size * stored.shape[1] * stored.shape[2]
+    return stored.view(-1, width).index_select(0, pages).view(-1, *stored.shape[1:])
+
+
+def _skipped(span: Span, window: int | None) -> int:
+    """How many of the first stored tokens none of the row's new tokens sees."""
+    return 0 if window is None else max(0, span.kv_length - span.length - window + 1)
+
+
+def _piece(span: Span, window: int | None, storage: KvStorage) -> Piece:
+    skipped = _skipped(span, window)
+    length = span.kv_length - skipped
+    mask = None
+    fits = window is None or span.kv_length <= window
+    if span.tree is not None or span.kv_length > span.length or not fits:
+        mask = _mask(span, window, storage)[:, skipped:]
+    if span.first_slot is not None:
+        return Piece(span.start, span.stop, None, span.first_slot + skipped, length, mask)
+    first_page, first = divmod(skipped, storage.page_size)
+    pages = torch.tensor(span.pages[first_page:], device=storage.device)
+    return Piece(span.start, span.stop, pages, first, length, mask)
+
+
+def _mask(span: Span, window: int | None, storage: KvStorage) -> Tensor:
+    """Additive ``[n, kv_length]``: 0 where a new token sees a stored one, -inf elsewhere."""
+    size, prefix, device = span.length, span.kv_length - span.length, storage.device
+    tree = span.tree
+    if tree is None:
+        tree = torch.ones(size, size, dtype=torch.bool, device=device).tril_()
+    seen = torch.cat([tree.new_ones(size, prefix), tree], 1)
+    if window is not None:
+        new_positions = prefix + tree.sum(1) - 1
+        positions = torch.cat([torch.arange(prefix, device=device), new_positions])
+        seen &= new_positions[:, None] - positions < window
+    return _additive(seen, storage.dtype)
+
+
+def _alike(spans: Sequence[Span], window: int | None) -> list[list[Span]]:
+    """Spans of similar length together, so that padding never costs more than the rows do."""
+    groups: list[list[Span]] = []
+    longest = 0
+    for span in sorted(spans, key=lambda span: span.kv_length, reverse=True):
+        length = span.kv_length - _skipped(span, window)
+        if not groups or 2 * length < longest:
+            groups.append([])
+            longest = length
+        groups[-1].append(span)
+    return groups
+
+
+def _group(spans: Sequence[Span], window: int | None, storage: KvStorage) -> Group:
+    size, device = storage.page_size, storage.device
+    pages: list[tuple[int, ...]] = []
+    bounds: list[tuple[int, int]] = []  # which of a row's tokens in those pages are seen
+    for span in spans:
+        first_page, first = divmod(_skipped(span, window), size)
+        pages.append(span.pages[first_page:])
+        bounds.append((first, span.kv_length - first_page * size))
+    most = max(map(len, pages))
+    # A shorter row is filled up with its own last page, which the mask hides.
+    filled = [row + row[-1:] * (most - len(row)) for row in pages]
+    low, high = torch.tensor(bounds, device=device)[:, :, None].unbind(1)
+    offsets = torch.arange(most * size, device=device)
+    mask = _additive((offsets >= low) & (offsets < high), storage.dtype)
+    return Group(
+        tokens=torch.tensor([span.start for span in spans], device=device),
+        pages=torch.tensor(filled, device=device).view(-1),
+        mask=mask[:, None, None],
+    )
+
+
+def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+    return mask.masked_fill_(~seen, float("-inf"))

@@ -1,8 +1,8 @@
 """Matrix products with fixed weights, prepacked where that helps. Knows nothing about networks.
 
-oneDNN multiplies bf16 and fp16 matrices in blocks; a weight in ordinary layout is reordered on every
-call, which for a few rows costs more than the product. Here it is reordered once. The packed weight
-replaces the ordinary one.
+oneDNN multiplies bf16 and fp16 matrices in blocks; a weight in ordinary layout is reordered on
+every call, which for a few rows costs more than the product. Here it is reordered once, and the
+packed weight replaces the ordinary one.
 """
 
 from __future__ import annotations
