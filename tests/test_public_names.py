@@ -1,9 +1,10 @@
 """The public door: what ``__all__`` promises is there, and the rest is private."""
 
 import ast
-import importlib
+import importlib.util
 import inspect
 import pkgutil
+from pathlib import Path
 
 import pytest
 
@@ -43,5 +44,5 @@ def test_an_unknown_name_is_an_attribute_error():
 def test_every_module_says_what_it_is():
     for info in pkgutil.walk_packages(forethought.__path__, "forethought."):
         spec = importlib.util.find_spec(info.name)
-        tree = ast.parse(open(spec.origin, encoding="utf-8").read())
+        tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
         assert ast.get_docstring(tree), info.name

@@ -1,1 +1,1 @@
-"""The ``forethought`` command: a table of subcommands, each in its own file, imported when chosen."""
+"""The ``forethought`` command: a table of subcommands, each in its own file."""

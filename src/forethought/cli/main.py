@@ -15,7 +15,7 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import NoReturn
 
@@ -46,8 +46,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
         return status
-    except SystemExit as leaving:  # argparse after --help and --version
-        return int(leaving.code or 0)
     except ForethoughtError as error:
         return _complain(str(error), 2 if isinstance(error, UsageError) else 1)
     except KeyboardInterrupt:
@@ -61,13 +59,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: list[str]) -> int:
     name = argv[0] if argv and not argv[0].startswith("-") else None
     if name is None:
-        _top_level().parse_args(argv or ["--help"])
-        return 0
+        return _read(_top_level(), argv or ["--help"], lambda args: 0)
     command = _load(name)
     parser = Parser(prog=f"forethought {name}", description=command.__doc__, add_help=True)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     command.configure(parser)
-    return int(command.run(parser.parse_args(argv[1:])))
+    return _read(parser, argv[1:], command.run)
+
+
+def _read(parser: Parser, argv: list[str], run: Callable[[argparse.Namespace], int]) -> int:
+    """Parse and run; ``--help`` and ``--version``, after which argparse leaves, are status 0."""
+    try:
+        args = parser.parse_args(argv)
+    except SystemExit:
+        return 0
+    return run(args)
 
 
 def _load(name: str) -> ModuleType:

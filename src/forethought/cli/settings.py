@@ -12,8 +12,8 @@ from forethought.errors import ParameterError
 def parse_settings(pairs: Iterable[str]) -> dict[str, Any]:
     """``["threshold=3", "streaming=true"]`` -> ``{"threshold": 3, "streaming": True}``.
 
-    A value is read as JSON (numbers, ``true``, ``false``, ``null``, quoted text, lists), and as text
-    where it is none.
+    A value is read as JSON (numbers, ``true``, ``false``, ``null``, quoted text, lists), and as
+    text where it is none.
 
     Raises:
         ParameterError: a pair without ``=`` or without a key, or a key given twice.

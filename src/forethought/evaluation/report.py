@@ -25,7 +25,7 @@ class Row:
     """Wall time for all problems together, many of them in flight at once."""
 
     def saved_against(self, other: Row) -> float:
-        """Share of the other's generated tokens that this one did without; negative: it spent more."""
+        """Share of the other's generated tokens that this one saved; negative: it spent more."""
         return 1.0 - self.tokens_generated / other.tokens_generated
 
     def to_dict(self) -> dict[str, object]:

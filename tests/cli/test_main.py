@@ -1,0 +1,121 @@
+"""The command's frame: help, exit statuses, one line per error."""
+
+import os
+import subprocess
+import sys
+import types
+
+import pytest
+
+from forethought import __version__
+from forethought.cli import main as cli
+from forethought.errors import EngineStopped, ParameterError
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """Put a command of the test's own into the table."""
+
+    def install(run):
+        module = types.ModuleType("forethought.cli.probe", "A command of the test's own.")
+        module.configure = lambda parser: parser.add_argument("--number", type=int)
+        module.run = run
+        monkeypatch.setitem(cli.COMMANDS, "probe", "for this test")
+        monkeypatch.setitem(sys.modules, "forethought.cli.probe", module)
+
+    return install
+
+
+def one_line(capsys):
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("forethought: ")
+    assert err.count("\n") == 1
+    return err
+
+
+def test_help_lists_every_command_and_so_does_no_argument_at_all(capsys):
+    for argv in (["--help"], ["-h"], []):
+        assert cli.main(argv) == 0
+        shown = capsys.readouterr().out
+        assert all(f"  {name} " in shown for name in cli.COMMANDS)
+
+
+@pytest.mark.parametrize("name", list(cli.COMMANDS))
+def test_every_command_has_a_help_of_its_own_that_needs_no_model(name, capsys):
+    assert cli.main([name, "--help"]) == 0
+    assert f"forethought {name}" in capsys.readouterr().out
+
+
+def test_version_is_the_packages(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"forethought {__version__}\n"
+
+
+def test_a_misspelt_command_is_one_line_with_the_likely_one(capsys):
+    assert cli.main(["generat"]) == 2
+    assert "did you mean 'generate'?" in one_line(capsys)
+
+
+@pytest.mark.parametrize("argv", [["--wrong"], ["probe", "--number", "x"], ["probe", "--no-such"]])
+def test_wrong_arguments_are_one_line_and_status_2(argv, command, capsys):
+    command(lambda args: 0)
+    assert cli.main(argv) == 2
+    assert "--help" in one_line(capsys)
+
+
+def test_a_usage_error_is_one_line_and_status_2_even_if_its_text_has_many(command, capsys):
+    def run(args):
+        raise ParameterError("bad\nvalue", "because\n  of this", "Change it")
+
+    command(run)
+    assert cli.main(["probe"]) == 2
+    assert one_line(capsys) == "forethought: bad value: because of this. Change it\n"
+
+
+def test_a_failure_while_running_is_one_line_and_status_1(command, capsys):
+    def run(args):
+        raise EngineStopped("the engine has stopped")
+
+    command(run)
+    assert cli.main(["probe"]) == 1
+    assert "has stopped" in one_line(capsys)
+
+
+def test_ctrl_c_is_one_line_and_status_130(command, capsys):
+    def run(args):
+        raise KeyboardInterrupt
+
+    command(run)
+    assert cli.main(["probe"]) == 130
+    assert "interrupted" in one_line(capsys)
+
+
+def test_the_commands_status_is_the_programs(command):
+    command(lambda args: args.number)
+    assert cli.main(["probe", "--number", "5"]) == 5
+
+
+def test_a_reader_that_goes_away_ends_the_program_without_a_word():
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-m", "forethought", "--help"],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONUNBUFFERED": ""},
+        timeout=60,
+        check=False,
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_python_dash_m_is_the_same_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "forethought", "--version"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout == f"forethought {__version__}\n"
