@@ -43,7 +43,7 @@ class TaskCollection(Cloneable):
 
 
 def with_task_collection(
-    name: str, collection: Callable[..., TaskCollection], **settings: Any
+    name: str, collection: Callable[..., TaskCollection], /, **settings: Any
 ) -> Callable[[_ControllerClass], _ControllerClass]:
     """Class decorator: give each controller ``self.task_collections[name]``, and let it watch.
 

@@ -72,8 +72,8 @@ class ScaffoldingResult:
 
     @property
     def cur_output(self) -> Any:
-        """The text so far of the stream that spoke last; at the end the final output."""
-        return self.output if self.finished else self._current
+        """While iterating: the text so far of the stream that spoke; else the final output."""
+        return self.output if self._current is None else self._current
 
     def result(self, timeout: float | None = None) -> ScaffoldingResult:
         """Wait for the end.
@@ -163,6 +163,7 @@ class ScaffoldingResult:
         for event in self.events():
             self._current = _joined(event, streams)
             yield self
+        self._current = None
         yield self
 
     async def __aiter__(self) -> AsyncIterator[ScaffoldingResult]:
@@ -170,6 +171,7 @@ class ScaffoldingResult:
         async for event in self.aevents():
             self._current = _joined(event, streams)
             yield self
+        self._current = None
         yield self
 
     def _watch(self) -> concurrent.futures.Future[None] | None:

@@ -1,0 +1,117 @@
+"""Clones: cheap, of the same class, and with nothing shared that is written to."""
+
+from collections import defaultdict, deque
+
+from forethought.methods import BestOfNController, MajorityVoteController
+from forethought.scaffolding import (
+    Controller,
+    GenerationTokenCounter,
+    NativeGenerationController,
+    NativeRewardController,
+    with_task_collection,
+)
+
+
+class Tokenizer:
+    def __deepcopy__(self, memo):
+        raise AssertionError("tokenizers are never copied")
+
+
+def test_containers_are_copied_and_other_things_are_shared():
+    class Keeper(Controller):
+        def __init__(self):
+            super().__init__()
+            self.tokenizer = Tokenizer()
+            self.notes = [{"a": [1]}, self.tokenizer]
+            self.queue, self.counts = deque([[1]], maxlen=5), defaultdict(list, x=[1])
+            self.pair, self.seen = ([1], self.tokenizer), {1}
+
+    original = Keeper()
+    clone = original.clone()
+    assert type(clone) is Keeper
+    assert clone.tokenizer is original.tokenizer is clone.notes[1] is clone.pair[1]
+    clone.notes[0]["a"].append(2)
+    clone.queue[0].append(2)
+    clone.counts["y"].append(1)
+    clone.pair[0].append(2)
+    clone.seen.add(2)
+    assert original.notes[0] == {"a": [1]}
+    assert (list(original.queue), dict(original.counts)) == ([[1]], {"x": [1]})
+    assert (original.pair[0], original.seen, clone.queue.maxlen) == ([1], {1}, 5)
+
+
+def test_a_class_may_say_what_is_shared_and_what_is_copied_in_depth():
+    class State:
+        def __init__(self):
+            self.values = [1]
+
+    class Keeper(Controller):
+        clone_shares = ("table",)
+        clone_copies = ("state",)
+
+        def __init__(self):
+            self.table, self.state = {"big": 1}, State()
+
+    original = Keeper()
+    clone = original.clone()
+    assert clone.table is original.table
+    assert clone.state.values is not original.state.values
+
+
+def test_controllers_inside_are_cloned_and_stay_the_same_where_they_were_the_same():
+    class Pair(Controller):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner, self.all, self.me = inner, [inner, inner], self
+
+    original = Pair(NativeGenerationController())
+    clone = original.clone()
+    assert clone.inner is not original.inner
+    assert clone.all == [clone.inner, clone.inner]
+    assert clone.me is clone
+
+
+def test_a_clone_method_of_ones_own_is_called_for_controllers_inside():
+    class Special(NativeGenerationController):
+        def clone(self):
+            copy = super().clone()
+            copy.marked = True
+            return copy
+
+    clone = MajorityVoteController(Special()).clone()
+    assert clone.generation_controller.marked
+
+
+def test_subclasses_and_their_hooks_survive_cloning():
+    class MyVote(MajorityVoteController):
+        def majority_vote(self, candidates_tasks, **kwargs):
+            return 0, "mine"
+
+    class MyBest(BestOfNController):
+        def select_best(self, tasks, reward_values, **kwargs):
+            return tasks[0], 0
+
+    vote = MyVote(NativeGenerationController(), 3).clone()
+    assert vote.majority_vote([]) == (0, "mine")
+    best = MyBest(NativeGenerationController(), NativeRewardController(), 2).clone()
+    assert type(best) is MyBest
+    assert best.default_sample_num == 2
+
+
+def test_task_collections_survive_cloning_and_are_not_shared():
+    watched = with_task_collection("counter", GenerationTokenCounter)(NativeGenerationController)
+    original = watched(sampling_params={"temperature": 0.5})
+    clone = original.clone()
+    assert clone.sampling_params == {"temperature": 0.5}
+    first, second = original.task_collections["counter"], clone.task_collections["counter"]
+    assert type(second) is GenerationTokenCounter
+    assert first is not second
+
+
+def test_a_controller_without_init_of_its_base_can_be_cloned():
+    class Bare(Controller):
+        def __init__(self):
+            self.x = 1
+
+    assert Bare().clone().x == 1
+    assert not Bare().clone().task_collections

@@ -1,0 +1,460 @@
+"""Requests: how they are asked, how they end, on which loop, and that they leave nothing behind."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from forethought import SamplingParams
+from forethought.errors import (
+    EngineStopped,
+    ParameterError,
+    RequestCancelled,
+    RequestTimeout,
+    TaskError,
+    UsageError,
+)
+from forethought.scaffolding import (
+    Controller,
+    NativeGenerationController,
+    ParallelProcess,
+    Reply,
+    ScaffoldingLlm,
+    ScriptedWorker,
+    Worker,
+)
+
+TAG = NativeGenerationController.WorkerTag.GENERATION
+SLOW = Reply("x", delay=60)
+
+
+def echo(prompt, index):
+    return prompt
+
+
+def native(script=echo, **options):
+    return ScaffoldingLlm(NativeGenerationController(), {TAG: ScriptedWorker(script)}, **options)
+
+
+def test_one_prompt_gives_one_result_and_a_list_gives_a_list():
+    with native() as llm:
+        assert llm.generate("a").outputs[0].text == "a"
+        assert [r.outputs[0].text for r in llm.generate(["a", "b", "c"])] == ["a", "b", "c"]
+        assert llm.generate([]) == []
+
+
+def test_token_ids_are_a_prompt_too():
+    with native() as llm:
+        assert llm.generate([104, 105]).output.text == "hi"
+        assert [r.output.text for r in llm.generate([[104], [105]])] == ["h", "i"]
+
+
+def test_the_output_has_text_tokens_finish_reason_and_usage():
+    with native() as llm:
+        output = llm.generate("ab", sampling_params={"max_tokens": 1}).output
+    assert (output.text, output.output_str) == ("a", "a")
+    assert output.token_ids == output.tokens == output.output_tokens == [97]
+    assert (output.finish_reason, output.usage.completion_tokens) == ("length", 1)
+
+
+def test_all_samples_of_a_task_are_outputs():
+    with native(lambda prompt, index: f"{index}") as llm:
+        result = llm.generate("p", sampling_params={"n": 3})
+    assert [output.text for output in result.outputs] == ["0", "1", "2"]
+
+
+def test_requests_run_at_the_same_time():
+    with native(lambda p, i: Reply(p, delay=0.2)) as llm:
+        began = time.perf_counter()
+        llm.generate([str(i) for i in range(20)])
+    assert time.perf_counter() - began < 2
+
+
+def test_no_more_requests_than_allowed_run_at_once_and_the_others_come_in_order():
+    running, most, order = 0, 0, []
+
+    class Watcher(Worker):
+        async def handle(self, task):
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            order.append(task.input_str)
+            await asyncio.sleep(0.01)
+            running -= 1
+            task.output_str = ""
+
+        from forethought.scaffolding import GenerationTask
+
+        task_handlers = {GenerationTask: handle}  # noqa: RUF012
+
+    prompts = [str(i) for i in range(10)]
+    with ScaffoldingLlm(NativeGenerationController(), {TAG: Watcher()}, 2) as llm:
+        llm.generate(prompts)
+    assert (most, order) == (2, prompts)
+
+
+def test_urgent_requests_overtake_those_that_wait():
+    worker = ScriptedWorker(lambda p, i: Reply(p, delay=0.1))
+    with ScaffoldingLlm(NativeGenerationController(), {TAG: worker}, 1) as llm:
+        asked = [("first", 0), ("late", 5), ("soon", -1), ("later", 5)]
+        results = [llm.generate_async(p, priority=n) for p, n in asked]
+        for result in results:
+            result.result()
+    assert worker.prompts == ["first", "soon", "late", "later"]
+
+
+def test_workers_are_found_by_enum_member_or_by_plain_string():
+    for tag in (TAG, "generation"):
+        with ScaffoldingLlm(NativeGenerationController(), {tag: ScriptedWorker(echo)}) as llm:
+            assert llm.generate("a").output.text == "a"
+
+
+def test_sampling_of_the_caller_wins_over_that_of_the_controller():
+    worker = ScriptedWorker(echo)
+    controller = NativeGenerationController(sampling_params={"temperature": 0.9, "top_k": 5})
+    with ScaffoldingLlm(controller, {TAG: worker}) as llm:
+        llm.generate("p", sampling_params={"temperature": 0.1})
+        llm.generate("p", sampling_params=SamplingParams(temperature=0.2))
+        llm.generate("p")
+    seen = [(call.task.temperature, call.task.top_k) for call in worker.calls]
+    assert seen == [(0.1, 5), (0.2, 5), (0.9, 5)]
+
+
+def test_an_unknown_sampling_parameter_is_refused_before_anything_runs():
+    with native() as llm, pytest.raises(ParameterError, match="'temprature'.*temperature"):
+        llm.generate_async("p", sampling_params={"temprature": 1})
+
+
+def test_further_arguments_go_to_process():
+    class Repeater(NativeGenerationController):
+        def process(self, tasks, times=1, **kwargs):
+            tasks[0].input_str *= times
+            yield from super().process(tasks, **kwargs)
+
+    with ScaffoldingLlm(Repeater(), {"generation": ScriptedWorker(echo)}) as llm:
+        assert llm.generate("ab", times=3).output.text == "ababab"
+
+
+def test_a_method_that_returns_nothing_succeeds_with_no_outputs():
+    class Silent(Controller):
+        def process(self, tasks, **kwargs):
+            yield []
+
+    with ScaffoldingLlm(Silent(), {}) as llm:
+        result = llm.generate("p")
+    assert result.finished
+    assert (result.outputs, result.output, result.error) == ([], None, None)
+
+
+# ---- how a result is waited for ----------------------------------------------------------------
+
+
+def test_a_result_can_be_awaited_in_a_running_loop():
+    async def main():
+        llm = native()
+        try:
+            assert llm.loop is asyncio.get_running_loop()
+            first = await llm.generate_async("a")
+            second = llm.generate_async("b")
+            assert (await second.aresult()) is second
+            return first.output.text + second.output.text + second.result().output.text
+        finally:
+            await llm.ashutdown()
+
+    assert asyncio.run(main()) == "abb"
+
+
+def test_a_result_of_a_loop_of_its_own_can_be_awaited_from_another_one():
+    with native() as llm:
+
+        async def main():
+            assert llm.loop is not asyncio.get_running_loop()
+            results = await asyncio.gather(*[llm.generate_async(p).aresult() for p in "abc"])
+            return "".join(result.output.text for result in results)
+
+        assert asyncio.run(main()) == "abc"
+
+
+def test_coroutines_can_be_sent_to_the_loop():
+    with native() as llm:
+
+        async def ask():
+            return (await llm.generate_async("a")).output.text
+
+        assert asyncio.run_coroutine_threadsafe(ask(), llm.loop).result(5) == "a"
+
+
+def test_waiting_on_the_loop_itself_is_refused_instead_of_hanging():
+    async def main():
+        async with native(lambda p, i: Reply(p, delay=0.05)) as llm:
+            with pytest.raises(UsageError, match="wait for ever"):
+                llm.generate("p")
+            result = llm.generate_async("p")
+            with pytest.raises(UsageError, match="wait for ever"):
+                result.result()
+            return (await result).output.text
+
+    assert asyncio.run(main()) == "p"
+
+
+def test_two_of_them_in_one_thread_do_not_disturb_each_other():
+    with native(lambda p, i: "one") as one, native(lambda p, i: "two") as two:
+        first, second = one.generate_async("p"), two.generate_async("p")
+        assert second.result().output.text + first.result().output.text == "twoone"
+
+
+def test_many_threads_may_ask_at_once():
+    found = []
+    with native(lambda p, i: Reply(p, delay=0.01)) as llm:
+
+        def ask(number):
+            found.append([r.output.text for r in llm.generate([f"{number}.{i}" for i in range(5)])])
+
+        threads = [threading.Thread(target=ask, args=(n,)) for n in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+    assert sorted(found) == [[f"{n}.{i}" for i in range(5)] for n in range(8)]
+
+
+def test_it_does_not_touch_the_event_loop_of_the_thread_that_creates_it():
+    policy = asyncio.get_event_loop_policy()
+    with native() as llm:
+        llm.generate("p")
+        with pytest.raises(RuntimeError):
+            asyncio.get_running_loop()
+        assert policy._local._loop is not llm.loop
+
+
+# ---- how a request is ended --------------------------------------------------------------------
+
+
+def test_result_with_a_timeout_times_out_and_aborts():
+    worker = ScriptedWorker([SLOW])
+    with ScaffoldingLlm(NativeGenerationController(), {TAG: worker}) as llm:
+        result = llm.generate_async("p")
+        began = time.perf_counter()
+        with pytest.raises(RequestTimeout, match=r"0\.1 s have passed"):
+            result.result(timeout=0.1)
+        assert time.perf_counter() - began < 5
+        with pytest.raises(TimeoutError):
+            result.result(timeout=5)
+    assert worker.calls[0].ended == "cancelled"
+
+
+def test_aresult_with_a_timeout_times_out_and_aborts():
+    worker = ScriptedWorker([SLOW])
+
+    async def main():
+        async with ScaffoldingLlm(NativeGenerationController(), {TAG: worker}) as llm:
+            with pytest.raises(RequestTimeout):
+                await llm.generate_async("p").aresult(timeout=0.1)
+
+    asyncio.run(main())
+    assert worker.calls[0].ended == "cancelled"
+
+
+def test_a_deadline_covers_the_time_in_the_queue():
+    worker = ScriptedWorker(lambda p, i: SLOW)
+    with ScaffoldingLlm(NativeGenerationController(), {TAG: worker}, 1) as llm:
+        first, queued = llm.generate_async("a"), llm.generate_async("b", timeout=0.1)
+        with pytest.raises(RequestTimeout, match="since it was submitted"):
+            queued.result(5)
+        assert not first.finished
+    assert worker.prompts == ["a"]
+
+
+def test_cancelling_the_task_that_awaits_aborts_the_request():
+    worker = ScriptedWorker([SLOW])
+
+    async def main():
+        async with ScaffoldingLlm(NativeGenerationController(), {TAG: worker}) as llm:
+            result = llm.generate_async("p")
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(result.aresult(), 0.1)
+            with pytest.raises(RequestCancelled):
+                await result
+
+    asyncio.run(main())
+    assert worker.calls[0].ended == "cancelled"
+
+
+def test_an_aborted_request_fails_and_the_others_go_on():
+    with native({"slow": SLOW, "fast": Reply("done", delay=0.1)}) as llm:
+        slow, fast = llm.generate_async("slow"), llm.generate_async("fast")
+        slow.abort()
+        with pytest.raises(RequestCancelled):
+            slow.result(5)
+        assert fast.result(5).output.text == "done"
+        assert isinstance(slow.error, RequestCancelled)
+        assert slow.outputs == []
+
+
+def test_a_failing_request_does_not_take_the_others_down():
+    with native({"bad": Reply("", error=OSError("gone")), "good": Reply("fine", delay=0.1)}) as llm:
+        bad, good = llm.generate_async("bad"), llm.generate_async("good")
+        with pytest.raises(TaskError, match="gone"):
+            bad.result(5)
+        assert good.result(5).output.text == "fine"
+
+
+def test_the_first_failure_of_a_batch_is_raised_and_the_rest_is_aborted():
+    worker = ScriptedWorker({"slow": SLOW, "bad": Reply("", error=OSError("gone"))})
+    with ScaffoldingLlm(NativeGenerationController(), {TAG: worker}) as llm:
+        with pytest.raises(TaskError, match="gone"):
+            llm.generate(["bad", "slow"])
+        llm.generate_async("bad")
+    assert worker.calls[1].ended == "cancelled"
+
+
+def test_a_prototype_that_cannot_be_cloned_fails_the_request_instead_of_hanging():
+    class Broken(NativeGenerationController):
+        def clone(self):
+            raise RuntimeError("no copies")
+
+    with ScaffoldingLlm(Broken(), {}) as llm, pytest.raises(RuntimeError, match="no copies"):
+        llm.generate_async("p").result(5)
+
+
+def test_shutdown_ends_what_runs_and_what_waits():
+    worker = ScriptedWorker(lambda p, i: SLOW)
+    llm = ScaffoldingLlm(NativeGenerationController(), {TAG: worker}, 1)
+    results = [llm.generate_async("a"), llm.generate_async("b")]
+    time.sleep(0.1)
+    llm.shutdown()
+    for result in results:
+        with pytest.raises(EngineStopped):
+            result.result(5)
+    assert [call.ended for call in worker.calls] == ["cancelled"]
+    with pytest.raises(EngineStopped):
+        llm.generate("c")
+    llm.shutdown()
+
+
+def test_shutdown_shuts_the_workers_down_only_if_asked_to():
+    class Counted(ScriptedWorker):
+        ended = 0
+
+        async def async_shutdown(self):
+            self.ended += 1
+
+        def shutdown(self):
+            self.ended += 10
+
+    for options, expected in (
+        ({}, 0),
+        ({"shutdown_workers": True}, 11),
+        ({"shutdown_wokers": True}, 11),
+    ):
+        worker = Counted(echo)
+        llm = ScaffoldingLlm(NativeGenerationController(), {TAG: worker, "other": worker})
+        llm.generate("p")
+        llm.shutdown(**options)
+        assert worker.ended == expected
+
+
+def test_a_loop_that_was_not_its_own_goes_on_after_shutdown():
+    async def main():
+        llm = native([SLOW])
+        result = llm.generate_async("p")
+        await asyncio.sleep(0.05)
+        llm.shutdown()
+        with pytest.raises(EngineStopped):
+            await result
+        await asyncio.sleep(0)
+        return "alive"
+
+    assert asyncio.run(main()) == "alive"
+
+
+def test_no_thread_stays_behind():
+    before = threading.active_count()
+    with native() as llm:
+        llm.generate("p")
+    assert threading.active_count() == before
+
+
+# ---- streaming ---------------------------------------------------------------------------------
+
+
+def streaming(script):
+    controller = NativeGenerationController(streaming=True)
+    return ScaffoldingLlm(controller, {TAG: ScriptedWorker(script)})
+
+
+def test_tokens_are_streamed_as_they_come():
+    with streaming([Reply("abcd", seconds_per_token=0.1)]) as llm:
+        began, seen = time.perf_counter(), []
+        for partial in llm.generate_async("p"):
+            seen.append((partial.cur_output.text, time.perf_counter() - began))
+    assert [text for text, _ in seen] == ["a", "ab", "abc", "abcd", "abcd"]
+    assert seen[0][1] < 0.3 < seen[3][1]
+
+
+def test_a_stream_can_be_iterated_asynchronously_from_any_loop():
+    with streaming(lambda p, i: "abc") as llm:
+
+        async def main():
+            texts = [r.cur_output.text async for r in llm.generate_async("p")]
+            events = [e.output.text async for e in llm.generate_async("p").aevents()]
+            return texts, events
+
+        assert asyncio.run(main()) == (["a", "ab", "abc", "abc"], ["a", "b", "c"])
+
+
+def test_a_method_that_does_not_stream_gives_its_output_once():
+    with native() as llm:
+        assert [partial.cur_output.text for partial in llm.generate_async("p")] == ["p"]
+
+
+def test_a_slow_reader_holds_nobody_up_and_misses_nothing():
+    with streaming(lambda p, i: "abcdef") as llm:
+        result = llm.generate_async("p")
+        result.result()
+        assert "".join(event.output.text for event in result.events()) == "abcdef"
+        assert [event.output.token_ids for event in result.events()][0] == (97,)
+
+
+def test_a_failure_ends_the_stream():
+    with streaming([Reply("abc", error=OSError("gone"))]) as llm:
+        result = llm.generate_async("p")
+        with pytest.raises(TaskError, match="gone"):
+            list(result)
+        with pytest.raises(TaskError, match="gone"):
+            list(result.events())
+
+
+def test_events_say_which_branch_they_come_from():
+    class Three(Controller):
+        def process(self, tasks, **kwargs):
+            native = NativeGenerationController(streaming=True)
+            copies = [[tasks[0].copy()] for _ in range(3)]
+            yield ParallelProcess([native] * 3, copies, [{}] * 3)
+
+    worker = ScriptedWorker(lambda p, i: Reply(str(i) * 3, seconds_per_token=0.01))
+    with ScaffoldingLlm(Three(), {TAG: worker}) as llm:
+        texts = {"0": "", "1": "", "2": ""}
+        for event in llm.generate_async("p").events():
+            texts[event.branch] += event.output.text
+    assert texts == {"0": "000", "1": "111", "2": "222"}
+
+
+def test_whatever_a_users_worker_streams_is_handed_on_at_once():
+    from forethought.scaffolding import GenerationTask
+
+    class Chatty(Worker):
+        async def handle(self, task):
+            for i in range(3):
+                task.streaming_output_list.append(f"part {i}")
+                await asyncio.sleep(0)
+            task.output_str = "whole"
+
+        task_handlers = {GenerationTask: handle}  # noqa: RUF012
+
+    with ScaffoldingLlm(NativeGenerationController(streaming=True), {TAG: Chatty()}) as llm:
+        result = llm.generate_async("p")
+        seen = [partial.cur_output for partial in result]
+    assert seen[:3] == ["part 0", "part 1", "part 2"]
+    assert seen[3].text == "whole"

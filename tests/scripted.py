@@ -1,0 +1,42 @@
+"""Helpers for tests of controllers: run one against a worker, and script a chain of thought."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from forethought.methods import worker_tags
+from forethought.methods.dynasor import PROBE_SUFFIX
+from forethought.scaffolding import Controller, ScaffoldingLlm, Worker
+
+TAG = "generation"
+
+
+def answer(controller: Controller, worker: Worker, prompt: Any = "p", **options: Any) -> Any:
+    """The result of one prompt, with all tasks going to one worker."""
+    workers = dict.fromkeys([TAG, *worker_tags(controller)], worker)
+    with ScaffoldingLlm(controller, workers) as llm:
+        return llm.generate(prompt, **options)
+
+
+def chain(prompt: str, text: str, probe: Callable[[int], str]) -> Callable[[str, int], str]:
+    """A script for one chain of thought, continued from any point, and for probes into it.
+
+    Args:
+        prompt: of the chain.
+        text: the whole chain.
+        probe: what the model goes on with behind the probe's suffix, by the characters of the
+            chain that the probe knows.
+    """
+
+    def script(asked: str, index: int) -> str:
+        known, probed, said = asked.removeprefix(prompt).partition(PROBE_SUFFIX)
+        assert asked.startswith(prompt), asked
+        assert text.startswith(known), known
+        if not probed:
+            return text[len(known) :]
+        whole = probe(len(known))
+        assert whole.startswith(said), said
+        return whole[len(said) :]
+
+    return script
