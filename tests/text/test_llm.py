@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import itertools
 import threading
@@ -9,6 +10,8 @@ import threading
 import pytest
 
 from engines import expect_empty
+from forethought.engine.commit import Event
+from forethought.engine.sequence import Sequence
 from forethought.errors import (
     CapacityError,
     ContextLengthError,
@@ -390,6 +393,32 @@ def test_a_stop_string_leaves_the_session_at_the_token_that_completed_it(llm):
         assert session.tokens[length:] == completion.token_ids
         rest = session.generate(GREEDY.replace(max_tokens=12 - len(completion.token_ids)))
         assert session.tokens[length:] == completion.token_ids + rest.token_ids
+
+
+def test_tokens_drawn_behind_a_stop_string_in_the_same_step_are_taken_back(llm, monkeypatch):
+    """As when a step accepts several drafted tokens."""
+    engine, step = llm._desk.engine, llm._desk.engine.step
+
+    def several() -> list[Event]:
+        merged: dict[Sequence, Event] = {}
+        for event in itertools.chain(*[step() for _ in range(4)]):
+            tokens = merged[event.sequence].tokens if event.sequence in merged else []
+            merged[event.sequence] = dataclasses.replace(event, tokens=tokens + event.tokens)
+        return list(merged.values())
+
+    plain = llm.generate(PROMPTS[0], GREEDY).outputs[0]
+    stop = plain.text[3:5]
+    monkeypatch.setattr(engine, "step", several)
+    assert llm.generate(PROMPTS[0], GREEDY).outputs[0] == plain
+    with llm.start(PROMPTS[0]) as session:
+        length = session.prompt_length
+        completion = session.generate(GREEDY.replace(stop=[stop]))
+        assert completion.text == plain.text[: plain.text.index(stop)]
+        assert len(completion.token_ids) % 4 != 0
+        assert session.tokens[length:] == completion.token_ids
+        assert session.usage.discarded > 0
+        rest = session.generate(GREEDY.replace(max_tokens=12 - len(completion.token_ids)))
+        assert completion.token_ids + rest.token_ids == plain.token_ids
 
 
 def test_a_session_in_the_middle_of_a_stream_cannot_be_changed(llm):
