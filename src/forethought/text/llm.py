@@ -175,7 +175,7 @@ class LLM:
             raise UsageError(
                 "this LLM does not take direct calls now",
                 f"its engine is run by {self._borrower}",
-                f"Call {self._borrower} instead, or shut it down first",
+                "Call that one, or shut it down first",
             )
         return desk
 
