@@ -1,0 +1,144 @@
+"""A small OpenAI-compatible server on this machine, for tests of what talks to one."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+Pieces = Callable[[dict[str, Any]], list[str]]
+
+
+class OpenaiServer:
+    """Answers completions and chats piece by piece, one token each.
+
+    Attributes:
+        requests: the bodies received, in order.
+        disconnected: how many clients went away before their answer was complete.
+        says: gives the pieces of the answer to a request.
+        seconds_per_piece: pause before each piece.
+        extra_choice: further fields of the last chunk's choice.
+        fail_with: status to refuse the next requests with.
+    """
+
+    def __init__(self) -> None:
+        self.requests: list[dict[str, Any]] = []
+        self.disconnected = 0
+        self.says: Pieces = lambda body: ["Hello", " world"]
+        self.seconds_per_piece = 0.0
+        self.extra_choice: dict[str, Any] = {}
+        self.tool_call: dict[str, Any] | None = None
+        self.fail_with: list[int] = []
+        self.url = ""
+
+    def chunks(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        chat = path.endswith("/chat/completions")
+        base = {
+            "id": f"request-{len(self.requests)}",
+            "object": "chat.completion.chunk" if chat else "text_completion",
+            "created": 1,
+            "model": body["model"],
+        }
+        count = 0
+        for number in range(body.get("n") or 1):
+            pieces = self.says(body)
+            limit = body.get("max_tokens") or len(pieces)
+            for piece in pieces[:limit]:
+                time.sleep(self.seconds_per_piece)
+                count += 1
+                yield {**base, "choices": [self.choice(chat, number, piece, body)]}
+            last = self.choice(chat, number, "", {}) | self.extra_choice
+            last["finish_reason"] = "length" if limit < len(pieces) else "stop"
+            if self.tool_call is not None:
+                yield from ({**base, "choices": [c]} for c in self.calling(number))
+                last["finish_reason"] = "tool_calls"
+            yield {**base, "choices": [last]}
+        usage = {"prompt_tokens": 7, "completion_tokens": count, "total_tokens": 7 + count}
+        yield {**base, "choices": [], "usage": usage}
+
+    def choice(self, chat: bool, number: int, text: str, body: dict[str, Any]) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": number, "finish_reason": None, "logprobs": None}
+        choice |= {"delta": {"content": text}} if chat else {"text": text}
+        if body.get("logprobs") is not None:
+            top = [{"token": text, "logprob": -0.5}, {"token": "other", "logprob": -1.5}]
+            choice["logprobs"] = (
+                {"content": [{**top[0], "bytes": None, "top_logprobs": top}]}
+                if chat
+                else {
+                    "tokens": [text],
+                    "token_logprobs": [-0.5],
+                    "top_logprobs": [{text: -0.5, "other": -1.5}],
+                    "text_offset": [0],
+                }
+            )
+        return choice
+
+    def calling(self, number: int) -> Iterator[dict[str, Any]]:
+        call = self.tool_call or {}
+        for arguments in call["arguments"]:
+            name = call["name"] if arguments == call["arguments"][0] else None
+            function = {"name": name, "arguments": arguments}
+            piece = {"index": 0, "id": "call-1" if name else None, "function": function}
+            yield {"index": number, "finish_reason": None, "delta": {"tool_calls": [piece]}}
+
+
+@contextmanager
+def serving() -> Iterator[OpenaiServer]:
+    """The server, running in threads of its own."""
+    state = OpenaiServer()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            state.requests.append(body)
+            if state.fail_with:
+                return self.whole(state.fail_with.pop(0), {"error": {"message": "no"}})
+            chunks = state.chunks(self.path, body)
+            return self.stream(chunks) if body.get("stream") else self.whole(200, merged(chunks))
+
+        def stream(self, chunks: Iterator[dict[str, Any]]) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.end_headers()
+            try:
+                for chunk in chunks:
+                    self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
+                    self.wfile.flush()
+                self.wfile.write(b"data: [DONE]\n\n")
+            except OSError:
+                state.disconnected += 1
+
+        def whole(self, status: int, body: dict[str, Any]) -> None:
+            data = json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    state.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
+    try:
+        yield state
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def merged(chunks: Iterator[dict[str, Any]]) -> dict[str, Any]:
+    """The chunks of a completion as one answer."""
+    found = list(chunks)
+    choices = [choice for chunk in found for choice in chunk["choices"]]
+    text = "".join(choice["text"] for choice in choices)
+    return {**found[-1], "choices": [{**choices[-1], "text": text}]}

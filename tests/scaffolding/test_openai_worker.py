@@ -1,0 +1,366 @@
+"""``OpenaiWorker`` against a server on this machine, through the official client."""
+
+import asyncio
+import time
+
+import pytest
+from openai import AsyncOpenAI
+
+from forethought.errors import BudgetExceeded, ParameterError, TaskError
+from forethought.methods import DynasorGenerationController
+from forethought.methods.dynasor import ANSWER_END, ANSWER_SUFFIX_WITH_MARKER, PROBE_SUFFIX
+from forethought.scaffolding import (
+    AsCompleted,
+    Budget,
+    ChatTask,
+    Controller,
+    GenerationTask,
+    NativeChatController,
+    NativeGenerationController,
+    OpenAIToolDescription,
+    OpenaiWorker,
+    ScaffoldingLlm,
+    StreamGenerationTask,
+    TaskStatus,
+    TRTOpenaiWorker,
+)
+from openai_server import serving
+
+
+@pytest.fixture
+def server():
+    with serving() as server:
+        yield server
+
+
+class Client(OpenaiWorker):
+    """The worker under test, with a client that it closes."""
+
+    def __init__(self, server, **options):
+        client = AsyncOpenAI(base_url=server.url, api_key="none", max_retries=1, timeout=20)
+        super().__init__(client, "tiny", **options)
+
+    async def async_shutdown(self):
+        await super().async_shutdown()
+        await self.async_client.close()
+
+
+def run(worker, *tasks):
+    """Execute tasks one after another, outside of any request."""
+
+    async def main():
+        try:
+            return [await worker.run_task(task) for task in tasks]
+        finally:
+            await worker.async_shutdown()
+
+    return asyncio.run(main())
+
+
+def answer(controller, worker, prompt="p", **options):
+    llm = ScaffoldingLlm(controller, {"generation": worker, DYNASOR: worker})
+    try:
+        return llm.generate(prompt, **options)
+    finally:
+        llm.shutdown(shutdown_workers=True)
+
+
+DYNASOR = DynasorGenerationController.WorkerTag.GENERATION
+
+
+def test_a_completion_has_text_usage_times_and_no_token_ids(server):
+    task = GenerationTask(input_str="p")
+    assert run(Client(server), task) == [TaskStatus.SUCCESS]
+    assert (task.output_str, task.output_tokens, task.finish_reason) == ("Hello world", None, "stop")
+    assert (task.usage_prompt_tokens, task.usage_completion_tokens) == (7, 2)
+    assert (task.usage.prompt_tokens, task.usage.completion_tokens) == (7, 2)
+    assert 0 < task.ttft_s <= task.latency_s
+    assert task.request_id == "request-1"
+
+
+def test_what_a_task_does_not_set_is_not_sent(server):
+    run(Client(server), GenerationTask(input_str="p"))
+    assert server.requests[0] == {
+        "model": "tiny",
+        "prompt": "p",
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+def test_every_sampling_field_of_the_api_is_sent(server):
+    fields = {
+        "max_tokens": 5,
+        "temperature": 0.0,
+        "top_p": 0.9,
+        "seed": 3,
+        "stop": ["x", "y"],
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.25,
+        "user": "me",
+        "suffix": "end",
+        "echo": True,
+    }
+    run(Client(server), GenerationTask(input_tokens=[1, 2], logit_bias={3: 1.0}, **fields))
+    sent = server.requests[0]
+    assert sent["prompt"] == [1, 2]
+    assert sent["logit_bias"] == {"3": 1.0}
+    assert {name: sent[name] for name in fields} == fields
+
+
+def test_best_of_is_asked_for_without_a_stream_as_the_api_demands(server):
+    task = GenerationTask(input_str="p", best_of=3)
+    run(Client(server), task)
+    assert server.requests[0]["best_of"] == 3
+    assert not server.requests[0]["stream"]
+    assert (task.output_str, task.usage_completion_tokens) == ("Hello world", 2)
+
+
+@pytest.mark.parametrize("name", ["top_k", "min_p", "min_tokens", "repetition_penalty"])
+def test_fields_beyond_the_api_are_refused_unless_the_server_takes_them(server, name):
+    def task():
+        return GenerationTask(input_str="p", **{name: 3})
+
+    with pytest.raises(ParameterError, match=f"OpenaiWorker cannot honour {name}"):
+        run(Client(server), task())
+    run(Client(server, extensions=[name], extra_body={"more": 1}), task())
+    assert (server.requests[0][name], server.requests[0]["more"]) == (3, 1)
+
+
+def test_what_no_server_can_do_is_refused_by_name(server):
+    for field in ({"return_context_logits": True}, {"skip_detokenizer": True}):
+        with pytest.raises(ParameterError):
+            run(Client(server), GenerationTask(input_str="p", **field))
+    with pytest.raises(ParameterError, match="no prompt"):
+        run(Client(server), GenerationTask())
+    with pytest.raises(ParameterError, match="echo and num_logprobs"):
+        run(Client(server), GenerationTask(input_str="p", echo=True, num_logprobs=1))
+    with pytest.raises(ParameterError, match="topk"):
+        Client(server, extensions=["topk"])
+    assert server.requests == []
+
+
+def test_the_worker_for_tensorrt_servers_takes_top_k():
+    assert TRTOpenaiWorker(None, "m").extensions == {"top_k"}
+
+
+def test_all_samples_come_back(server):
+    task = GenerationTask(input_str="p", n=3)
+    run(Client(server), task)
+    assert [sample.text for sample in task.samples] == ["Hello world"] * 3
+    assert task.usage_completion_tokens == 2
+    assert task.usage.completion_tokens == 6
+
+
+def test_log_probabilities_come_back_with_the_tokens_texts(server):
+    task = GenerationTask(input_str="p", num_logprobs=2)
+    run(Client(server), task)
+    first = list(task.logprobs[0].values())
+    assert [(e.token, e.logprob, e.rank) for e in first] == [
+        ("Hello", -0.5, 1),
+        ("other", -1.5, 2),
+    ]
+    assert task.cumulative_logprob == -1.0
+
+
+def test_a_single_stop_string_is_taken_as_the_reason_unless_the_server_tells(server):
+    task, told = GenerationTask(input_str="p", stop="}"), GenerationTask(input_str="p", stop="}")
+    run(Client(server), task)
+    assert (task.finish_reason, task.stop_reason) == ("stop", "}")
+    server.extra_choice = {"stop_reason": None}
+    run(Client(server), told)
+    assert (told.finish_reason, told.stop_reason) == ("stop", None)
+
+
+def test_tokens_are_streamed_through_a_method(server):
+    server.says = lambda body: ["a", "b", "c"]
+    server.seconds_per_piece = 0.05
+    worker = Client(server)
+    llm = ScaffoldingLlm(NativeGenerationController(streaming=True), {"generation": worker})
+    try:
+        texts = [partial.cur_output.text for partial in llm.generate_async("p")]
+    finally:
+        llm.shutdown(shutdown_workers=True)
+    assert texts == ["a", "ab", "abc", "abc"]
+
+
+def test_a_stream_runs_on_between_its_steps(server):
+    class Sleeper(Controller):
+        def process(self, tasks, **kwargs):
+            stream = StreamGenerationTask(input_str="p", worker_tag="generation", streaming_step=2)
+            seen = []
+            while not stream.end_flag:
+                yield [stream]
+                seen.append(stream.output_str)
+                time.sleep(0.2)
+                stream.streaming_step = 0
+            tasks[0].output_str = repr(seen)
+
+    server.says = lambda body: list("abcdef")
+    server.seconds_per_piece = 0.01
+    seen = eval(answer(Sleeper(), Client(server)).output.text)
+    assert len(seen[0]) >= 2
+    assert seen[-1] == "abcdef"
+    assert len(server.requests) == 1
+
+
+def test_a_stream_that_is_left_closes_its_connection(server):
+    class Leaver(Controller):
+        def process(self, tasks, **kwargs):
+            stream = StreamGenerationTask(input_str="p", worker_tag="generation")
+            yield [stream]
+            tasks[0].output_str = stream.output_str
+
+    server.says = lambda body: ["x" * 1000] * 500
+    server.seconds_per_piece = 0.01
+    answer(Leaver(), Client(server))
+    deadline = time.perf_counter() + 10
+    while not server.disconnected and time.perf_counter() < deadline:
+        time.sleep(0.02)
+    assert server.disconnected == 1
+
+
+def test_a_cancelled_generation_closes_its_connection(server):
+    server.says = lambda body: ["x" * 1000] * 500
+    server.seconds_per_piece = 0.01
+    with pytest.raises(TimeoutError):
+        answer(NativeGenerationController(), Client(server), timeout=0.3)
+    deadline = time.perf_counter() + 10
+    while not server.disconnected and time.perf_counter() < deadline:
+        time.sleep(0.02)
+    assert server.disconnected == 1
+
+
+def test_cancel_flag_ends_a_stream(server):
+    server.says = lambda body: ["x"] * 500
+    server.seconds_per_piece = 0.01
+    stream = StreamGenerationTask(input_str="p", streaming_step=1)
+
+    async def main():
+        worker = Client(server)
+        await worker.run_task(stream)
+        stream.cancel_flag = True
+        await worker.run_task(stream)
+        await worker.async_shutdown()
+
+    asyncio.run(main())
+    assert (stream.end_flag, stream.finish_reason) == (True, "abort")
+    assert 1 <= len(stream.output_str) < 500
+
+
+def test_the_official_client_retries_and_then_the_error_reaches_the_controller(server):
+    server.fail_with = [500]
+    assert answer(NativeGenerationController(), Client(server)).output.text == "Hello world"
+    server.fail_with = [500, 500]
+    with pytest.raises(TaskError, match="InternalServerError"):
+        answer(NativeGenerationController(), Client(server))
+    server.fail_with = [400]
+    with pytest.raises(TaskError, match="BadRequestError"):
+        answer(NativeGenerationController(), Client(server))
+
+
+def test_the_budget_counts_and_stops_what_the_server_sends(server):
+    server.says = lambda body: ["x"] * 300
+    server.seconds_per_piece = 0.01
+    result = answer(NativeGenerationController(), Client(server), budget=Budget(tokens=20))
+    assert (result.output.text, result.output.finish_reason) == ("x" * 20, "length")
+
+    class Two(Controller):
+        def process(self, tasks, **kwargs):
+            copies = [GenerationTask(input_str="p", worker_tag="generation") for _ in range(2)]
+            yield copies
+
+    with pytest.raises(BudgetExceeded):
+        answer(Two(), Client(server), budget=Budget(tokens=20))
+
+
+# ---- chats -------------------------------------------------------------------------------------
+
+
+def test_a_chat_turn_is_appended_and_counted(server):
+    chat = ChatTask.create_from_prompt("hi")
+    chat.enable_token_counting, chat.temperature = True, 0.5
+    run(Client(server), chat, chat)
+    assert chat.messages_to_dict_content() == [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "Hello world"},
+        {"role": "assistant", "content": "Hello world"},
+    ]
+    assert (chat.prompt_tokens_num, chat.completion_tokens_num) == (14, 4)
+    assert (chat.output_str, chat.finish_reason, chat.end_flag) == ("Hello world", "stop", True)
+    assert server.requests[0]["messages"] == [{"role": "user", "content": "hi"}]
+    assert server.requests[0]["temperature"] == 0.5
+
+
+def test_a_plain_task_can_be_answered_by_a_chat(server):
+    controller = NativeChatController(sampling_params={"max_tokens": 1})
+    result = answer(controller, Client(server), "hi")
+    assert (result.output.text, result.output.finish_reason) == ("Hello", "length")
+    assert server.requests[0]["max_tokens"] == 1
+
+
+def test_tool_calls_are_put_together_from_their_pieces(server):
+    server.says = lambda body: []
+    server.tool_call = {"name": "add", "arguments": ['{"a":', " 1}"]}
+    chat = ChatTask.create_from_prompt("1?", tools=[OpenAIToolDescription("add", "adds", {})])
+    run(Client(server), chat)
+    message = chat.messages[-1]
+    assert message.content is None
+    assert message.finish_reason == "tool_calls"
+    function = {"name": "add", "arguments": '{"a": 1}'}
+    assert message.tool_calls == [{"id": "call-1", "type": "function", "function": function}]
+    assert server.requests[0]["tools"][0]["function"]["name"] == "add"
+
+
+def test_chats_have_log_probabilities_too(server):
+    chat = ChatTask.create_from_prompt("hi")
+    chat.num_logprobs = 2
+    run(Client(server), chat)
+    assert (server.requests[0]["logprobs"], server.requests[0]["top_logprobs"]) == (True, 2)
+    assert [entry.token for entry in chat.logprobs[1].values()] == [" world", "other"]
+
+
+def test_what_a_chat_cannot_do_is_refused(server):
+    for field in ({"echo": True}, {"n": 2}, {"best_of": 2}, {"suffix": "x"}):
+        chat = ChatTask.create_from_prompt("hi")
+        for name, value in field.items():
+            setattr(chat, name, value)
+        with pytest.raises(ParameterError):
+            run(Client(server), chat)
+
+
+# ---- methods -----------------------------------------------------------------------------------
+
+
+def test_forks_go_out_as_text(server):
+    class Forker(Controller):
+        def process(self, tasks, **kwargs):
+            main = StreamGenerationTask(input_str="p: ", worker_tag="generation", streaming_step=2)
+            with AsCompleted([main]) as running:
+                yield running
+                probe = main.fork("?", max_tokens=1)
+                yield [probe]
+            tasks[0].output_str = probe.input_str
+
+    server.says = lambda body: list("abcd")
+    server.seconds_per_piece = 0.05
+    text = answer(Forker(), Client(server)).output.text
+    assert text.startswith("p: ab")
+    assert text.endswith("?")
+    assert server.requests[1]["prompt"] == text
+
+
+def test_dynasor_runs_over_http(server):
+    def says(body):
+        return list("42") if PROBE_SUFFIX in body["prompt"] else list("thinking " * 30)
+
+    server.says, server.seconds_per_piece = says, 0.002
+    controller = DynasorGenerationController(certainty_threshold=2, chunk_size=16)
+    result = answer(controller, Client(server), "p: ")
+    kept, _, written = result.output.text.partition(ANSWER_SUFFIX_WITH_MARKER)
+    assert written == "42" + ANSWER_END
+    assert ("thinking " * 30).startswith(kept)
+    assert result.output.meta["dynasor"]["early_exit"]
+    probes = [r["prompt"] for r in server.requests if r["prompt"].endswith(PROBE_SUFFIX)]
+    assert f"p: {kept}{PROBE_SUFFIX}" in probes
+    assert sum(PROBE_SUFFIX not in r["prompt"] for r in server.requests) == 1
