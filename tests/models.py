@@ -113,7 +113,7 @@ def _directory() -> tempfile.TemporaryDirectory[str]:
 
 
 @functools.cache
-def tiny(architecture: str, seed: int = 0) -> Path:
+def tiny(architecture: str, seed: int = 1) -> Path:
     """Directory of a saved tiny model with random float32 weights; made once per process."""
     model_type, changes = ARCHITECTURES[architecture]
     settings = {key: value for key, value in {**_BASE, **changes}.items() if value is not None}

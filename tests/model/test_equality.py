@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 
 import pytest
@@ -15,48 +16,127 @@ from forethought.model.loader import load
 from forethought.model.runner import Runner
 
 NEW_TOKENS = 16
-NUM_TOKENS = 480
+SLOTS = 960
+FUSED = ["llama", "llama_tied_biased", "mistral", "qwen2", "qwen3"]
 
 
 @dataclass
 class Sequence:
-    """The least that decodes: tokens, a page table, and how many tokens have been computed."""
+    """The least that decodes: tokens, a page table, and the step at which it joins the others."""
 
     prompt: list[int]
     table: PageTable
+    arrival: int = 0
     output: list[int] = field(default_factory=list)
 
-    def row(self, limit: int) -> Row:
+    def row(self, runner: Runner, limit: int) -> Row:
         tokens, start = self.prompt + self.output, self.table.length
         chunk = tokens[start : start + limit]
-        assert not self.table.append(len(chunk))
-        wanted = len(chunk) - 1 if start + len(chunk) == len(tokens) else len(chunk)
-        return Row(chunk, start, self.table, logits_from=wanted)
+        runner.storage.copy_pages(self.table.append(len(chunk)))
+        done = start + len(chunk) == len(tokens)
+        return Row(chunk, start, self.table, logits_from=len(chunk) - done)
+
+    def fork(self, arrival: int) -> Sequence:
+        """Another sequence with the same tokens, on the same pages."""
+        return Sequence(self.prompt, self.table.fork(), arrival, list(self.output))
 
 
-def decode(runner: Runner, sequences: list[Sequence], new_tokens: int, chunk: int) -> None:
-    """Greedy decoding of all sequences together; prompts enter in pieces of ``chunk`` tokens."""
-    while unfinished := [s for s in sequences if len(s.output) < new_tokens]:
-        rows = [s.row(chunk) for s in unfinished]
-        chosen = iter(runner.forward(rows).argmax(-1).tolist())
-        for sequence, row in zip(unfinished, rows, strict=True):
-            if row.logits_from < len(row.tokens):
-                sequence.output.append(next(chosen))
+def step(runner: Runner, sequences: list[Sequence], chunk: int) -> None:
+    """One forward of all sequences; prompts enter in pieces of ``chunk`` tokens."""
+    rows = [sequence.row(runner, chunk) for sequence in sequences]
+    chosen = iter(runner.forward(rows).argmax(-1).tolist())
+    for sequence, row in zip(sequences, rows, strict=True):
+        if row.logits_from < len(row.tokens):
+            sequence.output.append(next(chosen))
 
 
-def new_runner(architecture: str, page_size: int, attention: str = "sdpa", fuse: bool = True):
+def decode(runner: Runner, sequences: list[Sequence], chunk: int) -> None:
+    """Greedy decoding until each sequence has its new tokens."""
+    time = 0
+    while unfinished := [s for s in sequences if len(s.output) < NEW_TOKENS]:
+        step(runner, [s for s in unfinished if s.arrival <= time], chunk)
+        time += 1
+
+
+def new_runner(
+    architecture: str, page_size: int, attention: str = "sdpa", fuse: bool = True
+) -> tuple[Runner, PagePool]:
     lm = load(models.tiny(architecture), attention=attention, fuse=fuse)
-    pool = PagePool(NUM_TOKENS // page_size, page_size)
+    pool = PagePool(SLOTS // page_size, page_size)
     return Runner(lm, KvStorage(lm.layer_shapes, pool.num_pages, page_size, lm.dtype)), pool
 
 
-@pytest.mark.parametrize("page_size", [1, 3, 16])
-@pytest.mark.parametrize("chunk", [5, 1000])
+def expected(architecture: str, prompts: list[list[int]]) -> list[list[int]]:
+    return models.greedy(models.tiny(architecture), prompts, NEW_TOKENS)
+
+
+@pytest.mark.parametrize(("page_size", "chunk"), [(1, 5), (3, 1000), (16, 5), (16, 1000)])
 @pytest.mark.parametrize("architecture", models.ARCHITECTURES)
-def test_greedy_equals_generate(architecture: str, chunk: int, page_size: int) -> None:
+def test_greedy_equals_generate(architecture: str, page_size: int, chunk: int) -> None:
     runner, pool = new_runner(architecture, page_size)
     prompts = models.prompts()
     sequences = [Sequence(prompt, PageTable(pool)) for prompt in prompts]
-    decode(runner, sequences, NEW_TOKENS, chunk)
-    expected = models.greedy(models.tiny(architecture), prompts, NEW_TOKENS)
-    assert [s.output for s in sequences] == expected
+    decode(runner, sequences, chunk)
+    assert [s.output for s in sequences] == expected(architecture, prompts)
+
+
+@pytest.mark.parametrize("architecture", models.ARCHITECTURES)
+def test_greedy_equals_generate_with_late_arrivals_shared_prefixes_and_scattered_pages(
+    architecture: str,
+) -> None:
+    """Prefill chunks run beside decodes; a fork made in the middle decodes on shared pages."""
+    runner, pool = new_runner(architecture, page_size=3)
+    taken = [pool.take() for _ in range(pool.num_pages)]
+    random.Random(0).shuffle(taken)
+    for page in taken[: 2 * len(taken) // 3]:  # what is left free has holes everywhere
+        pool.release(page)
+    prompts = models.prompts()
+    sequences = [Sequence(p, PageTable(pool), arrival=2 * i) for i, p in enumerate(prompts)]
+    parent = sequences[-1]
+    for _ in range(9):  # the longest prompt and five tokens more
+        step(runner, [parent], chunk=7)
+    sequences += [parent.fork(arrival=4), parent.fork(arrival=5)]
+    decode(runner, sequences, chunk=7)
+    outputs = expected(architecture, prompts)
+    assert [s.output for s in sequences] == [*outputs, outputs[-1], outputs[-1]]
+    assert any(s.table.run() is None for s in sequences)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_oss", "deepseek_v3", "mistral"])
+def test_the_reference_backend_equals_generate(architecture: str) -> None:
+    runner, pool = new_runner(architecture, 3, attention="reference")
+    prompts = models.prompts((2, 9))
+    sequences = [Sequence(prompt, PageTable(pool)) for prompt in prompts]
+    decode(runner, sequences, chunk=4)
+    assert [s.output for s in sequences] == expected(architecture, prompts)
+
+
+@pytest.mark.parametrize("architecture", FUSED)
+def test_the_plain_forward_of_fused_families_equals_generate(architecture: str) -> None:
+    runner, pool = new_runner(architecture, 3, fuse=False)
+    prompts = models.prompts()
+    sequences = [Sequence(prompt, PageTable(pool)) for prompt in prompts]
+    decode(runner, sequences, chunk=5)
+    assert [s.output for s in sequences] == expected(architecture, prompts)
+
+
+def test_the_greedy_outputs_of_the_matrix_are_varied() -> None:
+    """Negative control: a model that repeats one token would make the matrix prove nothing."""
+    for architecture in models.ARCHITECTURES:
+        outputs = expected(architecture, models.prompts())
+        assert min(len(set(output)) for output in outputs) >= 3, architecture
+        assert len({tuple(output) for output in outputs}) == len(outputs), architecture
+
+
+def test_two_models_in_one_process_do_not_disturb_each_other() -> None:
+    prompts = models.prompts((9, 17))
+    names = ["llama", "gemma2"]
+    running = []
+    for name in names:
+        runner, pool = new_runner(name, 3)
+        running.append((runner, [Sequence(prompt, PageTable(pool)) for prompt in prompts]))
+    for _ in range(NEW_TOKENS):
+        for runner, sequences in running:
+            step(runner, sequences, chunk=1000)
+    for name, (_, sequences) in zip(names, running, strict=True):
+        assert [s.output for s in sequences] == expected(name, prompts)

@@ -1,0 +1,179 @@
+"""The fast backend agrees with the oracle, and the oracle with attention over plain tensors."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from forethought.kv.pool import PagePool
+from forethought.kv.storage import KvStorage, LayerShape
+from forethought.kv.table import PageTable
+from forethought.model.attention.base import ForwardPass, Scoring
+from forethought.model.attention.reference import ReferenceAttention
+from forethought.model.attention.sdpa import SdpaAttention
+from forethought.model.batch import Batch, Row
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one layer looks like."""
+
+    heads: int = 4
+    shape: LayerShape = field(default_factory=lambda: LayerShape(2, 8, 8))
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+
+
+CASES = {
+    "plain": Case(heads=2),
+    "grouped": Case(),
+    "one kv head": Case(shape=LayerShape(1, 8, 8)),
+    "window": Case(window=5),
+    "window of one": Case(window=1),
+    "softcap": Case(softcap=2.0),
+    "sinks": Case(sinks=True),
+    "softcap, sinks and window": Case(softcap=2.0, sinks=True, window=4),
+    "narrow values": Case(shape=LayerShape(2, 8, 6)),
+}
+
+# (stored before, new tokens, parents): decodes, a whole prefill, chunks, trees.
+ROWS: list[tuple[int, int, tuple[int, ...] | None]] = [
+    (0, 7, None),
+    (11, 1, None),
+    (0, 1, None),
+    (9, 4, None),
+    (30, 1, None),
+    (6, 5, (-1, 0, 0, 1, 2)),
+    (0, 4, (-1, -1, 0, 1)),
+    (12, 1, None),
+]
+
+
+def tables(pool: PagePool, lengths: list[int], scattered: bool) -> list[PageTable]:
+    """One table per length; scattered tables take their pages in turns and in random order."""
+    if not scattered:
+        made = [PageTable(pool) for _ in lengths]
+        for table, length in zip(made, lengths, strict=True):
+            table.append(length)
+        return made
+    order = [pool.take() for _ in range(pool.num_pages)]
+    random.Random(0).shuffle(order)
+    made = []
+    for length in lengths:
+        table = PageTable(pool)
+        needed = -(-length // pool.page_size)
+        table.adopt([order.pop() for _ in range(needed)])
+        table.length = length
+        made.append(table)
+    return made
+
+
+def attend(
+    backend: object, case: Case, batch: Batch, storage: KvStorage, seed: int
+) -> torch.Tensor:
+    source = torch.Generator().manual_seed(seed)
+    total, shape = len(batch.token_ids), case.shape
+    q = torch.randn(total, case.heads, shape.key_dim, generator=source)
+    k = torch.randn(total, shape.kv_heads, shape.key_dim, generator=source)
+    v = torch.randn(total, shape.kv_heads, shape.value_dim, generator=source)
+    sinks = torch.randn(case.heads, generator=source) if case.sinks else None
+    forward_pass = ForwardPass(batch, storage, backend, [case.window])
+    return forward_pass.attend(0, q, k, v, Scoring(0.4, case.softcap, sinks))
+
+
+def storage_for(case: Case, num_pages: int, page_size: int) -> KvStorage:
+    storage = KvStorage([case.shape], num_pages, page_size)
+    source = torch.Generator().manual_seed(1)
+    for stored in (storage.keys[0], storage.values[0]):
+        stored.copy_(torch.randn(stored.shape, generator=source))
+    return storage
+
+
+@pytest.mark.parametrize("scattered", [False, True], ids=["together", "scattered"])
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize("name", CASES)
+def test_sdpa_agrees_with_the_reference(name: str, page_size: int, scattered: bool) -> None:
+    case, num_pages = CASES[name], 160 // page_size
+    made = tables(PagePool(num_pages, page_size), [s + n for s, n, _ in ROWS], scattered)
+    rows = [
+        Row(list(range(n)), start, table, parents)
+        for (start, n, parents), table in zip(ROWS, made, strict=True)
+    ]
+    for chosen in (rows, [rows[4], rows[1], rows[7]]):
+        batch = Batch.build(chosen)
+        exact = attend(
+            ReferenceAttention(), case, batch, storage_for(case, num_pages, page_size), 2
+        )
+        for grouping in ("auto", "always", "never"):
+            storage = storage_for(case, num_pages, page_size)
+            result = attend(SdpaAttention(grouping), case, batch, storage, 2)
+            torch.testing.assert_close(result, exact, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["grouped", "window", "softcap, sinks and window"])
+def test_the_reference_is_softmax_attention_over_the_row_s_own_tokens(name: str) -> None:
+    """One row, written to the cache in three steps, against dense attention with a mask."""
+    case, page_size, total = CASES[name], 3, 13
+    (table,) = tables(PagePool(8, page_size), [total], scattered=True)
+    storage = storage_for(case, 8, page_size)
+    source = torch.Generator().manual_seed(5)
+    heads, shape = case.heads, case.shape
+    q = torch.randn(total, heads, shape.key_dim, generator=source)
+    k = torch.randn(total, shape.kv_heads, shape.key_dim, generator=source)
+    v = torch.randn(total, shape.kv_heads, shape.value_dim, generator=source)
+    sinks = torch.randn(heads, generator=source) if case.sinks else None
+    scoring = Scoring(0.4, case.softcap, sinks)
+    steps = []
+    for start, stop in ((0, 6), (6, 7), (7, total)):
+        batch = Batch.build([Row([0] * (stop - start), start, table.fork(stop))])
+        forward_pass = ForwardPass(batch, storage, ReferenceAttention(), [case.window])
+        steps.append(forward_pass.attend(0, *(x[start:stop] for x in (q, k, v)), scoring))
+    group = heads // shape.kv_heads
+    dense_k, dense_v = (x.repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
+    scores = q.transpose(0, 1) @ dense_k.transpose(1, 2) * 0.4
+    if case.softcap is not None:
+        scores = case.softcap * torch.tanh(scores / case.softcap)
+    distance = torch.arange(total)[:, None] - torch.arange(total)
+    hidden = distance < 0
+    if case.window is not None:
+        hidden |= distance >= case.window
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, total, 1)], -1)
+    dense = (scores.softmax(-1)[..., :total] @ dense_v).transpose(0, 1)
+    torch.testing.assert_close(torch.cat(steps), dense, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_do_not_see_each_other() -> None:
+    """Changing everything that belongs to one row leaves the other row's result alone."""
+    case, made = CASES["grouped"], tables(PagePool(20, 4), [9, 9], scattered=False)
+    results = []
+    for changed in (False, True):
+        storage = storage_for(case, 20, 4)
+        if changed:
+            storage.keys[0][made[1].slots(0, 9)] += 1
+        batch = Batch.build([Row([1], 8, made[0]), Row([2], 8, made[1])])
+        results.append(attend(SdpaAttention("always"), case, batch, storage, seed=3))
+    assert torch.equal(results[0][0], results[1][0])
+    assert not torch.equal(results[0][1], results[1][1])
+
+
+def test_half_precision_stays_near_float32() -> None:
+    case, made = CASES["grouped"], tables(PagePool(20, 4), [30, 17], scattered=True)
+    batch = Batch.build([Row([1], 29, made[0]), Row([1, 2, 3], 14, made[1])])
+    exact = attend(ReferenceAttention(), case, batch, storage_for(case, 20, 4), seed=4)
+    for dtype in (torch.bfloat16, torch.float16):
+        storage = KvStorage([case.shape], 20, 4, dtype)
+        full = storage_for(case, 20, 4)
+        storage.keys[0].copy_(full.keys[0])
+        storage.values[0].copy_(full.values[0])
+        source = torch.Generator().manual_seed(4)
+        q, k, v = (torch.randn(4, h, 8, generator=source).to(dtype) for h in (4, 2, 2))
+        forward_pass = ForwardPass(batch, storage, SdpaAttention(), [None])
+        result = forward_pass.attend(0, q, k, v, Scoring(0.4))
+        assert result.dtype == dtype
+        torch.testing.assert_close(result.float(), exact, rtol=0.05, atol=0.05)

@@ -1,0 +1,76 @@
+"""The tensors of the KV cache move whole pages and single tokens in every layer."""
+
+from __future__ import annotations
+
+import torch
+
+from forethought.kv.storage import KvStorage, LayerShape
+from forethought.kv.table import PageCopy, SlotMove
+
+SHAPES = [LayerShape(2, 4, 4), LayerShape(1, 6, 3), LayerShape(2, 4, 4)]
+PAGE_SIZE = 3
+
+
+def filled() -> KvStorage:
+    """Every element of every layer holds its own number."""
+    storage = KvStorage(SHAPES, num_pages=5, page_size=PAGE_SIZE)
+    for number, tensor in enumerate([*storage.keys, *storage.values]):
+        tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) + 1000 * number)
+    return storage
+
+
+def snapshot(storage: KvStorage) -> list[torch.Tensor]:
+    return [tensor.clone() for tensor in [*storage.keys, *storage.values]]
+
+
+def test_layers_of_different_shapes_keep_their_order_and_their_own_tensors() -> None:
+    storage = filled()
+    for shape, keys, values in zip(SHAPES, storage.keys, storage.values, strict=True):
+        assert keys.shape == (5 * PAGE_SIZE, shape.kv_heads, shape.key_dim)
+        assert values.shape == (5 * PAGE_SIZE, shape.kv_heads, shape.value_dim)
+    assert len({tensor[0, 0, 0].item() for tensor in [*storage.keys, *storage.values]}) == 6
+
+
+def test_bytes_per_page_is_what_the_tensors_take() -> None:
+    storage = KvStorage(SHAPES, num_pages=7, page_size=PAGE_SIZE, dtype=torch.bfloat16)
+    taken = sum(tensor.nbytes for tensor in [*storage.keys, *storage.values])
+    assert storage.bytes_per_page * 7 == taken
+
+
+def test_write_stores_each_token_at_its_slot_and_nothing_else() -> None:
+    storage = filled()
+    before = snapshot(storage)
+    k, v = -torch.ones(2, 1, 6), -2 * torch.ones(2, 1, 3)
+    storage.write(1, torch.tensor([7, 2]), k, v)
+    before[1][[7, 2]] = k
+    before[4][[7, 2]] = v
+    assert all(map(torch.equal, before, snapshot(storage)))
+
+
+def test_copied_pages_equal_their_sources_in_all_layers_and_all_else_is_untouched() -> None:
+    storage = filled()
+    before = snapshot(storage)
+    storage.copy_pages([PageCopy(0, 3), PageCopy(4, 1)])
+    for old, new in zip(before, snapshot(storage), strict=True):
+        old = old.view(5, PAGE_SIZE, *old.shape[1:])
+        expected = old[[0, 4, 2, 0, 4]]
+        assert torch.equal(new.view(expected.shape), expected)
+
+
+def test_moves_read_every_source_before_they_write() -> None:
+    storage = filled()
+    before = snapshot(storage)
+    storage.move_slots([SlotMove(5, 6), SlotMove(6, 5), SlotMove(7, 8)])
+    order = list(range(5 * PAGE_SIZE))
+    order[6], order[5], order[8] = 5, 6, 7
+    assert all(
+        torch.equal(old[order], new) for old, new in zip(before, snapshot(storage), strict=True)
+    )
+
+
+def test_no_copies_and_no_moves_do_nothing() -> None:
+    storage = filled()
+    before = snapshot(storage)
+    storage.copy_pages([])
+    storage.move_slots([])
+    assert all(map(torch.equal, before, snapshot(storage)))
