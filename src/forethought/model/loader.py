@@ -140,8 +140,8 @@ def _probe(module: PreTrainedModel, directory: Path) -> tuple[tuple[LayerProfile
             logits_to_keep=tokens.new_tensor([1]),
             **{KEYWORD: probe},
         )
-    text = module.config.get_text_config(decoder=True)
-    layers = probe.profile(text.num_hidden_layers)
+        text = module.config.get_text_config(decoder=True)
+        layers = probe.profile(text.num_hidden_layers)
     if output.logits.shape[1] != 1:
         raise _unsupported(directory, "it computes logits for tokens that nobody asked for")
     module.set_attn_implementation(ATTENTION)

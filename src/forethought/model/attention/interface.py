@@ -80,8 +80,8 @@ class Probe:
         missing = sorted(set(range(num_layers)) - set(self.layers))
         if missing or len(self.layers) != num_layers:
             raise _refusal(
-                f"of its {num_layers} layers only {len(self.layers)} use attention over keys and "
-                "values that can be paged; state of any other kind cannot be rewound"
+                f"of its {num_layers} layers {len(self.layers)} call attention through "
+                "transformers' attention interface, and all must"
             )
         return tuple(self.layers[index] for index in range(num_layers))
 
@@ -165,7 +165,11 @@ def probe_mask(
     widths = set()
     for position in (last, last - 1, last // 2, last // 3):
         query, zero = torch.tensor(position), torch.tensor(0)
-        seen = torch.as_tensor(mask_function(zero, zero, query, keys)).expand(len(keys))
+        try:
+            seen = torch.as_tensor(mask_function(zero, zero, query, keys)).expand(len(keys))
+        except (IndexError, RuntimeError):  # it looks positions up in the batch: not a window
+            widths.add(_NOT_CAUSAL)
+            continue
         width = int(seen.sum())
         expected = (keys <= query) & (keys > query - width)
         whole = width == position + 1

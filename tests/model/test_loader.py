@@ -1,0 +1,235 @@
+"""A directory loads as transformers would load it, or is refused with what, why and what to do."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    BloomConfig,
+    FalconH1Config,
+    Llama4TextConfig,
+    MambaConfig,
+    Qwen3NextConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+import models
+from forethought.errors import ModelError, ParameterError, UnknownNameError
+from forethought.kv.storage import LayerShape
+from forethought.model.attention.base import Capability
+from forethought.model.attention.sdpa import SdpaAttention
+from forethought.model.loader import load
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    """A directory of its own, to be broken."""
+    return Path(shutil.copytree(models.tiny("llama"), tmp_path / "llama"))
+
+
+def refusal(path: Path) -> ModelError:
+    with pytest.raises(ModelError) as caught:
+        load(path)
+    error = caught.value
+    assert error.what
+    assert error.why
+    assert error.fix
+    assert str(path) in error.what
+    assert "\n" not in str(error)
+    return error
+
+
+def edit_config(directory: Path, **changes: object) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_what_is_known_of_a_model_comes_from_the_model() -> None:
+    lm = load(models.tiny("deepseek_v3"))
+    assert lm.layer_shapes == [LayerShape(4, 12, 6)] * 3
+    assert (lm.vocab_size, lm.max_positions) == (models.VOCAB, 256)
+    assert lm.eos_token_ids == {2}
+    assert (lm.dtype, lm.device.type) == (torch.float32, "cpu")
+
+
+def test_windows_softcaps_and_sinks_are_found_per_layer() -> None:
+    def traits(architecture: str) -> list[tuple[int | None, bool, bool]]:
+        layers = load(models.tiny(architecture)).traits.layers
+        return [(layer.window, layer.softcap, layer.sinks) for layer in layers]
+
+    assert traits("llama") == [(None, False, False)] * 3
+    assert traits("mistral") == [(6, False, False)] * 3
+    assert traits("gemma2") == [(6, True, False), (None, True, False), (6, True, False)]
+    assert traits("gpt_oss") == [(6, False, True), (None, False, True), (6, False, True)]
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
+def test_the_dtype_asked_for_is_the_dtype_of_the_model(name: str) -> None:
+    assert load(models.tiny("llama"), dtype=name).dtype == getattr(torch, name)
+
+
+def test_auto_dtype_is_that_of_the_checkpoint(tmp_path: Path) -> None:
+    module = models.transformers_model(models.tiny("llama"))
+    models.save_random(module.config, tmp_path / "half", dtype=torch.bfloat16)
+    assert load(tmp_path / "half").dtype == torch.bfloat16
+
+
+def test_sharded_checkpoints_load(tmp_path: Path) -> None:
+    whole = models.transformers_model(models.tiny("llama"))
+    whole.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
+    assert load(tmp_path / "sharded").vocab_size == models.VOCAB
+
+
+def test_all_end_of_sequence_ids_of_the_generation_config_count(llama: Path) -> None:
+    (llama / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    assert load(llama).eos_token_ids == {7, 9}
+
+
+def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
+    assert "no such directory" in refusal(tmp_path / "nowhere").why
+
+
+def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
+    assert "config.json" in refusal(tmp_path).why
+
+
+def test_a_config_that_is_not_json_is_refused(llama: Path) -> None:
+    (llama / "config.json").write_text("{")
+    assert "config.json" in refusal(llama).why
+
+
+def test_an_unknown_model_type_is_refused(llama: Path) -> None:
+    edit_config(llama, model_type="no-such-model")
+    assert "no-such-model" in refusal(llama).why
+
+
+def test_a_directory_without_weights_is_refused(llama: Path) -> None:
+    (llama / "model.safetensors").unlink()
+    assert "weights" in refusal(llama).why
+
+
+def test_truncated_weights_are_refused(llama: Path) -> None:
+    weights = llama / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert "loading failed" in refusal(llama).why
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused_and_never_filled_at_random(llama: Path) -> None:
+    edit_config(llama, num_hidden_layers=4)
+    assert "lacks" in refusal(llama).why
+    assert "layers.3" in refusal(llama).why
+
+
+def test_weights_of_another_shape_are_refused(llama: Path) -> None:
+    edit_config(llama, intermediate_size=52)
+    refusal(llama)
+
+
+def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
+    config = T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
+    assert "encoder-decoder" in refusal(tmp_path / "t5").why
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2),
+        Qwen3NextConfig(
+            **SMALL,
+            linear_num_value_heads=2,
+            linear_num_key_heads=2,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+            num_experts=2,
+            num_experts_per_tok=1,
+            moe_intermediate_size=8,
+            shared_expert_intermediate_size=8,
+        ),
+        FalconH1Config(**SMALL, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_recurrent_state_is_refused_by_name(config: object, tmp_path: Path) -> None:
+    models.save_random(config, tmp_path / "model")
+    error = refusal(tmp_path / "model")
+    assert "recurrent state" in error.why
+    assert type(config).__name__.removesuffix("Config").lower() in error.why.lower()
+
+
+def test_a_mask_that_is_neither_causal_nor_a_window_is_refused(tmp_path: Path) -> None:
+    config = Llama4TextConfig(
+        **SMALL,
+        intermediate_size_mlp=32,
+        num_local_experts=2,
+        attention_chunk_size=16,
+        max_position_embeddings=256,
+    )
+    models.save_random(config, tmp_path / "chunked")
+    assert "mask" in refusal(tmp_path / "chunked").why
+
+
+def test_a_model_that_does_not_call_the_registered_attention_is_refused(tmp_path: Path) -> None:
+    config = BloomConfig(vocab_size=64, hidden_size=16, n_layer=2, n_head=2)
+    models.save_random(config, tmp_path / "bloom")
+    refusal(tmp_path / "bloom")
+
+
+def test_a_backend_that_lacks_what_the_model_needs_is_refused_at_load() -> None:
+    class Plain(SdpaAttention):
+        name = "plain"
+        capabilities = frozenset({Capability.GROUPED_QUERIES, Capability.SLIDING_WINDOW})
+
+    assert load(models.tiny("mistral"), attention=Plain()).backend.name == "plain"
+    with pytest.raises(ModelError, match="softcap, which the attention backend 'plain' lacks"):
+        load(models.tiny("gemma2"), attention=Plain())
+
+
+def test_an_unknown_backend_is_refused_with_those_there_are() -> None:
+    with pytest.raises(UnknownNameError, match="sdpa"):
+        load(models.tiny("llama"), attention="spda")
+
+
+def test_an_unknown_dtype_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ParameterError, match="bfloat16"):
+        load(models.tiny("llama"), dtype="bf61")
+
+
+def test_longrope_ends_where_the_frequencies_would_depend_on_the_batch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = models.transformers_model(models.tiny("phi3")).config
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0] * 4,
+    }
+    changed = type(config)(
+        **{
+            **config.to_dict(),
+            "rope_parameters": rope,
+            "original_max_position_embeddings": 32,
+        }
+    )
+    models.save_random(changed, tmp_path / "long")
+    with caplog.at_level(logging.WARNING, "forethought"):
+        assert load(tmp_path / "long").max_positions == 32
+    assert "32 of 256" in caplog.text
