@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -59,6 +60,8 @@ class Method:
     name: str
     description: str
     """One line."""
+    paper: str
+    """The paper that it follows; empty if there is none."""
     parameters: Mapping[str, Any]
     """Name -> default; ``REQUIRED`` where there is none."""
 
@@ -78,7 +81,7 @@ def describe(name: str) -> Method:
     """
     method = _REGISTRY.resolve(name)
     first_line = (inspect.getdoc(method) or "").partition("\n")[0]
-    return Method(name, first_line, _parameters(method))
+    return Method(name, first_line, _paper(method), _parameters(method))
 
 
 def create(spec: str | Controller, **settings: Any) -> Controller:
@@ -138,6 +141,13 @@ def _nested(value: Any) -> Any:
         settings = dict(value)
         return create(settings.pop("method", "plain"), **settings)
     return create(value)
+
+
+def _paper(method: Any) -> str:
+    """What the docstring of the method's module says behind ``Paper:``, to the end of the entry."""
+    text = inspect.getdoc(inspect.getmodule(method)) or ""
+    found = re.search(r"^Paper: (.*?\d{4})\.", text, re.MULTILINE | re.DOTALL)
+    return " ".join(found[1].split()) if found else ""
 
 
 def _parameters(method: Any) -> dict[str, Any]:

@@ -49,7 +49,7 @@ _PROBE_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 
 
 class DynasorGenerationController(Controller):
-    r"""Generates with Dynasor-CoT.
+    r"""Ends a chain of thought once probes of it agree on the answer (Dynasor-CoT).
 
     Sampling fields that a task sets win over the settings here; ``max_tokens`` counts the tokens
     that the main chain generates. The output is the main chain up to the last agreeing probe and

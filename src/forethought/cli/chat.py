@@ -1,0 +1,95 @@
+"""Talk to a model. /exit or Ctrl-D leaves, /clear begins anew.
+
+Ctrl-C ends the answer under way and keeps what has been said; pressed at the prompt it leaves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from contextlib import closing
+from typing import Any
+
+from forethought.cli import backend
+from forethought.cli.answer import Respondent
+from forethought.cli.backend import Turn
+from forethought.errors import UsageError
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    backend.configure(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Talk until the user leaves."""
+    params = backend.sampling_of(args)
+    if args.url is None:
+        params.setdefault("temperature", 0.0)
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  # makes input() a line editor
+    with backend.open_backend(args) as chosen:
+        if not chosen.can_chat:
+            raise UsageError(
+                f"{chosen.name} cannot chat",
+                "its tokenizer has no chat template",
+                "Use 'forethought generate', or an instruction-tuned model",
+            )
+        print(f"{chosen.name}: /exit or Ctrl-D leaves, /clear begins anew", file=sys.stderr)
+        with closing(Respondent(Turn(streaming=True), chosen.worker)) as respondent:
+            Conversation(respondent, params, args.system).talk()
+    return 0
+
+
+class Conversation:
+    """The turns so far, and the loop that adds to them.
+
+    Args:
+        respondent: answers lists of messages.
+        params: sampling fields by name.
+        system: system prompt; None: there is none.
+    """
+
+    def __init__(self, respondent: Respondent, params: dict[str, Any], system: str | None) -> None:
+        self._respondent, self._params = respondent, params
+        self._opening = [{"role": "system", "content": system}] if system else []
+        self._messages = list(self._opening)
+
+    def talk(self) -> None:
+        """Read and answer until the user leaves."""
+        while True:
+            try:
+                said = input("> ").strip()
+            except EOFError:
+                print()
+                return
+            if said == "/exit":
+                return
+            if said == "/clear":
+                self._messages = list(self._opening)
+            elif said.startswith("/"):
+                print("there are /exit and /clear", file=sys.stderr)
+            elif said:
+                self._answer(said)
+
+    def _answer(self, said: str) -> None:
+        pieces: list[str] = []
+
+        def write(text: str) -> None:
+            pieces.append(text)
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+        turn = [*self._messages, {"role": "user", "content": said}]
+        note = "stopped"
+        try:
+            note = self._respondent.answer(turn, self._params, write).summary()
+        except KeyboardInterrupt:
+            pass
+        except UsageError as error:
+            print(f"forethought: {error} (/clear begins anew)", file=sys.stderr)
+            return
+        print()
+        print(note, file=sys.stderr)
+        self._messages = [*turn, {"role": "assistant", "content": "".join(pieces)}]

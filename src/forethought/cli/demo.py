@@ -1,0 +1,39 @@
+"""Compare plain decoding, Dynasor-CoT, majority vote and both together on the embedded reasoner.
+
+Shows a progress bar, then a table, the path of a plot, and one JSON line last.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from forethought.cli import model
+from forethought.evaluation import demo, problems
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument(
+        "--problems", type=int, metavar="N", help="solve N of the 200 problems, drawn by the seed"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of choice and sampling (default: 0)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/demo"),
+        metavar="DIR",
+        help="where plot and JSON are written (default: runs/demo)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the comparison."""
+    open_llm = model.opener()
+
+    from forethought.evaluation.comparison import compare
+    from forethought.evaluation.runner import Runner
+
+    chosen = problems.choose(problems.shipped(), args.problems, args.seed)
+    compare(demo.recipes(), chosen, Runner(open_llm, seed=args.seed), args.out)
+    return 0

@@ -1,0 +1,106 @@
+"""Answer one prompt, with any method. The answer streams to standard output; what it cost follows
+on standard error.
+
+The prompt goes through the model's chat template where it has one. With --url a method sends it as
+it stands, since only the server knows its model's template; without a method it is a chat there.
+Methods stack with '+', the inner one first: --method dynasor+majority_vote.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from contextlib import closing
+from typing import Any
+
+from forethought.cli import backend
+from forethought.cli.answer import Respondent
+from forethought.cli.backend import Backend, Turn
+from forethought.cli.settings import parse_settings
+from forethought.errors import ParameterError
+from forethought.methods.stack import parameters, stack
+from forethought.scaffolding.controller import Controller
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("prompt", help="the question; '-' reads it from standard input")
+    parser.add_argument("--method", metavar="NAME", help="see 'forethought methods'")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="setting of the method"
+    )
+    backend.configure(parser)
+    parser.add_argument("--raw", action="store_true", help="do not use the chat template")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Generate."""
+    params = backend.sampling_of(args)
+    method = _method(args, params)
+    question = sys.stdin.read() if args.prompt == "-" else args.prompt
+    if not question.strip():
+        raise ParameterError("empty prompt", "there is nothing to answer", "Give some text")
+    if args.raw and args.system:
+        raise ParameterError(
+            "--system needs the chat template", "--raw leaves it out", "Put it into the prompt"
+        )
+    with backend.open_backend(args) as chosen:
+        controller, prompt = _task(args, method, question, chosen)
+        with closing(Respondent(controller, chosen.worker)) as respondent:
+            answer = respondent.answer(prompt, params, _ignore if args.json else _write)
+    if args.json:
+        report = {**answer.to_dict(), "method": args.method or "plain", "model": chosen.name}
+        print(json.dumps(report, ensure_ascii=False))
+    else:
+        _write("" if answer.text.endswith("\n") else "\n")
+        print(answer.summary(), file=sys.stderr)
+    return 0
+
+
+def _method(args: argparse.Namespace, params: dict[str, Any]) -> Controller:
+    """The method that was chosen; plain decoding, greedy unless told otherwise, if none was."""
+    spec, settings = args.method or "plain", parse_settings(args.set)
+    outer = parameters(spec.split("+")[-1])
+    if "streaming" in outer and not args.json:
+        settings.setdefault("streaming", True)
+    if spec == "plain" and args.url is None:
+        params.setdefault("temperature", 0.0)
+    return stack(spec, **settings)
+
+
+def _task(
+    args: argparse.Namespace, method: Controller, question: str, chosen: Backend
+) -> tuple[Controller, Any]:
+    """What answers the question, and the prompt that it is to be given."""
+    messages = [{"role": "system", "content": args.system}] if args.system else []
+    messages.append({"role": "user", "content": question})
+    if args.raw or not chosen.can_chat:
+        if args.system:
+            raise ParameterError(
+                "--system needs a chat template",
+                f"{chosen.name} has none",
+                "Put it into the prompt",
+            )
+        return method, question
+    if chosen.llm is not None:
+        return method, chosen.llm.chat_prompt(messages)
+    if args.method is None:
+        return Turn(streaming=not args.json), messages
+    if args.system:
+        raise ParameterError(
+            "--system cannot go with --method and --url",
+            "a method sends its prompt as it stands",
+            "Write the prompt in the chat format of the server's model",
+        )
+    return method, question
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _ignore(text: str) -> None:
+    """The JSON object will have it."""

@@ -1,0 +1,49 @@
+"""List the inference-time methods: what each does, the paper it follows, and its settings.
+
+A setting is given as --set name=value; methods stack with '+', the inner one first:
+dynasor+majority_vote.
+"""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from typing import Any
+
+from forethought import methods
+from forethought.methods import Method
+
+WIDTH = 96
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments: one name, or none for all."""
+    parser.add_argument("name", nargs="?", help="show only this method")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the list."""
+    names = methods.names() if args.name is None else [args.name]
+    print("\n\n".join(_entry(methods.describe(name)) for name in names))
+    return 0
+
+
+def _entry(method: Method) -> str:
+    lines = [method.name, *_wrapped(method.description)]
+    if method.paper:
+        lines += _wrapped(f"Paper: {method.paper}")
+    return "\n".join([*lines, *_wrapped(f"Settings: {_settings(method)}")])
+
+
+def _settings(method: Method) -> str:
+    return ", ".join(_setting(name, value) for name, value in method.parameters.items())
+
+
+def _setting(name: str, default: Any) -> str:
+    if default is Method.REQUIRED:
+        return f"{name} (required)"
+    return f"{name}={getattr(default, '__name__', None) or repr(default)}"
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="    ")

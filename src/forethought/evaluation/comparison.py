@@ -1,0 +1,50 @@
+"""Several methods on the same problems: progress while it runs, then a table, a plot, a JSON line.
+
+Prints its report, as it is what an application shows; everything else in this folder is silent.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+from forethought.evaluation.plot import save_plot
+from forethought.evaluation.problems import Problem
+from forethought.evaluation.progress import ProgressBar
+from forethought.evaluation.recipe import Recipe
+from forethought.evaluation.report import Row, json_line, table
+from forethought.evaluation.runner import Runner
+
+
+def compare(
+    recipes: Sequence[Recipe],
+    problems: Sequence[Problem],
+    runner: Runner,
+    folder: Path,
+    out: TextIO | None = None,
+) -> list[Row]:
+    """Run every recipe on all problems and report.
+
+    Args:
+        recipes: the first is what the others' savings are counted against.
+        problems: solved by each.
+        runner: runs them.
+        folder: where ``comparison.png`` and ``comparison.json`` are written; made if missing.
+        out: where the report goes; None: standard output.
+
+    Raises:
+        DependencyError: matplotlib or tqdm is not installed.
+        Exception: as ``Runner.run``.
+    """
+    out = out or sys.stdout
+    with ProgressBar(len(recipes) * len(problems)) as bar:
+        rows = [runner.run(recipe, problems, bar) for recipe in recipes]
+    plot = save_plot(rows, folder / "comparison.png", f"{len(problems)} problems")
+    line = json_line(rows)
+    (folder / "comparison.json").write_text(line + "\n", encoding="utf-8")
+    out.write(f"{table(rows)}\n\n")
+    out.write(f"{len(problems)} problems; saved: generated tokens, against {rows[0].method}\n")
+    out.write(f"plot: {plot}\n{line}\n")
+    return rows

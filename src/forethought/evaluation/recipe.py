@@ -1,0 +1,53 @@
+"""A method with its settings, ready to be measured. Knows nothing about problems."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from forethought.methods.stack import parameters, stack
+from forethought.scaffolding.controller import Controller
+
+_SAMPLES = "default_sample_num"
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What is measured as one row."""
+
+    name: str
+    controller: Controller
+    """Prototype; cloned for each problem."""
+    sampling_params: Mapping[str, Any] = field(default_factory=dict)
+    """Sampling fields of every task, by name; they win over the controller's own."""
+
+
+def recipe(
+    spec: str,
+    *,
+    samples: int = 8,
+    temperature: float = 0.8,
+    max_tokens: int | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> Recipe:
+    """The usual way to measure a method: greedy, unless it draws several samples.
+
+    Args:
+        spec: name of a method, or several as for ``stack``: ``"dynasor+majority_vote"``.
+        samples: answers that a method draws which draws several.
+        temperature: at which it draws them; 0 is used for every other method.
+        max_tokens: of each chain; None: to the end of the context.
+        settings: parameters of the method.
+
+    Raises:
+        UnknownNameError, ParameterError: as ``stack``.
+    """
+    given = dict(settings or {})
+    several = _SAMPLES in parameters(spec)
+    if several:
+        given.setdefault(_SAMPLES, samples)
+    params: dict[str, Any] = {"temperature": temperature if several else 0.0, "top_p": 1.0}
+    if max_tokens is not None:
+        params["max_tokens"] = max_tokens
+    return Recipe(spec, stack(spec, **given), params)
