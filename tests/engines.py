@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,11 +11,18 @@ from forethought.engine.scheduler import Limits
 from forethought.engine.sequence import Sequence
 from forethought.kv.storage import KvStorage
 from forethought.model import loader
+from forethought.model.causal_lm import CausalLM
 from forethought.model.runner import Runner
 from forethought.params import SamplingParams
 from models import tiny
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+
+
+@functools.cache
+def load(architecture: str, device: str = "cpu") -> CausalLM:
+    """The tiny model in float32; it has no state, so engines may share it."""
+    return loader.load(tiny(architecture), dtype="float32", device=device)
 
 
 def engine(
@@ -27,7 +35,7 @@ def engine(
     **limits: Any,
 ) -> Engine:
     """A float32 engine."""
-    lm = loader.load(tiny(architecture), dtype="float32", device=device)
+    lm = load(architecture, device)
     storage = KvStorage(lm.layer_shapes, pages, page_size, lm.dtype, lm.device)
     settings = {"max_batch_size": 8, "max_num_tokens": 64, "max_length": 128, **limits}
     settings["max_length"] = min(settings["max_length"], pages * page_size)

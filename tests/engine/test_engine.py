@@ -233,6 +233,38 @@ def test_rewinding_the_parent_does_not_change_its_forks() -> None:
     expect_empty(machine)
 
 
+def test_a_fork_that_is_resumed_when_its_last_token_has_just_been_computed_goes_on() -> None:
+    machine = engine()
+    (main,) = machine.add(PROMPTS[1], GREEDY, keep=True)
+    machine.step()
+    child = machine.fork(main)  # its last token is not computed yet
+    machine.step()  # now it is
+    machine.resume(child, GREEDY)
+    drain(machine, most=40)
+    starts = [sequence.tokens[: sequence.prompt_length] for sequence in (main, child)]
+    assert outputs((main, child)) == greedy(tiny("llama"), starts, 16)
+    for sequence in (main, child):
+        machine.close(sequence)
+    expect_empty(machine)
+
+
+def test_a_fork_rewound_before_it_has_got_its_pages_shares_only_what_it_kept() -> None:
+    machine = engine()
+    (main,) = machine.add(PROMPTS[1], GREEDY, keep=True)
+    child = machine.fork(main, 9)
+    machine.rewind(child, 5)
+    machine.extend(child, [7, 8, 9, 10, 11, 12])
+    machine.step()
+    machine.check_integrity()
+    machine.resume(child, GREEDY)
+    drain(machine)
+    assert child.usage.discarded == 0
+    assert [child.output] == greedy(tiny("llama"), [child.tokens[: child.prompt_length]], 16)
+    for sequence in (main, child):
+        machine.close(sequence)
+    expect_empty(machine)
+
+
 def test_a_parked_sequence_gives_its_pages_to_running_ones_and_computes_them_again() -> None:
     machine = engine(pages=12, page_size=4, reuse=False, max_length=48)
     (parked,) = machine.add(PROMPTS[3], GREEDY.replace(max_tokens=8), keep=True)

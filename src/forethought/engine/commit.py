@@ -56,7 +56,7 @@ class Commit:
             self._ledger.record(row, logits[begin : begin + row.logits])
             begin += row.logits
             for twin in (draw.sequence for draw in draws[1:]):
-                kinship.attach(twin)
+                kinship.attach(twin, has_logits=True)
                 full = self._scheduler.is_full
                 self._scheduler.place(twin, Status.WAITING if full else Status.RUNNING)
             events += [self._append(draw) for draw in draws]
@@ -65,6 +65,7 @@ class Commit:
     def _append(self, draw: Draw) -> Event:
         """A drawn token joins its sequence, and may be its last."""
         sequence, token, reason = draw.sequence, draw.token, None
+        sequence.drawn.append(len(sequence.tokens))
         sequence.tokens.append(token)
         self._ledger.count(sequence, decoded=1)
         if token in sequence.params.stop_token_ids:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence as Ids
 
@@ -144,6 +145,7 @@ class Engine:
         self._expect_parked(sequence, "extended")
         self.admission.check_extension(sequence.tokens, token_ids)
         sequence.tokens.extend(token_ids)
+        sequence.prompt_length = len(sequence.tokens)
 
     def fork(self, sequence: Sequence, length: int | None = None) -> Sequence:
         """A parked copy of the first ``length`` tokens (all by default), sharing their pages.
@@ -171,12 +173,14 @@ class Engine:
                 "Rewind to a length that it has had",
             )
         kinship.attach_ready(sequence, all_of_them=True)
-        generated = len(sequence.tokens) - max(length, sequence.prompt_length)
-        self._ledger.count(sequence, discarded=max(0, generated))
+        kept = bisect_left(sequence.drawn, length)
+        self._ledger.count(sequence, discarded=len(sequence.drawn) - kept)
+        del sequence.drawn[kept:]
         del sequence.tokens[length:]
         sequence.table.rewind(min(length, sequence.table.length))
         sequence.prompt_length = min(sequence.prompt_length, length)
         sequence.peak = min(sequence.peak, length)
+        sequence.shared = min(sequence.shared, length)
 
     def abort(self, sequence: Sequence) -> None:
         """End a generation now; no further event tells of it. Idle and closed ones stay so."""

@@ -29,8 +29,14 @@ def attach_ready(parent: Sequence, all_of_them: bool = False) -> None:
             attach(child)
 
 
-def attach(child: Sequence) -> None:
-    """Share what the parent has computed of the common prefix, and forget the parent."""
+def attach(child: Sequence, has_logits: bool = False) -> None:
+    """Share what the parent has computed of the common prefix, and forget the parent.
+
+    Args:
+        child: a dependent.
+        has_logits: its next token is drawn from the parent's logits; else one that is about to
+            generate has to compute its last token itself.
+    """
     parent = child.parent
     assert parent is not None, "only a dependent can be attached"
     parent.dependents.remove(child)
@@ -39,7 +45,10 @@ def attach(child: Sequence) -> None:
         if len(parent.prompt_logprobs) < child.prompt_length:
             return  # it has to compute its own, from the first token on
         child.prompt_logprobs = list(parent.prompt_logprobs)
-    child.table = parent.table.fork(min(child.shared, parent.num_computed))
+    ready = min(child.shared, parent.num_computed)
+    if child.active and not has_logits:
+        ready = min(ready, len(child.tokens) - 1)
+    child.table = parent.table.fork(ready)
     child.peak = child.table.length
 
 

@@ -64,6 +64,8 @@ class Sequence:
     """Tokens that it has in common with ``parent``."""
     peak: int = 0
     """Tokens computed at least once; computing them again is prefilling."""
+    drawn: list[int] = field(default_factory=list)
+    """The positions of the tokens that it has drawn itself, rising."""
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     """The stop token that ended the generation, if it was one of ``stop_token_ids``."""

@@ -1,0 +1,147 @@
+"""The engine under arbitrary sequences of calls: every token is the one of plain decoding.
+
+Forks of running, waiting and parked sequences, rewinds, extensions, aborts, samples, priorities and
+a cache that is too small for all of it, in any order.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import hypothesis.strategies as st
+import torch
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engines import GREEDY, engine, expect_empty
+from forethought.engine.sequence import Sequence, Status
+from models import prompts, tiny, transformers_model
+
+TOKEN = st.integers(3, 20)
+FEW = st.lists(TOKEN, min_size=1, max_size=5)
+
+
+@functools.cache
+def successors(tokens: tuple[int, ...]) -> list[int]:
+    """The greedy next token after each prefix, according to transformers, without any cache."""
+    with torch.inference_mode():
+        logits = transformers_model(tiny("llama"))(torch.tensor([tokens])).logits
+    best: list[int] = logits[0].argmax(-1).tolist()
+    return best
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Drives an engine; remembers what each sequence was given, and checks what it drew."""
+
+    @initialize(
+        page_size=st.sampled_from([1, 3, 4]),
+        tokens=st.integers(48, 120),
+        budget=st.integers(6, 30),
+        batch=st.integers(2, 6),
+        reuse=st.booleans(),
+    )
+    def start(self, page_size: int, tokens: int, budget: int, batch: int, reuse: bool) -> None:
+        self.engine = engine(
+            page_size=page_size,
+            pages=tokens // page_size,
+            max_num_tokens=budget,
+            max_batch_size=batch,
+            max_length=40,
+            reuse=reuse,
+        )
+        self.sequences: list[Sequence] = []
+        self.checked: dict[int, int] = {}
+
+    def pick(self, data: Any, *statuses: Status) -> Sequence | None:
+        fitting = [one for one in self.sequences if one.status in statuses]
+        return data.draw(st.sampled_from(fitting)) if fitting else None
+
+    @rule(
+        length=st.integers(1, 20), new=st.integers(1, 12), n=st.integers(1, 3), keep=st.booleans()
+    )
+    def add(self, length: int, new: int, n: int, keep: bool) -> None:
+        params = GREEDY.replace(max_tokens=new, n=n, priority=length % 3)
+        added = self.engine.add(prompts((length,), length % 4)[0], params, keep=keep)
+        self.sequences += added
+
+    @rule(steps=st.integers(1, 5))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            for event in self.engine.step():
+                assert event.error is None
+        self.check()
+
+    @rule(data=st.data(), generate=st.booleans(), suffix=FEW, new=st.integers(1, 8))
+    def fork(self, data: Any, generate: bool, suffix: list[int], new: int) -> None:
+        parent = self.pick(data, Status.RUNNING, Status.WAITING, Status.PARKED)
+        if parent is None:
+            return
+        length = data.draw(st.integers(1, len(parent.tokens)))
+        child = self.engine.fork(parent, length)
+        assert child.tokens == parent.tokens[:length]
+        self.sequences.append(child)
+        if data.draw(st.booleans()) and length + len(suffix) < 39:
+            self.engine.extend(child, suffix)
+        self.checked[child.id] = len(child.tokens)  # given, not drawn
+        if generate and len(child.tokens) < 40:
+            self.engine.resume(child, GREEDY.replace(max_tokens=new))
+
+    @rule(data=st.data(), new=st.integers(1, 8))
+    def resume(self, data: Any, new: int) -> None:
+        parked = self.pick(data, Status.PARKED)
+        if parked is not None and len(parked.tokens) < 40:
+            self.checked[parked.id] = len(parked.tokens)
+            self.engine.resume(parked, GREEDY.replace(max_tokens=new))
+
+    @rule(data=st.data())
+    def rewind(self, data: Any) -> None:
+        parked = self.pick(data, Status.PARKED)
+        if parked is not None:
+            self.engine.rewind(parked, data.draw(st.integers(1, len(parked.tokens))))
+
+    @rule(data=st.data())
+    def abort(self, data: Any) -> None:
+        active = self.pick(data, Status.RUNNING, Status.WAITING)
+        if active is not None:
+            self.engine.abort(active)
+
+    @precondition(lambda self: len(self.sequences) > 6)
+    @rule(data=st.data())
+    def close(self, data: Any) -> None:
+        live = self.pick(data, Status.RUNNING, Status.WAITING, Status.PARKED)
+        if live is not None:
+            self.engine.close(live)
+
+    def check(self) -> None:
+        for sequence in self.sequences:
+            known = max(self.checked.get(sequence.id, 0), sequence.prompt_length)
+            if known < len(sequence.tokens):
+                best = successors(tuple(sequence.tokens[:-1]))
+                assert sequence.tokens[known:] == best[known - 1 :]
+            self.checked[sequence.id] = len(sequence.tokens)
+        self.sequences = [one for one in self.sequences if one.status is not Status.CLOSED]
+
+    @invariant()
+    def pages_are_accounted_for(self) -> None:
+        if hasattr(self, "engine"):
+            self.engine.check_integrity()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        for _ in range(500):
+            if not self.engine.has_work:
+                break
+            self.engine.step()
+        assert not self.engine.has_work, "the engine did not come to an end"
+        self.check()
+        for sequence in self.sequences:
+            self.engine.close(sequence)
+        expect_empty(self.engine)
+
+
+EngineMachine.TestCase.settings = settings(
+    max_examples=25, stateful_step_count=25, deadline=None, print_blob=True
+)
+TestEngineMachine = EngineMachine.TestCase
