@@ -196,6 +196,15 @@ class SessionStream:
         """Wait for the end; the whole of it."""
         return await self._listener.last()
 
+    async def reach(self, count: int) -> CompletionOutput:
+        """Everything so far, once it is ``count`` tokens or the end has come."""
+        return await self._listener.reach(count)
+
+    async def peek(self) -> CompletionOutput:
+        """Everything so far, at once."""
+        found = await asyncio.wrap_future(self._session._thread.peek(self._listener))
+        return await self._listener.last() if found is None else found
+
     def leave(self) -> None:
         """End the generation if it goes on."""
         if not self._listener.ended:

@@ -85,6 +85,10 @@ class EngineThread:
         with contextlib.suppress(EngineStopped):
             self.call(self._abort, listener)
 
+    def peek(self, listener: Listener[Result]) -> Future[Result | None]:
+        """What there is of a listener's generation; None if that has ended."""
+        return self.call(self._peek, listener)
+
     def wake(self) -> None:
         """Let an idle thread look around. Safe in the garbage collector."""
         self._errands.put(None)
@@ -113,6 +117,10 @@ class EngineThread:
 
     def _begin(self, listener: Listener[Any], start: Callable[[], Generation]) -> None:
         self._listeners[start()] = listener
+
+    def _peek(self, listener: Listener[Result]) -> Result | None:
+        found = next((g for g, other in self._listeners.items() if other is listener), None)
+        return None if found is None else listener.read(found)
 
     def _abort(self, listener: Listener[Any]) -> None:
         for generation in [g for g, other in self._listeners.items() if other is listener]:

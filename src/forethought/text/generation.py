@@ -68,6 +68,11 @@ class Generation:
             self._error = error
         return self._error is not None or transcript.finish_reason is not None
 
+    @property
+    def size(self) -> int:
+        """Tokens that the first sample has generated."""
+        return len(self._transcripts[self.sequences[0].id].token_ids)
+
     def length(self, sequence: Sequence) -> int:
         """Tokens of a sample up to the one that ended it, prompt and output."""
         return sequence.prompt_length + len(self._transcripts[sequence.id].token_ids)

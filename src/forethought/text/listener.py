@@ -29,9 +29,10 @@ class Listener(Generic[Output]):
     """
 
     def __init__(self, read: Callable[[Generation], Output]) -> None:
-        self._read, self.loop = read, asyncio.get_running_loop()
-        self._wants_more = False
-        """Set by the client, cleared by the engine's thread."""
+        self.read, self.loop = read, asyncio.get_running_loop()
+        self._wanted: int | None = None
+        """With how many tokens the client wants to know of it; None: not now. Set by the client,
+        cleared by the engine's thread."""
         self._newest: Output | None = None
         self._last: Output | None = None
         self._failure: BaseException | None = None
@@ -44,11 +45,12 @@ class Listener(Generic[Output]):
     def hear(self, generation: Generation) -> Letter | None:
         """What the client wants to know after a step gave the generation something or ended it."""
         failure: Exception | None = generation.failure
-        if failure is None and not generation.finished and not self._wants_more:
+        wanted = self._wanted is not None and generation.size >= self._wanted
+        if failure is None and not generation.finished and not wanted:
             return None
-        self._wants_more = False
+        self._wanted = None
         try:
-            output = None if failure else self._read(generation)
+            output = None if failure else self.read(generation)
         except Exception as error:  # is this client's misfortune, and nobody else's
             output, failure = None, error
         ended = generation.finished or failure is not None
@@ -80,10 +82,21 @@ class Listener(Generic[Output]):
                 raise self._failure
             if self.ended:
                 return None
-            self._wants_more = True
+            self._wanted = 0
             await self._wait()
         output, self._newest = self._newest, None
         return output
+
+    async def reach(self, count: int) -> Output:
+        """The newest output, once its first sample has ``count`` tokens; or the last one.
+
+        Raises as ``next``. The loop is not woken up before.
+        """
+        self._newest = None
+        while self._newest is None and not self.ended:
+            self._wanted = count
+            await self._wait()
+        return await self.last() if self._newest is None or self.ended else self._newest
 
     async def last(self) -> Output:
         """The output of the finished generation, however often asked. Raises as ``next``."""
