@@ -71,7 +71,11 @@ DYNASOR = DynasorGenerationController.WorkerTag.GENERATION
 def test_a_completion_has_text_usage_times_and_no_token_ids(server):
     task = GenerationTask(input_str="p")
     assert run(Client(server), task) == [TaskStatus.SUCCESS]
-    assert (task.output_str, task.output_tokens, task.finish_reason) == ("Hello world", None, "stop")
+    assert (task.output_str, task.output_tokens, task.finish_reason) == (
+        "Hello world",
+        None,
+        "stop",
+    )
     assert (task.usage_prompt_tokens, task.usage_completion_tokens) == (7, 2)
     assert (task.usage.prompt_tokens, task.usage.completion_tokens) == (7, 2)
     assert 0 < task.ttft_s <= task.latency_s

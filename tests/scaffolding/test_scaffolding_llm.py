@@ -122,7 +122,7 @@ def test_sampling_of_the_caller_wins_over_that_of_the_controller():
 
 
 def test_an_unknown_sampling_parameter_is_refused_before_anything_runs():
-    with native() as llm, pytest.raises(ParameterError, match="'temprature'.*temperature"):
+    with native() as llm, pytest.raises(ParameterError, match=r"'temprature'.*temperature"):
         llm.generate_async("p", sampling_params={"temprature": 1})
 
 
@@ -414,7 +414,7 @@ def test_a_slow_reader_holds_nobody_up_and_misses_nothing():
         result = llm.generate_async("p")
         result.result()
         assert "".join(event.output.text for event in result.events()) == "abcdef"
-        assert [event.output.token_ids for event in result.events()][0] == (97,)
+        assert next(result.events()).output.token_ids == (97,)
 
 
 def test_a_failure_ends_the_stream():

@@ -75,13 +75,16 @@ class Live:
         assert self._stream is not None, "it has begun"
         if not self.ended:
             if count is None:
-                self.output = await self._stream.finish()
+                self._see(await self._stream.finish())
             else:
-                while not self.ended and len(self.output.token_ids) < count:
-                    self.output = await anext(self._stream)
-            if self.ended:
-                self._end()
-            self.count()
+                self._see(await self._stream.reach(count))
+        return self.output
+
+    async def look(self) -> CompletionOutput:
+        """See at once how far it has come."""
+        assert self._stream is not None, "it has begun"
+        if not self.ended:
+            self._see(await self._stream.peek())
         return self.output
 
     async def abort(self) -> CompletionOutput:
@@ -128,6 +131,12 @@ class Live:
         if not self.ended or (kept is not None and kept < generated):
             return self.prompt_length + (generated if kept is None else kept), ""
         return self.prompt_length + self._whole_tokens, self.output.text[self._whole_text :]
+
+    def _see(self, output: CompletionOutput) -> None:
+        self.output = output
+        if self.ended:
+            self._end()
+        self.count()
 
     def _end(self) -> None:
         """Find the tokens that make the output's text, and how much of it they make.

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from forethought.errors import ParameterError, UsageError
+from forethought.outputs import CompletionOutput
 from forethought.params import SamplingParams
 from forethought.scaffolding import sampling
 from forethought.scaffolding.messages import AssistantMessage
@@ -128,6 +129,10 @@ class EngineWorker(Worker):
             if task.cancel_flag:
                 await live.abort()
                 await live.close()
+            elif task.streaming_step == 0:
+                told = live.output
+                await live.look()
+                _emit(task, live, told)
             else:
                 await self._follow(task, live, before + task.streaming_step)
         except BaseException:
@@ -261,12 +266,10 @@ class EngineWorker(Worker):
         while not live.ended and (count is None or len(live.output.token_ids) < count):
             told = live.output
             stepwise = task.streaming_output_flag or metered or not told.token_ids
-            output = await live.reach(len(told.token_ids) + 1 if stepwise else count)
+            await live.reach(len(told.token_ids) + 1 if stepwise else count)
             if began is not None and task.ttft_s is None:
                 task.ttft_s = time.perf_counter() - began
-            if task.streaming_output_flag:
-                new = output.token_ids[len(told.token_ids) :]
-                task.emit(output.text[len(told.text) :], new, f"{id(live):x}")
+            _emit(task, live, told)
 
     def _boundaries(self, context: Sequence[int], tokens: Sequence[int]) -> Iterator[int]:
         detokenizer, length = Detokenizer(self._text, context), 0
@@ -316,6 +319,13 @@ def _fill(task: GenerationTask, live: Live) -> None:
     task.logprobs, task.cumulative_logprob = output.logprobs, output.cumulative_logprob
     task.usage_prompt_tokens = live.prompt_length
     task.usage_completion_tokens = len(output.token_ids)
+
+
+def _emit(task: GenerationTask, live: Live, told: CompletionOutput) -> None:
+    """Stream what has come since ``told``."""
+    if task.streaming_output_flag:
+        new = live.output.token_ids[len(told.token_ids) :]
+        task.emit(live.output.text[len(told.text) :], new, f"{id(live):x}")
 
 
 async def _together(works: Sequence[Coroutine[Any, Any, None]]) -> None:

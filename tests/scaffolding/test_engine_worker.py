@@ -1,0 +1,578 @@
+"""``EngineWorker``: tasks are live sequences, and what continues keeps its exact tokens."""
+
+import asyncio
+import gc
+import time
+
+import pytest
+
+from engines import expect_empty
+from forethought import LLM, AsyncLLM, SamplingParams
+from forethought.errors import ContextLengthError, ParameterError
+from forethought.methods import MajorityVoteController
+from forethought.scaffolding import (
+    AsCompleted,
+    Branch,
+    Budget,
+    ChatTask,
+    Controller,
+    EngineWorker,
+    GenerationTask,
+    NativeGenerationController,
+    ScaffoldingLlm,
+    StreamGenerationTask,
+    TRTLLMWorker,
+)
+from tokens import byte_level, speaking
+
+PROMPT = "Hello world, how are you?"
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+CACHE = {"max_tokens": 4096, "page_size": 4, "enable_block_reuse": False}  # counts are then exact
+FIELDS = {"dtype": "float32", "kv_cache_config": CACHE}
+LENGTH = len(byte_level()(PROMPT).input_ids)
+
+
+@pytest.fixture(scope="module")
+def direct():
+    """Answers to compare with; its engine is lent to the worker of each test."""
+    return LLM(speaking(), **FIELDS)
+
+
+@pytest.fixture(scope="module")
+def oracle():
+    """The same model once more, never lent."""
+    return LLM(speaking(), **FIELDS)
+
+
+@pytest.fixture(scope="module")
+def long(oracle):
+    """What greedy decoding says to the prompt, in one piece."""
+    return oracle.generate(PROMPT, SamplingParams(max_tokens=100, **GREEDY)).outputs[0]
+
+
+@pytest.fixture
+def worker(direct, long):
+    """A worker that must leave no sequence behind."""
+    worker = EngineWorker(direct, max_parked=2)
+    try:
+        yield worker
+        deadline = time.perf_counter() + 20
+        while sequences(worker) and time.perf_counter() < deadline:
+            gc.collect()  # a session that only a traceback held
+            time.sleep(0.01)
+        assert not sequences(worker)
+    finally:
+        worker.shutdown()
+    expect_empty(direct._desk.engine)
+
+
+def wait_until(condition, seconds=20.0):
+    deadline = time.perf_counter() + seconds
+    while not condition() and time.perf_counter() < deadline:
+        time.sleep(0.005)
+    assert condition()
+
+
+def sequences(worker):
+    scheduler = worker.llm._desk.engine.scheduler
+    return worker.llm._thread.call(lambda: list(scheduler)).result()
+
+
+class Play(Controller):
+    """Runs a generator function; what it returns is the output's ``meta``."""
+
+    def __init__(self, play):
+        super().__init__()
+        self.play = play
+
+    def process(self, tasks, **kwargs):
+        found = yield from self.play(tasks[0])
+        tasks[0].output_str, tasks[0].customized_result_fields["found"] = "", found
+
+
+def answer(controller, worker, prompt=PROMPT, **options):
+    with ScaffoldingLlm(controller, {"generation": worker}) as llm:
+        return llm.generate(prompt, **options)
+
+
+def played(worker, play, **options):
+    return answer(Play(play), worker, **options).output.meta["found"]
+
+
+def ask(prompt=None, kind=GenerationTask, **fields):
+    return kind(input_str=prompt, worker_tag="generation", **{**GREEDY, **fields})
+
+
+def cost(worker, before):
+    now = worker.llm.stats
+    return now.prefilled - before.prefilled, now.decoded - before.decoded
+
+
+# ---- one task ----------------------------------------------------------------------------------
+
+
+def test_a_generation_is_that_of_the_engine(worker, long):
+    before = worker.llm.stats
+    result = answer(NativeGenerationController(GREEDY), worker, sampling_params={"max_tokens": 30})
+    output = result.output
+    assert output.token_ids == long.token_ids[:30]
+    assert long.text.startswith(output.text)
+    assert output.finish_reason == "length"
+    assert output.usage == result.usage
+    assert (result.usage.prefilled, result.usage.decoded) == cost(worker, before)
+    assert (result.usage.completion_tokens, result.usage.prompt_tokens) == (30, LENGTH)
+
+
+def test_every_sampling_field_reaches_the_engine(worker):
+    params = SamplingParams(
+        max_tokens=9,
+        min_tokens=3,
+        n=2,
+        seed=5,
+        temperature=0.7,
+        top_k=20,
+        top_p=0.9,
+        min_p=0.01,
+        repetition_penalty=1.1,
+        presence_penalty=0.2,
+        frequency_penalty=0.3,
+        logit_bias={5: -2.0},
+        stop=("qqq",),
+        stop_token_ids=(7,),
+        include_stop_str_in_output=True,
+        ignore_eos=True,
+        logprobs=2,
+        skip_special_tokens=False,
+    )
+
+    def play(task):
+        yield from NativeGenerationController(params).process([task])
+        return task.llm_request_params, [sample.logprobs for sample in task.samples]
+
+    sent, logprobs = played(worker, play)
+    assert SamplingParams(**sent).replace(n=2) == params
+    assert all(len(entries) >= 2 for sample in logprobs for entries in sample)
+
+
+@pytest.mark.parametrize("name", ["best_of", "echo", "suffix", "user", "return_context_logits"])
+def test_what_the_engine_cannot_honour_is_refused_by_name(worker, name):
+    with pytest.raises(ParameterError, match=f"EngineWorker cannot honour {name}"):
+        answer(NativeGenerationController({name: "x"}), worker)
+
+
+def test_bad_prompts_are_the_users_mistakes(worker):
+    native = NativeGenerationController(GREEDY)
+    with pytest.raises(ParameterError, match="empty prompt"):
+        answer(native, worker, "")
+    with pytest.raises(ContextLengthError):
+        answer(native, worker, "Hello " * 500)
+    with pytest.raises(ParameterError, match="invalid max_tokens"):
+        answer(native, worker, sampling_params={"max_tokens": 0})
+
+    def play(task):
+        yield [ask(skip_tokenizer=True)]
+
+    with pytest.raises(ParameterError, match="no token ids"):
+        played(worker, play)
+
+
+def test_token_ids_are_taken_as_they_are(worker, direct, long):
+    ids = direct.tokenizer(PROMPT).input_ids
+    result = answer(
+        NativeGenerationController({**GREEDY, "max_tokens": 8}), worker, ids, sampling_params=None
+    )
+    assert result.output.token_ids == long.token_ids[:8]
+
+
+def test_text_can_be_left_out(worker, long):
+    def play(task):
+        task = ask(PROMPT, max_tokens=4, skip_detokenizer=True)
+        yield [task]
+        return task.output_str, task.output_tokens
+
+    assert played(worker, play) == (None, long.token_ids[:4])
+
+
+def test_tokens_are_streamed_as_they_come(worker, long):
+    controller = NativeGenerationController({**GREEDY, "max_tokens": 20}, streaming=True)
+    with ScaffoldingLlm(controller, {"generation": worker}) as llm:
+        events = [event.output for event in llm.generate_async(PROMPT).events()]
+    assert len(events) > 5
+    assert [t for event in events for t in event.token_ids] == long.token_ids[:20]
+    assert long.text.startswith("".join(event.text for event in events))
+
+
+def test_a_chat_goes_through_the_template(worker, direct):
+    ids = direct.tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hello"}], add_generation_prompt=True, tokenize=True
+    )["input_ids"]
+
+    def play(task):
+        chat = ChatTask.create_from_prompt("Hello")
+        chat.worker_tag, chat.temperature, chat.max_tokens = "generation", 0.0, 6
+        chat.enable_token_counting = True
+        plain = GenerationTask(input_tokens=ids, worker_tag="generation", **GREEDY, max_tokens=6)
+        chat.ignore_eos = True
+        yield [chat, plain]
+        assert chat.last_assistant_content() == chat.output_str
+        return chat.output_tokens == plain.output_tokens, chat.prompt_tokens_num, chat.end_flag
+
+    assert played(worker, play) == (True, len(ids), True)
+
+
+def test_a_chat_cannot_have_tools(worker):
+    def play(task):
+        chat = ChatTask.create_from_prompt("Hello", tools=[{"type": "function"}])
+        chat.worker_tag = "generation"
+        yield [chat]
+
+    with pytest.raises(ParameterError, match="tools"):
+        played(worker, play)
+
+
+def test_tasks_can_be_run_without_a_scaffolding_llm(worker, long):
+    async def main():
+        task = ask(PROMPT, max_tokens=5)
+        status = await worker.run_task(task)
+        await worker.async_shutdown()
+        return status.name, task.output_tokens
+
+    assert asyncio.run(main()) == ("SUCCESS", long.token_ids[:5])
+
+
+# ---- continuing --------------------------------------------------------------------------------
+
+
+def test_strings_put_together_continue_the_exact_tokens(worker, long):
+    def play(task):
+        prompt, tokens = PROMPT, []
+        for _ in range(10):
+            piece = ask(prompt, max_tokens=7)
+            yield [piece]
+            tokens += piece.output_tokens
+            prompt += piece.output_str
+        return tokens
+
+    before = worker.llm.stats
+    assert played(worker, play) == long.token_ids[:70]
+    prefilled, decoded = cost(worker, before)
+    assert decoded == 70
+    assert (
+        prefilled <= LENGTH + 9
+    )  # the prompt once, and at most the last token of each piece again
+
+
+def test_of_several_earlier_texts_the_longest_is_continued(worker, long):
+    def play(task):
+        first = ask(PROMPT, max_tokens=5)
+        yield [first]
+        second = ask(PROMPT + first.output_str, max_tokens=5)
+        yield [second]
+        third = ask(PROMPT + first.output_str + second.output_str + "!", max_tokens=1)
+        yield [third]
+        return third.usage.prefilled
+
+    assert played(worker, play) == 2  # the last token, not yet computed, and "!"
+
+
+def test_a_text_cut_by_a_stop_string_is_continued_behind_the_cut(worker, oracle, long):
+    stop = "sc"
+    assert long.text.index(stop) > 10
+
+    def play(task):
+        first = ask(PROMPT, max_tokens=60, stop=stop)
+        yield [first]
+        assert first.stop_reason == stop
+        second = ask(PROMPT + first.output_str, max_tokens=10, num_logprobs=0)
+        yield [second]
+        return first.output_str, second.output_tokens
+
+    text, tokens = played(worker, play)
+    ids = oracle.tokenizer(PROMPT).input_ids + whole_tokens(oracle, long.token_ids, text)
+    expected = oracle.generate(ids, SamplingParams(max_tokens=10, **GREEDY))
+    assert tokens == expected.outputs[0].token_ids
+
+
+def whole_tokens(oracle, token_ids, text):
+    """The tokens that are wholly in the beginning of a text, then the rest of it encoded."""
+    spelled = [oracle.tokenizer.decode(token_ids[:count]) for count in range(len(token_ids))]
+    count = max(n for n, head in enumerate(spelled) if text.startswith(head))
+    rest = text[len(spelled[count]) :]
+    return token_ids[:count] + oracle.tokenizer(rest).input_ids
+
+
+def test_the_token_that_ended_a_text_is_not_continued(worker, direct, long):
+    end = long.token_ids[9]
+    kept = long.token_ids.index(end)
+
+    def play(task):
+        first = ask(PROMPT, max_tokens=60, stop_token_ids=[end])
+        yield [first]
+        assert first.output_tokens == long.token_ids[: kept + 1]
+        second = ask(PROMPT + first.output_str, max_tokens=3)
+        yield [second]
+        third = first.fork("", max_tokens=3, **GREEDY)
+        yield [third]
+        return second.output_tokens, third.output_tokens
+
+    second, third = played(worker, play)
+    assert second == third == long.token_ids[kept : kept + 3]
+
+
+def test_what_a_request_said_is_not_continued_by_another_request(worker):
+    native = NativeGenerationController({**GREEDY, "max_tokens": 5})
+    with ScaffoldingLlm(native, {"generation": worker}) as llm:
+        first = llm.generate(PROMPT).output
+        second = llm.generate(PROMPT + first.text)
+    assert second.usage.cached + second.usage.prefilled == second.usage.prompt_tokens
+
+
+def test_a_branch_continues_what_was_said_around_it_but_not_beside_it(worker, long):
+    native = NativeGenerationController({**GREEDY, "max_tokens": 4})
+
+    def play(task):
+        first = ask(PROMPT, max_tokens=5)
+        yield [first]
+        inside = GenerationTask(input_str=PROMPT + first.output_str)
+        branch = Branch(native, [inside])
+        yield from drain(branch)
+        beside = GenerationTask(input_str=inside.input_str + inside.output_str)
+        yield from drain(Branch(native, [beside]))
+        return inside.output_tokens, inside.usage.cached, beside.request_handle is not None
+
+    tokens, cached, _ = played(worker, play)
+    assert tokens == long.token_ids[5:9]
+    assert cached == 0
+
+
+def drain(*branches):
+    with AsCompleted(branches) as running:
+        while running:
+            yield running
+
+
+# ---- forks by handle ---------------------------------------------------------------------------
+
+
+def test_a_fork_does_not_disturb_the_main_chain_and_costs_its_suffix_only(worker, oracle, long):
+    suffix = " So? "
+    ids = oracle.tokenizer(suffix).input_ids
+
+    def play(task):
+        main = ask(PROMPT, StreamGenerationTask, max_tokens=60, streaming_step=10)
+        probes = []
+        with AsCompleted([main]) as running:
+            while running:
+                done = yield running
+                if done is main and not main.end_flag:
+                    probes.append((main.output_tokens, main.fork(suffix, max_tokens=4, **GREEDY)))
+                    running.add(main, probes[-1][1])
+        return main.output_tokens, [(kept, p.output_tokens, p.usage) for kept, p in probes]
+
+    before = worker.llm.stats
+    tokens, probes = played(worker, play)
+    prefilled, decoded = cost(worker, before)
+    assert tokens == long.token_ids[:60]
+    assert 3 <= len(probes) <= 6
+    assert prefilled <= LENGTH + len(probes) * len(ids)
+    assert decoded == 60 + 4 * len(probes)
+    prompt = oracle.tokenizer(PROMPT).input_ids
+    for kept, said, usage in probes:
+        expected = oracle.generate(prompt + kept + ids, SamplingParams(max_tokens=4, **GREEDY))
+        assert said == expected.outputs[0].token_ids
+        assert usage.prefilled == len(ids)
+
+
+def test_a_fork_of_something_that_is_gone_goes_on_from_its_text(worker):
+    def play(task):
+        main = ask(PROMPT, max_tokens=5)
+        branch_main = ask(PROMPT, max_tokens=5)
+        yield from drain(Branch(NativeGenerationController(GREEDY), [branch_main]))
+        probe = branch_main.fork(" So? ", max_tokens=2, **GREEDY)
+        yield [main, probe]
+        return main.output_tokens == branch_main.output_tokens, len(probe.output_tokens)
+
+    assert played(worker, play) == (True, 2)
+
+
+def test_a_fork_whose_prompt_was_changed_is_a_task_like_any_other(worker, direct):
+    def play(task):
+        main = ask(PROMPT, max_tokens=5)
+        yield [main]
+        other = main.fork("", max_tokens=5, **GREEDY)
+        other.input_str = "Other"
+        plain = ask("Other", max_tokens=5)
+        yield [other, plain]
+        return other.output_tokens == plain.output_tokens
+
+    assert played(worker, play)
+
+
+def test_parked_sequences_are_few(worker):
+    def play(task):
+        held = []
+        for number in range(6):
+            yield [ask(f"Number {number}", max_tokens=2)]
+            held.append(len(sequences(worker)))
+        return held
+
+    assert max(played(worker, play)) <= 3  # max_parked=2, and the one that was started last
+
+
+# ---- streams -----------------------------------------------------------------------------------
+
+
+def test_a_stream_comes_back_with_at_least_its_step_and_never_stops_in_between(worker, long):
+    def play(task):
+        stream = ask(PROMPT, StreamGenerationTask, max_tokens=100, streaming_step=20)
+        sizes = []
+        while not stream.end_flag:
+            yield [stream]
+            sizes.append(len(stream.output_tokens))
+            assert stream.output_tokens == long.token_ids[: sizes[-1]]
+            assert long.text.startswith(stream.output_str)
+            if len(sizes) == 1:  # the engine goes on while nobody waits
+                goal = worker.llm.stats.decoded + 50
+                wait_until(lambda goal=goal: worker.llm.stats.decoded > goal)
+        return sizes, stream.finish_reason
+
+    sizes, reason = played(worker, play)
+    assert all(b - a >= 20 for a, b in zip([0, *sizes], sizes[:-1], strict=False))
+    assert sizes[1] > sizes[0] + 45
+    assert (sizes[-1], reason) == (100, "length")
+
+
+def test_a_step_of_zero_comes_back_at_once(worker):
+    def play(task):
+        stream = ask(PROMPT, StreamGenerationTask, max_tokens=100, streaming_step=0)
+        sizes = []
+        while not stream.end_flag:
+            yield [stream]
+            sizes.append(len(stream.output_tokens))
+            time.sleep(0.01)
+        return sizes
+
+    sizes = played(worker, play)
+    assert sizes[0] == 0
+    assert sizes[-1] == 100
+
+
+def test_a_stream_can_be_cancelled(worker):
+    def play(task):
+        stream = ask(PROMPT, StreamGenerationTask, max_tokens=200, streaming_step=5)
+        yield [stream]
+        stream.cancel_flag = True
+        yield [stream]
+        return stream.end_flag, stream.finish_reason, 5 <= len(stream.output_tokens) < 200
+
+    assert played(worker, play) == (True, "abort", True)
+
+
+def test_a_stream_that_is_left_ends_with_its_request_and_is_paid_for(worker):
+    def play(task):
+        stream = ask(PROMPT, StreamGenerationTask, max_tokens=200, streaming_step=5)
+        yield [stream]
+
+    before = worker.llm.stats
+    result = answer(Play(play), worker)
+    assert not sequences(worker)
+    assert cost(worker, before) == (result.usage.prefilled, result.usage.decoded)
+    assert 5 <= result.usage.decoded < 200
+
+
+# ---- samples -----------------------------------------------------------------------------------
+
+
+def test_samples_share_the_prefill_and_differ(worker):
+    params = {"n": 4, "max_tokens": 8, "seed": 3, "ignore_eos": True}
+    before = worker.llm.stats
+    first = answer(NativeGenerationController(params), worker)
+    prefilled, decoded = cost(worker, before)
+    assert LENGTH <= prefilled <= LENGTH + 3  # each further sample draws its own first token
+    assert decoded == 32
+    assert len({tuple(output.token_ids) for output in first.outputs}) == 4
+    again = answer(NativeGenerationController(params), worker)
+    assert [o.token_ids for o in again.outputs] == [o.token_ids for o in first.outputs]
+
+
+def test_branches_with_the_same_prompt_prefill_it_once(worker):
+    native = NativeGenerationController({"max_tokens": 8, "ignore_eos": True})
+    before = worker.llm.stats
+    result = answer(MajorityVoteController(native, 5, early_stop=False), worker)
+    prefilled, decoded = cost(worker, before)
+    assert LENGTH <= prefilled <= LENGTH + 4
+    assert decoded == 40
+    assert result.usage.decoded == 40
+
+
+# ---- the end -----------------------------------------------------------------------------------
+
+
+def test_a_cancelled_request_gives_its_pages_back_at_once(worker):
+    native = NativeGenerationController({**GREEDY, "n": 3})
+    with ScaffoldingLlm(native, {"generation": worker}) as llm:
+        result = llm.generate_async(PROMPT, sampling_params={"max_tokens": 240})
+        time.sleep(0.05)
+        result.abort()
+        with pytest.raises(Exception, match="cancelled"):
+            result.result(5)
+        assert not sequences(worker)
+
+
+def test_the_budget_is_kept_by_the_engine(worker):
+    def play(task):
+        yield [ask(PROMPT, max_tokens=100)]
+
+    result = answer(Play(play), worker, budget=Budget(tokens=25))
+    assert result.usage.completion_tokens == 25
+
+
+def test_two_scaffolding_llms_share_one_worker(worker, long):
+    native = NativeGenerationController({**GREEDY, "max_tokens": 12})
+    workers = {"generation": worker}
+    with ScaffoldingLlm(native, workers) as one, ScaffoldingLlm(native, workers) as two:
+        results = [llm.generate_async(PROMPT) for llm in (one, two) for _ in range(4)]
+        texts = {tuple(result.result(20).output.token_ids) for result in results}
+    assert texts == {tuple(long.token_ids[:12])}
+
+
+def test_an_llm_that_was_taken_over_is_given_back(direct, long):
+    worker = TRTLLMWorker(direct, direct.tokenizer)
+    assert worker.tokenizer is direct.tokenizer
+    worker.shutdown()
+    assert direct.generate(PROMPT, SamplingParams(max_tokens=3, **GREEDY)).outputs[0].token_ids
+
+
+def test_an_async_llm_that_was_given_goes_on_after_shutdown(direct):
+    with EngineWorker(AsyncLLM.over(direct)) as worker:
+        llm = worker.llm
+    params = SamplingParams(max_tokens=3, **GREEDY)
+    assert asyncio.run(llm.generate(PROMPT, params)).finished
+    llm.shutdown()
+
+
+def test_a_worker_with_an_llm_of_its_own_honours_or_refuses_each_argument():
+    with pytest.raises(ParameterError, match="backend"):
+        TRTLLMWorker.init_with_new_llm(speaking(), backend="tensorrt")
+    with pytest.raises(ParameterError, match="scheduler_config"):
+        TRTLLMWorker.init_with_new_llm(speaking(), scheduler_config={})
+    with pytest.raises(ParameterError, match="max_batchsize"):
+        TRTLLMWorker.init_with_new_llm(speaking(), max_batchsize=3)
+    worker = TRTLLMWorker.init_with_new_llm(
+        speaking(), "pytorch", 3, 64, 0.5, dtype="float32", kv_cache_config={"max_tokens": 256}
+    )
+    limits = worker.llm._desk.engine.limits
+    assert (limits.max_batch_size, limits.max_num_tokens) == (3, 64)
+    worker.shutdown()
+
+
+def test_a_tokenizer_of_another_model_is_refused(direct):
+    other = byte_level().__class__(tokenizer_object=tiny_backend())
+    with pytest.raises(ParameterError, match="not the model's"):
+        EngineWorker(direct, other)
+
+
+def tiny_backend():
+    from tokenizers import Tokenizer, models
+
+    return Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))

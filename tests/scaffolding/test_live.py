@@ -1,0 +1,145 @@
+"""Where a live sequence can be continued, and which of several; without an engine."""
+
+import asyncio
+
+import pytest
+
+from forethought.outputs import CompletionOutput, FinishReason, Usage
+from forethought.params import SamplingParams
+from forethought.scaffolding.budget import Budget, Ledger
+from forethought.scaffolding.scope import ExecutionScope
+from forethought.scaffolding.workers.live import Live
+from forethought.scaffolding.workers.parking import Parking
+
+ROOT = ExecutionScope("r", "", Ledger(Budget()))
+PIECES = {1: "ab", 2: "c}", 3: "{d", 9: ""}
+
+
+class Stream:
+    def __init__(self, output):
+        self.output = output
+
+    async def finish(self):
+        return self.output
+
+
+class Session:
+    """Stands in for ``AsyncSession``: a prompt of five tokens, and an output that is there."""
+
+    def __init__(self, output=None):
+        self.tokens, self.usage, self.output = [0] * 5, Usage(), output
+
+    def stream(self, params):
+        return Stream(self.output)
+
+    async def close(self):
+        pass
+
+
+def boundaries(context, tokens):
+    assert len(context) == 5
+    length = 0
+    for token in tokens:
+        length += len(PIECES[token])
+        yield length
+
+
+def live(prompt="P", tokens=(), text="", reason=FinishReason.LENGTH, stop=None, **params):
+    output = CompletionOutput(0, text, list(tokens), finish_reason=reason, stop_reason=stop)
+    made = Live(Session(output), prompt, boundaries, Usage(), None)
+    made.begin(SamplingParams(**params))
+    asyncio.run(made.reach(None))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("made", "spelled", "cut"),
+    [
+        # ended by length: all tokens, even if the last one shows no text yet
+        (live(tokens=[1, 9], text="ab"), ("Pab", 7), (7, "")),
+        # ended by a token: without it
+        (live(tokens=[1, 9], text="ab", reason=FinishReason.STOP), ("Pab", 6), (6, "")),
+        # or with it, where it is part of the text
+        (
+            live(
+                tokens=[1, 2],
+                text="abc}",
+                reason=FinishReason.STOP,
+                include_stop_str_in_output=True,
+            ),
+            ("Pabc}", 7),
+            (7, ""),
+        ),
+        # cut by a stop string at a token's end, and inside of one
+        (live(tokens=[1, 2], text="ab", reason=FinishReason.STOP, stop="c"), ("Pab", 6), (6, "")),
+        (live(tokens=[1, 2], text="abc", reason=FinishReason.STOP, stop="}"), ("Pab", 6), (6, "c")),
+        # nothing was said
+        (live(tokens=[9], text="", reason=FinishReason.STOP), None, (5, "")),
+        (live(("ids",), tokens=[1], text="ab"), None, (6, "")),
+    ],
+)
+def test_what_is_kept_is_what_makes_the_text(made, spelled, cut):
+    assert made.spelled == spelled
+    assert made.cut(None) == cut
+
+
+def test_a_fork_at_fewer_tokens_keeps_exactly_those():
+    assert live(tokens=[1, 2], text="ab", reason=FinishReason.STOP, stop="c").cut(1) == (6, "")
+    assert live(tokens=[1, 2, 3], text="abc}{d").cut(2) == (7, "")
+
+
+def found(parking, prompt, scope=ROOT):
+    source = parking.find(scope, prompt)
+    return source and (source.length, source.rest)
+
+
+def test_the_longest_text_wins_and_the_rest_is_put_behind_it():
+    parking = Parking(8)
+    parking.add(ROOT, live(tokens=[1], text="ab"))
+    parking.add(ROOT, live(tokens=[1, 2], text="abc}"))
+    assert found(parking, "Pabc}!") == (7, "!")
+    assert found(parking, "Pabc") == (6, "c")
+    assert found(parking, "Pab") == (6, "")
+
+
+def test_a_prompt_is_shared_only_word_for_word():
+    parking = Parking(8)
+    parking.add(ROOT, live("P1", tokens=[9]))
+    parking.add(ROOT, live((4, 5), tokens=[1], text="ab"))
+    assert found(parking, "P1") == (5, "")
+    assert found(parking, "P12") is None
+    assert found(parking, (4, 5)) == (5, "")
+    assert found(parking, (4, 5, 6)) is None
+
+
+def test_branches_see_what_is_around_them_and_share_prompts_with_those_beside():
+    parking, first, second = Parking(8), ROOT.child(0), ROOT.child(1)
+    parking.add(first, live("P", tokens=[1], text="ab"))
+    assert found(parking, "Pab!", first) == (6, "!")
+    assert found(parking, "Pab!", first.child(3)) == (6, "!")
+    assert found(parking, "Pab!", second) is None
+    assert found(parking, "Pab!", ROOT) is None
+    assert found(parking, "P", second) == (5, "")
+    assert parking.end_scope(second.scope_id) == []
+    assert len(parking.end_scope(first.scope_id)) == 1
+    assert found(parking, "P", second) is None
+
+
+def test_what_was_not_used_for_longest_leaves_first():
+    parking, lives = Parking(2), [live(p, tokens=[1], text="ab") for p in "PQRS"]
+    assert parking.add(ROOT, lives[0]) == []
+    assert parking.add(ROOT, lives[1]) == []
+    assert found(parking, "Pab") == (6, "")  # P is used
+    assert parking.add(ROOT, lives[2]) == [lives[1]]
+    assert parking.holds(lives[0])
+    assert not parking.holds(lives[1])
+    assert parking.add(ROOT, lives[3]) == [lives[0]]
+
+
+def test_sequences_of_other_requests_are_never_found():
+    parking = Parking(2)
+    parking.add(ROOT, live(tokens=[1], text="ab"))
+    other = ExecutionScope("s", "", Ledger(Budget()))
+    assert found(parking, "Pab", other) is None
+    assert len(parking.clear()) == 1
+    assert found(parking, "Pab") is None
