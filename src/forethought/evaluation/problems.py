@@ -1,7 +1,8 @@
 """What to solve: questions with known answers. Knows nothing about who solves them.
 
 A file of the user's own is JSON lines, one object per line with ``question`` and ``answer``
-(``problem`` and ``solution`` are accepted for them); other fields are left alone.
+(``problem`` and ``solution`` are accepted for them); other fields are left alone. A worked solution
+counts by what stands in its last ``\\boxed{}`` or behind its last ``####``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from forethought.errors import ParameterError, UsageError
+from forethought.scaffolding.answers import extract_answer_from_boxed, extract_answer_with_regex
 
 _QUESTION = ("question", "problem")
 _ANSWER = ("answer", "solution")
@@ -93,7 +95,16 @@ def _from_record(record: Any, where: str) -> Problem:
             "it needs the fields 'question' (text) and 'answer'",
             'Write {"question": "...", "answer": "..."}',
         )
-    return Problem(where, question, str(answer))
+    return Problem(where, question, _final(str(answer)))
+
+
+def _final(answer: str) -> str:
+    """The answer alone, where the reference is a worked solution."""
+    return (
+        extract_answer_from_boxed(answer)
+        or extract_answer_with_regex(answer, r"#### (.+)$")
+        or answer.strip()
+    )
 
 
 def _first(record: Any, names: Sequence[str]) -> Any:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forethought.methods.stack import parameters, stack
+from forethought.params import SamplingParams
 from forethought.scaffolding.controller import Controller
 
 _SAMPLES = "default_sample_num"
@@ -50,4 +51,5 @@ def recipe(
     params: dict[str, Any] = {"temperature": temperature if several else 0.0, "top_p": 1.0}
     if max_tokens is not None:
         params["max_tokens"] = max_tokens
+    SamplingParams(**params)  # refuses values outside their ranges before anything runs
     return Recipe(spec, stack(spec, **given), params)

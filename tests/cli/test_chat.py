@@ -1,0 +1,126 @@
+"""``forethought chat``: turns, commands, Ctrl-C and Ctrl-D."""
+
+import builtins
+
+import pytest
+
+from forethought.cli import chat
+from forethought.cli.answer import Respondent
+from forethought.cli.backend import Turn
+from forethought.cli.main import main
+from forethought.errors import ContextLengthError
+from forethought.scaffolding import ChatTask, ScriptedWorker
+from tokens import speaking
+
+
+class Typed:
+    """What the user types; Ctrl-D when nothing is left."""
+
+    def __init__(self, *lines):
+        self._lines = iter(lines)
+
+    def __call__(self, prompt=""):
+        line = next(self._lines, EOFError)
+        if not isinstance(line, str):
+            raise line
+        return line
+
+
+@pytest.fixture
+def talk(monkeypatch):
+    """Let the given lines be typed; returns the conversations that reached the worker."""
+
+    def start(script, *lines, system=None):
+        seen = []
+
+        def record(task: ChatTask):
+            seen.append([(message.role, message.content) for message in task.messages])
+
+        class Recording(ScriptedWorker):
+            async def run_task(self, task):
+                record(task)
+                return await super().run_task(task)
+
+        monkeypatch.setattr(builtins, "input", Typed(*lines))
+        respondent = Respondent(Turn(streaming=True), Recording(script))
+        try:
+            chat.Conversation(respondent, {}, system).talk()
+        finally:
+            respondent.close()
+        return seen
+
+    return start
+
+
+def test_every_turn_knows_the_turns_before(talk, capsys):
+    second = talk(["one", "two"], "first?", "second?")[1]
+    assert second == [("user", "first?"), ("assistant", "one"), ("user", "second?")]
+    out, err = capsys.readouterr()
+    assert "one\n" in out
+    assert "two\n" in out
+    assert err.count("tokens in") == 2
+
+
+def test_clear_forgets_everything_but_the_system_prompt(talk):
+    seen = talk(["one", "two"], "first?", "/clear", "second?", system="be brief")
+    assert seen[1] == [("system", "be brief"), ("user", "second?")]
+
+
+def test_exit_leaves_and_nothing_after_it_is_read(talk):
+    assert len(talk(["one", "two"], "first?", "/exit", "second?")) == 1
+
+
+def test_blank_lines_and_unknown_commands_are_no_turns(talk, capsys):
+    assert talk(["one"], "", "  ", "/help") == []
+    assert "/clear" in capsys.readouterr().err
+
+
+def test_ctrl_c_at_the_prompt_leaves(talk):
+    with pytest.raises(KeyboardInterrupt):
+        talk(["one"], KeyboardInterrupt)
+
+
+class Interrupted(Respondent):
+    """A respondent whose first answer is stopped by Ctrl-C half way."""
+
+    def __init__(self):
+        self.turns = []
+
+    def answer(self, prompt, params, write):
+        self.turns.append(list(prompt))
+        write("half an ans")
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_ends_the_answer_keeps_what_was_said_and_goes_on(monkeypatch, capsys):
+    monkeypatch.setattr(builtins, "input", Typed("first?", "second?"))
+    respondent = Interrupted()
+    chat.Conversation(respondent, {}, None).talk()
+    assert respondent.turns[1][1] == {"role": "assistant", "content": "half an ans"}
+    assert "stopped" in capsys.readouterr().err
+
+
+def test_a_conversation_that_is_too_long_is_one_line_and_goes_on(monkeypatch, capsys):
+    class Full(Respondent):
+        def __init__(self):
+            pass
+
+        def answer(self, prompt, params, write):
+            raise ContextLengthError("too many tokens")
+
+    monkeypatch.setattr(builtins, "input", Typed("first?", "second?"))
+    chat.Conversation(Full(), {}, None).talk()
+    err = capsys.readouterr().err
+    assert err.count("too many tokens") == err.count("/clear") == err.count("\n") == 2
+
+
+def test_the_whole_command_talks_to_a_model(monkeypatch, capsys):
+    monkeypatch.setattr(builtins, "input", Typed("Hello", "How are you?"))
+    options = ["--model", str(speaking("byte_level")), "--dtype", "float32", "--max-tokens", "4"]
+    assert main(["chat", *options]) == 0
+    assert capsys.readouterr().err.count("tokens in") == 2
+
+
+def test_a_model_without_a_chat_template_is_refused(capsys):
+    assert main(["chat", "--model", str(speaking("mute"))]) == 2
+    assert "chat template" in capsys.readouterr().err

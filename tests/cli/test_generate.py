@@ -1,0 +1,159 @@
+"""``forethought generate``: what it prints where, and what it refuses."""
+
+import io
+import json
+
+import pytest
+
+from forethought.cli.main import main
+from forethought.params import SamplingParams
+from forethought.text.llm import LLM
+from tokens import speaking
+
+MODEL = speaking("byte_level")
+QUESTION = "Hello world"
+
+
+@pytest.fixture(scope="module")
+def expected() -> str:
+    """The greedy answer of twelve tokens."""
+    with LLM(MODEL, dtype="float32") as llm:
+        messages = [{"role": "user", "content": QUESTION}]
+        return llm.chat(messages, SamplingParams(temperature=0, max_tokens=12)).outputs[0].text
+
+
+def generate(*options: str, question: str = QUESTION) -> int:
+    settings = ["--model", str(MODEL), "--dtype", "float32", "--max-tokens", "12"]
+    return main(["generate", question, *settings, *options])
+
+
+def refused(capsys, *options: str, question: str = QUESTION) -> str:
+    assert main(["generate", question, *options]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    return err
+
+
+def test_the_answer_is_on_standard_output_and_what_it_cost_on_standard_error(capsys, expected):
+    assert generate() == 0
+    out, err = capsys.readouterr()
+    assert out.removesuffix("\n") == expected.removesuffix("\n")
+    assert err.count("\n") == 1
+    assert err.startswith("12 tokens in ")
+
+
+def test_json_is_one_object_and_nothing_else(capsys, expected):
+    assert generate("--json") == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    report = json.loads(out)
+    assert report["text"] == expected
+    assert report["token_count"] == report["usage"]["decoded"] == 12
+    assert report["finish_reason"] == "length"
+    assert (report["method"], report["model"]) == ("plain", str(MODEL))
+    assert report["seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--method", "dynasor", "--set", "chunk_size=4", "--temperature", "0"],
+        ["--method", "majority_vote", "--set", "default_sample_num=3", "--temperature", "0"],
+        ["--method", "dynasor+majority_vote", "--temperature", "0", "--json"],
+    ],
+)
+def test_a_method_that_changes_nothing_here_gives_the_same_answer(capsys, expected, options):
+    assert generate(*options) == 0
+    out, _ = capsys.readouterr()
+    text = json.loads(out)["text"] if "--json" in options else out.removesuffix("\n")
+    assert text.removesuffix("\n") == expected.removesuffix("\n")
+
+
+def test_the_same_seed_gives_the_same_text(capsys):
+    texts = []
+    for seed in ("5", "5", "6"):
+        assert generate("--temperature", "1", "--seed", seed) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_raw_leaves_the_chat_template_out(capsys, expected):
+    assert generate("--raw") == 0
+    with LLM(MODEL, dtype="float32") as llm:
+        output = llm.generate(QUESTION, SamplingParams(temperature=0, max_tokens=12))
+    assert capsys.readouterr().out.strip("\n") == output.outputs[0].text.strip("\n")
+    assert output.outputs[0].text != expected
+
+
+def test_a_system_prompt_changes_the_answer(capsys, expected):
+    assert generate("--system", "Grüße aus Köln") == 0
+    assert capsys.readouterr().out.strip("\n") != expected.strip("\n")
+
+
+def test_the_prompt_can_come_from_standard_input(capsys, monkeypatch, expected):
+    monkeypatch.setattr("sys.stdin", io.StringIO(QUESTION))
+    assert generate(question="-") == 0
+    assert capsys.readouterr().out.strip("\n") == expected.strip("\n")
+
+
+def test_without_a_model_the_embedded_reasoner_answers(capsys):
+    assert main(["generate", "Tom has 3 pens. He buys 4 more.", "--max-tokens", "5", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["model"] == "embedded reasoner"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--method", "dynasr"], "did you mean 'dynasor'?"),
+        (["--method", "dynasor", "--set", "chunk_sise=3"], "did you mean 'chunk_size'?"),
+        (["--method", "dynasor", "--set", "chunk_size"], "key=value"),
+        (["--method", "dynasor", "--set", "chunk_size=0"], "at least 1"),
+        (["--method", "best_of_n"], "reward_controller"),
+        (["--temperature", "-1"], "temperature"),
+        (["--temperature", "nan"], "temperature"),
+        (["--top-p", "0"], "top_p"),
+        (["--max-tokens", "0"], "max_tokens"),
+        (["--seed", "-3"], "seed"),
+        (["--max-tokens", "many"], "--max-tokens"),
+        (["--model", "/nowhere/at/all"], "/nowhere/at/all"),
+        (["--url", "http://127.0.0.1:1/v1"], "--api-model"),
+        (["--url", "http://127.0.0.1:1/v1", "--api-model", "m", "--model", "d"], "--model"),
+        (["--raw", "--system", "s"], "--system"),
+        (["--dtype", "int3"], "--dtype"),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_status_2(capsys, options, said):
+    assert said in refused(capsys, *options)
+
+
+@pytest.mark.parametrize("question", ["", "  \n"])
+def test_an_empty_prompt_is_refused(capsys, question):
+    assert "empty prompt" in refused(capsys, question=question)
+
+
+def test_a_prompt_longer_than_the_context_is_refused(capsys):
+    assert "context" in refused(capsys, "--model", str(MODEL), question="Hello " * 500)
+
+
+def test_a_broken_model_directory_is_refused(capsys, tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    assert str(tmp_path) in refused(capsys, "--model", str(tmp_path))
+
+
+def test_a_model_without_a_chat_template_is_prompted_as_it_stands(capsys):
+    common = ["--model", str(speaking("mute")), "--dtype", "float32", "--max-tokens", "5"]
+    answers = []
+    for options in ([], ["--raw"]):
+        assert main(["generate", QUESTION, *common, *options]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1]
+    assert "--system" in refused(capsys, "--system", "s", *common)
+
+
+def test_a_server_that_is_not_there_is_one_line_and_status_1(capsys):
+    options = ["--url", "http://127.0.0.1:9/v1", "--api-model", "m"]
+    assert main(["generate", QUESTION, *options]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1

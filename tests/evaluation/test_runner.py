@@ -1,0 +1,110 @@
+"""Solving many problems at once: what is counted, and that nothing else decides."""
+
+import io
+import json
+
+import pytest
+
+from forethought.errors import ContextLengthError
+from forethought.evaluation import comparison
+from forethought.evaluation.grader import Grader
+from forethought.evaluation.problems import Problem
+from forethought.evaluation.recipe import Recipe, recipe
+from forethought.evaluation.runner import Attempt, Runner
+from forethought.scaffolding import NativeGenerationController
+from forethought.text.async_llm import AsyncLLM
+from tokens import speaking
+
+PROBLEMS = [Problem(str(i), f"Hello world, how are {i}?", str(i)) for i in range(6)]
+FIELDS = {"dtype": "float32", "kv_cache_config": {"max_tokens": 2048, "page_size": 4}}
+
+
+def open_llm() -> AsyncLLM:
+    return AsyncLLM(speaking("byte_level"), **FIELDS)
+
+
+class Even:
+    """Calls an answer right if the problem's number is even, whatever the text."""
+
+    def grade(self, text: str, reference: str) -> bool:
+        return int(reference) % 2 == 0
+
+
+def run(made: Recipe, **settings) -> tuple[object, dict[str, str]]:
+    attempts: list[Attempt] = []
+    row = Runner(open_llm, grader=Even(), **settings).run(made, PROBLEMS, attempts.append)
+    return row, {attempt.problem.name: attempt.text for attempt in attempts}
+
+
+GREEDY = recipe("plain", max_tokens=9)
+SAMPLED = Recipe("sampled", NativeGenerationController(), {"temperature": 1.0, "max_tokens": 9})
+
+
+def test_every_problem_is_attempted_once_and_the_right_ones_are_counted():
+    row, texts = run(GREEDY)
+    assert texts.keys() == {problem.name for problem in PROBLEMS}
+    assert (row.method, row.correct.successes, row.correct.trials) == ("plain", 3, 6)
+    assert row.seconds > 0
+
+
+def test_the_tokens_are_those_that_went_through_the_engine():
+    ignoring = {**GREEDY.sampling_params, "ignore_eos": True}
+    row, _ = run(Recipe("plain", GREEDY.controller, ignoring))
+    llm = open_llm()
+    prompts = [
+        llm.chat_prompt([{"role": "user", "content": problem.question}]) for problem in PROBLEMS
+    ]
+    llm.shutdown()
+    assert row.tokens_generated == 9 * len(PROBLEMS)
+    # Problems share the beginning of their prompts, which an engine may find in its prefix index.
+    assert max(map(len, prompts)) <= row.tokens_prefilled <= sum(map(len, prompts))
+
+
+def test_a_second_run_pays_for_its_prompts_again():
+    runner = Runner(open_llm, grader=Even(), in_flight=1)
+    first, second = runner.run(GREEDY, PROBLEMS), runner.run(GREEDY, PROBLEMS)
+    assert first.tokens_prefilled == second.tokens_prefilled > 0
+
+
+@pytest.mark.parametrize("made", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_how_many_are_in_flight_changes_no_answer(made):
+    assert run(made, in_flight=1)[1] == run(made, in_flight=6)[1]
+
+
+def test_the_seed_decides_what_is_drawn():
+    assert run(SAMPLED, seed=1)[1] == run(SAMPLED, seed=1)[1] != run(SAMPLED, seed=2)[1]
+
+
+def test_the_instruction_is_part_of_every_prompt():
+    assert run(GREEDY, instruction="Answer in a box.")[1] != run(GREEDY)[1]
+
+
+def test_a_prompt_that_does_not_fit_ends_the_run_with_its_error():
+    long = [*PROBLEMS, Problem("long", "Hello " * 400, "0")]
+    with pytest.raises(ContextLengthError):
+        Runner(open_llm).run(GREEDY, long)
+
+
+def test_grading_looks_into_the_last_box_and_knows_mathematics():
+    grade = Grader().grade
+    assert grade("first \\boxed{3}, then \\boxed{1/2}", "\\frac{1}{2}")
+    assert not grade("first \\boxed{1/2}, then \\boxed{3}", "\\frac{1}{2}")
+    assert not grade("the answer is 3", "3")
+    assert not grade(None, "3")
+
+
+def test_a_comparison_reports_a_table_a_plot_and_one_json_line_last(tmp_path, capsys):
+    out = io.StringIO()
+    runner = Runner(open_llm, grader=Even())
+    vote = recipe("majority_vote", samples=2, max_tokens=5)
+    comparison.compare([GREEDY, vote], PROBLEMS, runner, tmp_path, out)
+    *above, last = out.getvalue().splitlines()
+    rows = json.loads(last)["rows"]
+    assert [row["method"] for row in rows] == ["plain", "majority_vote"]
+    assert rows[0]["accuracy"] == 0.5
+    assert "generated" in above[0]
+    assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "comparison.json").read_text() == last + "\n"
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "12/12" in captured.err
