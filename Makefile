@@ -21,9 +21,6 @@ setup :=
 export PYTHONPATH := src
 endif
 
-# One thread per worker: the tests run one process per core.
-TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
-
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint format bench gpu reasoner clean
 
@@ -43,20 +40,24 @@ lint: $(setup)
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
-	@$(PY) -m importlinter.cli lint
+	@$(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
 
 format: $(setup)
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
 
 test: lint
-	@$(TEST_ENV) $(PY) -m pytest -n 2
+	@$(PY) -m pytest -n 2
 
 bench: $(setup)
-	@$(PY) -m benchmarks
+	@$(PY) -m benchmarks.generate_vs_transformers
+	@$(PY) -m benchmarks.step_overhead
 
 gpu: $(setup)
-	@$(PY) -m benchmarks.gpu
+	@$(PY) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("torch finds no CUDA device on this machine: nothing was run")'
+	@$(PY) -m pytest -m gpu
+	@$(PY) -m benchmarks.generate_vs_transformers
+	@$(PY) -m benchmarks.step_overhead
 
 reasoner: $(setup)
 	$(PY) -m forethought.training.reasoner.train --seed 0 --out runs/reasoner
