@@ -1,0 +1,59 @@
+"""Best of N: the sample with the highest score is returned."""
+
+import pytest
+
+from forethought.errors import ParameterError
+from forethought.methods import BestOfNController
+from forethought.scaffolding import (
+    GenerationTask,
+    NativeGenerationController,
+    NativeRewardController,
+    ScriptedWorker,
+)
+from scripted import answer
+
+
+def best(texts, count, kind=BestOfNController, **options):
+    worker = ScriptedWorker(list(texts), score=lambda question, text: float(len(text)))
+    controller = kind(NativeGenerationController(), NativeRewardController(), count)
+    return answer(controller, worker, **options), worker
+
+
+def test_the_best_sample_is_returned_with_its_text_and_tokens():
+    result, _ = best(["a", "ccc", "bb"], 3)
+    assert result.output.text == "ccc"
+    assert result.output.token_ids == [99, 99, 99]
+    assert result.output.meta["best_of_n"] == {"scores": [1.0, 3.0, 2.0], "index": 1}
+
+
+def test_the_first_of_equals_wins():
+    assert best(["aa", "bb", "c"], 3)[0].output.text == "aa"
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_as_many_samples_are_made_as_asked_for(count):
+    assert len(best("abcde", count)[1].calls) == count
+    assert len(best("abcde", 4, sample_num=count)[1].calls) == count
+
+
+def test_another_choice_can_be_put_in_its_place():
+    class Worst(BestOfNController):
+        def select_best(self, tasks, reward_values, **kwargs):
+            index = reward_values.index(min(reward_values))
+            return tasks[index], index
+
+    assert best(["aa", "b", "cc"], 3, Worst)[0].output.text == "b"
+
+
+def test_a_seed_is_spread_over_the_samples():
+    _, worker = best("abc", 3, sampling_params={"seed": 4})
+    assert [call.task.seed for call in worker.calls] == [4, 5, 6]
+
+
+def test_bad_numbers_are_refused():
+    with pytest.raises(ParameterError, match="number of samples"):
+        best("abc", 0)
+    native = NativeGenerationController()
+    process = BestOfNController(native, native).process([GenerationTask(), GenerationTask()])
+    with pytest.raises(ParameterError, match="one task"):
+        next(process)

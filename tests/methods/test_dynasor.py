@@ -1,0 +1,318 @@
+r"""Dynasor-CoT's decisions, on scripted chains of thought: one character is one token."""
+
+import logging
+import random
+
+import pytest
+
+from forethought.errors import ParameterError, TaskError, UnknownNameError
+from forethought.methods import DynasorGenerationController, MajorityVoteController
+from forethought.methods.dynasor import (
+    ANSWER_END,
+    ANSWER_SUFFIX,
+    ANSWER_SUFFIX_WITH_MARKER,
+    PROBE_SUFFIX,
+)
+from forethought.scaffolding import (
+    Controller,
+    GenerationTask,
+    Reply,
+    ScaffoldingLlm,
+    ScriptedWorker,
+)
+from scripted import answer, chain
+
+THOUGHT = "".join(f"step {i:02}; " for i in range(20))  # 180 characters
+WRITTEN = ANSWER_SUFFIX_WITH_MARKER
+
+
+def solve(probe, text=THOUGHT, prompt="P: ", options=None, **settings):
+    """Dynasor on one chain; a probe that knows k characters is answered with ``probe(k)``."""
+    worker = ScriptedWorker(chain(prompt, text, probe))
+    settings = {"chunk_size": 10, "certainty_threshold": 3, **settings}
+    controller = DynasorGenerationController(**settings)
+    return answer(controller, worker, prompt, **(options or {})), worker
+
+
+def after(*answers):
+    """A script of probe answers, one per chunk of 10; the last one is repeated."""
+
+    def probe(known):
+        assert known % 10 == 0
+        return answers[min(known // 10, len(answers)) - 1]
+
+    return probe
+
+
+def never(known):
+    """Probes that never agree."""
+    return f"{known}}}"
+
+
+def kept(result):
+    return result.output.meta["dynasor"]["kept_tokens"]
+
+
+def test_it_stops_at_the_last_of_enough_agreeing_probes():
+    result, _ = solve(after("1}", "2}", "42}", "42}", "42}"))
+    assert kept(result) == 50
+    assert result.output.text == THOUGHT[:50] + WRITTEN + "42" + ANSWER_END
+    assert result.output.token_ids == [ord(c) for c in THOUGHT[:50]]
+    assert result.output.finish_reason == "stop"
+    told = result.output.meta["dynasor"]
+    assert told == {
+        "early_exit": True,
+        "answers": ["1", "2", "42", "42", "42"],
+        "kept_tokens": 50,
+    }
+
+
+def test_a_chain_that_has_stopped_thinking_gets_the_answer_without_the_marker():
+    text = "think</think>so " * 10
+    result, _ = solve(after("7}"), text)
+    assert result.output.text == text[:30] + ANSWER_SUFFIX + "7" + ANSWER_END
+
+
+def test_a_natural_end_stops_at_once():
+    result, worker = solve(after("1}", "2}", "3}"), THOUGHT[:35])
+    assert result.output.text == THOUGHT[:35]
+    assert result.output.token_ids == [ord(c) for c in THOUGHT[:35]]
+    assert not result.output.meta["dynasor"]["early_exit"]
+    assert len(worker.calls) <= 1 + 3
+
+
+def test_disagreeing_probes_never_exit():
+    result, _ = solve(after(*[f"{n % 2}}}" for n in range(18)]))
+    assert result.output.text == THOUGHT
+
+
+@pytest.mark.parametrize("said", ["}", "  }", "no brace at all within length", ""])
+def test_probes_without_an_answer_never_exit(said):
+    result, _ = solve(after(said))
+    assert result.output.text == THOUGHT
+    assert set(result.output.meta["dynasor"]["answers"]) == {""}
+
+
+@pytest.mark.parametrize("said", ["wait, 42}", "42 HMM}", r"\text{no}}", "okay}"])
+def test_uncertain_probes_never_exit(said):
+    result, _ = solve(after(said))
+    assert result.output.text == THOUGHT
+
+
+@pytest.mark.parametrize("said", ["now}", "know 4}", "button}", r"\text{nothing}}", "householder}"])
+def test_uncertain_words_match_as_words(said):
+    result, _ = solve(after(said))
+    assert kept(result) == 30
+
+
+def test_the_uncertain_words_can_be_chosen():
+    assert kept(solve(after("hmm 4}"), uncertain_words=["WAIT"])[0]) == 30
+    assert kept(solve(after("hmm 4}"), uncertain_words=[])[0]) == 30
+    assert solve(after("wait 4}"), uncertain_words=["WAIT"])[0].output.text == THOUGHT
+
+
+def test_one_uncertain_probe_breaks_the_row():
+    answers = ["4}", "4}", "wait 4}", "4}", "4}", "4}"]
+    assert kept(solve(after(*answers))[0]) == 60
+
+
+def test_answers_agree_by_what_they_mean():
+    result, _ = solve(after("0.5}", r"\frac{1}{2}}", "1/2}"))
+    assert kept(result) == 30
+    assert WRITTEN + "1/2" + ANSWER_END in result.output.text
+
+
+def test_formulas_agree_by_what_they_mean():
+    assert kept(solve(after("x+1}", "1+x}", "x+1}"))[0]) == 30
+
+
+@pytest.mark.parametrize(
+    ("said", "heard"),
+    [
+        (r"\frac{1}{2}} and more", r"\frac{1}{2}"),
+        (r"\{1, 2\}} so", r"\{1, 2\}"),
+        ("{{1}}}", "{{1}}"),
+        ("7}}}", "7"),
+    ],
+)
+def test_the_answer_ends_at_the_first_unpaired_brace(said, heard):
+    result, _ = solve(after(said))
+    assert result.output.meta["dynasor"]["answers"] == [heard] * 3
+    assert result.output.text.endswith(heard + ANSWER_END)
+
+
+def test_a_probe_never_generates_more_than_its_length():
+    _, worker = solve(after("{1}{2}{3}{4}{5}{6}{7}{8}{9}}"), probe_length=12)
+    spent = {}
+    for call in worker.calls:
+        if PROBE_SUFFIX in call.prompt:
+            head = call.prompt.partition(PROBE_SUFFIX)[0]
+            spent[head] = spent.get(head, 0) + call.task.num_generated
+    assert spent
+    assert max(spent.values()) <= 12
+
+
+def test_the_main_chain_is_asked_for_once_and_never_sent_again():
+    _, worker = solve(never)
+    main = [call for call in worker.calls if PROBE_SUFFIX not in call.prompt]
+    assert [call.prompt for call in main] == ["P: "]
+
+
+@pytest.mark.parametrize(("threshold", "chunk"), [(1, 7), (2, 32), (5, 10)])
+def test_threshold_and_chunk_size_decide_when(threshold, chunk):
+    result, _ = solve(lambda known: "4}", certainty_threshold=threshold, chunk_size=chunk)
+    assert kept(result) == threshold * chunk
+
+
+def test_the_effort_levels_are_dynasors():
+    levels = {"mild": (8, 64), "low": (5, 64), "mid": (3, 64), "high": (2, 64), "crazy": (2, 32)}
+    for effort, numbers in levels.items():
+        controller = DynasorGenerationController(effort=effort)
+        assert (controller.certainty_threshold, controller.chunk_size) == numbers
+    with pytest.raises(UnknownNameError, match="unknown effort 'mad'"):
+        DynasorGenerationController(effort="mad")
+    with pytest.raises(ParameterError, match="contradicts"):
+        DynasorGenerationController(effort="crazy", chunk_size=16)
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "certainty_threshold", "chunk_size"])
+def test_numbers_below_one_are_refused(name):
+    with pytest.raises(ParameterError, match=f"invalid {name}"):
+        DynasorGenerationController(**{name: 0})
+
+
+def test_max_tokens_counts_what_the_main_chain_generates():
+    result, _ = solve(never, max_tokens=45)
+    assert (result.output.text, result.output.finish_reason) == (THOUGHT[:45], "length")
+    result, _ = solve(never, options={"sampling_params": {"max_tokens": 25}})
+    assert result.output.text == THOUGHT[:25]
+
+
+def test_sampling_is_the_blogs_unless_the_task_or_the_settings_say_otherwise():
+    def seen(options=None, **settings):
+        _, worker = solve(after("4}"), options=options, **settings)
+        return {(call.task.temperature, call.task.top_p, call.task.seed) for call in worker.calls}
+
+    assert seen() == {(0.6, 0.95, None)}
+    assert seen(temperature=0.0, top_p=1.0) == {(0.0, 1.0, None)}
+    assert seen({"sampling_params": {"temperature": 0.1, "seed": 4}}) == {(0.1, 0.95, 4)}
+
+
+def test_stop_strings_of_the_task_end_the_main_chain_and_not_the_probes():
+    result, _ = solve(lambda known: f"{known}5;}}", options={"sampling_params": {"stop": "5;"}})
+    assert result.output.text == THOUGHT.partition("5;")[0]
+    assert result.output.meta["dynasor"]["answers"][0] == "105;"
+
+
+def test_several_samples_are_the_business_of_a_vote():
+    with pytest.raises(ParameterError, match="cannot honour n"):
+        solve(after("4}"), options={"sampling_params": {"n": 2}})
+
+
+def test_a_probe_that_fails_counts_as_one_without_an_answer(caplog):
+    def script(asked, index):
+        if asked.endswith(PROBE_SUFFIX):
+            failing = len(asked.partition(PROBE_SUFFIX)[0]) == len("P: ") + 20
+            return Reply("4}", error=OSError("gone") if failing else None)
+        return THOUGHT
+
+    worker = ScriptedWorker(script)
+    controller = DynasorGenerationController(chunk_size=10, certainty_threshold=2)
+    with caplog.at_level(logging.WARNING):
+        result = answer(controller, worker, "P: ")
+    assert result.output.meta["dynasor"]["answers"] == ["4", "", "4", "4"]
+    assert "a probe failed" in caplog.text
+
+
+def test_a_main_chain_that_fails_fails_the_request():
+    worker = ScriptedWorker([Reply("x", error=OSError("gone"))])
+    with pytest.raises(TaskError, match="gone"):
+        answer(DynasorGenerationController(), worker)
+
+
+def test_probes_are_judged_in_the_order_of_their_forks_however_late_they_come():
+    def script(asked, index):
+        if not asked.endswith(PROBE_SUFFIX):
+            return Reply(THOUGHT, seconds_per_token=0.002)
+        number = len(asked.removeprefix("P: ").partition(PROBE_SUFFIX)[0]) // 10
+        return Reply(f"{min(number, 3)}}}", delay=0.15 if number == 2 else 0.0)
+
+    worker = ScriptedWorker(script)
+    controller = DynasorGenerationController(chunk_size=10, certainty_threshold=2)
+    result = answer(controller, worker, "P: ")
+    assert result.output.meta["dynasor"]["answers"] == ["1", "2", "3", "3"]
+    assert kept(result) == 40
+
+
+def test_the_decision_does_not_depend_on_timing():
+    """30 random chains under random delays: the exit is that of the obvious rule."""
+    source = random.Random(3)
+    for _ in range(30):
+        answers = [source.choice(["4", "5", "wait 4"]) for _ in range(18)]
+
+        def script(asked, index, answers=answers):
+            if not asked.endswith(PROBE_SUFFIX):
+                return Reply(THOUGHT, seconds_per_token=0.001)
+            number = len(asked.removeprefix("P: ").partition(PROBE_SUFFIX)[0]) // 10
+            return Reply(answers[number - 1] + "}", delay=source.choice([0, 0.01]))
+
+        controller = DynasorGenerationController(chunk_size=10, certainty_threshold=2)
+        result = answer(controller, ScriptedWorker(script), "P: ")
+        exits = [
+            n for n in range(1, 17) if answers[n - 1] == answers[n] and "wait" not in answers[n]
+        ]
+        if exits and (exits[0] + 1) * 10 <= 150:
+            assert kept(result) == (exits[0] + 1) * 10, answers
+
+
+def test_several_tasks_are_solved_side_by_side():
+    tasks = [GenerationTask(input_str="P: ") for _ in range(3)]
+
+    class Three(Controller):
+        def process(self, given, **kwargs):
+            yield from DynasorGenerationController(chunk_size=10).process(tasks)
+
+    worker = ScriptedWorker(chain("P: ", THOUGHT, after("4}")))
+    with ScaffoldingLlm(Three(), {"generation_with_dynasor_cot": worker}) as llm:
+        llm.generate("P: ")
+    assert [task.output_str for task in tasks] == [THOUGHT[:30] + WRITTEN + "4" + ANSWER_END] * 3
+
+
+def test_under_a_vote_each_sample_exits_by_itself():
+    def script(asked, index):
+        known = asked.removeprefix("P: ").partition(PROBE_SUFFIX)[0]
+        if asked.endswith(PROBE_SUFFIX):
+            return "5}" if "odd" in known else "4}"
+        return ("odd " if index == 1 else "even ") * 40
+
+    inner = DynasorGenerationController(chunk_size=10, certainty_threshold=2)
+    worker = ScriptedWorker(script)
+    result = answer(MajorityVoteController(inner, 3), worker, "P: ")
+    assert result.output.text == "even even even even " + WRITTEN + "4" + ANSWER_END
+    assert result.output.meta["majority_vote"]["answer"] == "4"
+    assert result.output.meta["dynasor"]["early_exit"]
+
+
+# ---- streaming ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threshold", [1, 2, 3])
+def test_what_is_streamed_is_the_output_and_is_never_taken_back(threshold):
+    settings = {"chunk_size": 10, "certainty_threshold": threshold, "streaming": True}
+    script = chain("P: ", THOUGHT, after("1}", "2}", "42}", "42}", "42}"))
+    controller = DynasorGenerationController(**settings)
+    tag = controller.WorkerTag.GENERATION
+    with ScaffoldingLlm(controller, {tag: ScriptedWorker(script)}) as llm:
+        result = llm.generate_async("P: ")
+        events = [event.output for event in result.events()]
+    assert "".join(event.text for event in events) == result.output.text
+    assert [t for event in events for t in event.token_ids] == result.output.token_ids
+    assert len(events) > kept(result) / 2
+
+
+def test_a_chain_that_ends_by_itself_is_streamed_to_its_end():
+    controller = DynasorGenerationController(chunk_size=10, streaming=True)
+    script = chain("P: ", THOUGHT, never)
+    with ScaffoldingLlm(controller, {"generation_with_dynasor_cot": ScriptedWorker(script)}) as llm:
+        events = [event.output.text for event in llm.generate_async("P: ").events()]
+    assert "".join(events) == THOUGHT

@@ -1,0 +1,199 @@
+"""Majority vote: the commonest answer wins, and nobody waits for samples that cannot matter."""
+
+import random
+import threading
+import time
+
+import pytest
+
+from forethought.errors import ParameterError, TaskError
+from forethought.methods import MajorityVoteController
+from forethought.scaffolding import (
+    GenerationTask,
+    NativeGenerationController,
+    Reply,
+    ScriptedWorker,
+)
+from forethought.scaffolding.equivalence import TextEquivalence
+from scripted import answer
+
+
+def boxed(text):
+    return rf"so \boxed{{{text}}}"
+
+
+def vote(answers, **options):
+    """The result of voting over given answers; a pair is (answer, seconds until it comes)."""
+
+    def script(prompt, index):
+        given = answers[index]
+        if isinstance(given, Reply):
+            return given
+        text, delay = given if isinstance(given, tuple) else (given, 0.0)
+        return Reply(text if text is None or text.startswith("no") else boxed(text), delay=delay)
+
+    worker = ScriptedWorker(script)
+    controller = MajorityVoteController(NativeGenerationController(), len(answers), **options)
+    return answer(controller, worker), worker
+
+
+def test_the_commonest_answer_wins_with_its_text_and_tokens():
+    result, _ = vote(["1", "2", "2"], early_stop=False)
+    assert result.output.text == boxed("2")
+    assert result.output.token_ids == [ord(c) for c in boxed("2")]
+    assert result.output.finish_reason == "stop"
+    told = result.output.meta["majority_vote"]
+    assert told == {"answer": "2", "samples": 3, "finished": 3}
+
+
+def test_answers_pool_by_what_they_mean():
+    result, _ = vote(["0.5", "3", r"\frac{1}{2}", "3", "1/2"])
+    assert result.output.text == boxed("0.5")
+
+
+def test_formulas_pool_too():
+    result, _ = vote(["x+1", "7", "1+x"], early_stop=False)
+    assert result.output.text == boxed("x+1")
+
+
+def test_ties_go_to_the_sample_with_the_lowest_number_however_late_it_comes():
+    result, _ = vote([("1", 0.2), "2", "2", ("1", 0.1)])
+    assert result.output.text == boxed("1")
+
+
+def test_samples_without_an_answer_do_not_vote():
+    result, _ = vote(["nothing", "nothing", "3"])
+    assert result.output.text == boxed("3")
+
+
+def test_if_nobody_answers_the_first_sample_is_returned():
+    result, _ = vote(["no one", "no two"])
+    assert result.output.text == "no one"
+    assert result.output.meta["majority_vote"]["answer"] is None
+
+
+def test_sampling_stops_when_no_sample_can_change_the_winner():
+    began = time.perf_counter()
+    result, worker = vote(["4", "4", "4", ("5", 60), ("5", 60)])
+    assert time.perf_counter() - began < 10
+    assert result.output.text == boxed("4")
+    assert [call.ended for call in worker.calls] == ["done"] * 3 + ["cancelled"] * 2
+    assert result.output.meta["majority_vote"]["finished"] == 3
+
+
+def test_it_can_be_told_to_wait_for_all():
+    result, worker = vote(["4", "4", "4", ("5", 0.1)], early_stop=False)
+    assert [call.ended for call in worker.calls] == ["done"] * 4
+    assert result.output.meta["majority_vote"]["finished"] == 4
+
+
+def test_stopping_early_never_changes_the_answer():
+    """60 random votes with ties, answers of several spellings and any order of arrival."""
+    source = random.Random(7)
+    spellings = {"half": ["1/2", "0.5", r"\frac{1}{2}"], "two": ["2", "2.0"], "three": ["3"]}
+    meaning = {s: m for m, spelled in spellings.items() for s in spelled} | {None: None}
+    stopped = 0
+    for _ in range(60):
+        answers = []
+        for _ in range(source.randint(1, 7)):
+            spelled = spellings[source.choice(list(spellings))]
+            answers.append((source.choice(spelled), source.choice([0.0, 0.01, 0.02])))
+        told = [
+            vote(answers, early_stop=early)[0].output.meta["majority_vote"]
+            for early in (True, False)
+        ]
+        assert meaning[told[0]["answer"]] == meaning[told[1]["answer"]], answers
+        stopped += told[0]["finished"] < told[1]["finished"]
+    assert stopped > 5
+
+
+def test_another_vote_can_be_put_in_its_place_and_sees_all_samples():
+    seen = {}
+
+    class Longest(MajorityVoteController):
+        def majority_vote(self, candidates_tasks, mark="", **kwargs):
+            seen["thread"], seen["mark"] = threading.current_thread().name, mark
+            texts = [tasks[0].output_str for tasks in candidates_tasks]
+            index = max(range(len(texts)), key=lambda i: len(texts[i]))
+            return index, texts[index]
+
+    worker = ScriptedWorker(["a", "aaa", "aa"])
+    controller = Longest(NativeGenerationController(), 3)
+    result = answer(controller, worker, majority_vote_kwargs={"mark": "x"})
+    assert result.output.text == "aaa"
+    assert seen["mark"] == "x"
+    assert seen["thread"].startswith("forethought-compute")  # it may be slow
+    assert all(call.ended == "done" for call in worker.calls)
+
+
+def test_the_number_of_samples_is_what_the_caller_says():
+    for count, options in ((3, {}), (1, {"sample_num": 1}), (5, {"sample_num": 5})):
+        worker = ScriptedWorker(lambda p, i: f"{i}")
+        controller = MajorityVoteController(NativeGenerationController(), 3, early_stop=False)
+        answer(controller, worker, **options)
+        assert len(worker.calls) == count
+    with pytest.raises(ParameterError, match="number of samples"):
+        answer(controller, worker, sample_num=0)
+    with pytest.raises(ParameterError, match="number of samples"):
+        MajorityVoteController(NativeGenerationController(), 0)
+
+
+def test_a_seeded_vote_gives_each_sample_a_seed_of_its_own():
+    worker = ScriptedWorker(lambda p, i: "x")
+    controller = MajorityVoteController(NativeGenerationController(), 3, early_stop=False)
+    answer(controller, worker, sampling_params={"seed": 10})
+    assert [call.task.seed for call in worker.calls] == [10, 11, 12]
+
+
+def test_arguments_go_to_the_samples():
+    class Repeater(NativeGenerationController):
+        def process(self, tasks, times=1, **kwargs):
+            tasks[0].input_str *= times
+            yield from super().process(tasks, **kwargs)
+
+    worker = ScriptedWorker(lambda p, i: "x")
+    controller = MajorityVoteController(Repeater(), 2, early_stop=False)
+    answer(controller, worker, "ab", generation_kwargs={"times": 2})
+    answer(controller, worker, "ab", times=3)
+    assert worker.prompts == ["abab"] * 2 + ["ababab"] * 2
+
+
+def test_votes_nest():
+    inner = MajorityVoteController(NativeGenerationController(), 3)
+    worker = ScriptedWorker(lambda p, i: boxed(str(i % 2)))
+    assert answer(MajorityVoteController(inner, 3), worker).output.text == boxed("0")
+
+
+BAD = Reply("", error=OSError("gone"))
+
+
+def test_a_failing_sample_fails_the_vote():
+    with pytest.raises(TaskError, match="gone"):
+        vote(["1", BAD, ("1", 60)])
+
+
+def test_failing_samples_can_be_dropped():
+    result, _ = vote(["1", BAD, "2", "2"], on_failure="drop")
+    assert result.output.text == boxed("2")
+    with pytest.raises(TaskError, match="gone"):
+        vote([BAD, BAD], on_failure="drop")
+
+
+def test_answers_can_be_found_and_compared_differently():
+    worker = ScriptedWorker(["A: x", "A: 1/2", "A: 0.5", "A: x"])
+    controller = MajorityVoteController(
+        NativeGenerationController(),
+        4,
+        extract_answer=lambda text: text.removeprefix("A: "),
+        equivalence=TextEquivalence(),
+    )
+    assert answer(controller, worker).output.text == "A: x"
+
+
+def test_the_task_that_was_given_is_not_sampled_itself():
+    task = GenerationTask(input_str="p")
+    process = MajorityVoteController(NativeGenerationController(), 2).process([task])
+    branches = process.send(None).pending
+    process.close()
+    assert all(branch.tasks[0] is not task for branch in branches)
+    assert len(branches) == 2

@@ -1,0 +1,67 @@
+"""The table of methods: what there is, with which settings, and how it is created."""
+
+import pytest
+
+from forethought import methods
+from forethought.errors import ParameterError, UnknownNameError
+from forethought.methods import DynasorGenerationController, MajorityVoteController
+from forethought.scaffolding import NativeGenerationController
+
+
+def test_every_method_describes_itself_in_one_line_and_names_its_settings():
+    assert methods.names()[:3] == ["plain", "dynasor", "majority_vote"]
+    for name in methods.names():
+        method = methods.describe(name)
+        assert method.description.endswith(".")
+        assert "\n" not in method.description
+    assert methods.describe("dynasor").parameters["certainty_threshold"] == 3
+    assert methods.describe("majority_vote").parameters["generation_controller"] == "plain"
+    required = methods.describe("best_of_n").parameters["reward_controller"]
+    assert required is methods.Method.REQUIRED
+
+
+def test_methods_are_created_by_name_with_settings():
+    plain = methods.create("plain", sampling_params={"temperature": 0.5})
+    assert plain.sampling_params == {"temperature": 0.5}
+    dynasor = methods.create("dynasor", certainty_threshold=2, effort=None)
+    assert dynasor.certainty_threshold == 2
+
+
+def test_a_method_inside_another_is_given_by_name_or_with_settings_or_as_it_is():
+    create = methods.create
+    voted = create("majority_vote", default_sample_num=3)
+    assert type(voted.generation_controller) is NativeGenerationController
+    voted = create("majority_vote", generation_controller="dynasor")
+    assert type(voted.generation_controller) is DynasorGenerationController
+    settings = {"method": "dynasor", "chunk_size": 16}
+    voted = create("majority_vote", generation_controller=settings)
+    assert voted.generation_controller.chunk_size == 16
+    inner = NativeGenerationController()
+    assert create("majority_vote", generation_controller=inner).generation_controller is inner
+    assert create(inner) is inner
+
+
+def test_methods_of_ones_own_are_given_as_module_and_class():
+    spec = "forethought.methods.dynasor:DynasorGenerationController"
+    assert type(methods.create(spec)) is DynasorGenerationController
+
+
+def test_mistakes_name_what_is_allowed():
+    with pytest.raises(UnknownNameError, match="did you mean 'dynasor'"):
+        methods.create("dynasour")
+    with pytest.raises(ParameterError, match=r"'chunksize'.*did you mean 'chunk_size'"):
+        methods.create("dynasor", chunksize=3)
+    with pytest.raises(ParameterError, match="needs 'reward_controller'"):
+        methods.create("best_of_n")
+    with pytest.raises(ParameterError, match="finished controller"):
+        methods.create(NativeGenerationController(), streaming=True)
+    with pytest.raises(UnknownNameError, match="no method"):
+        methods.describe("zzz")
+
+
+def test_the_worker_tags_are_those_of_all_controllers_inside():
+    voted = MajorityVoteController(DynasorGenerationController(), 2)
+    assert methods.worker_tags(voted) == [DynasorGenerationController.WorkerTag.GENERATION]
+    assert methods.worker_tags(NativeGenerationController()) == [
+        NativeGenerationController.WorkerTag.GENERATION
+    ]
