@@ -1,0 +1,43 @@
+"""The Python of README and guides runs as it stands there, as far as it needs no server."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def examples(page: Path) -> list[str]:
+    """The Python of a page, one string per block."""
+    return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+
+
+LOCAL = [code for code in examples(PAGES[0]) if "localhost" not in code]
+
+
+def test_there_are_examples_with_and_without_a_server():
+    assert 0 < len(LOCAL) < len(examples(PAGES[0]))
+
+
+@pytest.mark.parametrize("code", LOCAL)
+def test_an_example_of_the_readme_runs(code):
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "\\boxed{" in done.stdout
+
+
+def test_the_guides_own_method_passes_the_guides_own_test():
+    _, method, check = examples(ROOT / "docs" / "methods.md")[:3]
+    exec(method + check, {"__name__": "guide"})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page):
+    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), target
