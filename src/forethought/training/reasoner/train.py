@@ -32,7 +32,7 @@ from .vocabulary import train_tokenizer
 logger = logging.getLogger(__name__)
 
 FOUNDATION = {"drill": 0.30, "derivation": 0.58, "probed": 0.12}
-FINISH = {"drill": 0.06, "derivation": 0.14, "probed": 0.25, "full": 0.35, "probed_full": 0.20}
+FINISH = {"drill": 0.15, "derivation": 0.20, "probed": 0.20, "full": 0.25, "probed_full": 0.20}
 FOUNDATION_LENGTH, FINISH_LENGTH = 256, 512
 FINISH_FROM = 0.55
 WARM_UP_STEPS, DECAY_FROM = 50, 0.5
