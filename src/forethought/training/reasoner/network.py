@@ -46,6 +46,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat([-right, left], dim=-1) * sin
 
 
+class Norm(nn.RMSNorm):
+    """RMSNorm whose weight follows the dtype of its input, as autocast does for products."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (..., hidden) -> the same shape and dtype."""
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
 class Layer(nn.Module):
     """One pre-norm decoder layer: grouped-query attention, then a gated feed-forward."""
 
@@ -53,10 +61,10 @@ class Layer(nn.Module):
         super().__init__()
         self.shape = shape
         width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-        self.attention_norm = nn.RMSNorm(shape.hidden_size, eps=shape.norm_eps)
+        self.attention_norm = Norm(shape.hidden_size, eps=shape.norm_eps)
         self.qkv = nn.Linear(shape.hidden_size, width, bias=False)
         self.attention_out = nn.Linear(shape.hidden_size, shape.hidden_size, bias=False)
-        self.feed_norm = nn.RMSNorm(shape.hidden_size, eps=shape.norm_eps)
+        self.feed_norm = Norm(shape.hidden_size, eps=shape.norm_eps)
         self.gate_up = nn.Linear(shape.hidden_size, 2 * shape.intermediate_size, bias=False)
         self.down = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
@@ -86,7 +94,7 @@ class Network(nn.Module):
         self.shape = shape
         self.embedding = nn.Embedding(shape.vocab_size, shape.hidden_size)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_layers))
-        self.norm = nn.RMSNorm(shape.hidden_size, eps=shape.norm_eps)
+        self.norm = Norm(shape.hidden_size, eps=shape.norm_eps)
         cos, sin = rotary_tables(shape, shape.max_positions)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
