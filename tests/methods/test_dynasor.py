@@ -242,12 +242,15 @@ def test_probes_are_judged_in_the_order_of_their_forks_however_late_they_come():
     result = answer(controller, worker, "P: ")
     assert result.output.meta["dynasor"]["answers"] == ["1", "2", "3", "3"]
     assert kept(result) == 40
+    # The chain was ahead by then; what it said behind the fork is not in the output.
+    assert result.output.token_ids == [ord(c) for c in THOUGHT[:40]]
+    assert result.output.text == THOUGHT[:40] + WRITTEN + "3" + ANSWER_END
 
 
 def test_the_decision_does_not_depend_on_timing():
-    """30 random chains under random delays: the exit is that of the obvious rule."""
+    """15 random chains under random delays: the exit is that of the obvious rule."""
     source = random.Random(3)
-    for _ in range(30):
+    for _ in range(15):
         answers = [source.choice(["4", "5", "wait 4"]) for _ in range(18)]
 
         def script(asked, index, answers=answers):
@@ -307,6 +310,7 @@ def test_what_is_streamed_is_the_output_and_is_never_taken_back(threshold):
         events = [event.output for event in result.events()]
     assert "".join(event.text for event in events) == result.output.text
     assert [t for event in events for t in event.token_ids] == result.output.token_ids
+    assert kept(result) == {1: 10, 2: 40, 3: 50}[threshold]
     assert len(events) > kept(result) / 2
 
 

@@ -30,6 +30,14 @@ def test_a_single_generation_ends_exactly_at_the_budget():
     assert result.usage.completion_tokens == 30
 
 
+def test_the_smaller_of_budget_and_max_tokens_counts():
+    for most, expected in ((100, 30), (10, 10)):
+        worker = ScriptedWorker(["x" * 200])
+        controller = NativeGenerationController({"max_tokens": most})
+        result = answer(controller, worker, budget=Budget(tokens=30))
+        assert len(result.output.text) == expected
+
+
 def test_what_comes_after_the_budget_is_spent_is_refused():
     class Twice(Controller):
         def process(self, tasks, **kwargs):

@@ -91,15 +91,12 @@ def test_a_failure_cancels_the_tasks_beside_it():
         slow, bad = ask("slow"), ask("bad")
         with pytest.raises(TaskError):
             yield [slow, bad]
-        return slow.output_str
+        return [call.ended for call in worker.calls]  # already, not only at the end
 
     worker = ScriptedWorker(
         {"slow": Reply("x" * 1000, seconds_per_token=0.01), "bad": Reply("", error=OSError())}
     )
-    began = time.perf_counter()
-    assert played(play, worker) is None
-    assert time.perf_counter() - began < 5
-    assert [call.ended for call in worker.calls] == ["cancelled", "failed"]
+    assert played(play, worker) == ["cancelled", "failed"]
 
 
 def test_a_task_may_say_that_its_failure_is_only_noted():

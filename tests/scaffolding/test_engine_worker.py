@@ -15,8 +15,10 @@ from forethought.scaffolding import (
     Branch,
     Budget,
     ChatTask,
+    ComputeTask,
     Controller,
     EngineWorker,
+    FirstDone,
     GenerationTask,
     NativeGenerationController,
     ScaffoldingLlm,
@@ -442,6 +444,33 @@ def test_a_stream_comes_back_with_at_least_its_step_and_never_stops_in_between(w
     assert (sizes[-1], reason) == (100, "length")
 
 
+def test_a_stream_is_streamed_while_its_steps_are_waited_for(worker, long):
+    class Streams(Controller):
+        def process(self, tasks, **kwargs):
+            stream = ask(PROMPT, StreamGenerationTask, max_tokens=30, streaming_step=10)
+            stream.streaming_output_flag = True
+            while not stream.end_flag:
+                yield [stream]
+                stream.streaming_step = 0 if stream.num_generated < 20 else 1
+            tasks[0].result = stream.result
+
+    with ScaffoldingLlm(Streams(), {"generation": worker}) as llm:
+        result = llm.generate_async(PROMPT)
+        events = [event.output for event in result.events()]
+    assert [t for event in events for t in event.token_ids] == long.token_ids[:30]
+    assert "".join(event.text for event in events) == result.output.text
+    assert len(events) > 3
+
+
+def test_the_priority_of_a_request_reaches_the_engine(worker):
+    def play(task):
+        urgent, plain = ask(PROMPT, max_tokens=1, priority=-7), ask(PROMPT, max_tokens=1)
+        yield [urgent, plain]
+        return [one.llm_request_params["priority"] for one in (urgent, plain)]
+
+    assert played(worker, play, priority=3) == [-7, 3]
+
+
 def test_a_step_of_zero_comes_back_at_once(worker):
     def play(task):
         stream = ask(PROMPT, StreamGenerationTask, max_tokens=100, streaming_step=0)
@@ -517,6 +546,18 @@ def test_a_cancelled_request_gives_its_pages_back_at_once(worker):
         with pytest.raises(Exception, match="cancelled"):
             result.result(5)
         assert not sequences(worker)
+
+
+@pytest.mark.parametrize("kind", [GenerationTask, StreamGenerationTask])
+def test_a_cancelled_task_is_ended_while_its_request_goes_on(worker, kind):
+    def play(task):
+        endless = ask(PROMPT, kind, max_tokens=240)
+        endless.streaming_step = 500
+        yield FirstDone([endless, ask("Hello", max_tokens=2)])
+        yield [ComputeTask(wait_until, lambda: len(sequences(worker)) == 1)]
+        return True
+
+    assert played(worker, play)
 
 
 def test_the_budget_is_kept_by_the_engine(worker):

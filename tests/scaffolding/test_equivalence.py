@@ -68,10 +68,9 @@ def test_nonsense_is_just_different(same):
     assert not same("\x00", r"\\")
 
 
-def test_a_comparison_that_takes_too_long_counts_as_different_and_the_next_one_works():
-    same = MathEquivalence(time_limit=20.0)
+def test_a_comparison_that_takes_too_long_counts_as_different_and_the_next_one_works(same):
     assert same("a+b", "b+a")  # started
-    same.time_limit = 0.5
+    same.time_limit = 0.3
     began = time.perf_counter()
     assert not same("9^{9^{9^9}}", "5x")
     assert time.perf_counter() - began < 5

@@ -13,7 +13,9 @@ from forethought.scaffolding import (
     AsCompleted,
     Budget,
     ChatTask,
+    ComputeTask,
     Controller,
+    FirstDone,
     GenerationTask,
     NativeChatController,
     NativeGenerationController,
@@ -218,10 +220,29 @@ def test_a_stream_that_is_left_closes_its_connection(server):
     server.says = lambda body: ["x" * 1000] * 500
     server.seconds_per_piece = 0.01
     answer(Leaver(), Client(server))
-    deadline = time.perf_counter() + 10
+    wait_for_disconnection(server)
+    assert server.disconnected == 1
+
+
+def test_a_cancelled_stream_closes_its_connection_while_its_request_goes_on(server):
+    class Leaver(Controller):
+        def process(self, tasks, **kwargs):
+            stream = StreamGenerationTask(
+                input_str="p", worker_tag="generation", streaming_step=1000
+            )
+            yield FirstDone([stream, ComputeTask(time.sleep, 0.2)])
+            yield [ComputeTask(wait_for_disconnection, server)]
+            tasks[0].output_str = str(server.disconnected)
+
+    server.says = lambda body: ["x" * 1000] * 500
+    server.seconds_per_piece = 0.01
+    assert answer(Leaver(), Client(server)).output.text == "1"
+
+
+def wait_for_disconnection(server):
+    deadline = time.perf_counter() + 4
     while not server.disconnected and time.perf_counter() < deadline:
         time.sleep(0.02)
-    assert server.disconnected == 1
 
 
 def test_a_cancelled_generation_closes_its_connection(server):
@@ -229,9 +250,7 @@ def test_a_cancelled_generation_closes_its_connection(server):
     server.seconds_per_piece = 0.01
     with pytest.raises(TimeoutError):
         answer(NativeGenerationController(), Client(server), timeout=0.3)
-    deadline = time.perf_counter() + 10
-    while not server.disconnected and time.perf_counter() < deadline:
-        time.sleep(0.02)
+    wait_for_disconnection(server)
     assert server.disconnected == 1
 
 
