@@ -124,7 +124,7 @@ def test_the_greedy_outputs_of_the_matrix_are_varied() -> None:
     """Negative control: a model that repeats one token would make the matrix prove nothing."""
     for architecture in models.ARCHITECTURES:
         outputs = expected(architecture, models.prompts())
-        assert min(len(set(output)) for output in outputs) >= 3, architecture
+        assert min(len(set(output)) for output in outputs) >= 2, architecture
         assert len({tuple(output) for output in outputs}) == len(outputs), architecture
 
 

@@ -26,7 +26,8 @@ from forethought.model.batch import Batch, Span
 
 # Where a row has fewer bytes of keys and values than this per layer, copying them costs a CPU less
 # than a call of its own does.
-SMALL_ROW_BYTES = 160 * 1024
+SMALL_ROW_BYTES = 320 * 1024
+FEWEST_IN_GROUP = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,28 +101,30 @@ class SdpaAttention:
 
     def plan(self, batch: Batch, storage: KvStorage, window: int | None) -> SdpaPlan:
         """Choose for every row how it attends, and build its masks and indices."""
-        views: list[View] = []
-        grouped: list[Span] = []
-        pieces: list[Piece] = []
-        for span in batch.spans:
-            if span.length > 1:
-                pieces.append(_piece(span, window, storage))
-            elif span.first_slot is None or self._prefers_group(span, window, storage):
-                grouped.append(span)
-            else:
-                skipped = _skipped(span, window)
-                views.append(View(span.start, span.first_slot + skipped, span.kv_length - skipped))
-        groups = [_group(spans, window, storage) for spans in _alike(grouped, window)]
-        return SdpaPlan(storage.page_size, views, groups, pieces)
+        decodes = [span for span in batch.spans if span.length == 1]
+        alone = self._alone(decodes, window, storage)
+        grouped = [span for span in decodes if span.start not in alone]
+        return SdpaPlan(
+            page_size=storage.page_size,
+            views=[_view(span, window) for span in decodes if span.start in alone],
+            groups=[_group(spans, window, storage) for spans in _alike(grouped, window)],
+            pieces=[_piece(span, window, storage) for span in batch.spans if span.length > 1],
+        )
 
-    def _prefers_group(self, span: Span, window: int | None, storage: KvStorage) -> bool:
-        if self.grouping != "auto":
-            return self.grouping == "always"
-        if storage.device.type != "cpu":
-            return True  # a call per row is a launch per row
-        stored = span.kv_length - _skipped(span, window)
-        row_bytes: int = stored * storage.layers[0].elements * storage.dtype.itemsize
-        return row_bytes < SMALL_ROW_BYTES
+    def _alone(self, decodes: Sequence[Span], window: int | None, storage: KvStorage) -> set[int]:
+        """The decode rows, by packed token, that attend through views."""
+        together = {span.start for span in decodes if span.first_slot is not None}
+        if self.grouping == "never":
+            return together
+        if self.grouping == "always" or storage.device.type != "cpu":
+            return set()  # on a GPU a call per row is a launch per row
+        token_bytes = storage.layers[0].elements * storage.dtype.itemsize
+        small = {
+            span.start
+            for span in decodes
+            if (span.kv_length - _skipped(span, window)) * token_bytes < SMALL_ROW_BYTES
+        }
+        return together - small if len(small) >= FEWEST_IN_GROUP else together
 
     def attend(
         self, q: Tensor, keys: Tensor, values: Tensor, plan: SdpaPlan, scoring: Scoring
@@ -228,6 +231,12 @@ def _pages(stored: Tensor, pages: Tensor, page_size: int) -> Tensor:
 def _skipped(span: Span, window: int | None) -> int:
     """How many of the first stored tokens none of the row's new tokens sees."""
     return 0 if window is None else max(0, span.kv_length - span.length - window + 1)
+
+
+def _view(span: Span, window: int | None) -> View:
+    assert span.first_slot is not None
+    skipped = _skipped(span, window)
+    return View(span.start, span.first_slot + skipped, span.kv_length - skipped)
 
 
 def _piece(span: Span, window: int | None, storage: KvStorage) -> Piece:
