@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
 from forethought.methods import worker_tags
 from forethought.methods.dynasor import PROBE_SUFFIX
-from forethought.scaffolding import Controller, ScaffoldingLlm, Worker
+from forethought.scaffolding import Controller, GenerationTask, ScaffoldingLlm, Worker
 
 TAG = "generation"
 
@@ -17,6 +18,21 @@ def answer(controller: Controller, worker: Worker, prompt: Any = "p", **options:
     workers = dict.fromkeys([TAG, *worker_tags(controller)], worker)
     with ScaffoldingLlm(controller, workers) as llm:
         return llm.generate(prompt, **options)
+
+
+class Together(Worker):
+    """Answers nobody before ``count`` tasks have come, so only what runs at the same time."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._barrier: asyncio.Barrier | None = None
+
+    async def _meet(self, task: GenerationTask) -> None:
+        self._barrier = self._barrier or asyncio.Barrier(self.count)
+        await self._barrier.wait()
+        task.output_str = task.input_str
+
+    task_handlers = {GenerationTask: _meet}  # noqa: RUF012
 
 
 def chain(prompt: str, text: str, probe: Callable[[int], str]) -> Callable[[str, int], str]:

@@ -2,7 +2,6 @@
 
 import random
 import threading
-import time
 
 import pytest
 
@@ -73,9 +72,7 @@ def test_if_nobody_answers_the_first_sample_is_returned():
 
 
 def test_sampling_stops_when_no_sample_can_change_the_winner():
-    began = time.perf_counter()
     result, worker = vote(["4", "4", "4", ("5", 60), ("5", 60)])
-    assert time.perf_counter() - began < 10
     assert result.output.text == boxed("4")
     assert [call.ended for call in worker.calls] == ["done"] * 3 + ["cancelled"] * 2
     assert result.output.meta["majority_vote"]["finished"] == 3

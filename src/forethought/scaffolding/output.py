@@ -29,7 +29,7 @@ class ScaffoldingOutput:
     """One entry per generated token, if asked for (nats)."""
     cumulative_logprob: float | None = None
     usage: Usage = field(default_factory=Usage)
-    """What this output cost: for a method, everything that it ran to get there."""
+    """What its task cost; what the whole request cost is told by ``ScaffoldingResult.usage``."""
 
     @property
     def output_str(self) -> str | None:
