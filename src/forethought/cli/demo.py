@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 from forethought.cli import model
-from forethought.evaluation import demo, problems
+from forethought.evaluation import IN_FLIGHT, demo, problems
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -29,11 +29,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the comparison."""
-    open_llm = model.opener()
+    chosen = problems.choose(problems.shipped(), args.problems, args.seed)
+    open_llm = model.opener(max_batch_size=2 * IN_FLIGHT)
 
     from forethought.evaluation.comparison import compare
     from forethought.evaluation.runner import Runner
 
-    chosen = problems.choose(problems.shipped(), args.problems, args.seed)
     compare(demo.recipes(), chosen, Runner(open_llm, seed=args.seed), args.out)
     return 0

@@ -13,7 +13,7 @@ from pathlib import Path
 from forethought.cli import model
 from forethought.cli.settings import parse_settings
 from forethought.errors import ParameterError
-from forethought.evaluation import problems
+from forethought.evaluation import IN_FLIGHT, problems
 from forethought.evaluation.recipe import Recipe, recipe
 from forethought.methods.stack import parameters
 
@@ -45,7 +45,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="put behind every question (default: a wish for a boxed answer; nothing for the "
         "embedded reasoner)",
     )
-    parser.add_argument("--in-flight", type=int, default=64, metavar="N", help="problems at once")
+    parser.add_argument(
+        "--in-flight",
+        type=int,
+        default=IN_FLIGHT,
+        metavar="N",
+        help=f"chains of thought at once (default: {IN_FLIGHT})",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of choice and sampling (default: 0)")
     parser.add_argument(
         "--out",
@@ -60,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the comparison."""
     given = problems.load(args.data) if args.data else problems.shipped()
     chosen = problems.choose(given, args.problems, args.seed)
-    recipes, open_llm = _recipes(args), model.opener(args)
+    recipes, open_llm = _recipes(args), model.opener(args, max_batch_size=2 * args.in_flight)
 
     from forethought.evaluation.comparison import compare
     from forethought.evaluation.runner import Runner

@@ -32,8 +32,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def opener(args: argparse.Namespace | None = None) -> Callable[[], AsyncLLM]:
-    """What builds the chosen model; None: the embedded reasoner.
+def opener(args: argparse.Namespace | None = None, **fields: Any) -> Callable[[], AsyncLLM]:
+    """What builds the chosen model.
+
+    Args:
+        args: the options; None: the embedded reasoner.
+        **fields: further fields of ``LlmArgs``.
 
     Raises:
         DependencyError: torch or transformers is not installed.
@@ -47,9 +51,8 @@ def opener(args: argparse.Namespace | None = None) -> Callable[[], AsyncLLM]:
             error.name or "torch", "running a model on this machine", "local"
         ) from error
     logging.disable_progress_bar()
-    fields: dict[str, Any] = {}
     if args is not None:
-        fields = {"model": args.model, "dtype": args.dtype, "device": args.device}
+        fields |= {"model": args.model, "dtype": args.dtype, "device": args.device}
     return lambda: AsyncLLM(**fields)
 
 

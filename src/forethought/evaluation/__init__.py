@@ -4,3 +4,6 @@
 flight, graded as they finish), ``statistics`` (intervals), ``report`` and ``plot`` (what people
 see), ``demo`` (the four recipes that the package shows itself with).
 """
+
+IN_FLIGHT = 64
+"""Chains of thought under way at once unless told otherwise."""

@@ -22,6 +22,8 @@ class Recipe:
     """Prototype; cloned for each problem."""
     sampling_params: Mapping[str, Any] = field(default_factory=dict)
     """Sampling fields of every task, by name; they win over the controller's own."""
+    chains: int = 1
+    """Chains of thought that it has under way at once for one problem."""
 
 
 def recipe(
@@ -52,4 +54,4 @@ def recipe(
     if max_tokens is not None:
         params["max_tokens"] = max_tokens
     SamplingParams(**params)  # refuses values outside their ranges before anything runs
-    return Recipe(spec, stack(spec, **given), params)
+    return Recipe(spec, stack(spec, **given), params, given[_SAMPLES] if several else 1)

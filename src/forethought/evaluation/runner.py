@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from forethought.errors import ParameterError
+from forethought.evaluation import IN_FLIGHT
 from forethought.evaluation.grader import Grader
 from forethought.evaluation.problems import Problem
 from forethought.evaluation.recipe import Recipe
@@ -45,7 +47,9 @@ class Runner:
     Args:
         open_llm: builds the model with an empty KV cache; called once for each method.
         seed: from which every problem's seed is drawn; the same for every method.
-        in_flight: problems solved at once.
+        in_flight: chains of thought under way at once, over all problems. The engine should have
+            room for twice as many sequences in a step: forks that wait for a place while chains
+            hold them all come too late to end any.
         instruction: put behind every question, such as a wish for boxed answers.
         grader: tells right from wrong.
     """
@@ -55,10 +59,12 @@ class Runner:
         open_llm: Callable[[], AsyncLLM],
         *,
         seed: int = 0,
-        in_flight: int = 64,
+        in_flight: int = IN_FLIGHT,
         instruction: str = "",
         grader: Grader | None = None,
     ) -> None:
+        if in_flight < 1:
+            raise ParameterError("invalid in_flight", f"got {in_flight}", "Allow at least 1")
         self._open_llm, self._seed, self._in_flight = open_llm, seed, in_flight
         self._instruction, self._grader = instruction, grader or Grader()
 
@@ -108,7 +114,8 @@ class Runner:
         worker = EngineWorker(llm)
         workers = dict.fromkeys(worker_tags(recipe.controller), worker)
         ended: queue.SimpleQueue[int] = queue.SimpleQueue()
-        with ScaffoldingLlm(recipe.controller, workers, self._in_flight) as scaffolding:
+        at_once = max(1, self._in_flight // recipe.chains)
+        with ScaffoldingLlm(recipe.controller, workers, at_once) as scaffolding:
             results: list[ScaffoldingResult] = []
             for number, prompt in enumerate(prompts):
                 params = {**recipe.sampling_params, "seed": self._seed_of(number)}

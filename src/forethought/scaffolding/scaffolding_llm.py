@@ -34,6 +34,7 @@ from forethought.scaffolding.scope import ExecutionScope
 from forethought.scaffolding.worker import Worker
 
 _COMPUTE_THREADS = 4
+_SETTLE_SECONDS = 5.0
 
 
 @dataclass(order=True)
@@ -281,6 +282,7 @@ class ScaffoldingLlm:
             return
         asyncio.run_coroutine_threadsafe(self.ashutdown(workers), self.loop).result()
         if self._thread is not None:
+            asyncio.run_coroutine_threadsafe(_settle(), self.loop).result()
             asyncio.run_coroutine_threadsafe(self.loop.shutdown_asyncgens(), self.loop).result()
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join()
@@ -320,6 +322,13 @@ class ScaffoldingLlm:
 
     async def __aexit__(self, *error: object) -> None:
         await self.ashutdown()
+
+
+async def _settle() -> None:
+    """Let what was shielded from cancellation come to its end, such as closing sequences."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    if others:
+        await asyncio.wait(others, timeout=_SETTLE_SECONDS)
 
 
 def _is_ids(prompt: Any) -> bool:
