@@ -16,7 +16,15 @@ from forethought.kv.table import PageTable
 from forethought.model.batch import Row
 from forethought.model.causal_lm import CausalLM, TransformersNetwork
 from forethought.model.fused.network import FusedNetwork
-from forethought.model.fused.projection import PackedProjection, PlainProjection, projection
+from forethought.model.fused.norm import Norm
+from forethought.model.fused.projection import (
+    MergedGate,
+    PackedGate,
+    PackedProjection,
+    PlainProjection,
+    gate,
+    projection,
+)
 from forethought.model.loader import load
 from forethought.model.runner import Runner
 
@@ -123,6 +131,44 @@ def test_packed_products_equal_plain_ones(dtype: torch.dtype, biased: bool) -> N
         other = torch.randn(rows, 48, generator=source).to(dtype)
         torch.testing.assert_close(packed(x), plain(x), rtol=0.02, atol=0.05)
         torch.testing.assert_close(packed.plus(x, other), plain.plus(x, other), rtol=0.02, atol=0.1)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_packed_gate_equals_the_merged_one(biased: bool) -> None:
+    source = torch.Generator().manual_seed(0)
+    weight = (torch.randn(96, 32, generator=source) / 4).bfloat16()
+    bias = torch.randn(96, generator=source).bfloat16() if biased else None
+    if not isinstance(projection(weight), PackedProjection):
+        pytest.skip("oneDNN has no fast bfloat16 products on this CPU")
+    packed, merged = PackedGate(weight, bias), MergedGate(PlainProjection(weight, bias))
+    for rows in (1, 33):
+        x = torch.randn(rows, 32, generator=source).bfloat16()
+        torch.testing.assert_close(packed(x), merged(x), rtol=0.03, atol=0.03)
+
+
+def test_large_gates_are_packed_and_small_ones_merged() -> None:
+    small, large = (torch.zeros(2048, width, dtype=torch.bfloat16) for width in (64, 512))
+    assert isinstance(gate(small), MergedGate)
+    packs = isinstance(projection(large), PackedProjection)
+    assert isinstance(gate(large), PackedGate if packs else MergedGate)
+
+
+@pytest.mark.parametrize("shape", [(5, 48), (3, 6, 16)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_ways_to_normalise_agree(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    source = torch.Generator().manual_seed(0)
+    x = (3 * torch.randn(shape, generator=source)).to(dtype)
+    x[0] = 0
+    before = x.clone()
+    norm = Norm(torch.randn(shape[1:], generator=source).to(dtype), 1e-5)
+    wide, weight = x.double(), norm.weight.double()
+    exact = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+    tolerance = 1e-5 if dtype == torch.float32 else 0.02
+    for way in (norm.plain, norm.through_layer_norm, norm.in_float32, norm):
+        result = way(x)
+        assert result.dtype == dtype
+        torch.testing.assert_close(result.double(), exact, rtol=tolerance, atol=tolerance)
+        assert torch.equal(x, before)
 
 
 def test_products_in_float32_are_plain() -> None:

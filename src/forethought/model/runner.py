@@ -9,7 +9,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from forethought.kv.pool import PagePool
 from forethought.kv.storage import KvStorage
+from forethought.kv.table import PageTable
 from forethought.model.batch import Batch, Row
 from forethought.model.causal_lm import CausalLM
 
@@ -25,3 +27,15 @@ class Runner:
     def forward(self, rows: Sequence[Row]) -> Tensor:
         """float32 ``[R, vocab]``: the logits that the rows want, in order of rows and tokens."""
         return self.lm.forward(Batch.build(rows, self.lm.device), self.storage)
+
+    def warm_up(self, tokens: int = 16) -> None:
+        """Run a prefill of ``tokens`` and a decode, so that no request waits for what is lazy.
+
+        Only while nothing is stored: the first pages are written over.
+        """
+        room = min(self.storage.num_pages * self.storage.page_size, self.lm.max_positions)
+        table = PageTable(PagePool(self.storage.num_pages, self.storage.page_size))
+        for count in (max(1, min(tokens, room - 1)), 1):
+            table.append(count)
+            start = table.length - count
+            self.forward([Row([0] * count, start, table, logits_from=count - 1)])

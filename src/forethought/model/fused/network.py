@@ -24,37 +24,11 @@ from transformers import (
 
 from forethought.model.attention.base import ForwardPass, Scoring
 from forethought.model.batch import Batch
-from forethought.model.fused.projection import Projection, projection
-
-SMALL_NORM = 16 * 1024  # elements up to which the detour in Norm is the shorter way
+from forethought.model.fused.norm import Norm
+from forethought.model.fused.projection import Gate, Projection, gate, projection
 
 # Exactly these classes: a subclass or a look-alike may compute something else.
 FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """Root-mean-square normalisation over the last dimension.
-
-    Attributes:
-        weight: ``[..., width]``, multiplied in after normalising.
-        eps: added to the mean square.
-    """
-
-    weight: Tensor
-    eps: float
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x ``[T, ..., width]`` -> the same shape."""
-        width = self.weight.shape[-1]
-        if x.device.type == "cpu" and x.numel() <= SMALL_NORM:
-            # torch's layer norm is one operation on a CPU, its RMS norm a dozen. [x, -x] has mean
-            # 0 and for its variance the mean square of x.
-            doubled = F.layer_norm(torch.cat((x, -x), -1), (2 * width,), None, None, self.eps)
-            return doubled[..., :width].mul(self.weight)
-        if self.weight.ndim == 1:
-            return F.rms_norm(x, (width,), self.weight, self.eps)
-        return F.rms_norm(x, (width,), None, self.eps).mul_(self.weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +40,7 @@ class Layer:
         head_norm: weight ``[heads + kv_heads, head_dim]`` for queries and keys, or None.
         qkv: ``[hidden]`` -> queries, keys, values: ``[(heads + 2 kv_heads) * head_dim]``.
         out: ``[heads * head_dim]`` -> ``[hidden]``.
-        gate_up: ``[hidden]`` -> ``[2 * intermediate]``.
+        gate: ``[hidden]`` -> ``[intermediate]``: ``silu(gate) * up``.
         down: ``[intermediate]`` -> ``[hidden]``.
     """
 
@@ -75,7 +49,7 @@ class Layer:
     qkv: Projection
     out: Projection
     feed_norm: Norm
-    gate_up: Projection
+    gate: Gate
     down: Projection
 
 
@@ -102,12 +76,14 @@ class FusedNetwork:
         """Logits ``[R, vocab]`` in the model's dtype."""
         x = F.embedding(batch.token_ids, self.embedding)
         cos, sin = self.rotary[batch.positions].unbind(1)
+        last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             mixed = self._attend(index, layer, x, (cos, sin), forward_pass)
+            if index == last:  # what follows concerns each token alone: only those wanted go on
+                mixed, x = mixed[batch.logit_index], x[batch.logit_index]
             x = layer.out.plus(mixed, x)
-            gate, up = layer.gate_up(layer.feed_norm(x)).chunk(2, -1)
-            x = layer.down.plus(F.silu(gate).mul_(up), x)
-        return self.head(self.norm(x[batch.logit_index]))
+            x = layer.down.plus(layer.gate(layer.feed_norm(x)), x)
+        return self.head(self.norm(x))
 
     def _attend(
         self,
@@ -143,11 +119,11 @@ class FusedNetwork:
         return Layer(
             attention_norm=_norm(layer.input_layernorm),
             head_norm=head_norm,
-            qkv=_merged(attention.q_proj, attention.k_proj, attention.v_proj),
-            out=_merged(attention.o_proj),
+            qkv=projection(*_merged(attention.q_proj, attention.k_proj, attention.v_proj)),
+            out=projection(attention.o_proj.weight, attention.o_proj.bias),
             feed_norm=_norm(layer.post_attention_layernorm),
-            gate_up=_merged(feed.gate_proj, feed.up_proj),
-            down=_merged(feed.down_proj),
+            gate=gate(*_merged(feed.gate_proj, feed.up_proj)),
+            down=projection(feed.down_proj.weight, feed.down_proj.bias),
         )
 
 
@@ -166,19 +142,16 @@ def _norm(norm: nn.Module) -> Norm:
     return Norm(norm.weight, norm.variance_epsilon)
 
 
-def _merged(*linears: nn.Linear) -> Projection:
-    """One projection whose outputs are those of ``linears``, side by side."""
-    weight = linears[0].weight
-    if len(linears) > 1:
-        weight = torch.cat([linear.weight for linear in linears])
-    biases = [linear.bias for linear in linears]
-    if all(bias is None for bias in biases):
-        return projection(weight)
-    filled = [
-        linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
+def _merged(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of one linear whose outputs are those of ``linears``, side by side."""
+    weight = torch.cat([linear.weight for linear in linears])
+    if all(linear.bias is None for linear in linears):
+        return weight, None
+    biases = [
+        weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
         for linear in linears
     ]
-    return projection(weight, torch.cat(filled))
+    return weight, torch.cat(biases)
 
 
 def _rotary_table(rotary: nn.Module, max_positions: int, like: Tensor) -> Tensor:

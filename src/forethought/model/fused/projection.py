@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+LARGE_GATE = 2**20  # elements of the merged weight from which two fused products beat one
+
 
 class Projection(Protocol):
     """``y = x W^T + b`` for a fixed W ``[out, in]``."""
@@ -61,16 +63,62 @@ class PackedProjection:
         return result
 
 
+class Gate(Protocol):
+    """``silu(x G^T) * (x U^T)`` for fixed G and U, biases included where there are any."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x ``[T, in]`` -> ``[T, out]``."""
+        ...
+
+
+class MergedGate:
+    """One product for both, then the activation; ``product`` has the outputs of G, then of U."""
+
+    def __init__(self, product: Projection) -> None:
+        self.product = product
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See :class:`Gate`."""
+        gated, up = self.product(x).chunk(2, -1)
+        return F.silu(gated).mul_(up)
+
+
+class PackedGate:
+    """Two products by oneDNN, which applies activation and multiplication as it writes."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        gated, up = weight.chunk(2)
+        self.gated = torch.ops.mkldnn._reorder_linear_weight(gated.contiguous())
+        self.up = torch.ops.mkldnn._reorder_linear_weight(up.contiguous())
+        self.biases = (None, None) if bias is None else bias.chunk(2)
+        self._linear = torch.ops.mkldnn._linear_pointwise.default
+        self._linear_times = torch.ops.mkldnn._linear_pointwise.binary
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See :class:`Gate`."""
+        gated = self._linear(x, self.gated, self.biases[0], "swish", [], "")
+        result: Tensor = self._linear_times(x, gated, self.up, self.biases[1], "mul")
+        return result
+
+
 def projection(weight: Tensor, bias: Tensor | None = None) -> Projection:
-    """Packed on a CPU whose oneDNN has fast products in the weight's dtype, plain elsewhere."""
-    fast = {
+    """The product with weight ``[out, in]`` and bias ``[out]``, packed where that is faster."""
+    return PackedProjection(weight, bias) if _packs(weight) else PlainProjection(weight, bias)
+
+
+def gate(weight: Tensor, bias: Tensor | None = None) -> Gate:
+    """The gate whose G and U are the halves of weight ``[2 * out, in]``."""
+    # A further call costs more than a small activation does.
+    if _packs(weight) and weight.numel() >= LARGE_GATE:
+        return PackedGate(weight, bias)
+    return MergedGate(projection(weight, bias))
+
+
+def _packs(weight: Tensor) -> bool:
+    """Whether it lies on a CPU whose oneDNN has fast products in its dtype."""
+    supported = {
         torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
         torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
-    }
-    usable = (
-        weight.device.type == "cpu"
-        and torch.backends.mkldnn.is_available()
-        and weight.dtype in fast
-        and fast[weight.dtype]()
-    )
-    return PackedProjection(weight, bias) if usable else PlainProjection(weight, bias)
+    }.get(weight.dtype)
+    on_cpu = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
+    return bool(on_cpu and supported is not None and supported())
