@@ -95,7 +95,8 @@ class Run:
     def stop_executions(self) -> None:
         """Cancel what workers are at, because the ledger is exhausted."""
         for execution in self.executions:
-            execution.cancel()
+            if not execution.cancelling():
+                execution.cancel()
 
 
 class Frame:
@@ -295,8 +296,9 @@ def _unsuccessful(task: Task, status: TaskStatus, worker: Worker) -> TaskError:
 
 
 async def _end(jobs: Sequence[asyncio.Task[None]]) -> None:
-    """Cancel and wait until they are gone."""
+    """Cancel and wait until they are gone. A second cancellation would disturb their cleaning up."""
     for job in jobs:
-        job.cancel()
+        if not job.cancelling():
+            job.cancel()
     if jobs:
         await asyncio.wait(jobs)
