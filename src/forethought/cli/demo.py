@@ -15,7 +15,11 @@ from forethought.evaluation import IN_FLIGHT, demo, problems
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument(
-        "--problems", type=int, metavar="N", help="solve N of the 200 problems, drawn by the seed"
+        "--problems",
+        type=int,
+        default=100,
+        metavar="N",
+        help="solve N of the 200 problems, drawn by the seed (default: 100)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of choice and sampling (default: 0)")
     parser.add_argument(

@@ -10,7 +10,7 @@ from functools import partial
 
 from forethought.evaluation.recipe import Recipe, recipe
 
-PROBING = {"chunk_size": 16, "certainty_threshold": 3}
+PROBING = {"chunk_size": 16, "certainty_threshold": 2}
 SAMPLES = 8
 TEMPERATURE = 0.8
 
