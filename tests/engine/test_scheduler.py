@@ -105,3 +105,35 @@ def test_everyone_finishes_within_the_budgets_and_no_page_is_lost(
         assert queue.step(), "somebody waits and nobody runs"
     assert all(sequence.finish_reason is FinishReason.LENGTH for sequence in sequences)
     assert queue.pool.in_use == 0
+
+
+def test_an_urgent_sequence_takes_the_place_of_a_running_one_which_keeps_its_pages() -> None:
+    queue = Queue(max_batch_size=2)
+    first, second = queue.add(3, new=8), queue.add(3, new=8)
+    queue.step()
+    urgent = queue.add(2, new=2, priority=-1)
+    stored = second.table.length
+    assert set(queue.step()) == {first.id, urgent.id}
+    assert second.status is Status.WAITING
+    assert second.table.length == stored
+    while urgent.status is Status.RUNNING:
+        queue.step()
+    assert queue.step() == {first.id: 1, second.id: 1}  # goes on where it was
+    assert queue.scheduler._stats.preemptions == queue.scheduler._stats.dropped == 0
+
+
+def test_a_free_place_is_taken_before_anybody_pauses() -> None:
+    queue = Queue(max_batch_size=2)
+    first = queue.add(3)
+    queue.step()
+    urgent = queue.add(2, priority=-1)
+    assert set(queue.step()) == {first.id, urgent.id}
+
+
+def test_arrival_alone_takes_no_place_away() -> None:
+    queue = Queue(max_batch_size=1)
+    early = queue.add(3, new=3, priority=1)
+    queue.step()
+    late = queue.add(3, priority=1)
+    assert set(queue.step()) == {early.id}
+    assert late.status is Status.WAITING

@@ -3,6 +3,7 @@
 One token budget per step. Running sequences come first, those with a single token to compute (a
 decode) before those with more (a chunk of a prefill), so that a long prompt never stalls running
 answers; what is left goes to waiting sequences, strictly in the order of priority and arrival.
+Where all places are taken, one of higher priority gets that of one of lower, which pauses.
 When pages run out, they are taken from whoever is served last: first from parked sequences, then
 from waiting ones that still hold some, then from running ones, whose KV is computed again later.
 """
@@ -141,6 +142,7 @@ class Scheduler:
     def plan(self) -> Plan:
         """Choose the rows of the next step and make room for their tokens."""
         plan = Plan()
+        self._yield_places()
         self.running.sort(key=lambda sequence: (sequence.num_uncomputed > 1, *sequence.rank))
         for sequence in list(self.running):
             if sequence.status is Status.RUNNING:  # may have lost its pages to an earlier one
@@ -152,6 +154,18 @@ class Scheduler:
             if self.is_full or not self._admit(plan, sequence):
                 break
         return plan
+
+    def _yield_places(self) -> None:
+        """Let waiting sequences of higher priority take the places of running ones of lower.
+
+        Those keep their pages and wait for the next free place. Arrival takes no place away.
+        """
+        ready = sorted((s for s in self.waiting if s.parent is None), key=lambda s: s.rank)
+        free = max(0, self.limits.max_batch_size - len(self.running))
+        for urgent, last in zip(ready[free:], _last_first(self.running), strict=False):
+            if urgent.params.priority >= last.params.priority:
+                break
+            self.place(last, Status.WAITING)
 
     def _plan_row(self, plan: Plan, sequence: Sequence) -> None:
         count = self._count(plan, sequence)
