@@ -198,6 +198,12 @@ def test_sampling_is_the_blogs_unless_the_task_or_the_settings_say_otherwise():
     assert seen({"sampling_params": {"temperature": 0.1, "seed": 4}}) == {(0.1, 0.95, 4)}
 
 
+def test_probes_go_ahead_of_main_chains():
+    _, worker = solve(never, options={"priority": 5})
+    probes = {call.task.priority for call in worker.calls if PROBE_SUFFIX in call.prompt}
+    assert probes == {4}
+
+
 def test_stop_strings_of_the_task_end_the_main_chain_and_not_the_probes():
     result, _ = solve(lambda known: f"{known}5;}}", options={"sampling_params": {"stop": "5;"}})
     assert result.output.text == THOUGHT.partition("5;")[0]

@@ -118,6 +118,16 @@ def test_with_a_tokenizer_the_written_answer_has_tokens_too(worker, monkeypatch)
     assert worker.tokenizer.decode(output.token_ids[kept:]) == written
 
 
+def test_probes_do_not_wait_for_places_that_main_chains_have_taken(plain, monkeypatch):
+    monkeypatch.setattr("forethought.methods.probes.Probe.hear", hear_anything)
+    controller = dynasor(certainty_threshold=1, equivalence=Always(), uncertain_words=[])
+    with EngineWorker(LLM(speaking(), max_batch_size=3, **FIELDS)) as worker:
+        results = solve(controller, worker, PROMPTS * 3)
+    for result in results:
+        assert result.output.meta["dynasor"]["early_exit"]
+        assert result.usage.decoded < 10 + PROBE_LENGTH + 30
+
+
 def test_probes_are_seeded_and_the_whole_is_reproducible(worker):
     options = {"seed": 5, "max_tokens": 40, "ignore_eos": True}
     first, second = (solve(dynasor(), worker, PROMPTS[0], **options) for _ in range(2))

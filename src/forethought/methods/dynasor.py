@@ -25,6 +25,7 @@ from forethought.scaffolding.controller import Controller
 from forethought.scaffolding.equivalence import Equivalence, MathEquivalence
 from forethought.scaffolding.output import Delta
 from forethought.scaffolding.parallel import AsCompleted, ParallelProcess, Process
+from forethought.scaffolding.scope import current_scope
 from forethought.scaffolding.task import ComputeTask, GenerationTask, StreamGenerationTask
 
 EFFORT = {"mild": (8, 64), "low": (5, 64), "mid": (3, 64), "high": (2, 64), "crazy": (2, 32)}
@@ -165,6 +166,10 @@ class DynasorGenerationController(Controller):
 
     def _probe(self, task: GenerationTask, main: StreamGenerationTask) -> Probe:
         fields = {name: getattr(task, name) for name in _PROBE_SAMPLING}
+        scope = current_scope()
+        usual = task.priority if task.priority is not None else scope.priority if scope else 0
+        # Ahead of all main chains: what these generate while a probe waits may be for nothing.
+        fields["priority"] = usual - 1
         return Probe(main, PROBE_SUFFIX, self.probe_length, fields)
 
     def _hear(self, probes: deque[Probe], done: Any, running: AsCompleted) -> None:
