@@ -67,12 +67,13 @@ class SamplingParams:
     cache_salt: str = ""
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        if self.logit_bias is not None:
-            bias = {int(token): float(value) for token, value in self.logit_bias.items()}
-            object.__setattr__(self, "logit_bias", bias or None)
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        object.__setattr__(self, "stop", _as_tuple("stop", stop))
+        object.__setattr__(
+            self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids)
+        )
+        object.__setattr__(self, "logit_bias", _as_bias(self.logit_bias))
+        self._check_types()
         self._check_counts()
         self._check_numbers()
         if any(not isinstance(text, str) or not text for text in self.stop):
@@ -82,6 +83,13 @@ class SamplingParams:
                 raise _refuse(
                     "logit_bias", {token: value}, "ids start at 0, values lie in [-100, 100]"
                 )
+
+    def _check_types(self) -> None:
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise _refuse(name, getattr(self, name), "it must be True or False")
+        if not isinstance(self.cache_salt, str):
+            raise _refuse("cache_salt", self.cache_salt, "it must be a string")
 
     def _check_counts(self) -> None:
         for name, low, high, optional in (
@@ -162,6 +170,26 @@ class SamplingParams:
         if unknown:
             raise ParameterError.unknown("SamplingParams", unknown, cls.names())
         return cls(**values)
+
+
+def _as_tuple(name: str, values: Any) -> tuple[Any, ...]:
+    """None stands for no values."""
+    try:
+        return tuple(values or ())
+    except (TypeError, ValueError) as error:
+        raise _refuse(name, values, "it must be a list") from error
+
+
+def _as_bias(bias: Any) -> dict[int, float] | None:
+    """With ids as whole numbers, which JSON writes as strings; None for an empty one."""
+    reason = "it must map token ids to numbers"
+    if bias is not None and not isinstance(bias, Mapping):
+        raise _refuse("logit_bias", bias, reason)
+    try:
+        read = {int(token): float(value) for token, value in (bias or {}).items()}
+    except (TypeError, ValueError) as error:
+        raise _refuse("logit_bias", bias, reason) from error
+    return read or None
 
 
 def _refuse(name: str, value: Any, reason: str) -> ParameterError:

@@ -403,6 +403,32 @@ def test_cancelling_a_generate_leaves_the_session_usable(llm):
     asyncio.run(main())
 
 
+def test_cancelling_a_look_at_a_stream_leaves_the_engine_alive(llm):
+    async def main():
+        async with llm.start(PROMPTS[0]) as session:
+            stream = session.stream(GREEDY)
+            with held(llm):
+                look = asyncio.create_task(stream.peek())
+                await asyncio.sleep(0)  # it has asked; the engine has not answered
+                look.cancel()
+                await asyncio.wait([look])
+            assert look.cancelled()
+            assert len((await stream.finish()).token_ids) == 12
+
+    asyncio.run(main())
+
+
+def test_several_tasks_may_wait_for_one_stream(llm):
+    async def main():
+        async with llm.start(PROMPTS[0]) as session:
+            stream = session.stream(GREEDY)
+            both = asyncio.gather(stream.finish(), stream.finish())
+            first, second = await asyncio.wait_for(both, 20.0)
+            assert first == second
+
+    asyncio.run(main())
+
+
 def test_one_generation_at_a_time(llm):
     async def main():
         async with llm.start(PROMPTS[0]) as session:

@@ -48,12 +48,16 @@ class EngineThread:
     def call(self, function: Callable[..., Result], *args: Any) -> Future[Result]:
         """Run a function on the engine's thread, before its next step.
 
+        If the future is cancelled before its turn, the function is not run.
+
         Raises:
             EngineStopped: the thread has ended. If it ends later, the future fails with the same.
         """
         future: Future[Result] = Future()
 
         def errand() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 if self._ended:
                     raise self._failure()

@@ -38,7 +38,7 @@ class Listener(Generic[Output]):
         self._failure: BaseException | None = None
         self.ended = False
         """Whether the last output or the failure has arrived."""
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiters: list[asyncio.Future[None]] = []
 
     # ---- on the engine's thread -------------------------------------------------------------
 
@@ -68,8 +68,10 @@ class Listener(Generic[Output]):
         if ended:
             self._last = output
         self._failure, self.ended = failure, ended
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._waiters.clear()
 
     async def next(self) -> Output | None:
         """The newest output not returned before; None when there are no more.
@@ -108,8 +110,9 @@ class Listener(Generic[Output]):
         return self._last
 
     async def _wait(self) -> None:
-        self._waiter = self.loop.create_future()
-        await self._waiter
+        waiter = self.loop.create_future()
+        self._waiters.append(waiter)
+        await waiter
 
 
 def deliver(loop: asyncio.AbstractEventLoop, letters: list[Letter]) -> None:
