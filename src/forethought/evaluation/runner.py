@@ -47,9 +47,8 @@ class Runner:
     Args:
         open_llm: builds the model with an empty KV cache; called once for each method.
         seed: from which every problem's seed is drawn; the same for every method.
-        in_flight: chains of thought under way at once, over all problems. The engine should have
-            room for twice as many sequences in a step: forks that wait for a place while chains
-            hold them all come too late to end any.
+        in_flight: chains of thought under way at once, over all problems. An engine with room for
+            twice as many sequences in a step (``max_batch_size``) runs their forks beside them.
         instruction: put behind every question, such as a wish for boxed answers.
         grader: tells right from wrong.
     """
