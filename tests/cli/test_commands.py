@@ -58,8 +58,14 @@ def test_eval_refuses_what_cannot_be(capsys, options, said):
     assert said in err.splitlines()[-1]
 
 
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_has_run(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert main(["demo", "--problems", "1", "--out", str(tmp_path / "file" / "x")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 def test_the_demo_runs_its_four_methods_on_the_embedded_reasoner(tmp_path, capsys):
-    assert main(["demo", "--problems", "1", "--out", str(tmp_path)]) == 0
+    assert main(["demo", "--problems", "1", "--out", str(tmp_path / "new" / "one")]) == 0
     out, err = capsys.readouterr()
     rows = json.loads(out.splitlines()[-1])["rows"]
     assert len(rows) == 4

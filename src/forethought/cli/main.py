@@ -51,9 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _complain("interrupted", 130)
     except BrokenPipeError:
-        # Nobody reads any more. Python flushes once again at exit: give it somewhere to write.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence_stdout()
         return 141
+    except OSError as error:  # such as a full disk or a folder that may not be written
+        _silence_stdout()
+        return _complain(str(error), 1)
 
 
 def _run(argv: list[str]) -> int:
@@ -94,6 +96,13 @@ def _top_level() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"forethought {__version__}")
     return parser
+
+
+def _silence_stdout() -> None:
+    """What cannot be written would be tried again at exit: give it somewhere to go."""
+    real = sys.__stdout__
+    if real is not None and sys.stdout is real:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), real.fileno())
 
 
 def _complain(message: str, status: int) -> int:

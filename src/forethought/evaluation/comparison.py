@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from forethought.evaluation.plot import save_plot
+from forethought.errors import UsageError
+from forethought.evaluation.plot import check_installed, save_plot
 from forethought.evaluation.problems import Problem
 from forethought.evaluation.progress import ProgressBar
 from forethought.evaluation.recipe import Recipe
@@ -36,9 +37,12 @@ def compare(
 
     Raises:
         DependencyError: matplotlib or tqdm is not installed.
+        UsageError: the folder cannot be made.
         Exception: as ``Runner.run``.
     """
     out = out or sys.stdout
+    check_installed()
+    _make(folder)
     with ProgressBar(len(recipes) * len(problems)) as bar:
         rows = [runner.run(recipe, problems, bar) for recipe in recipes]
     plot = save_plot(rows, folder / "comparison.png", f"{len(problems)} problems")
@@ -48,3 +52,10 @@ def compare(
     out.write(f"{len(problems)} problems; saved: generated tokens, against {rows[0].method}\n")
     out.write(f"plot: {plot}\n{line}\n")
     return rows
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot write to {folder}", str(error), "Give another folder") from error

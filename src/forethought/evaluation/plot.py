@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
 from forethought.errors import DependencyError
 from forethought.evaluation.report import Row
+
+
+def check_installed() -> None:
+    """Find out now rather than after minutes of work.
+
+    Raises:
+        DependencyError: matplotlib is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise DependencyError.missing("matplotlib", "the plot", "eval")
 
 
 def save_plot(rows: Sequence[Row], path: Path, title: str = "") -> Path:
@@ -15,12 +26,10 @@ def save_plot(rows: Sequence[Row], path: Path, title: str = "") -> Path:
     Raises:
         DependencyError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import StrMethodFormatter
-    except ImportError as error:
-        raise DependencyError.missing("matplotlib", "the plot", "eval") from error
+    check_installed()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import StrMethodFormatter
 
     figure = Figure(figsize=(7.0, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
@@ -45,6 +54,5 @@ def save_plot(rows: Sequence[Row], path: Path, title: str = "") -> Path:
     axes.legend(loc="lower right")
     if title:
         axes.set_title(title)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     return path
