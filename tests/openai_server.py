@@ -22,6 +22,7 @@ class OpenaiServer:
         says: gives the pieces of the answer to a request.
         seconds_per_piece: pause before each piece.
         extra_choice: further fields of the last chunk's choice.
+        breaks_off: every answer ends before its last chunk.
         fail_with: status to refuse the next requests with.
     """
 
@@ -32,6 +33,7 @@ class OpenaiServer:
         self.seconds_per_piece = 0.0
         self.extra_choice: dict[str, Any] = {}
         self.tool_call: dict[str, Any] | None = None
+        self.breaks_off = False
         self.fail_with: list[int] = []
         self.url = ""
 
@@ -51,6 +53,8 @@ class OpenaiServer:
                 time.sleep(self.seconds_per_piece)
                 count += 1
                 yield {**base, "choices": [self.choice(chat, number, piece, body)]}
+            if self.breaks_off:
+                return
             last = self.choice(chat, number, "", {}) | self.extra_choice
             last["finish_reason"] = "length" if limit < len(pieces) else "stop"
             if self.tool_call is not None:

@@ -282,6 +282,15 @@ def test_the_official_client_retries_and_then_the_error_reaches_the_controller(s
         answer(NativeGenerationController(), Client(server))
 
 
+@pytest.mark.parametrize(
+    "kind", [NativeGenerationController, NativeChatController, DynasorGenerationController]
+)
+def test_an_answer_that_breaks_off_is_a_failure(server, kind):
+    server.breaks_off = True
+    with pytest.raises(TaskError, match="broke off"):
+        answer(kind(), Client(server))
+
+
 def test_the_budget_counts_and_stops_what_the_server_sends(server):
     server.says = lambda body: ["x"] * 300
     server.seconds_per_piece = 0.01

@@ -60,12 +60,18 @@ class Exchange:
         self._reading: asyncio.Task[None] | None = None
 
     async def read(self) -> None:
-        """Read to the end."""
+        """Read to the end.
+
+        Raises:
+            ConnectionError: the answer broke off.
+        """
         try:
             async with aclosing(self._chunks()) as chunks:
                 async for chunk in chunks:
                     self._take(chunk)
                     self._news.set()
+            if any(choice.finish_reason is None for choice in self.choices.values()):
+                raise ConnectionError("the answer broke off: the server sent no finish_reason")
         finally:
             self.ended = True
             self._news.set()
