@@ -36,6 +36,13 @@ def test_every_public_name_of_scaffolding_and_methods_works_without_torch():
     assert done.stdout.strip() == "ok", done.stderr
 
 
+def test_a_name_that_needs_torch_says_how_to_install_it():
+    for line in ("from forethought import LLM", "from forethought.scaffolding import EngineWorker"):
+        done = python(f"import sys; sys.modules['torch'] = None\n{line}")
+        assert "DependencyError: torch is not installed" in done.stderr
+        assert "forethought[local]" in done.stderr
+
+
 def test_the_import_contracts_hold():
     done = subprocess.run(
         [sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()"],

@@ -80,7 +80,7 @@ class UnknownNameError(UsageError):
         known = sorted(allowed)
         super().__init__(
             f"unknown {kind} {name!r}",
-            _nearest(name, known) or f"no {kind} has this name",
+            _nearest(str(name), known) or f"no {kind} has this name",
             f"Allowed: {', '.join(known) or 'none'}",
         )
         self.kind, self.name, self.allowed = kind, name, known

@@ -51,9 +51,23 @@ def test_a_seed_is_spread_over_the_samples():
 
 
 def test_bad_numbers_are_refused():
-    with pytest.raises(ParameterError, match="number of samples"):
+    with pytest.raises(ParameterError, match="sample_num"):
         best("abc", 0)
     native = NativeGenerationController()
     process = BestOfNController(native, native).process([GenerationTask(), GenerationTask()])
     with pytest.raises(ParameterError, match="one task"):
         next(process)
+
+
+def test_each_sample_has_a_seed_of_its_own_wherever_the_seed_comes_from():
+    worker = ScriptedWorker(list("abab"), score=lambda question, text: 0.0)
+    for settings, options in (({"seed": 7}, {}), ({}, {"sampling_params": {"seed": 7}})):
+        inner = NativeGenerationController(settings)
+        answer(BestOfNController(inner, NativeRewardController(), 2), worker, **options)
+    assert [call.task.seed for call in worker.calls] == [7, 8, 7, 8]
+
+
+def test_a_reward_controller_that_leaves_no_scores_is_refused():
+    controller = BestOfNController(NativeGenerationController(), NativeGenerationController(), 2)
+    with pytest.raises(ParameterError, match="no reward controller"):
+        answer(controller, ScriptedWorker(lambda prompt, index: "x"))

@@ -326,3 +326,8 @@ def test_a_chain_that_ends_by_itself_is_streamed_to_its_end():
     with ScaffoldingLlm(controller, {"generation_with_dynasor_cot": ScriptedWorker(script)}) as llm:
         events = [event.output.text for event in llm.generate_async("P: ").events()]
     assert "".join(events) == THOUGHT
+
+
+def test_arguments_that_would_change_nothing_are_refused():
+    with pytest.raises(ParameterError, match=r"sampling_params=.*top_k"):
+        answer(DynasorGenerationController(), ScriptedWorker(["x"]), top_k=5)

@@ -130,9 +130,9 @@ def test_the_number_of_samples_is_what_the_caller_says():
         controller = MajorityVoteController(NativeGenerationController(), 3, early_stop=False)
         answer(controller, worker, **options)
         assert len(worker.calls) == count
-    with pytest.raises(ParameterError, match="number of samples"):
+    with pytest.raises(ParameterError, match="sample_num"):
         answer(controller, worker, sample_num=0)
-    with pytest.raises(ParameterError, match="number of samples"):
+    with pytest.raises(ParameterError, match="sample_num"):
         MajorityVoteController(NativeGenerationController(), 0)
 
 
@@ -140,6 +140,13 @@ def test_a_seeded_vote_gives_each_sample_a_seed_of_its_own():
     worker = ScriptedWorker(lambda p, i: "x")
     controller = MajorityVoteController(NativeGenerationController(), 3, early_stop=False)
     answer(controller, worker, sampling_params={"seed": 10})
+    assert [call.task.seed for call in worker.calls] == [10, 11, 12]
+
+
+def test_a_seed_among_the_settings_of_the_inner_controller_does_not_make_all_samples_the_same():
+    worker = ScriptedWorker(lambda p, i: "x")
+    inner = NativeGenerationController({"seed": 10})
+    answer(MajorityVoteController(inner, 3, early_stop=False), worker)
     assert [call.task.seed for call in worker.calls] == [10, 11, 12]
 
 

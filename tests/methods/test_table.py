@@ -3,7 +3,7 @@
 import pytest
 
 from forethought import methods
-from forethought.errors import ParameterError, UnknownNameError
+from forethought.errors import ParameterError, UnknownNameError, UsageError
 from forethought.methods import DynasorGenerationController, MajorityVoteController
 from forethought.scaffolding import NativeGenerationController
 
@@ -65,3 +65,22 @@ def test_the_worker_tags_are_those_of_all_controllers_inside():
     assert methods.worker_tags(NativeGenerationController()) == [
         NativeGenerationController.WorkerTag.GENERATION
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("dynasor", {"chunk_size": "abc"}),
+        ("dynasor", {"chunk_size": 2.5}),
+        ("dynasor", {"max_tokens": 0}),
+        ("dynasor", {"uncertain_words": "wait"}),
+        ("dynasor", {"equivalence": 1}),
+        ("dynasor", {"effort": 9}),
+        ("majority_vote", {"default_sample_num": "x"}),
+        ("majority_vote", {"extract_answer": "foo"}),
+        ("best_of_n", {"reward_controller": "plain", "default_sample_num": "x"}),
+    ],
+)
+def test_a_setting_of_the_wrong_kind_is_refused_by_name(name, settings):
+    with pytest.raises(UsageError, match=r"invalid \w+|unknown effort"):
+        methods.create(name, **settings)

@@ -13,6 +13,7 @@ from forethought.scaffolding.controller import (
 )
 from forethought.scaffolding.controller import (
     Controller,
+    NativeChatController,
     NativeGenerationController,
     NativeRewardController,
     ParallelProcess,
@@ -33,7 +34,7 @@ from forethought.scaffolding.task_collection import (
     with_task_collection,
 )
 from forethought.scaffolding.worker import Worker
-from forethought.scaffolding.workers.scripted import ScriptedWorker
+from forethought.scaffolding.workers.scripted import Reply, ScriptedWorker
 
 
 def test_names_are_the_same_wherever_they_are_imported_from():
@@ -295,3 +296,28 @@ def test_a_benchmark_of_a_hundred_requests_reaches_its_collections():
     results = asyncio.run(main())
     assert [r.output.output_str for r in results] == [f"{i:03}" for i in range(100)]
     assert {r.task_collections["n"].generation_token_count for r in results} == {3}
+
+
+def test_a_chat_refuses_token_ids_instead_of_sending_an_empty_message():
+    worker = ScriptedWorker(lambda prompt, index: "x")
+    with (
+        ScaffoldingLlm(NativeChatController(), {"generation": worker}) as llm,
+        pytest.raises(ParameterError, match="chat needs text"),
+    ):
+        llm.generate([1, 2, 3])
+    assert worker.calls == []
+
+
+def test_a_plain_task_takes_over_how_its_chat_fared():
+    class Asks(Controller):
+        def process(self, tasks, **kwargs):
+            tasks[0].on_failure, tasks[0].streaming_output_flag = "drop", True
+            yield from NativeChatController().process(tasks)
+            tasks[0].output_str = f"{tasks[0].status}: {tasks[0].error}"
+
+    worker = ScriptedWorker([Reply("", error=OSError("gone"))])
+    with ScaffoldingLlm(Asks(), {"generation": worker}) as llm:
+        text = llm.generate("hi").output.text
+    assert "WORKER_EXECEPTION" in text
+    assert "gone" in text
+    assert worker.calls[0].task.streaming_output_flag

@@ -120,6 +120,28 @@ def test_sampling_of_the_caller_wins_over_that_of_the_controller():
     assert seen == [(0.1, 5), (0.2, 5), (0.9, 5)]
 
 
+def test_what_the_caller_sets_to_a_default_wins_too():
+    worker = ScriptedWorker(echo)
+    controller = NativeGenerationController({"stop": ["p"], "ignore_eos": True, "top_p": 0.5})
+    with ScaffoldingLlm(controller, {TAG: worker}) as llm:
+        plain = llm.generate("p", sampling_params={"stop": [], "ignore_eos": False, "top_p": None})
+    task = worker.calls[0].task
+    assert (task.stop, task.ignore_eos, task.top_p) == ([], False, 0.5)
+    assert plain.output.text == "p"
+
+
+def test_arguments_that_would_change_nothing_are_refused():
+    with native() as llm:
+        with pytest.raises(ParameterError, match=r"sampling_params=.*temperature"):
+            llm.generate("p", temperature=0.5)
+        with pytest.raises(ParameterError, match="'sample_num'"):
+            llm.generate("p", sample_num=3)
+        with pytest.raises(ParameterError, match="budget"):
+            llm.generate("p", budget=100)
+        with pytest.raises(ParameterError, match="by name"):
+            llm.generate("p", sampling_params=0.5)
+
+
 def test_an_unknown_sampling_parameter_is_refused_before_anything_runs():
     with native() as llm, pytest.raises(ParameterError, match=r"'temprature'.*temperature"):
         llm.generate_async("p", sampling_params={"temprature": 1})
@@ -304,6 +326,16 @@ def test_the_first_failure_of_a_batch_is_raised_and_the_rest_is_aborted():
             llm.generate(["bad", "slow"])
         llm.generate_async("bad")
     assert worker.calls[1].ended == "cancelled"
+
+
+def test_the_failure_of_a_batch_does_not_wait_for_those_before_it():
+    worker = ScriptedWorker({"slow": SLOW, "bad": Reply("", error=OSError("gone"))})
+    with (
+        ScaffoldingLlm(NativeGenerationController(), {TAG: worker}) as llm,
+        pytest.raises(TaskError, match="gone"),
+    ):
+        llm.generate(["slow", "bad"])
+    assert worker.calls[0].ended == "cancelled"
 
 
 def test_a_prototype_that_cannot_be_cloned_fails_the_request_instead_of_hanging():

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from forethought.errors import ParameterError
+from forethought.methods.settings import whole_number
+from forethought.scaffolding import sampling
 from forethought.scaffolding.controller import Controller
 from forethought.scaffolding.parallel import ParallelProcess, Process
 from forethought.scaffolding.task import GenerationTask
@@ -34,7 +36,7 @@ class BestOfNController(Controller):
         super().__init__()
         self.generation_controller = generation_controller
         self.reward_controller = reward_controller
-        self.default_sample_num = _at_least_one(default_sample_num)
+        self.default_sample_num = whole_number("default_sample_num", default_sample_num)
 
     def process(
         self,
@@ -56,21 +58,30 @@ class BestOfNController(Controller):
             **kwargs: as ``generation_kwargs``.
 
         Raises:
-            ParameterError: not exactly one task.
+            ParameterError: not exactly one task, or the reward controller leaves no scores.
         """
         if len(tasks) != 1:
             raise ParameterError("best of N takes one task", f"got {len(tasks)}", "Give them apart")
         task = tasks[0]
-        count = self.default_sample_num if sample_num is None else _at_least_one(sample_num)
+        count = (
+            self.default_sample_num
+            if sample_num is None
+            else whole_number("sample_num", sample_num)
+        )
         samples = [task.copy() for _ in range(count)]
         for number, sample in enumerate(samples):
-            if sample.seed is not None:
-                sample.seed += number  # or all samples would be the same
+            sampling.vary(sample, number)
         controllers = [self.generation_controller.clone() for _ in samples]
         options = [{**kwargs, **(generation_kwargs or {})}] * count
         yield ParallelProcess(controllers, [[sample] for sample in samples], options)
         yield from self.reward_controller.process(samples, **(reward_kwargs or {}))
         scores: Any = getattr(self.reward_controller, "scores", None)
+        if scores is None or len(scores) != count:
+            raise ParameterError(
+                f"{type(self.reward_controller).__name__} is no reward controller",
+                f"it leaves {scores!r} as scores of {count} samples",
+                "Its process has to leave one score per task in its attribute scores",
+            )
         best, index = self.select_best(samples, scores, **(select_best_kwargs or {}))
         task.result, task.samples = best.result, []
         task.request_handle = best.request_handle
@@ -91,9 +102,3 @@ class BestOfNController(Controller):
         """
         index = max(range(len(tasks)), key=lambda number: reward_values[number])
         return tasks[index], index
-
-
-def _at_least_one(samples: int) -> int:
-    if samples < 1:
-        raise ParameterError("invalid number of samples", f"got {samples}", "Ask for at least 1")
-    return samples

@@ -20,8 +20,9 @@ from typing import Any
 
 from forethought.errors import DependencyError, ParameterError, UnknownNameError
 from forethought.methods.probes import Agreement, Probe
+from forethought.methods.settings import function, whole_number
 from forethought.scaffolding import sampling
-from forethought.scaffolding.controller import Controller
+from forethought.scaffolding.controller import Controller, refuse_arguments
 from forethought.scaffolding.equivalence import Equivalence, MathEquivalence
 from forethought.scaffolding.output import Delta
 from forethought.scaffolding.parallel import AsCompleted, ParallelProcess, Process
@@ -74,7 +75,8 @@ class DynasorGenerationController(Controller):
         equivalence: decides which answers agree; mathematical equality by default.
 
     Raises:
-        ParameterError: a number is below 1, or ``effort`` stands beside numbers of one's own.
+        ParameterError: a number is not a whole one above 0, ``uncertain_words`` is one string,
+            or ``effort`` stands beside numbers of one's own.
         UnknownNameError: there is no such effort.
     """
 
@@ -104,27 +106,33 @@ class DynasorGenerationController(Controller):
         if effort is not None:
             self._set_effort(effort)
         for name in ("max_tokens", "certainty_threshold", "chunk_size", "probe_length"):
-            if getattr(self, name) < 1:
-                raise ParameterError(
-                    f"invalid {name}", f"got {getattr(self, name)}", "It must be at least 1"
-                )
+            whole_number(name, getattr(self, name))
         self.streaming, self.generation_dir = streaming, generation_dir
         self.sampling_params = {
             "temperature": temperature,
             "top_p": top_p,
             "max_tokens": max_tokens,
         }
+        if isinstance(uncertain_words, str):
+            raise ParameterError(
+                "invalid uncertain_words", f"got {uncertain_words!r}", "Give a list of words"
+            )
         self.uncertain_words = tuple(uncertain_words)
-        self.equivalence: Equivalence = equivalence or MathEquivalence()
+        self.equivalence: Equivalence = function("equivalence", equivalence or MathEquivalence())
         self._tokenizer = None if generation_dir is None else _Tokenizer(generation_dir)
 
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
-        """Solve the tasks side by side."""
+        """Solve the tasks side by side.
+
+        Raises:
+            ParameterError: keyword arguments; there are none.
+        """
+        refuse_arguments(self, kwargs)
         if len(tasks) == 1:
             yield from self._solve(tasks[0])
         else:
             each = [[task] for task in tasks]
-            yield ParallelProcess([self] * len(each), each, [kwargs] * len(each))
+            yield ParallelProcess([self] * len(each), each)
 
     def _solve(self, task: GenerationTask) -> Process:
         sampling.refuse(task, ["n"], "Dynasor", "Put it under majority_vote for several samples")

@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from forethought.errors import BudgetExceeded, ParameterError
+from forethought.errors import BudgetExceeded
+from forethought.methods.settings import function, whole_number
+from forethought.scaffolding import sampling
 from forethought.scaffolding.answers import AnswerPool, extract_answer_from_boxed
 from forethought.scaffolding.controller import Controller
 from forethought.scaffolding.equivalence import Equivalence, MathEquivalence
@@ -41,7 +43,7 @@ class MajorityVoteController(Controller):
         on_failure: ``"raise"`` fails if a sample does; ``"drop"`` votes without it.
 
     Raises:
-        ParameterError: fewer than one sample.
+        ParameterError: fewer than one sample, or no function where there has to be one.
     """
 
     def __init__(
@@ -56,9 +58,10 @@ class MajorityVoteController(Controller):
     ) -> None:
         super().__init__()
         self.generation_controller, self.early_stop = generation_controller, early_stop
-        self.default_sample_num = _at_least_one(default_sample_num)
-        self.extract_answer, self.on_failure = extract_answer, on_failure
-        self.equivalence: Equivalence = equivalence or MathEquivalence()
+        self.default_sample_num = whole_number("default_sample_num", default_sample_num)
+        self.extract_answer = function("extract_answer", extract_answer)
+        self.equivalence: Equivalence = function("equivalence", equivalence or MathEquivalence())
+        self.on_failure = on_failure
 
     def process(
         self,
@@ -77,7 +80,11 @@ class MajorityVoteController(Controller):
             majority_vote_kwargs: keyword arguments of ``majority_vote``.
             **kwargs: as ``generation_kwargs``.
         """
-        count = self.default_sample_num if sample_num is None else _at_least_one(sample_num)
+        count = (
+            self.default_sample_num
+            if sample_num is None
+            else whole_number("sample_num", sample_num)
+        )
         options = {**kwargs, **(generation_kwargs or {})}
         branches = [self._sample(tasks, number, options) for number in range(count)]
         ended = yield from self._run(branches)
@@ -157,13 +164,6 @@ class MajorityVoteController(Controller):
     ) -> Branch:
         copies = [task.copy() for task in tasks]
         for task in copies:
-            if getattr(task, "seed", None) is not None:
-                task.seed = (task.seed or 0) + number  # or all samples would be the same
+            sampling.vary(task, number)
         controller = self.generation_controller.clone()
         return Branch(controller, copies, options, self.on_failure)
-
-
-def _at_least_one(samples: int) -> int:
-    if samples < 1:
-        raise ParameterError("invalid number of samples", f"got {samples}", "Ask for at least 1")
-    return samples

@@ -171,7 +171,13 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    try:
+        module = importlib.import_module(f".{_HOMES[name]}", __name__)
+    except ModuleNotFoundError as error:
+        from forethought.errors import DependencyError
+
+        raise DependencyError.missing(error.name or "torch", name, "local") from error
+    value = getattr(module, name)
     globals()[name] = value
     return value
 

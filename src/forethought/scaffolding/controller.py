@@ -12,6 +12,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any
 
+from forethought.errors import ParameterError
 from forethought.params import SamplingParams
 from forethought.scaffolding import sampling
 from forethought.scaffolding.clone import Cloneable
@@ -25,6 +26,8 @@ from forethought.scaffolding.parallel import (
     Process,
 )
 from forethought.scaffolding.task import ChatTask, GenerationTask, RewardTask, Task, UserMessage
+
+_CARRIED = ("streaming_output_flag", "on_failure", "priority", "skip_detokenizer")
 
 
 class Controller(Cloneable):
@@ -57,7 +60,7 @@ class Controller(Cloneable):
             **kwargs: handed on to ``process``.
         """
         task = GenerationTask.create_from_prompt(prompt)
-        sampling.fill(task, sampling.checked("sampling_params", sampling_params))
+        sampling.choose(task, sampling.checked("sampling_params", sampling_params))
         yield from self.process([task], **kwargs)
         return task.samples if len(task.samples) > 1 else task.create_scaffolding_output()
 
@@ -92,7 +95,12 @@ class NativeGenerationController(Controller):
         self.streaming = streaming
 
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
-        """Generate for all tasks at once."""
+        """Generate for all tasks at once.
+
+        Raises:
+            ParameterError: keyword arguments; there are none.
+        """
+        refuse_arguments(self, kwargs)
         for task in tasks:
             task.worker_tag = self.WorkerTag.GENERATION
             sampling.fill(task, self.sampling_params)
@@ -107,18 +115,31 @@ class NativeChatController(NativeGenerationController):
     """
 
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
-        """Let the assistant answer in all chats at once."""
+        """Let the assistant answer in all chats at once.
+
+        Raises:
+            ParameterError: keyword arguments, or a task whose prompt is not text.
+        """
         chats = [self._chat(task) for task in tasks]
         yield from super().process(chats, **kwargs)
         for task, chat in zip(tasks, chats, strict=True):
             if chat is not task:
                 task.result, task.samples = chat.result, chat.samples
+                task.status, task.error = chat.status, chat.error
 
     def _chat(self, task: GenerationTask) -> ChatTask:
         if isinstance(task, ChatTask):
             return task
-        chat = ChatTask(messages=[UserMessage(task.input_str or "")])
+        if task.input_str is None:
+            raise ParameterError(
+                "a chat needs text",
+                "the task has no input_str; token ids cannot be put into a message",
+                "Give text, or use NativeGenerationController",
+            )
+        chat = ChatTask(messages=[UserMessage(task.input_str)])
         sampling.carry(task, chat)
+        for name in _CARRIED:
+            setattr(chat, name, getattr(task, name))
         return chat
 
 
@@ -138,7 +159,12 @@ class NativeRewardController(Controller):
         self.scores: list[float | None] | None = None
 
     def process(self, tasks: Sequence[GenerationTask | RewardTask], **kwargs: Any) -> Process:
-        """Judge all tasks at once."""
+        """Judge all tasks at once.
+
+        Raises:
+            ParameterError: keyword arguments; there are none.
+        """
+        refuse_arguments(self, kwargs)
         judged = [self._reward(task) for task in tasks]
         yield judged
         self.scores = [task.score for task in judged]
@@ -148,6 +174,23 @@ class NativeRewardController(Controller):
             task = RewardTask(input_str=task.input_str, output_str=task.output_str)
         task.worker_tag = self.WorkerTag.REWARD
         return task
+
+
+def refuse_arguments(controller: Controller, kwargs: Mapping[str, Any]) -> None:
+    """Refuse arguments that would change nothing, such as sampling fields given one by one.
+
+    Raises:
+        ParameterError: there are any.
+    """
+    if kwargs:
+        owner, name = type(controller).__name__, next(iter(kwargs))
+        raise ParameterError(
+            f"{owner} takes no argument {name!r}",
+            "its process has no keyword arguments",
+            f"Give sampling_params={{{name!r}: ...}}"
+            if name in sampling.FIELDS
+            else "Leave it out",
+        )
 
 
 _METHODS = {

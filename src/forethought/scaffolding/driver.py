@@ -296,7 +296,7 @@ def _unsuccessful(task: Task, status: TaskStatus, worker: Worker) -> TaskError:
 
 
 async def _end(jobs: Sequence[asyncio.Task[None]]) -> None:
-    """Cancel and wait until they are gone. A second cancellation would disturb their cleaning up."""
+    """Cancel and wait until they are gone. A second cancellation would disturb their clean-up."""
     for job in jobs:
         if not job.cancelling():
             job.cancel()

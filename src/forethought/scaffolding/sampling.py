@@ -62,8 +62,14 @@ def checked(owner: str, params: Mapping[str, Any] | SamplingParams | None) -> di
             ``SamplingParams``, of which what differs from its defaults counts.
 
     Raises:
-        ParameterError: a name is not a sampling field.
+        ParameterError: a name is not a sampling field, or there are no names.
     """
+    if not isinstance(params, Mapping | SamplingParams | None):
+        raise ParameterError(
+            f"{owner} takes sampling parameters by name",
+            f"got {params!r}",
+            "Give a dictionary, or SamplingParams",
+        )
     if isinstance(params, SamplingParams):
         plain = SamplingParams().to_dict()
         params = {name: value for name, value in params.to_dict().items() if value != plain[name]}
@@ -77,20 +83,42 @@ def checked(owner: str, params: Mapping[str, Any] | SamplingParams | None) -> di
 
 
 def is_set(task: GenerationTask, name: str) -> bool:
-    """Whether the task itself says something about the field."""
+    """Whether the task itself gives the field a value of its own."""
     value = getattr(task, name)
     return bool(value != DEFAULTS[name] and not (name == "stop" and not value))
 
 
+def choose(task: GenerationTask, params: Mapping[str, Any]) -> None:
+    """Set fields as the caller of the method wants them; a default, but for None, is a choice."""
+    fill(task, params)
+    task.chosen |= {name for name, value in params.items() if value is not None}
+
+
 def fill(task: GenerationTask, params: Mapping[str, Any]) -> None:
-    """Set the fields that the task leaves at their defaults."""
+    """Set the fields that the task leaves at their defaults, unless its caller chose those."""
     for name, value in params.items():
-        if not is_set(task, name):
+        if name not in task.chosen and not is_set(task, name):
+            if name == "seed" and value is not None:
+                value += task.seed_offset
             setattr(task, name, copy.copy(value))
+
+
+def vary(task: object, number: int) -> None:
+    """Let a copy be sample ``number`` of its prompt: with one seed, all would be the same.
+
+    The seed may be the task's own, or come later, from the controller that generates.
+    """
+    if isinstance(task, GenerationTask):
+        if task.seed is None:
+            task.seed_offset += number
+        else:
+            task.seed += number
 
 
 def carry(source: GenerationTask, target: GenerationTask, names: Iterable[str] = FIELDS) -> None:
     """Take over what ``source`` sets itself."""
+    target.chosen |= source.chosen & set(names)
+    target.seed_offset = source.seed_offset
     for name in names:
         if is_set(source, name):
             setattr(target, name, copy.copy(getattr(source, name)))

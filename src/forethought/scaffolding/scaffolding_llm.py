@@ -14,11 +14,13 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import queue
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, overload
 
@@ -127,11 +129,16 @@ class ScaffoldingLlm:
             **kwargs: handed on to ``generate``, and by it to ``process`` of the controller.
 
         Raises:
-            ParameterError: an unknown sampling parameter, or a timeout that is not above zero.
+            ParameterError: an unknown sampling parameter, a timeout that is not above zero, or a
+                budget that is no ``Budget``.
             EngineStopped: after ``shutdown``.
         """
         if timeout is not None and not timeout > 0:
             raise ParameterError("invalid timeout", f"got {timeout!r}", "Give seconds above zero")
+        if not isinstance(budget, Budget | None):
+            raise ParameterError(
+                "invalid budget", f"got {budget!r}", "Give Budget(tokens=..., seconds=...)"
+            )
         if self._stopped or self.loop.is_closed():
             raise EngineStopped("the ScaffoldingLlm is shut down", fix="Create another one")
         if sampling_params is not None:
@@ -177,8 +184,11 @@ class ScaffoldingLlm:
             self.generate_async(prompt, **options) for prompt in (prompts if several else [prompts])
         ]
         try:
+            ended: queue.SimpleQueue[ScaffoldingResult] = queue.SimpleQueue()
             for result in results:
-                result.result()
+                result.on_finish(partial(ended.put, result))
+            for _ in results:
+                ended.get().result()
         except BaseException:
             for result in results:
                 result.abort()

@@ -157,6 +157,11 @@ class GenerationTask(Task):
     skip_special_tokens: bool = True
     return_context_logits: bool = False
 
+    chosen: set[str] = field(default_factory=set, init=False, repr=False)
+    """Sampling fields that the request sets, be it to their defaults: no controller fills them."""
+    seed_offset: int = field(default=0, init=False, repr=False)
+    """Added to a seed that a controller fills in; tells the samples of one prompt apart."""
+
     fork_point: ForkPoint | None = field(default=None, repr=False)
     """Set by ``fork``: the sequence that this task continues."""
 

@@ -69,7 +69,7 @@ class Parking:
     def holds(self, live: Live) -> bool:
         """Whether the sequence is kept and can be continued."""
         return not live.closed and any(
-            one.live is live for kept in self._requests.values() for one in kept
+            one.live is live for kept in list(self._requests.values()) for one in kept
         )
 
     def find(self, scope: ExecutionScope | None, prompt: Prompt) -> Source | None:
