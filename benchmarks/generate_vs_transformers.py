@@ -1,7 +1,7 @@
 """End to end against transformers: the same weights, the same prompts, in turns.
 
     python -m benchmarks.generate_vs_transformers
-    python -m benchmarks.generate_vs_transformers --threads 1 --rounds 3 --case batch16
+    python -m benchmarks.generate_vs_transformers --threads 1 --clock cpu --case batch16
 
 Each case generates ``--new`` tokens greedily after prompts of ``--prompt`` random tokens. In every
 round each contestant generates once, so that what else the machine does falls on all of them. The
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import platform
 import random
 import statistics
@@ -43,6 +44,10 @@ from forethought.assets import reasoner_dir
 
 Prompts = list[list[int]]
 Generate = Callable[[Prompts, int], list[list[int]]]  # prompts, new tokens -> the new tokens
+
+
+# On a busy machine, one thread and the processor's seconds still compare fairly.
+CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 @dataclass(frozen=True)
@@ -148,9 +153,9 @@ def measure(
             [source.randrange(3, vocab) for _ in range(args.prompt)] for _ in range(case.batch)
         ]
         for name, generate in contestants.items():
-            started = time.perf_counter()
+            started = CLOCKS[args.clock]()
             tokens = generate(prompts, args.new)
-            seconds = time.perf_counter() - started
+            seconds = CLOCKS[args.clock]() - started
             assert [len(each) for each in tokens] == [args.new] * case.batch, name
             if number:
                 speeds[name].append(case.batch * args.new / seconds)
@@ -186,6 +191,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--prompt", type=int, default=128, help="tokens in each prompt")
     parser.add_argument("--new", type=int, default=128, help="tokens generated")
     parser.add_argument("--case", action="append", choices=[case.name for case in CASES])
@@ -193,6 +199,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
     rows: list[dict[str, Any]] = []
     print(f"{'case':<10}{'':<16}{'tokens/s':>10}{'ratio':>8}{'goal':>7}   least .. most")
     with tempfile.TemporaryDirectory() as scratch:
@@ -213,6 +220,7 @@ def main() -> None:
             {
                 "benchmark": "generate_vs_transformers",
                 "threads": args.threads,
+                "clock": args.clock,
                 "prompt": args.prompt,
                 "new": args.new,
                 "rounds": args.rounds,

@@ -130,7 +130,7 @@ class SdpaAttention:
         self, q: Tensor, keys: Tensor, values: Tensor, plan: SdpaPlan, scoring: Scoring
     ) -> Tensor:
         """See :class:`~forethought.model.attention.base.AttentionBackend`."""
-        if len(plan.views) == len(q):
+        if len(plan.views) == q.shape[0]:
             return _attend_views(q, keys, values, plan.views, scoring)
         out = q.new_empty(*q.shape[:2], values.shape[-1])
         if plan.views:
@@ -138,17 +138,18 @@ class SdpaAttention:
             out[tokens] = _attend_views(q[tokens], keys, values, plan.views, scoring)
         for group in plan.groups:
             chosen = q.index_select(0, group.tokens)
-            k = _pages(keys, group.pages, plan.page_size).view(len(chosen), -1, *keys.shape[1:])
-            v = _pages(values, group.pages, plan.page_size).view(len(chosen), -1, *values.shape[1:])
+            rows = chosen.shape[0]
+            k = _pages(keys, group.pages, plan.page_size).view(rows, -1, *keys.shape[1:])
+            v = _pages(values, group.pages, plan.page_size).view(rows, -1, *values.shape[1:])
             out.index_copy_(0, group.tokens, _attend_group(chosen, k, v, group.mask, scoring))
         for piece in plan.pieces:
-            rows = slice(piece.start, piece.stop)
+            place = slice(piece.start, piece.stop)
             k, v = keys, values
             if piece.pages is not None:
                 k = _pages(keys, piece.pages, plan.page_size)
                 v = _pages(values, piece.pages, plan.page_size)
             k, v = (x.narrow(0, piece.first, piece.length) for x in (k, v))
-            out[rows] = _attend_piece(q[rows], k, v, piece.mask, scoring)
+            out[place] = _attend_piece(q[place], k, v, piece.mask, scoring)
         return out
 
 
@@ -170,7 +171,8 @@ def _attend_views(
         )
         for row, view in enumerate(views)
     ]
-    return torch.cat(attended).view(rows, heads, -1)
+    together = attended[0] if rows == 1 else torch.cat(attended)
+    return together.view(rows, heads, -1)
 
 
 def _attend_group(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scoring: Scoring) -> Tensor:

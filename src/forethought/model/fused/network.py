@@ -95,13 +95,14 @@ class FusedNetwork:
     ) -> Tensor:
         """x ``[T, hidden]`` -> ``[T, heads * head_dim]``."""
         cos, sin = rotation
-        qkv = layer.qkv(layer.attention_norm(x)).view(len(x), -1, self.head_dim)
-        qk, v = qkv.split([self.heads + self.kv_heads, self.kv_heads], 1)
+        tokens = x.shape[0]
+        qkv = layer.qkv(layer.attention_norm(x)).view(tokens, -1, self.head_dim)
+        qk, v = qkv.split_with_sizes([self.heads + self.kv_heads, self.kv_heads], 1)
         if layer.head_norm is not None:
             qk = layer.head_norm(qk)
         qk = torch.addcmul(qk * cos, qk.roll(self.head_dim // 2, -1), sin)
-        q, k = qk.split([self.heads, self.kv_heads], 1)
-        return forward_pass.attend(index, q, k, v, self.scoring).view(len(x), -1)
+        q, k = qk.split_with_sizes([self.heads, self.kv_heads], 1)
+        return forward_pass.attend(index, q, k, v, self.scoring).view(tokens, -1)
 
     def _take_over(self, layer: nn.Module) -> Layer:
         attention, feed = layer.self_attn, layer.mlp

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,17 +9,17 @@ from torch import Tensor
 SMALL = 16 * 1024  # elements up to which a CPU is faster through layer norm
 
 
-@dataclass(frozen=True, slots=True)
 class Norm:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, computed in float32.
 
-    Attributes:
+    Args:
         weight: ``[..., width]``, broadcast over tokens.
         eps: added to the mean square.
     """
 
-    weight: Tensor
-    eps: float
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self.weight, self.eps = weight, eps
+        self.signs = torch.tensor([[1.0], [-1.0]], dtype=weight.dtype, device=weight.device)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x ``[T, ..., width]`` -> the same shape and dtype, a new tensor."""
@@ -36,9 +34,9 @@ class Norm:
 
     def through_layer_norm(self, x: Tensor) -> Tensor:
         """Few operations: ``[x, -x]`` has mean 0, and for its variance the mean square of x."""
-        width = x.shape[-1]
-        doubled = F.layer_norm(torch.cat((x, -x), -1), (2 * width,), None, None, self.eps)
-        return doubled[..., :width] * self.weight
+        doubled = x.unsqueeze(-2) * self.signs
+        normal = torch.layer_norm(doubled, doubled.shape[-2:], None, None, self.eps)
+        return normal.select(-2, 0) * self.weight
 
     def in_float32(self, x: Tensor) -> Tensor:
         """Few passes over the data."""
