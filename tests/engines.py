@@ -38,7 +38,6 @@ def engine(
     lm = load(architecture, device)
     storage = KvStorage(lm.layer_shapes, pages, page_size, lm.dtype, lm.device)
     settings = {"max_batch_size": 8, "max_num_tokens": 64, "max_length": 128, **limits}
-    settings["max_length"] = min(settings["max_length"], pages * page_size)
     return Engine(Runner(lm, storage), Limits(**settings), reuse=reuse, seed=0)
 
 

@@ -69,9 +69,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         object.__setattr__(self, "stop", _as_tuple("stop", stop))
-        object.__setattr__(
-            self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids)
-        )
+        object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _as_bias(self.logit_bias))
         self._check_types()
         self._check_counts()

@@ -402,6 +402,9 @@ def test_what_can_never_run_is_refused_by_name() -> None:
     small = engine(pages=4, page_size=4, max_length=128)
     with pytest.raises(CapacityError, match="KV cache"):
         small.add(PROMPTS[1], GREEDY)
+    full = engine(pages=4, page_size=4, max_length=16)
+    with pytest.raises(ContextLengthError, match="16"):  # a larger cache would not help
+        full.add(PROMPTS[1], GREEDY)
     short = engine(max_length=16)
     with pytest.raises(ContextLengthError, match="16"):
         short.add(PROMPTS[1], GREEDY)

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import (
+    CONFIG_MAPPING,
+    BartConfig,
     BloomConfig,
     FalconH1Config,
     Llama4TextConfig,
@@ -190,6 +192,21 @@ def test_a_model_that_does_not_call_the_registered_attention_is_refused(tmp_path
     config = BloomConfig(vocab_size=64, hidden_size=16, n_layer=2, n_head=2)
     models.save_random(config, tmp_path / "bloom")
     refusal(tmp_path / "bloom")
+
+
+@pytest.mark.parametrize("model_type", ["falcon", "stablelm"])
+def test_attention_that_the_probe_does_not_reach_is_refused_with_the_reason(
+    model_type: str, tmp_path: Path
+) -> None:
+    settings = {name: value for name, value in SMALL.items() if name != "head_dim"}
+    models.save_random(CONFIG_MAPPING[model_type](**settings), tmp_path / "model")
+    assert "attention interface" in refusal(tmp_path / "model").why
+
+
+def test_a_model_that_counts_positions_by_itself_is_refused(tmp_path: Path) -> None:
+    config = BartConfig(vocab_size=64, d_model=16, decoder_layers=1, decoder_attention_heads=2)
+    models.save_random(config, tmp_path / "bart")
+    assert "position_ids" in refusal(tmp_path / "bart").why
 
 
 def test_a_backend_that_lacks_what_the_model_needs_is_refused_at_load() -> None:

@@ -223,8 +223,13 @@ def test_an_unknown_field_is_refused_by_name():
 
 
 def test_a_missing_model_is_refused(tmp_path):
-    with pytest.raises(ModelError, match="no such directory"):
+    with pytest.raises(ModelError, match=r"no model at .*no such directory"):
         LLM(tmp_path / "nothing")
+
+
+def test_a_kv_cache_larger_than_the_memory_is_refused():
+    with pytest.raises(CapacityError, match="does not fit into memory"):
+        build(kv_cache_config={"max_tokens": 10**15})
 
 
 def test_after_shutdown_every_call_says_so():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
@@ -10,6 +12,7 @@ from forethought.errors import ModelError, ParameterError, UsageError
 from forethought.text.detokenizer import KEEP, Detokenizer
 from forethought.text.stops import count_held, find_stop
 from forethought.text.tokenizer import Tokenizer
+from models import tiny
 from tokens import byte_level, sentencepiece, speaking
 
 BYTES = Tokenizer(byte_level())
@@ -81,6 +84,23 @@ def test_a_directory_without_a_tokenizer_is_refused(tmp_path):
         Tokenizer.load(tmp_path / "nothing")
     with pytest.raises(ModelError, match="cannot load the tokenizer"):
         Tokenizer.load(tmp_path)
+
+
+def test_a_tokenizer_that_transformers_made_out_of_nothing_is_refused():
+    with pytest.raises(ModelError, match="no vocabulary"):
+        Tokenizer.load(tiny("qwen3"))  # a directory without tokenizer files
+
+
+def test_a_text_beyond_the_models_length_is_tokenised_without_a_word(caplog):
+    hf = Tokenizer.load(speaking("byte_level")).hf
+    hf.model_max_length = 4
+    transformers_log = logging.getLogger("transformers")
+    transformers_log.addHandler(caplog.handler)
+    try:
+        assert len(Tokenizer(hf).encode("Hello world, how are you?")) > 4
+    finally:
+        transformers_log.removeHandler(caplog.handler)
+    assert not caplog.records
 
 
 def test_a_tokenizer_loads_from_a_model_directory():

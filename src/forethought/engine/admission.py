@@ -14,7 +14,7 @@ class Admission:
     """Checks prompts and params against the model and the limits.
 
     Args:
-        limits: of a step and of a sequence.
+        limits: of a step, and of a sequence as far as the model is concerned.
         vocab_size: ids are below this.
         capacity: tokens that the whole KV cache holds.
     """
@@ -75,16 +75,15 @@ class Admission:
             )
 
     def _check_length(self, length: int) -> None:
-        if length <= self._limits.max_length:
-            return
-        if self._limits.max_length >= self._capacity:
+        if length > self._limits.max_length:
+            raise ContextLengthError(
+                f"{length} tokens do not fit into the context",
+                f"one sequence may have {self._limits.max_length}, prompt and output together",
+                "Shorten the prompt, or raise max_seq_len if the model allows it",
+            )
+        if length > self._capacity:
             raise CapacityError(
                 f"{length} tokens do not fit into the KV cache",
                 f"it holds {self._capacity}",
                 "Shorten the prompt or raise kv_cache_config.max_tokens",
             )
-        raise ContextLengthError(
-            f"{length} tokens do not fit into the context",
-            f"one sequence may have {self._limits.max_length}, prompt and output together",
-            "Shorten the prompt, or raise max_seq_len if the model allows it",
-        )

@@ -12,6 +12,7 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence as Ids
+from dataclasses import replace
 
 from forethought.engine import kinship, passing
 from forethought.engine.admission import Admission
@@ -34,7 +35,7 @@ class Engine:
 
     Args:
         runner: the network and the tensors of its KV cache.
-        limits: of a step and of a sequence.
+        limits: of a step and of a sequence, which the KV cache may limit further.
         reuse: whether full pages are found again by later prompts with the same prefix.
         seed: where the seeds of unseeded requests come from; None: the operating system.
     """
@@ -42,13 +43,13 @@ class Engine:
     def __init__(
         self, runner: Runner, limits: Limits, *, reuse: bool = True, seed: int | None = None
     ) -> None:
-        self.runner, self.limits, self.stats = runner, limits, EngineStats()
+        self.runner, self.stats = runner, EngineStats()
         self.pool = PagePool(runner.storage.num_pages, runner.storage.page_size)
         self.index = PrefixIndex(self.pool, reuse)
-        self.scheduler = Scheduler(self.pool, self.index, limits, self.stats)
-        self.admission = Admission(
-            limits, runner.lm.vocab_size, self.pool.num_pages * self.pool.page_size
-        )
+        capacity = self.pool.num_pages * self.pool.page_size
+        self.admission = Admission(limits, runner.lm.vocab_size, capacity)
+        self.limits = replace(limits, max_length=min(limits.max_length, capacity))
+        self.scheduler = Scheduler(self.pool, self.index, self.limits, self.stats)
         self._ledger = Ledger(self.stats, self.index, self.pool.page_size)
         self._commit = Commit(self.scheduler, self._ledger, runner.lm.eos_token_ids)
         self._eos_ids = runner.lm.eos_token_ids

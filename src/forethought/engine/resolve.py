@@ -48,7 +48,7 @@ def build(args: LlmArgs, model_dir: Path) -> Engine:
     limits = Limits(
         max_batch_size=batch_size,
         max_num_tokens=args.max_num_tokens,
-        max_length=min(context, capacity),
+        max_length=context,
         chunked_prefill=args.enable_chunked_prefill,
     )
     log.info("%s on %s, %d tokens of KV cache, %s", model_dir, lm.device, capacity, limits)
@@ -93,7 +93,14 @@ def _storage(config: KvCacheConfig, lm: CausalLM, useful: int) -> KvStorage:
             f"{pages} pages of {size} tokens, {page_bytes} bytes each",
             "Raise kv_cache_config.max_tokens or free some memory",
         )
-    return KvStorage(lm.layer_shapes, pages, size, lm.dtype, lm.device)
+    try:
+        return KvStorage(lm.layer_shapes, pages, size, lm.dtype, lm.device)
+    except (RuntimeError, MemoryError) as error:  # torch's allocators raise RuntimeError
+        raise CapacityError(
+            "the KV cache does not fit into memory",
+            f"{pages} pages of {page_bytes} bytes each",
+            "Lower kv_cache_config.max_tokens",
+        ) from error
 
 
 def _cache_bytes(config: KvCacheConfig, device: torch.device) -> int:

@@ -7,6 +7,7 @@ checkpoints). Nothing is downloaded. What the model asks of attention is found b
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -125,6 +126,12 @@ def _module(
             f"{type(module).__name__} keeps recurrent state (linear attention or a state space "
             "model), which cannot be rewound by dropping pages",
         )
+    if "position_ids" not in inspect.signature(module.forward).parameters:
+        raise _unsupported(
+            directory,
+            f"{type(module).__name__} takes no position_ids: it counts positions by itself, and "
+            "the rows of a batch lie one behind the other",
+        )
     return module
 
 
@@ -209,6 +216,11 @@ def _refusing(directory: Path, doing: str) -> Iterator[None]:
         raise _unsupported(directory, error.why) from error
     except (torch.OutOfMemoryError, MemoryError):
         raise
+    except KeyError as error:
+        if error.args[0] not in (PROBE, KEYWORD):
+            raise _broken(directory, f"{doing} failed: no {error}") from error
+        why = "its attention is not called through transformers' attention interface"
+        raise _unsupported(directory, why) from error
     except Exception as error:  # transformers, safetensors and remote code raise anything
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise _broken(directory, f"{doing} failed: {reason}") from error

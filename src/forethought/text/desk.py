@@ -53,8 +53,9 @@ class Desk:
         """
         args = LlmArgs.from_dict({"model": model, **fields})
         model_dir = args.model or reasoner_dir()
+        engine = resolve.build(args, model_dir)  # first: a wrong directory is about the model
         tokenizer = Tokenizer.load(args.tokenizer or model_dir, args.trust_remote_code)
-        return cls(resolve.build(args, model_dir), tokenizer, model_dir)
+        return cls(engine, tokenizer, model_dir)
 
     # ---- from any thread --------------------------------------------------------------------
 

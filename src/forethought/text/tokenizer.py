@@ -57,6 +57,12 @@ class Tokenizer:
                 reason[0],
                 "The directory needs the tokenizer's files, such as tokenizer.json",
             ) from error
+        if len(hf.get_vocab()) <= len(hf.added_tokens_decoder):
+            raise ModelError(
+                f"cannot load the tokenizer of {path}",
+                "it has no vocabulary, as transformers makes one when it finds no files",
+                "The directory needs the tokenizer's files, such as tokenizer.json",
+            )
         return cls(hf)
 
     def encode(self, text: str) -> list[int]:
@@ -144,7 +150,10 @@ class Tokenizer:
     def _ids(self, text: str, add_special_tokens: bool = False) -> list[int]:
         try:
             with self._lock:
-                ids: list[int] = self.hf(text, add_special_tokens=add_special_tokens).input_ids
+                # verbose: the engine itself tells, once, that a text is too long
+                ids: list[int] = self.hf(
+                    text, add_special_tokens=add_special_tokens, verbose=False
+                ).input_ids
         except (TypeError, UnicodeError) as error:
             raise ParameterError(
                 "the text cannot be tokenised", str(error), "Is it valid Unicode?"
