@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from forethought.cli import main as cli
+
 ROOT = Path(__file__).parents[1]
-LIGHT = ["forethought", "forethought.scaffolding", "forethought.methods", "forethought.cli.main"]
+COMMANDS = [f"forethought.cli.{name}" for name in ("main", *cli.COMMANDS)]
+LIGHT = ["forethought", "forethought.scaffolding", "forethought.methods", *COMMANDS]
 HEAVY = ["torch", "transformers", "tokenizers", "safetensors", "openai", "matplotlib"]
 
 
@@ -28,7 +31,7 @@ def test_every_public_name_of_scaffolding_and_methods_works_without_torch():
         "import sys\n"
         f"for name in {HEAVY[:4]}: sys.modules[name] = None\n"
         "import forethought.scaffolding as scaffolding, forethought.methods as methods\n"
-        "without = {'EngineWorker', 'TRTLLMWorker'}\n"
+        "without = {'EngineWorker', 'RewardWorker', 'TRTLLMWorker'}\n"
         "for module in (scaffolding, methods):\n"
         "    for name in set(module.__all__) - without: getattr(module, name)\n"
         "print('ok')"
