@@ -328,6 +328,36 @@ def test_the_first_failure_of_a_batch_is_raised_and_the_rest_is_aborted():
     assert worker.calls[1].ended == "cancelled"
 
 
+def test_code_that_exits_fails_its_request_instead_of_hanging_all_of_them():
+    class Exits(Controller):
+        def process(self, tasks, **kwargs):
+            raise SystemExit(3)
+            yield
+
+    with ScaffoldingLlm(Exits(), {}) as llm, pytest.raises(UsageError, match="code 3"):
+        llm.generate("p")
+    worker = ScriptedWorker([Reply("", error=SystemExit(4)), "fine"])
+    with ScaffoldingLlm(NativeGenerationController(), {TAG: worker}) as llm:
+        with pytest.raises(TaskError, match="SystemExit: 4"):
+            llm.generate("p")
+        assert llm.generate("p").output.text == "fine"
+
+
+def test_a_controller_that_fails_while_it_is_ended_does_not_hide_why_it_was():
+    class Clumsy(NativeGenerationController):
+        def process(self, tasks, **kwargs):
+            try:
+                yield from super().process(tasks)
+            finally:
+                raise ValueError("dropped something")
+
+    with (
+        ScaffoldingLlm(Clumsy(), {TAG: ScriptedWorker([SLOW])}) as llm,
+        pytest.raises(RequestTimeout),
+    ):
+        llm.generate("p", timeout=0.05)
+
+
 def test_the_failure_of_a_batch_does_not_wait_for_those_before_it():
     worker = ScriptedWorker({"slow": SLOW, "bad": Reply("", error=OSError("gone"))})
     with (

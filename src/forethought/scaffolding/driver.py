@@ -121,6 +121,10 @@ class Frame:
                     wanted = resume()
                 except StopIteration as stop:
                     return stop.value
+                except SystemExit as error:  # would end the loop, and nobody would hear of it
+                    raise UsageError(
+                        "a controller called sys.exit()", f"code {error.code}"
+                    ) from error
                 try:
                     value = await self._perform(wanted)
                 except Exception as error:
@@ -269,7 +273,7 @@ class Frame:
             status = await worker.run_task(task)
         except UsageError as error:
             return failed, error
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             why = f"{type(error).__name__}: {error}"
             failure = TaskError(f"{type(task).__name__} failed", why, task=task, status=failed)
             failure.__cause__ = error

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import logging
 import queue
 import threading
 import uuid
@@ -34,6 +35,8 @@ from forethought.scaffolding.output import ScaffoldingOutput
 from forethought.scaffolding.result import ScaffoldingResult
 from forethought.scaffolding.scope import ExecutionScope
 from forethought.scaffolding.worker import Worker
+
+_logger = logging.getLogger(__name__)
 
 _COMPUTE_THREADS = 4
 _SETTLE_SECONDS = 5.0
@@ -238,7 +241,9 @@ class ScaffoldingLlm:
         except asyncio.CancelledError:
             result.finish(request.stopped or EngineStopped("the event loop was shut down"))
         except Exception as error:
-            result.finish(error)
+            if request.stopped is not None:
+                _logger.warning("a controller failed while it was ended: %r", error)
+            result.finish(request.stopped or error)
 
     async def _answer(self, request: _Request) -> list[ScaffoldingOutput]:
         result = request.result
