@@ -13,6 +13,9 @@ from forethought.errors import ParameterError
 MAX_LOGPROBS = 64
 """Most alternatives per token that a request may ask log-probabilities of."""
 
+MAX_SAMPLES = 4096
+"""Most samples of one prompt, all of which the engine holds at once."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -93,7 +96,7 @@ class SamplingParams:
         for name, low, high, optional in (
             ("max_tokens", 1, None, True),
             ("min_tokens", 0, None, False),
-            ("n", 1, None, False),
+            ("n", 1, MAX_SAMPLES, False),
             ("seed", 0, 2**64 - 1, True),
             ("top_k", 0, None, False),
             ("logprobs", 0, MAX_LOGPROBS, True),

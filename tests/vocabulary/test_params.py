@@ -18,6 +18,7 @@ from forethought.params import SamplingParams
         {"max_tokens": True},
         {"min_tokens": 9, "max_tokens": 8},
         {"n": 0},
+        {"n": 10**9},
         {"seed": -1},
         {"seed": 2**64},
         {"temperature": -0.1},
