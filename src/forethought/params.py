@@ -25,7 +25,7 @@ class SamplingParams:
     ``max_tokens``             most new tokens; None: up to the end of the context
     ``min_tokens``             end-of-sequence and stop tokens cannot be drawn before this many
     ``n``                      samples of the one prompt; the prompt is prefilled once
-    ``seed``                   same seed, same tokens, in any company; None: drawn afresh
+    ``seed``                   same seed, same tokens, in any company (float32); None: fresh
     ``temperature``            0 is greedy
     ``top_k`` ``top_p``        keep the k likeliest; the smallest set of mass p (off: 0, 1.0)
     ``min_p``                  keep tokens with this fraction of the likeliest one's probability
