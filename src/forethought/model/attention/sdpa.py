@@ -13,6 +13,7 @@ computed explicitly in float32.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,10 +25,12 @@ from forethought.kv.storage import KvStorage
 from forethought.model.attention.base import Capability, Scoring
 from forethought.model.batch import Batch, Span
 
-# Where a row has fewer bytes of keys and values than this per layer, copying them costs a CPU less
-# than a call of its own does.
+# On a CPU. A row with fewer bytes of keys and values per layer than SMALL_ROW_BYTES is copied and
+# attended in a group, if there are enough such rows: that costs less than a call of its own. A
+# group's copies should stay in the cache of a core: past GROUP_BYTES another group begins.
 SMALL_ROW_BYTES = 320 * 1024
 FEWEST_IN_GROUP = 4
+GROUP_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +110,7 @@ class SdpaAttention:
         return SdpaPlan(
             page_size=storage.page_size,
             views=[_view(span, window) for span in decodes if span.start in alone],
-            groups=[_group(spans, window, storage) for spans in _alike(grouped, window)],
+            groups=[_group(spans, window, storage) for spans in _alike(grouped, window, storage)],
             pieces=[_piece(span, window, storage) for span in batch.spans if span.length > 1],
         )
 
@@ -269,13 +272,19 @@ def _mask(span: Span, window: int | None, storage: KvStorage) -> Tensor:
     return _additive(seen, storage.dtype)
 
 
-def _alike(spans: Sequence[Span], window: int | None) -> list[list[Span]]:
-    """Spans of similar length together, so that padding never costs more than the rows do."""
+def _alike(spans: Sequence[Span], window: int | None, storage: KvStorage) -> list[list[Span]]:
+    """Spans of similar length together, so that padding never costs more than the rows do.
+
+    On a CPU a group is small enough for its copied pages to stay in the cache of a core.
+    """
+    token_bytes = storage.layers[0].elements * storage.dtype.itemsize
+    limit = GROUP_BYTES if storage.device.type == "cpu" else math.inf
     groups: list[list[Span]] = []
     longest = 0
     for span in sorted(spans, key=lambda span: span.kv_length, reverse=True):
         length = span.kv_length - _skipped(span, window)
-        if not groups or 2 * length < longest:
+        full = groups and (len(groups[-1]) + 1) * longest * token_bytes > limit
+        if not groups or full or 2 * length < longest:
             groups.append([])
             longest = length
         groups[-1].append(span)
