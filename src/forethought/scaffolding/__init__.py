@@ -1,7 +1,7 @@
 """Inference-time methods as controllers, and the machinery that runs them on workers.
 
 The names are those of ``tensorrt_llm.scaffolding`` and some of our own. They are loaded when first
-used; none but ``EngineWorker`` needs torch.
+used; none but ``EngineWorker`` and ``RewardWorker`` needs torch.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     )
     from forethought.scaffolding.output import Delta, ScaffoldingOutput, StreamEvent
     from forethought.scaffolding.parallel import AsCompleted, Branch, FirstDone, ParallelProcess
+    from forethought.scaffolding.prm_controller import PRMController
     from forethought.scaffolding.result import ScaffoldingResult
     from forethought.scaffolding.scaffolding_llm import ScaffoldingLlm
     from forethought.scaffolding.scope import ExecutionScope, current_scope
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from forethought.scaffolding.worker import Worker
     from forethought.scaffolding.workers.local import EngineWorker, TRTLLMWorker
     from forethought.scaffolding.workers.openai import OpenaiWorker, TRTOpenaiWorker
+    from forethought.scaffolding.workers.reward import RewardWorker
     from forethought.scaffolding.workers.scripted import Reply, ScriptedWorker
 
 _HOMES = {
@@ -74,6 +76,7 @@ _HOMES = {
     "NativeGenerationController": "controller",
     "NativeChatController": "controller",
     "NativeRewardController": "controller",
+    "PRMController": "prm_controller",
     "MajorityVoteController": "controller",
     "BestOfNController": "controller",
     "ParallelProcess": "parallel",
@@ -101,6 +104,7 @@ _HOMES = {
     "TRTOpenaiWorker": "workers.openai",
     "EngineWorker": "workers.local",
     "TRTLLMWorker": "workers.local",
+    "RewardWorker": "workers.reward",
     "TaskCollection": "collections",
     "with_task_collection": "collections",
     "GenerationTokenCounter": "collectors",
@@ -137,10 +141,12 @@ __all__ = [
     "NativeRewardController",
     "OpenAIToolDescription",
     "OpenaiWorker",
+    "PRMController",
     "ParallelProcess",
     "QueryCollector",
     "Reply",
     "RewardTask",
+    "RewardWorker",
     "RoleMessage",
     "ScaffoldingLlm",
     "ScaffoldingOutput",

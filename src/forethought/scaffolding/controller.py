@@ -196,6 +196,7 @@ def refuse_arguments(controller: Controller, kwargs: Mapping[str, Any]) -> None:
 _METHODS = {
     "MajorityVoteController": "forethought.methods.majority_vote",
     "BestOfNController": "forethought.methods.best_of_n",
+    "PRMController": "forethought.scaffolding.prm_controller",
 }
 
 
