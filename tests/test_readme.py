@@ -33,7 +33,7 @@ def test_an_example_of_the_readme_runs(code):
 
 
 def test_the_guides_own_method_passes_the_guides_own_test():
-    _, method, check = examples(ROOT / "docs" / "methods.md")[:3]
+    _, _, method, check = examples(ROOT / "docs" / "methods.md")[:4]
     exec(method + check, {"__name__": "guide"})
 
 
