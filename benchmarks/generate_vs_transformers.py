@@ -106,7 +106,7 @@ def theirs(module: PreTrainedModel) -> Generate:
     """``model.generate`` with its default cache and attention; the prompts are of one length."""
 
     def generate(prompts: Prompts, new_tokens: int) -> list[list[int]]:
-        tokens = torch.tensor(prompts)
+        tokens = torch.tensor(prompts, device=module.device)
         output = module.generate(
             tokens,
             attention_mask=torch.ones_like(tokens),
@@ -197,6 +197,7 @@ def main() -> None:
     parser.add_argument("--case", action="append", choices=[case.name for case in CASES])
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # as LLM chooses
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
@@ -209,7 +210,8 @@ def main() -> None:
             if args.case and case.name not in args.case:
                 continue
             llm = LLM(directories[case.model], max_batch_size=case.batch)
-            module = AutoModelForCausalLM.from_pretrained(directories[case.model]).eval()
+            module = AutoModelForCausalLM.from_pretrained(directories[case.model])
+            module = module.to(device).eval()
             contestants = {"forethought": ours(llm), "generate": theirs(module)}
             if "generate_batch" in case.goals:
                 contestants["generate_batch"] = theirs_batched(module)
@@ -225,6 +227,7 @@ def main() -> None:
                 "new": args.new,
                 "rounds": args.rounds,
                 "rows": rows,
+                "device": device,
                 "machine": platform.processor() or platform.machine(),
                 "torch": torch.__version__,
                 "transformers": transformers.__version__,
