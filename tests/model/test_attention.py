@@ -11,6 +11,7 @@ import torch
 from forethought.kv.pool import PagePool
 from forethought.kv.storage import KvStorage, LayerShape
 from forethought.kv.table import PageTable
+from forethought.model.attention import sdpa
 from forethought.model.attention.base import ForwardPass, Scoring
 from forethought.model.attention.reference import ReferenceAttention
 from forethought.model.attention.sdpa import SdpaAttention
@@ -112,6 +113,17 @@ def test_sdpa_agrees_with_the_reference(name: str, page_size: int, scattered: bo
             storage = storage_for(case, num_pages, page_size)
             result = attend(SdpaAttention(grouping), case, batch, storage, 2)
             torch.testing.assert_close(result, exact, rtol=1e-4, atol=1e-5)
+
+
+def test_where_groups_are_cut_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, made = CASES["window"], tables(PagePool(60, 3), [30, 4, 17, 18, 9], scattered=True)
+    batch = Batch.build([Row([1], table.length - 1, table) for table in made])
+    results = []
+    for group_bytes in (1, 3000, 10**9):
+        monkeypatch.setattr(sdpa, "GROUP_BYTES", group_bytes)
+        results.append(attend(SdpaAttention(), case, batch, storage_for(case, 60, 3), 2))
+    torch.testing.assert_close(results[0], results[2], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(results[1], results[2], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["grouped", "window", "softcap, sinks and window"])

@@ -26,11 +26,11 @@ from forethought.model.attention.base import Capability, Scoring
 from forethought.model.batch import Batch, Span
 
 # On a CPU. A row with fewer bytes of keys and values per layer than SMALL_ROW_BYTES is copied and
-# attended in a group, if there are enough such rows: that costs less than a call of its own. A
-# group's copies should stay in the cache of a core: past GROUP_BYTES another group begins.
+# attended in a group, if there are enough such rows: that costs less than a call of its own. The
+# copies of a group should not leave the caches: past GROUP_BYTES another group begins.
 SMALL_ROW_BYTES = 320 * 1024
 FEWEST_IN_GROUP = 4
-GROUP_BYTES = 2**20
+GROUP_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +275,7 @@ def _mask(span: Span, window: int | None, storage: KvStorage) -> Tensor:
 def _alike(spans: Sequence[Span], window: int | None, storage: KvStorage) -> list[list[Span]]:
     """Spans of similar length together, so that padding never costs more than the rows do.
 
-    On a CPU a group is small enough for its copied pages to stay in the cache of a core.
+    On a CPU a group is small enough for its copied pages to stay in the caches.
     """
     token_bytes = storage.layers[0].elements * storage.dtype.itemsize
     limit = GROUP_BYTES if storage.device.type == "cpu" else math.inf
