@@ -1,0 +1,64 @@
+"""A second storage over the same pages: keys and values of a draft model, states of a head.
+
+The target's page tables say where a token lies; a companion keeps something else of that token at
+the same slot. It may lag: which slots it has filled *for the tokens that lie there now* is all that
+this file knows. Whoever computes the target's slot anew calls ``invalidate`` first, so a companion
+never mistakes an old token's entry for a new one's, whatever forks, prefix hits, rewinds and
+preemptions have done to the tables in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from forethought.kv.storage import KvStorage
+from forethought.kv.table import PageCopy, PageTable, SlotMove
+
+
+class Companion:
+    """Follows the pages of a target.
+
+    Args:
+        storage: of as many pages, of the same size, as the target's.
+    """
+
+    def __init__(self, storage: KvStorage) -> None:
+        self.storage = storage
+        self._ready = np.zeros((storage.num_pages, storage.page_size), dtype=bool)
+
+    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
+        """The target copies whole pages."""
+        if copies:
+            self.storage.copy_pages(copies)
+            src, dst = [copy.src for copy in copies], [copy.dst for copy in copies]
+            self._ready[dst] = self._ready[src]
+
+    def move_slots(self, moves: Sequence[SlotMove]) -> None:
+        """The target moves single tokens: an accepted path of a tree takes its place."""
+        if moves:
+            self.storage.move_slots(moves)
+            flat = self._ready.reshape(-1)
+            src, dst = [move.src for move in moves], [move.dst for move in moves]
+            flat[dst] = flat[src]
+
+    def invalidate(self, table: PageTable, start: int, stop: int) -> None:
+        """The target is about to write other tokens at positions ``start`` to ``stop``."""
+        self._set(table, start, stop, False)
+
+    def mark(self, table: PageTable, start: int, stop: int) -> None:
+        """The entries of positions ``start`` to ``stop`` have been computed."""
+        self._set(table, start, stop, True)
+
+    def ready_length(self, table: PageTable, length: int) -> int:
+        """How many of the first ``length`` positions are filled without a gap."""
+        size = self.storage.page_size
+        pages = table.pages[: -(-length // size)]
+        filled = self._ready[pages].reshape(-1)[:length]
+        first_gap = int(filled.argmin()) if filled.size else 0
+        return first_gap if filled.size and not filled[first_gap] else length
+
+    def _set(self, table: PageTable, start: int, stop: int, value: bool) -> None:
+        if start < stop:
+            self._ready.reshape(-1)[table.slots(start, stop)] = value

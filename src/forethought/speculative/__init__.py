@@ -1,0 +1,1 @@
+"""Guessing ahead: drafters propose trees of tokens, ``verify`` keeps what the target agrees with."""

@@ -1,0 +1,161 @@
+"""What a drafter is: the base class of ours and of a user's own, and what it is shown.
+
+A drafter in full::
+
+    class Repeat(Drafter):
+        def prepare_draft_tokens(self, scheduled_requests, resource_manager=None):
+            for request in scheduled_requests.generation_requests:
+                request.py_draft_tokens = [request.tokens[-1]] * request.max_draft_len
+
+It proposes; it never decides. Whatever it proposes, the output is what plain decoding gives, and if
+it raises, or proposes what does not exist, its requests go on without. The names are those of
+TensorRT-LLM's developer guide. Knows nothing about the engine.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from forethought.params import SamplingParams
+from forethought.speculative.draft import NO_DRAFT, Draft
+
+if TYPE_CHECKING:
+    from forethought.kv.companion import Companion
+    from forethought.kv.table import PageTable
+
+
+@dataclass(eq=False, slots=True)
+class DraftRequest:
+    """One request that is about to decode a token: what a drafter may know, and where it answers.
+
+    The same object is shown in every step of a generation; ``tokens`` grows.
+    """
+
+    request_id: int
+    tokens: Sequence[int]
+    """Prompt and output so far, live: read it, never write to it. The last one is the root, which
+    the draft follows."""
+    prompt_length: int
+    """Tokens before the current generation."""
+    params: SamplingParams
+    group: int
+    """Equal among the samples of one prompt."""
+    index: int
+    """Which of the samples of its prompt this is."""
+    seed: int
+    """With ``index``, what its coins are drawn from."""
+    max_draft_len: int = 0
+    """Most depth of the draft in this step."""
+    max_nodes: int = 0
+    """Most tokens of the draft in this step."""
+    table: PageTable | None = None
+    """Where its keys and values lie; reaches ``max_nodes`` tokens behind the root."""
+    draft: Draft = field(default=NO_DRAFT)
+    """The answer."""
+
+    @property
+    def py_draft_tokens(self) -> list[int]:
+        """The answer as a chain of token ids. Setting it proposes a chain of points."""
+        return list(self.draft.tokens)
+
+    @py_draft_tokens.setter
+    def py_draft_tokens(self, tokens: Sequence[int] | None) -> None:
+        self.draft = Draft(list(tokens or ()))
+
+    @property
+    def py_request_id(self) -> int:
+        """``request_id`` under TensorRT-LLM's name."""
+        return self.request_id
+
+    def get_tokens(self, beam: int = 0) -> list[int]:
+        """A copy of ``tokens``; there is only beam 0."""
+        assert beam == 0, "there is no beam search"
+        return list(self.tokens)
+
+
+@dataclass(slots=True)
+class ScheduledRequests:
+    """The requests of one step."""
+
+    generation_requests: list[DraftRequest]
+    """Those that want a draft."""
+    context_requests: list[DraftRequest] = field(default_factory=list)
+    """Those whose prompt is being prefilled."""
+
+    @property
+    def batch_size(self) -> int:
+        """Number of requests in the step."""
+        return len(self.generation_requests) + len(self.context_requests)
+
+    def all_requests(self) -> list[DraftRequest]:
+        """Prefills first, as TensorRT-LLM orders them."""
+        return [*self.context_requests, *self.generation_requests]
+
+
+class Drafter(ABC):
+    """Proposes tokens. Subclass it, and set ``request.py_draft_tokens`` or ``request.draft``."""
+
+    @abstractmethod
+    def prepare_draft_tokens(
+        self,
+        scheduled_requests: ScheduledRequests,
+        resource_manager: ResourceManager | None = None,
+    ) -> None:
+        """Propose for each of ``scheduled_requests.generation_requests``, or leave it as it is.
+
+        Args:
+            scheduled_requests: the requests of this step, none of which has a draft yet.
+            resource_manager: the one that the configuration names, if any.
+        """
+
+    def nodes(self, depth: int) -> int:
+        """Most tokens of a draft of ``depth`` levels: the depth itself, unless it branches."""
+        return depth
+
+    @property
+    def companions(self) -> Sequence[Companion]:
+        """Storages of its own over the target's pages; see ``kv.companion``."""
+        return ()
+
+    def update(self, scheduled_requests: ScheduledRequests) -> None:
+        """The step is over: ``tokens`` of each request now include what was accepted."""
+
+    def release(self, request: DraftRequest) -> None:
+        """The generation is over, or gone: forget what was kept for it. May come twice."""
+
+    def shutdown(self) -> None:
+        """The engine is going away."""
+
+
+class ResourceManager(ABC):
+    """State beside a user's drafter, told of a request's life; see TensorRT-LLM's guide.
+
+    Called in this order in each step: ``prepare_resources`` before the drafter, ``update_resources``
+    after verification; ``free_resources`` once per request, at its end; ``shutdown`` at last.
+    """
+
+    @abstractmethod
+    def get_max_resource_count(self) -> int:
+        """How many units there are; a request that would exceed them gets no drafts."""
+
+    @abstractmethod
+    def get_needed_resource_to_completion(self, request: DraftRequest) -> int:
+        """How many of them this request may come to need."""
+
+    def prepare_resources(self, scheduled_batch: ScheduledRequests) -> None:
+        """Before the drafter is asked."""
+
+    def update_resources(self, scheduled_batch: ScheduledRequests) -> None:
+        """After verification."""
+
+    def free_resources(self, request: DraftRequest) -> None:
+        """The request is over."""
+
+    def add_dummy_requests(self, request_ids: Sequence[int]) -> Any:
+        """Never called here; there are no padded batches."""
+
+    def shutdown(self) -> None:
+        """The engine is going away."""
