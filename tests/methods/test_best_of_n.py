@@ -45,11 +45,6 @@ def test_another_choice_can_be_put_in_its_place():
     assert best(["aa", "b", "cc"], 3, Worst)[0].output.text == "b"
 
 
-def test_a_seed_is_spread_over_the_samples():
-    _, worker = best("abc", 3, sampling_params={"seed": 4})
-    assert [call.task.seed for call in worker.calls] == [4, 5, 6]
-
-
 def test_bad_numbers_are_refused():
     with pytest.raises(ParameterError, match="sample_num"):
         best("abc", 0)
@@ -64,7 +59,9 @@ def test_each_sample_has_a_seed_of_its_own_wherever_the_seed_comes_from():
     for settings, options in (({"seed": 7}, {}), ({}, {"sampling_params": {"seed": 7}})):
         inner = NativeGenerationController(settings)
         answer(BestOfNController(inner, NativeRewardController(), 2), worker, **options)
-    assert [call.task.seed for call in worker.calls] == [7, 8, 7, 8]
+    one, other, *again = [call.task.seed for call in worker.calls]
+    assert len({7, one, other}) == 3
+    assert again == [one, other]
 
 
 def test_a_reward_controller_that_leaves_no_scores_is_refused():

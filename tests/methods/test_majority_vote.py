@@ -136,18 +136,40 @@ def test_the_number_of_samples_is_what_the_caller_says():
         MajorityVoteController(NativeGenerationController(), 0)
 
 
-def test_a_seeded_vote_gives_each_sample_a_seed_of_its_own():
+def drawn_seeds(controller, **options):
+    """The seeds of all samples of a vote, in the order in which they are asked for."""
     worker = ScriptedWorker(lambda p, i: "x")
+    answer(controller, worker, **options)
+    return [call.task.seed for call in worker.calls]
+
+
+def test_a_seeded_vote_gives_each_sample_a_seed_of_its_own_and_the_same_ones_again():
     controller = MajorityVoteController(NativeGenerationController(), 3, early_stop=False)
-    answer(controller, worker, sampling_params={"seed": 10})
-    assert [call.task.seed for call in worker.calls] == [10, 11, 12]
+    seeds = drawn_seeds(controller, sampling_params={"seed": 10})
+    assert len({10, *seeds}) == 4
+    assert seeds == drawn_seeds(controller, sampling_params={"seed": 10})
+    assert not set(seeds) & set(drawn_seeds(controller, sampling_params={"seed": 11}))
 
 
-def test_a_seed_among_the_settings_of_the_inner_controller_does_not_make_all_samples_the_same():
-    worker = ScriptedWorker(lambda p, i: "x")
+def test_a_seed_means_the_same_wherever_it_is_set():
     inner = NativeGenerationController({"seed": 10})
-    answer(MajorityVoteController(inner, 3, early_stop=False), worker)
-    assert [call.task.seed for call in worker.calls] == [10, 11, 12]
+    asked = drawn_seeds(
+        MajorityVoteController(NativeGenerationController(), 3, early_stop=False),
+        sampling_params={"seed": 10},
+    )
+    assert drawn_seeds(MajorityVoteController(inner, 3, early_stop=False)) == asked
+
+
+@pytest.mark.parametrize("where", ["request", "controller"])
+def test_a_vote_in_a_vote_repeats_no_seed(where):
+    """With sums of numbers, sample 0 of sample 1 would draw what sample 1 of sample 0 draws."""
+    native = NativeGenerationController({"seed": 10} if where == "controller" else None)
+    inner = MajorityVoteController(native, 4, early_stop=False)
+    middle = MajorityVoteController(inner, 3, early_stop=False)
+    outer = MajorityVoteController(middle, 2, early_stop=False)
+    options = {"sampling_params": {"seed": 10}} if where == "request" else {}
+    seeds = drawn_seeds(outer, **options)
+    assert len(set(seeds)) == len(seeds) == 24
 
 
 def test_arguments_go_to_the_samples():

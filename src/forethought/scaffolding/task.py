@@ -159,8 +159,9 @@ class GenerationTask(Task):
 
     chosen: set[str] = field(default_factory=set, init=False, repr=False)
     """Sampling fields that the request sets, be it to their defaults: no controller fills them."""
-    seed_offset: int = field(default=0, init=False, repr=False)
-    """Added to a seed that a controller fills in; tells the samples of one prompt apart."""
+    sample_path: tuple[int, ...] = field(default=(), init=False, repr=False)
+    """Which sample of its prompt it is, of which sample ..., outermost first; what the seed that a
+    controller fills in is varied by."""
 
     fork_point: ForkPoint | None = field(default=None, repr=False)
     """Set by ``fork``: the sequence that this task continues."""
