@@ -4,6 +4,8 @@ import random
 import threading
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from forethought.errors import ParameterError, TaskError
 from forethought.methods import MajorityVoteController
@@ -84,24 +86,86 @@ def test_it_can_be_told_to_wait_for_all():
     assert result.output.meta["majority_vote"]["finished"] == 4
 
 
-def test_stopping_early_never_changes_the_answer():
-    """40 random votes with ties, answers of several spellings and any order of arrival."""
-    source = random.Random(7)
-    spellings = {"half": ["1/2", "0.5", r"\frac{1}{2}"], "two": ["2", "2.0"], "three": ["3"]}
-    meaning = {s: m for m, spelled in spellings.items() for s in spelled} | {None: None}
-    stopped = 0
-    for _ in range(40):
-        answers = []
-        for _ in range(source.randint(1, 7)):
-            spelled = spellings[source.choice(list(spellings))]
-            answers.append((source.choice(spelled), source.choice([0.0, 0.004, 0.008])))
-        told = [
-            vote(answers, early_stop=early)[0].output.meta["majority_vote"]
-            for early in (True, False)
-        ]
-        assert meaning[told[0]["answer"]] == meaning[told[1]["answer"]], answers
-        stopped += told[0]["finished"] < told[1]["finished"]
-    assert stopped > 5
+def test_a_slow_sample_is_waited_for_if_the_output_may_be_its_own():
+    result, worker = vote([("4", 0.1), "4", "4", ("5", 60)])
+    assert result.output.meta["majority_vote"]["finished"] == 3
+    assert [call.ended for call in worker.calls] == ["done"] * 3 + ["cancelled"]
+
+
+class Meaning(TextEquivalence):
+    """Texts such as ``1`` and ``1.0`` mean the same, and say apart who wrote them."""
+
+    def quick(self, one, other):
+        return one.partition(".")[0] == other.partition(".")[0]
+
+    __call__ = quick
+
+
+class Job:
+    """A sample in flight, as far as a race asks for it."""
+
+    def cancel(self):
+        pass
+
+    def result(self):
+        pass
+
+
+def cast(answers, order, early_stop):
+    """What a vote returns if its samples finish in a given order, without a loop or a worker.
+
+    Returns:
+        The task, and how many samples ended.
+    """
+    controller = MajorityVoteController(
+        NativeGenerationController(), len(answers), early_stop, equivalence=Meaning()
+    )
+    task = GenerationTask(input_str="p")
+    process = controller.process([task])
+    race = wanted = next(process)
+    branches = race.new
+    for branch in branches:
+        race.started(branch, Job())
+    ended = 0
+    try:
+        while True:
+            if isinstance(wanted, list):  # something to compute
+                (compute,) = wanted
+                compute.result = compute.function(*compute.args, **compute.kwargs)
+                wanted = process.send(None)
+                continue
+            number = next(n for n in order if branches[n] in race.pending)
+            sample = branches[number].tasks[0]
+            said = answers[number]
+            sample.output_str = "none" if said is None else boxed(f"{said}.{number}")
+            race.finished(branches[number])
+            race.take()
+            ended += 1
+            wanted = process.send(branches[number])
+    except StopIteration:
+        return task, ended
+
+
+@given(data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_stopping_early_returns_the_same_sample_in_any_order_of_arrival(data):
+    answers = data.draw(st.lists(st.sampled_from([None, "1", "2", "3"]), min_size=1, max_size=9))
+    orders = st.permutations(range(len(answers)))
+    full, _ = cast(answers, data.draw(orders), early_stop=False)
+    early, ended = cast(answers, data.draw(orders), early_stop=True)
+    assert early.output_str == full.output_str
+    told, known = (t.customized_result_fields["majority_vote"] for t in (early, full))
+    assert told["answer"] == known["answer"]
+    assert told["finished"] == ended <= known["finished"] == len(answers)
+
+
+def test_stopping_early_saves_most_of_what_cannot_matter():
+    """8 samples, 3 in 4 right, 200 random orders: for the answer alone 5.8 on average."""
+    source, ended = random.Random(7), 0
+    for _ in range(200):
+        answers = [source.choice("1112") for _ in range(8)]
+        ended += cast(answers, source.sample(range(8), 8), early_stop=True)[1]
+    assert ended / 200 < 6.4
 
 
 def test_another_vote_can_be_put_in_its_place_and_sees_all_samples():

@@ -1,7 +1,22 @@
 """Majority vote, also known as self-consistency: sample several answers, return the commonest.
 
-Answers are pooled by what they mean. Sampling stops as soon as no sample still under way can change
-the winner.
+Answers are pooled by what they mean. A sample is ended as soon as it cannot change what is
+returned.
+
+What is returned is the lowest numbered sample of the largest group, a tie between groups going to
+the one with the lowest number: a function of the samples alone, whatever the order in which they
+finish. Early stop keeps it. Say that some samples have ended, P are pending, and W is the largest
+group so far, w its lowest number:
+
+1. Nothing is ended before W is settled: whatever all of P say, no other group wins
+   (``AnswerPool.decided``). So W, with those of P that join it, wins the full vote.
+2. Then only the samples of P above w are ended. A full vote returns the lowest number of W and
+   those of P that join it, which is at most w: a sample above w is never the one.
+3. Those of P below w run on, so whether they join W is known. If one does, w falls, and 2 holds
+   anew. At the end none is left, and w is what a full vote returns.
+
+This takes an equivalence that is one (symmetric and transitive), and samples that do not fail: a
+failure that the vote did not wait for is not raised.
 
 Paper: Wang et al., "Self-Consistency Improves Chain of Thought Reasoning in Language Models", 2022.
 """
@@ -27,7 +42,7 @@ class MajorityVoteController(Controller):
     """Runs a controller several times and returns the sample with the commonest answer.
 
     A tie goes to the answer of the sample with the lowest number. The output is the text and the
-    tokens of the winning answer's first sample, of those that ran to their end.
+    tokens of the winning answer's lowest numbered sample.
     ``customized_result_fields["majority_vote"]`` holds the ``answer``, the number of ``samples``
     and how many of them ``finished``.
 
@@ -36,8 +51,8 @@ class MajorityVoteController(Controller):
     Args:
         generation_controller: cloned for each sample.
         default_sample_num: samples, unless ``process`` is told otherwise.
-        early_stop: end the samples under way once they cannot change the winning answer; the
-            answer is the same as without.
+        early_stop: end each sample under way once it cannot change the output, which is the same
+            as without (see the module for the proof).
         extract_answer: finds the answer in a text; None: the sample does not vote.
         equivalence: decides which answers mean the same; mathematical equality by default.
         on_failure: ``"raise"`` fails if a sample does; ``"drop"`` votes without it.
@@ -122,7 +137,7 @@ class MajorityVoteController(Controller):
         return (0, None) if pool.winner is None else (pool.winner.first, pool.winner.answer)
 
     def _run(self, branches: list[Branch]) -> Process:
-        """Run the samples until all are done, or those under way do not matter any more.
+        """Run the samples until all are done, or have been ended as they do not matter any more.
 
         Returns:
             Those that have ended.
@@ -142,8 +157,11 @@ class MajorityVoteController(Controller):
                 ended.append(branch)
                 if stoppable:
                     yield from self._count(pool, numbers.pop(id(branch)), branch)
-                    if pool.decided(numbers.values()):
-                        break
+                    if pool.winner is not None and pool.decided(numbers.values()):
+                        first = pool.winner.first
+                        idle = [b for b in running.pending if numbers[id(b)] > first]
+                        if idle:
+                            running.cancel(*idle)
         return ended
 
     def _count(self, pool: AnswerPool, number: int, branch: Branch) -> Process:
