@@ -11,9 +11,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from forethought.config import KvCacheConfig, LlmArgs
+    from forethought.decoding import (
+        AutoDecodingConfig,
+        DraftTargetDecodingConfig,
+        NGramDecodingConfig,
+        SuffixDecodingConfig,
+        UserProvidedDecodingConfig,
+    )
     from forethought.errors import ForethoughtError
-    from forethought.outputs import CompletionOutput, FinishReason, RequestOutput, Usage
-    from forethought.params import SamplingParams
+    from forethought.outputs import (
+        CompletionOutput,
+        FinishReason,
+        RequestOutput,
+        SpeculationMetrics,
+        Usage,
+    )
+    from forethought.params import SamplingParams, SpeculationParams
     from forethought.text.async_llm import AsyncLLM
     from forethought.text.llm import LLM
     from forethought.text.session import Session
@@ -25,11 +38,18 @@ _HOMES = {
     "AsyncLLM": "text.async_llm",
     "Session": "text.session",
     "SamplingParams": "params",
+    "SpeculationParams": "params",
     "KvCacheConfig": "config",
     "LlmArgs": "config",
+    "AutoDecodingConfig": "decoding",
+    "DraftTargetDecodingConfig": "decoding",
+    "NGramDecodingConfig": "decoding",
+    "SuffixDecodingConfig": "decoding",
+    "UserProvidedDecodingConfig": "decoding",
     "CompletionOutput": "outputs",
     "FinishReason": "outputs",
     "RequestOutput": "outputs",
+    "SpeculationMetrics": "outputs",
     "Usage": "outputs",
     "ForethoughtError": "errors",
 }
@@ -37,15 +57,22 @@ _HOMES = {
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "AutoDecodingConfig",
     "CompletionOutput",
+    "DraftTargetDecodingConfig",
     "FinishReason",
     "ForethoughtError",
     "KvCacheConfig",
     "LlmArgs",
+    "NGramDecodingConfig",
     "RequestOutput",
     "SamplingParams",
     "Session",
+    "SpeculationMetrics",
+    "SpeculationParams",
+    "SuffixDecodingConfig",
     "Usage",
+    "UserProvidedDecodingConfig",
 ]
 
 

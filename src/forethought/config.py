@@ -6,45 +6,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import pydantic
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, Field, SerializeAsAny
 
-from forethought.errors import ParameterError
-
-_Model = TypeVar("_Model", bound="StrictModel")
-
-
-class StrictModel(BaseModel):
-    """A frozen pydantic model that refuses unknown fields with a ``ParameterError``."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
-
-    @classmethod
-    def from_dict(cls: type[_Model], values: dict[str, Any]) -> _Model:
-        """Build from field names and values.
-
-        Raises:
-            ParameterError: an unknown name, or a value of the wrong type or outside its range.
-        """
-        known = set(cls.model_fields)
-        for info in cls.model_fields.values():
-            if isinstance(info.validation_alias, AliasChoices):
-                known |= {str(choice) for choice in info.validation_alias.choices}
-        unknown = set(values) - known
-        if unknown:
-            raise ParameterError.unknown(cls.__name__, unknown, cls.model_fields)
-        try:
-            return cls(**values)
-        except pydantic.ValidationError as error:
-            first = error.errors()[0]
-            name = ".".join(str(part) for part in first["loc"]) or cls.__name__
-            raise ParameterError(
-                f"invalid {name} in {cls.__name__}",
-                f"got {first['input']!r}: {first['msg']}",
-                f"Change {name}",
-            ) from error
+from forethought.decoding import DecodingBaseConfig, read_configs
+from forethought.strict_model import StrictModel
 
 
 class KvCacheConfig(StrictModel):
@@ -91,6 +59,11 @@ class LlmArgs(StrictModel):
     seed: int | None = Field(default=None, ge=0, lt=2**64)
     """From which the seeds of unseeded requests are drawn; None: from the operating system."""
     trust_remote_code: bool = False
+    speculative_config: tuple[SerializeAsAny[DecodingBaseConfig], ...] = ()
+    """How to guess ahead: one configuration, or several of which each is asked where those before
+    it have nothing to propose. Dictionaries will do, with ``decoding_type`` as in YAML."""
+    disable_overlap_scheduler: Literal[True] = True
+    """Accepted from configurations that must say so elsewhere: steps never overlap here."""
 
     @pydantic.field_validator("dtype", mode="before")
     @classmethod
@@ -105,3 +78,8 @@ class LlmArgs(StrictModel):
     @classmethod
     def _kv_from_dict(cls, value: Any) -> Any:
         return KvCacheConfig.from_dict(value) if isinstance(value, dict) else value
+
+    @pydantic.field_validator("speculative_config", mode="before")
+    @classmethod
+    def _read_speculative(cls, value: Any) -> Any:
+        return read_configs(value)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 
 class FinishReason(StrEnum):
@@ -65,6 +68,52 @@ class Usage:
 
 
 @dataclass(slots=True)
+class SpeculationMetrics:
+    """How well one generation was guessed. Without drafts every step yields one token."""
+
+    steps: int = 0
+    """Decode steps, with a draft or without; the prefill that yields the first token is none."""
+    drafted: int = 0
+    """Tokens proposed, all branches of a tree together."""
+    accepted: int = 0
+    """Proposed tokens that were kept. A step yields one more than it accepts."""
+    accepted_by_position: list[int] = field(default_factory=list)
+    """Entry k: steps in which at least k + 1 tokens in a row were accepted."""
+    synthetic: bool = False
+    """Acceptance was made up (``synthetic_acceptance``): the tokens mean nothing."""
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """Tokens per decode step: 1 + accepted / steps; None before the first."""
+        return 1 + self.accepted / self.steps if self.steps else None
+
+    def record(self, drafted: int, accepted: int) -> None:
+        """One more step, in which ``accepted`` of ``drafted`` tokens were kept."""
+        self.steps += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        self.accepted_by_position += [0] * (accepted - len(self.accepted_by_position))
+        for position in range(accepted):
+            self.accepted_by_position[position] += 1
+
+    def __add__(self, other: SpeculationMetrics) -> SpeculationMetrics:
+        mine, others = self.accepted_by_position, other.accepted_by_position
+        return SpeculationMetrics(
+            self.steps + other.steps,
+            self.drafted + other.drafted,
+            self.accepted + other.accepted,
+            [a + b for a, b in itertools.zip_longest(mine, others, fillvalue=0)],
+            self.synthetic or other.synthetic,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ``mean_acceptance_length`` among them."""
+        length = self.mean_acceptance_length
+        rounded = None if length is None else round(length, 3)
+        return {**dataclasses.asdict(self), "mean_acceptance_length": rounded}
+
+
+@dataclass(slots=True)
 class CompletionOutput:
     """One sample of one prompt, complete or as far as it has come."""
 
@@ -81,6 +130,8 @@ class CompletionOutput:
     """None while it goes on."""
     stop_reason: int | str | None = None
     """The stop token or stop string that ended it; None for end-of-sequence and length."""
+    metrics: SpeculationMetrics | None = None
+    """How well it was guessed; None where nothing is known of its steps."""
 
 
 @dataclass(slots=True)

@@ -18,6 +18,48 @@ MAX_SAMPLES = 4096
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationParams:
+    """How to guess ahead for one request. It never changes what is said, only how fast.
+
+    ===================  ===========================================================================
+    ``enabled``          False: plain decoding
+    ``max_draft_len``    most levels of a draft, within what the engine was built for; None: all
+    ``drafter``          the only drafter to ask, by its name; None: all, in the engine's order
+    ===================  ===========================================================================
+
+    Raises:
+        ParameterError: a value is outside its range.
+    """
+
+    enabled: bool = True
+    max_draft_len: int | None = None
+    drafter: str | None = None
+
+    def __post_init__(self) -> None:
+        length = self.max_draft_len
+        if not isinstance(self.enabled, bool):
+            raise _refuse("speculation.enabled", self.enabled, "it must be True or False")
+        if length is not None and (isinstance(length, bool) or not isinstance(length, int)):
+            raise _refuse("speculation.max_draft_len", length, "it must be a whole number")
+        if length is not None and length < 0:
+            raise _refuse("speculation.max_draft_len", length, "it must be at least 0")
+        if self.drafter is not None and (not isinstance(self.drafter, str) or not self.drafter):
+            raise _refuse("speculation.drafter", self.drafter, "it must be a drafter's name")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> SpeculationParams:
+        """Build from field names and values.
+
+        Raises:
+            ParameterError: a name is not a field, or a value is outside its range.
+        """
+        names = {field.name for field in dataclasses.fields(cls)}
+        if set(values) - names:
+            raise ParameterError.unknown("SpeculationParams", set(values) - names, names)
+        return cls(**values)
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to draw the tokens of one request, and when to stop.
 
@@ -41,6 +83,7 @@ class SamplingParams:
     ``skip_special_tokens``    leave special tokens out of the text
     ``priority``               lower runs first; equal ones in order of arrival
     ``cache_salt``             cached prefixes are shared only among requests of the same salt
+    ``speculation``            ``SpeculationParams``, or a dictionary; None: as the engine does
     =========================  =====================================================================
 
     Raises:
@@ -68,12 +111,16 @@ class SamplingParams:
     skip_special_tokens: bool = True
     priority: int = 0
     cache_salt: str = ""
+    speculation: SpeculationParams | None = None
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         object.__setattr__(self, "stop", _as_tuple("stop", stop))
         object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _as_bias(self.logit_bias))
+        if isinstance(self.speculation, Mapping):
+            chosen = SpeculationParams.from_dict(self.speculation)
+            object.__setattr__(self, "speculation", chosen)
         self._check_types()
         self._check_counts()
         self._check_numbers()
@@ -91,6 +138,8 @@ class SamplingParams:
                 raise _refuse(name, getattr(self, name), "it must be True or False")
         if not isinstance(self.cache_salt, str):
             raise _refuse("cache_salt", self.cache_salt, "it must be a string")
+        if not isinstance(self.speculation, SpeculationParams | None):
+            raise _refuse("speculation", self.speculation, "it must be SpeculationParams")
 
     def _check_counts(self) -> None:
         for name, low, high, optional in (

@@ -1,0 +1,373 @@
+"""How to guess ahead: one configuration class per way of drafting.
+
+Names, defaults and ``decoding_type`` strings are those of TensorRT-LLM, so that a
+``speculative_config`` block of a YAML file that was written for it is read here as it stands. After
+construction every length is settled; an impossible or ambiguous one is refused. Knows nothing about
+how drafts are made.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import pydantic
+from pydantic import AliasChoices, Field
+
+from forethought.errors import ParameterError, UnknownNameError
+from forethought.registry import Registry
+from forethought.strict_model import StrictModel
+
+
+class DecodingBaseConfig(StrictModel):
+    """What all ways of drafting have in common. ``from_dict`` finds the class that is meant."""
+
+    decoding_type: ClassVar[str] = ""
+    """What a dictionary or YAML file calls it; case, ``_`` and ``-`` do not matter there."""
+    uses_model: ClassVar[bool] = False
+    """Whether it needs ``speculative_model``."""
+    branches: ClassVar[bool] = False
+    """Whether a draft may be a tree: have more tokens than levels."""
+
+    name: str = Field(default="", min_length=1)
+    """What ``SpeculationParams.drafter`` and the metrics call it."""
+    max_draft_len: int = Field(default=0, ge=0)
+    """Most levels of a draft: most tokens that a step can accept."""
+    max_total_draft_tokens: int = Field(default=0, ge=0)
+    """Most tokens of a draft, all branches together: for these the KV cache is reserved. Left out:
+    ``max_draft_len``, or the size of the tree."""
+    speculative_model: Path | None = Field(
+        default=None, validation_alias=AliasChoices("speculative_model", "speculative_model_dir")
+    )
+    """Local Hugging Face directory of the draft model."""
+    max_concurrency: int | None = Field(default=None, ge=1)
+    """No drafts in a step with more running sequences than this; None: no such limit."""
+    draft_len_schedule: dict[int, int] | None = None
+    """Running sequences -> draft length; see ``draft_len_schedule_bounds``. Kept sorted."""
+    draft_len_schedule_bounds: Literal["upper", "lower"] | None = None
+    """How the keys are meant, which must be said. ``upper``: up to so many sequences, and no drafts
+    with more than the largest key. ``lower``: from so many sequences on; the smallest key is 1."""
+    acceptance_rate_window_size: int = Field(default=0, ge=0)
+    """Finished requests over which the gate averages; 0: there is no gate."""
+    acceptance_rate_threshold: float | None = Field(default=None, ge=0.0, le=1.0)
+    """The gate closes when a smaller share of the drafted tokens than this is accepted."""
+    length_control: Literal["fixed", "goodput"] = "fixed"
+    """``fixed``: as long as the fields above allow. ``goodput``: as long as pays in tokens per
+    second, as measured while running, which may be 0."""
+    synthetic_acceptance: float | None = Field(default=None, ge=0.0, le=1.0)
+    """For studies of speed: each level of a draft is accepted with this probability, whatever it
+    holds. Outputs are then meaningless, and marked."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _none_is_left_out(cls, values: Any) -> Any:
+        """``null`` in YAML leaves a field at its default."""
+        if not isinstance(values, Mapping):
+            return values
+        return {name: value for name, value in values.items() if value is not None}
+
+    @pydantic.model_validator(mode="after")
+    def _settle(self) -> DecodingBaseConfig:
+        if not self.decoding_type:
+            raise _undecided()
+        self._settle_lengths()
+        self._settle_schedule()
+        if self.uses_model and self.speculative_model is None:
+            raise self._refuse("speculative_model", None, "drafts come from a model of their own")
+        if not self.uses_model and self.speculative_model is not None:
+            raise self._refuse("speculative_model", self.speculative_model, "it has no draft model")
+        if bool(self.acceptance_rate_window_size) != (self.acceptance_rate_threshold is not None):
+            raise self._refuse(
+                "acceptance_rate_window_size",
+                self.acceptance_rate_window_size,
+                f"acceptance_rate_threshold is {self.acceptance_rate_threshold}; a gate needs both",
+            )
+        return self
+
+    def _settle_lengths(self) -> None:
+        if self.max_draft_len < 1:
+            raise self._refuse("max_draft_len", self.max_draft_len, "a draft has at least 1 level")
+        total = self.max_total_draft_tokens or self.max_draft_len
+        if total < self.max_draft_len or (total > self.max_draft_len and not self.branches):
+            raise self._refuse(
+                "max_total_draft_tokens",
+                total,
+                f"max_draft_len is {self.max_draft_len}"
+                + ("" if self.branches else ", and its drafts do not branch"),
+            )
+        self._set("max_total_draft_tokens", total)
+
+    def _settle_schedule(self) -> None:
+        schedule, bounds = self.draft_len_schedule, self.draft_len_schedule_bounds
+        if (schedule is None) != (bounds is None):
+            raise self._refuse(
+                "draft_len_schedule_bounds",
+                bounds,
+                "it says whether the keys of draft_len_schedule are 'upper' or 'lower' bounds of "
+                "the number of running sequences: give both or neither",
+            )
+        if schedule is None:
+            return
+        if self.max_concurrency is not None or self.length_control != "fixed":
+            other = "length_control" if self.max_concurrency is None else "max_concurrency"
+            raise self._refuse(other, getattr(self, other), "draft_len_schedule decides already")
+        if not schedule or min(schedule) < 1 or (bounds == "lower" and min(schedule) > 1):
+            first = "the smallest of these lower bounds must be 1" if bounds == "lower" else ""
+            reason = first or "it must have batch sizes from 1 as keys"
+            raise self._refuse("draft_len_schedule", schedule, reason)
+        if any(not 0 <= length <= self.max_draft_len for length in schedule.values()):
+            reason = f"lengths lie between 0 and max_draft_len, {self.max_draft_len}"
+            raise self._refuse("draft_len_schedule", schedule, reason)
+        self._set("draft_len_schedule", dict(sorted(schedule.items())))
+
+    def _set(self, name: str, value: Any) -> None:
+        """Settle a field during construction, after which it is frozen."""
+        self.__dict__[name] = value
+
+    def _refuse(self, name: str, value: Any, reason: str) -> ParameterError:
+        owner = type(self).__name__
+        return ParameterError(
+            f"invalid {name} in {owner}", f"got {value!r}, but {reason}", f"Change {name}"
+        )
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Any:
+        """The configuration that ``values`` describe.
+
+        Args:
+            values: field names and values; ``decoding_type`` names the class, unless it is called
+                on that class.
+
+        Raises:
+            UnknownNameError: there is no such ``decoding_type``.
+            ParameterError: an unknown name, or a value of the wrong type or outside its range.
+        """
+        fields = dict(values)
+        kind = fields.pop("decoding_type", cls.decoding_type)
+        if not kind:
+            raise _undecided()
+        found = _find(kind)
+        if not issubclass(found, cls):
+            raise ParameterError(
+                f"invalid decoding_type in {cls.__name__}",
+                f"got {kind!r}, which is {found.__name__}",
+                f"Call {found.__name__}.from_dict, or leave decoding_type out",
+            )
+        return found(**fields)
+
+
+class NGramDecodingConfig(DecodingBaseConfig):
+    """Drafts are what followed the last few tokens when they stood there before.
+
+    Prompt lookup decoding: needs no model. See ``speculative.drafters.ngram``.
+    """
+
+    decoding_type: ClassVar[str] = "NGram"
+
+    name: str = Field(default="ngram", min_length=1)
+    max_draft_len: int = Field(default=5, ge=0)
+    max_matching_ngram_size: int = Field(default=2, ge=1)
+    """Most tokens at the end that are looked up; the longest that is found wins."""
+    is_keep_all: bool = True
+    """Keep every continuation of a pattern; else only one, the longest."""
+    is_use_oldest: bool = True
+    """Propose the oldest continuation of a pattern; else the newest."""
+    is_public_pool: bool = True
+    """Requests look up what others have said, within one ``cache_salt``; else only their own."""
+
+
+class SuffixDecodingConfig(DecodingBaseConfig):
+    """Drafts are the likeliest continuations of the longest suffix that was seen before.
+
+    SuffixDecoding (Oliaro et al., 2024), over what was said in the request itself, by the other
+    samples of its prompt, and by earlier requests. See ``speculative.drafters.suffix``.
+    """
+
+    decoding_type: ClassVar[str] = "Suffix"
+
+    name: str = Field(default="suffix", min_length=1)
+    max_draft_len: int = Field(default=16, ge=0)
+    max_tree_depth: int = Field(default=24, ge=2)
+    """Tokens of the longest path in a suffix tree: suffix and continuation together."""
+    max_spec_factor: float = Field(default=1.0, gt=0.0)
+    """A suffix of n tokens is followed by at most this times n drafted ones."""
+    min_token_prob: float = Field(default=0.1, ge=0.0, le=1.0)
+    """The draft ends where the continuation's estimated probability falls below this."""
+    max_cached_requests: int = Field(default=10_000, ge=0)
+    """Finished requests that are remembered, within one ``cache_salt``; 0: none."""
+
+
+class DraftTargetDecodingConfig(DecodingBaseConfig):
+    """Drafts come from a smaller model with the same vocabulary.
+
+    Speculative decoding (Leviathan et al., 2023; Chen et al., 2023). See
+    ``speculative.drafters.draft_target``.
+    """
+
+    decoding_type: ClassVar[str] = "Draft_Target"
+    uses_model: ClassVar[bool] = True
+    branches: ClassVar[bool] = True
+
+    name: str = Field(default="draft_target", min_length=1)
+    draft_sampling: Literal["greedy", "sampled"] = "greedy"
+    """``greedy``: the likeliest tokens. ``sampled``: drawn from the draft model's law where the
+    request is sampled itself."""
+    draft_choices: tuple[tuple[int, ...], ...] | None = None
+    """A tree instead of a chain: paths of ranks, ``[1, 0]`` being the likeliest token after the
+    second likeliest. All paths, or those to the leaves only; a list, or the text of one."""
+
+    @pydantic.field_validator("draft_choices", mode="before")
+    @classmethod
+    def _from_text(cls, value: Any) -> Any:
+        try:
+            return ast.literal_eval(value) if isinstance(value, str) else value
+        except (ValueError, SyntaxError) as error:
+            raise ValueError("it is not the text of a list of lists") from error
+
+    def _settle_lengths(self) -> None:
+        """With a tree, its depth and size are the lengths; others beside it are refused."""
+        paths = self.draft_choices
+        if paths is not None:
+            if not paths or not all(paths) or min(map(min, paths)) < 0:
+                raise self._refuse("draft_choices", paths, "paths are lists of ranks from 0")
+            if len(set(paths)) < len(paths):
+                raise self._refuse("draft_choices", paths, "a path stands there twice")
+            size = len({path[:end] for path in paths for end in range(1, len(path) + 1)})
+            for name, value in (
+                ("max_draft_len", max(map(len, paths))),
+                ("max_total_draft_tokens", size),
+            ):
+                if getattr(self, name) not in (0, value):
+                    reason = f"draft_choices make it {value}"
+                    raise self._refuse(name, getattr(self, name), reason)
+                self._set(name, value)
+        super()._settle_lengths()
+
+
+class UserProvidedDecodingConfig(DecodingBaseConfig):
+    """Drafts come from the caller's own ``Drafter``; see ``speculative.drafter``."""
+
+    decoding_type: ClassVar[str] = "User_Provided"
+    branches: ClassVar[bool] = True
+
+    name: str = Field(default="user_provided", min_length=1)
+    drafter: Any
+    """A ``Drafter``: an instance, or ``"module:Name"`` of a class without arguments."""
+    resource_manager: Any = None
+    """A ``ResourceManager``, or ``"module:Name"`` of one, told of each request's life."""
+
+    @pydantic.field_validator("drafter", "resource_manager", mode="after")
+    @classmethod
+    def _load(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
+        kind = str(info.field_name)
+        made = Registry(kind, {}).create(value) if isinstance(value, str | type) else value
+        method = "prepare_draft_tokens" if kind == "drafter" else "get_max_resource_count"
+        if not callable(getattr(made, method, None)):
+            raise ValueError(f"it has no method {method}")
+        return made
+
+
+class AutoDecodingConfig(DecodingBaseConfig):
+    """An ``NGramDecodingConfig`` whose sizes follow the engine's. Other fields are handed on to it.
+
+    n-grams of 3 and drafts of 5 up to 4 sequences at once, else n-grams of 5 and drafts of 3; none
+    with more than 32 running: TensorRT-LLM's heuristic.
+    """
+
+    decoding_type: ClassVar[str] = "AUTO"
+
+    name: str = Field(default="ngram", min_length=1)
+
+    def resolve(self, max_batch_size: int) -> NGramDecodingConfig:
+        """What it stands for.
+
+        Args:
+            max_batch_size: sequences that the engine runs at once.
+
+        Raises:
+            ParameterError: a field of this one cannot go with the sizes.
+        """
+        few = max_batch_size <= 4
+        chosen: dict[str, Any] = {
+            "max_draft_len": 5 if few else 3,
+            "max_matching_ngram_size": 3 if few else 5,
+        }
+        if self.draft_len_schedule is None and self.length_control == "fixed":
+            chosen["max_concurrency"] = 32
+        given = {name: getattr(self, name) for name in self.model_fields_set}
+        return NGramDecodingConfig(**{**chosen, **given})
+
+    def _settle_lengths(self) -> None:
+        """``resolve`` will."""
+
+    def _settle_schedule(self) -> None:
+        """``resolve`` will."""
+
+
+_CLASSES: Mapping[str, type[DecodingBaseConfig]] = {
+    config.decoding_type: config
+    for config in (
+        AutoDecodingConfig,
+        DraftTargetDecodingConfig,
+        NGramDecodingConfig,
+        SuffixDecodingConfig,
+        UserProvidedDecodingConfig,
+    )
+}
+
+
+def _find(kind: Any) -> type[DecodingBaseConfig]:
+    """The class that a ``decoding_type`` names."""
+    spelled = _plain(str(kind))
+    for name, config in _CLASSES.items():
+        if _plain(name) == spelled:
+            return config
+    raise UnknownNameError("decoding_type", str(kind), _CLASSES)
+
+
+def _undecided() -> ParameterError:
+    return ParameterError(
+        "speculative_config needs decoding_type",
+        "nothing says how to draft",
+        f"Use one of {', '.join(sorted(_CLASSES))}",
+    )
+
+
+def _plain(kind: str) -> str:
+    return kind.casefold().replace("_", "").replace("-", "")
+
+
+def read_configs(value: Any) -> tuple[DecodingBaseConfig, ...]:
+    """One configuration or several, however they are written, in order.
+
+    Args:
+        value: a configuration, a dictionary for ``from_dict``, a list of them, or None.
+
+    Raises:
+        UsageError: something else, a bad dictionary, or two with one name.
+    """
+    items: Sequence[Any] = value if isinstance(value, list | tuple) else [value]
+    configs = [_read(item) for item in items if item is not None]
+    names = [config.name for config in configs]
+    if len(set(names)) < len(names):
+        raise ParameterError(
+            "two entries of speculative_config have one name",
+            f"their names are {', '.join(names)}",
+            "Set name, by which requests choose a drafter",
+        )
+    return tuple(configs)
+
+
+def _read(item: Any) -> DecodingBaseConfig:
+    if isinstance(item, Mapping):
+        config: DecodingBaseConfig = DecodingBaseConfig.from_dict(item)
+        return config
+    if not isinstance(item, DecodingBaseConfig):
+        raise ParameterError(
+            "invalid speculative_config",
+            f"got {item!r}",
+            "Give a configuration such as NGramDecodingConfig(), a dictionary, or a list of them",
+        )
+    return item
