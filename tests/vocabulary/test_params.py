@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from forethought.errors import ParameterError
-from forethought.params import SamplingParams
+from forethought.params import SamplingParams, SpeculationParams
 
 
 @pytest.mark.parametrize(
@@ -74,3 +74,33 @@ def test_replace_keeps_everything_else_and_checks_again() -> None:
     assert changed.greedy
     with pytest.raises(ParameterError):
         params.replace(top_p=2)
+
+
+def test_speculation_may_be_a_dictionary_and_survives_replacement() -> None:
+    params = SamplingParams(speculation={"max_draft_len": 2, "drafter": "ngram"})
+    assert params.speculation == SpeculationParams(max_draft_len=2, drafter="ngram")
+    assert params.replace(seed=1).speculation is params.speculation
+    assert SamplingParams().speculation is None
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"enabled": 1}, "invalid speculation.enabled"),
+        ({"max_draft_len": -1}, "invalid speculation.max_draft_len"),
+        ({"max_draft_len": True}, "invalid speculation.max_draft_len"),
+        ({"max_draft_len": 1.5}, "invalid speculation.max_draft_len"),
+        ({"drafter": ""}, "invalid speculation.drafter"),
+        ({"drafter": 3}, "invalid speculation.drafter"),
+        ({"max_len": 3}, r"SpeculationParams has no parameter 'max_len'"),
+    ],
+)
+def test_an_impossible_speculation_is_refused_by_name(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
+        SamplingParams(speculation=values)
+
+
+@pytest.mark.parametrize("value", [3, "ngram", [1]])
+def test_what_is_no_speculation_is_refused(value: Any) -> None:
+    with pytest.raises(ParameterError, match="invalid speculation"):
+        SamplingParams(speculation=value)

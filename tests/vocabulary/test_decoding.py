@@ -1,0 +1,256 @@
+"""Speculative configs: the seeds' names work; the unknown and the impossible are refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forethought.config import LlmArgs
+from forethought.decoding import (
+    AutoDecodingConfig,
+    DecodingBaseConfig,
+    DraftTargetDecodingConfig,
+    NGramDecodingConfig,
+    SuffixDecodingConfig,
+    UserProvidedDecodingConfig,
+)
+from forethought.errors import ParameterError, UnknownNameError, UsageError
+
+
+class Silent:
+    """The least that looks like a drafter."""
+
+    def prepare_draft_tokens(self, scheduled_requests: Any, resource_manager: Any = None) -> None:
+        """Propose nothing."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected", "more"),
+    [
+        ("NGram", NGramDecodingConfig, {}),
+        ("ngram", NGramDecodingConfig, {}),
+        ("Suffix", SuffixDecodingConfig, {}),
+        ("Draft_Target", DraftTargetDecodingConfig, {"speculative_model": "d"}),
+        ("DraftTarget", DraftTargetDecodingConfig, {"speculative_model_dir": "d"}),
+        ("User_Provided", UserProvidedDecodingConfig, {"drafter": Silent()}),
+        ("UserProvided", UserProvidedDecodingConfig, {"drafter": Silent()}),
+        ("AUTO", AutoDecodingConfig, {}),
+    ],
+)
+def test_decoding_type_chooses_the_class(kind, expected, more):
+    values = {"decoding_type": kind, "max_draft_len": 3, **more}
+    config = DecodingBaseConfig.from_dict(values)
+    assert type(config) is expected
+    assert config.max_draft_len == 3
+    assert values["decoding_type"] == kind, "the caller's dictionary is not changed"
+
+
+def test_defaults_are_settled():
+    ngram = NGramDecodingConfig()
+    assert (ngram.name, ngram.max_draft_len, ngram.max_total_draft_tokens) == ("ngram", 5, 5)
+    assert ngram.max_matching_ngram_size == 2
+    assert ngram.is_keep_all
+    assert ngram.is_use_oldest
+    assert ngram.is_public_pool
+    assert (ngram.length_control, ngram.synthetic_acceptance) == ("fixed", None)
+    suffix = SuffixDecodingConfig(max_draft_len=8)
+    assert (suffix.name, suffix.max_total_draft_tokens) == ("suffix", 8)
+
+
+def test_null_in_yaml_is_the_default():
+    config = NGramDecodingConfig.from_dict({"max_draft_len": None, "max_concurrency": None})
+    assert config == NGramDecodingConfig()
+
+
+def test_a_class_reads_dictionaries_with_and_without_its_own_type():
+    plain = NGramDecodingConfig.from_dict({"max_draft_len": 2})
+    assert plain == NGramDecodingConfig.from_dict({"max_draft_len": 2, "decoding_type": "ngram"})
+    with pytest.raises(ParameterError, match="which is SuffixDecodingConfig"):
+        NGramDecodingConfig.from_dict({"decoding_type": "Suffix"})
+
+
+def test_an_unknown_type_is_refused_with_those_that_there_are():
+    allowed = "Allowed: AUTO, Draft_Target, NGram, Suffix, User_Provided"
+    with pytest.raises(UnknownNameError, match=allowed):
+        DecodingBaseConfig.from_dict({"decoding_type": "Telepathy"})
+    with pytest.raises(ParameterError, match="AUTO, Draft_Target, NGram, Suffix, User_Provided"):
+        DecodingBaseConfig.from_dict({"max_draft_len": 3})
+    with pytest.raises(ParameterError, match="needs decoding_type"):
+        DecodingBaseConfig(max_draft_len=3)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_drft_len": 3}, r"no parameter 'max_drft_len': did you mean 'max_draft_len'\?"),
+        ({"eagle_choices": [[0]]}, "Allowed: acceptance_rate_threshold, .*max_draft_len"),
+        ({"max_draft_len": 0}, "invalid max_draft_len .* at least 1 level"),
+        ({"max_draft_len": -1}, "invalid max_draft_len"),
+        ({"max_draft_len": "many"}, "invalid max_draft_len"),
+        ({"max_total_draft_tokens": 4}, "max_draft_len is 5"),
+        ({"max_total_draft_tokens": 9}, "do not branch"),
+        ({"max_matching_ngram_size": 0}, "invalid max_matching_ngram_size"),
+        ({"speculative_model": "d"}, "it has no draft model"),
+        ({"max_concurrency": 0}, "invalid max_concurrency"),
+        ({"length_control": "psychic"}, "invalid length_control"),
+        ({"synthetic_acceptance": 1.5}, "invalid synthetic_acceptance"),
+        ({"acceptance_rate_window_size": 3}, "a gate needs both"),
+        ({"acceptance_rate_threshold": 0.5}, "a gate needs both"),
+        ({"name": ""}, "invalid name"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name_however_it_is_written(values, message):
+    for build in (NGramDecodingConfig.from_dict, lambda v: NGramDecodingConfig(**v)):
+        with pytest.raises(ParameterError, match=message):
+            build(values)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"draft_len_schedule": {1: 3}}, "give both or neither"),
+        ({"draft_len_schedule_bounds": "upper"}, "give both or neither"),
+        ({"draft_len_schedule": {0: 3}}, "from 1 as keys"),
+        ({"draft_len_schedule": {}}, "from 1 as keys"),
+        ({"draft_len_schedule": {1: 6}}, "between 0 and max_draft_len, 5"),
+        ({"draft_len_schedule": {1: -1}}, "between 0 and max_draft_len, 5"),
+        ({"draft_len_schedule": {1: 3}, "max_concurrency": 4}, "invalid max_concurrency"),
+        ({"draft_len_schedule": {1: 3}, "length_control": "goodput"}, "invalid length_control"),
+        (
+            {"draft_len_schedule": {2: 3}, "draft_len_schedule_bounds": "lower"},
+            "these lower bounds must be 1",
+        ),
+        ({"draft_len_schedule": {1: 3}, "draft_len_schedule_bounds": "both"}, "'upper' or 'lower'"),
+    ],
+)
+def test_an_ambiguous_or_impossible_schedule_is_refused(values, message):
+    if not message.endswith("neither"):
+        values = {"draft_len_schedule_bounds": "upper", **values}
+    with pytest.raises(ParameterError, match=message):
+        NGramDecodingConfig(**values)
+
+
+def test_a_schedule_is_kept_sorted():
+    config = NGramDecodingConfig(
+        draft_len_schedule={"32": 0, 8: 3, 4: 5}, draft_len_schedule_bounds="upper"
+    )
+    assert list(config.draft_len_schedule.items()) == [(4, 5), (8, 3), (32, 0)]
+
+
+@pytest.mark.parametrize("choices", [[[0], [0, 0], [1]], [[0, 0], [1]], "[[0, 0], [1]]"])
+def test_a_tree_settles_depth_and_size_in_either_spelling(choices):
+    config = DraftTargetDecodingConfig(speculative_model="d", draft_choices=choices)
+    assert (config.max_draft_len, config.max_total_draft_tokens) == (2, 3)
+    again = DraftTargetDecodingConfig(
+        speculative_model="d", draft_choices=choices, max_draft_len=2, max_total_draft_tokens=3
+    )
+    assert again == config
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_draft_len": 3}, "drafts come from a model of their own"),
+        ({"speculative_model": "d"}, "invalid max_draft_len"),
+        ({"speculative_model": "d", "draft_sampling": "hot"}, "invalid draft_sampling"),
+        ({"speculative_model": "d", "draft_choices": []}, "lists of ranks"),
+        ({"speculative_model": "d", "draft_choices": [[]]}, "lists of ranks"),
+        ({"speculative_model": "d", "draft_choices": [[-1]]}, "lists of ranks"),
+        ({"speculative_model": "d", "draft_choices": [[0], [0]]}, "stands there twice"),
+        ({"speculative_model": "d", "draft_choices": "[[0"}, "not the text of a list"),
+        ({"speculative_model": "d", "draft_choices": [[0, 0]], "max_draft_len": 3}, "make it 2"),
+    ],
+)
+def test_a_draft_model_needs_a_directory_a_length_and_a_sound_tree(values, message):
+    with pytest.raises(ParameterError, match=message):
+        DraftTargetDecodingConfig(**values)
+
+
+def test_a_drafter_may_be_an_object_a_class_or_the_name_of_one():
+    given = Silent()
+    assert UserProvidedDecodingConfig(max_draft_len=2, drafter=given).drafter is given
+    for named in (Silent, f"{__name__}:Silent"):
+        config = UserProvidedDecodingConfig(max_draft_len=2, drafter=named)
+        assert type(config.drafter).__name__ == "Silent"
+
+
+@pytest.mark.parametrize(
+    ("drafter", "message"),
+    [
+        (3, "no method prepare_draft_tokens"),
+        ("no_such_module:Drafter", "cannot load drafter"),
+        (None, "needs drafter"),
+    ],
+)
+def test_what_is_no_drafter_is_refused(drafter, message):
+    with pytest.raises(UsageError, match=message):
+        UserProvidedDecodingConfig(max_draft_len=2, drafter=drafter)
+
+
+def test_a_resource_manager_must_look_like_one():
+    with pytest.raises(ParameterError, match="no method get_max_resource_count"):
+        UserProvidedDecodingConfig(max_draft_len=2, drafter=Silent(), resource_manager=Silent())
+
+
+@pytest.mark.parametrize(("batch", "ngram", "draft"), [(1, 3, 5), (4, 3, 5), (5, 5, 3), (64, 5, 3)])
+def test_auto_follows_the_batch_size(batch, ngram, draft):
+    expected = NGramDecodingConfig(
+        max_draft_len=draft, max_matching_ngram_size=ngram, max_concurrency=32
+    )
+    assert AutoDecodingConfig().resolve(batch) == expected
+
+
+def test_auto_hands_on_what_it_is_given():
+    config = AutoDecodingConfig(length_control="goodput", max_draft_len=2, name="mine").resolve(8)
+    assert (config.length_control, config.max_draft_len, config.name) == ("goodput", 2, "mine")
+    assert config.max_concurrency is None
+    schedule = {"draft_len_schedule": {4: 3}, "draft_len_schedule_bounds": "upper"}
+    assert AutoDecodingConfig(**schedule).resolve(8).draft_len_schedule == {4: 3}
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        (None, []),
+        ([], []),
+        (NGramDecodingConfig(), ["ngram"]),
+        ({"decoding_type": "NGram"}, ["ngram"]),
+        ([{"decoding_type": "Suffix"}, NGramDecodingConfig()], ["suffix", "ngram"]),
+        ([NGramDecodingConfig(), NGramDecodingConfig(name="short")], ["ngram", "short"]),
+    ],
+)
+def test_an_engine_takes_one_config_or_several_in_order(given, names):
+    args = LlmArgs.from_dict({"speculative_config": given})
+    assert [config.name for config in args.speculative_config] == names
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"speculative_config": 3}, "invalid speculative_config: got 3"),
+        ({"speculative_config": {"decoding_type": "Eagle"}}, "^unknown decoding_type 'Eagle'"),
+        ({"speculative_config": {"decoding_type": "NGram", "k": 1}}, "^NGramDecodingConfig has no"),
+        ({"speculative_config": [NGramDecodingConfig()] * 2}, "have one name"),
+        ({"disable_overlap_scheduler": False}, "invalid disable_overlap_scheduler"),
+    ],
+)
+def test_an_engine_refuses_what_is_no_config(values, message):
+    with pytest.raises(UsageError, match=message):
+        LlmArgs.from_dict(values)
+
+
+def test_the_yaml_of_the_guides_is_understood():
+    args = LlmArgs.from_dict(
+        {
+            "disable_overlap_scheduler": True,
+            "speculative_config": {
+                "decoding_type": "DraftTarget",
+                "max_draft_len": 4,
+                "speculative_model": "/path/to/draft/model",
+            },
+        }
+    )
+    (config,) = args.speculative_config
+    assert config.speculative_model == Path("/path/to/draft/model")
