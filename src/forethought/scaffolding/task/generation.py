@@ -1,98 +1,17 @@
-"""What a controller asks for: tasks carry the input down to a worker and the results back up.
-
-The fields and their names are those of ``tensorrt_llm.scaffolding``; what is added is said so.
-Knows nothing about who executes a task.
-"""
+"""Tasks that generate from a prompt: at once, or coming back to their controller on the way."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from forethought.errors import ParameterError
-from forethought.outputs import TokenLogprobs, Usage
-from forethought.scaffolding.messages import (
-    AssistantMessage,
-    RoleMessage,
-    SystemMessage,
-    UserMessage,
-)
-from forethought.scaffolding.output import Delta, ScaffoldingOutput
+from forethought.outputs import TokenLogprobs
+from forethought.scaffolding.output import ScaffoldingOutput
+from forethought.scaffolding.task.task import Task
 
 _Generation = TypeVar("_Generation", bound="GenerationTask")
-
-
-class TaskStatus(Enum):
-    """How a worker fared with a task."""
-
-    SUCCESS = "success"
-    WORKER_NOT_SUPPORTED = "worker_not_supported"
-    WORKER_EXECEPTION = "worker_exception"
-    """The misspelling is the established name."""
-    WORKER_EXCEPTION = WORKER_EXECEPTION
-
-
-@dataclass(eq=False)
-class Task:
-    """Base of all tasks.
-
-    A subclass need not call ``super().__init__``: the class attributes stand in.
-
-    Attributes:
-        worker_tag: key of the worker that shall execute it, in ``ScaffoldingLlm``'s ``workers``.
-        streaming_output_flag: whether what the worker produces is streamed to the caller.
-        streaming_output_list: where a worker appends what it streams.
-        custom_input_params: for the user's own workers and collections; no built-in one reads it.
-        custom_output_params: the same, on the way back.
-        on_failure: ``"raise"`` throws a failure into the controller at its ``yield``; ``"drop"``
-            only notes it in ``status`` and ``error``.
-        priority: lower runs first where a worker has a queue; None: that of the request.
-        status: how the worker fared; None before.
-        error: why it failed.
-        usage: what the last execution cost, as far as its worker counts it.
-    """
-
-    worker_tag: Any = field(default=None)
-    streaming_output_flag: bool = field(default=False)
-    streaming_output_list: list[Any] = field(default_factory=list)
-    custom_input_params: dict[str, Any] | None = field(default=None)
-    custom_output_params: dict[str, Any] | None = field(default=None)
-    on_failure: Literal["raise", "drop"] = field(default="raise", kw_only=True)
-    priority: int | None = field(default=None, kw_only=True)
-    status: TaskStatus | None = field(default=None, init=False, repr=False)
-    error: Exception | None = field(default=None, init=False, repr=False)
-    usage: Usage = field(default_factory=Usage, init=False, repr=False)
-
-    @staticmethod
-    def create_from_prompt(prompt: Any) -> Task:
-        """A task for a prompt; for subclasses to provide."""
-        raise NotImplementedError
-
-    def create_scaffolding_output(self) -> ScaffoldingOutput | None:
-        """What the task gives back to the caller of the method; for subclasses to provide."""
-        return None
-
-    def create_scaffolding_output_stream(self) -> Any:
-        """What the task streams; for subclasses to provide."""
-        return None
-
-    def copy(self) -> Self:
-        """The same request with its results blank: containers copied, contents shared."""
-        twin = copy.copy(self)
-        for name, value in vars(twin).items():
-            if isinstance(value, list | dict | set):
-                setattr(twin, name, copy.copy(value))
-        twin.status = twin.error = None
-        twin.usage, twin.streaming_output_list = Usage(), []
-        return twin
-
-    def emit(self, text: str, token_ids: Sequence[int] = (), source: str = "") -> None:
-        """For workers: stream new text and tokens to the caller, if the task is streamed."""
-        if self.streaming_output_flag and (text or token_ids):
-            self.streaming_output_list.append(Delta(text, tuple(token_ids), source))
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,109 +227,3 @@ class StreamGenerationTask(GenerationTask):
         twin = super().copy()
         twin.cancel_flag = twin.end_flag = False
         return twin
-
-
-@dataclass(eq=False)
-class RewardTask(Task):
-    """Judge an answer.
-
-    ``score`` is the result. Judging several steps of one answer gives ``step_scores`` too, and
-    their product as ``score``.
-    """
-
-    input_tokens: list[int] | None = None
-    input_str: str | None = None
-    """The question."""
-    output_str: str | None = None
-    """The answer to judge."""
-    step_positions: list[int] | None = None
-    """Where steps end: places in ``input_tokens`` at which a process reward model is read."""
-    score: float | None = field(default=None, init=False)
-    step_scores: list[float] = field(default_factory=list, init=False)
-
-    def copy(self) -> Self:
-        """The same request with its results blank."""
-        twin = super().copy()
-        twin.score, twin.step_scores = None, []
-        return twin
-
-
-@dataclass(eq=False)
-class ChatTask(StreamGenerationTask):
-    """The assistant's next turn in a chat; the answer is appended to ``messages``."""
-
-    messages: list[RoleMessage] = field(default_factory=list)
-    tools: Any = None
-    """Descriptions of the functions that the model may call."""
-    enable_token_counting: bool = False
-    """Count the tokens of all turns in the three fields below."""
-    prompt_tokens_num: int = field(default=0, init=False)
-    completion_tokens_num: int = field(default=0, init=False)
-    reasoning_tokens_num: int = field(default=0, init=False)
-    unique_id: int | None = None
-
-    def copy(self) -> Self:
-        """The same chat, free to go on differently, with its results blank."""
-        twin = super().copy()
-        twin.prompt_tokens_num = twin.completion_tokens_num = twin.reasoning_tokens_num = 0
-        return twin
-
-    def messages_to_dict_content(self, start_index: int = 0) -> list[dict[str, Any]]:
-        """The messages from ``start_index`` on, as OpenAI's API takes them."""
-        return [message.to_dict() for message in self.messages[start_index:]]
-
-    def add_message(self, message: RoleMessage) -> None:
-        """Append one message."""
-        self.messages.append(message)
-
-    def add_messages(self, messages: Sequence[RoleMessage]) -> None:
-        """Append messages."""
-        self.messages.extend(messages)
-
-    def last_assistant_content(self) -> str | None:
-        """What the assistant said last; None if it has said nothing."""
-        said = [m for m in self.messages if isinstance(m, AssistantMessage)]
-        return said[-1].content if said else None
-
-    @staticmethod
-    def create_from_prompt(  # type: ignore[override]  # the established signature
-        user_prompt: str,
-        system_prompts: Sequence[RoleMessage] | None = None,
-        tools: Any = None,
-    ) -> ChatTask:
-        """A chat that opens with a user's message, after ``system_prompts`` if there are any."""
-        return ChatTask(messages=[*(system_prompts or ()), UserMessage(user_prompt)], tools=tools)
-
-    @staticmethod
-    def create_from_messages(messages: Sequence[RoleMessage], tools: Any = None) -> ChatTask:
-        """A chat that goes on from ``messages``."""
-        return ChatTask(messages=list(messages), tools=tools)
-
-
-class ComputeTask(Task):
-    """Slow work of a controller, done beside the event loop: ``yield [ComputeTask(f, args)]``.
-
-    No worker is needed: the driver calls ``function(*args, **kwargs)`` in a thread. The return
-    value lands in ``result``; what it raises is raised at the ``yield`` as it is.
-    """
-
-    def __init__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        super().__init__()
-        self.function, self.args, self.kwargs = function, args, kwargs
-        self.result: Any = None
-
-
-__all__ = [
-    "AssistantMessage",
-    "ChatTask",
-    "ComputeTask",
-    "ForkPoint",
-    "GenerationTask",
-    "RewardTask",
-    "RoleMessage",
-    "StreamGenerationTask",
-    "SystemMessage",
-    "Task",
-    "TaskStatus",
-    "UserMessage",
-]
