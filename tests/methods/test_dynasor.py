@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from forethought.errors import ParameterError, TaskError, UnknownNameError
+from forethought.errors import ModelError, ParameterError, TaskError, UnknownNameError
 from forethought.methods import DynasorGenerationController, MajorityVoteController
 from forethought.methods.dynasor import (
     ANSWER_END,
@@ -171,8 +171,17 @@ def test_the_effort_levels_are_dynasors():
         assert (controller.certainty_threshold, controller.chunk_size) == numbers
     with pytest.raises(UnknownNameError, match="unknown effort 'mad'"):
         DynasorGenerationController(effort="mad")
-    with pytest.raises(ParameterError, match="contradicts"):
-        DynasorGenerationController(effort="crazy", chunk_size=16)
+
+
+def test_numbers_that_are_given_win_over_the_effort_even_if_they_are_the_defaults():
+    def numbers(**settings):
+        controller = DynasorGenerationController(**settings)
+        return controller.certainty_threshold, controller.chunk_size
+
+    assert numbers() == (3, 64)
+    assert numbers(effort="low", certainty_threshold=3) == (3, 64)
+    assert numbers(effort="crazy", certainty_threshold=3) == (3, 32)
+    assert numbers(effort="crazy", chunk_size=64) == (2, 64)
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "certainty_threshold", "chunk_size"])
@@ -326,6 +335,32 @@ def test_a_chain_that_ends_by_itself_is_streamed_to_its_end():
     with ScaffoldingLlm(controller, {"generation_with_dynasor_cot": ScriptedWorker(script)}) as llm:
         events = [event.output.text for event in llm.generate_async("P: ").events()]
     assert "".join(events) == THOUGHT
+
+
+def test_a_task_that_is_to_be_streamed_is_streamed():
+    task = GenerationTask(input_str="P: ", streaming_output_flag=True)
+
+    class One(Controller):
+        def process(self, given, **kwargs):
+            yield from DynasorGenerationController(chunk_size=10).process([task])
+
+    worker = ScriptedWorker(chain("P: ", THOUGHT, after("4}")))
+    with ScaffoldingLlm(One(), {"generation_with_dynasor_cot": worker}) as llm:
+        told = [event.output for event in llm.generate_async("P: ").events()]
+    assert "".join(delta.text for delta in told) == task.output_str
+    assert task.streaming_output_list == told
+
+
+def test_a_task_that_wants_no_text_is_refused_by_name():
+    task = GenerationTask(input_str="P: ", skip_detokenizer=True)
+    for controller in (DynasorGenerationController(), MajorityVoteController(Controller(), 2)):
+        with pytest.raises(ParameterError, match="skip_detokenizer"):
+            next(controller.process([task]))
+
+
+def test_a_directory_without_a_tokenizer_is_refused(tmp_path):
+    with pytest.raises(ModelError, match="cannot load the tokenizer"):
+        solve(after("4}"), generation_dir=tmp_path)
 
 
 def test_arguments_that_would_change_nothing_are_refused():

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from forethought.errors import TaskError, UsageError, WorkerTagError
+from forethought.errors import ParameterError, TaskError, UsageError, WorkerTagError
 from forethought.scaffolding import (
     AsCompleted,
     Branch,
@@ -103,6 +103,18 @@ def test_a_task_may_say_that_its_failure_is_only_noted():
 
     worker = ScriptedWorker({"bad": Reply("", error=OSError()), "good": "fine"})
     assert played(play, worker) == ("WORKER_EXECEPTION", "TaskError", "fine")
+
+
+def test_a_word_that_says_nothing_about_failures_is_refused():
+    def play():
+        yield [ask("p", on_failure="ignore")]
+
+    worker = ScriptedWorker(["x"])
+    with pytest.raises(ParameterError, match="on_failure"):
+        played(play, worker)
+    assert worker.calls == []
+    with pytest.raises(ParameterError, match="on_failure"):
+        Branch(NativeGenerationController(), [ask("p")], on_failure="ignore")
 
 
 def test_a_status_other_than_success_is_a_failure():

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from forethought.errors import ParameterError
-from forethought.methods.settings import whole_number
 from forethought.scaffolding import sampling
 from forethought.scaffolding.controller import Controller
 from forethought.scaffolding.parallel import ParallelProcess, Process
+from forethought.scaffolding.settings import whole_number
 from forethought.scaffolding.task import GenerationTask
 
 

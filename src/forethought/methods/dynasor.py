@@ -18,12 +18,11 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from forethought.errors import DependencyError, ParameterError, UnknownNameError
+from forethought.errors import DependencyError, ModelError, ParameterError, UnknownNameError
 from forethought.methods.probes import Agreement, Probe
-from forethought.methods.settings import function, whole_number
-from forethought.scaffolding import sampling
+from forethought.scaffolding import sampling, settings
 from forethought.scaffolding.controller import Controller, refuse_arguments
-from forethought.scaffolding.equivalence import Equivalence, MathEquivalence
+from forethought.scaffolding.equivalence import Equivalence
 from forethought.scaffolding.output import Delta
 from forethought.scaffolding.parallel import AsCompleted, ParallelProcess, Process
 from forethought.scaffolding.scope import current_scope
@@ -47,6 +46,12 @@ ANSWER_SUFFIX_WITH_MARKER = (
 ANSWER_END = "}\n\\]"
 THINK_END = "</think>"
 
+
+class _Unset(int):
+    """A default number, told apart from the same number when a user gives it."""
+
+
+_THRESHOLD, _CHUNK = map(_Unset, EFFORT["mid"])
 _PROBE_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 
 
@@ -66,8 +71,9 @@ class DynasorGenerationController(Controller):
         max_tokens: most tokens of the main chain.
         certainty_threshold: probes in a row that have to agree.
         chunk_size: tokens of the main chain from one probe to the next.
-        streaming: stream the output, each token as soon as it is certain to be a part of it.
-        effort: a name in ``EFFORT`` instead of ``certainty_threshold`` and ``chunk_size``.
+        streaming: stream the output, each token as soon as it is certain to be a part of it; so
+            does a task whose ``streaming_output_flag`` is set.
+        effort: a name in ``EFFORT`` for those of the two numbers above that are not given.
         probe_length: most tokens of a probe.
         temperature: of main chain and probes.
         top_p: of main chain and probes.
@@ -75,8 +81,8 @@ class DynasorGenerationController(Controller):
         equivalence: decides which answers agree; mathematical equality by default.
 
     Raises:
-        ParameterError: a number is not a whole one above 0, ``uncertain_words`` is one string,
-            or ``effort`` stands beside numbers of one's own.
+        ParameterError: a number is not a whole one above 0, another setting is of the wrong kind,
+            or there is no such directory.
         UnknownNameError: there is no such effort.
     """
 
@@ -89,8 +95,8 @@ class DynasorGenerationController(Controller):
         self,
         generation_dir: str | Path | None = None,
         max_tokens: int = 8192,
-        certainty_threshold: int = 3,
-        chunk_size: int = 64,
+        certainty_threshold: int = _THRESHOLD,
+        chunk_size: int = _CHUNK,
         streaming: bool = False,
         *,
         effort: str | None = None,
@@ -101,13 +107,13 @@ class DynasorGenerationController(Controller):
         equivalence: Equivalence | None = None,
     ) -> None:
         super().__init__()
-        self.max_tokens, self.probe_length = max_tokens, probe_length
-        self.certainty_threshold, self.chunk_size = certainty_threshold, chunk_size
-        if effort is not None:
-            self._set_effort(effort)
-        for name in ("max_tokens", "certainty_threshold", "chunk_size", "probe_length"):
-            whole_number(name, getattr(self, name))
-        self.streaming, self.generation_dir = streaming, generation_dir
+        threshold, chunk = _effort(effort, certainty_threshold, chunk_size)
+        self.certainty_threshold = int(settings.whole_number("certainty_threshold", threshold))
+        self.chunk_size = int(settings.whole_number("chunk_size", chunk))
+        self.max_tokens = settings.whole_number("max_tokens", max_tokens)
+        self.probe_length = settings.whole_number("probe_length", probe_length)
+        self.streaming = settings.switch("streaming", streaming)
+        self.generation_dir = generation_dir
         self.sampling_params = {
             "temperature": temperature,
             "top_p": top_p,
@@ -118,14 +124,17 @@ class DynasorGenerationController(Controller):
                 "invalid uncertain_words", f"got {uncertain_words!r}", "Give a list of words"
             )
         self.uncertain_words = tuple(uncertain_words)
-        self.equivalence: Equivalence = function("equivalence", equivalence or MathEquivalence())
-        self._tokenizer = None if generation_dir is None else _Tokenizer(generation_dir)
+        self.equivalence = settings.equivalence(equivalence)
+        self._tokenizer = None
+        if generation_dir is not None:
+            self._tokenizer = _Tokenizer(settings.directory("generation_dir", generation_dir))
 
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
         """Solve the tasks side by side.
 
         Raises:
-            ParameterError: keyword arguments; there are none.
+            ParameterError: keyword arguments; there are none. Or ``n`` samples or no text wanted.
+            ModelError: ``generation_dir`` holds no tokenizer.
         """
         refuse_arguments(self, kwargs)
         if len(tasks) == 1:
@@ -136,11 +145,18 @@ class DynasorGenerationController(Controller):
 
     def _solve(self, task: GenerationTask) -> Process:
         sampling.refuse(task, ["n"], "Dynasor", "Put it under majority_vote for several samples")
+        if task.skip_detokenizer:
+            raise ParameterError(
+                "Dynasor cannot honour skip_detokenizer",
+                "it writes the answer behind the text of the chain",
+                "Leave it out",
+            )
         sampling.fill(task, self.sampling_params)
+        task.streaming_output_flag = task.streaming_output_flag or self.streaming
         main = self._main_chain(task)
         agreement = Agreement(self.certainty_threshold, self.uncertain_words, self.equivalence)
         probes: deque[Probe] = deque()
-        told = _Told()
+        told = _Told(task)
         forked_at, agreed = 0, None
         with AsCompleted([main]) as running:
             while agreed is None:
@@ -156,17 +172,17 @@ class DynasorGenerationController(Controller):
                         probes.append(self._probe(task, main))
                         running.add(probes[-1].task)
                 agreed = yield from self._judge(probes, agreement)
-                if self.streaming and agreed is None:
+                if task.streaming_output_flag and agreed is None:
                     yield from told.tell(main, _certain(main, probes, agreement))
         yield from self._finish(task, main, agreement, agreed)
-        if self.streaming:
+        if task.streaming_output_flag:
             yield from told.tell(task, (task.output_str or "", task.num_generated))
 
     # ---- the main chain and its probes ----------------------------------------------------------
 
     def _main_chain(self, task: GenerationTask) -> StreamGenerationTask:
         """The task as a stream that comes back at every chunk; token by token to be streamed."""
-        step = 1 if self.streaming else self.chunk_size
+        step = 1 if task.streaming_output_flag else self.chunk_size
         main = StreamGenerationTask.create_from_generation_task(task, step)
         main.worker_tag, main.streaming_output_flag = self.WorkerTag.GENERATION, False
         main.on_failure = "raise"
@@ -235,16 +251,18 @@ class DynasorGenerationController(Controller):
         suffix = ANSWER_SUFFIX if thought else ANSWER_SUFFIX_WITH_MARKER
         return suffix + answer + ANSWER_END
 
-    def _set_effort(self, effort: str) -> None:
-        if effort not in EFFORT:
-            raise UnknownNameError("effort", effort, EFFORT)
-        if (self.certainty_threshold, self.chunk_size) not in ((3, 64), EFFORT[effort]):
-            raise ParameterError(
-                f"effort {effort!r} contradicts other settings",
-                "certainty_threshold or chunk_size is given as well",
-                "Give either effort or the two numbers",
-            )
-        self.certainty_threshold, self.chunk_size = EFFORT[effort]
+
+def _effort(effort: str | None, threshold: int, chunk: int) -> tuple[int, int]:
+    """The two numbers: as given, else as ``effort`` says, else the defaults."""
+    if effort is None:
+        return threshold, chunk
+    if effort not in EFFORT:
+        raise UnknownNameError("effort", effort, EFFORT)
+    named = EFFORT[effort]
+    return (
+        named[0] if isinstance(threshold, _Unset) else threshold,
+        named[1] if isinstance(chunk, _Unset) else chunk,
+    )
 
 
 def _certain(
@@ -262,19 +280,21 @@ def _certain(
 
 
 class _Told:
-    """How much of the output has been streamed."""
+    """How much of a task's output has been streamed."""
 
-    def __init__(self) -> None:
-        self._characters = self._tokens = 0
+    def __init__(self, task: GenerationTask) -> None:
+        self._task, self._characters, self._tokens = task, 0, 0
 
-    def tell(self, task: GenerationTask, until: tuple[str, int]) -> Process:
-        """Stream what is new in the task's output, up to a text and a number of tokens."""
+    def tell(self, source: GenerationTask, until: tuple[str, int]) -> Process:
+        """Stream what is new in ``source``, up to a text and a number of tokens."""
         text, count = until
-        tokens = (task.output_tokens or [])[self._tokens : count]
+        tokens = (source.output_tokens or [])[self._tokens : count]
         new = text[self._characters :]
         self._characters, self._tokens = len(text), max(count, self._tokens)
         if new or tokens:
-            yield Delta(new, tuple(tokens), "dynasor")
+            delta = Delta(new, tuple(tokens), "dynasor")
+            self._task.streaming_output_list.append(delta)
+            yield delta
 
 
 class _Tokenizer:
@@ -289,6 +309,7 @@ class _Tokenizer:
 
         Raises:
             DependencyError: transformers is not installed.
+            ModelError: the directory holds no tokenizer.
         """
         with self._lock:
             if self._hf is None:
@@ -298,6 +319,13 @@ class _Tokenizer:
                     raise DependencyError.missing(
                         "transformers", "reading generation_dir", "local"
                     ) from error
-                self._hf = transformers.AutoTokenizer.from_pretrained(self._directory)
+                try:
+                    self._hf = transformers.AutoTokenizer.from_pretrained(self._directory)
+                except Exception as error:
+                    raise ModelError(
+                        f"cannot load the tokenizer in {self._directory}",
+                        str(error).strip().split("\n")[0] or type(error).__name__,
+                        "Give the model's directory as generation_dir",
+                    ) from error
             ids: list[int] = self._hf.encode(text, add_special_tokens=False)
             return ids

@@ -24,16 +24,16 @@ Paper: Wang et al., "Self-Consistency Improves Chain of Thought Reasoning in Lan
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
-from forethought.errors import BudgetExceeded
-from forethought.methods.settings import function, whole_number
-from forethought.scaffolding import sampling
+from forethought.errors import BudgetExceeded, ParameterError
+from forethought.scaffolding import sampling, settings
 from forethought.scaffolding.answers import AnswerPool, extract_answer_from_boxed
 from forethought.scaffolding.controller import Controller
-from forethought.scaffolding.equivalence import Equivalence, MathEquivalence
+from forethought.scaffolding.equivalence import Equivalence
 from forethought.scaffolding.parallel import AsCompleted, Branch, Process
-from forethought.scaffolding.task import ComputeTask, GenerationTask
+from forethought.scaffolding.settings import whole_number
+from forethought.scaffolding.task import ComputeTask, GenerationTask, OnFailure
 
 Candidates = list[list[GenerationTask]]
 
@@ -58,7 +58,7 @@ class MajorityVoteController(Controller):
         on_failure: ``"raise"`` fails if a sample does; ``"drop"`` votes without it.
 
     Raises:
-        ParameterError: fewer than one sample, or no function where there has to be one.
+        ParameterError: fewer than one sample, or a setting of the wrong kind.
     """
 
     def __init__(
@@ -69,14 +69,15 @@ class MajorityVoteController(Controller):
         *,
         extract_answer: Callable[[str], str | None] = extract_answer_from_boxed,
         equivalence: Equivalence | None = None,
-        on_failure: Literal["raise", "drop"] = "raise",
+        on_failure: OnFailure = "raise",
     ) -> None:
         super().__init__()
-        self.generation_controller, self.early_stop = generation_controller, early_stop
+        self.generation_controller = generation_controller
+        self.early_stop = settings.switch("early_stop", early_stop)
         self.default_sample_num = whole_number("default_sample_num", default_sample_num)
-        self.extract_answer = function("extract_answer", extract_answer)
-        self.equivalence: Equivalence = function("equivalence", equivalence or MathEquivalence())
-        self.on_failure = on_failure
+        self.extract_answer = settings.function("extract_answer", extract_answer)
+        self.equivalence = settings.equivalence(equivalence)
+        self.on_failure = settings.on_failure(on_failure)
 
     def process(
         self,
@@ -94,7 +95,16 @@ class MajorityVoteController(Controller):
             generation_kwargs: keyword arguments of the samples' ``process``.
             majority_vote_kwargs: keyword arguments of ``majority_vote``.
             **kwargs: as ``generation_kwargs``.
+
+        Raises:
+            ParameterError: fewer than one sample, or a vote over texts and a task without them.
         """
+        if tasks[0].skip_detokenizer and not self._overridden:
+            raise ParameterError(
+                "a majority vote cannot honour skip_detokenizer",
+                "it finds the answers in the text of the samples",
+                "Leave it out, or override majority_vote",
+            )
         count = (
             self.default_sample_num
             if sample_num is None
@@ -143,8 +153,7 @@ class MajorityVoteController(Controller):
             Those that have ended.
         """
         numbers = {id(branch): number for number, branch in enumerate(branches)}
-        overridden = type(self).majority_vote is not MajorityVoteController.majority_vote
-        stoppable = self.early_stop and not overridden
+        stoppable = self.early_stop and not self._overridden
         pool, ended = AnswerPool(self.equivalence), list[Branch]()
         with AsCompleted(branches) as running:
             while running:
@@ -163,6 +172,11 @@ class MajorityVoteController(Controller):
                         if idle:
                             running.cancel(*idle)
         return ended
+
+    @property
+    def _overridden(self) -> bool:
+        """Whether a subclass votes in its own way."""
+        return type(self).majority_vote is not MajorityVoteController.majority_vote
 
     def _count(self, pool: AnswerPool, number: int, branch: Branch) -> Process:
         answer = None if branch.error is not None else self._answer(branch.tasks)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from forethought.errors import BudgetExceeded, ParameterError
-from forethought.outputs import Usage
+from forethought.outputs import SpeculationMetrics, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,7 @@ class Ledger:
     Attributes:
         on_exhausted: called once, when the tokens or seconds have run out under way.
         usage: tokens of all tasks together.
+        metrics: of all generations that have ended, as far as workers tell.
         calls: executions begun.
         exhausted: why nothing more may run; None while something may.
     """
@@ -61,6 +62,7 @@ class Ledger:
         self.budget = budget
         self.on_exhausted: Callable[[], None] = lambda: None
         self.usage, self.calls = Usage(), 0
+        self.metrics = SpeculationMetrics()
         self.exhausted: BudgetExceeded | None = None
         self._seen: dict[int, tuple[Usage, Usage]] = {}  # holding the first keeps its id its own
 
@@ -106,6 +108,11 @@ class Ledger:
         limit = self.budget.tokens
         if limit is not None and self.usage.completion_tokens > limit:
             self._exhaust(self._exceeded("tokens", limit))
+
+    def ended(self, metrics: SpeculationMetrics | None) -> None:
+        """A generation is over; None: nothing is known of its steps."""
+        if metrics is not None:
+            self.metrics += metrics
 
     def expire(self) -> None:
         """The seconds are over."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from forethought.errors import ParameterError
 from forethought.params import SamplingParams
-from forethought.scaffolding import sampling
+from forethought.scaffolding import sampling, settings
 from forethought.scaffolding.clone import Cloneable
 from forethought.scaffolding.collections import TaskCollection
 from forethought.scaffolding.output import ScaffoldingOutput
@@ -77,7 +77,7 @@ class NativeGenerationController(Controller):
         streaming: stream tokens to the caller as they come.
 
     Raises:
-        ParameterError: a sampling parameter that does not exist.
+        ParameterError: a sampling parameter that does not exist, or ``streaming`` is not a bool.
     """
 
     class WorkerTag(Enum):
@@ -92,7 +92,7 @@ class NativeGenerationController(Controller):
     ) -> None:
         super().__init__()
         self.sampling_params = sampling.checked(type(self).__name__, sampling_params)
-        self.streaming = streaming
+        self.streaming = settings.switch("streaming", streaming)
 
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
         """Generate for all tasks at once.

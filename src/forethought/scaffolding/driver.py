@@ -19,6 +19,7 @@ from typing import Any
 from forethought.errors import TaskError, UsageError, WorkerTagError
 from forethought.outputs import Usage
 from forethought.scaffolding import scope as scopes
+from forethought.scaffolding import settings
 from forethought.scaffolding.budget import Ledger
 from forethought.scaffolding.output import Delta, StreamedOutputs, StreamEvent
 from forethought.scaffolding.parallel import (
@@ -230,6 +231,7 @@ class Frame:
 
     async def _execute(self, task: Task) -> None:
         """Execute ``task``; raises what goes wrong, unless it is to be dropped."""
+        settings.on_failure(task.on_failure)
         if isinstance(task, ComputeTask):
             await self._compute(task)
         else:

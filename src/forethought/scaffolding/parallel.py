@@ -15,10 +15,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from forethought.errors import ParameterError, UsageError
-from forethought.scaffolding.task import Task
+from forethought.scaffolding import settings
+from forethought.scaffolding.task import OnFailure, Task
 
 if TYPE_CHECKING:
     from forethought.scaffolding.controller import Controller
@@ -40,6 +41,9 @@ class Branch:
     Attributes:
         result: what ``process`` returned.
         error: why it failed; None if it did not.
+
+    Raises:
+        ParameterError: ``on_failure`` is neither.
     """
 
     def __init__(
@@ -47,9 +51,10 @@ class Branch:
         controller: Controller,
         tasks: Sequence[Task],
         kwargs: Mapping[str, Any] | None = None,
-        on_failure: Literal["raise", "drop"] = "raise",
+        on_failure: OnFailure = "raise",
     ) -> None:
-        self.controller, self.tasks, self.on_failure = controller, tasks, on_failure
+        self.controller, self.tasks = controller, tasks
+        self.on_failure = settings.on_failure(on_failure)
         self.process: Process = controller.process(tasks, **(kwargs or {}))
         self.result: Any = None
         self.error: Exception | None = None
@@ -71,7 +76,7 @@ class ParallelProcess:
         on_failure: see ``Branch``.
 
     Raises:
-        ParameterError: the lists differ in length.
+        ParameterError: the lists differ in length, or ``on_failure`` is neither.
     """
 
     def __init__(
@@ -79,7 +84,7 @@ class ParallelProcess:
         controllers: Sequence[Controller],
         tasks_list: Sequence[Sequence[Task]],
         kwargs_list: Sequence[Mapping[str, Any]] | None = None,
-        on_failure: Literal["raise", "drop"] = "raise",
+        on_failure: OnFailure = "raise",
     ) -> None:
         kwargs_list = [{}] * len(controllers) if kwargs_list is None else kwargs_list
         if not len(controllers) == len(tasks_list) == len(kwargs_list):

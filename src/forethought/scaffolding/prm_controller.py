@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from forethought.errors import ParameterError, UsageError
+from forethought.scaffolding import settings
 from forethought.scaffolding.controller import NativeRewardController, refuse_arguments
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.task import ComputeTask, GenerationTask, RewardTask
@@ -36,8 +37,8 @@ class PRMController(NativeRewardController):
 
     Raises:
         UsageError: the tokenizer has no chat template.
-        ParameterError: the separator is not one token of the vocabulary, or an empty
-            ``step_token``.
+        ParameterError: the separator is not one token of the vocabulary, an empty ``step_token``,
+            or ``split_steps`` is not a bool.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class PRMController(NativeRewardController):
             )
         if not step_token:
             raise ParameterError("invalid step_token", "it is empty", "Give what parts two steps")
-        self.tokenizer, self.split_steps = tokenizer, split_steps
+        self.tokenizer, self.split_steps = tokenizer, settings.switch("split_steps", split_steps)
         self.step_token, self.separate_token = step_token, separate_token
         self.separator_id = _only_id(tokenizer, separate_token)
 

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mappin
 from typing import Any
 
 from forethought.errors import RequestCancelled, RequestTimeout, UsageError
-from forethought.outputs import Usage
+from forethought.outputs import SpeculationMetrics, Usage
 from forethought.scaffolding.collections import TaskCollection
 from forethought.scaffolding.output import Delta, ScaffoldingOutput, StreamEvent
 
@@ -34,12 +34,15 @@ class ScaffoldingResult:
         id: name of the request; workers know it as the scope.
         task_collections: those of the request's controller, by name.
         usage: tokens of everything that the request ran; live.
+        metrics: how well its ended generations were guessed ahead; without steps if no worker
+            tells.
     """
 
     def __init__(self, request_id: str, abort: Callable[[Exception], None]) -> None:
         self.id = request_id
         self.task_collections: Mapping[str, TaskCollection] = {}
         self.usage = Usage()
+        self.metrics = SpeculationMetrics()
         self._abort = abort
         self._done: concurrent.futures.Future[list[ScaffoldingOutput]] = concurrent.futures.Future()
         self._events: list[StreamEvent] = []

@@ -136,6 +136,8 @@ class Live:
         self.output = output
         if self.ended:
             self._end()
+            if self._ledger is not None:
+                self._ledger.ended(output.metrics)
         self.count()
 
     def _end(self) -> None:

@@ -1,0 +1,88 @@
+"""What the settings of controllers may be. Knows nothing about any controller in particular."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+from forethought.errors import ParameterError
+from forethought.scaffolding.equivalence import Equivalence, MathEquivalence
+from forethought.scaffolding.task import OnFailure
+
+
+def whole_number(name: str, value: Any) -> int:
+    """``value``, a whole number of at least 1.
+
+    Raises:
+        ParameterError: it is anything else.
+    """
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise _refuse(name, value, "It must be a whole number")
+    if value < 1:
+        raise _refuse(name, value, "It must be at least 1")
+    return value
+
+
+def switch(name: str, value: Any) -> bool:
+    """``value``, which turns something on or off.
+
+    Raises:
+        ParameterError: it is neither True nor False.
+    """
+    if not isinstance(value, bool):
+        raise _refuse(name, value, "It must be True or False")
+    return value
+
+
+def function(name: str, value: Any) -> Any:
+    """``value``, something that can be called.
+
+    Raises:
+        ParameterError: it is anything else.
+    """
+    if not callable(value):
+        raise _refuse(name, value, "It must be callable")
+    return value
+
+
+def equivalence(value: Any) -> Equivalence:
+    """``value``, what decides which answers mean the same; for None mathematical equality does.
+
+    Raises:
+        ParameterError: it cannot be called, or has no method ``quick``.
+    """
+    if value is None:
+        return MathEquivalence()
+    if not callable(value) or not callable(getattr(value, "quick", None)):
+        raise _refuse("equivalence", value, "It must be callable, with a method quick")
+    found: Equivalence = value
+    return found
+
+
+def on_failure(value: Any) -> OnFailure:
+    """``value``, what becomes of a failure.
+
+    Raises:
+        ParameterError: it is no ``OnFailure``.
+    """
+    if value not in get_args(OnFailure):
+        raise _refuse("on_failure", value, "It must be 'raise' or 'drop'")
+    found: OnFailure = value
+    return found
+
+
+def directory(name: str, value: Any) -> Path:
+    """``value``, the path of a directory.
+
+    Raises:
+        ParameterError: it is no path, or there is no such directory.
+    """
+    if not isinstance(value, str | Path):
+        raise _refuse(name, value, "It must be the path of a directory")
+    if not Path(value).is_dir():
+        raise _refuse(name, str(value), "There is no such directory")
+    return Path(value)
+
+
+def _refuse(name: str, value: Any, rule: str) -> ParameterError:
+    return ParameterError(f"invalid {name}", f"got {value!r}", rule)
