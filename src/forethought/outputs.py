@@ -96,6 +96,10 @@ class SpeculationMetrics:
         for position in range(accepted):
             self.accepted_by_position[position] += 1
 
+    def copy(self) -> SpeculationMetrics:
+        """The counts as they are now."""
+        return self + SpeculationMetrics()
+
     def __add__(self, other: SpeculationMetrics) -> SpeculationMetrics:
         mine, others = self.accepted_by_position, other.accepted_by_position
         return SpeculationMetrics(
@@ -131,7 +135,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     """The stop token or stop string that ended it; None for end-of-sequence and length."""
     metrics: SpeculationMetrics | None = None
-    """How well it was guessed; None where nothing is known of its steps."""
+    """How well it was guessed ahead; None where nothing is known of its steps."""
 
 
 @dataclass(slots=True)

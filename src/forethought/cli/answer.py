@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from forethought.methods import worker_tags
-from forethought.outputs import Usage
+from forethought.outputs import SpeculationMetrics, Usage
 from forethought.scaffolding.controller import Controller
 from forethought.scaffolding.output import Delta, ScaffoldingOutput
 from forethought.scaffolding.result import ScaffoldingResult
@@ -24,6 +24,8 @@ class Answer:
     usage: Usage
     """Of everything that was run for it."""
     seconds: float
+    metrics: SpeculationMetrics = field(default_factory=SpeculationMetrics)
+    """Of everything that was run for it; without steps if a server did."""
 
     @property
     def text(self) -> str:
@@ -37,12 +39,18 @@ class Answer:
         return self.usage.completion_tokens if tokens is None else len(tokens)
 
     def summary(self) -> str:
-        """One line: tokens, seconds, speed, and what was generated beside the answer."""
+        """One line: tokens, seconds, speed, what was generated beside the answer, and how well it
+        was guessed ahead.
+        """
         speed = self.usage.decoded / self.seconds if self.seconds else 0.0
         line = f"{self.token_count} tokens in {self.seconds:.2f} s ({speed:.0f} tokens/s)"
         beside = self.usage.decoded - self.token_count
         if beside > 0:
             line += f", {self.usage.decoded} generated in all"
+        if self.metrics.drafted:
+            line += f", {self.metrics.mean_acceptance_length:.1f} tokens per step"
+        if self.metrics.synthetic:
+            line += " (acceptance made up)"
         return f"{line}, finished by {self.output.finish_reason}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -52,6 +60,7 @@ class Answer:
             "token_count": self.token_count,
             "finish_reason": self.output.finish_reason,
             "usage": asdict(self.usage),
+            "metrics": self.metrics.to_dict() if self.metrics.steps else None,
             "seconds": round(self.seconds, 3),
         }
 
@@ -90,7 +99,8 @@ class Respondent:
             result.abort()
             raise
         output = result.output or ScaffoldingOutput("")
-        answer = Answer(output, result.usage, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        answer = Answer(output, result.usage, seconds, result.metrics)
         # A method that streams nothing, or something else than its answer in the end.
         whole = answer.text
         write(whole[len(streamed) :] if whole.startswith(streamed) else f"\n{whole}")

@@ -98,21 +98,23 @@ def open_backend(args: argparse.Namespace) -> Iterator[Backend]:
     if args.url is not None or args.api_model is not None:
         yield _server(args)
         return
-    open_llm = model.opener(args)
+    fields = model.fields_of(args)
+    open_llm = model.opener(fields)
     from forethought.scaffolding.workers.local import EngineWorker
 
     llm = open_llm()
     try:
-        yield Backend(EngineWorker(llm), model.label(args), llm)
+        yield Backend(EngineWorker(llm), model.label(fields), llm)
     finally:
         llm.shutdown()
 
 
 def _server(args: argparse.Namespace) -> Backend:
-    if args.url is None or args.api_model is None or args.model is not None:
+    if args.url is None or args.api_model is None or model.is_chosen(args):
         raise ParameterError(
             "contradictory options",
-            "--url and --api-model belong together, and --model is for this machine",
+            "--url and --api-model belong together; --model, --config, --speculative and what goes "
+            "with them are for this machine",
             "Give --url and --api-model, or --model",
         )
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from forethought.cli import model
+from forethought.cli import model, speculation
 from forethought.evaluation import IN_FLIGHT, demo, problems
 
 
@@ -22,6 +22,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="solve N of the 200 problems, drawn by the seed (default: 100)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of choice and sampling (default: 0)")
+    speculation.configure(parser)
     parser.add_argument(
         "--out",
         type=Path,
@@ -34,7 +35,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the comparison."""
     chosen = problems.choose(problems.shipped(), args.problems, args.seed)
-    open_llm = model.opener(max_batch_size=2 * IN_FLIGHT)
+    open_llm = model.opener(
+        {"max_batch_size": 2 * IN_FLIGHT, "speculative_config": speculation.config_of(args)}
+    )
 
     from forethought.evaluation.comparison import compare
     from forethought.evaluation.runner import Runner

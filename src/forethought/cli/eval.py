@@ -66,14 +66,16 @@ def run(args: argparse.Namespace) -> int:
     """Run the comparison."""
     given = problems.load(args.data) if args.data else problems.shipped()
     chosen = problems.choose(given, args.problems, args.seed)
-    recipes, open_llm = _recipes(args), model.opener(args, max_batch_size=2 * args.in_flight)
+    recipes = _recipes(args)
+    fields = model.fields_of(args, max_batch_size=max(1, 2 * args.in_flight))
+    open_llm = model.opener(fields)
 
     from forethought.evaluation.comparison import compare
     from forethought.evaluation.runner import Runner
 
     instruction = args.instruction
     if instruction is None:
-        instruction = "" if args.model is None else BOXED
+        instruction = BOXED if fields.get("model") else ""
     runner = Runner(open_llm, seed=args.seed, in_flight=args.in_flight, instruction=instruction)
     compare(recipes, chosen, runner, args.out)
     return 0

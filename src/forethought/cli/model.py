@@ -1,16 +1,23 @@
-"""The options by which commands choose a model, and how they open it."""
+"""The options by which commands choose a model and its engine, and how they open it.
+
+What the command line says wins over what ``--config`` says, and that over the command's defaults.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forethought.cli import config_file, speculation
+from forethought.config import LlmArgs
 from forethought.errors import DependencyError
 
 if TYPE_CHECKING:
     from forethought.text.async_llm import AsyncLLM
+
+_OPTIONS = ("model", "dtype", "device")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -23,21 +30,51 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--dtype",
-        default="auto",
         choices=["auto", "float32", "bfloat16", "float16"],
         help="of the weights (default: as the model's config says)",
     )
+    parser.add_argument("--device", help="cpu, cuda, ... (default: CUDA where there is one)")
     parser.add_argument(
-        "--device", default="auto", help="cpu, cuda, ... (default: CUDA where there is one)"
+        "--config",
+        "--extra_llm_api_options",
+        type=Path,
+        metavar="FILE",
+        help="YAML with any fields of LlmArgs, speculative_config among them",
     )
+    speculation.configure(parser)
 
 
-def opener(args: argparse.Namespace | None = None, **fields: Any) -> Callable[[], AsyncLLM]:
+def is_chosen(args: argparse.Namespace) -> bool:
+    """Whether any of the options is given."""
+    names = (*_OPTIONS, "config", "speculative", "draft_model", "max_draft_len")
+    return any(getattr(args, name) is not None for name in names)
+
+
+def fields_of(args: argparse.Namespace, **defaults: Any) -> dict[str, Any]:
+    """The fields of ``LlmArgs`` that the options stand for, checked.
+
+    Args:
+        args: the options.
+        **defaults: fields that the command sets where nothing else does.
+
+    Raises:
+        UsageError: a file that cannot be read, an unknown field, or an impossible value.
+    """
+    fields = defaults | (config_file.load(args.config) if args.config is not None else {})
+    given = {name: getattr(args, name) for name in _OPTIONS}
+    fields |= {name: value for name, value in given.items() if value is not None}
+    config = speculation.config_of(args)
+    if config is not None:
+        fields["speculative_config"] = config
+    checked = LlmArgs.from_dict(fields)
+    return {name: getattr(checked, name) for name in checked.model_fields_set}
+
+
+def opener(fields: Mapping[str, Any]) -> Callable[[], AsyncLLM]:
     """What builds the chosen model.
 
     Args:
-        args: the options; None: the embedded reasoner.
-        **fields: further fields of ``LlmArgs``.
+        fields: of ``LlmArgs``.
 
     Raises:
         DependencyError: torch or transformers is not installed.
@@ -51,11 +88,10 @@ def opener(args: argparse.Namespace | None = None, **fields: Any) -> Callable[[]
             error.name or "torch", "running a model on this machine", "local"
         ) from error
     logging.disable_progress_bar()
-    if args is not None:
-        fields |= {"model": args.model, "dtype": args.dtype, "device": args.device}
     return lambda: AsyncLLM(**fields)
 
 
-def label(args: argparse.Namespace) -> str:
+def label(fields: Mapping[str, Any]) -> str:
     """What the chosen model is called in reports."""
-    return "embedded reasoner" if args.model is None else str(args.model)
+    model = fields.get("model")
+    return "embedded reasoner" if model is None else str(model)

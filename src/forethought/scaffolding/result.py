@@ -34,8 +34,8 @@ class ScaffoldingResult:
         id: name of the request; workers know it as the scope.
         task_collections: those of the request's controller, by name.
         usage: tokens of everything that the request ran; live.
-        metrics: how well its ended generations were guessed ahead; without steps if no worker
-            tells.
+        metrics: how well its generations were guessed ahead, once it is over; without steps if no
+            worker tells.
     """
 
     def __init__(self, request_id: str, abort: Callable[[Exception], None]) -> None:

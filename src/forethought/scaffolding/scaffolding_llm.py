@@ -260,6 +260,7 @@ class ScaffoldingLlm:
             process = controller.generate(request.prompt, **request.kwargs)
             output = await Frame(run, scope).drive(process)
         finally:
+            result.metrics = run.ledger.metrics
             if timer is not None:
                 timer.cancel()
         if isinstance(output, list):

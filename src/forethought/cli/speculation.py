@@ -1,0 +1,67 @@
+"""``--speculative``: one way of guessing ahead, chosen by its name on the command line."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from forethought.decoding import DecodingBaseConfig
+from forethought.errors import ParameterError
+
+DRAFTERS = ("ngram", "suffix", "draft_target", "auto")
+"""What can be chosen without a file; each is also a ``decoding_type``."""
+MODEL_DRAFT_LEN = 4
+"""Levels of a draft model's drafts unless said otherwise; the other ways have defaults."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument(
+        "--speculative",
+        choices=DRAFTERS,
+        help="guess ahead and verify: the same text in less time",
+    )
+    parser.add_argument(
+        "--draft-model",
+        type=Path,
+        metavar="DIR",
+        help="local Hugging Face directory of a smaller model, for --speculative draft_target",
+    )
+    parser.add_argument(
+        "--max-draft-len", type=int, metavar="K", help="most tokens to guess in a row"
+    )
+
+
+def config_of(args: argparse.Namespace) -> DecodingBaseConfig | None:
+    """What the options say; None if they say nothing.
+
+    Raises:
+        UsageError: an impossible value, or an option without what it belongs to.
+    """
+    values: dict[str, Any] = {
+        "max_draft_len": args.max_draft_len,
+        "speculative_model": args.draft_model,
+    }
+    if args.speculative is None:
+        given = [name for name, value in values.items() if value is not None]
+        if given:
+            raise ParameterError(
+                "--max-draft-len and --draft-model need --speculative",
+                f"{given[0]} is given, but not how to draft",
+                f"Add --speculative with one of {', '.join(DRAFTERS)}",
+            )
+        return None
+    if args.speculative == "draft_target":
+        if args.draft_model is None:
+            raise ParameterError(
+                "--speculative draft_target needs --draft-model",
+                "there is no model to draft with",
+                "Give the directory of a smaller model with the same vocabulary",
+            )
+        if args.max_draft_len is None:
+            values["max_draft_len"] = MODEL_DRAFT_LEN
+    config: DecodingBaseConfig = DecodingBaseConfig.from_dict(
+        {"decoding_type": args.speculative, **values}
+    )
+    return config
