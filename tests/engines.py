@@ -6,7 +6,9 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
+from forethought.decoding import DecodingBaseConfig
 from forethought.engine.engine import Engine, Event
+from forethought.engine.resolve import equip
 from forethought.engine.scheduler import Limits
 from forethought.engine.sequence import Sequence
 from forethought.kv.storage import KvStorage
@@ -14,6 +16,7 @@ from forethought.model import loader
 from forethought.model.causal_lm import CausalLM
 from forethought.model.runner import Runner
 from forethought.params import SamplingParams
+from forethought.speculative.table import Target
 from models import tiny
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
@@ -32,13 +35,17 @@ def engine(
     page_size: int = 4,
     reuse: bool = True,
     device: str = "cpu",
+    speculative: Iterable[DecodingBaseConfig] = (),
     **limits: Any,
 ) -> Engine:
-    """A float32 engine."""
+    """A float32 engine, with drafters if any are configured."""
     lm = load(architecture, device)
     storage = KvStorage(lm.layer_shapes, pages, page_size, lm.dtype, lm.device)
     settings = {"max_batch_size": 8, "max_num_tokens": 64, "max_length": 128, **limits}
-    return Engine(Runner(lm, storage), Limits(**settings), reuse=reuse, seed=0)
+    runner = Runner(lm, storage)
+    target = Target(runner, settings["max_num_tokens"])
+    drafters = [equip(config, target, settings["max_batch_size"]) for config in speculative]
+    return Engine(runner, Limits(**settings), reuse=reuse, seed=0, drafters=drafters)
 
 
 def drain(machine: Engine, most: int = 2000) -> list[Event]:

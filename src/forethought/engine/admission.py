@@ -6,7 +6,12 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Ids
 
 from forethought.engine.scheduler import Limits
-from forethought.errors import CapacityError, ContextLengthError, ParameterError
+from forethought.errors import (
+    CapacityError,
+    ContextLengthError,
+    ParameterError,
+    UnknownNameError,
+)
 from forethought.params import SamplingParams
 
 
@@ -17,10 +22,14 @@ class Admission:
         limits: of a step, and of a sequence as far as the model is concerned.
         vocab_size: ids are below this.
         capacity: tokens that the whole KV cache holds.
+        drafters: the names of the drafters that requests may choose from.
     """
 
-    def __init__(self, limits: Limits, vocab_size: int, capacity: int) -> None:
+    def __init__(
+        self, limits: Limits, vocab_size: int, capacity: int, drafters: Ids[str] = ()
+    ) -> None:
         self._limits, self._vocab_size, self._capacity = limits, vocab_size, capacity
+        self._drafters = drafters
 
     def check(self, prompt_ids: Ids[int], params: SamplingParams) -> None:
         """Whether a prompt can be added with these params.
@@ -33,8 +42,7 @@ class Admission:
         if not prompt_ids:
             raise ParameterError("empty prompt", "there is no token to continue", "Give some text")
         self._check_ids("prompt", prompt_ids)
-        self._check_ids("logit_bias", params.logit_bias or ())
-        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_wishes(params)
         self._check_length(len(prompt_ids) + 1)
         step = self._limits.max_num_tokens
         if not self._limits.chunked_prefill and len(prompt_ids) > step:
@@ -56,14 +64,20 @@ class Admission:
                 "its earlier tokens are computed already",
                 "Ask for them when generating from a prompt",
             )
-        self._check_ids("logit_bias", params.logit_bias or ())
-        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_wishes(params)
         self._check_length(len(tokens) + 1)
 
     def check_extension(self, tokens: Ids[int], more: Ids[int]) -> None:
         """Whether a parked sequence can be extended; raises as ``check`` does."""
         self._check_ids("extension", more)
         self._check_length(len(tokens) + len(more))
+
+    def _check_wishes(self, params: SamplingParams) -> None:
+        self._check_ids("logit_bias", params.logit_bias or ())
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        drafter = params.speculation and params.speculation.drafter
+        if drafter is not None and drafter not in self._drafters:
+            raise UnknownNameError("drafter", drafter, self._drafters)
 
     def _check_ids(self, what: str, ids: Iterable[int]) -> None:
         bad = next((token for token in ids if not 0 <= token < self._vocab_size), None)

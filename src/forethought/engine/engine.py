@@ -1,6 +1,7 @@
 """The engine: sequences of token ids, and the loop that carries them through the network.
 
-A sequence is a handle. It can be forked while it runs, extended, rewound, resumed and aborted,
+There is one loop: every decode verifies a tree of drafted tokens, which without a drafter is only
+its root. A sequence is a handle. It can be forked while it runs, extended, rewound, resumed and aborted,
 with its KV kept. The engine belongs to one thread and knows nothing about text, clients or time.
 """
 
@@ -20,13 +21,14 @@ from forethought.engine.commit import Commit, Event
 from forethought.engine.ledger import Ledger
 from forethought.engine.scheduler import Limits, Plan, Scheduler
 from forethought.engine.sequence import Sequence, Status
+from forethought.engine.speculation import Equipped, Speculation
 from forethought.engine.stats import EngineStats
 from forethought.errors import UsageError
 from forethought.kv.pool import PagePool
 from forethought.kv.prefix import PrefixIndex
-from forethought.kv.table import PageTable
+from forethought.kv.table import PageTable, SlotMove
 from forethought.model.runner import Runner
-from forethought.outputs import FinishReason
+from forethought.outputs import FinishReason, SpeculationMetrics
 from forethought.params import SamplingParams
 
 
@@ -38,20 +40,31 @@ class Engine:
         limits: of a step and of a sequence, which the KV cache may limit further.
         reuse: whether full pages are found again by later prompts with the same prefix.
         seed: where the seeds of unseeded requests come from; None: the operating system.
+        drafters: who guesses ahead, in the order of asking.
     """
 
     def __init__(
-        self, runner: Runner, limits: Limits, *, reuse: bool = True, seed: int | None = None
+        self,
+        runner: Runner,
+        limits: Limits,
+        *,
+        reuse: bool = True,
+        seed: int | None = None,
+        drafters: Ids[Equipped] = (),
     ) -> None:
         self.runner, self.stats = runner, EngineStats()
         self.pool = PagePool(runner.storage.num_pages, runner.storage.page_size)
         self.index = PrefixIndex(self.pool, reuse)
         capacity = self.pool.num_pages * self.pool.page_size
-        self.admission = Admission(limits, runner.lm.vocab_size, capacity)
         self.limits = replace(limits, max_length=min(limits.max_length, capacity))
+        self.speculation = Speculation(drafters, self.stats, runner.lm.vocab_size)
+        names = self.speculation.names
+        self.admission = Admission(limits, runner.lm.vocab_size, capacity, names)
         self.scheduler = Scheduler(self.pool, self.index, self.limits, self.stats)
+        self.scheduler.on_end = self.speculation.release
+        self._storages = [runner.storage, *self.speculation.companions]
         self._ledger = Ledger(self.stats, self.index, self.pool.page_size)
-        self._commit = Commit(self.scheduler, self._ledger, runner.lm.eos_token_ids)
+        self._commit = Commit(self.scheduler, self._ledger, runner.lm.eos_token_ids, self._fail)
         self._eos_ids = runner.lm.eos_token_ids
         self._seeds = random.Random(seed)
         self._ids, self._arrivals = itertools.count(), itertools.count()
@@ -64,35 +77,59 @@ class Engine:
         return bool(self.scheduler.running or self.scheduler.waiting)
 
     def step(self) -> list[Event]:
-        """Schedule, forward, draw, commit: one pass through the network for everyone."""
+        """Schedule, draft, forward, verify, commit: one pass through the network for everyone."""
         began = time.perf_counter()
-        for sequence in list(self.scheduler):
-            kinship.attach_ready(sequence)
-        plan, drawn = self.scheduler.plan(), None
-        if not plan.rows:
-            return []
+        plan, outcomes = Plan(), None
         try:
-            planned = time.perf_counter()
+            for sequence in list(self.scheduler):
+                kinship.attach_ready(sequence)
+            self.scheduler.plan(plan, self.speculation.wishes)
+            if not plan.rows:
+                return []
+            self._copy_pages(plan)
+            self.speculation.draft(plan)
+            drafted = time.perf_counter()
             logits = passing.forward(self.runner, plan)
-            self.stats.forward_seconds += time.perf_counter() - planned
-            drawn = passing.draw(plan, logits, self._eos_ids)
+            forward_seconds = time.perf_counter() - drafted
+            outcomes = passing.judge(plan, logits, self._eos_ids)
         except Exception as error:
             failure = error
         finally:
-            if drawn is None:
+            if outcomes is None:
                 self._undo(plan)
-        if drawn is None:
-            return [self._fail(row.sequence, failure) for row in plan.rows]
-        events = self._commit(plan, logits, drawn)
+        if outcomes is None:
+            rows = [row.sequence for row in plan.rows]
+            return [self._fail(each, failure) for each in rows or self._unplanned()]
+        events, moves = self._commit(plan, logits, outcomes)
+        self._move_slots(moves)
+        self.speculation.observe(plan, outcomes, forward_seconds)
         self.stats.steps += 1
+        self.stats.forward_seconds += forward_seconds
         self.stats.step_seconds += time.perf_counter() - began
         return events
+
+    def _copy_pages(self, plan: Plan) -> None:
+        """What the plan copies on write, and what it will write anew, in every storage."""
+        for storage in self._storages:
+            storage.copy_pages(plan.copies)
+        for companion in self.speculation.companions:
+            for row in plan.rows:
+                companion.invalidate(row.sequence.table, row.start, row.stop + row.nodes)
+
+    def _move_slots(self, moves: list[SlotMove]) -> None:
+        for storage in self._storages:
+            storage.move_slots(moves)
 
     def _undo(self, plan: Plan) -> None:
         """What was not committed was never stored; a page that was to be copied may be empty."""
         for row in plan.rows:
             whole_pages = row.start // self.pool.page_size * self.pool.page_size
-            row.sequence.table.rewind(whole_pages if row.copies else row.start)
+            copying = row.copies is None or row.copies
+            row.sequence.table.rewind(whole_pages if copying else row.start)
+
+    def _unplanned(self) -> list[Sequence]:
+        """Who cannot go on when not even a plan can be made; nothing else could be tried."""
+        return [*self.scheduler.running, *self.scheduler.waiting]
 
     # ---- the handles ------------------------------------------------------------------------
 
@@ -192,6 +229,10 @@ class Engine:
         """Give back all its pages; the sequence is of no further use. Closing twice is fine."""
         self.scheduler.close(sequence)
 
+    def shutdown(self) -> None:
+        """Tell the drafters that the engine is going away."""
+        self.speculation.shutdown()
+
     def check_integrity(self) -> None:
         """Assert that every page is held by exactly the tables that list it."""
         self.pool.check_integrity()
@@ -227,6 +268,7 @@ class Engine:
         sequence.prompt_length = len(sequence.tokens)
         sequence.limit = len(sequence.tokens) + min(room, params.max_tokens or room)
         sequence.finish_reason = sequence.stop_reason = None
+        sequence.metrics = SpeculationMetrics()
         self.scheduler.place(sequence, Status.WAITING)
 
     @staticmethod

@@ -35,6 +35,13 @@ class Ledger:
             counts.decoded += decoded
             counts.discarded += discarded
 
+    def count_draft(self, row: PlannedRow, accepted: int) -> None:
+        """A decode was verified, and this many tokens of its draft were accepted."""
+        size = len(row.draft)
+        row.sequence.metrics.record(size, accepted)
+        self._stats.drafted += size
+        self._stats.accepted += accepted
+
     def record(self, row: PlannedRow, logits: Tensor) -> None:
         """A row was computed; ``logits`` [row.logits, V] float32 are those of its last tokens.
 
@@ -44,7 +51,7 @@ class Ledger:
         sequence = row.sequence
         known = max(sequence.prompt_length, sequence.peak)
         self.count(sequence, prefilled=max(0, min(known, row.stop) - row.start))
-        sequence.peak = max(sequence.peak, row.stop)
+        sequence.peak = max(sequence.peak, sequence.table.length)
         if self._index.enabled:
             self._publish(sequence)
         if sequence.wants_prompt_logprobs:

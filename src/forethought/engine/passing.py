@@ -1,67 +1,84 @@
-"""A plan's way through the network: from planned rows to logits, from logits to drawn tokens.
+"""A plan's way through the network: from planned rows to logits, from logits to verdicts.
 
 Changes nothing about the sequences.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from forethought.engine.kinship import drawers
-from forethought.engine.scheduler import Plan
+from forethought.engine.scheduler import Plan, PlannedRow
 from forethought.engine.sequence import Sequence
 from forethought.model.batch import Row
 from forethought.model.runner import Runner
-from forethought.model.sampling import TokenContext, choose, coin
-from forethought.outputs import TokenLogprobs
+from forethought.model.sampling import TokenContext
+from forethought.speculative.draft import NO_DRAFT, Draft
+from forethought.speculative.verify import Candidate, Verdict, verify
 
-
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """A token drawn for a sequence."""
-
-    sequence: Sequence
-    token: int
-    logprobs: TokenLogprobs | None
+Outcome = list[tuple[Sequence, Verdict]]
+"""What was drawn after one row: for its own sequence first, then for its twins."""
 
 
 def forward(runner: Runner, plan: Plan) -> Tensor:
-    """Logits [R, V] float32, R the sum of the rows' ``logits``, in the order of the rows."""
-    runner.storage.copy_pages(plan.copies)
-    return runner.forward(
-        [
-            Row(
-                tokens=row.sequence.tokens[row.start : row.stop],
-                start=row.start,
-                table=row.sequence.table,
-                logits_from=row.count - row.logits,
-            )
-            for row in plan.rows
-        ]
-    )
+    """Logits [R, V] float32 in the order of the rows: of each row its ``logits`` last known tokens,
+    then the nodes of its draft."""
+    return runner.forward([_row(row) for row in plan.rows])
 
 
-def draw(plan: Plan, logits: Tensor, eos_ids: frozenset[int]) -> list[list[Draw]]:
-    """For each row the tokens drawn after its last one: for its sequence, and for its twins.
+def judge(plan: Plan, logits: Tensor, eos_ids: frozenset[int]) -> list[Outcome]:
+    """For each row that is its sequence's last one, what follows; nothing for the others.
 
     Args:
         plan: the rows.
         logits: [R, V] float32 from ``forward``.
         eos_ids: the model's end-of-sequence ids.
     """
-    wanting = [drawers(row.sequence) if row.is_last else [] for row in plan.rows]
-    places, contexts, coins, end = [], [], [], 0
-    for row, sequences in zip(plan.rows, wanting, strict=True):
-        end += row.logits
-        for sequence in sequences:
-            start, tokens = sequence.prompt_length, sequence.tokens
-            places.append(end - 1)
-            contexts.append(TokenContext(sequence.params, tokens[:start], tokens[start:], eos_ids))
-            coins.append(coin(sequence.seed, sequence.index, len(tokens)))
-    if places != list(range(len(logits))):
-        logits = logits[places]
-    choice = choose(logits, contexts, coins)
-    drawn = zip(choice.tokens, choice.logprobs, strict=True)
-    return [[Draw(sequence, *next(drawn)) for sequence in sequences] for sequences in wanting]
+    drawing: list[list[Sequence]] = []
+    candidates: list[Candidate] = []
+    begin = 0
+    for row in plan.rows:
+        root = begin + row.logits - 1
+        drawing.append(drawers(row.sequence) if row.is_last else [])
+        for sequence in drawing[-1]:
+            draft = row.draft if sequence is row.sequence else NO_DRAFT
+            candidates.append(
+                Candidate(
+                    draft=draft,
+                    rows=range(root, root + 1 + len(draft)),
+                    contexts=_contexts(sequence, draft, eos_ids),
+                    seed=sequence.seed,
+                    stream=sequence.index,
+                    position=len(sequence.tokens),
+                )
+            )
+        begin = root + 1 + len(row.draft)
+    verdicts = iter(verify(logits, candidates))
+    return [[(sequence, next(verdicts)) for sequence in sequences] for sequences in drawing]
+
+
+def _row(row: PlannedRow) -> Row:
+    draft, parents = row.draft, None
+    if draft.parents is not None:
+        nodes = (row.count + parent if parent >= 0 else row.count - 1 for parent in draft.parents)
+        parents = (*range(-1, row.count - 1), *nodes)
+    return Row(
+        tokens=[*row.sequence.tokens[row.start : row.stop], *draft.tokens],
+        start=row.start,
+        table=row.sequence.table,
+        parents=parents,
+        logits_from=row.count - row.logits,
+    )
+
+
+def _contexts(sequence: Sequence, draft: Draft, eos_ids: frozenset[int]) -> list[TokenContext]:
+    """Of the root and of each node, with the path to it where the law looks at it."""
+    params, start = sequence.params, sequence.prompt_length
+    if not sequence.law_has_memory:
+        return [TokenContext(params, (), (), eos_ids)] * (1 + len(draft))
+    prompt, output = sequence.tokens[:start], sequence.tokens[start:]
+    contexts = [TokenContext(params, prompt, output, eos_ids)]
+    for node, token in enumerate(draft.tokens):
+        before = contexts[1 + draft.parent(node)].output
+        contexts.append(TokenContext(params, prompt, [*before, token], eos_ids))
+    return contexts

@@ -9,13 +9,18 @@ from pathlib import Path
 import torch
 
 from forethought.config import KvCacheConfig, LlmArgs
+from forethought.decoding import AutoDecodingConfig, DecodingBaseConfig
 from forethought.engine.engine import Engine
 from forethought.engine.scheduler import Limits
+from forethought.engine.speculation import Equipped
 from forethought.errors import CapacityError, ParameterError
 from forethought.kv.storage import KvStorage
 from forethought.model import loader
 from forethought.model.causal_lm import CausalLM
 from forethought.model.runner import Runner
+from forethought.speculative import table
+from forethought.speculative.length import length_policy
+from forethought.speculative.table import Target
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +58,39 @@ def build(args: LlmArgs, model_dir: Path) -> Engine:
     )
     log.info("%s on %s, %d tokens of KV cache, %s", model_dir, lm.device, capacity, limits)
     runner = Runner(lm, storage)
-    return Engine(runner, limits, reuse=args.kv_cache_config.enable_block_reuse, seed=args.seed)
+    return Engine(
+        runner,
+        limits,
+        reuse=args.kv_cache_config.enable_block_reuse,
+        seed=args.seed,
+        drafters=[
+            equip(config, Target(runner, limits.max_num_tokens), batch_size)
+            for config in args.speculative_config
+        ],
+    )
+
+
+def equip(config: DecodingBaseConfig, target: Target, batch_size: int) -> Equipped:
+    """The drafter that ``config`` describes, with all that belongs to it.
+
+    Args:
+        config: how to draft.
+        target: the model to draft for.
+        batch_size: sequences that the engine runs at once.
+
+    Raises:
+        UsageError: it does not fit the target, or its model cannot be loaded.
+    """
+    if isinstance(config, AutoDecodingConfig):
+        config = config.resolve(batch_size)
+    return Equipped(
+        name=config.name,
+        drafter=table.build(config, target),
+        policy=length_policy(config),
+        max_draft_len=config.max_draft_len,
+        resource_manager=getattr(config, "resource_manager", None),
+        synthetic_acceptance=config.synthetic_acceptance,
+    )
 
 
 def _device(name: str) -> torch.device:

@@ -3,6 +3,8 @@
 One token budget per step. Running sequences come first, those with a single token to compute (a
 decode) before those with more (a chunk of a prefill), so that a long prompt never stalls running
 answers; what is left goes to waiting sequences, strictly in the order of priority and arrival.
+Behind a decode, room for the nodes of a draft is reserved as far as budget and free pages go; it is
+the first to be given back when anybody needs pages, and takes at most half of what prefills want.
 Where all places are taken, one of higher priority gets that of one of lower, which pauses.
 When pages run out, they are taken from whoever is served last: first from parked sequences, then
 from waiting ones that still hold some, then from running ones, whose KV is computed again later.
@@ -10,7 +12,8 @@ from waiting ones that still hold some, then from running ones, whose KV is comp
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 
 from forethought.engine import kinship
@@ -20,6 +23,10 @@ from forethought.kv.pool import PagePool
 from forethought.kv.prefix import PrefixIndex
 from forethought.kv.table import PageCopy
 from forethought.outputs import FinishReason
+from forethought.speculative.draft import NO_DRAFT, Draft
+
+Wishes = Callable[[List[Sequence]], List[int]]
+"""How many draft nodes to reserve behind each of these sequences, all of which decode."""
 
 PROMPT_LOGPROB_ROWS = 256
 """Most prompt tokens per step whose logits are wanted, as these take vocabulary-sized rows."""
@@ -39,26 +46,42 @@ class Limits:
     """Whether a prompt may be spread over several steps."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PlannedRow:
-    """``count`` tokens of a sequence from position ``start``; the table has room for them."""
+    """``count`` tokens of a sequence from position ``start``, and the draft behind the last one."""
 
     sequence: Sequence
     start: int
     count: int
-    copies: tuple[PageCopy, ...]
     logits: int
-    """Of how many of its last tokens the logits are wanted."""
+    """Of how many of its last known tokens the logits are wanted."""
+    copies: tuple[PageCopy, ...] | None = None
+    """To be made before the forward; None: the table has no room for the tokens yet."""
+    nodes: int = 0
+    """Room behind the tokens that is reserved for a draft."""
+    draft: Draft = NO_DRAFT
 
     @property
     def stop(self) -> int:
-        """The position behind its last token."""
+        """The position behind its last known token."""
         return self.start + self.count
 
     @property
     def is_last(self) -> bool:
         """Whether the row computes the sequence's last token, so that one is drawn after it."""
         return self.stop == len(self.sequence.tokens)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the row is a plain decode, behind which a draft may follow."""
+        return self.count == 1 == self.logits and self.is_last
+
+    def reserve(self, nodes: int) -> None:
+        """Make room for a draft, in place of the room that there was; ``nodes`` pages are free."""
+        self.sequence.table.rewind(self.stop)
+        copies = self.sequence.table.append(nodes)
+        assert not copies, "the page of the root is the sequence's own already"
+        self.nodes = nodes
 
 
 @dataclass(slots=True)
@@ -69,17 +92,24 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        """Tokens to compute."""
-        return sum(row.count for row in self.rows)
+        """Tokens to compute, those of drafts included."""
+        return sum(row.count + row.nodes for row in self.rows)
 
     @property
     def copies(self) -> list[PageCopy]:
         """Page copies to make before the forward."""
-        return [copy for row in self.rows for copy in row.copies]
+        return [copy for row in self.rows for copy in row.copies or ()]
 
     def remove(self, sequence: Sequence) -> None:
         """Take back the row of a sequence that lost its pages."""
         self.rows = [row for row in self.rows if row.sequence is not sequence]
+
+    def give_back_nodes(self) -> bool:
+        """Release what is reserved for drafts; whether there was anything."""
+        reserved = [row for row in self.rows if row.nodes]
+        for row in reserved:
+            row.reserve(0)
+        return bool(reserved)
 
 
 class Scheduler:
@@ -100,6 +130,8 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.parked: list[Sequence] = []
         """Least recently used first."""
+        self.on_end: Callable[[Sequence], None] = lambda sequence: None
+        """Told of each generation that is over, and of each sequence that is closed."""
         self._queues = {
             Status.RUNNING: self.running,
             Status.WAITING: self.waiting,
@@ -126,6 +158,7 @@ class Scheduler:
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """A generation is over: park the sequence if it is to be kept, else close it."""
         sequence.finish_reason = reason
+        self.on_end(sequence)
         if sequence.keep:
             self.place(sequence, Status.PARKED)
         else:
@@ -134,26 +167,52 @@ class Scheduler:
     def close(self, sequence: Sequence) -> None:
         """Give back all pages; the sequence is in no queue afterwards."""
         if sequence.status is not Status.CLOSED:
+            self.on_end(sequence)
             kinship.attach_ready(sequence, all_of_them=True)
             kinship.detach(sequence)
             sequence.table.release()
             self.place(sequence, Status.CLOSED)
 
-    def plan(self) -> Plan:
-        """Choose the rows of the next step and make room for their tokens."""
-        plan = Plan()
+    def plan(self, plan: Plan, wishes: Wishes | None = None) -> None:
+        """Choose the rows of the next step and make room for their tokens.
+
+        Args:
+            plan: an empty one, filled row by row, so that it can be undone wherever this stops.
+            wishes: how many draft nodes the sequences that decode would like.
+        """
         self._yield_places()
-        self.running.sort(key=lambda sequence: (sequence.num_uncomputed > 1, *sequence.rank))
-        for sequence in list(self.running):
-            if sequence.status is Status.RUNNING:  # may have lost its pages to an earlier one
-                self._plan_row(plan, sequence)
+        self.running.sort(key=lambda sequence: sequence.rank)
+        decoding = [sequence for sequence in self.running if sequence.num_uncomputed == 1]
+        prefilling = [sequence for sequence in self.running if sequence.num_uncomputed > 1]
+        self._plan_rows(plan, decoding)
+        if wishes is not None:
+            self._reserve(plan, wishes)
+        self._plan_rows(plan, prefilling)
         self.waiting.sort(key=lambda sequence: sequence.rank)
         for sequence in list(self.waiting):
             if sequence.parent is not None:
                 continue
             if self.is_full or not self._admit(plan, sequence):
                 break
-        return plan
+
+    def _plan_rows(self, plan: Plan, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            if sequence.status is Status.RUNNING:  # may have lost its pages to an earlier one
+                self._plan_row(plan, sequence)
+
+    def _reserve(self, plan: Plan, wishes: Wishes) -> None:
+        """Give the decodes room for drafts, the first ones first; nobody loses a page by it."""
+        rows = [row for row in plan.rows if row.decodes]
+        left = self.limits.max_num_tokens - plan.tokens
+        if len(self.running) > len(rows) or any(s.parent is None for s in self.waiting):
+            left //= 2
+        for row, wish in zip(rows, wishes([row.sequence for row in rows]), strict=True):
+            table = row.sequence.table
+            free = -table.length % self._pool.page_size
+            nodes = min(wish, left, free + self._pool.available * self._pool.page_size)
+            if nodes > 0:
+                row.reserve(nodes)
+                left -= nodes
 
     def _yield_places(self) -> None:
         """Let waiting sequences of higher priority take the places of running ones of lower.
@@ -172,13 +231,17 @@ class Scheduler:
         if count == 0:
             return
         while sequence.table.pages_needed(count) > self._pool.available:
+            if plan.give_back_nodes():
+                continue
             if not self._take_pages_from(plan, self._victims(sequence), sequence):
                 return
-        copies = sequence.table.append(count)
-        is_last = sequence.num_uncomputed == 0
-        logits = count if sequence.wants_prompt_logprobs else int(is_last)
-        start = sequence.table.length - count
-        plan.rows.append(PlannedRow(sequence, start, count, tuple(copies), logits))
+        start = sequence.table.length
+        logits = int(sequence.num_uncomputed == count)
+        if sequence.wants_prompt_logprobs:
+            logits = count
+        row = PlannedRow(sequence, start, count, logits)
+        plan.rows.append(row)  # before the table grows: an interrupt in between can be undone
+        row.copies = tuple(sequence.table.append(count))
 
     def _count(self, plan: Plan, sequence: Sequence) -> int:
         """Tokens of the sequence that fit into what is left of the step's budget."""
@@ -196,6 +259,8 @@ class Scheduler:
         if self._count(plan, sequence) == 0:
             return False
         needed = sequence.table.pages_needed(sequence.num_uncomputed)
+        if needed > self._pool.available:
+            plan.give_back_nodes()
         while needed > self._pool.available:
             idle = [other for other in self.parked if other.table.pages]
             if not idle:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from forethought.kv.table import PageTable
-from forethought.outputs import FinishReason, TokenLogprobs, Usage
+from forethought.outputs import FinishReason, SpeculationMetrics, TokenLogprobs, Usage
 from forethought.params import SamplingParams
 
 
@@ -72,6 +72,19 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     """One entry per prompt token as far as computed, if asked for."""
     usage: Usage = field(default_factory=Usage)
+    metrics: SpeculationMetrics = field(default_factory=SpeculationMetrics)
+    """Of the current generation."""
+
+    @property
+    def law_has_memory(self) -> bool:
+        """Whether the law of the next token depends on the tokens before it but for the logits."""
+        params = self.params
+        return bool(
+            params.repetition_penalty != 1.0
+            or params.presence_penalty
+            or params.frequency_penalty
+            or len(self.tokens) - self.prompt_length < params.min_tokens
+        )
 
     @property
     def num_computed(self) -> int:

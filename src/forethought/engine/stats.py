@@ -28,12 +28,20 @@ class EngineStats:
     """Times that a running sequence lost its pages to an earlier one."""
     dropped: int = 0
     """Times that a parked sequence lost its pages to a running one."""
+    drafted: int = 0
+    """Tokens proposed by drafters and verified."""
+    accepted: int = 0
+    """Proposed tokens that the target took; they are in ``decoded`` too."""
+    draft_failures: int = 0
+    """Times that a drafter raised or answered nonsense."""
     failures: int = 0
     """Sequences that ended with an error."""
     forward_seconds: float = 0.0
-    """Wall time inside the network."""
+    """Wall time inside the target's network."""
+    draft_seconds: float = 0.0
+    """Wall time of drafting, a draft model's network included."""
     step_seconds: float = 0.0
-    """Wall time of steps, the network included."""
+    """Wall time of steps: drafting, the network, and all the rest."""
 
     def to_dict(self) -> dict[str, Any]:
         """All counts by name."""

@@ -93,6 +93,17 @@ class PageTable:
         child.digests = self.digests[: length // self._pool.page_size]
         return child
 
+    def window(self, length: int) -> PageTable:
+        """A view of the first ``length`` tokens for one forward: it holds no page of its own.
+
+        Never append to it, and never release it.
+        """
+        assert 0 <= length <= self.length
+        view = PageTable(self._pool)
+        view._set_pages(self.pages[: self._pages_for(length)])
+        view.length = length
+        return view
+
     def rewind(self, length: int) -> None:
         """Forget all tokens from ``length`` on and release the pages behind them."""
         assert 0 <= length <= self.length

@@ -188,3 +188,5 @@ def _stop(thread: EngineThread, lender: LLM | None) -> None:
     thread.stop()
     if lender is not None:
         lender.take_back()
+    else:
+        thread.desk.engine.shutdown()

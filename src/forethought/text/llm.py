@@ -155,7 +155,9 @@ class LLM:
     def shutdown(self) -> None:
         """Give back everything. Later calls raise ``EngineStopped``."""
         if self._desk is not None:
-            self._serving().clear()
+            desk = self._serving()
+            desk.clear()
+            desk.engine.shutdown()
             self._desk = None
 
     def __enter__(self) -> LLM:

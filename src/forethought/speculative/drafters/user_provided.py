@@ -1,0 +1,27 @@
+"""The caller's own drafter: taken as it is."""
+
+from __future__ import annotations
+
+from forethought.decoding import UserProvidedDecodingConfig
+from forethought.errors import ParameterError
+from forethought.speculative.drafter import Drafter
+from forethought.speculative.table import Target
+
+
+class UserProvided:
+    """Hands out the instance that the configuration holds."""
+
+    @classmethod
+    def build(cls, config: UserProvidedDecodingConfig, target: Target) -> Drafter:
+        """See ``speculative.table``.
+
+        Raises:
+            ParameterError: it is not a ``Drafter``.
+        """
+        if not isinstance(config.drafter, Drafter):
+            raise ParameterError(
+                "invalid drafter in UserProvidedDecodingConfig",
+                f"{type(config.drafter).__name__} is not a subclass of forethought.Drafter",
+                "Derive it from Drafter, which has all methods but prepare_draft_tokens",
+            )
+        return config.drafter
