@@ -442,6 +442,9 @@ def test_one_generation_at_a_time(llm):
                     await change
             with pytest.raises(UsageError, match="cannot fork"):
                 await session.fork(9999)
+            for change in (session.fork, session.rewind):
+                with pytest.raises(ParameterError, match="invalid length"):
+                    await change(2.5)
         with pytest.raises(UsageError, match="closed"):
             await session.generate(GREEDY)
 

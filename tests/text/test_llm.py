@@ -455,6 +455,26 @@ def test_what_a_live_sequence_cannot_do_is_refused(llm):
             session.extend([5] * 300)
 
 
+def test_a_stream_that_cannot_be_is_refused_when_it_is_asked_for(llm):
+    with llm.start(PROMPTS[0]) as session:
+        with pytest.raises(ParameterError, match="invalid n"):
+            session.stream(GREEDY.replace(n=2))
+        with pytest.raises(ParameterError, match="invalid params"):
+            session.stream({"max_tokens": 3})
+        session.stream(GREEDY)  # nobody iterates, so nothing goes on
+        assert len(session.generate(GREEDY).token_ids) == GREEDY.max_tokens
+    with pytest.raises(UsageError, match="closed"):
+        session.stream(GREEDY)
+
+
+@pytest.mark.parametrize("length", [2.5, "2", True, [2]])
+def test_a_length_that_is_no_whole_number_is_refused(llm, length):
+    with llm.start(PROMPTS[0]) as session:
+        for change in (session.fork, session.rewind):
+            with pytest.raises(ParameterError, match="invalid length"):
+                change(length)
+
+
 def test_a_closed_session_says_so(llm):
     session = llm.start(PROMPTS[0])
     session.close()

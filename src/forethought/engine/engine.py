@@ -164,6 +164,11 @@ class Engine:
         self.admission.check(prompt_ids, SamplingParams())
         return self._new(list(prompt_ids), keep=True)
 
+    def check_resume(self, sequence: Sequence, params: SamplingParams) -> None:
+        """Raise what ``resume`` would."""
+        self._expect_parked(sequence, "resumed")
+        self.admission.check_resume(sequence.tokens, params)
+
     def resume(self, sequence: Sequence, params: SamplingParams) -> None:
         """Generate from a parked sequence. ``params.n`` must be 1: fork for more.
 
@@ -171,8 +176,7 @@ class Engine:
             UsageError: it is not parked.
             ParameterError, ContextLengthError, CapacityError: see ``Admission.check``.
         """
-        self._expect_parked(sequence, "resumed")
-        self.admission.check_resume(sequence.tokens, params)
+        self.check_resume(sequence, params)
         if sequence.num_uncomputed == 0:  # the last token's logits are needed once more
             kinship.attach_ready(sequence, all_of_them=True)
             sequence.table.rewind(len(sequence.tokens) - 1)

@@ -18,7 +18,7 @@ from forethought.text.desk import Desk
 from forethought.text.engine_thread import EngineThread
 from forethought.text.generation import Generation
 from forethought.text.listener import Listener
-from forethought.text.prompt import read_params
+from forethought.text.prompt import read_length, read_params
 
 Result = TypeVar("Result")
 
@@ -112,9 +112,10 @@ class AsyncSession:
             UsageError: the session does not have this many tokens, or is closed.
         """
         owner, thread, seat = self._owner, self._thread, self._seat
+        cut = None if length is None else read_length(length)
         # Made on the engine's thread: if nobody waits for it any more, it is closed as forgotten.
         return await self._do(
-            lambda: AsyncSession(owner, thread, sequence=thread.desk.fork(seat.taken, length))
+            lambda: AsyncSession(owner, thread, sequence=thread.desk.fork(seat.taken, cut))
         )
 
     async def rewind(self, length: int) -> None:
@@ -123,8 +124,8 @@ class AsyncSession:
         Raises:
             UsageError: a generation is under way, the session is closed or not that long.
         """
-        seat, desk = self._seat, self._thread.desk
-        await self._do(lambda: desk.engine.rewind(seat.taken, length))
+        seat, desk, kept = self._seat, self._thread.desk, read_length(length)
+        await self._do(lambda: desk.engine.rewind(seat.taken, kept))
 
     async def abort(self) -> None:
         """End the generation under way, if any; who waits for it gets what it has said."""

@@ -49,6 +49,17 @@ def read_ids(ids: Any) -> list[int]:
     )
 
 
+def read_length(length: Any) -> int:
+    """A number of tokens as a plain integer.
+
+    Raises:
+        ParameterError: it is not a whole number.
+    """
+    if not _is_id(length):
+        raise ParameterError("invalid length", f"got {length!r}", "Give a whole number of tokens")
+    return int(length)
+
+
 def is_batch(prompts: Any) -> bool:
     """Whether a list holds prompts rather than the ids of one."""
     return (

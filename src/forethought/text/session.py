@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from forethought.engine import sequence as engine_sequence
 from forethought.outputs import CompletionOutput, Usage
 from forethought.params import SamplingParams
-from forethought.text.prompt import read_params
+from forethought.text.prompt import read_length, read_params
 
 if TYPE_CHECKING:
     from forethought.text.desk import Desk
@@ -60,9 +60,15 @@ class Session:
     def stream(self, params: SamplingParams | None = None) -> Iterator[CompletionOutput]:
         """Continue the sequence; everything so far after each step. Raises as ``generate``.
 
-        Leaving the iterator early ends the generation; what it has said stays.
+        The generation begins with the first item. Leaving the iterator early ends it; what it has
+        said stays.
         """
-        generation = self._desk().resume(self._sequence, read_params(params))
+        settled = read_params(params)
+        self._desk().engine.check_resume(self._sequence, settled)
+        return self._stream(settled)
+
+    def _stream(self, params: SamplingParams) -> Iterator[CompletionOutput]:
+        generation = self._desk().resume(self._sequence, params)
         try:
             for _ in self._run(generation):
                 yield generation.completion()
@@ -82,12 +88,20 @@ class Session:
         """Another session with the first ``length`` tokens of this one (all by default).
 
         The pages are shared. May be taken while this session streams, which does not notice.
+
+        Raises:
+            UsageError: the session does not have this many tokens, or is closed.
         """
-        return Session(self._desk, self._run, self._desk().fork(self._sequence, length))
+        cut = None if length is None else read_length(length)
+        return Session(self._desk, self._run, self._desk().fork(self._sequence, cut))
 
     def rewind(self, length: int) -> None:
-        """Forget all tokens from ``length`` on."""
-        self._desk().engine.rewind(self._sequence, length)
+        """Forget all tokens from ``length`` on.
+
+        Raises:
+            UsageError: a generation is under way, the session is closed or not that long.
+        """
+        self._desk().engine.rewind(self._sequence, read_length(length))
 
     def close(self) -> None:
         """Give back the pages. Closing twice is fine."""
