@@ -198,7 +198,7 @@ class SessionStream:
         return await self._listener.last()
 
     async def reach(self, count: int) -> CompletionOutput:
-        """Everything so far, once it is ``count`` tokens or the end has come."""
+        """What has come so far, once it is ``count`` tokens or the end has come."""
         return await self._listener.reach(count)
 
     async def peek(self) -> CompletionOutput:
