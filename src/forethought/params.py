@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from forethought.errors import ParameterError
@@ -236,10 +237,16 @@ def _as_bias(bias: Any) -> dict[int, float] | None:
     if bias is not None and not isinstance(bias, Mapping):
         raise _refuse("logit_bias", bias, reason)
     try:
-        read = {int(token): float(value) for token, value in (bias or {}).items()}
+        read = {_as_id(token): float(value) for token, value in (bias or {}).items()}
     except (TypeError, ValueError) as error:
         raise _refuse("logit_bias", bias, reason) from error
     return read or None
+
+
+def _as_id(token: Any) -> int:
+    if isinstance(token, bool) or not isinstance(token, str | Integral):
+        raise TypeError("a token id is a whole number")
+    return int(token)
 
 
 def _refuse(name: str, value: Any, reason: str) -> ParameterError:

@@ -30,6 +30,8 @@ from forethought.params import SamplingParams, SpeculationParams
         {"min_p": 1.5},
         {"repetition_penalty": 0.0},
         {"presence_penalty": float("inf")},
+        {"logit_bias": {1.5: 2.0}},
+        {"logit_bias": {True: 2.0}},
         {"logit_bias": {-1: 1.0}},
         {"logit_bias": {1: 1000.0}},
         {"logit_bias": {"a": 1.0}},
