@@ -1,7 +1,7 @@
 """The engine under arbitrary sequences of calls: every token is the one of plain decoding.
 
 Forks of running, waiting and parked sequences, rewinds, extensions, aborts, samples, priorities and
-a cache that is too small for all of it, in any order.
+a cache that is too small for all of it, in any order, with drafters that are right now and then.
 """
 
 from __future__ import annotations
@@ -14,8 +14,17 @@ import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from drafters import PerRequest
 from engines import GREEDY, engine, expect_empty
+from forethought.decoding import (
+    DecodingBaseConfig,
+    DraftTargetDecodingConfig,
+    NGramDecodingConfig,
+    UserProvidedDecodingConfig,
+)
 from forethought.engine.sequence import Sequence, Status
+from forethought.speculative.draft import Draft
+from forethought.speculative.drafter import DraftRequest
 from models import prompts, tiny, transformers_model
 
 TOKEN = st.integers(3, 20)
@@ -31,6 +40,40 @@ def successors(tokens: tuple[int, ...]) -> list[int]:
     return best
 
 
+def sometimes_right(request: DraftRequest) -> Draft:
+    """A tree of two branches, one of which follows the truth for a while."""
+    tokens, parents, known = list[int](), list[int](), list(request.tokens)
+    truthful = -1
+    for depth in range(request.max_draft_len):
+        if len(tokens) + 2 > request.max_nodes:
+            break
+        right = successors(tuple(known))[-1]
+        chance = (7 * len(known) + depth) % 4
+        begin = len(tokens)
+        tokens += [right if chance else 3, 4]
+        parents += [truthful, begin - 1 if depth and chance == 3 else truthful]
+        truthful = begin
+        known.append(tokens[begin])
+    return Draft(tokens, tuple(parents))
+
+
+def drafting(name: str) -> list[DecodingBaseConfig]:
+    bush = PerRequest(sometimes_right)
+    bush.nodes = lambda depth: 2 * depth  # type: ignore[method-assign]
+    model = {"speculative_model": tiny("llama"), "max_draft_len": 3}
+    trees = {"speculative_model": tiny("llama"), "draft_choices": [[0], [1], [0, 0], [1, 0]]}
+    configs: dict[str, list[DecodingBaseConfig]] = {
+        "none": [],
+        "bush": [
+            UserProvidedDecodingConfig(max_draft_len=3, max_total_draft_tokens=6, drafter=bush)
+        ],
+        "ngram": [NGramDecodingConfig(max_draft_len=3, max_matching_ngram_size=1)],
+        "draft model": [DraftTargetDecodingConfig(**model)],
+        "draft model, tree": [DraftTargetDecodingConfig(**trees)],
+    }
+    return configs[name]
+
+
 class EngineMachine(RuleBasedStateMachine):
     """Drives an engine; remembers what each sequence was given, and checks what it drew."""
 
@@ -40,8 +83,11 @@ class EngineMachine(RuleBasedStateMachine):
         budget=st.integers(6, 30),
         batch=st.integers(2, 6),
         reuse=st.booleans(),
+        drafter=st.sampled_from(["none", "bush"]),
     )
-    def start(self, page_size: int, tokens: int, budget: int, batch: int, reuse: bool) -> None:
+    def start(
+        self, page_size: int, tokens: int, budget: int, batch: int, reuse: bool, drafter: str
+    ) -> None:
         self.engine = engine(
             page_size=page_size,
             pages=tokens // page_size,
@@ -49,6 +95,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_batch_size=batch,
             max_length=40,
             reuse=reuse,
+            speculative=drafting(drafter),
         )
         self.sequences: list[Sequence] = []
         self.checked: dict[int, int] = {}

@@ -10,7 +10,7 @@ from typing import Any
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from forethought.engine.scheduler import Limits, Scheduler
+from forethought.engine.scheduler import Limits, Plan, Scheduler
 from forethought.engine.sequence import Sequence, Status
 from forethought.engine.stats import EngineStats
 from forethought.kv.pool import PagePool
@@ -47,7 +47,8 @@ class Queue:
 
     def step(self) -> dict[int, int]:
         """Plan and pretend; tokens computed per sequence id."""
-        plan = self.scheduler.plan()
+        plan = Plan()
+        self.scheduler.plan(plan)
         assert plan.tokens <= self.scheduler.limits.max_num_tokens
         assert len(self.scheduler.running) <= self.scheduler.limits.max_batch_size
         for row in plan.rows:

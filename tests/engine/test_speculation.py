@@ -95,3 +95,328 @@ def test_every_drafter_gives_the_tokens_of_plain_decoding(
     assert run(machine, batch) == expected
     assert run(machine, batch) == expected  # with whatever the first round has left behind
     expect_empty(machine)
+
+
+SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, seed=5, max_tokens=40, ignore_eos=True)
+BEND = SamplingParams(
+    temperature=0.8,
+    seed=11,
+    max_tokens=40,
+    repetition_penalty=1.3,
+    presence_penalty=0.4,
+    frequency_penalty=0.3,
+    logit_bias={5: 2.0, 9: -3.0},
+    min_tokens=20,
+)
+
+
+@pytest.mark.parametrize("params", [SAMPLED, BEND, BEND.replace(temperature=0.0)])
+@pytest.mark.parametrize("kind", ["oracle", "adversary", "tree"])
+def test_sampled_tokens_are_those_of_plain_decoding_coin_for_coin(
+    kind: str, params: SamplingParams
+) -> None:
+    expected = run(engine(pages=128), 5, params)
+    answers = {tuple(PROMPTS[i]): [*said, *[4] * 50] for i, said in enumerate(expected)}
+    make = {"oracle": drafters.oracle, "adversary": drafters.adversary, "tree": drafters.bush}
+    machine = engine(pages=128, speculative=[provided(make[kind](answers), 4, 8)])
+    assert run(machine, 5, params) == expected
+    if kind == "oracle":
+        assert machine.stats.accepted > 60
+    expect_empty(machine)
+
+
+def test_a_seeded_request_draws_the_same_tokens_in_any_company_with_drafts() -> None:
+    config = NGramDecodingConfig(max_draft_len=4, max_matching_ngram_size=1)
+    alone = run(engine(pages=128, speculative=[config]), 1, SAMPLED)
+    assert run(engine(pages=128, speculative=[config]), 6, SAMPLED)[:1] == alone
+
+
+def test_an_oracle_needs_ten_decode_steps_for_fifty_tokens_and_an_adversary_forty_nine() -> None:
+    prompt, fifty = PROMPTS[2], GREEDY.replace(max_tokens=50)
+    for drafter, steps in ((drafters.oracle(plain()), 10), (drafters.adversary(plain()), 49)):
+        machine = engine(speculative=[provided(drafter)])
+        [sequence] = machine.add(prompt, fifty, keep=True)
+        machine.step()  # the prompt
+        assert (machine.stats.steps, len(sequence.output)) == (1, 1)
+        drain(machine)
+        assert machine.stats.steps - 1 == sequence.metrics.steps == steps
+        assert sequence.output == plain()[tuple(prompt)][:50]
+        assert sequence.metrics.mean_acceptance_length == pytest.approx(49 / steps)
+        machine.close(sequence)
+        expect_empty(machine)
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize("name", ["oracle", "adversary", "static tree", "draft model, tree"])
+def test_keys_and_values_after_acceptance_are_those_of_a_fresh_prefill(
+    name: str, page_size: int
+) -> None:
+    sizes: dict[str, Any] = {"pages": 240 // page_size, "page_size": page_size}
+    machine = engine(**sizes, speculative=drafting(name))
+    added = [machine.add(prompt, GREEDY, keep=True)[0] for prompt in PROMPTS[:2]]
+    for _ in range(9):
+        machine.step()
+    for sequence in added:
+        fresh = engine(**sizes, reuse=False, max_num_tokens=128)
+        copy = fresh.open(sequence.tokens)
+        fresh.resume(copy, GREEDY.replace(max_tokens=1))
+        fresh.step()
+        for layer in range(len(machine.runner.storage.keys)):
+            for mine, other in zip(
+                (machine.runner.storage.keys, machine.runner.storage.values),
+                (fresh.runner.storage.keys, fresh.runner.storage.values),
+                strict=True,
+            ):
+                here = mine[layer][sequence.table.slots(0, sequence.num_computed)]
+                there = other[layer][copy.table.slots(0, sequence.num_computed)]
+                assert (here - there).abs().max() < 1e-4
+        machine.close(sequence)
+    expect_empty(machine)
+
+
+@pytest.mark.parametrize("limit", range(1, 12))
+def test_no_token_beyond_max_tokens_or_the_context_is_given(limit: int) -> None:
+    machine = engine(speculative=drafting("oracle"))
+    [sequence] = machine.add(PROMPTS[1], GREEDY.replace(max_tokens=limit), keep=True)
+    drain(machine)
+    assert sequence.output == plain()[tuple(PROMPTS[1])][:limit]
+    full = engine(speculative=drafting("oracle"), max_length=4 + limit)
+    [sequence] = full.add(PROMPTS[1], GREEDY, keep=True)
+    drain(full)
+    assert sequence.output == plain()[tuple(PROMPTS[1])][:limit]
+
+
+def test_a_stop_token_in_the_middle_of_an_accepted_draft_ends_the_generation_there() -> None:
+    answer = plain()[tuple(PROMPTS[1])]
+    for stop in set(answer[:12]):
+        params = GREEDY.replace(stop_token_ids=(stop,))
+        machine = engine(speculative=drafting("oracle"))
+        [sequence] = machine.add(PROMPTS[1], params, keep=True)
+        drain(machine)
+        assert sequence.output == answer[: answer.index(stop) + 1]
+        assert sequence.stop_reason == stop
+        assert sequence.num_uncomputed == 1  # as after plain decoding
+        machine.close(sequence)
+        expect_empty(machine)
+
+
+def test_log_probabilities_of_accepted_tokens_are_the_targets() -> None:
+    params = GREEDY.replace(max_tokens=20, logprobs=3)
+
+    def scores(speculative: Sequence[DecodingBaseConfig]) -> list[dict[int, Any]]:
+        machine = engine(speculative=speculative)
+        machine.add(PROMPTS[2], params)
+        return [each for event in drain(machine) for each in event.logprobs or ()]
+
+    expected, found = scores([]), scores(drafting("static tree"))
+    assert len(found) == 20
+    for here, there in zip(found, expected, strict=True):
+        assert list(here) == list(there)
+        assert [x.logprob for x in here.values()] == pytest.approx(
+            [x.logprob for x in there.values()], abs=1e-4
+        )
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda request: [3] * 50,
+        lambda request: [3, 10**9, 4],
+        lambda request: [3, -1],
+        lambda request: None,
+        lambda request: "abc",
+        lambda request: [3.5],
+        lambda request: Draft([3, 4], (1, 0)),
+        lambda request: Draft([3, 4], (-1,)),
+        lambda request: Draft([3] * 9, (-1,) * 9),
+        lambda request: Draft([3] * 9, tuple(range(-1, 8))),
+        lambda request: 1 / 0,
+    ],
+)
+def test_what_a_drafter_does_wrong_costs_its_request_the_speculation_alone(answer: Any) -> None:
+    def wild(request: DraftRequest) -> Any:
+        mine = request.tokens[0] == PROMPTS[1][0]
+        return answer(request) if mine else drafters.truth(plain(), request)
+
+    machine = engine(speculative=[provided(drafters.PerRequest(wild))])
+    sequences = [machine.add(prompt, GREEDY, keep=True)[0] for prompt in PROMPTS[:3]]
+    drain(machine)
+    assert outputs(sequences) == list(plain().values())[:3]
+    assert sequences[2].metrics.steps == 13  # ceil(63 / 5)
+    for sequence in sequences:
+        machine.close(sequence)
+    expect_empty(machine)
+
+
+def test_a_request_turns_speculation_off_shortens_it_or_picks_a_drafter() -> None:
+    right, wrong = drafters.oracle(plain()), drafters.adversary(plain())
+    configs = [
+        provided(wrong).model_copy(update={"name": "wrong"}),
+        provided(right).model_copy(update={"name": "right"}),
+    ]
+    machine = engine(speculative=configs, pages=128)
+
+    def steps(**wish: Any) -> int:
+        params = GREEDY.replace(max_tokens=41, speculation=SpeculationParams(**wish))
+        [sequence] = machine.add(PROMPTS[2], params)
+        drain(machine)
+        assert sequence.output == plain()[tuple(PROMPTS[2])][:41]
+        return sequence.metrics.steps
+
+    assert steps() == 40  # the first one has something to say, however wrong
+    assert steps(drafter="right") == 8
+    assert steps(drafter="right", max_draft_len=1) == 20
+    assert steps(enabled=False) == 40
+    with pytest.raises(Exception, match=r"unknown drafter 'best'.*right, wrong"):
+        steps(drafter="best")
+
+
+def test_the_second_drafter_is_asked_where_the_first_has_nothing() -> None:
+    silent = drafters.PerRequest(lambda request: ())
+    configs = [
+        provided(silent).model_copy(update={"name": "silent"}),
+        provided(drafters.oracle(plain())).model_copy(update={"name": "right"}),
+    ]
+    machine = engine(speculative=configs)
+    [sequence] = machine.add(PROMPTS[2], GREEDY.replace(max_tokens=41))
+    drain(machine)
+    assert sequence.metrics.steps == 8
+    assert sequence.metrics.accepted_by_position == [8, 8, 8, 8]
+
+
+class Diary(ResourceManager):
+    """Writes down what it is told."""
+
+    def __init__(self, most: int = 100) -> None:
+        self.most, self.entries = most, list[str]()
+
+    def get_max_resource_count(self) -> int:
+        return self.most
+
+    def get_needed_resource_to_completion(self, request: DraftRequest) -> int:
+        return 1
+
+    def prepare_resources(self, scheduled_batch: Any) -> None:
+        self.entries.append("prepare")
+
+    def update_resources(self, scheduled_batch: Any) -> None:
+        self.entries.append("update")
+
+    def free_resources(self, request: DraftRequest) -> None:
+        self.entries.append(f"free {request.request_id}")
+
+    def shutdown(self) -> None:
+        self.entries.append("shutdown")
+
+
+def test_a_resource_manager_is_told_of_the_life_of_a_request_in_order() -> None:
+    diary = Diary()
+
+    def answer(request: DraftRequest) -> list[int]:
+        diary.entries.append("draft")
+        return drafters.truth(plain(), request)
+
+    drafter = drafters.PerRequest(answer)
+    config = UserProvidedDecodingConfig(max_draft_len=4, drafter=drafter, resource_manager=diary)
+    machine = engine(speculative=[config])
+    [sequence] = machine.add(PROMPTS[1], GREEDY.replace(max_tokens=11))
+    drain(machine)
+    machine.shutdown()
+    steps = ["prepare", "draft", "update"]
+    assert diary.entries == [*steps, "prepare", "draft", f"free {sequence.id}", "shutdown"]
+    assert drafter.released == [sequence.id]
+    assert drafter.closed
+
+
+def test_requests_beyond_the_resources_go_on_without_drafts() -> None:
+    config = UserProvidedDecodingConfig(
+        max_draft_len=4, drafter=drafters.oracle(plain()), resource_manager=Diary(1)
+    )
+    machine = engine(speculative=[config])
+    params = GREEDY.replace(max_tokens=21)
+    first, second = (machine.add(prompt, params)[0] for prompt in PROMPTS[:2])
+    drain(machine)
+    assert first.metrics.drafted > 0
+    assert second.metrics.drafted < first.metrics.drafted
+    assert second.output == plain()[tuple(PROMPTS[1])][:21]
+
+
+def test_room_for_drafts_is_never_taken_from_anybody() -> None:
+    machine = engine(pages=17, page_size=4, speculative=drafting("oracle"), reuse=False)
+    sequences = [machine.add(prompt, GREEDY.replace(max_tokens=20))[0] for prompt in PROMPTS[:3]]
+    plainly = engine(pages=17, page_size=4, reuse=False)
+    for prompt in PROMPTS[:3]:
+        plainly.add(prompt, GREEDY.replace(max_tokens=20))
+    drain(plainly)
+    drain(machine)
+    assert machine.stats.preemptions <= plainly.stats.preemptions
+    assert outputs(sequences) == [answer[:20] for answer in list(plain().values())[:3]]
+    expect_empty(machine)
+
+
+def test_a_fork_of_a_sequence_that_speculates_says_what_its_parent_says() -> None:
+    machine = engine(speculative=drafting("static tree"), pages=128)
+    [parent] = machine.add(PROMPTS[2], GREEDY, keep=True)
+    children = []
+    for _ in range(8):
+        machine.step()
+        child = machine.fork(parent)
+        machine.resume(child, GREEDY.replace(max_tokens=9))
+        children.append((child, len(parent.output)))
+    drain(machine)
+    answer = plain()[tuple(PROMPTS[2])]
+    assert parent.output == answer
+    for child, begin in children:
+        assert child.output == answer[begin : begin + 9]
+        machine.close(child)
+    machine.close(parent)
+    expect_empty(machine)
+
+
+def test_samples_of_one_prompt_draw_the_same_tokens_with_drafts_as_without() -> None:
+    params = SAMPLED.replace(n=5)
+    machine = engine(pages=128)
+    sequences = machine.add(PROMPTS[3], params)
+    drain(machine)
+    plainly = outputs(sequences)
+    config = SuffixDecodingConfig(max_draft_len=4)
+    for speculative in ([config], [NGramDecodingConfig(max_draft_len=4)]):
+        other = engine(pages=128, speculative=speculative)
+        sequences = other.add(PROMPTS[3], params)
+        drain(other)
+        assert outputs(sequences) == plainly
+        expect_empty(other)
+
+
+def test_when_planning_itself_fails_the_engine_outlives_it(monkeypatch: Any) -> None:
+    machine = engine(speculative=drafting("oracle"))
+    machine.add(PROMPTS[1], GREEDY)
+    machine.step()
+
+    def broken(*args: Any) -> Any:
+        raise MemoryError("no plan")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(machine.scheduler, "_reserve", broken)
+        [event] = machine.step()
+    assert isinstance(event.error, MemoryError)
+    expect_empty(machine)
+    assert run(machine, 2) == list(plain().values())[:2]
+
+
+def test_an_interrupt_while_drafting_leaves_every_sequence_as_it_was() -> None:
+    calls = itertools.count()
+
+    def answer(request: DraftRequest) -> list[int]:
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return drafters.truth(plain(), request)
+
+    machine = engine(speculative=[provided(drafters.PerRequest(answer))])
+    [sequence] = machine.add(PROMPTS[1], GREEDY, keep=True)
+    with pytest.raises(KeyboardInterrupt):
+        drain(machine)
+    machine.check_integrity()
+    assert sequence.num_uncomputed == 1
+    drain(machine)
+    assert sequence.output == plain()[tuple(PROMPTS[1])]

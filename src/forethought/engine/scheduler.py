@@ -73,8 +73,9 @@ class PlannedRow:
 
     @property
     def decodes(self) -> bool:
-        """Whether the row is a plain decode, behind which a draft may follow."""
-        return self.count == 1 == self.logits and self.is_last
+        """Whether the row computes a token drawn in this generation: a draft may follow it."""
+        drawn = self.stop > self.sequence.prompt_length
+        return drawn and self.count == 1 == self.logits and self.is_last
 
     def reserve(self, nodes: int) -> None:
         """Make room for a draft, in place of the room that there was; ``nodes`` pages are free."""
@@ -157,7 +158,7 @@ class Scheduler:
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """A generation is over: park the sequence if it is to be kept, else close it."""
-        sequence.finish_reason = reason
+        sequence.finish_reason, sequence.constraint = reason, None
         self.on_end(sequence)
         if sequence.keep:
             self.place(sequence, Status.PARKED)
