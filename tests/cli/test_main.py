@@ -127,6 +127,45 @@ def test_a_full_disk_is_one_line_and_status_1():
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("methods >&-", "standard output is closed"),
+        ("--help >&-", "standard output is closed"),
+        ("generate - <&-", "standard input is closed"),
+        ("chat <&-", "standard input is closed"),
+        ("generate \"$(printf 'a\\377')\"", "character 1 is not valid UTF-8"),
+        ("generate - < bytes", "not valid UTF-8"),
+    ],
+)
+def test_streams_that_are_closed_or_no_text_are_one_line_and_status_2(command, says, tmp_path):
+    (tmp_path / "bytes").write_bytes(b"a\xff")
+    done = subprocess.run(
+        ["sh", "-c", f"{sys.executable} -m forethought {command}"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"},
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_closed_standard_error_leaves_standard_output_alone():
+    done = subprocess.run(
+        ["sh", "-c", f"{sys.executable} -m forethought nonsense 2>&-"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+
+
 def test_python_dash_m_is_the_same_command():
     done = subprocess.run(
         [sys.executable, "-m", "forethought", "--version"],

@@ -27,6 +27,8 @@ def run(args: argparse.Namespace) -> int:
     params = backend.sampling_of(args)
     if args.url is None:
         params.setdefault("temperature", 0.0)
+    if sys.stdin is None:
+        raise UsageError("there is nobody to talk to", "standard input is closed")
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # makes input() a line editor
     with backend.open_backend(args) as chosen:

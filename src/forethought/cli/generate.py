@@ -39,9 +39,7 @@ def run(args: argparse.Namespace) -> int:
     """Generate."""
     params = backend.sampling_of(args)
     method = _method(args, params)
-    question = sys.stdin.read() if args.prompt == "-" else args.prompt
-    if not question.strip():
-        raise ParameterError("empty prompt", "there is nothing to answer", "Give some text")
+    question = _question(args.prompt)
     if args.raw and args.system:
         raise ParameterError(
             "--system needs the chat template", "--raw leaves it out", "Put it into the prompt"
@@ -57,6 +55,22 @@ def run(args: argparse.Namespace) -> int:
         _write("" if answer.text.endswith("\n") else "\n")
         print(answer.summary(), file=sys.stderr)
     return 0
+
+
+def _question(prompt: str) -> str:
+    """The prompt as it was typed, or what standard input says for ``-``."""
+    if prompt == "-" and sys.stdin is None:
+        raise ParameterError("no prompt", "standard input is closed", "Give the prompt itself")
+    question = sys.stdin.read() if prompt == "-" else prompt
+    if not question.strip():
+        raise ParameterError("empty prompt", "there is nothing to answer", "Give some text")
+    try:
+        question.encode()
+    except UnicodeEncodeError as error:  # what Python makes of bytes that it cannot read
+        raise ParameterError(
+            "invalid prompt", f"its character {error.start} is not valid UTF-8", "Give UTF-8 text"
+        ) from error
+    return question
 
 
 def _method(args: argparse.Namespace, params: dict[str, Any]) -> Controller:

@@ -42,6 +42,10 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status; never raises."""
+    if sys.stderr is None:  # closed by who called; a print would go to standard output
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # until the end
+    if sys.stdout is None:
+        return _complain("standard output is closed: there is nowhere to answer", 2)
     try:
         status = _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
@@ -50,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(str(error), 2 if isinstance(error, UsageError) else 1)
     except KeyboardInterrupt:
         return _complain("interrupted", 130)
+    except UnicodeDecodeError as error:
+        return _complain(f"standard input is not valid {error.encoding.upper()}: {error}", 2)
     except BrokenPipeError:
         _silence_stdout()
         return 141

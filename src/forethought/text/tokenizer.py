@@ -156,7 +156,7 @@ class Tokenizer:
                 ).input_ids
         except (TypeError, UnicodeError) as error:
             raise ParameterError(
-                "the text cannot be tokenised", str(error), "Is it valid Unicode?"
+                "the text cannot be tokenised", _invalidity(text) or str(error), "Give Unicode text"
             ) from error
         return ids
 
@@ -168,3 +168,12 @@ class Tokenizer:
         if self.decode([vocabulary["<0x41>"]]) != "A":
             return {}
         return {vocabulary[name]: byte for byte, name in enumerate(names)}
+
+
+def _invalidity(text: str) -> str:
+    """What makes a text invalid Unicode; empty if nothing does."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"character {error.start} is half of a surrogate pair"
+    return ""
