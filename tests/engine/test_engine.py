@@ -146,6 +146,26 @@ def test_prefixes_are_not_shared_between_tenants() -> None:
     expect_empty(machine)
 
 
+@pytest.mark.parametrize("forked", [False, True])
+def test_a_sequence_resumed_under_another_salt_tells_the_first_tenant_nothing(forked: bool) -> None:
+    machine = engine()
+    session = machine.open(PROMPTS[3])
+    machine.resume(session, GREEDY.replace(cache_salt="red"))
+    drain(machine)
+    red = list(session.tokens)
+    if forked:
+        session = machine.fork(session)
+    machine.resume(session, GREEDY.replace(cache_salt="blue"))
+    drain(machine)
+    blue = list(session.tokens)
+    page = machine.pool.page_size
+    for salt, most in (("red", (len(red) - 1) // page * page), ("blue", 0), ("", 0)):
+        cached = machine.stats.cached
+        machine.add(blue, GREEDY.replace(cache_salt=salt, max_tokens=1))
+        drain(machine)
+        assert machine.stats.cached - cached == most
+
+
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 def test_forking_a_running_sequence_disturbs_nothing_and_costs_only_its_own_tokens(
     page_size: int,

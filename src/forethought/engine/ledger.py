@@ -58,10 +58,20 @@ class Ledger:
             self._add_prompt_logprobs(sequence, logits, row.start)
 
     def _publish(self, sequence: Sequence) -> None:
-        """Make the full pages of computed tokens findable."""
+        """Make the full pages of computed tokens findable, for the tenant that had them computed.
+
+        A sequence that was resumed under another salt begins another chain. The pages that were
+        found under the first one stay there, so the new ones can be found under neither.
+        """
         table, size = sequence.table, self._page_size
+        if len(table.digests) >= table.length // size:
+            return
+        root = self._index.root(sequence.params.cache_salt)
+        if table.root != root:
+            table.root = root
+            table.digests.clear()
         for page in range(len(table.digests), table.length // size):
-            parent = table.digests[-1] if page else self._index.root(sequence.params.cache_salt)
+            parent = table.digests[-1] if page else root
             tokens = sequence.tokens[page * size : (page + 1) * size]
             table.digests.append(self._index.publish(parent, tokens, table.pages[page]))
 

@@ -46,6 +46,8 @@ class PageTable:
         """Neighbouring pages of the table that are not neighbours in the pool."""
         self.digests: list[bytes] = []
         """One hash per full page that was published, from the first page on."""
+        self.root = b""
+        """The hash of the empty prefix that the first of them continues."""
 
     def adopt(self, pages: Sequence[int]) -> None:
         """Begin an empty table with full pages that exist already (a prefix hit)."""
@@ -90,7 +92,7 @@ class PageTable:
         for page in child.pages:
             self._pool.retain(page)
         child.length = length
-        child.digests = self.digests[: length // self._pool.page_size]
+        child.root, child.digests = self.root, self.digests[: length // self._pool.page_size]
         return child
 
     def window(self, length: int) -> PageTable:
