@@ -1,59 +1,202 @@
-"""Temporary: point drafts only; the whole one is on its way."""
+"""What the target keeps of a draft, and the token that it adds: exact for chains and for trees.
+
+What comes out follows the law of plain decoding, whatever the drafter was like: a bad one costs
+time and nothing else. It rests on one thing that the drafter says, the ``DraftKind``.
+
+``POINT``, and every draft of a greedy request: at each node the target draws its own token with the
+coin of that position, and the walk goes to the child that carries it. What comes out are the very
+tokens of plain decoding, coin for coin.
+
+The other kinds (see ``rejection.py``): a child that the drafter drew from q is accepted with
+probability min(1, p / q); what is left of p after all children of a node were rejected is the law
+of the token that ends the walk. More tokens are accepted than with points; the law is the same, the
+tokens of one seed are others.
+
+Every node's token is drawn and every child judged before the walk begins, so that one transfer to
+the host serves the whole step. Knows nothing about drafters, sequences or pages.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from forethought.model.sampling import TokenContext, choose, coin
+from forethought.model.sampling import TokenContext, coin, logits_to_probs, pick
+from forethought.model.sampling.choice import choose, draw_tokens, report
 from forethought.outputs import TokenLogprobs
-from forethought.speculative.draft import Draft
+from forethought.speculative.draft import Draft, DraftKind
+from forethought.speculative.rejection import Tossed, settle
+from forethought.speculative.tree import TokenTree
+
+_ACCEPTANCE = 2
+"""The use of the coins that accept or reject."""
 
 
 @dataclass(slots=True)
 class Candidate:
+    """One request's draft of N tokens, computed by the target."""
+
     draft: Draft
     rows: Sequence[int]
+    """1 + N rows of the logits: that of the root, then of each node."""
     contexts: Sequence[TokenContext]
+    """1 + N, of the token that follows the root, then of the one that follows each node."""
     seed: int
     stream: int
+    """With ``seed``, what its coins are drawn from."""
     position: int
+    """Of the token that follows the root, counted from the sequence's first."""
+
+    @property
+    def is_random(self) -> bool:
+        """Whether chance of the drafter's own has to be accounted for."""
+        points = self.draft.kind is DraftKind.POINT or not len(self.draft)
+        return not points and not self.contexts[0].params.greedy
 
 
 @dataclass(slots=True)
 class Verdict:
+    """What one request gains in a step."""
+
     path: list[int]
+    """The accepted nodes, from the root down."""
     tokens: list[int]
-    logprobs: list[TokenLogprobs | None] | None = None
+    """Theirs, and one more that the target drew itself."""
+    logprobs: list[TokenLogprobs] | None = None
+    """One entry per token, under the model's own law, if asked for."""
 
 
 def verify(logits: Tensor, candidates: Sequence[Candidate]) -> list[Verdict]:
-    rows, contexts, coins = [], [], []
-    for c in candidates:
-        depths = [0]
-        for node in range(len(c.draft)):
-            depths.append(depths[1 + c.draft.parent(node)] + 1)
-        rows += c.rows
-        contexts += c.contexts
-        coins += [coin(c.seed, c.stream, c.position + d) for d in depths]
+    """Decide what each request's draft is worth.
+
+    Args:
+        logits: [R, V] float32, the model's own; not modified.
+        candidates: any number; their tokens are below V. Rows may be shared.
+
+    Returns:
+        One verdict each, of 1 to ``draft.depth + 1`` tokens; one of exactly 1 without a draft.
+    """
+    rows = [row for candidate in candidates for row in candidate.rows]
+    contexts = [context for candidate in candidates for context in candidate.contexts]
     if rows != list(range(len(logits))):
-        logits = logits[rows]
-    choice = choose(logits, contexts, coins)
-    out, begin = [], 0
-    for c in candidates:
-        at, path, tokens, probs = -1, [], [], []
-        while True:
-            y = choice.tokens[begin + 1 + at]
-            tokens.append(y)
-            probs.append(choice.logprobs[begin + 1 + at])
-            kids = [n for n in range(at + 1, len(c.draft)) if c.draft.parent(n) == at]
-            hit = [n for n in kids if c.draft.tokens[n] == y]
-            if not hit:
-                break
-            at = hit[0]
-            path.append(at)
-        out.append(Verdict(path, tokens, probs if c.contexts[0].params.logprobs is not None else None))
-        begin += 1 + len(c.draft)
-    return out
+        logits = logits[torch.tensor(rows, dtype=torch.int64, device=logits.device)]
+    coins = [toss for candidate in candidates for toss in _coins(candidate)]
+    if len(rows) == len(candidates):  # no draft at all: plain decoding
+        choice = choose(logits, contexts, coins)
+        return [
+            Verdict([], [token], None if entry is None else [entry])
+            for token, entry in zip(choice.tokens, choice.logprobs, strict=True)
+        ]
+    drawn, accepted = _decide(logits, contexts, coins, candidates)
+    verdicts, origins, begin = [], [], 0
+    for candidate in candidates:
+        end = begin + len(candidate.rows)
+        verdict = _walk(candidate.draft, drawn[begin:end], accepted[begin:end])
+        verdicts.append(verdict)
+        origins += [begin, *(begin + 1 + node for node in verdict.path)]
+        begin = end
+    _add_logprobs(logits, contexts, origins, verdicts)
+    return verdicts
+
+
+def _decide(
+    logits: Tensor,
+    contexts: Sequence[TokenContext],
+    coins: Sequence[float],
+    candidates: Sequence[Candidate],
+) -> tuple[list[int], list[bool]]:
+    """For each of R rows, the token that ends a walk there, and whether a walk may come there.
+
+    logits: [R, V] float32, of the candidates one after the other, as are contexts and coins.
+    """
+    random: list[Tossed] = []
+    begin = 0
+    for candidate in candidates:
+        if candidate.is_random:
+            random.append(Tossed(candidate.draft, begin, _acceptance_coins(candidate)))
+        begin += len(candidate.rows)
+    if random:
+        laws = logits_to_probs(logits, contexts)
+        settled = settle(laws, random)
+        drawn, stay = torch.stack([pick(laws, coins), settled.long()]).tolist()
+        accepted = [bool(each) for each in stay]
+    else:
+        drawn = draw_tokens(logits, contexts, coins).tolist()
+        accepted = [False] * len(drawn)
+    begin = 0
+    for candidate in candidates:
+        draft, begin = candidate.draft, begin + 1
+        if not candidate.is_random:
+            for node, token in enumerate(draft.tokens):
+                accepted[begin + node] = drawn[begin + draft.parent(node)] == token
+        begin += len(draft)
+    return drawn, accepted
+
+
+def _walk(draft: Draft, drawn: Sequence[int], accepted: Sequence[bool]) -> Verdict:
+    """From the root to the first child that may stand, and on, until none may.
+
+    Entry 0 of both lists is the root's, entry 1 + n node n's.
+    """
+    at, path = -1, []
+    for node in range(len(draft)):  # younger siblings and children come after a node
+        if accepted[1 + node] and draft.parent(node) == at:
+            at = node
+            path.append(node)
+    return Verdict(path, [*(draft.tokens[node] for node in path), drawn[1 + at]])
+
+
+def _positions(candidate: Candidate) -> list[int]:
+    """Of the token that follows each row."""
+    draft = candidate.draft
+    if draft.parents is None:
+        return list(range(candidate.position, candidate.position + len(draft) + 1))
+    depths = TokenTree(draft.parents).depths
+    return [candidate.position, *(candidate.position + depth for depth in depths)]
+
+
+def _coins(candidate: Candidate) -> list[float]:
+    """One per row: of the token that follows. Greedy rows need none."""
+    if candidate.contexts[0].params.greedy:
+        return [0.0] * len(candidate.rows)
+    seed, stream = candidate.seed, candidate.stream
+    return [coin(seed, stream, position) for position in _positions(candidate)]
+
+
+def _acceptance_coins(candidate: Candidate) -> list[float]:
+    """One per node, of the position that it would take: another one for each sibling."""
+    draft, positions = candidate.draft, _positions(candidate)
+    elders = Counter[int]()
+    coins = []
+    for node in range(len(draft)):
+        parent = draft.parent(node)
+        use = _ACCEPTANCE + (elders[parent] << 8)
+        coins.append(coin(candidate.seed, candidate.stream, positions[1 + parent], use))
+        elders[parent] += 1
+    return coins
+
+
+def _add_logprobs(
+    logits: Tensor,
+    contexts: Sequence[TokenContext],
+    rows: Sequence[int],
+    verdicts: Sequence[Verdict],
+) -> None:
+    """Score what came out, each token at the row that it follows.
+
+    logits: [R, V] float32; rows: one per token of the verdicts, one verdict after the other.
+    """
+    if all(contexts[row].params.logprobs is None for row in rows):
+        return
+    index = torch.tensor(rows, dtype=torch.int64, device=logits.device)
+    tokens = [token for verdict in verdicts for token in verdict.tokens]
+    drawn = torch.tensor(tokens, dtype=torch.int64, device=logits.device)
+    entries = iter(report(logits[index], [contexts[row] for row in rows], drawn).logprobs)
+    for verdict in verdicts:
+        found = [next(entries) for _ in verdict.tokens]
+        kept = [entry for entry in found if entry is not None]
+        verdict.logprobs = kept or None

@@ -26,8 +26,6 @@ class Choice:
 def choose(logits: Tensor, contexts: Sequence[TokenContext], coins: Sequence[float]) -> Choice:
     """Draw the next token of each row; the results cross to the host once.
 
-    A step of greedy rows takes the largest logits: no softmax, no coin.
-
     Args:
         logits: [N, V] float32, the model's own; not modified.
         contexts: N contexts.
@@ -35,10 +33,27 @@ def choose(logits: Tensor, contexts: Sequence[TokenContext], coins: Sequence[flo
     """
     if not contexts:
         return Choice([], [])
+    return report(logits, contexts, draw_tokens(logits, contexts, coins))
+
+
+def draw_tokens(logits: Tensor, contexts: Sequence[TokenContext], coins: Sequence[float]) -> Tensor:
+    """The next token of each row, [N] int64, left on the device. Arguments as of ``choose``.
+
+    A step of greedy rows takes the largest logits: no softmax, no coin.
+    """
     if all(context.params.greedy for context in contexts):
-        drawn = edit_logits(logits, contexts).max(dim=-1).indices  # the first of equals
-    else:
-        drawn = pick(logits_to_probs(logits, contexts), coins)
+        return edit_logits(logits, contexts).max(dim=-1).indices  # the first of equals
+    return pick(logits_to_probs(logits, contexts), coins)
+
+
+def report(logits: Tensor, contexts: Sequence[TokenContext], drawn: Tensor) -> Choice:
+    """The drawn tokens on the host, with the log-probabilities that their params ask for.
+
+    Args:
+        logits: [N, V] float32, the model's own.
+        contexts: N contexts.
+        drawn: [N] int64, the token of each row.
+    """
     wanted = [context.params.logprobs for context in contexts]
     rows = [row for row, k in enumerate(wanted) if k is not None]
     if not rows:

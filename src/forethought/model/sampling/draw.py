@@ -13,14 +13,23 @@ import torch
 from torch import Tensor
 
 
-def coin(seed: int, stream: int, position: int) -> float:
-    """A uniform number in [0, 1) with 53 random bits: a pure function of the three integers.
+def coin(seed: int, stream: int, position: int, use: int = 0) -> float:
+    """A uniform number in [0, 1) with 53 random bits: a pure function of the four integers.
 
     There is no generator to carry along: the coin of output token ``position`` of sample ``stream``
     is the same in any company, after preemption, fork or rewind, and coins may be asked for in any
     order. Each argument counts modulo 2**64.
+
+    Args:
+        seed: of the request.
+        stream: the sample.
+        position: the token that it helps to decide.
+        use: 0 for the draw of the token itself; others where a token needs more coins than one. The
+            low 8 bits say what for (1 drafting, 2 acceptance), the rest number the coins of it.
     """
     place = struct.pack("<QQQ", seed & _WORD, stream & _WORD, position & _WORD)
+    if use:
+        place += struct.pack("<Q", use & _WORD)
     return (int.from_bytes(blake2b(place, digest_size=8).digest(), "little") >> 11) * 2.0**-53
 
 
