@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         UserProvidedDecodingConfig,
     )
     from forethought.errors import ForethoughtError
+    from forethought.guided import GuidedDecodingParams
     from forethought.outputs import (
         CompletionOutput,
         FinishReason,
@@ -38,6 +39,7 @@ _HOMES = {
     "AsyncLLM": "text.async_llm",
     "Session": "text.session",
     "SamplingParams": "params",
+    "GuidedDecodingParams": "guided",
     "SpeculationParams": "params",
     "KvCacheConfig": "config",
     "LlmArgs": "config",
@@ -62,6 +64,7 @@ __all__ = [
     "DraftTargetDecodingConfig",
     "FinishReason",
     "ForethoughtError",
+    "GuidedDecodingParams",
     "KvCacheConfig",
     "LlmArgs",
     "NGramDecodingConfig",

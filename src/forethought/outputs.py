@@ -13,11 +13,15 @@ class FinishReason(StrEnum):
     """Why a generation ended."""
 
     STOP = "stop"
-    """An end-of-sequence token, a stop token or a stop string."""
+    """An end-of-sequence token, a stop token, a stop string, or a shape that is complete."""
     LENGTH = "length"
     """``max_tokens``, the context or the KV cache is full."""
     ABORT = "abort"
     """Its owner ended it."""
+
+
+GRAMMAR_COMPLETE = "grammar"
+"""The ``stop_reason`` of a generation whose last token completed the shape asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +137,8 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     """None while it goes on."""
     stop_reason: int | str | None = None
-    """The stop token or stop string that ended it; None for end-of-sequence and length."""
+    """The stop token or stop string that ended it, or ``GRAMMAR_COMPLETE``; None for
+    end-of-sequence and length."""
     metrics: SpeculationMetrics | None = None
     """How well it was guessed ahead; None where nothing is known of its steps."""
 

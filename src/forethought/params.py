@@ -10,6 +10,7 @@ from numbers import Integral
 from typing import Any
 
 from forethought.errors import ParameterError
+from forethought.guided import GuidedDecodingParams
 
 MAX_LOGPROBS = 64
 """Most alternatives per token that a request may ask log-probabilities of."""
@@ -85,6 +86,7 @@ class SamplingParams:
     ``priority``               lower runs first; equal ones in order of arrival
     ``cache_salt``             cached prefixes are shared only among requests of the same salt
     ``speculation``            ``SpeculationParams``, or a dictionary; None: as the engine does
+    ``guided_decoding``        ``GuidedDecodingParams``, or a dictionary: the shape of the output
     =========================  =====================================================================
 
     Raises:
@@ -113,6 +115,7 @@ class SamplingParams:
     priority: int = 0
     cache_salt: str = ""
     speculation: SpeculationParams | None = None
+    guided_decoding: GuidedDecodingParams | None = None
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -122,6 +125,9 @@ class SamplingParams:
         if isinstance(self.speculation, Mapping):
             chosen = SpeculationParams.from_dict(self.speculation)
             object.__setattr__(self, "speculation", chosen)
+        if isinstance(self.guided_decoding, Mapping):
+            shape = GuidedDecodingParams.from_dict(self.guided_decoding)
+            object.__setattr__(self, "guided_decoding", shape)
         self._check_types()
         self._check_counts()
         self._check_numbers()
@@ -141,6 +147,9 @@ class SamplingParams:
             raise _refuse("cache_salt", self.cache_salt, "it must be a string")
         if not isinstance(self.speculation, SpeculationParams | None):
             raise _refuse("speculation", self.speculation, "it must be SpeculationParams")
+        if not isinstance(self.guided_decoding, GuidedDecodingParams | None):
+            reason = "it must be GuidedDecodingParams"
+            raise _refuse("guided_decoding", self.guided_decoding, reason)
 
     def _check_counts(self) -> None:
         for name, low, high, optional in (

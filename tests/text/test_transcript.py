@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forethought.outputs import FinishReason, Logprob
+from forethought.outputs import GRAMMAR_COMPLETE, FinishReason, Logprob
 from forethought.params import SamplingParams
 from forethought.text.tokenizer import Tokenizer
 from forethought.text.transcript import Transcript
@@ -81,9 +81,15 @@ def test_the_token_that_ends_the_generation_is_kept_in_the_ids_and_not_in_the_te
 def test_a_stop_token_is_named_as_the_reason():
     token = TOKENIZER.encode("!")[0]
     transcript = Transcript(TOKENIZER, SamplingParams(stop_token_ids=(token,)), [])
-    transcript.add([*TOKENIZER.encode("Hi"), token], None, FinishReason.STOP, stop_token=token)
+    transcript.add([*TOKENIZER.encode("Hi"), token], None, FinishReason.STOP, stop_reason=token)
     output = transcript.output()
     assert (output.text, output.stop_reason) == ("Hi", token)
+
+
+def test_the_token_that_completes_a_shape_belongs_to_the_text():
+    transcript = Transcript(TOKENIZER, SamplingParams(), [])
+    transcript.add(TOKENIZER.encode("Hi!"), None, FinishReason.STOP, GRAMMAR_COMPLETE)
+    assert (transcript.text, transcript.output().stop_reason) == ("Hi!", GRAMMAR_COMPLETE)
 
 
 def test_a_stop_string_completed_by_the_last_token_wins_over_the_length():

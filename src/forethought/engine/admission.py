@@ -12,6 +12,7 @@ from forethought.errors import (
     ParameterError,
     UnknownNameError,
 )
+from forethought.model.sampling import Constraints
 from forethought.params import SamplingParams
 
 
@@ -66,6 +67,16 @@ class Admission:
             )
         self._check_wishes(params)
         self._check_length(len(tokens) + 1)
+
+    @staticmethod
+    def check_constraints(params: SamplingParams, constraints: Constraints | None) -> None:
+        """Whether who asks for a shape of the output has brought what keeps to it."""
+        if (params.guided_decoding is None) != (constraints is None):
+            raise ParameterError(
+                "guided_decoding and constraints belong together",
+                f"guided_decoding is {params.guided_decoding}, constraints are {constraints}",
+                "The engine knows no text: text.guidance makes the constraints of a shape",
+            )
 
     def check_extension(self, tokens: Ids[int], more: Ids[int]) -> None:
         """Whether a parked sequence can be extended; raises as ``check`` does."""

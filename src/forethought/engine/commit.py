@@ -17,7 +17,7 @@ from forethought.engine.passing import Outcome
 from forethought.engine.scheduler import Plan, PlannedRow, Scheduler
 from forethought.engine.sequence import Sequence, Status
 from forethought.kv.table import SlotMove
-from forethought.outputs import FinishReason, TokenLogprobs
+from forethought.outputs import GRAMMAR_COMPLETE, FinishReason, TokenLogprobs
 from forethought.speculative.verify import Verdict
 
 
@@ -33,6 +33,13 @@ class Event:
     finish_reason: FinishReason | None = None
     error: Exception | None = None
     """The step failed for this sequence, which is closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """A generation has come to an end of its own."""
+
+    stop_reason: int | str | None
 
 
 class Commit:
@@ -106,25 +113,34 @@ class Commit:
 
     def _cut(self, sequence: Sequence, verdict: Verdict) -> None:
         """Leave out what follows the token that ends the generation."""
-        room = sequence.limit - len(sequence.tokens)
-        ends = (place for place, token in enumerate(verdict.tokens) if self._ends(sequence, token))
-        size = min(next(ends, len(verdict.tokens)) + 1, room)
+        tokens, room = verdict.tokens, sequence.limit - len(sequence.tokens)
+        sizes = range(1, min(len(tokens), room) + 1)
+        size = next((n for n in sizes if self._end(sequence, tokens[:n])), sizes[-1])
         del verdict.tokens[size:], verdict.path[size - 1 :]
 
-    def _ends(self, sequence: Sequence, token: int) -> bool:
-        params = sequence.params
-        return token in params.stop_token_ids or (token in self._eos_ids and not params.ignore_eos)
+    def _end(self, sequence: Sequence, tokens: list[int]) -> _End | None:
+        """How the last one of these new tokens ends the generation, if it does.
+
+        Raises:
+            ParameterError: it breaks the grammar, with which nothing could go on.
+        """
+        params, constraint, token = sequence.params, sequence.constraint, tokens[-1]
+        complete = constraint is not None and constraint.is_complete([*sequence.output, *tokens])
+        if token in params.stop_token_ids:
+            return _End(token)
+        if token in self._eos_ids and not params.ignore_eos:
+            return _End(None)
+        return _End(GRAMMAR_COMPLETE) if complete else None
 
     def _append(self, sequence: Sequence, verdict: Verdict) -> Event:
         """Drawn tokens join their sequence, and the last one may be its last."""
         begin, tokens, reason = len(sequence.tokens), verdict.tokens, None
+        end = self._end(sequence, tokens)
         sequence.drawn += range(begin, begin + len(tokens))
         sequence.tokens += tokens
         self._ledger.count(sequence, decoded=len(tokens))
-        if self._ends(sequence, tokens[-1]):
-            reason = FinishReason.STOP
-            if tokens[-1] in sequence.params.stop_token_ids:
-                sequence.stop_reason = tokens[-1]
+        if end is not None:
+            sequence.stop_reason, reason = end.stop_reason, FinishReason.STOP
         elif len(sequence.tokens) >= sequence.limit:
             reason = FinishReason.LENGTH
         if reason is not None:

@@ -28,6 +28,7 @@ from forethought.kv.pool import PagePool
 from forethought.kv.prefix import PrefixIndex
 from forethought.kv.table import PageTable, SlotMove
 from forethought.model.runner import Runner
+from forethought.model.sampling import Constraints
 from forethought.outputs import FinishReason, SpeculationMetrics
 from forethought.params import SamplingParams
 
@@ -134,7 +135,12 @@ class Engine:
     # ---- the handles ------------------------------------------------------------------------
 
     def add(
-        self, prompt_ids: Ids[int], params: SamplingParams, *, keep: bool = False
+        self,
+        prompt_ids: Ids[int],
+        params: SamplingParams,
+        *,
+        keep: bool = False,
+        constraints: Constraints | None = None,
     ) -> list[Sequence]:
         """Start ``params.n`` generations from one prompt, which is prefilled once.
 
@@ -142,19 +148,21 @@ class Engine:
             prompt_ids: the prompt.
             params: how to draw and when to stop.
             keep: park each sequence at its end instead of closing it.
+            constraints: of the shape that ``params.guided_decoding`` asks for, if it does.
 
         Raises:
             ParameterError, ContextLengthError, CapacityError: see ``Admission.check``.
         """
         self.admission.check(prompt_ids, params)
+        self.admission.check_constraints(params, constraints)
         leader = self._new(list(prompt_ids), keep)
         arrival, seed = next(self._arrivals), self._seed(params)
-        self._start(leader, params, arrival, seed)
+        self._start(leader, params, arrival, seed, constraints)
         samples = [leader]
         for index in range(1, params.n):
             sample = self._new(list(prompt_ids), keep)
             sample.index = index
-            self._start(sample, params, arrival, seed)
+            self._start(sample, params, arrival, seed, constraints)
             kinship.depend(sample, leader, len(prompt_ids))
             samples.append(sample)
         return samples
@@ -169,18 +177,27 @@ class Engine:
         self._expect_parked(sequence, "resumed")
         self.admission.check_resume(sequence.tokens, params)
 
-    def resume(self, sequence: Sequence, params: SamplingParams) -> None:
+    def resume(
+        self,
+        sequence: Sequence,
+        params: SamplingParams,
+        *,
+        constraints: Constraints | None = None,
+    ) -> None:
         """Generate from a parked sequence. ``params.n`` must be 1: fork for more.
+
+        A shape that the params ask for is that of the new output alone.
 
         Raises:
             UsageError: it is not parked.
             ParameterError, ContextLengthError, CapacityError: see ``Admission.check``.
         """
         self.check_resume(sequence, params)
+        self.admission.check_constraints(params, constraints)
         if sequence.num_uncomputed == 0:  # the last token's logits are needed once more
             kinship.attach_ready(sequence, all_of_them=True)
             sequence.table.rewind(len(sequence.tokens) - 1)
-        self._start(sequence, params, next(self._arrivals), self._seed(params))
+        self._start(sequence, params, next(self._arrivals), self._seed(params), constraints)
 
     def extend(self, sequence: Sequence, token_ids: Ids[int]) -> None:
         """Put tokens behind a parked sequence; they are computed when it is resumed."""
@@ -265,13 +282,21 @@ class Engine:
     def _seed(self, params: SamplingParams) -> int:
         return self._seeds.getrandbits(64) if params.seed is None else params.seed
 
-    def _start(self, sequence: Sequence, params: SamplingParams, arrival: int, seed: int) -> None:
+    def _start(
+        self,
+        sequence: Sequence,
+        params: SamplingParams,
+        arrival: int,
+        seed: int,
+        constraints: Constraints | None,
+    ) -> None:
         """Let a parked sequence generate."""
         room = self.limits.max_length - len(sequence.tokens)
         sequence.params, sequence.arrival, sequence.seed = params, arrival, seed
         sequence.prompt_length = len(sequence.tokens)
         sequence.limit = len(sequence.tokens) + min(room, params.max_tokens or room)
         sequence.finish_reason = sequence.stop_reason = None
+        sequence.constraint = None if constraints is None else constraints()
         sequence.metrics = SpeculationMetrics()
         self.scheduler.place(sequence, Status.WAITING)
 

@@ -76,9 +76,9 @@ def _contexts(sequence: Sequence, draft: Draft, eos_ids: frozenset[int]) -> list
     params, start = sequence.params, sequence.prompt_length
     if not sequence.law_has_memory:
         return [TokenContext(params, (), (), eos_ids)] * (1 + len(draft))
-    prompt, output = sequence.tokens[:start], sequence.tokens[start:]
-    contexts = [TokenContext(params, prompt, output, eos_ids)]
+    prompt, output, constraint = sequence.tokens[:start], sequence.output, sequence.constraint
+    contexts = [TokenContext(params, prompt, output, eos_ids, constraint)]
     for node, token in enumerate(draft.tokens):
         before = contexts[1 + draft.parent(node)].output
-        contexts.append(TokenContext(params, prompt, [*before, token], eos_ids))
+        contexts.append(TokenContext(params, prompt, [*before, token], eos_ids, constraint))
     return contexts

@@ -14,10 +14,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from forethought.kv.table import PageTable
 from forethought.outputs import FinishReason, SpeculationMetrics, TokenLogprobs, Usage
 from forethought.params import SamplingParams
+
+if TYPE_CHECKING:
+    from forethought.model.sampling import Constraint
 
 
 class Status(Enum):
@@ -67,8 +71,11 @@ class Sequence:
     drawn: list[int] = field(default_factory=list)
     """The positions of the tokens that it has drawn itself, rising."""
     finish_reason: FinishReason | None = None
-    stop_reason: int | None = None
-    """The stop token that ended the generation, if it was one of ``stop_token_ids``."""
+    stop_reason: int | str | None = None
+    """The stop token that ended the generation, if it was one of ``stop_token_ids``; or
+    ``GRAMMAR_COMPLETE``."""
+    constraint: Constraint | None = None
+    """What the output of the current generation has to keep to."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     """One entry per prompt token as far as computed, if asked for."""
     usage: Usage = field(default_factory=Usage)
@@ -80,7 +87,8 @@ class Sequence:
         """Whether the law of the next token depends on the tokens before it but for the logits."""
         params = self.params
         return bool(
-            params.repetition_penalty != 1.0
+            self.constraint is not None
+            or params.repetition_penalty != 1.0
             or params.presence_penalty
             or params.frequency_penalty
             or len(self.tokens) - self.prompt_length < params.min_tokens

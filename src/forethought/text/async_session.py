@@ -18,7 +18,7 @@ from forethought.text.desk import Desk
 from forethought.text.engine_thread import EngineThread
 from forethought.text.generation import Generation
 from forethought.text.listener import Listener
-from forethought.text.prompt import read_length, read_params
+from forethought.text.prompt import read_length
 
 Result = TypeVar("Result")
 
@@ -88,7 +88,8 @@ class AsyncSession:
         The generation begins at once and runs on whether or not anybody iterates, until it ends or
         ``abort`` or ``close`` end it. Errors, as of ``generate``, are raised by the iterator.
         """
-        settled, seat, desk = read_params(params), self._seat, self._thread.desk
+        seat, desk = self._seat, self._thread.desk
+        settled = desk.read_params(params)
         listener = Listener(Generation.completion)
         self._thread.begin(listener, lambda: desk.resume(seat.taken, settled))
         return SessionStream(self, listener)

@@ -21,6 +21,7 @@ from forethought.engine.sequence import Sequence
 from forethought.engine.stats import EngineStats
 from forethought.params import SamplingParams
 from forethought.text.generation import Generation
+from forethought.text.guidance import Guidance
 from forethought.text.prompt import Prompt, read_ids, read_params, read_prompt
 from forethought.text.tokenizer import Tokenizer
 
@@ -36,6 +37,8 @@ class Desk:
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, model_dir: Path) -> None:
         self.engine, self.tokenizer, self.model_dir = engine, tokenizer, model_dir
+        lm = engine.runner.lm
+        self._guidance = Guidance(tokenizer, lm.vocab_size, lm.eos_token_ids)
         self._generations: dict[int, Generation] = {}
         self._live: set[Sequence] = set()
         self._abandoned: deque[Sequence] = deque()
@@ -65,9 +68,20 @@ class Desk:
         Raises:
             ParameterError, ContextLengthError, CapacityError: see ``Admission.check``.
         """
-        read, settled = read_prompt(prompt, self.tokenizer), read_params(params)
+        read, settled = read_prompt(prompt, self.tokenizer), self.read_params(params)
         self.engine.admission.check(read.token_ids, settled)
         return read, settled
+
+    def read_params(self, params: Any) -> SamplingParams:
+        """The params of one generation, the shape that they ask for included, checked.
+
+        Raises:
+            ParameterError: they are none, or the shape cannot be followed.
+            DependencyError: what follows shapes is not installed.
+        """
+        settled = read_params(params)
+        self._guidance.constraints(settled)
+        return settled
 
     def read_more(self, more: str | List[int]) -> list[int]:
         """The tokens of a text or of ids that continue a live sequence."""
@@ -106,7 +120,9 @@ class Desk:
 
     def submit(self, prompt: Prompt, params: SamplingParams) -> Generation:
         """Start ``params.n`` samples of a prompt."""
-        return self._follow(self.engine.add(prompt.token_ids, params), prompt)
+        constraints = self._guidance.constraints(params)
+        sequences = self.engine.add(prompt.token_ids, params, constraints=constraints)
+        return self._follow(sequences, prompt)
 
     def open(self, token_ids: list[int]) -> Sequence:
         """A live sequence that holds a prompt and generates nothing yet."""
@@ -114,7 +130,8 @@ class Desk:
 
     def resume(self, sequence: Sequence, params: SamplingParams) -> Generation:
         """Generate from a live sequence."""
-        self.engine.resume(sequence, params)
+        constraints = self._guidance.constraints(params)
+        self.engine.resume(sequence, params, constraints=constraints)
         return self._follow([sequence])
 
     def fork(self, sequence: Sequence, length: int | None) -> Sequence:

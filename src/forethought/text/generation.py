@@ -59,11 +59,11 @@ class Generation:
 
     def take(self, event: Event) -> bool:
         """Take in what a step did to one sample; whether that sample is finished now."""
-        transcript, stop_token = self._transcripts[event.sequence.id], event.sequence.stop_reason
+        transcript, stop_reason = self._transcripts[event.sequence.id], event.sequence.stop_reason
         try:
             if event.error is not None:
                 raise event.error
-            transcript.add(event.tokens, event.logprobs, event.finish_reason, stop_token)
+            transcript.add(event.tokens, event.logprobs, event.finish_reason, stop_reason)
         except Exception as error:  # is this request's, and no other one's
             self._error = error
         return self._error is not None or transcript.finish_reason is not None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from forethought.engine import sequence as engine_sequence
 from forethought.outputs import CompletionOutput, Usage
 from forethought.params import SamplingParams
-from forethought.text.prompt import read_length, read_params
+from forethought.text.prompt import read_length
 
 if TYPE_CHECKING:
     from forethought.text.desk import Desk
@@ -49,7 +49,7 @@ class Session:
             ParameterError: params that a live sequence cannot honour.
             RequestError: it failed in the engine; the session is closed.
         """
-        generation = self._desk().resume(self._sequence, read_params(params))
+        generation = self._desk().resume(self._sequence, self._desk().read_params(params))
         try:
             for _ in self._run(generation):
                 pass
@@ -63,7 +63,7 @@ class Session:
         The generation begins with the first item. Leaving the iterator early ends it; what it has
         said stays.
         """
-        settled = read_params(params)
+        settled = self._desk().read_params(params)
         self._desk().engine.check_resume(self._sequence, settled)
         return self._stream(settled)
 

@@ -8,7 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from forethought.outputs import CompletionOutput, FinishReason, Logprob, TokenLogprobs
+from forethought.outputs import (
+    GRAMMAR_COMPLETE,
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    TokenLogprobs,
+)
 from forethought.params import SamplingParams
 from forethought.text.detokenizer import Detokenizer
 from forethought.text.stops import Stop, count_held, find_stop
@@ -48,7 +54,7 @@ class Transcript:
         tokens: Sequence[int],
         logprobs: Sequence[TokenLogprobs] | None,
         finish_reason: FinishReason | None = None,
-        stop_token: int | None = None,
+        stop_reason: int | str | None = None,
     ) -> None:
         """Append what the engine drew.
 
@@ -59,9 +65,9 @@ class Transcript:
             tokens: in order; the last one ended the generation if ``finish_reason`` is ``STOP``.
             logprobs: one entry per token, if asked for.
             finish_reason: of the engine; None: it goes on.
-            stop_token: the stop token id that ended it, if one did.
+            stop_reason: of the engine.
         """
-        ended_by_token = finish_reason is FinishReason.STOP
+        ended_by_token = finish_reason is FinishReason.STOP and stop_reason != GRAMMAR_COMPLETE
         for place, token in enumerate(tokens):
             self.token_ids.append(token)
             if self._logprobs is not None and logprobs is not None:
@@ -75,9 +81,9 @@ class Transcript:
                 self._end(FinishReason.STOP, stop.text)
                 return
         if finish_reason is not None:
-            self.finish(finish_reason, stop_token)
+            self.finish(finish_reason, stop_reason)
 
-    def finish(self, reason: FinishReason, stop_reason: int | None = None) -> None:
+    def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Nothing follows; text that was held back is certain now."""
         self._decode()
         self._text += self._detokenizer.flush()

@@ -1,21 +1,25 @@
 """From logits to tokens: the law, the coin, the draw and what it is reported to have cost.
 
-* ``law.py``       logits and what the caller asked for -> the one probability law
-* ``draw.py``      a coin that depends on nothing but its place, and the inverse CDF
-* ``logprobs.py``  log-probabilities under the model's own law
-* ``choice.py``    all of it for the rows of one step
-* ``reference.py`` the law of one row in slow, plain Python: the oracle of the tests
+* ``law.py``         logits and what the caller asked for -> the one probability law
+* ``constraint.py``  which tokens a grammar allows, as the law asks for it
+* ``draw.py``        a coin that depends on nothing but its place, and the inverse CDF
+* ``logprobs.py``    log-probabilities under the model's own law
+* ``choice.py``      all of it for the rows of one step
+* ``reference.py``   the law of one row in slow, plain Python: the oracle of the tests
 
 Knows nothing about sequences, pages or text.
 """
 
 from forethought.model.sampling.choice import Choice, choose
+from forethought.model.sampling.constraint import Constraint, Constraints
 from forethought.model.sampling.draw import coin, pick
 from forethought.model.sampling.law import TokenContext, edit_logits, logits_to_probs
 from forethought.model.sampling.logprobs import prompt_logprobs
 
 __all__ = [
     "Choice",
+    "Constraint",
+    "Constraints",
     "TokenContext",
     "choose",
     "coin",

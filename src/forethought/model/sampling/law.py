@@ -10,17 +10,21 @@ nowhere else, in this order:
    logits of tokens in the output.
 4. While the output is shorter than ``min_tokens``, every token that would end it is forbidden: the
    stop token ids, and end-of-sequence unless ``ignore_eos`` (then it ends nothing and is allowed).
-5. ``temperature`` divides. 0 is greedy: all mass on the likeliest token, lowest id among equals.
-6. ``top_k``, ``top_p`` and ``min_p`` cut *jointly*: each marks the tokens that it keeps on the law
-   of step 5, and a token stays if all three keep it. Each keeps a prefix of the tokens in order of
+5. What the ``constraint`` does not allow is forbidden. End-of-sequence it allows where its rule may
+   end.
+6. ``temperature`` divides. 0 is greedy: all mass on the likeliest token, lowest id among equals.
+7. ``top_k``, ``top_p`` and ``min_p`` cut *jointly*: each marks the tokens that it keeps on the law
+   of step 6, and a token stays if all three keep it. Each keeps a prefix of the tokens in order of
    falling probability (lower id first among equals), so together they keep the shortest prefix:
    at most ``top_k`` tokens; the tokens with less than ``top_p`` mass before them; the tokens with
    at least ``min_p`` of the likeliest one's probability. The likeliest token always stays. What
    stays is renormalised.
 
-A row without any finite largest logit after step 4 (everything forbidden, or the model returned NaN
+A row without any finite largest logit after step 5 (everything forbidden, or the model returned NaN
 or infinity) falls back to its raw logits with steps 1 to 4 undone, NaN and -inf read as the lowest
-float and +inf as the highest: never NaN, and uniform if there was nothing to go by.
+float and +inf as the highest: never NaN, and uniform if there was nothing to go by. Step 5 holds
+there too, so that ``min_tokens`` never breaks a grammar; only a constraint that allows nothing at
+all, which no sequence that goes on has, forbids nothing.
 
 Knows nothing about how a token is drawn from the law.
 """
@@ -34,6 +38,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forethought.model.sampling.constraint import Constraint, unpack
 from forethought.params import SamplingParams
 
 
@@ -51,6 +56,8 @@ class TokenContext:
     """Token ids generated before this position."""
     eos_ids: frozenset[int]
     """The model's end-of-sequence ids."""
+    constraint: Constraint | None = None
+    """What ``output`` and the next token have to keep to."""
 
 
 def logits_to_probs(logits: Tensor, contexts: Sequence[TokenContext]) -> Tensor:
@@ -79,7 +86,7 @@ def logits_to_probs(logits: Tensor, contexts: Sequence[TokenContext]) -> Tensor:
 
 
 def edit_logits(logits: Tensor, contexts: Sequence[TokenContext]) -> Tensor:
-    """Steps 1 to 4 of the law and the fallback, for rows that want them.
+    """Steps 1 to 5 of the law and the fallback, for rows that want them.
 
     Args:
         logits: [N, V] float32; not modified.
@@ -88,18 +95,20 @@ def edit_logits(logits: Tensor, contexts: Sequence[TokenContext]) -> Tensor:
     Returns:
         [N, V] float32, the largest value of each row finite; ``logits`` itself if nothing changed.
     """
-    edited = logits
+    edited, allowed = logits, _allowed(contexts, logits)
     if any(_wants_edits(context) for context in contexts):
         edited = logits.clone()
         _add_bias(edited, contexts)
         _penalise_repetition(edited, contexts)
         _penalise_output(edited, contexts)
         _forbid_ends(edited, contexts)
+        _keep_to(edited, allowed)
     lost = ~torch.isfinite(edited.amax(dim=-1, keepdim=True))
     if logits.device.type == "cpu" and not lost.any():  # on a GPU looking would stall the queue
         return edited
     bounds = torch.finfo(logits.dtype)
     fallback = logits.nan_to_num(nan=bounds.min, posinf=bounds.max, neginf=bounds.min)
+    _keep_to(fallback, allowed)
     return torch.where(lost, fallback, edited)
 
 
@@ -111,7 +120,32 @@ def _wants_edits(context: TokenContext) -> bool:
         or params.presence_penalty != 0.0
         or params.frequency_penalty != 0.0
         or len(context.output) < params.min_tokens
+        or context.constraint is not None
     )
+
+
+def _allowed(contexts: Sequence[TokenContext], like: Tensor) -> tuple[Tensor, Tensor] | None:
+    """What constraints allow: the rows that have one, [R] int64, and their tokens, [R, V] bool.
+
+    The masks are worked out on the host, on a GPU while it still computes the logits.
+    """
+    masks = [
+        (row, context.constraint.mask(context.output))
+        for row, context in enumerate(contexts)
+        if context.constraint is not None
+    ]
+    if not masks:
+        return None
+    packed = np.stack([mask for _, mask in masks])
+    packed[~packed.any(axis=-1)] = 0xFF  # what allows nothing forbids nothing
+    allowed = torch.from_numpy(unpack(packed, like.shape[1])).to(like.device)
+    return _index([row for row, _ in masks], like), allowed
+
+
+def _keep_to(logits: Tensor, allowed: tuple[Tensor, Tensor] | None) -> None:
+    if allowed is not None:
+        rows, tokens = allowed
+        logits[rows] = torch.where(tokens, logits[rows], -torch.inf)
 
 
 def _add_bias(logits: Tensor, contexts: Sequence[TokenContext]) -> None:
@@ -166,7 +200,7 @@ def _forbid_ends(logits: Tensor, contexts: Sequence[TokenContext]) -> None:
 
 
 def _truncate(probs: Tensor, contexts: Sequence[TokenContext]) -> Tensor:
-    """Step 6, on the rows that ask for it. probs: [N, V] float32."""
+    """Step 7, on the rows that ask for it. probs: [N, V] float32."""
     rows = [
         row
         for row, context in enumerate(contexts)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from forethought.model.sampling.constraint import Constraint
 from forethought.params import SamplingParams
 
 
@@ -17,13 +18,17 @@ def reference_probs(
     prompt: Sequence[int],
     output: Sequence[int],
     eos_ids: frozenset[int],
+    constraint: Constraint | None = None,
 ) -> list[float]:
     """Probabilities of the next token; ``logits`` and the result have one entry per id."""
+    allowed = _allowed(len(logits), output, constraint)
     edited = _edited(logits, params, prompt, output, eos_ids)
+    edited = [x if allowed[token] else -math.inf for token, x in enumerate(edited)]
     if not math.isfinite(_largest(edited)):
         highest = 3.4028234663852886e38  # of float32
         readable = [-highest if math.isnan(x) else x for x in logits]
         edited = [min(max(x, -highest), highest) for x in readable]
+        edited = [x if allowed[token] else -math.inf for token, x in enumerate(edited)]
     order = sorted(range(len(edited)), key=lambda token: (-edited[token], token))
     peak = edited[order[0]]
     if params.greedy:
@@ -66,6 +71,14 @@ def _edited(
             logit = -math.inf
         edited.append(logit)
     return edited
+
+
+def _allowed(width: int, output: Sequence[int], constraint: Constraint | None) -> list[bool]:
+    if constraint is None:
+        return [True] * width
+    mask = constraint.mask(output)
+    allowed = [bool(mask[token // 8] >> (token % 8) & 1) for token in range(width)]
+    return allowed if any(allowed) else [True] * width
 
 
 def _largest(values: Sequence[float]) -> float:

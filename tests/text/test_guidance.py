@@ -1,0 +1,274 @@
+"""Laws of grammars: what they allow, as pure functions of the output, and which are refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forethought.assets import reasoner_dir
+from forethought.errors import ParameterError
+from forethought.model.sampling.constraint import Constraint, unpack
+from forethought.params import SamplingParams
+from forethought.text.guidance import Guidance
+from forethought.text.tokenizer import Tokenizer
+from tokens import byte_level, sentencepiece
+
+BYTES = Tokenizer(byte_level())
+EOS = 2
+WIDTH = 304
+"""Logits of four more ids than the tokenizer has."""
+guidance = Guidance(BYTES, WIDTH, frozenset({EOS}))
+
+LIST = {"type": "array", "items": {"enum": ["a", "he", 12]}, "maxItems": 3}
+SHAPES = [
+    {"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}},
+    {"json": LIST},
+    {"json_object": True},
+    {"regex": r"(he|hello|[a-c]+)( wor)*\d?"},
+    {"grammar": 'start: "a" start "b" | "Gr" | "ü"'},
+    {"grammar": 'root ::= "he" ("l" | "lo")* "!"?'},
+    {"choice": ["hello", "help", "hell 你好 🙂", 'quo"te\\\n']},
+]
+
+
+def follow(shape: dict, of: Guidance = guidance, **params) -> Constraint:
+    return of.constraints(SamplingParams(guided_decoding=shape, **params))()
+
+
+def allowed(constraint: Constraint, output: list[int], width: int = WIDTH) -> set[int]:
+    return set(unpack(constraint.mask(output), width).nonzero()[0].tolist())
+
+
+def ids(text: str, tokenizer: Tokenizer = BYTES) -> list[int]:
+    return tokenizer.encode_more(text)
+
+
+# --- purity --------------------------------------------------------------------------------------
+
+
+@st.composite
+def questions(draw):
+    """A shape, and outputs to ask about: most of them lawful, in any order, with repetitions."""
+    shape = draw(st.sampled_from(SHAPES))
+    guide, lawful = follow(shape), [[]]
+    for _ in range(draw(st.integers(1, 12))):
+        prefix = draw(st.sampled_from(lawful))
+        choices = sorted(allowed(guide, prefix))
+        if choices:
+            lawful.append([*prefix, draw(st.sampled_from(choices))])
+    unlawful = [
+        [*draw(st.sampled_from(lawful)), *draw(st.lists(st.integers(0, WIDTH - 1), max_size=2))]
+        for _ in range(3)
+    ]
+    return shape, draw(st.lists(st.sampled_from(lawful + unlawful), min_size=1, max_size=20))
+
+
+def answer(constraint: Constraint, output: list[int]):
+    try:
+        return allowed(constraint, output), constraint.is_complete(output)
+    except ParameterError:
+        return allowed(constraint, output), "broken"
+
+
+@settings(max_examples=150, deadline=None)
+@given(questions())
+def test_a_constraint_asked_in_any_order_answers_as_a_new_one_does(asked):
+    shape, outputs = asked
+    constraint = follow(shape)
+    for output in outputs:
+        assert answer(constraint, output) == answer(follow(shape), output)
+
+
+def test_samples_of_one_prompt_have_constraints_of_their_own():
+    make = guidance.constraints(SamplingParams(guided_decoding={"choice": ["ab", "cd"]}))
+    first, second = make(), make()
+    assert allowed(first, ids("a")) == set(ids("b"))
+    assert allowed(second, ids("c")) == set(ids("d"))
+    assert allowed(first, ids("a")) == set(ids("b"))
+
+
+def test_asking_along_a_path_moves_by_one_token_at_a_time():
+    """The matcher is not run again from the start; with a long output that is what counts."""
+    constraint, taken = follow({"regex": "(he|l)*"}), []
+    matcher = constraint._matcher
+
+    class Spy:
+        def __getattr__(self, name):
+            return getattr(matcher, name)
+
+        def try_consume_tokens(self, tokens):
+            taken.append(len(tokens))
+            return matcher.try_consume_tokens(tokens)
+
+    constraint._matcher = Spy()
+    output = ids("l") * 50
+    for end in range(51):
+        constraint.mask(output[:end])
+        constraint.is_complete(output[:end])
+    assert taken == [1] * 50
+    constraint.mask([*output[:49], *ids("h")])  # a sibling of the last node
+    assert taken == [1] * 51
+
+
+# --- what is allowed -----------------------------------------------------------------------------
+
+
+def test_an_end_is_allowed_exactly_where_the_grammar_may_end():
+    constraint = follow({"regex": "a(bc)*"})
+    assert EOS not in allowed(constraint, [])
+    assert EOS in allowed(constraint, ids("a"))
+    assert EOS not in allowed(constraint, ids("ab"))
+    assert EOS in allowed(constraint, ids("abc"))
+
+
+def test_every_end_of_sequence_id_of_the_model_may_end_it():
+    constraint = follow({"regex": "ab*"}, Guidance(BYTES, WIDTH, frozenset({1, 2, 999})))
+    assert allowed(constraint, ids("a")) == {1, 2, *ids("b")}
+
+
+def test_with_ignore_eos_the_end_is_never_allowed():
+    constraint = follow({"regex": "ab*"}, ignore_eos=True)
+    assert allowed(constraint, ids("a")) == set(ids("b"))
+    assert allowed(constraint, [*ids("a"), EOS]) == set()
+
+
+def test_without_an_end_of_sequence_nothing_else_ends_the_output():
+    constraint = follow({"regex": "ab*"}, Guidance(BYTES, WIDTH, frozenset()))
+    assert allowed(constraint, ids("a")) == set(ids("b"))
+
+
+def test_a_grammar_is_complete_where_no_text_may_follow():
+    constraint = follow({"choice": ["he", "hello"]})
+    assert not constraint.is_complete(ids("he"))
+    assert constraint.is_complete(ids("hello"))
+    assert constraint.is_complete([*ids("he"), EOS])
+    assert allowed(constraint, ids("hello")) == {EOS}
+
+
+def test_behind_an_output_that_breaks_the_grammar_nothing_may_come():
+    constraint = follow({"regex": "ab*"})
+    for output in (ids("c"), ids("aba"), [303], [EOS]):
+        assert allowed(constraint, output) == set()
+        with pytest.raises(ParameterError, match="cannot be kept to its grammar"):
+            constraint.is_complete(output)
+
+
+def test_ids_beyond_the_tokenizer_and_special_tokens_are_not_text():
+    found = allowed(follow({"regex": "(?s:.)*"}), [])
+    assert found & {0, 1, 300, 301, 302, 303} == set()
+    assert set(ids("a")) < found
+
+
+def test_a_model_narrower_than_its_tokenizer_is_never_asked_for_what_it_lacks():
+    wide = allowed(follow({"regex": "[a-zA-Z ,?]*"}), [])
+    narrow = follow({"regex": "[a-zA-Z ,?]*"}, Guidance(BYTES, 290, frozenset({EOS})))
+    assert max(wide) > 290
+    assert allowed(narrow, [], 290) == {token for token in wide if token < 290}
+
+
+@pytest.mark.parametrize("tokenizer", [BYTES, Tokenizer(sentencepiece())])
+@pytest.mark.parametrize("text", ["hello a he", "é 你好 🙂", 'quo"te\\\n\ttab', "/a/"])
+def test_a_choice_is_allowed_to_the_letter(tokenizer, text):
+    of = Guidance(tokenizer, WIDTH, frozenset({EOS}))
+    constraint, output = follow({"choice": [text, "other"]}, of), ids(text, tokenizer)
+    for place, token in enumerate(output):
+        assert token in allowed(constraint, output[:place])
+    assert constraint.is_complete(output)
+    assert tokenizer.decode([*ids("a", tokenizer), *output]) == "a" + text
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [
+        ({"json": {"type": "objct"}}, "invalid json in guided_decoding: Invalid type: objct"),
+        ({"json": {"not": {}}}, 'Unimplemented keys: ."not".'),
+        ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "greater than maximum"),
+        ({"json": {"$ref": "http://localhost/schema"}}, "does not fetch resources"),
+        ({"regex": "a(?=b)"}, "invalid regex in guided_decoding: .*look-around"),
+        ({"regex": "("}, "unclosed group"),
+        ({"regex": "()"}, "only the empty output"),
+        ({"grammar": 'start: "a" b'}, "unknown name"),
+        ({"grammar": "nonsense"}, "invalid grammar in guided_decoding: .*Expected ::="),
+        ({"grammar": "start: <|unknown|>"}, "unknown special token"),
+    ],
+)
+def test_a_shape_that_cannot_be_followed_is_refused_at_once(shape, reason):
+    with pytest.raises(ParameterError, match=reason):
+        follow(shape)
+
+
+def test_a_shape_that_the_model_has_no_tokens_for_is_refused_at_once():
+    narrow = Guidance(BYTES, 60, frozenset({EOS}))
+    with pytest.raises(ParameterError, match="can be written in it with the model's tokens"):
+        follow({"regex": "x+"}, narrow)
+
+
+def test_an_output_that_grows_beyond_what_can_be_followed_fails_and_does_not_spoil_others(
+    monkeypatch,
+):
+    import llguidance
+
+    limits = llguidance.LLParserLimits
+    monkeypatch.setattr(
+        llguidance, "LLParserLimits", lambda **kwargs: limits(step_max_items=30, **kwargs)
+    )
+    constraint = follow({"json_object": True}, Guidance(BYTES, WIDTH, frozenset({EOS})))
+    easy, hard = ids('{"a": 1'), ids('{"a": [[[[[[[[1')
+    before = allowed(constraint, easy)
+    sizes = [len(allowed(constraint, hard[:end])) for end in range(len(hard) + 1)]
+    assert 0 in sizes
+    with pytest.raises(ParameterError, match="Too many items"):
+        constraint.is_complete(hard[: sizes.index(0) + 1])
+    assert allowed(constraint, easy) == before
+    assert not constraint.is_complete(easy)
+
+
+def test_no_shape_is_no_constraint():
+    assert guidance.constraints(SamplingParams()) is None
+
+
+def test_a_grammar_is_compiled_once():
+    params = [SamplingParams(guided_decoding={"json": LIST}, seed=seed) for seed in (1, 2)]
+    first, second = (guidance.constraints(each) for each in params)
+    assert first.__self__ is second.__self__
+
+
+def test_a_tokenizer_that_is_not_fast_is_refused():
+    class Slow:
+        is_fast = False
+
+    slow = Tokenizer.__new__(Tokenizer)
+    slow.hf = Slow()
+    with pytest.raises(ParameterError, match=r"needs a fast tokenizer.*Slow"):
+        follow({"regex": "a"}, Guidance(slow, WIDTH, frozenset()))
+
+
+def test_without_llguidance_the_extra_is_named():
+    code = (
+        "import sys; sys.modules['llguidance'] = None\n"
+        "from forethought import LLM, SamplingParams\n"
+        "LLM().generate('Hi', SamplingParams(guided_decoding={'regex': 'a'}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert "DependencyError: llguidance is not installed" in done.stderr
+    assert "forethought[guided]" in done.stderr
+
+
+def test_the_embedded_model_can_write_what_its_tokenizer_lets_it():
+    tokenizer = Tokenizer.load(reasoner_dir())
+    of = Guidance(tokenizer, 512, frozenset({tokenizer.hf.eos_token_id}))
+    constraint = follow({"json": {"type": "object"}}, of)
+    output = ids(json.dumps({"answer": [12, "yes", None]}), tokenizer)
+    for place, token in enumerate(output):
+        assert token in allowed(constraint, output[:place], 512)
+    assert constraint.is_complete(output)
