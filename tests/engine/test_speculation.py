@@ -14,6 +14,7 @@ from forethought.decoding import (
     DecodingBaseConfig,
     DraftTargetDecodingConfig,
     NGramDecodingConfig,
+    PearlDecodingConfig,
     SuffixDecodingConfig,
     UserProvidedDecodingConfig,
 )
@@ -49,22 +50,29 @@ def drafting(name: str) -> list[DecodingBaseConfig]:
     same = {"max_draft_len": 4, "speculative_model": tiny("llama")}
     tree = {"draft_choices": PATHS, "speculative_model": tiny("llama")}
     return {
-        "none": lambda: [],
+        "none": list,
         "ngram": lambda: [NGramDecodingConfig(max_draft_len=4, max_matching_ngram_size=3)],
         "suffix": lambda: [SuffixDecodingConfig(max_draft_len=8)],
         "draft model, random": lambda: [DraftTargetDecodingConfig(**model)],
         "draft model = target": lambda: [DraftTargetDecodingConfig(**same)],
         "draft model, tree": lambda: [DraftTargetDecodingConfig(**tree)],
+        "pearl": lambda: [PearlDecodingConfig(**same)],
         "oracle": lambda: [provided(drafters.oracle(plain()))],
         "adversary": lambda: [provided(drafters.adversary(plain()))],
         "static tree": lambda: [provided(drafters.bush(plain(), 3), 4, 12)],
     }[name]()
 
 
-NAMES = "none ngram suffix oracle adversary".split() + [
+NAMES = [
+    "none",
+    "ngram",
+    "suffix",
     "draft model, random",
     "draft model = target",
     "draft model, tree",
+    "pearl",
+    "oracle",
+    "adversary",
     "static tree",
 ]
 

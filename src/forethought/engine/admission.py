@@ -86,7 +86,7 @@ class Admission:
     def _check_wishes(self, params: SamplingParams) -> None:
         self._check_ids("logit_bias", params.logit_bias or ())
         self._check_ids("stop_token_ids", params.stop_token_ids)
-        drafter = params.speculation and params.speculation.drafter
+        drafter = params.speculation.drafter if params.speculation is not None else None
         if drafter is not None and drafter not in self._drafters:
             raise UnknownNameError("drafter", drafter, self._drafters)
 

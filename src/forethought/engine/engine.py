@@ -1,8 +1,9 @@
 """The engine: sequences of token ids, and the loop that carries them through the network.
 
 There is one loop: every decode verifies a tree of drafted tokens, which without a drafter is only
-its root. A sequence is a handle. It can be forked while it runs, extended, rewound, resumed and aborted,
-with its KV kept. The engine belongs to one thread and knows nothing about text, clients or time.
+its root. A sequence is a handle. It can be forked while it runs, extended, rewound, resumed and
+aborted, with its KV kept. The engine belongs to one thread and knows nothing about text, clients or
+time.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from forethought.engine.sequence import Sequence, Status
 from forethought.engine.speculation import Equipped, Speculation
 from forethought.engine.stats import EngineStats
 from forethought.errors import UsageError
+from forethought.kv.companion import Companion
 from forethought.kv.pool import PagePool
 from forethought.kv.prefix import PrefixIndex
+from forethought.kv.storage import KvStorage
 from forethought.kv.table import PageTable, SlotMove
 from forethought.model.runner import Runner
 from forethought.model.sampling import Constraints
@@ -63,7 +66,10 @@ class Engine:
         self.admission = Admission(limits, runner.lm.vocab_size, capacity, names)
         self.scheduler = Scheduler(self.pool, self.index, self.limits, self.stats)
         self.scheduler.on_end = self.speculation.release
-        self._storages = [runner.storage, *self.speculation.companions]
+        self._storages: list[KvStorage | Companion] = [
+            runner.storage,
+            *self.speculation.companions,
+        ]
         self._ledger = Ledger(self.stats, self.index, self.pool.page_size)
         self._commit = Commit(self.scheduler, self._ledger, runner.lm.eos_token_ids, self._fail)
         self._eos_ids = runner.lm.eos_token_ids

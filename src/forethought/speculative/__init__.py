@@ -1,1 +1,1 @@
-"""Guessing ahead: drafters propose trees of tokens, ``verify`` keeps what the target agrees with."""
+"""Guessing ahead: drafters propose trees of tokens; ``verify`` keeps what the target says too."""

@@ -37,8 +37,8 @@ class Draft:
         parents: the node that each one follows, -1 for the root; parents come before children.
             None: a chain.
         kind: how siblings were chosen.
-        q: None for ``POINT``; else float32 ``[N, D]``, on the target's device: row n is the law that
-            node n's token was drawn from, before any sibling was taken out.
+        q: None for ``POINT``; else float32 ``[N, D]``, on the target's device: row n is the law
+            that node n's token was drawn from, before any sibling was taken out.
         ids: int64 ``[D]``, the target's id of each column of ``q``; None: D is the vocabulary.
     """
 

@@ -133,8 +133,9 @@ class Drafter(ABC):
 class ResourceManager(ABC):
     """State beside a user's drafter, told of a request's life; see TensorRT-LLM's guide.
 
-    Called in this order in each step: ``prepare_resources`` before the drafter, ``update_resources``
-    after verification; ``free_resources`` once per request, at its end; ``shutdown`` at last.
+    Called in this order in each step: ``prepare_resources`` before the drafter is asked,
+    ``update_resources`` after verification; ``free_resources`` once per request, at its end;
+    ``shutdown`` at last.
     """
 
     @abstractmethod

@@ -15,14 +15,11 @@ import torch
 from torch import Tensor
 
 from forethought.decoding import DraftTargetDecodingConfig
-from forethought.errors import ParameterError
 from forethought.kv.companion import Companion
-from forethought.kv.storage import KvStorage
-from forethought.model import loader
 from forethought.model.batch import Row
-from forethought.model.runner import Runner
 from forethought.model.sampling import TokenContext, coin, logits_to_probs, pick
 from forethought.speculative.draft import Draft, DraftKind
+from forethought.speculative.draft_model import DraftModel, Past
 from forethought.speculative.drafter import (
     Drafter,
     DraftRequest,
@@ -40,29 +37,17 @@ class DraftTargetDrafter(Drafter):
     """Drafts with a model.
 
     Args:
-        runner: the draft model over a storage with as many pages as the target's.
-        vocab_size: of the target; tokens beyond it are never drafted.
-        max_num_tokens: tokens of a request's past in one forward.
+        model: the draft model over a storage with as many pages as the target's.
         sampled: draw drafts of sampled requests from the draft model's law, under the request's own
             params, instead of taking the likeliest token.
         choices: a tree instead of a chain.
     """
 
     def __init__(
-        self,
-        runner: Runner,
-        vocab_size: int,
-        max_num_tokens: int,
-        *,
-        sampled: bool = False,
-        choices: TreeChoices | None = None,
+        self, model: DraftModel, *, sampled: bool = False, choices: TreeChoices | None = None
     ) -> None:
-        self._runner, self._companion = runner, Companion(runner.storage)
-        self._width = min(vocab_size, runner.lm.vocab_size)
-        self._ids: Tensor | None = None
-        if self._width < vocab_size:
-            self._ids = torch.arange(self._width, device=runner.lm.device)
-        self._max_num_tokens, self._sampled, self._choices = max_num_tokens, sampled, choices
+        self._model, self._companion = model, Companion(model.runner.storage)
+        self._sampled, self._choices = sampled, choices
 
     @classmethod
     def build(cls, config: DraftTargetDecodingConfig, target: Target) -> DraftTargetDrafter:
@@ -70,19 +55,11 @@ class DraftTargetDrafter(Drafter):
 
         Raises:
             ModelError: it cannot be loaded.
-            ParameterError: its vocabulary or its context is not the target's.
+            ParameterError: its vocabulary is not the target's.
         """
-        lm, storage = target.runner.lm, target.runner.storage
         assert config.speculative_model is not None
-        draft_lm = loader.load(config.speculative_model, dtype=lm.dtype, device=lm.device)
-        _check_sizes(draft_lm.vocab_size, lm.vocab_size, config)
-        own = KvStorage(
-            draft_lm.layer_shapes, storage.num_pages, storage.page_size, lm.dtype, lm.device
-        )
         return cls(
-            Runner(draft_lm, own),
-            lm.vocab_size,
-            target.max_num_tokens,
+            DraftModel.load(config.speculative_model, target),
             sampled=config.draft_sampling == "sampled",
             choices=TreeChoices.parse(config.draft_choices) if config.draft_choices else None,
         )
@@ -104,7 +81,7 @@ class DraftTargetDrafter(Drafter):
         resource_manager: ResourceManager | None = None,
     ) -> None:
         """See :class:`Drafter`."""
-        longest = self._runner.lm.max_positions
+        longest = self._model.max_positions
         requests = [
             request
             for request in scheduled_requests.generation_requests
@@ -121,44 +98,17 @@ class DraftTargetDrafter(Drafter):
         sampled = self._sampled and not request.params.greedy
         return Growth(request, sampled, self._choices)
 
-    # ---- the network ------------------------------------------------------------------------
-
     def _catch_up(self, requests: list[DraftRequest]) -> Tensor:
-        """Compute what the draft model has not seen, the root included.
-
-        Returns:
-            [len(requests), V] float32: the logits after each root.
-        """
-        starts = []
+        """float32 ``[len(requests), width]``: the logits behind each root."""
+        pasts: list[Past] = []
         for request in requests:
             assert request.table is not None
-            starts.append(self._companion.ready_length(request.table, len(request.tokens) - 1))
-        while True:
-            rows, room = [], self._max_num_tokens
-            behind = sum(
-                len(request.tokens) - start for request, start in zip(requests, starts, strict=True)
-            )
-            if behind <= room:
-                break
-            for place, request in enumerate(requests):  # a part of the past, nobody's root
-                stop = min(len(request.tokens) - 1, starts[place] + room)
-                if stop > starts[place]:
-                    rows.append((request, starts[place], stop))
-                    room -= stop - starts[place]
-                    starts[place] = stop
-            if not rows:
-                break
-            self._forward([self._past(*row, wanted=0) for row in rows])
-        last = [
-            self._past(request, start, len(request.tokens), wanted=1)
-            for request, start in zip(requests, starts, strict=True)
-        ]
-        return self._forward(last)
-
-    def _past(self, request: DraftRequest, start: int, stop: int, wanted: int) -> Row:
-        assert request.table is not None
-        tokens = list(request.tokens[start:stop])
-        return Row(tokens, start, request.table.window(stop), logits_from=len(tokens) - wanted)
+            start = self._companion.ready_length(request.table, len(request.tokens) - 1)
+            pasts.append(Past(request.tokens, start, request.table))
+        logits = self._model.compute(pasts)
+        for past in pasts:
+            self._companion.mark(past.table, past.start, len(past.tokens))
+        return logits
 
     def _advance(self, growths: list[Growth], logits: Tensor) -> Tensor:
         """Grow one level of each draft; compute it where another one follows.
@@ -166,25 +116,24 @@ class DraftTargetDrafter(Drafter):
         Drafts that are complete leave ``growths``.
         """
         begin = 0
-        laws = logits[:, : self._width]
         points = [growth.wanted for growth in growths]
         likeliest: list[int] | None = None
         if not any(growth.sampled or growth.choices for growth in growths):
-            likeliest = laws.argmax(dim=-1).tolist()  # one transfer for all chains
+            likeliest = logits.argmax(dim=-1).tolist()  # one transfer for all chains
         for growth, count in zip(growths, points, strict=True):
             if likeliest is not None:
                 growth.append(likeliest[begin])
             else:
-                growth.grow(laws[begin : begin + count])
+                growth.grow(logits[begin : begin + count])
             begin += count
         for growth in growths:
             if growth.complete:
-                growth.finish(self._ids)
+                growth.finish(self._model.ids)
         growths[:] = [growth for growth in growths if not growth.complete]
         return self._forward([growth.row() for growth in growths]) if growths else logits
 
     def _forward(self, rows: list[Row]) -> Tensor:
-        logits = self._runner.forward(rows)
+        logits = self._model.forward(rows)
         for row in rows:
             self._companion.mark(row.table, row.start, row.table.length)
         return logits
@@ -327,17 +276,3 @@ class Growth:
         draft_ids = ids if self.sampled else None
         tokens = [-1 if node in self._void else token for node, token in enumerate(self._tokens)]
         self._request.draft = Draft(tokens, self._parents(), kind, q, draft_ids)
-
-
-def _check_sizes(draft: int, target: int, config: DraftTargetDecodingConfig) -> None:
-    """Widths may differ by padding, not by more."""
-    if abs(draft - target) > PADDING * max(draft, target):
-        raise ParameterError(
-            f"the draft model {config.speculative_model} has another vocabulary",
-            f"{draft} tokens, the target has {target}",
-            "Take a draft model of the target's family",
-        )
-
-
-PADDING = 0.02
-"""Share of the vocabulary that may be padding of one model and not of the other."""

@@ -1,0 +1,127 @@
+"""A small language model beside the target: loaded to fit it, and run over what it has not seen.
+
+Knows nothing about which pages its keys and values lie in, or what is done with its logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from forethought.errors import ParameterError
+from forethought.kv.storage import KvStorage
+from forethought.kv.table import PageTable
+from forethought.model import loader
+from forethought.model.batch import Row
+from forethought.model.causal_lm import CausalLM
+from forethought.model.runner import Runner
+from forethought.speculative.table import Target
+
+PADDING = 0.02
+"""Share of the vocabulary that may be padding in one model and not in the other."""
+
+
+class Past(NamedTuple):
+    """The tokens of one sequence; all from ``start`` on are to be computed."""
+
+    tokens: Sequence[int]
+    start: int
+    table: PageTable
+    """Reaches to their end or further."""
+
+
+class DraftModel:
+    """A draft model over a storage.
+
+    Args:
+        runner: model and storage.
+        vocab_size: of the target.
+        max_num_tokens: tokens in one forward.
+
+    Attributes:
+        width: ids below it are in both vocabularies.
+        ids: int64 ``[width]``, the target's id of each of them; None: all there are.
+    """
+
+    def __init__(self, runner: Runner, vocab_size: int, max_num_tokens: int) -> None:
+        self.runner, self._max_num_tokens = runner, max_num_tokens
+        self.width = min(vocab_size, runner.lm.vocab_size)
+        self.ids: Tensor | None = None
+        if self.width < vocab_size:
+            self.ids = torch.arange(self.width, device=runner.lm.device)
+
+    @classmethod
+    def load(cls, directory: Path, target: Target, device: str | None = None) -> DraftModel:
+        """Load a model for ``target``, in its dtype, with a storage of as many pages.
+
+        Args:
+            directory: local Hugging Face directory.
+            target: the model to draft for.
+            device: of the draft model; None: the target's.
+
+        Raises:
+            ModelError: it cannot be loaded.
+            ParameterError: its vocabulary is not the target's.
+        """
+        lm, pages = target.runner.lm, target.runner.storage
+        place = lm.device if device is None else torch.device(device)
+        model = loader.load(directory, dtype=str(lm.dtype).removeprefix("torch."), device=place)
+        _check_sizes(directory, model, lm)
+        storage = KvStorage(
+            model.layer_shapes, pages.num_pages, pages.page_size, lm.dtype, model.device
+        )
+        return cls(Runner(model, storage), lm.vocab_size, target.max_num_tokens)
+
+    @property
+    def max_positions(self) -> int:
+        """Tokens that a sequence may have."""
+        return self.runner.lm.max_positions
+
+    def forward(self, rows: Sequence[Row]) -> Tensor:
+        """float32 ``[R, width]``: the logits that the rows want."""
+        return self.runner.forward(rows)[:, : self.width]
+
+    def compute(self, pasts: Sequence[Past]) -> Tensor:
+        """Compute what is missing of several sequences, at least the last token of each.
+
+        Returns:
+            float32 ``[len(pasts), width]``: the logits behind each.
+        """
+        starts = [past.start for past in pasts]
+        while sum(len(p.tokens) - s for p, s in zip(pasts, starts, strict=True)) > max(
+            self._max_num_tokens, len(pasts)
+        ):
+            room, rows = self._max_num_tokens, list[Row]()
+            for place, past in enumerate(pasts):  # parts of the pasts, nobody's last token
+                stop = min(len(past.tokens) - 1, starts[place] + room)
+                if stop > starts[place]:
+                    rows.append(_row(past, starts[place], stop, wanted=0))
+                    room -= stop - starts[place]
+                    starts[place] = stop
+            self.runner.forward(rows)
+        return self.forward(
+            [
+                _row(past, start, len(past.tokens), wanted=1)
+                for past, start in zip(pasts, starts, strict=True)
+            ]
+        )
+
+
+def _row(past: Past, start: int, stop: int, wanted: int) -> Row:
+    tokens = list(past.tokens[start:stop])
+    return Row(tokens, start, past.table.window(stop), logits_from=len(tokens) - wanted)
+
+
+def _check_sizes(directory: Path, draft: CausalLM, target: CausalLM) -> None:
+    """Widths may differ by padding, not by more."""
+    most = max(draft.vocab_size, target.vocab_size)
+    if abs(draft.vocab_size - target.vocab_size) > PADDING * most:
+        raise ParameterError(
+            f"the draft model {directory} has another vocabulary",
+            f"{draft.vocab_size} tokens, the target has {target.vocab_size}",
+            "Take a draft model of the target's family",
+        )
