@@ -177,6 +177,15 @@ def test_a_finished_text_is_known_to_its_end_and_gives_way_to_longer_matches():
     assert propose(drafter, second) == [6, 7, 8]
 
 
+def test_the_cut_end_of_a_text_is_not_taken_beside_longer_matches():
+    drafter = NGramDrafter(3, 2, is_use_oldest=False)
+    propose(drafter, request([2, 3, 6, 7, 8]))
+    cut = request([2, 3, 4])
+    propose(drafter, cut)
+    drafter.release(cut)
+    assert propose(drafter, request([9, 2, 3])) == [6, 7, 8]
+
+
 def test_siblings_learn_their_prompt_once_and_each_its_own_output(monkeypatch):
     prompt = [1, 2, 3, 4, 5, 6]
     drafter = NGramDrafter(2, 1)
@@ -215,14 +224,25 @@ def test_a_private_pool_goes_with_its_request():
 
 
 def test_what_was_used_longest_ago_leaves_first():
-    pool = NGramPool(1, 1, keep_all=True, use_oldest=True, max_size=3)
-    pool.learn("old", [1, 2, 3], 0, 2)
+    pool = NGramPool(1, 1, keep_all=True, use_oldest=True, max_size=4)
+    pool.learn("busy", [1, 2, 3], 0, 2)
+    pool.learn("idle", [1, 2, 3], 0, 2)
+    assert list(pool.look_up("busy", [0, 1])) == [2]
     pool.learn("new", [5, 6], 0, 1)
-    assert list(pool.look_up("old", [0, 1])) == [2]
-    pool.learn("new", [7, 8], 0, 1)  # a fourth: the owner "old" has been idle longer
-    assert pool.matches("old", [2]) == []
-    assert pool.matches("old", [1]) == [(2,)]
-    assert pool.owners == ["old", "new"]
+    assert (pool.matches("idle", [1]), pool.matches("idle", [2])) == ([], [(3,)])
+    pool.learn("new", [7, 8], 0, 1)
+    assert pool.owners == ["busy", "new"]
+    pool.learn("new", [9, 10], 0, 1)
+    assert (pool.matches("busy", [2]), pool.matches("busy", [1])) == ([], [(2,)])
+    assert len(pool) == 4
+
+
+def test_a_pattern_that_is_seen_again_counts_as_used():
+    pool = NGramPool(1, 1, keep_all=True, use_oldest=True, max_size=2)
+    pool.learn("", [1, 2, 3], 0, 2)
+    pool.learn("", [1, 2], 0, 1)
+    pool.learn("", [5, 6], 0, 1)
+    assert [pool.matches("", [pattern]) for pattern in (1, 2, 5)] == [[(2,)], [], [(6,)]]
 
 
 def test_ten_thousand_requests_of_many_tenants_stay_in_bounds():

@@ -61,16 +61,12 @@ class SuffixIndex:
         """Take all places of a text away; of the texts that are left it was added first."""
         for at in range(1, len(text)):
             for size in self._sizes:
-                ngram = tuple(text[max(0, at - size) : at])
+                ngram = tuple(text[at - size : at]) if size <= at else ()
                 places = self._places.get(ngram)
-                if places is None:
-                    continue
-                mine = 0
-                while mine < len(places) and places[mine][0] is text:
-                    mine += 1
-                del places[:mine]
-                if not places:
-                    del self._places[ngram]
+                if places and places[0][0] is text:
+                    del places[0]
+                    if not places:
+                        del self._places[ngram]
 
     def find(self, tokens: Sequence[int]) -> tuple[int, list[Place]]:
         """The longest match of the end of ``tokens``.

@@ -36,7 +36,7 @@ class NGramDrafter(Drafter):
         is_public_pool: one pool for all requests of the same ``cache_salt``, which outlives them;
             else one per request, dropped with it.
         max_pool_size: most matches in all pools together; the least recently used leave. About
-            0.5 KB each.
+            0.4 KB each.
 
     Raises:
         ParameterError: a number is below 1.
