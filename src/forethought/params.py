@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
+from typing import Any, TypeVar
 
 from forethought.errors import ParameterError
 from forethought.guided import GuidedDecodingParams
@@ -17,6 +18,8 @@ MAX_LOGPROBS = 64
 
 MAX_SAMPLES = 4096
 """Most samples of one prompt, all of which the engine holds at once."""
+
+_Params = TypeVar("_Params", bound="_Given")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +64,31 @@ class SpeculationParams:
         return cls(**values)
 
 
+class _Given:
+    """Has a place for the names of the fields that the constructor was given."""
+
+    __slots__ = ("given",)
+
+    given: frozenset[str]
+
+
+def _noting_given(cls: type[_Params]) -> type[_Params]:
+    """Have the constructor of a dataclass note in ``given`` what it was given."""
+    construct: Callable[..., None] = cls.__init__
+    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+
+    @functools.wraps(construct)
+    def __init__(self: _Params, *args: Any, **values: Any) -> None:
+        object.__setattr__(self, "given", frozenset((*names[: len(args)], *values)))
+        construct(self, *args, **values)
+
+    cls.__init__ = __init__  # type: ignore[method-assign, assignment]
+    return cls
+
+
+@_noting_given
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SamplingParams(_Given):
     """How to draw the tokens of one request, and when to stop.
 
     =========================  =====================================================================
@@ -88,6 +114,10 @@ class SamplingParams:
     ``speculation``            ``SpeculationParams``, or a dictionary; None: as the engine does
     ``guided_decoding``        ``GuidedDecodingParams``, or a dictionary: the shape of the output
     =========================  =====================================================================
+
+    Attributes:
+        given: names of the fields that were given, be it with their defaults. Where layers merge,
+            such as a request's params and a method's settings, these win. No part of equality.
 
     Raises:
         ParameterError: a value is outside its range.
@@ -203,16 +233,23 @@ class SamplingParams:
         return self.temperature == 0.0
 
     def replace(self, **changes: Any) -> SamplingParams:
-        """A copy with some fields changed.
+        """A copy with some fields changed; what was given before still counts as given.
 
         Raises:
             ParameterError: a field does not exist or its value is outside its range.
         """
-        return SamplingParams.from_dict({**self.to_dict(), **changes})
+        return SamplingParams.from_dict({**self._given_values(), **changes})
 
     def to_dict(self) -> dict[str, Any]:
         """All fields by name."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    def _given_values(self) -> dict[str, Any]:
+        """What makes these params: all other fields are at their defaults."""
+        return {name: getattr(self, name) for name in self.given}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SamplingParams.from_dict, (self._given_values(),)
 
     @classmethod
     def names(cls) -> frozenset[str]:

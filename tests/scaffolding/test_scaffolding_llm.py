@@ -130,6 +130,19 @@ def test_what_the_caller_sets_to_a_default_wins_too():
     assert plain.output.text == "p"
 
 
+def test_params_that_are_given_their_defaults_win_too():
+    worker = ScriptedWorker(echo)
+    settings = {"temperature": 0.6, "stop": ["p"], "stop_token_ids": [3], "top_p": 0.5}
+    params = SamplingParams(temperature=1.0, stop=(), stop_token_ids=(), priority=0)
+    with ScaffoldingLlm(NativeGenerationController(settings), {TAG: worker}) as llm:
+        llm.generate("p", sampling_params=params)
+    task = worker.calls[0].task
+    assert (task.temperature, task.stop, task.stop_token_ids) == (1.0, [], [])
+    assert task.top_p == 0.5
+    with native() as llm, pytest.raises(ParameterError, match="cache_salt"):
+        llm.generate("p", sampling_params=SamplingParams(cache_salt="red"))
+
+
 def test_arguments_that_would_change_nothing_are_refused():
     with native() as llm:
         with pytest.raises(ParameterError, match=r"sampling_params=.*temperature"):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+import pickle
 from typing import Any
 
 import pytest
@@ -67,6 +70,22 @@ def test_stop_may_be_a_string_or_several() -> None:
     assert SamplingParams(stop="a").stop == ("a",)
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
     assert SamplingParams(stop=None).stop == ()
+
+
+def test_params_know_which_fields_they_were_given_and_it_shows_nowhere_else() -> None:
+    params = SamplingParams(5, temperature=1.0)
+    assert params.given == {"max_tokens", "temperature"}
+    assert SamplingParams().given == frozenset()
+    assert params == SamplingParams(max_tokens=5)
+    assert repr(params) == repr(SamplingParams(max_tokens=5))
+    assert "given" not in SamplingParams.names() | params.to_dict().keys()
+    assert params.replace(top_p=1.0).given == params.given | {"top_p"}
+    assert params.replace(temperature=0.5).given == params.given
+    for twin in (copy.copy(params), copy.deepcopy(params), pickle.loads(pickle.dumps(params))):
+        assert (twin, twin.given) == (params, params.given)
+    with pytest.raises((AttributeError, TypeError)):
+        params.given = frozenset()
+    assert next(iter(inspect.signature(SamplingParams).parameters)) == "max_tokens"
 
 
 def test_replace_keeps_everything_else_and_checks_again() -> None:

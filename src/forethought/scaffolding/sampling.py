@@ -60,7 +60,7 @@ def checked(owner: str, params: Mapping[str, Any] | SamplingParams | None) -> di
     Args:
         owner: who was given them, for the error.
         params: by field name (``logprobs`` is accepted for ``num_logprobs``), or
-            ``SamplingParams``, of which what differs from its defaults counts.
+            ``SamplingParams``, of which the fields count that were given.
 
     Raises:
         ParameterError: a name is not a sampling field, or there are no names.
@@ -72,8 +72,7 @@ def checked(owner: str, params: Mapping[str, Any] | SamplingParams | None) -> di
             "Give a dictionary, or SamplingParams",
         )
     if isinstance(params, SamplingParams):
-        plain = SamplingParams().to_dict()
-        params = {name: value for name, value in params.to_dict().items() if value != plain[name]}
+        params = _given(params)
     given = dict(params or {})
     if "logprobs" in given:
         given["num_logprobs"] = given.pop("logprobs")
@@ -81,6 +80,17 @@ def checked(owner: str, params: Mapping[str, Any] | SamplingParams | None) -> di
     if unknown:
         raise ParameterError.unknown(owner, unknown, FIELDS)
     return given
+
+
+def _given(params: SamplingParams) -> dict[str, Any]:
+    """The fields that were given; of those that tasks do not have, only what changes something."""
+    plain, known = SamplingParams(), {*FIELDS, "logprobs"}
+    given = {name: getattr(params, name) for name in params.given}
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in given.items()
+        if name in known or value != getattr(plain, name)
+    }
 
 
 def is_set(task: GenerationTask, name: str) -> bool:
