@@ -1,4 +1,4 @@
-"""Speculative configs: the seeds' names work; the unknown and the impossible are refused by name."""
+"""Speculative configs: TensorRT-LLM's names work; what is unknown or impossible is refused."""
 
 from __future__ import annotations
 

@@ -25,6 +25,14 @@ def test_metrics_of_several_generations_add_up() -> None:
     assert (one.accepted_by_position, two.accepted_by_position) == ([1], [1, 1, 1])
 
 
+def test_a_copy_keeps_its_counts() -> None:
+    metrics = SpeculationMetrics()
+    metrics.record(2, 2)
+    before = metrics.copy()
+    metrics.record(2, 2)
+    assert before == SpeculationMetrics(1, 2, 2, [1, 1])
+
+
 def test_plain_values_hold_the_mean_acceptance_length() -> None:
     assert SpeculationMetrics(3, 9, 5, [3, 2]).to_dict() == {
         "steps": 3,

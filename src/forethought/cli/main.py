@@ -28,6 +28,7 @@ COMMANDS = {
     "methods": "list the inference-time methods and their settings",
     "demo": "compare four methods on the embedded reasoner",
     "eval": "compare methods on your own model and problems",
+    "bench": "measure what speeds up decoding on this machine",
 }
 """Subcommand -> what it does; ``forethought.cli.<subcommand>`` has ``configure`` and ``run``."""
 

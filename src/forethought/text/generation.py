@@ -31,6 +31,7 @@ class Generation:
             sequence.id: Transcript(tokenizer, sequence.params, sequence.tokens, sequence.index)
             for sequence in sequences
         }
+        self._metrics = {sequence.id: sequence.metrics for sequence in sequences}
         self._error: Exception | None = None
 
     @property
@@ -89,13 +90,13 @@ class Generation:
 
     def completion(self) -> CompletionOutput:
         """A copy of what the first sample has said."""
-        return self._transcripts[self.sequences[0].id].output()
+        return self._completion(self.sequences[0])
 
     def output(self) -> RequestOutput:
         """A copy of everything so far."""
         assert self._prompt is not None, "a live sequence gives completions only"
         leader = self.sequences[0]
-        outputs = [self._transcripts[sequence.id].output() for sequence in self.sequences]
+        outputs = [self._completion(sequence) for sequence in self.sequences]
         usage = sum((sequence.usage for sequence in self.sequences), Usage())
         usage.prompt_tokens = len(self._prompt.token_ids)
         usage.completion_tokens = sum(len(output.token_ids) for output in outputs)
@@ -111,3 +112,8 @@ class Generation:
             usage=usage,
             prompt_logprobs=scores,
         )
+
+    def _completion(self, sequence: Sequence) -> CompletionOutput:
+        output = self._transcripts[sequence.id].output()
+        output.metrics = self._metrics[sequence.id].copy()
+        return output

@@ -1,0 +1,137 @@
+"""Does guessing ahead pay here? Each variant against plain decoding, interleaved in one engine.
+
+Every round runs all variants once, beginning with another one each time, so that what disturbs the
+machine disturbs all alike. A ratio is taken within its round; rows hold medians over the rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from statistics import median
+
+from forethought.bench.row import Row
+from forethought.bench.trial import Prompt, Trial, run_trial
+from forethought.bench.variant import PLAIN, Variant
+from forethought.errors import ParameterError
+from forethought.outputs import SpeculationMetrics
+from forethought.text.llm import LLM
+
+FEWEST_PROMPTS = 8
+"""With smaller batches, several follow each other: one prompt alone says little."""
+_WARM_UP_TOKENS = 8
+
+
+class SpeculationBench:
+    """Measures the drafters of an engine.
+
+    Args:
+        llm: with the drafters, and room for the largest batch in one step.
+        prompts: each as text or token ids; as many as the largest batch.
+        max_tokens: most tokens of each answer.
+        rounds: how often everything is run.
+
+    Raises:
+        ParameterError: no rounds.
+    """
+
+    def __init__(
+        self, llm: LLM, prompts: Sequence[Prompt], *, max_tokens: int, rounds: int = 3
+    ) -> None:
+        if rounds < 1:
+            raise ParameterError("invalid rounds", f"got {rounds}", "Run at least 1")
+        self._llm, self._prompts = llm, prompts
+        self._max_tokens, self._rounds = max_tokens, rounds
+        self._trials = 0
+
+    def trials(self, variants: Sequence[Variant], batches: Sequence[int]) -> int:
+        """How many runs ``run`` will time."""
+        return self._rounds * len(batches) * (1 + len(variants))
+
+    def run(
+        self,
+        variants: Sequence[Variant],
+        batches: Sequence[int],
+        on_trial: Callable[[Variant, int], None] = lambda variant, batch: None,
+    ) -> list[Row]:
+        """Measure all variants, and plain decoding, at all batch sizes.
+
+        Args:
+            variants: plain decoding not among them.
+            batches: prompts under way at once.
+            on_trial: called after each run with its variant and batch size.
+
+        Raises:
+            ParameterError: a batch size for which there are too few prompts.
+            UsageError: as ``run_trial``.
+        """
+        check_batches(batches, len(self._prompts))
+        rows = []
+        for batch in batches:
+            found = self._rounds_of([PLAIN, *variants], batch, on_trial)
+            rows += [_row(variant, batch, found) for variant in found]
+        return rows
+
+    def _rounds_of(
+        self, variants: list[Variant], batch: int, on_trial: Callable[[Variant, int], None]
+    ) -> dict[Variant, list[Trial]]:
+        """The trials of each variant, one per round."""
+        for variant in variants:
+            self._trial(variant, batch, _WARM_UP_TOKENS)
+        found: dict[Variant, list[Trial]] = {variant: [] for variant in variants}
+        for number in range(self._rounds):
+            start = number % len(variants)
+            for variant in chain(variants[start:], variants[:start]):
+                found[variant].append(self._trial(variant, batch, self._max_tokens))
+                on_trial(variant, batch)
+        return found
+
+    def _trial(self, variant: Variant, batch: int, max_tokens: int) -> Trial:
+        self._trials += 1
+        return run_trial(
+            self._llm,
+            variant,
+            self._prompts[: max(batch, FEWEST_PROMPTS)],
+            batch=batch,
+            max_tokens=max_tokens,
+            salt=f"bench {self._trials}",
+        )
+
+
+def check_batches(batches: Sequence[int], prompts: int) -> None:
+    """Whether there are enough prompts.
+
+    Raises:
+        ParameterError: a batch size below 1, or for which there are too few.
+    """
+    for batch in batches:
+        if not 1 <= batch <= prompts:
+            raise ParameterError(
+                f"invalid batch size {batch}",
+                f"there are {prompts} different prompts",
+                f"Use 1 to {prompts}, or give more prompts",
+            )
+
+
+def _row(variant: Variant, batch: int, found: dict[Variant, list[Trial]]) -> Row:
+    trials, plain = found[variant], found[PLAIN]
+    ratios = [mine.speed / other.speed for mine, other in zip(trials, plain, strict=True)]
+    reference = plain[0].outputs
+    equal = [
+        mine == other
+        for trial in trials
+        for mine, other in zip(trial.outputs, reference, strict=True)
+    ]
+    metrics = sum((trial.metrics for trial in trials), SpeculationMetrics())
+    return Row(
+        variant=variant,
+        batch=batch,
+        tokens_per_second=median(trial.speed for trial in trials),
+        ratio=median(ratios),
+        ratio_range=(min(ratios), max(ratios)),
+        metrics=metrics,
+        draft_share=median(trial.draft_seconds / trial.seconds for trial in trials),
+        verify_share=median(trial.verify_seconds / trial.seconds for trial in trials),
+        identical_share=sum(equal) / len(equal),
+        tokens=trials[0].tokens,
+    )

@@ -1,0 +1,95 @@
+"""One way of decoding that is measured: a drafter with a draft length, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from forethought.decoding import (
+    AutoDecodingConfig,
+    DecodingBaseConfig,
+    NGramDecodingConfig,
+    SuffixDecodingConfig,
+)
+from forethought.errors import ParameterError
+from forethought.params import SpeculationParams
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """How drafts are made."""
+
+    drafter: str | None = None
+    """By its name; None: plain decoding."""
+    max_draft_len: int = 0
+    """Most levels of a draft."""
+
+    @property
+    def label(self) -> str:
+        """What it is called in reports."""
+        return f"{self.drafter} {self.max_draft_len}" if self.drafter else "plain"
+
+    @property
+    def speculation(self) -> SpeculationParams:
+        """What a request must say to be decoded like this."""
+        if self.drafter is None:
+            return SpeculationParams(enabled=False)
+        return SpeculationParams(max_draft_len=self.max_draft_len, drafter=self.drafter)
+
+
+PLAIN = Variant()
+"""What every other one is compared with."""
+
+
+def default_configs() -> list[DecodingBaseConfig]:
+    """The drafters that need no model, and one whose length follows what pays."""
+    return [
+        NGramDecodingConfig(max_draft_len=8, max_matching_ngram_size=3),
+        SuffixDecodingConfig(max_draft_len=16),
+        SuffixDecodingConfig(name="suffix_goodput", max_draft_len=16, length_control="goodput"),
+    ]
+
+
+def settled(
+    configs: Sequence[DecodingBaseConfig], max_batch_size: int
+) -> tuple[DecodingBaseConfig, ...]:
+    """The given drafters, or the default ones, with every length settled.
+
+    Args:
+        configs: as they were written; none: the default ones.
+        max_batch_size: of the engine, which ``AutoDecodingConfig`` goes by.
+    """
+    return tuple(
+        config.resolve(max_batch_size) if isinstance(config, AutoDecodingConfig) else config
+        for config in configs or default_configs()
+    )
+
+
+def variants_of(
+    configs: Sequence[DecodingBaseConfig], lengths: Sequence[int] | None = None
+) -> list[Variant]:
+    """What to measure of the engine's drafters, plain decoding not among it.
+
+    Args:
+        configs: of the drafters.
+        lengths: draft lengths to try; None: each drafter's longest, its half and its quarter. A
+            drafter that chooses its length itself, or drafts trees, is tried at its longest only.
+
+    Raises:
+        ParameterError: none of the lengths is one that a drafter can make.
+    """
+    found: dict[Variant, None] = {}  # as a set that keeps its order
+    for config in configs:
+        longest = config.max_draft_len
+        fixed = config.length_control == "fixed" and config.max_total_draft_tokens == longest
+        tried = [longest // 4, longest // 2, longest] if lengths is None else lengths
+        for length in tried if fixed else [longest]:
+            if 1 <= length <= longest:
+                found[Variant(config.name, length)] = None
+    if not found:
+        raise ParameterError(
+            f"no drafter makes drafts of {lengths} tokens",
+            f"the longest have {max(config.max_draft_len for config in configs)}",
+            "Give other lengths",
+        )
+    return list(found)

@@ -1,0 +1,174 @@
+"""Measure speed on this machine: a progress bar, then a table, a plot, and one JSON line last.
+
+forethought bench speculation: each drafter at several draft lengths against plain decoding,
+interleaved in one engine, and which of them to use. Without options: n-grams and suffixes on the
+embedded reasoner, answering problems that it was not trained on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forethought.cli import model
+from forethought.errors import UsageError
+
+if TYPE_CHECKING:
+    from forethought.bench.row import Row
+    from forethought.bench.trial import Prompt
+    from forethought.bench.variant import Variant
+    from forethought.text.llm import LLM
+
+BATCHES = (1, 4, 16, 64)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare what can be measured, and its arguments."""
+    measured = parser.add_subparsers(dest="measured", metavar="WHAT", required=True)
+    speculation = measured.add_parser(
+        "speculation", help="drafters against plain decoding", description=__doc__
+    )
+    speculation.formatter_class = argparse.RawDescriptionHelpFormatter
+    model.configure(speculation)
+    speculation.add_argument(
+        "--prompts", type=Path, metavar="FILE", help="one per line, as text or as JSON objects"
+    )
+    speculation.add_argument(
+        "--max-tokens", type=int, default=192, metavar="N", help="of each answer (default: 192)"
+    )
+    speculation.add_argument(
+        "--rounds", type=int, default=3, metavar="R", help="runs of everything (default: 3)"
+    )
+    speculation.add_argument(
+        "--batch", type=int, nargs="+", metavar="B", help="prompts at once (default: 1 4 16 64)"
+    )
+    speculation.add_argument(
+        "--lengths",
+        type=int,
+        nargs="+",
+        metavar="K",
+        help="draft lengths to try (default: each drafter's longest, its half and its quarter)",
+    )
+    speculation.add_argument("--json", action="store_true", help="print the JSON line only")
+    speculation.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/bench"),
+        metavar="DIR",
+        help="where plot and JSON are written (default: runs/bench)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, and report."""
+    from forethought.bench import prompts, variant
+    from forethought.bench.speculation import check_batches
+    from forethought.evaluation.plot import check_installed
+
+    texts = prompts.shipped() if args.prompts is None else prompts.load(args.prompts)
+    batches = args.batch or [batch for batch in BATCHES if batch <= len(texts)]
+    check_batches(batches, len(texts))
+    fields = model.fields_of(args)
+    fields["max_batch_size"] = max(batches)
+    configs = variant.settled(fields.get("speculative_config", ()), fields["max_batch_size"])
+    fields["speculative_config"] = configs
+    variants = variant.variants_of(configs, args.lengths)
+    check_installed()
+    _make(args.out)
+    model.opener(fields)  # which says what is not installed
+
+    from forethought.bench.progress import ProgressBar
+    from forethought.bench.speculation import SpeculationBench
+    from forethought.text.llm import LLM
+
+    with LLM(**fields) as llm:
+        chosen = [_prompt(llm, text) for text in texts]
+        bench = SpeculationBench(llm, chosen, max_tokens=args.max_tokens, rounds=args.rounds)
+        total = bench.trials(variants, batches)
+        with nullcontext(_ignore) if args.json else ProgressBar(total) as bar:
+            rows = bench.run(variants, batches, bar)
+    _report(args, fields, rows)
+    return 0
+
+
+def _prompt(llm: LLM, text: str) -> Prompt:
+    """The text as the model wants to be asked."""
+    if not llm.tokenizer.chat_template:
+        return text
+    return llm.chat_prompt([{"role": "user", "content": text}])
+
+
+def _report(args: argparse.Namespace, fields: dict[str, Any], rows: list[Row]) -> None:
+    """Write the files, and print."""
+    from forethought.bench.plot import save_plot
+    from forethought.bench.recommendation import recommend
+    from forethought.bench.row import table
+
+    advice, name = recommend(rows), model.label(fields)
+    report = {
+        "benchmark": "speculation",
+        "model": name,
+        "machine": _machine(fields),
+        "max_tokens": args.max_tokens,
+        "rounds": args.rounds,
+        "rows": [row.to_dict() for row in rows],
+        "recommendation": advice.to_dict(),
+    }
+    line = json.dumps(report, ensure_ascii=False)
+    (args.out / "speculation.json").write_text(line + "\n", encoding="utf-8")
+    plot = save_plot(rows, args.out / "speculation.png", f"speculation on {name}")
+    if not args.json:
+        print(f"{table(rows)}\n")
+        print("\n".join(_notes(rows, report)))
+        print("\n".join(advice.lines()))
+        print(f"plot: {plot}")
+    print(line)
+
+
+def _notes(rows: list[Row], report: dict[str, Any]) -> list[str]:
+    """What the table does not say by itself."""
+    machine, rounds = report["machine"], report["rounds"]
+    found = [
+        f"{report['model']} in {machine['dtype']} on {machine['device']}, "
+        f"{machine['threads']} threads, torch {machine['torch']}; medians of {rounds} rounds; "
+        "ratio: to plain decoding in the same round; by position: of the decode steps"
+    ]
+    if any(row.identical_share < 1.0 for row in rows):
+        found.append(
+            "identical: where two tokens are nearly as likely, rounding decides, and rounding "
+            "depends on how many rows a forward has; in float32 that is hardly ever seen"
+        )
+    if any(row.metrics.synthetic for row in rows):
+        found.append("*: acceptance was made up (synthetic_acceptance); the tokens mean nothing")
+    return found
+
+
+def _machine(fields: dict[str, Any]) -> dict[str, Any]:
+    """Where it was measured."""
+    import torch
+
+    device = fields.get("device", "auto")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return {
+        "device": torch.cuda.get_device_name() if device.startswith("cuda") else device,
+        "processor": platform.machine(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "dtype": fields.get("dtype", "auto"),
+    }
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot write to {folder}", str(error), "Give another folder") from error
+
+
+def _ignore(variant: Variant, batch: int) -> None:
+    """There is no bar to move."""
