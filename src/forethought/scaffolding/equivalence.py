@@ -25,8 +25,12 @@ _START_SECONDS = 60.0
 _LONGEST = 2000
 """Characters; longer answers are compared as text."""
 _REMEMBERED = 4096
-_NUMBER = re.compile(r"[+-]?(\d{1,3}(,\d{3})+|\d+)?(\.\d*)?")
-_FRACTION = re.compile(r"([+-]?)\\frac\{(\d+)\}\{(\d+)\}|([+-]?)(\d+)/(\d+)")
+_NUMBER = re.compile(r"([+-]? ?)(?=\.?\d)(\d{1,3}([ ,]\d{3})+|\d+)?(\.\d*)?([eE][+-]?\d{1,3})?")
+"""Digits in one piece or in groups of three; no other space may stand between two digits."""
+_FRACTION = re.compile(r"([+-]? ?)\\frac ?{ ?(\d+) ?} ?{ ?(\d+) ?}")
+_RATIO = re.compile(r"([+-]? ?)(\d+) ?/ ?(\d+)")
+_MIXED = re.compile(r"([+-]? ?)(\d+) (\d+ ?/ ?\d+)")
+_SPACED = re.compile(r"[-+./\d ]*\d \d[-+./\d ]*")
 _WORDS = re.compile(r"[A-Za-z]+( [A-Za-z]+)*")
 _SPACING = re.compile(r"\\left|\\right|\\[!,;: ]|\$|\s+")
 
@@ -75,9 +79,12 @@ class MathEquivalence:
             return True
         if max(len(one), len(other)) > _LONGEST or not one or not other:
             return False
-        first, second = _number(one), _number(other)
+        read = [(_number(text), text) for text in (one, other)]
+        first, second = read[0][0], read[1][0]
         if first is not None and second is not None:
             return first == second
+        if any(value is None and _SPACED.fullmatch(text) for value, text in read):
+            return False  # several numbers, of which a parser would make one, or their product
         if _WORDS.fullmatch(one) and _WORDS.fullmatch(other):
             return one.casefold() == other.casefold()
         return self._known.get(_pair(one, other))
@@ -102,7 +109,7 @@ class MathEquivalence:
     def _work_out(self, one: str, other: str) -> bool:
         if self._process is None:
             self._process = _SympyProcess()
-        verdict = self._process.compare(one, other, self.time_limit)
+        verdict = self._process.compare(_spelt_out(one), _spelt_out(other), self.time_limit)
         if verdict is None:
             self._process.end()
             self._process = None
@@ -173,17 +180,24 @@ def _tidy(answer: str) -> str:
 
 
 def _number(answer: str) -> Fraction | None:
-    """The value of a plain number or fraction; None for anything else."""
-    answer = answer.replace(" ", "").replace("{,}", ",")
-    if _NUMBER.fullmatch(answer) and any(map(str.isdigit, answer)):
-        return Fraction(answer.replace(",", "").rstrip("."))
-    match = _FRACTION.fullmatch(answer)
-    if match is None:
+    """The value of a plain number, a fraction or a mixed number; None for anything else."""
+    answer = answer.replace("{,}", ",")
+    if _NUMBER.fullmatch(answer):
+        return Fraction(re.sub("[ ,]", "", answer))
+    if mixed := _MIXED.fullmatch(answer):
+        whole, part = int(mixed[2]), _number(mixed[3])
+        sign = -1 if mixed[1].startswith("-") else 1
+        return None if part is None else sign * (whole + part)
+    found = _FRACTION.fullmatch(answer) or _RATIO.fullmatch(answer)
+    if found is None or int(found[3]) == 0:
         return None
-    sign, above, below = match.group(1, 2, 3) if match.group(2) else match.group(4, 5, 6)
-    if int(below) == 0:
-        return None
-    return Fraction(int(f"{sign}{above}"), int(below))
+    return Fraction(int(found[1].replace(" ", "") + found[2]), int(found[3]))
+
+
+def _spelt_out(answer: str) -> str:
+    """The answer without an exponent behind an ``e``, which a parser would take for Euler's."""
+    value = _number(answer)
+    return answer if value is None or "e" not in answer.lower() else str(value)
 
 
 def _pair(one: str, other: str) -> tuple[str, str]:
