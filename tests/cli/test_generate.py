@@ -70,6 +70,27 @@ def test_a_method_that_changes_nothing_here_gives_the_same_answer(capsys, expect
     assert text.removesuffix("\n") == expected.removesuffix("\n")
 
 
+def test_the_answer_has_the_shape_that_was_asked_for(capsys, tmp_path):
+    schema = {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 2}
+    path = tmp_path / "schema.json"
+    path.write_text(json.dumps(schema))
+    assert generate("--json-schema", str(path), "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert set(json.loads(report["text"])) <= {1, 2}
+    assert generate("--json-schema", '{"enum": ["x"]}') == 0
+    assert capsys.readouterr().out == '"x"\n'
+    assert generate("--regex", "a{3}b") == 0
+    assert capsys.readouterr().out == "aaab\n"
+    assert generate("--choice", "yes", "--choice", "no") == 0
+    assert capsys.readouterr().out in ("yes\n", "no\n")
+
+
+def test_shapes_that_cannot_be_are_refused(capsys):
+    assert "regex and choice" in refused(capsys, "--regex", "a", "--choice", "b")
+    assert "cannot read the schema" in refused(capsys, "--json-schema", "/no/such/file")
+    assert "Invalid type" in refused(capsys, "--json-schema", '{"type": "objct"}')
+
+
 def test_the_same_seed_gives_the_same_text(capsys):
     texts = []
     for seed in ("5", "5", "6"):

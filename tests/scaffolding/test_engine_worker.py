@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import json
 import threading
 import time
 
@@ -10,7 +11,9 @@ import pytest
 from engines import expect_empty
 from forethought import LLM, AsyncLLM, SamplingParams
 from forethought.errors import ContextLengthError, ParameterError
+from forethought.guided import GuidedDecodingParams
 from forethought.methods import MajorityVoteController
+from forethought.outputs import GRAMMAR_COMPLETE
 from forethought.scaffolding import (
     AsCompleted,
     Branch,
@@ -155,6 +158,45 @@ def test_every_sampling_field_reaches_the_engine(worker):
     sent, logprobs = played(worker, play)
     assert SamplingParams(**sent).replace(n=2) == params
     assert all(len(entries) >= 2 for sample in logprobs for entries in sample)
+
+
+def test_a_task_says_what_has_the_shape_that_it_asks_for(worker):
+    shape = GuidedDecodingParams(json={"type": "array", "items": {"enum": [1, 2]}, "maxItems": 3})
+    chat = ChatTask.create_from_prompt("hi")
+    chat.guided_decoding = {"choice": ["yes!", "no!"]}
+
+    def play(task):
+        yield from NativeGenerationController({"guided_decoding": shape, "n": 3}).process([task])
+        chat.worker_tag = task.worker_tag
+        yield [chat]
+        return [json.loads(sample.text) for sample in task.samples]
+
+    lists = played(worker, play)
+    assert len(lists) == 3
+    assert all(isinstance(each, list) and set(each) <= {1, 2} for each in lists)
+    assert chat.output_str in ("yes!", "no!")
+    assert (chat.finish_reason, chat.stop_reason) == ("stop", GRAMMAR_COMPLETE)
+
+
+def test_what_follows_a_complete_shape_continues_all_of_its_tokens(worker):
+    """The token that completed it is in the text, unlike one that only ends a text."""
+
+    def play(task):
+        task.guided_decoding = {"choice": ["hello!"]}
+        yield from NativeGenerationController().process([task])
+        more = task.fork(" And", max_tokens=3, **GREEDY)
+        yield [more]
+        return task.output_tokens, more.request_handle.session.tokens
+
+    said, tokens = played(worker, play)
+    assert tokens[LENGTH : LENGTH + len(said)] == said
+    assert byte_level().decode(tokens[LENGTH:]).startswith("hello! And")
+
+
+def test_a_shape_that_cannot_be_followed_is_the_users_mistake(worker):
+    shape = {"json": {"type": "objct"}}
+    with pytest.raises(ParameterError, match="Invalid type: objct"):
+        answer(NativeGenerationController({"guided_decoding": shape}), worker)
 
 
 @pytest.mark.parametrize("name", ["best_of", "echo", "suffix", "user", "return_context_logits"])

@@ -7,6 +7,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from forethought.errors import BudgetExceeded, ParameterError, TaskError
+from forethought.guided import GuidedDecodingParams
 from forethought.methods import DynasorGenerationController
 from forethought.methods.dynasor import ANSWER_END, ANSWER_SUFFIX_WITH_MARKER, PROBE_SUFFIX
 from forethought.scaffolding import (
@@ -112,6 +113,42 @@ def test_every_sampling_field_of_the_api_is_sent(server):
     assert sent["prompt"] == [1, 2]
     assert sent["logit_bias"] == {"3": 1.0}
     assert {name: sent[name] for name in fields} == fields
+
+
+SCHEMA = {"type": "object", "properties": {"b": {"type": "null"}, "a": {"type": "null"}}}
+
+
+@pytest.mark.parametrize(
+    ("shape", "sent"),
+    [
+        (
+            GuidedDecodingParams(json=SCHEMA),
+            {
+                "type": "json_schema",
+                "json_schema": {"name": "output", "schema": SCHEMA, "strict": True},
+            },
+        ),
+        ({"json_object": True}, {"type": "json_object"}),
+    ],
+)
+def test_a_shape_in_json_is_a_response_format(server, shape, sent):
+    chat = ChatTask.create_from_prompt("hi")
+    chat.guided_decoding = shape
+    completion = GenerationTask(input_str="p", guided_decoding=shape)
+    run(Client(server, extensions=["guided_decoding"]), chat, completion)
+    assert [request["response_format"] for request in server.requests] == [sent, sent]
+    assert all("guided_decoding" not in request for request in server.requests)
+
+
+def test_a_shape_that_the_server_has_no_word_for_is_refused_by_name(server):
+    chat = ChatTask.create_from_prompt("hi")
+    chat.guided_decoding = GuidedDecodingParams(regex="a+")
+    with pytest.raises(ParameterError, match="cannot honour guided_decoding with regex"):
+        run(Client(server), chat)
+    completion = GenerationTask(input_str="p", guided_decoding={"json_object": True})
+    with pytest.raises(ParameterError, match="in completions, cannot honour guided_decoding"):
+        run(Client(server), completion)
+    assert server.requests == []
 
 
 def test_best_of_is_asked_for_without_a_stream_as_the_api_demands(server):

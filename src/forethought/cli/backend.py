@@ -7,10 +7,12 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forethought.cli import model
 from forethought.errors import DependencyError, ParameterError
+from forethought.guided import GuidedDecodingParams
 from forethought.params import SamplingParams
 from forethought.scaffolding import sampling
 from forethought.scaffolding.controller import NativeChatController
@@ -73,6 +75,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
     parser.add_argument("--top-p", type=float, metavar="P", help="keep the likeliest of mass P")
     parser.add_argument("--seed", type=int, metavar="S", help="same seed, same tokens")
+    parser.add_argument(
+        "--json-schema", metavar="FILE|JSON", help="answer in JSON that fits this schema"
+    )
+    parser.add_argument("--regex", metavar="PATTERN", help="answer with what matches this pattern")
+    parser.add_argument(
+        "--choice", action="append", metavar="TEXT", help="answer with this or another --choice"
+    )
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
 
 
@@ -84,8 +93,24 @@ def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
     """
     names = ("max_tokens", "temperature", "top_p", "seed")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if any(value is not None for value in (args.json_schema, args.regex, args.choice)):
+        schema = None if args.json_schema is None else _schema(args.json_schema)
+        shape = GuidedDecodingParams(json=schema, regex=args.regex, choice=args.choice)
+        given["guided_decoding"] = shape
     SamplingParams(**given)
     return given
+
+
+def _schema(given: str) -> str:
+    """The schema itself, be it given or in a file."""
+    if given.lstrip().startswith("{"):
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ParameterError(
+            f"cannot read the schema in {given}", str(error), "Give a file, or the schema itself"
+        ) from error
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
 from forethought.errors import ParameterError
+from forethought.guided import GuidedDecodingParams
 from forethought.outputs import TokenLogprobs
 from forethought.scaffolding.output import ScaffoldingOutput
 from forethought.scaffolding.task.task import Task
@@ -75,6 +76,8 @@ class GenerationTask(Task):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     return_context_logits: bool = False
+    guided_decoding: GuidedDecodingParams | None = None
+    """The shape of the output."""
 
     chosen: set[str] = field(default_factory=set, init=False, repr=False)
     """Sampling fields that the request sets, be it to their defaults: no controller fills them."""

@@ -6,11 +6,13 @@ Time limits and retries are those of the client that it is given.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import AsyncGenerator, Collection, Mapping
 from typing import Any, ClassVar
 
 from forethought.errors import ParameterError
+from forethought.guided import GuidedDecodingParams
 from forethought.scaffolding import sampling
 from forethought.scaffolding.messages import AssistantMessage
 from forethought.scaffolding.output import ScaffoldingOutput
@@ -24,7 +26,7 @@ from forethought.scaffolding.task import (
 from forethought.scaffolding.worker import Worker
 from forethought.scaffolding.workers.exchange import Choice, Exchange
 
-EXTENSIONS = (
+_BODY = (
     "top_k",
     "min_p",
     "min_tokens",
@@ -34,7 +36,9 @@ EXTENSIONS = (
     "include_stop_str_in_output",
     "skip_special_tokens",
 )
-"""Fields that OpenAI's API does not have and some servers take in the body all the same."""
+EXTENSIONS = (*_BODY, "guided_decoding")
+"""Fields that OpenAI's API does not have and some servers take in the body all the same. Chats take
+``guided_decoding`` in any case, as ``response_format``; the completions of some servers do too."""
 
 _CHAT = (
     "frequency_penalty",
@@ -172,6 +176,11 @@ class OpenaiWorker(Worker):
                     "Leave one of them out",
                 )
             fields["logprobs"] = task.num_logprobs
+        if "guided_decoding" in self.extensions:
+            fields["extra_body"] |= _response_format(task)
+        else:
+            why = "Use a ChatTask; or, if the server takes response_format, name it an extension"
+            sampling.refuse(task, ["guided_decoding"], "OpenaiWorker, in completions,", why)
         create = self.async_client.completions.create
         return self._exchange(task, create, {"prompt": prompt, **fields})
 
@@ -179,7 +188,7 @@ class OpenaiWorker(Worker):
         sampling.refuse(
             task, ["best_of", "echo", "suffix"], "a chat", "Leave it out, or use a GenerationTask"
         )
-        fields = self._fields(task, _CHAT)
+        fields = self._fields(task, _CHAT) | _response_format(task)
         if task.num_logprobs is not None:
             fields |= {"logprobs": True, "top_logprobs": task.num_logprobs}
         if task.tools:
@@ -191,7 +200,7 @@ class OpenaiWorker(Worker):
 
     def _fields(self, task: GenerationTask, names: Collection[str]) -> dict[str, Any]:
         """The sampling fields that the task sets, by their names in the API."""
-        refused = [name for name in EXTENSIONS if name not in self.extensions]
+        refused = [name for name in _BODY if name not in self.extensions]
         why = "If the server takes it, name it in OpenaiWorker(extensions=...)"
         sampling.refuse(task, refused, "OpenaiWorker", why)
         sampling.refuse(task, ["return_context_logits"], "OpenaiWorker", "Use another worker")
@@ -202,7 +211,8 @@ class OpenaiWorker(Worker):
             fields["max_tokens"] = most
         if task.logit_bias is not None:
             fields["logit_bias"] = {str(token): bias for token, bias in task.logit_bias.items()}
-        extensions = {n: getattr(task, n) for n in self.extensions if sampling.is_set(task, n)}
+        taken = self.extensions.intersection(_BODY)
+        extensions = {name: getattr(task, name) for name in taken if sampling.is_set(task, name)}
         fields["extra_body"] = {**self.extra_body, **extensions}
         return fields
 
@@ -255,6 +265,29 @@ class TRTOpenaiWorker(OpenaiWorker):
     """For servers that take ``top_k`` as well, such as TensorRT-LLM's."""
 
     default_extensions = ("top_k",)
+
+
+def _response_format(task: GenerationTask) -> dict[str, Any]:
+    """The shape that the task asks for, as OpenAI's API has it; it knows JSON only.
+
+    Raises:
+        ParameterError: it is another one.
+    """
+    shape = task.guided_decoding
+    if isinstance(shape, Mapping):
+        shape = GuidedDecodingParams.from_dict(shape)
+    if shape is None:
+        return {}
+    if shape.json_object:
+        return {"response_format": {"type": "json_object"}}
+    if shape.json is None:
+        raise ParameterError(
+            f"OpenaiWorker cannot honour guided_decoding with {shape.kind}",
+            "servers have no common way to say it",
+            "Use json or json_object, or the field of your server in extra_body",
+        )
+    schema = {"name": "output", "schema": json.loads(str(shape.json)), "strict": True}
+    return {"response_format": {"type": "json_schema", "json_schema": schema}}
 
 
 def _fill(task: GenerationTask, exchange: Exchange) -> None:
