@@ -83,7 +83,7 @@ class EngineMachine(RuleBasedStateMachine):
         budget=st.integers(6, 30),
         batch=st.integers(2, 6),
         reuse=st.booleans(),
-        drafter=st.sampled_from(["none", "bush"]),
+        drafter=st.sampled_from(["none", "bush", "ngram", "draft model", "draft model, tree"]),
     )
     def start(
         self, page_size: int, tokens: int, budget: int, batch: int, reuse: bool, drafter: str

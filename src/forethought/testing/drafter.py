@@ -1,0 +1,239 @@
+"""What every drafter must leave untouched, as a suite to run on one's own.
+
+::
+
+    from forethought.testing import check_drafter
+
+    check_drafter(MyDrafter())                                    # on the embedded reasoner
+    check_drafter(NGramDecodingConfig(max_draft_len=4), "/path/to/model")
+
+Runs in float32, where equal means equal. A drafter that guesses badly passes; one that changes what
+is said, or keeps a page, does not. Knows nothing about how drafters work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from forethought.assets import reasoner_dir
+from forethought.config import KvCacheConfig, LlmArgs
+from forethought.decoding import DecodingBaseConfig, UserProvidedDecodingConfig
+from forethought.engine import resolve
+from forethought.engine.engine import Engine
+from forethought.engine.sequence import Sequence as Live
+from forethought.params import SamplingParams
+from forethought.speculative.drafter import Drafter
+
+TOKENS = 32
+"""Generated per request."""
+GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, seed=7, max_tokens=TOKENS, ignore_eos=True)
+MEMORY = SamplingParams(
+    temperature=0.0, max_tokens=TOKENS, min_tokens=8, repetition_penalty=1.2, frequency_penalty=0.2
+)
+
+
+def check_drafter(
+    drafter: Drafter | DecodingBaseConfig,
+    model: str | Path | None = None,
+    prompts: Sequence[Sequence[int]] | None = None,
+    max_draft_len: int = 4,
+) -> list[str]:
+    """Run the suite.
+
+    Args:
+        drafter: your own, or the configuration of one.
+        model: local Hugging Face directory of the target; None: the embedded reasoner.
+        prompts: token ids, at least three prompts; None: some that repeat themselves.
+        max_draft_len: for a drafter of your own, most depth of its drafts.
+
+    Returns:
+        The sentences that hold.
+
+    Raises:
+        AssertionError: with the sentence that does not.
+        UsageError: the model or the drafter cannot be loaded.
+    """
+    config = drafter
+    if isinstance(drafter, Drafter):
+        config = UserProvidedDecodingConfig(
+            drafter=drafter,
+            max_draft_len=max_draft_len,
+            max_total_draft_tokens=max(max_draft_len, drafter.nodes(max_draft_len)),
+        )
+    suite = _Suite(config, Path(model or reasoner_dir()), prompts or _prompts())
+    return suite.run()
+
+
+def _prompts() -> list[list[int]]:
+    """Ids that every vocabulary has; the longest one has more than a page."""
+    verse = [40, 51, 62, 73, 84]
+    return [verse * 2, [45], [90, 91] * 12 + verse, [*verse, 99]]
+
+
+class _Suite:
+    """The checks, each a method named by what it expects."""
+
+    def __init__(self, config: Any, model: Path, prompts: Sequence[Sequence[int]]) -> None:
+        self._config, self._model = config, model
+        self._prompts = [list(prompt) for prompt in prompts]
+        self._plain = {
+            params: self._outputs(self._engine(drafts=False), params)
+            for params in (GREEDY, SAMPLED, MEMORY)
+        }
+
+    def run(self) -> list[str]:
+        """Every check in turn."""
+        checks: list[Callable[[], None]] = [
+            self.greedy_tokens_are_those_of_plain_decoding,
+            self.penalties_see_the_path_of_each_node,
+            self.sampled_tokens_do_not_depend_on_company,
+            self.rewinds_forget,
+            self.forks_agree,
+            self.limits_and_stop_tokens_hold,
+            self.aborts_leave_nothing_behind,
+            self.a_small_cache_changes_nothing,
+        ]
+        held = []
+        for check in checks:
+            sentence = check.__name__.replace("_", " ")
+            try:
+                check()
+            except AssertionError as error:
+                raise AssertionError(f"it does not hold that {sentence}: {error}") from error
+            held.append(sentence)
+        return held
+
+    # ---- what must hold ---------------------------------------------------------------------
+
+    def greedy_tokens_are_those_of_plain_decoding(self) -> None:
+        """For any page size, alone and together, with and without a prefix cache."""
+        for page_size in (1, 3, 16):
+            for reuse in (True, False):
+                machine = self._engine(page_size=page_size, reuse=reuse)
+                assert self._outputs(machine, GREEDY) == self._plain[GREEDY]
+                assert self._outputs(machine, GREEDY) == self._plain[GREEDY], "a second time"
+                self._expect_empty(machine)
+
+    def penalties_see_the_path_of_each_node(self) -> None:
+        """The law of a token depends on all tokens before it, drafted ones too."""
+        machine = self._engine()
+        assert self._outputs(machine, MEMORY) == self._plain[MEMORY]
+        self._expect_empty(machine)
+
+    def sampled_tokens_do_not_depend_on_company(self) -> None:
+        """A seeded request says the same alone and among others."""
+        together = self._outputs(self._engine(), SAMPLED)
+        for prompt, said in zip(self._prompts, together, strict=True):
+            machine = self._engine()
+            sequence = machine.add(prompt, SAMPLED)[0]
+            self._drain(machine)
+            assert sequence.output == said
+            self._expect_empty(machine)
+
+    def rewinds_forget(self) -> None:
+        """After a rewind the same tokens come again."""
+        machine = self._engine()
+        for prompt, said in zip(self._prompts, self._plain[GREEDY], strict=True):
+            live = machine.open(prompt)
+            for length in (TOKENS, TOKENS // 2, 3):
+                machine.resume(live, GREEDY.replace(max_tokens=length))
+                self._drain(machine)
+                assert live.tokens == prompt + said[:length]
+                machine.rewind(live, len(prompt))
+            machine.close(live)
+        self._expect_empty(machine)
+
+    def forks_agree(self) -> None:
+        """A fork of a sequence that runs, at any of its lengths, goes on as its parent does."""
+        machine = self._engine()
+        prompt, said = self._prompts[0], self._plain[GREEDY][0]
+        parent = machine.add(prompt, GREEDY, keep=True)[0]
+        forks: list[Live] = []
+        while machine.has_work and len(forks) < 6:
+            self._step(machine)
+            fork = machine.fork(parent, len(parent.tokens) - len(forks) % 2)
+            if len(fork.tokens) < len(prompt) + TOKENS:
+                left = len(prompt) + TOKENS - len(fork.tokens)
+                machine.resume(fork, GREEDY.replace(max_tokens=left))
+            forks.append(fork)
+        self._drain(machine)
+        for live in (parent, *forks):
+            assert live.tokens == prompt + said
+            machine.close(live)
+        self._expect_empty(machine)
+
+    def limits_and_stop_tokens_hold(self) -> None:
+        """Nothing is said beyond ``max_tokens`` or a stop token, wherever a draft would end."""
+        said = self._plain[GREEDY][0]
+        for limit in range(1, 8):
+            assert self._one(GREEDY.replace(max_tokens=limit)) == said[:limit]
+        for stop in set(said[:8]):
+            params = GREEDY.replace(stop_token_ids=(stop,))
+            assert self._one(params) == said[: said.index(stop) + 1]
+
+    def aborts_leave_nothing_behind(self) -> None:
+        """Wherever a request is given up, its pages come back."""
+        for steps in range(1, 8):
+            machine = self._engine()
+            samples = [machine.add(prompt, GREEDY)[0] for prompt in self._prompts]
+            for _ in range(steps):
+                self._step(machine)
+            for sample in samples[::2]:
+                machine.abort(sample)
+            self._drain(machine)
+            self._expect_empty(machine)
+
+    def a_small_cache_changes_nothing(self) -> None:
+        """Requests that push each other out of the cache say the same."""
+        longest = max(map(len, self._prompts)) + TOKENS
+        machine = self._engine(page_size=4, tokens=longest + 12)
+        assert self._outputs(machine, GREEDY) == self._plain[GREEDY]
+        self._expect_empty(machine)
+
+    # ---- how ---------------------------------------------------------------------------------
+
+    def _engine(
+        self, *, page_size: int = 16, tokens: int = 2048, reuse: bool = True, drafts: bool = True
+    ) -> Engine:
+        args = LlmArgs(
+            dtype="float32",
+            kv_cache_config=KvCacheConfig(
+                tokens_per_block=page_size, max_tokens=tokens, enable_block_reuse=reuse
+            ),
+            speculative_config=(self._config,) if drafts else (),
+        )
+        return resolve.build(args, self._model)
+
+    def _outputs(self, machine: Engine, params: SamplingParams) -> list[list[int]]:
+        sequences = [machine.add(prompt, params)[0] for prompt in self._prompts]
+        self._drain(machine)
+        return [sequence.output for sequence in sequences]
+
+    def _one(self, params: SamplingParams) -> list[int]:
+        machine = self._engine()
+        sequence = machine.add(self._prompts[0], params)[0]
+        self._drain(machine)
+        self._expect_empty(machine)
+        return sequence.output
+
+    def _drain(self, machine: Engine) -> None:
+        steps = 0
+        while machine.has_work:
+            self._step(machine)
+            steps += 1
+            assert steps < 10_000, "the engine does not come to an end"
+
+    @staticmethod
+    def _step(machine: Engine) -> None:
+        for event in machine.step():
+            assert event.error is None, event.error
+        machine.check_integrity()
+
+    @staticmethod
+    def _expect_empty(machine: Engine) -> None:
+        machine.check_integrity()
+        assert machine.pool.in_use == 0, f"{machine.pool.in_use} pages are still held"
+        machine.shutdown()
