@@ -187,6 +187,12 @@ def test_the_worker_for_tensorrt_servers_takes_top_k():
     assert TRTOpenaiWorker(None, "m").extensions == {"top_k"}
 
 
+def test_hints_about_the_kv_cache_may_be_left_out_by_name_and_not_asked_for():
+    assert OpenaiWorker(None, "m", False, {"more": 1}).extra_body == {"more": 1}
+    with pytest.raises(ParameterError, match="kv_cache_hint_enabled"):
+        OpenaiWorker(None, "m", kv_cache_hint_enabled=True)
+
+
 def test_all_samples_come_back(server):
     task = GenerationTask(input_str="p", n=3)
     run(Client(server), task)

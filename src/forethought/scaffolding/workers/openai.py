@@ -65,12 +65,13 @@ class OpenaiWorker(Worker):
     Args:
         async_client: an ``openai.AsyncOpenAI``, or what behaves like one.
         model: name of the model on the server.
+        kv_cache_hint_enabled: must be False: no task asks for hints about the server's KV cache.
         extra_body: further fields of every request.
         extensions: those of ``EXTENSIONS`` that the server takes; tasks that set one of the others
             are refused.
 
     Raises:
-        ParameterError: an extension that does not exist.
+        ParameterError: an extension that does not exist, or hints.
     """
 
     default_extensions: ClassVar[tuple[str, ...]] = ()
@@ -79,10 +80,17 @@ class OpenaiWorker(Worker):
         self,
         async_client: Any,
         model: str,
-        *,
+        kv_cache_hint_enabled: bool = False,
         extra_body: Mapping[str, Any] | None = None,
+        *,
         extensions: Collection[str] | None = None,
     ) -> None:
+        if kv_cache_hint_enabled is not False:
+            raise ParameterError(
+                "invalid kv_cache_hint_enabled",
+                f"got {kv_cache_hint_enabled!r}, but no task gives hints about the KV cache",
+                "Leave it out",
+            )
         self.async_client, self.model = async_client, model
         self.extra_body = dict(extra_body or {})
         self.extensions = set(self.default_extensions if extensions is None else extensions)
