@@ -39,6 +39,16 @@ def test_every_public_name_of_scaffolding_and_methods_works_without_torch():
     assert done.stdout.strip() == "ok", done.stderr
 
 
+def test_everything_can_be_imported_at_once_without_torch():
+    done = python(
+        "import sys\n"
+        f"for name in {HEAVY[:4]}: sys.modules[name] = None\n"
+        "from forethought.scaffolding import *\n"
+        "print(ScaffoldingLlm.__name__, 'EngineWorker' in globals())"
+    )
+    assert done.stdout.strip() == "ScaffoldingLlm False", done.stderr
+
+
 def test_a_name_that_needs_torch_says_how_to_install_it():
     for line in ("from forethought import LLM", "from forethought.scaffolding import EngineWorker"):
         done = python(f"import sys; sys.modules['torch'] = None\n{line}")

@@ -1,12 +1,14 @@
 """Inference-time methods as controllers, and the machinery that runs them on workers.
 
 The names are those of ``tensorrt_llm.scaffolding`` and some of our own. They are loaded when first
-used; none but ``EngineWorker`` and ``RewardWorker`` needs torch.
+used; none but ``EngineWorker`` and ``RewardWorker`` needs torch, and without it ``import *`` leaves
+those out.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -129,7 +131,6 @@ __all__ = [
     "ComputeTask",
     "Controller",
     "Delta",
-    "EngineWorker",
     "ExecutionScope",
     "FirstDone",
     "GenerationTask",
@@ -146,7 +147,6 @@ __all__ = [
     "QueryCollector",
     "Reply",
     "RewardTask",
-    "RewardWorker",
     "RoleMessage",
     "ScaffoldingLlm",
     "ScaffoldingOutput",
@@ -155,7 +155,6 @@ __all__ = [
     "StreamEvent",
     "StreamGenerationTask",
     "SystemMessage",
-    "TRTLLMWorker",
     "TRTOpenaiWorker",
     "Task",
     "TaskCollection",
@@ -172,6 +171,8 @@ __all__ = [
     "get_digit_majority_vote_result",
     "with_task_collection",
 ]
+if importlib.util.find_spec("torch") and importlib.util.find_spec("transformers"):
+    __all__ += ["EngineWorker", "RewardWorker", "TRTLLMWorker"]
 
 
 def __getattr__(name: str) -> Any:
