@@ -130,6 +130,27 @@ def test_what_the_caller_sets_to_a_default_wins_too():
     assert plain.output.text == "p"
 
 
+@pytest.mark.parametrize("prompt", [None, 5, 2.5, {"a": 1}, b"ab", [1, "a"], [None], [[1, None]]])
+def test_what_is_no_prompt_is_refused(prompt):
+    with native() as llm, pytest.raises(ParameterError, match="invalid prompt"):
+        llm.generate(prompt)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"timeout": "5"}, {"timeout": True}, {"priority": "high"}, {"priority": None}],
+)
+def test_options_of_the_wrong_kind_are_refused_by_name(options):
+    with native() as llm, pytest.raises(ParameterError, match=f"invalid {next(iter(options))}"):
+        llm.generate_async("p", **options)
+
+
+@pytest.mark.parametrize("workers", [{"x": None}, {TAG: ScriptedWorker}, [ScriptedWorker()], None])
+def test_what_cannot_work_is_refused_as_a_worker(workers):
+    with pytest.raises(ParameterError, match="worker"):
+        ScaffoldingLlm(NativeGenerationController(), workers)
+
+
 def test_params_that_are_given_their_defaults_win_too():
     worker = ScriptedWorker(echo)
     settings = {"temperature": 0.6, "stop": ["p"], "stop_token_ids": [3], "top_p": 0.5}

@@ -36,10 +36,12 @@ class Budget:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             limit = getattr(self, field.name)
-            if limit is not None and not limit > 0:
+            if limit is None:
+                continue
+            if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0:
                 raise ParameterError(
                     f"invalid budget of {field.name}",
-                    f"got {limit!r}, but it must be above zero",
+                    f"got {limit!r}, but it must be a number above zero",
                     f"Change {field.name}, or leave it out for no limit",
                 )
 

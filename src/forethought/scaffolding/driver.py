@@ -16,7 +16,7 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
-from forethought.errors import TaskError, UsageError, WorkerTagError
+from forethought.errors import ParameterError, TaskError, UsageError, WorkerTagError
 from forethought.outputs import Usage
 from forethought.scaffolding import scope as scopes
 from forethought.scaffolding import settings
@@ -48,9 +48,21 @@ class Routes:
 
     Args:
         workers: by tag: enum members or plain strings. A tag is looked up as it is, then by value.
+
+    Raises:
+        ParameterError: they are no mapping, or something among them is no worker.
     """
 
     def __init__(self, workers: Mapping[Any, Worker]) -> None:
+        if not isinstance(workers, Mapping):
+            raise ParameterError(
+                "invalid workers", f"got {workers!r}", "Give a dictionary of workers by tag"
+            )
+        for tag, worker in workers.items():
+            if not isinstance(worker, Worker):
+                raise ParameterError(
+                    f"the worker for {tag!r} is none", f"got {worker!r}", "Give a Worker"
+                )
         self._by_tag = dict(workers)
         self._by_value = {_value(tag): worker for tag, worker in workers.items()}
 

@@ -18,16 +18,17 @@ import logging
 import queue
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from numbers import Integral
 from types import TracebackType
 from typing import Any, Self, overload
 
 from forethought.errors import EngineStopped, ParameterError, RequestTimeout, UsageError
 from forethought.params import SamplingParams
-from forethought.scaffolding import sampling
+from forethought.scaffolding import sampling, settings
 from forethought.scaffolding.budget import Budget, Ledger
 from forethought.scaffolding.controller import Controller
 from forethought.scaffolding.driver import Frame, Routes, Run
@@ -77,6 +78,9 @@ class ScaffoldingLlm:
 
     Attributes:
         loop: the event loop that everything runs on.
+
+    Raises:
+        ParameterError: something among ``workers`` that cannot work, or no place for requests.
     """
 
     def __init__(
@@ -85,10 +89,7 @@ class ScaffoldingLlm:
         workers: Mapping[Any, Worker],
         max_parallel_requests: int = 64,
     ) -> None:
-        if max_parallel_requests < 1:
-            raise ParameterError(
-                "invalid max_parallel_requests", f"got {max_parallel_requests}", "Allow at least 1"
-            )
+        settings.whole_number("max_parallel_requests", max_parallel_requests)
         self.prototype_controller, self.workers = prototype_controller, workers
         self.max_parallel_requests = max_parallel_requests
         self._routes = Routes(workers)
@@ -132,12 +133,16 @@ class ScaffoldingLlm:
             **kwargs: handed on to ``generate``, and by it to ``process`` of the controller.
 
         Raises:
-            ParameterError: an unknown sampling parameter, a timeout that is not above zero, or a
-                budget that is no ``Budget``.
+            ParameterError: an unknown sampling parameter, a timeout that is not above zero, a
+                priority that is no whole number, or a budget that is no ``Budget``.
             EngineStopped: after ``shutdown``.
         """
-        if timeout is not None and not timeout > 0:
-            raise ParameterError("invalid timeout", f"got {timeout!r}", "Give seconds above zero")
+        if timeout is not None:
+            settings.seconds("timeout", timeout)
+        if not isinstance(priority, int):
+            raise ParameterError(
+                "invalid priority", f"got {priority!r}", "Give a whole number; lower runs first"
+            )
         if not isinstance(budget, Budget | None):
             raise ParameterError(
                 "invalid budget", f"got {budget!r}", "Give Budget(tokens=..., seconds=...)"
@@ -181,6 +186,10 @@ class ScaffoldingLlm:
                 "generate() would wait for ever",
                 "this thread runs the event loop that the request needs",
                 "Use 'await llm.generate_async(prompt)' there",
+            )
+        if isinstance(prompts, bytes | Mapping) or not isinstance(prompts, Iterable):
+            raise ParameterError(
+                "invalid prompts", f"got {prompts!r}", "Give text, token ids, or a list of them"
             )
         several = not isinstance(prompts, str) and not _is_ids(prompts)
         results = [
@@ -348,4 +357,4 @@ async def _settle() -> None:
 
 
 def _is_ids(prompt: Any) -> bool:
-    return isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], int)
+    return isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], Integral)

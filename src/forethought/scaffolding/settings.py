@@ -23,6 +23,19 @@ def whole_number(name: str, value: Any) -> int:
     return value
 
 
+def seconds(name: str, value: Any) -> float:
+    """``value``, a number of seconds above zero.
+
+    Raises:
+        ParameterError: it is anything else.
+    """
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise _refuse(name, value, "It must be a number of seconds")
+    if not value > 0:
+        raise _refuse(name, value, "Give seconds above zero")
+    return value
+
+
 def switch(name: str, value: Any) -> bool:
     """``value``, which turns something on or off.
 

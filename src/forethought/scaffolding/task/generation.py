@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, Self, TypeVar
 
 from forethought.errors import ParameterError
@@ -115,10 +116,19 @@ class GenerationTask(Task):
 
     @staticmethod
     def create_from_prompt(prompt: str | Sequence[int]) -> GenerationTask:
-        """A task for a prompt given as text or as token ids."""
+        """A task for a prompt given as text or as token ids.
+
+        Raises:
+            ParameterError: it is neither.
+        """
         if isinstance(prompt, str):
             return GenerationTask(input_str=prompt)
-        return GenerationTask(input_tokens=list(prompt), skip_tokenizer=True)
+        ids = isinstance(prompt, Sequence) and not isinstance(prompt, bytes)
+        if not ids or not all(map(_is_id, prompt)):
+            raise ParameterError(
+                "invalid prompt", f"got {str(prompt)[:60]!r}", "Give text, or a list of token ids"
+            )
+        return GenerationTask(input_tokens=list(map(int, prompt)), skip_tokenizer=True)
 
     def create_scaffolding_output(self) -> ScaffoldingOutput | None:
         """The result fields as an output."""
@@ -230,3 +240,7 @@ class StreamGenerationTask(GenerationTask):
         twin = super().copy()
         twin.cancel_flag = twin.end_flag = False
         return twin
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
