@@ -96,7 +96,7 @@ class Engine:
             self._copy_pages(plan)
             self.speculation.draft(plan)
             drafted = time.perf_counter()
-            logits = passing.forward(self.runner, plan)
+            logits = passing.forward(self.runner, plan, self.speculation.features)
             forward_seconds = time.perf_counter() - drafted
             outcomes = passing.judge(plan, logits, self._eos_ids)
         except Exception as error:

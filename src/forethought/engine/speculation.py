@@ -26,6 +26,7 @@ from forethought.speculative.drafter import (
     ResourceManager,
     ScheduledRequests,
 )
+from forethought.speculative.features import Features
 from forethought.speculative.length import LengthPolicy, StepRecord
 
 log = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ class Speculation:
         self.companions: list[Companion] = [
             companion for equipped in drafters for companion in equipped.drafter.companions
         ]
+        self.features = [each for each in self.companions if isinstance(each, Features)]
         self._requests: dict[int, DraftRequest] = {}
         self._lost: set[tuple[Equipped, int]] = set()
         """Which drafters have failed which requests."""

@@ -17,6 +17,7 @@ from forethought.kv.storage import KvStorage, LayerShape
 from forethought.model.attention.base import AttentionBackend, ForwardPass
 from forethought.model.attention.interface import KEYWORD, LayerProfile
 from forethought.model.batch import Batch
+from forethought.model.taps import tapped
 
 
 class Network(Protocol):
@@ -35,13 +36,14 @@ class TransformersNetwork:
 
     def __call__(self, batch: Batch, forward_pass: ForwardPass) -> Tensor:
         """See :class:`Network`."""
-        output = self.module(
-            input_ids=batch.token_ids[None],
-            position_ids=batch.positions[None],
-            use_cache=False,
-            logits_to_keep=batch.logit_index,
-            **{KEYWORD: forward_pass},
-        )
+        with tapped(self.module.base_model, forward_pass):
+            output = self.module(
+                input_ids=batch.token_ids[None],
+                position_ids=batch.positions[None],
+                use_cache=False,
+                logits_to_keep=batch.logit_index,
+                **{KEYWORD: forward_pass},
+            )
         return output.logits[0]
 
 
@@ -82,6 +84,13 @@ class CausalLM:
 
     def forward(self, batch: Batch, storage: KvStorage) -> Tensor:
         """Run the batch, store its keys and values, return float32 logits ``[R, vocab]``."""
+        return self.forward_tapped(batch, storage, frozenset())[0]
+
+    def forward_tapped(
+        self, batch: Batch, storage: KvStorage, taps: frozenset[int]
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """The same, with hidden states: by place (see ``model.taps``) ``[T, hidden]``."""
         with torch.inference_mode():
-            forward_pass = ForwardPass(batch, storage, self.backend, self._windows)
-            return self.network(batch, forward_pass).float()
+            forward_pass = ForwardPass(batch, storage, self.backend, self._windows, taps)
+            logits = self.network(batch, forward_pass).float()
+        return logits, forward_pass.states

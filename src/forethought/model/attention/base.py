@@ -82,7 +82,18 @@ class AttentionBackend(Protocol):
 
 
 class ForwardPass:
-    """One batch on its way through one network: what attention layers need and do."""
+    """One batch on its way through one network: what attention layers need and do.
+
+    Args:
+        batch: the packed rows.
+        storage: the cache.
+        backend: how to attend.
+        windows: each attention layer's window.
+        taps: which hidden states to keep; see ``model.taps``.
+
+    Attributes:
+        states: the hidden states that were asked for, by place: ``[T, hidden]``.
+    """
 
     def __init__(
         self,
@@ -90,10 +101,17 @@ class ForwardPass:
         storage: KvStorage,
         backend: AttentionBackend,
         windows: Sequence[int | None],
+        taps: frozenset[int] = frozenset(),
     ) -> None:
         self.batch, self.storage, self.backend = batch, storage, backend
+        self.taps, self.states = taps, dict[int, Tensor]()
         plans = {window: backend.plan(batch, storage, window) for window in dict.fromkeys(windows)}
         self._plans = [plans[window] for window in windows]
+
+    def tap(self, place: int, x: Tensor) -> None:
+        """x ``[T, hidden]`` is the state at ``place``: kept if it was asked for."""
+        if place in self.taps:
+            self.states[place] = x
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         """Store k, v of the new tokens and attend: ``[T, heads, value_dim]``.

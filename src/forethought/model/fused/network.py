@@ -26,6 +26,7 @@ from forethought.model.attention.base import ForwardPass, Scoring
 from forethought.model.batch import Batch
 from forethought.model.fused.norm import Norm
 from forethought.model.fused.projection import Gate, Projection, gate, projection
+from forethought.model.taps import FINAL
 
 # Exactly these classes: a subclass or a look-alike may compute something else.
 FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
@@ -76,14 +77,19 @@ class FusedNetwork:
         """Logits ``[R, vocab]`` in the model's dtype."""
         x = F.embedding(batch.token_ids, self.embedding)
         cos, sin = self.rotary[batch.positions].unbind(1)
-        last = len(self.layers) - 1
+        size = len(self.layers)
+        narrow = forward_pass.taps.isdisjoint((size, FINAL))
         for index, layer in enumerate(self.layers):
+            forward_pass.tap(index, x)
             mixed = self._attend(index, layer, x, (cos, sin), forward_pass)
-            if index == last:  # what follows concerns each token alone: only those wanted go on
+            if narrow and index == size - 1:  # what follows concerns each token alone
                 mixed, x = mixed[batch.logit_index], x[batch.logit_index]
             x = layer.out.plus(mixed, x)
             x = layer.down.plus(layer.gate(layer.feed_norm(x)), x)
-        return self.head(self.norm(x))
+        forward_pass.tap(size, x)
+        x = self.norm(x)
+        forward_pass.tap(FINAL, x)
+        return self.head(x if narrow else x[batch.logit_index])
 
     def _attend(
         self,

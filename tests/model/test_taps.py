@@ -1,0 +1,60 @@
+"""Hidden states taken on the way are those that transformers reports."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from forethought.kv.pool import PagePool
+from forethought.kv.storage import KvStorage
+from forethought.kv.table import PageTable
+from forethought.model import loader
+from forethought.model.batch import Batch, Row
+from forethought.model.taps import FINAL
+from models import prompts, tiny, transformers_model
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2", "deepseek_v3", "gpt_oss"])
+def test_states_at_every_place_are_those_of_transformers(architecture: str, fuse: bool) -> None:
+    lm = loader.load(tiny(architecture), dtype="float32", fuse=fuse)
+    storage = KvStorage(lm.layer_shapes, 16, 4)
+    pool, rows = PagePool(16, 4), []
+    texts = prompts((9, 5))
+    for text in texts:
+        table = PageTable(pool)
+        table.append(len(text))
+        rows.append(Row(text, 0, table, logits_from=len(text) - 1))
+    places = frozenset([0, 1, 2, FINAL])
+    logits, states = lm.forward_tapped(Batch.build(rows), storage, places)
+    assert set(states) == places
+    begin = 0
+    for number, text in enumerate(texts):
+        with torch.inference_mode():
+            expected = transformers_model(tiny(architecture))(
+                torch.tensor([text]), output_hidden_states=True
+            )
+        for place in places:
+            there = expected.hidden_states[place][0]
+            here = states[place][begin : begin + len(text)]
+            assert here.shape == there.shape
+            assert (here - there).abs().max() < 1e-3 * max(1, float(there.abs().max()))
+        assert (logits[number] - expected.logits[0, -1]).abs().max() < 1e-3
+        begin += len(text)
+
+
+def test_the_state_that_leaves_the_last_layer_becomes_the_final_one_by_the_norm() -> None:
+    text = prompts((7,))[0]
+    found = []
+    for fuse in (True, False):
+        lm = loader.load(tiny("llama"), dtype="float32", fuse=fuse)
+        table = PageTable(PagePool(4, 4))
+        table.append(len(text))
+        batch = Batch.build([Row(text, 0, table, logits_from=7)])
+        storage = KvStorage(lm.layer_shapes, 4, 4)
+        _, states = lm.forward_tapped(batch, storage, frozenset([3, FINAL]))
+        norm = transformers_model(tiny("llama")).model.norm
+        with torch.inference_mode():
+            assert (norm(states[3]) - states[FINAL]).abs().max() < 1e-5
+        found.append(states[3])
+    assert (found[0] - found[1]).abs().max() < 1e-4
