@@ -5,38 +5,33 @@ Changes nothing about the sequences.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence as List
 
 from torch import Tensor
 
 from forethought.engine.kinship import drawers
 from forethought.engine.scheduler import Plan, PlannedRow
 from forethought.engine.sequence import Sequence
-from forethought.model.batch import Batch, Row
+from forethought.model.batch import Row
 from forethought.model.runner import Runner
 from forethought.model.sampling import TokenContext
+from forethought.model.taps import StateReader
 from forethought.speculative.draft import NO_DRAFT, Draft
-from forethought.speculative.features import Features
 from forethought.speculative.verify import Candidate, Verdict, verify
 
 Outcome = list[tuple[Sequence, Verdict]]
 """What was drawn after one row: for its own sequence first, then for its twins."""
 
 
-def forward(runner: Runner, plan: Plan, features: Iterable[Features] = ()) -> Tensor:
-    """Compute the plan's tokens, and keep the hidden states that drafting heads want.
+def forward(runner: Runner, plan: Plan, readers: List[StateReader] = ()) -> Tensor:
+    """Compute the plan's tokens, and hand their hidden states to those who keep them.
 
     Returns:
         [R, V] float32 in the order of the rows: of each row its ``logits`` last known tokens, then
         the nodes of its draft.
     """
-    features = list(features)
-    taps = frozenset(place for each in features for place in each.places)
-    batch = Batch.build([_row(row) for row in plan.rows], runner.lm.device)
-    logits, states = runner.lm.forward_tapped(batch, runner.storage, taps)
-    for each in features:
-        each.write(batch.slots, states)
-    return logits
+    rows = [_row(row) for row in plan.rows]
+    return runner.forward(rows, readers) if readers else runner.forward(rows)
 
 
 def judge(plan: Plan, logits: Tensor, eos_ids: frozenset[int]) -> list[Outcome]:

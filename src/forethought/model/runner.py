@@ -14,6 +14,7 @@ from forethought.kv.storage import KvStorage
 from forethought.kv.table import PageTable
 from forethought.model.batch import Batch, Row
 from forethought.model.causal_lm import CausalLM
+from forethought.model.taps import StateReader
 
 
 class Runner:
@@ -24,9 +25,21 @@ class Runner:
         assert lm.dtype == storage.dtype
         self.lm, self.storage = lm, storage
 
-    def forward(self, rows: Sequence[Row]) -> Tensor:
-        """float32 ``[R, vocab]``: the logits that the rows want, in order of rows and tokens."""
-        return self.lm.forward(Batch.build(rows, self.lm.device), self.storage)
+    def forward(self, rows: Sequence[Row], readers: Sequence[StateReader] = ()) -> Tensor:
+        """float32 ``[R, vocab]``: the logits that the rows want, in order of rows and tokens.
+
+        Args:
+            rows: what to compute.
+            readers: who gets hidden states of all tokens.
+        """
+        batch = Batch.build(rows, self.lm.device)
+        if not readers:
+            return self.lm.forward(batch, self.storage)
+        taps = frozenset(place for reader in readers for place in reader.places)
+        logits, states = self.lm.forward_tapped(batch, self.storage, taps)
+        for reader in readers:
+            reader.write(batch.slots, states)
+        return logits
 
     def warm_up(self, tokens: int = 16) -> None:
         """Run a prefill of ``tokens`` and a decode, so that no request waits for what is lazy.

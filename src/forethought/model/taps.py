@@ -7,9 +7,9 @@ are computed. Knows nothing about who reads them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -17,6 +17,17 @@ from forethought.model.attention.base import ForwardPass
 
 FINAL = -1
 """Behind the final norm."""
+
+
+class StateReader(Protocol):
+    """Somebody who keeps hidden states."""
+
+    @property
+    def places(self) -> Sequence[int]:
+        """Which ones."""
+
+    def write(self, slots: Tensor, states: Mapping[int, Tensor]) -> None:
+        """Tokens at ``slots`` int64 [T] were computed; ``states`` are [T, hidden] by place."""
 
 
 @contextmanager
