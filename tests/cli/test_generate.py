@@ -8,6 +8,7 @@ import pytest
 from forethought.cli.main import main
 from forethought.params import SamplingParams
 from forethought.text.llm import LLM
+from openai_server import serving
 from tokens import speaking
 
 MODEL = speaking("byte_level")
@@ -170,6 +171,30 @@ def test_a_model_without_a_chat_template_is_prompted_as_it_stands(capsys):
         answers.append(capsys.readouterr().out)
     assert answers[0] == answers[1]
     assert "--system" in refused(capsys, "--system", "s", *common)
+
+
+@pytest.mark.parametrize("method", [None, "plain", "majority_vote", "plain+majority_vote"])
+def test_a_server_is_chatted_with_whatever_the_method(capsys, method):
+    with serving() as server:
+        options = ["--url", server.url, "--api-model", "m", "--system", "Be kind.", "--seed", "3"]
+        chosen = [] if method is None else ["--method", method]
+        many = ["--set", "default_sample_num=2"] if "vote" in (method or "") else []
+        assert main(["generate", QUESTION, *options, *chosen, *many]) == 0
+    assert capsys.readouterr().out == "Hello world\n"
+    said = [("system", "Be kind."), ("user", QUESTION)]
+    asked = [[(m["role"], m["content"]) for m in body["messages"]] for body in server.requests]
+    assert asked == [said] * (2 if many else 1)
+    assert len({body["seed"] for body in server.requests}) == len(asked)
+
+
+def test_a_method_that_continues_text_needs_the_prompt_as_it_stands_on_a_server(capsys):
+    with serving() as server:
+        server.says = lambda body: ["4}" if body["prompt"].endswith("{") else "so it is "]
+        options = ["--url", server.url, "--api-model", "m", "--method", "dynasor"]
+        assert "--raw" in refused(capsys, *options)
+        assert server.requests == []
+        assert main(["generate", QUESTION, *options, "--raw"]) == 0
+    assert server.requests[0]["prompt"] == QUESTION
 
 
 def test_a_server_that_is_not_there_is_one_line_and_status_1(capsys):

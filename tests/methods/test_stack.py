@@ -41,6 +41,11 @@ def test_a_method_that_takes_none_inside_it_is_refused():
         stack("plain+dynasor")
 
 
+def test_two_methods_for_one_place_are_refused():
+    with pytest.raises(ParameterError, match="two methods"):
+        stack("dynasor+majority_vote", generation_controller="plain")
+
+
 @pytest.mark.parametrize("spec", ["", "+", "nonsense", "dynasor+", "dynasor+nonsense"])
 def test_unknown_names_are_refused(spec):
     with pytest.raises(UnknownNameError):

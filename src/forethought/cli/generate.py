@@ -1,9 +1,10 @@
 """Answer one prompt, with any method. The answer streams to standard output; what it cost follows
 on standard error.
 
-The prompt goes through the model's chat template where it has one. With --url a method sends it as
-it stands, since only the server knows its model's template; without a method it is a chat there.
-Methods stack with '+', the inner one first: --method dynasor+majority_vote.
+The prompt goes through the model's chat template where it has one. With --url it is a chat with the
+server, each sample of a method too; a method that continues its own text needs --raw there, and a
+prompt in the model's own format, as only the server knows the template. Methods stack with '+', the
+inner one first: --method dynasor+majority_vote.
 """
 
 from __future__ import annotations
@@ -11,16 +12,21 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from contextlib import closing
 from typing import Any
 
+from forethought import methods
 from forethought.cli import backend
 from forethought.cli.answer import Respondent
-from forethought.cli.backend import Backend, Turn
+from forethought.cli.backend import Backend
 from forethought.cli.settings import parse_settings
 from forethought.errors import ParameterError
-from forethought.methods.stack import parameters, stack
+from forethought.methods.stack import stack
 from forethought.scaffolding.controller import Controller
+
+_CHAT = "forethought.scaffolding.controller:NativeChatController"
+_INNER = "generation_controller"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -45,8 +51,8 @@ def run(args: argparse.Namespace) -> int:
             "--system needs the chat template", "--raw leaves it out", "Put it into the prompt"
         )
     with backend.open_backend(args) as chosen:
-        controller, prompt = _task(args, method, question, chosen)
-        with closing(Respondent(controller, chosen.worker)) as respondent:
+        prompt = _prompt(args, question, chosen)
+        with closing(Respondent(method, chosen.worker)) as respondent:
             answer = respondent.answer(prompt, params, _ignore if args.json else _write)
     if args.json:
         report = {**answer.to_dict(), "method": args.method or "plain", "model": chosen.name}
@@ -76,20 +82,39 @@ def _question(prompt: str) -> str:
 def _method(args: argparse.Namespace, params: dict[str, Any]) -> Controller:
     """The method that was chosen; plain decoding, greedy unless told otherwise, if none was."""
     spec, settings = args.method or "plain", parse_settings(args.set)
-    outer = parameters(spec.split("+")[-1])
-    if "streaming" in outer and not args.json:
-        settings.setdefault("streaming", True)
     if spec == "plain" and args.url is None:
         params.setdefault("temperature", 0.0)
+    if args.url is not None and not args.raw:
+        spec = _as_chat(spec, settings)
+        if args.system:
+            settings["system"] = args.system
+    if "streaming" in methods.describe(spec.split("+")[-1]).parameters and not args.json:
+        settings.setdefault("streaming", True)
     return stack(spec, **settings)
 
 
-def _task(
-    args: argparse.Namespace, method: Controller, question: str, chosen: Backend
-) -> tuple[Controller, Any]:
-    """What answers the question, and the prompt that it is to be given."""
-    messages = [{"role": "system", "content": args.system}] if args.system else []
-    messages.append({"role": "user", "content": question})
+def _as_chat(spec: str, settings: Mapping[str, Any]) -> str:
+    """The same stack of methods with a turn of chat where it decodes plainly.
+
+    Raises:
+        ParameterError: what is innermost is not plain decoding.
+    """
+    first, *others = spec.split("+")
+    if first == "plain":
+        return "+".join([_CHAT, *others])
+    if _INNER in methods.describe(first).parameters and _INNER not in settings:
+        return f"{_CHAT}+{spec}"
+    raise ParameterError(
+        f"--method {spec} cannot chat with a server",
+        "it continues text, and only the server knows its model's chat template",
+        "Write the prompt in the model's own format and give --raw",
+    )
+
+
+def _prompt(args: argparse.Namespace, question: str, chosen: Backend) -> Any:
+    """The prompt that the method is to be given."""
+    if args.url is not None:
+        return question
     if args.raw or not chosen.can_chat:
         if args.system:
             raise ParameterError(
@@ -97,18 +122,11 @@ def _task(
                 f"{chosen.name} has none",
                 "Put it into the prompt",
             )
-        return method, question
-    if chosen.llm is not None:
-        return method, chosen.llm.chat_prompt(messages)
-    if args.method is None:
-        return Turn(streaming=not args.json), messages
-    if args.system:
-        raise ParameterError(
-            "--system cannot go with --method and --url",
-            "a method sends its prompt as it stands",
-            "Write the prompt in the chat format of the server's model",
-        )
-    return method, question
+        return question
+    assert chosen.llm is not None, "what is no server is an engine"
+    messages = [{"role": "system", "content": args.system}] if args.system else []
+    messages.append({"role": "user", "content": question})
+    return chosen.llm.chat_prompt(messages)
 
 
 def _write(text: str) -> None:

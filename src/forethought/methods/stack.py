@@ -23,7 +23,8 @@ def stack(spec: str, **settings: Any) -> Controller:
 
     Raises:
         UnknownNameError: there is no such method.
-        ParameterError: no method of the stack has a setting; or a method takes none inside it.
+        ParameterError: no method of the stack has a setting; or a method takes none inside it, or
+            is given two.
     """
     names = spec.split("+")
     shares = _shares(spec, names, settings)
@@ -34,6 +35,12 @@ def stack(spec: str, **settings: Any) -> Controller:
                 f"{name!r} cannot be put around another method",
                 f"it has no parameter {_INNER!r}",
                 "Name the innermost method first, as in dynasor+majority_vote",
+            )
+        if _INNER in share:
+            raise ParameterError(
+                f"{name!r} is given two methods to put inside",
+                f"{_INNER} is set, and {spec!r} names another",
+                "Do one of the two",
             )
         controller = methods.create(name, **{_INNER: controller}, **share)
     return controller

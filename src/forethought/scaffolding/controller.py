@@ -25,7 +25,7 @@ from forethought.scaffolding.parallel import (
     ParallelProcess,
     Process,
 )
-from forethought.scaffolding.task import ChatTask, GenerationTask, RewardTask, Task, UserMessage
+from forethought.scaffolding.task import ChatTask, GenerationTask, RewardTask, SystemMessage, Task
 
 _CARRIED = ("streaming_output_flag", "on_failure", "priority", "skip_detokenizer")
 
@@ -112,7 +112,25 @@ class NativeChatController(NativeGenerationController):
     """One turn of chat per task: a plain task's prompt becomes the user's message.
 
     The answer is left on the task that was given, as well as in the chat.
+
+    Args:
+        sampling_params: sampling fields for tasks that do not set them themselves.
+        streaming: stream tokens to the caller as they come.
+        system: a system prompt, to open the chats that are made of plain tasks.
+
+    Raises:
+        ParameterError: a sampling parameter that does not exist, or ``streaming`` is not a bool.
     """
+
+    def __init__(
+        self,
+        sampling_params: Mapping[str, Any] | SamplingParams | None = None,
+        streaming: bool = False,
+        *,
+        system: str | None = None,
+    ) -> None:
+        super().__init__(sampling_params, streaming)
+        self.system = system
 
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
         """Let the assistant answer in all chats at once.
@@ -136,7 +154,8 @@ class NativeChatController(NativeGenerationController):
                 "the task has no input_str; token ids cannot be put into a message",
                 "Give text, or use NativeGenerationController",
             )
-        chat = ChatTask(messages=[UserMessage(task.input_str)])
+        opening = [] if self.system is None else [SystemMessage(self.system)]
+        chat = ChatTask.create_from_prompt(task.input_str, opening)
         sampling.carry(task, chat)
         for name in _CARRIED:
             setattr(chat, name, getattr(task, name))
