@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         AutoDecodingConfig,
         DraftTargetDecodingConfig,
         NGramDecodingConfig,
+        PearlDecodingConfig,
         SuffixDecodingConfig,
         UserProvidedDecodingConfig,
     )
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
         Usage,
     )
     from forethought.params import SamplingParams, SpeculationParams
+    from forethought.speculative.drafter import Drafter, ResourceManager
     from forethought.text.async_llm import AsyncLLM
     from forethought.text.llm import LLM
     from forethought.text.session import Session
@@ -46,8 +48,11 @@ _HOMES = {
     "AutoDecodingConfig": "decoding",
     "DraftTargetDecodingConfig": "decoding",
     "NGramDecodingConfig": "decoding",
+    "PearlDecodingConfig": "decoding",
     "SuffixDecodingConfig": "decoding",
     "UserProvidedDecodingConfig": "decoding",
+    "Drafter": "speculative.drafter",
+    "ResourceManager": "speculative.drafter",
     "CompletionOutput": "outputs",
     "FinishReason": "outputs",
     "RequestOutput": "outputs",
@@ -62,13 +67,16 @@ __all__ = [
     "AutoDecodingConfig",
     "CompletionOutput",
     "DraftTargetDecodingConfig",
+    "Drafter",
     "FinishReason",
     "ForethoughtError",
     "GuidedDecodingParams",
     "KvCacheConfig",
     "LlmArgs",
     "NGramDecodingConfig",
+    "PearlDecodingConfig",
     "RequestOutput",
+    "ResourceManager",
     "SamplingParams",
     "Session",
     "SpeculationMetrics",

@@ -176,6 +176,8 @@ class NGramDecodingConfig(DecodingBaseConfig):
     """Propose the oldest continuation of a pattern; else the newest."""
     is_public_pool: bool = True
     """Requests look up what others have said, within one ``cache_salt``; else only their own."""
+    max_pool_size: int = Field(default=1 << 17, ge=1)
+    """Most continuations in all pools, of about 0.4 KB each; the least recently used leave."""
 
 
 class SuffixDecodingConfig(DecodingBaseConfig):
@@ -186,17 +188,20 @@ class SuffixDecodingConfig(DecodingBaseConfig):
     """
 
     decoding_type: ClassVar[str] = "Suffix"
+    branches: ClassVar[bool] = True
 
     name: str = Field(default="suffix", min_length=1)
     max_draft_len: int = Field(default=16, ge=0)
-    max_tree_depth: int = Field(default=24, ge=2)
-    """Tokens of the longest path in a suffix tree: suffix and continuation together."""
+    max_tree_depth: int = Field(default=24, ge=1)
+    """Most tokens of a suffix that are compared."""
     max_spec_factor: float = Field(default=1.0, gt=0.0)
     """A suffix of n tokens is followed by at most this times n drafted ones."""
     min_token_prob: float = Field(default=0.1, ge=0.0, le=1.0)
     """The draft ends where the continuation's estimated probability falls below this."""
     max_cached_requests: int = Field(default=10_000, ge=0)
-    """Finished requests that are remembered, within one ``cache_salt``; 0: none."""
+    """Most past outputs that are remembered, each for its own ``cache_salt``; 0: none."""
+    max_cached_tokens: int = Field(default=1 << 17, ge=0)
+    """Most tokens of them, of about 0.6 KB each; the oldest outputs leave."""
 
 
 class DraftTargetDecodingConfig(DecodingBaseConfig):

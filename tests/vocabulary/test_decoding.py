@@ -13,6 +13,7 @@ from forethought.decoding import (
     DecodingBaseConfig,
     DraftTargetDecodingConfig,
     NGramDecodingConfig,
+    PearlDecodingConfig,
     SuffixDecodingConfig,
     UserProvidedDecodingConfig,
 )
@@ -34,6 +35,7 @@ class Silent:
         ("Suffix", SuffixDecodingConfig, {}),
         ("Draft_Target", DraftTargetDecodingConfig, {"speculative_model": "d"}),
         ("DraftTarget", DraftTargetDecodingConfig, {"speculative_model_dir": "d"}),
+        ("PEARL", PearlDecodingConfig, {"speculative_model": "d"}),
         ("User_Provided", UserProvidedDecodingConfig, {"drafter": Silent()}),
         ("UserProvided", UserProvidedDecodingConfig, {"drafter": Silent()}),
         ("AUTO", AutoDecodingConfig, {}),
@@ -57,6 +59,7 @@ def test_defaults_are_settled():
     assert (ngram.length_control, ngram.synthetic_acceptance) == ("fixed", None)
     suffix = SuffixDecodingConfig(max_draft_len=8)
     assert (suffix.name, suffix.max_total_draft_tokens) == ("suffix", 8)
+    assert SuffixDecodingConfig(max_total_draft_tokens=40).max_draft_len == 16
 
 
 def test_null_in_yaml_is_the_default():
@@ -72,10 +75,10 @@ def test_a_class_reads_dictionaries_with_and_without_its_own_type():
 
 
 def test_an_unknown_type_is_refused_with_those_that_there_are():
-    allowed = "Allowed: AUTO, Draft_Target, NGram, Suffix, User_Provided"
-    with pytest.raises(UnknownNameError, match=allowed):
+    kinds = "AUTO, Draft_Target, NGram, Pearl, Suffix, User_Provided"
+    with pytest.raises(UnknownNameError, match=f"Allowed: {kinds}"):
         DecodingBaseConfig.from_dict({"decoding_type": "Telepathy"})
-    with pytest.raises(ParameterError, match="AUTO, Draft_Target, NGram, Suffix, User_Provided"):
+    with pytest.raises(ParameterError, match=f"Use one of {kinds}"):
         DecodingBaseConfig.from_dict({"max_draft_len": 3})
     with pytest.raises(ParameterError, match="needs decoding_type"):
         DecodingBaseConfig(max_draft_len=3)

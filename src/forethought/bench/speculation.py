@@ -6,6 +6,7 @@ machine disturbs all alike. A ratio is taken within its round; rows hold medians
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Sequence
 from itertools import chain
 from statistics import median
@@ -42,7 +43,7 @@ class SpeculationBench:
             raise ParameterError("invalid rounds", f"got {rounds}", "Run at least 1")
         self._llm, self._prompts = llm, prompts
         self._max_tokens, self._rounds = max_tokens, rounds
-        self._trials = 0
+        self._name, self._trials = secrets.token_hex(8), 0
 
     def trials(self, variants: Sequence[Variant], batches: Sequence[int]) -> int:
         """How many runs ``run`` will time."""
@@ -94,7 +95,7 @@ class SpeculationBench:
             self._prompts[: max(batch, FEWEST_PROMPTS)],
             batch=batch,
             max_tokens=max_tokens,
-            salt=f"bench {self._trials}",
+            salt=f"bench {self._name} {self._trials}",
         )
 
 

@@ -76,8 +76,16 @@ def variants_of(
             drafter that chooses its length itself, or drafts trees, is tried at its longest only.
 
     Raises:
-        ParameterError: none of the lengths is one that a drafter can make.
+        ParameterError: a length that no drafter can make.
     """
+    most = max(config.max_draft_len for config in configs)
+    for length in lengths or ():
+        if not 1 <= length <= most:
+            raise ParameterError(
+                f"invalid draft length {length}",
+                f"the longest drafts have {most} levels",
+                f"Use 1 to {most}, or a configuration with a larger max_draft_len",
+            )
     found: dict[Variant, None] = {}  # as a set that keeps its order
     for config in configs:
         longest = config.max_draft_len
@@ -86,10 +94,4 @@ def variants_of(
         for length in tried if fixed else [longest]:
             if 1 <= length <= longest:
                 found[Variant(config.name, length)] = None
-    if not found:
-        raise ParameterError(
-            f"no drafter makes drafts of {lengths} tokens",
-            f"the longest have {max(config.max_draft_len for config in configs)}",
-            "Give other lengths",
-        )
     return list(found)

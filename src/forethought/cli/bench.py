@@ -91,8 +91,17 @@ def run(args: argparse.Namespace) -> int:
         total = bench.trials(variants, batches)
         with nullcontext(_ignore) if args.json else ProgressBar(total) as bar:
             rows = bench.run(variants, batches, bar)
+    fields["dtype"] = _dtype(fields, llm.model_dir)
     _report(args, fields, rows)
     return 0
+
+
+def _dtype(fields: dict[str, Any], model_dir: Path) -> str:
+    """Of the weights, as the model's own configuration says unless told otherwise."""
+    if fields.get("dtype", "auto") != "auto":
+        return str(fields["dtype"])
+    written = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    return str(written.get("dtype") or written.get("torch_dtype") or "auto")
 
 
 def _prompt(llm: LLM, text: str) -> Prompt:
@@ -159,7 +168,7 @@ def _machine(fields: dict[str, Any]) -> dict[str, Any]:
         "processor": platform.machine(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "dtype": fields.get("dtype", "auto"),
+        "dtype": fields["dtype"],
     }
 
 

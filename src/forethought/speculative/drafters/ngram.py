@@ -80,6 +80,7 @@ class NGramDrafter(Drafter):
             is_keep_all=config.is_keep_all,
             is_use_oldest=config.is_use_oldest,
             is_public_pool=config.is_public_pool,
+            max_pool_size=config.max_pool_size,
         )
 
     @property

@@ -112,6 +112,7 @@ class SuffixDrafter(Drafter):
             max_spec_factor=config.max_spec_factor,
             min_token_prob=config.min_token_prob,
             max_cached_requests=config.max_cached_requests,
+            max_cached_tokens=config.max_cached_tokens,
         )
 
     @property

@@ -1,0 +1,45 @@
+"""What a row says, to people and to programs."""
+
+from forethought.bench.row import Row, table
+from forethought.bench.variant import PLAIN, Variant
+from forethought.outputs import SpeculationMetrics
+
+
+def row(variant, metrics, identical=1.0):
+    return Row(variant, 4, 1234.56, 1.5, (1.4, 1.6), metrics, 0.125, 0.75, identical, 99)
+
+
+def test_a_row_is_plain_values():
+    metrics = SpeculationMetrics(8, 24, 10, [6, 3, 1])
+    assert row(Variant("ngram", 3), metrics, 0.875).to_dict() == {
+        "drafter": "ngram",
+        "max_draft_len": 3,
+        "batch": 4,
+        "tokens_per_second": 1234.6,
+        "ratio": 1.5,
+        "ratio_range": [1.4, 1.6],
+        "mean_acceptance_length": 2.25,
+        "acceptance_by_position": [0.75, 0.375, 0.125],
+        "drafted": 24,
+        "accepted": 10,
+        "steps": 8,
+        "draft_share": 0.125,
+        "verify_share": 0.75,
+        "rest_share": 0.125,
+        "identical": False,
+        "identical_share": 0.875,
+        "synthetic": False,
+        "tokens": 99,
+    }
+
+
+def test_the_table_has_a_line_per_row_and_marks_what_is_not_as_it_should_be():
+    metrics = SpeculationMetrics(8, 40, 15, [6, 3, 3, 2, 1], synthetic=True)
+    lines = table([row(PLAIN, SpeculationMetrics(8)), row(Variant("ngram", 5), metrics, 0.5)])
+    head, rule, plain, guessed = lines.splitlines()
+    assert head.split()[:5] == ["batch", "drafter", "length", "tokens/s", "ratio"]
+    assert set(rule) == {"-", " "}
+    assert plain.split()[-1] == "yes"
+    assert guessed.split()[-1] == "50.0%"
+    assert " 2.88* " in guessed
+    assert "75% 38% 38% 25% ..." in guessed

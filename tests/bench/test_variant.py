@@ -1,0 +1,53 @@
+"""Which ways of decoding a benchmark tries."""
+
+import pytest
+
+from forethought.bench.variant import PLAIN, Variant, settled, variants_of
+from forethought.decoding import (
+    AutoDecodingConfig,
+    DraftTargetDecodingConfig,
+    NGramDecodingConfig,
+    SuffixDecodingConfig,
+)
+from forethought.errors import ParameterError
+
+
+def test_each_drafter_is_tried_at_its_longest_its_half_and_its_quarter():
+    configs = [NGramDecodingConfig(max_draft_len=8), SuffixDecodingConfig(max_draft_len=2)]
+    found = [(variant.drafter, variant.max_draft_len) for variant in variants_of(configs)]
+    assert found == [("ngram", 2), ("ngram", 4), ("ngram", 8), ("suffix", 1), ("suffix", 2)]
+
+
+def test_lengths_may_be_given_and_each_drafter_takes_those_that_it_can():
+    configs = [NGramDecodingConfig(), SuffixDecodingConfig(max_draft_len=2)]
+    found = variants_of(configs, [2, 3])
+    assert found == [Variant("ngram", 2), Variant("ngram", 3), Variant("suffix", 2)]
+
+
+@pytest.mark.parametrize("length", [0, 6])
+def test_a_length_that_no_drafter_can_make_is_refused(length):
+    with pytest.raises(ParameterError, match=rf"{length}: the longest drafts have 5 levels"):
+        variants_of([NGramDecodingConfig()], [3, length])
+
+
+def test_who_chooses_its_length_or_drafts_trees_is_tried_as_it_is():
+    configs = [
+        NGramDecodingConfig(length_control="goodput"),
+        DraftTargetDecodingConfig(speculative_model="d", draft_choices=[[0, 0], [1]]),
+    ]
+    for lengths in (None, [1]):
+        assert variants_of(configs, lengths) == [Variant("ngram", 5), Variant("draft_target", 2)]
+
+
+def test_a_request_is_told_the_drafter_and_the_length():
+    assert not PLAIN.speculation.enabled
+    told = Variant("ngram", 3).speculation
+    assert (told.enabled, told.drafter, told.max_draft_len) == (True, "ngram", 3)
+    assert (PLAIN.label, Variant("ngram", 3).label) == ("plain", "ngram 3")
+
+
+def test_auto_is_settled_and_nothing_given_means_the_drafters_without_a_model():
+    (config,) = settled([AutoDecodingConfig()], 4)
+    assert config == AutoDecodingConfig().resolve(4)
+    assert {"ngram", "suffix"} <= {config.name for config in settled([], 4)}
+    assert all(config.speculative_model is None for config in settled([], 4))
