@@ -46,7 +46,8 @@ def settle(laws: Tensor, tossed: Sequence[Tossed]) -> Tensor:
         [R] bool: whether the token of each row may follow its parent; false for all other rows.
     """
     accepted = torch.zeros(len(laws), dtype=torch.bool, device=laws.device)
-    q = torch.cat([_over_vocabulary(each.draft, laws) for each in tossed])
+    q = torch.cat([_over_vocabulary(each.draft, laws) for each in tossed])  # [Q, V]
+    q = torch.where(q > 0, q, 0.0)  # nor is NaN a weight
     for trials in _rounds(tossed):
         rows = _index([trial.row for trial in trials], laws)
         accepted[rows] = _try(laws, q, trials)
@@ -118,14 +119,12 @@ def _try(laws: Tensor, q: Tensor, trials: Sequence[_Trial]) -> Tensor:
 
 
 def _over_vocabulary(draft: Draft, laws: Tensor) -> Tensor:
-    """The draft's q as [N, V] float32, with 0 where it is no weight (NaN, negative)."""
+    """The draft's q as [N, V] float32."""
     assert draft.q is not None, draft.kind
     q = draft.q.to(laws)
-    q = torch.where(q > 0, q, 0.0)
     if draft.ids is None:
         return q
-    wide = laws.new_zeros(len(q), laws.shape[1])
-    return wide.index_add_(1, draft.ids.to(laws.device), q)
+    return laws.new_zeros(len(q), laws.shape[1]).index_add_(1, draft.ids.to(laws.device), q)
 
 
 def _index(values: Sequence[int] | Sequence[tuple[int, int]], like: Tensor) -> Tensor:

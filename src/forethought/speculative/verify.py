@@ -34,6 +34,9 @@ from forethought.speculative.tree import TokenTree
 
 _ACCEPTANCE = 2
 """The use of the coins that accept or reject."""
+_CACHED = 2**19
+"""Logits of a group on a processor. To draw from 96 rows of 32,000 tokens took three times as long
+at once as in groups of 16: memory beyond the cache costs more than the operations."""
 
 
 @dataclass(slots=True)
@@ -80,9 +83,34 @@ def verify(logits: Tensor, candidates: Sequence[Candidate]) -> list[Verdict]:
     Returns:
         One verdict each, of 1 to ``draft.depth + 1`` tokens; one of exactly 1 without a draft.
     """
+    return [
+        verdict
+        for group in _groups(candidates, logits)
+        for verdict in _verify_together(logits, group)
+    ]
+
+
+def _groups(candidates: Sequence[Candidate], logits: Tensor) -> list[Sequence[Candidate]]:
+    """A GPU takes all at once; a processor as many as its cache holds, which is much faster."""
+    if logits.device.type != "cpu":
+        return [candidates] if candidates else []
+    groups: list[Sequence[Candidate]] = []
+    begin, size = 0, 0
+    for place, candidate in enumerate(candidates):
+        size += len(candidate.rows) * logits.shape[1]
+        if size >= _CACHED or place == len(candidates) - 1:
+            groups.append(candidates[begin : place + 1])
+            begin, size = place + 1, 0
+    return groups
+
+
+def _verify_together(logits: Tensor, candidates: Sequence[Candidate]) -> list[Verdict]:
     rows = [row for candidate in candidates for row in candidate.rows]
     contexts = [context for candidate in candidates for context in candidate.contexts]
-    if rows != list(range(len(logits))):
+    first, past = rows[0], rows[0] + len(rows)
+    if rows == list(range(first, past)):
+        logits = logits[first:past]
+    else:
         logits = logits[torch.tensor(rows, dtype=torch.int64, device=logits.device)]
     coins = [toss for candidate in candidates for toss in _coins(candidate)]
     if len(rows) == len(candidates):  # no draft at all: plain decoding
