@@ -2,12 +2,13 @@
 
 import pytest
 
-from forethought.errors import ParameterError
+from forethought.errors import ParameterError, TaskError
 from forethought.methods import BestOfNController
 from forethought.scaffolding import (
     GenerationTask,
     NativeGenerationController,
     NativeRewardController,
+    Reply,
     ScriptedWorker,
 )
 from scripted import answer
@@ -62,6 +63,30 @@ def test_each_sample_has_a_seed_of_its_own_wherever_the_seed_comes_from():
     one, other, *again = [call.task.seed for call in worker.calls]
     assert len({7, one, other}) == 3
     assert again == [one, other]
+
+
+class Dropping(NativeGenerationController):
+    """Failures of its generations are only noted."""
+
+    def process(self, tasks, **kwargs):
+        tasks[0].on_failure = "drop"
+        yield from super().process(tasks, **kwargs)
+
+
+BAD = Reply("", error=OSError("gone"))
+
+
+def test_samples_that_were_dropped_are_not_judged_and_never_win():
+    worker = ScriptedWorker(["a", BAD, "ccc", BAD], score=lambda question, text: -len(text))
+    controller = BestOfNController(Dropping(), NativeRewardController(), 4)
+    result = answer(controller, worker)
+    assert result.output.text == "a"
+    assert result.output.meta["best_of_n"] == {"scores": [-1, None, -3, None], "index": 0}
+    worker = ScriptedWorker([BAD, "bb"], score=lambda question, text: 1.0)
+    result = answer(BestOfNController(Dropping(), NativeRewardController(), 2), worker)
+    assert (result.output.text, result.output.meta["best_of_n"]["index"]) == ("bb", 1)
+    with pytest.raises(TaskError, match="gone"):
+        answer(controller, ScriptedWorker([BAD] * 4, score=lambda question, text: 1.0))
 
 
 def test_a_reward_controller_that_leaves_no_scores_is_refused():

@@ -10,6 +10,7 @@ from forethought.errors import ParameterError, UsageError
 from forethought.methods import BestOfNController
 from forethought.scaffolding import (
     Controller,
+    GenerationTask,
     NativeGenerationController,
     PRMController,
     RewardTask,
@@ -55,6 +56,22 @@ def answered(text, question="q"):
 
 def chat(content):
     return f"<|user|>{SYSTEM}<|user|>q<|assistant|>{content}<|end|>"
+
+
+def test_an_answer_that_was_dropped_is_not_judged_and_the_others_are():
+    controller = PRMController(tokenizer())
+    failed = GenerationTask(input_str="q", on_failure="drop")
+    failed.error = OSError("gone")
+    process = controller.process([answered("one"), failed, answered("two")])
+    (work,) = next(process)
+    work.result = work.function(*work.args)
+    judged = process.send(None)
+    assert [task.output_str for task in judged] == ["one", "two"]
+    for task, score in zip(judged, (0.25, 0.5), strict=True):
+        task.score = score
+    with pytest.raises(StopIteration):
+        process.send(None)
+    assert controller.scores == [0.25, None, 0.5]
 
 
 def test_every_step_ends_in_a_separator_and_is_judged_there():

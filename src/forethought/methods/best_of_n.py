@@ -59,6 +59,7 @@ class BestOfNController(Controller):
 
         Raises:
             ParameterError: not exactly one task, or the reward controller leaves no scores.
+            TaskError: every sample failed, although one alone is only noted.
         """
         if len(tasks) != 1:
             raise ParameterError("best of N takes one task", f"got {len(tasks)}", "Give them apart")
@@ -82,10 +83,20 @@ class BestOfNController(Controller):
                 f"it leaves {scores!r} as scores of {count} samples",
                 "Its process has to leave one score per task in its attribute scores",
             )
-        best, index = self.select_best(samples, scores, **(select_best_kwargs or {}))
+        scored = [number for number, score in enumerate(scores) if score is not None]
+        if not scored:
+            raise _unscored(samples)
+        best, place = self.select_best(
+            [samples[number] for number in scored],
+            [scores[number] for number in scored],
+            **(select_best_kwargs or {}),
+        )
         task.result, task.samples = best.result, []
         task.request_handle = best.request_handle
-        task.customized_result_fields["best_of_n"] = {"scores": list(scores), "index": index}
+        task.customized_result_fields["best_of_n"] = {
+            "scores": list(scores),
+            "index": scored[place],
+        }
 
     def select_best(
         self, tasks: Sequence[GenerationTask], reward_values: Sequence[float], **kwargs: Any
@@ -93,12 +104,20 @@ class BestOfNController(Controller):
         """Choose among the samples; the first of those with the highest score.
 
         Args:
-            tasks: the samples.
+            tasks: the samples that have a score; none that failed has one.
             reward_values: their scores.
             **kwargs: ``select_best_kwargs``.
 
         Returns:
-            The chosen task and its number.
+            The chosen task and its place among them.
         """
         index = max(range(len(tasks)), key=lambda number: reward_values[number])
         return tasks[index], index
+
+
+def _unscored(samples: Sequence[GenerationTask]) -> Exception:
+    """Why there is nothing to choose from."""
+    errors = (sample.error for sample in samples if sample.error is not None)
+    return next(errors, None) or ParameterError(
+        "no sample has a score", "its worker gave none", "Use a worker that sets score"
+    )

@@ -166,6 +166,7 @@ class NativeRewardController(Controller):
     """Judges answers: ``scores`` holds one per task, in their order.
 
     A generation task that has run is judged by its prompt and its output; reward tasks as they are.
+    One that failed, and says that this is only to be noted, is not judged: its score is None.
     """
 
     class WorkerTag(Enum):
@@ -184,15 +185,24 @@ class NativeRewardController(Controller):
             ParameterError: keyword arguments; there are none.
         """
         refuse_arguments(self, kwargs)
-        judged = [self._reward(task) for task in tasks]
-        yield judged
-        self.scores = [task.score for task in judged]
+        judged = [None if has_failed(task) else self._reward(task) for task in tasks]
+        yield from self._judge(judged)
+
+    def _judge(self, judged: Sequence[RewardTask | None]) -> Process:
+        """Have the tasks judged that there are, and keep the scores of all."""
+        yield [task for task in judged if task is not None]
+        self.scores = [None if task is None else task.score for task in judged]
 
     def _reward(self, task: GenerationTask | RewardTask) -> RewardTask:
         if not isinstance(task, RewardTask):
             task = RewardTask(input_str=task.input_str, output_str=task.output_str)
         task.worker_tag = self.WorkerTag.REWARD
         return task
+
+
+def has_failed(task: GenerationTask | RewardTask) -> bool:
+    """Whether there is no answer to judge."""
+    return isinstance(task, GenerationTask) and task.error is not None
 
 
 def refuse_arguments(controller: Controller, kwargs: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from forethought.errors import ParameterError, UsageError
 from forethought.scaffolding import settings
-from forethought.scaffolding.controller import NativeRewardController, refuse_arguments
+from forethought.scaffolding.controller import NativeRewardController, has_failed, refuse_arguments
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.task import ComputeTask, GenerationTask, RewardTask
 
@@ -72,13 +72,13 @@ class PRMController(NativeRewardController):
         refuse_arguments(self, kwargs)
         tokenising = ComputeTask(self._rewards, list(tasks))
         yield [tokenising]
-        judged: list[RewardTask] = tokenising.result
-        yield judged
-        self.scores = [task.score for task in judged]
+        yield from self._judge(tokenising.result)
 
-    def _rewards(self, tasks: Sequence[GenerationTask | RewardTask]) -> list[RewardTask]:
-        judged = [self._reward(task) for task in tasks]
+    def _rewards(self, tasks: Sequence[GenerationTask | RewardTask]) -> list[RewardTask | None]:
+        judged = [None if has_failed(task) else self._reward(task) for task in tasks]
         for reward in judged:
+            if reward is None:
+                continue
             ids = self._token_ids(reward)
             places = [place for place, token in enumerate(ids) if token == self.separator_id]
             reward.input_tokens = ids
