@@ -672,3 +672,22 @@ def tiny_backend():
     from tokenizers import Tokenizer, models
 
     return Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))
+
+
+def test_a_method_may_guess_ahead_and_its_result_tells_how_well():
+    """Twice the same samples, with drafts and without; the branches' steps are counted too."""
+    fields = {"speculative_config": {"decoding_type": "NGram"}, **FIELDS}
+    with EngineWorker(LLM(speaking(), **fields)) as worker:
+        results = []
+        for speculation in ({"enabled": False}, {"max_draft_len": 2}):
+            native = NativeGenerationController()
+            controller = MajorityVoteController(native, 2, early_stop=False)
+            params = {"max_tokens": 40, "speculation": speculation, **GREEDY}
+            with ScaffoldingLlm(controller, {"generation": worker}) as llm:
+                results.append(llm.generate(PROMPT, sampling_params=params))
+    plain, guessed = results
+    assert plain.output.text == guessed.output.text
+    assert (plain.metrics.drafted, plain.metrics.steps) == (0, 2 * 39)
+    assert guessed.metrics.accepted > 0
+    assert guessed.metrics.steps + guessed.metrics.accepted == 2 * 39
+    assert len(guessed.metrics.accepted_by_position) <= 2

@@ -170,8 +170,15 @@ def test_fields_beyond_the_api_are_refused_unless_the_server_takes_them(server, 
     assert (server.requests[0][name], server.requests[0]["more"]) == (3, 1)
 
 
+FIELDS_OF_ENGINES = (
+    {"return_context_logits": True},
+    {"skip_detokenizer": True},
+    {"speculation": {"enabled": False}},
+)
+
+
 def test_what_no_server_can_do_is_refused_by_name(server):
-    for field in ({"return_context_logits": True}, {"skip_detokenizer": True}):
+    for field in FIELDS_OF_ENGINES:
         with pytest.raises(ParameterError):
             run(Client(server), GenerationTask(input_str="p", **field))
     with pytest.raises(ParameterError, match="no prompt"):

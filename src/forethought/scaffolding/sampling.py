@@ -26,6 +26,7 @@ _SAME_NAME = (
     "include_stop_str_in_output",
     "skip_special_tokens",
     "guided_decoding",
+    "speculation",
 )
 _NONE_IS_DEFAULT = ("min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _OPENAI_ONLY = ("best_of", "echo", "suffix", "user")

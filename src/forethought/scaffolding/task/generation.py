@@ -10,6 +10,7 @@ from typing import Any, Self, TypeVar
 from forethought.errors import ParameterError
 from forethought.guided import GuidedDecodingParams
 from forethought.outputs import TokenLogprobs
+from forethought.params import SpeculationParams
 from forethought.scaffolding.output import ScaffoldingOutput
 from forethought.scaffolding.task.task import Task
 
@@ -79,6 +80,8 @@ class GenerationTask(Task):
     return_context_logits: bool = False
     guided_decoding: GuidedDecodingParams | None = None
     """The shape of the output."""
+    speculation: SpeculationParams | None = None
+    """How to guess ahead; changes nothing but the time."""
 
     chosen: set[str] = field(default_factory=set, init=False, repr=False)
     """Sampling fields that the request sets, be it to their defaults: no controller fills them."""

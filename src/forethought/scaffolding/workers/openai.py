@@ -211,7 +211,8 @@ class OpenaiWorker(Worker):
         refused = [name for name in _BODY if name not in self.extensions]
         why = "If the server takes it, name it in OpenaiWorker(extensions=...)"
         sampling.refuse(task, refused, "OpenaiWorker", why)
-        sampling.refuse(task, ["return_context_logits"], "OpenaiWorker", "Use another worker")
+        unknown = ["return_context_logits", "speculation"]
+        sampling.refuse(task, unknown, "OpenaiWorker", "Leave it out, or use another worker")
         fields = {name: getattr(task, name) for name in names if sampling.is_set(task, name)}
         scope = current_scope()
         most = scope.ledger.limit(task.max_tokens) if scope else task.max_tokens
