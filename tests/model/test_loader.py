@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import shutil
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import (
     CONFIG_MAPPING,
+    AutoModelForCausalLM,
     BartConfig,
     BloomConfig,
     FalconH1Config,
@@ -20,6 +24,7 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
+from transformers.utils import logging as transformers_logging
 
 import models
 from forethought.errors import ModelError, ParameterError, UnknownNameError
@@ -27,6 +32,7 @@ from forethought.kv.storage import LayerShape
 from forethought.model.attention.base import Capability
 from forethought.model.attention.sdpa import SdpaAttention
 from forethought.model.loader import load
+from forethought.silence import without_progress_bars
 
 SMALL = {
     "vocab_size": 64,
@@ -43,6 +49,41 @@ SMALL = {
 def llama(tmp_path: Path) -> Path:
     """A directory of its own, to be broken."""
     return Path(shutil.copytree(models.tiny("llama"), tmp_path / "llama"))
+
+
+def test_loading_shows_no_bars_and_leaves_the_users_settings_as_they_were(
+    llama: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[str] = []
+
+    def count(factory: Any, args: Any, kwargs: Any) -> Any:
+        seen.append(kwargs.get("desc"))
+        return factory(*args, **kwargs)
+
+    before = transformers_logging.set_tqdm_hook(count)
+    try:
+        load(llama)
+        assert (seen, capfd.readouterr().err) == ([], "")
+        AutoModelForCausalLM.from_pretrained(llama)
+        assert seen == ["Loading weights"]
+        assert "Loading weights" in capfd.readouterr().err
+    finally:
+        transformers_logging.set_tqdm_hook(before)
+
+
+def test_a_load_in_one_thread_hides_no_bars_of_another() -> None:
+    shown: list[Any] = []
+
+    def show() -> None:
+        shown.append(transformers_logging.tqdm([1], file=io.StringIO()).disable)
+
+    with without_progress_bars():
+        show()
+        other = threading.Thread(target=show)
+        other.start()
+        other.join()
+    show()
+    assert shown == [True, False, False]
 
 
 def refusal(path: Path) -> ModelError:

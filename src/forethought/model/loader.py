@@ -23,6 +23,7 @@ from forethought.model.attention.base import AttentionBackend, Capability
 from forethought.model.attention.interface import ATTENTION, KEYWORD, PROBE, LayerProfile, Probe
 from forethought.model.causal_lm import CausalLM, ModelTraits, Network, TransformersNetwork
 from forethought.model.fused.network import FusedNetwork, is_fusable
+from forethought.silence import without_progress_bars
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +105,7 @@ def _config(directory: Path, trust_remote_code: bool) -> Any:
 def _module(
     directory: Path, config: Any, dtype: torch.dtype | str, trust_remote_code: bool
 ) -> PreTrainedModel:
-    with _refusing(directory, "loading"):
+    with _refusing(directory, "loading"), without_progress_bars():
         module, report = AutoModelForCausalLM.from_pretrained(
             directory,
             config=config,

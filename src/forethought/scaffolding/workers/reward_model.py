@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from forethought.errors import ContextLengthError, DependencyError, ModelError, ParameterError
+from forethought.silence import without_progress_bars
 
 try:
     import torch
@@ -215,9 +216,10 @@ def _load(directory: Path, by_step: bool, dtype: str) -> tuple[Any, Any]:
     if by_step:
         kind = transformers.AutoModelForTokenClassification
     try:
-        model, report = kind.from_pretrained(
-            directory, dtype=dtype, local_files_only=True, output_loading_info=True
-        )
+        with without_progress_bars():
+            model, report = kind.from_pretrained(
+                directory, dtype=dtype, local_files_only=True, output_loading_info=True
+            )
         tokenizer = transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except Exception as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]

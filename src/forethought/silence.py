@@ -1,0 +1,34 @@
+"""Loading through transformers without progress bars, which tell nothing about a local directory.
+
+Knows nothing about what is loaded.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Have transformers show no bars for what this thread does inside.
+
+    Other threads keep theirs, and the user's settings are as they were afterwards.
+    """
+    from transformers.utils import logging
+
+    thread, inside = threading.get_ident(), True
+
+    def bar(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if inside and threading.get_ident() == thread:
+            return factory(*args, **{**kwargs, "disable": True})
+        return factory(*args, **kwargs) if before is None else before(factory, args, kwargs)
+
+    before = logging.set_tqdm_hook(bar)
+    try:
+        yield
+    finally:
+        inside = False  # another load that began meanwhile may put this hook back: it does nothing
+        logging.set_tqdm_hook(before)
