@@ -37,6 +37,14 @@ def test_the_guides_own_method_passes_the_guides_own_test():
     exec(method + check, {"__name__": "guide"})
 
 
+def test_the_examples_of_structured_output_run(capsys):
+    for code in examples(ROOT / "docs" / "structured-output.md"):
+        exec(code, {"__name__": "guide"})
+    record, answer = capsys.readouterr().out.strip().split("\n", 1)
+    assert record.endswith("stop grammar")
+    assert re.fullmatch(r"\n*The answer is \\boxed\{[0-9]+\}\.", answer)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_link_leads_somewhere(page):
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
