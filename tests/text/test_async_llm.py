@@ -553,7 +553,7 @@ def test_when_the_engine_dies_everybody_is_told_why(caplog):
     async def main():
         tasks = [asyncio.create_task(llm.generate(prompt, LONG)) for prompt in PROMPTS]
         await eventually(lambda: llm._desk.engine.pool.in_use > 0)
-        llm._desk.engine.scheduler.plan = lambda: 1 / 0
+        llm._desk.engine.step = lambda: 1 / 0
         for task in tasks:
             with pytest.raises(EngineStopped, match="ZeroDivisionError") as caught:
                 await task

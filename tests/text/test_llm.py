@@ -6,10 +6,12 @@ import dataclasses
 import gc
 import itertools
 import threading
+from typing import Any
 
 import pytest
 
 from engines import expect_empty
+from forethought.decoding import UserProvidedDecodingConfig
 from forethought.engine.commit import Event
 from forethought.engine.sequence import Sequence
 from forethought.errors import (
@@ -23,6 +25,7 @@ from forethought.errors import (
 )
 from forethought.outputs import FinishReason
 from forethought.params import SamplingParams
+from forethought.speculative.drafter import Drafter
 from forethought.text.llm import LLM
 from models import greedy
 from tokens import speaking
@@ -501,3 +504,32 @@ def test_a_session_and_a_call_run_in_the_same_batches(llm):
         assert llm.stats.steps - steps == 12
         assert len(list(stream)[-1].token_ids) == 12
         assert llm.stats.steps - steps == 12
+
+
+def test_tokens_behind_a_stop_string_in_an_accepted_draft_are_discarded() -> None:
+    plain, prompt, params = build(), PROMPTS[0], GREEDY.replace(max_tokens=40)
+    said = plain.generate(prompt, params).outputs[0]
+    stop = said.text[4:6]
+
+    class Oracle(Drafter):
+        def prepare_draft_tokens(
+            self, scheduled_requests: Any, resource_manager: Any = None
+        ) -> None:
+            for request in scheduled_requests.generation_requests:
+                done = len(request.tokens) - request.prompt_length
+                request.py_draft_tokens = said.token_ids[done : done + request.max_draft_len]
+
+    config = UserProvidedDecodingConfig(max_draft_len=8, drafter=Oracle())
+    llm = build(speculative_config=config)
+    params = params.replace(stop=stop)
+    expected, found = plain.generate(prompt, params), llm.generate(prompt, params)
+    assert found.outputs[0].text == expected.outputs[0].text
+    assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert found.outputs[0].stop_reason == stop
+    assert found.usage.decoded - found.usage.discarded == len(found.outputs[0].token_ids)
+    with llm.start(prompt) as session, plain.start(prompt) as other:
+        session.generate(params)
+        other.generate(params)
+        assert session.tokens == other.tokens
+    llm.shutdown()
+    plain.shutdown()

@@ -252,6 +252,17 @@ class Engine:
         if sequence.active:
             self.scheduler.finish(sequence, FinishReason.ABORT)
 
+    def cut(self, sequence: Sequence, length: int) -> None:
+        """End a generation of which the first ``length`` tokens of the sequence are wanted.
+
+        A step may draw several tokens, and the caller's reason to stop may lie before the last.
+        """
+        self.abort(sequence)
+        if sequence.status is Status.PARKED:
+            self.rewind(sequence, length)
+        else:
+            self._ledger.count(sequence, discarded=len(sequence.tokens) - length)
+
     def close(self, sequence: Sequence) -> None:
         """Give back all its pages; the sequence is of no further use. Closing twice is fine."""
         self.scheduler.close(sequence)

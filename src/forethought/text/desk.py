@@ -187,10 +187,7 @@ class Desk:
         if generation.failure is not None:
             self.abort(generation)
             return
-        self.engine.abort(sequence)
-        length = generation.length(sequence)
-        if sequence.keep and length < len(sequence.tokens):
-            self.engine.rewind(sequence, length)
+        self.engine.cut(sequence, generation.length(sequence))
 
     def _follow(self, sequences: list[Sequence], prompt: Prompt | None = None) -> Generation:
         """The generation of sequences that have just been started."""
