@@ -17,6 +17,7 @@ from forethought.errors import CapacityError, ParameterError
 from forethought.kv.storage import KvStorage
 from forethought.model import loader
 from forethought.model.causal_lm import CausalLM
+from forethought.model.processors import check_threads
 from forethought.model.runner import Runner
 from forethought.speculative import table
 from forethought.speculative.length import length_policy
@@ -46,6 +47,8 @@ def build(args: LlmArgs, model_dir: Path) -> Engine:
         fuse=args.fuse,
         trust_remote_code=args.trust_remote_code,
     )
+    if lm.device.type == "cpu":
+        check_threads()
     context = _context(args, lm)
     batch_size = min(args.max_batch_size, args.max_num_tokens)  # a decode takes a token each
     storage = _storage(args.kv_cache_config, lm, batch_size * context)

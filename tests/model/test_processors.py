@@ -1,0 +1,64 @@
+"""Threads that have no processor to run on are told of."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from forethought.model.processors import check_threads, usable_processors
+from forethought.text.llm import LLM
+from tokens import speaking
+
+AFFINITY = float(len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else None
+pytestmark = pytest.mark.skipif(AFFINITY is None, reason="this system knows no affinity")
+
+
+def system(root: Path, group: str, **files: str) -> Path:
+    """A made-up ``/`` whose control groups say what ``files`` do (``__`` stands for ``/``)."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text(group)
+    for name, text in files.items():
+        path = root / "sys/fs/cgroup" / name.replace("__", "/").replace("_DOT_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_without_quotas_the_affinity_counts(tmp_path: Path) -> None:
+    assert usable_processors(tmp_path / "nothing") == AFFINITY
+    unlimited = system(tmp_path, "0::/a/b\n", a__b__cpu_DOT_max="max 100000\n")
+    assert usable_processors(unlimited) == AFFINITY
+
+
+def test_the_smallest_quota_of_all_groups_above_counts(tmp_path: Path) -> None:
+    files = {"a__cpu_DOT_max": "25000 100000\n", "a__b__cpu_DOT_max": "50000 100000\n"}
+    assert usable_processors(system(tmp_path, "0::/a/b\n", **files)) == 0.25
+
+
+def test_a_quota_of_the_first_version_counts(tmp_path: Path) -> None:
+    files = {"cpu__c__cpu_DOT_cfs_quota_us": "60000\n", "cpu__c__cpu_DOT_cfs_period_us": "100000\n"}
+    found = system(tmp_path, "4:memory:/x\n1:cpu,cpuacct:/c\n0::/\n", **files)
+    assert usable_processors(found) == 0.6
+
+
+def test_building_with_more_threads_than_processors_is_warned_of_once_with_the_remedy(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(int(AFFINITY or 1) + 1)
+        LLM(speaking("byte_level")).shutdown()
+        (record,) = [r for r in caplog.records if "threads" in r.message]
+        assert record.levelname == "WARNING"
+        assert f"{AFFINITY:.3g} processors" in record.message
+        assert "OMP_NUM_THREADS" in record.message
+        assert torch.get_num_threads() == int(AFFINITY or 1) + 1
+        caplog.clear()
+        torch.set_num_threads(1)
+        check_threads()
+        assert not caplog.records
+    finally:
+        torch.set_num_threads(threads)
