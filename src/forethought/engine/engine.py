@@ -1,35 +1,32 @@
-"""The engine: sequences of token ids, and the loop that carries them through the network.
+"""The engine: sequences of token ids that can be held on to while it carries them along.
 
-There is one loop: every decode verifies a tree of drafted tokens, which without a drafter is only
-its root. A sequence is a handle. It can be forked while it runs, extended, rewound, resumed and
-aborted, with its KV kept. The engine belongs to one thread and knows nothing about text, clients or
-time.
+A sequence is a handle. It can be forked while it runs, extended, rewound, resumed and aborted, with
+its KV kept. What a step does stands in ``loop.py``. The engine belongs to one thread and knows
+nothing about text, clients or time.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
-import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence as Ids
 from dataclasses import replace
 
-from forethought.engine import kinship, passing
+from forethought.engine import kinship
 from forethought.engine.admission import Admission
-from forethought.engine.commit import Commit, Event
+from forethought.engine.commit import Event
 from forethought.engine.ledger import Ledger
-from forethought.engine.scheduler import Limits, Plan, Scheduler
+from forethought.engine.loop import Loop
+from forethought.engine.scheduler import Limits, Scheduler
 from forethought.engine.sequence import Sequence, Status
 from forethought.engine.speculation import Equipped, Speculation
 from forethought.engine.stats import EngineStats
 from forethought.errors import UsageError
-from forethought.kv.companion import Companion
 from forethought.kv.pool import PagePool
 from forethought.kv.prefix import PrefixIndex
-from forethought.kv.storage import KvStorage
-from forethought.kv.table import PageTable, SlotMove
+from forethought.kv.table import PageTable
 from forethought.model.runner import Runner
 from forethought.model.sampling import Constraints
 from forethought.outputs import FinishReason, SpeculationMetrics
@@ -66,17 +63,10 @@ class Engine:
         self.admission = Admission(limits, runner.lm.vocab_size, capacity, names)
         self.scheduler = Scheduler(self.pool, self.index, self.limits, self.stats)
         self.scheduler.on_end = self.speculation.release
-        self._storages: list[KvStorage | Companion] = [
-            runner.storage,
-            *self.speculation.companions,
-        ]
         self._ledger = Ledger(self.stats, self.index, self.pool.page_size)
-        self._commit = Commit(self.scheduler, self._ledger, runner.lm.eos_token_ids, self._fail)
-        self._eos_ids = runner.lm.eos_token_ids
+        self.loop = Loop(runner, self.scheduler, self.speculation, self._ledger, self.stats)
         self._seeds = random.Random(seed)
         self._ids, self._arrivals = itertools.count(), itertools.count()
-
-    # ---- the loop ---------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
@@ -84,59 +74,8 @@ class Engine:
         return bool(self.scheduler.running or self.scheduler.waiting)
 
     def step(self) -> list[Event]:
-        """Schedule, draft, forward, verify, commit: one pass through the network for everyone."""
-        began = time.perf_counter()
-        plan, outcomes = Plan(), None
-        try:
-            for sequence in list(self.scheduler):
-                kinship.attach_ready(sequence)
-            self.scheduler.plan(plan, self.speculation.wishes)
-            if not plan.rows:
-                return []
-            self._copy_pages(plan)
-            self.speculation.draft(plan)
-            drafted = time.perf_counter()
-            logits = passing.forward(self.runner, plan, self.speculation.features)
-            forward_seconds = time.perf_counter() - drafted
-            outcomes = passing.judge(plan, logits, self._eos_ids)
-        except Exception as error:
-            failure = error
-        finally:
-            if outcomes is None:
-                self._undo(plan)
-        if outcomes is None:
-            rows = [row.sequence for row in plan.rows]
-            return [self._fail(each, failure) for each in rows or self._unplanned()]
-        events, moves = self._commit(plan, logits, outcomes)
-        self._move_slots(moves)
-        self.speculation.observe(plan, outcomes, forward_seconds)
-        self.stats.steps += 1
-        self.stats.forward_seconds += forward_seconds
-        self.stats.step_seconds += time.perf_counter() - began
-        return events
-
-    def _copy_pages(self, plan: Plan) -> None:
-        """What the plan copies on write, and what it will write anew, in every storage."""
-        for storage in self._storages:
-            storage.copy_pages(plan.copies)
-        for companion in self.speculation.companions:
-            for row in plan.rows:
-                companion.invalidate(row.sequence.table, row.start, row.stop + row.nodes)
-
-    def _move_slots(self, moves: list[SlotMove]) -> None:
-        for storage in self._storages:
-            storage.move_slots(moves)
-
-    def _undo(self, plan: Plan) -> None:
-        """What was not committed was never stored; a page that was to be copied may be empty."""
-        for row in plan.rows:
-            whole_pages = row.start // self.pool.page_size * self.pool.page_size
-            copying = row.copies is None or row.copies
-            row.sequence.table.rewind(whole_pages if copying else row.start)
-
-    def _unplanned(self) -> list[Sequence]:
-        """Who cannot go on when not even a plan can be made; nothing else could be tried."""
-        return [*self.scheduler.running, *self.scheduler.waiting]
+        """One pass through the network for everyone; see ``Loop.step``."""
+        return self.loop.step()
 
     # ---- the handles ------------------------------------------------------------------------
 
@@ -325,8 +264,3 @@ class Engine:
                 f"it is {sequence.status.value}",
                 "Wait for its generation to end, or abort it; closed ones are gone",
             )
-
-    def _fail(self, sequence: Sequence, error: Exception) -> Event:
-        self.stats.failures += 1
-        self.close(sequence)
-        return Event(sequence, [], error=error)
