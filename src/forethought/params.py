@@ -115,6 +115,10 @@ class SamplingParams(_Given):
     ``guided_decoding``        ``GuidedDecodingParams``, or a dictionary: the shape of the output
     =========================  =====================================================================
 
+    A seed holds in any company in float32 only. In bfloat16 and float16 the logits of a request are
+    rounded differently with what else is in its step, and where two tokens are nearly as likely the
+    same seed may draw another one. Build the model with ``dtype="float32"`` to be exact.
+
     Attributes:
         given: names of the fields that were given, be it with their defaults. Where layers merge,
             such as a request's params and a method's settings, these win. No part of equality.
