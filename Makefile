@@ -7,6 +7,7 @@
 #   make bench     speed against transformers on this machine
 #   make gpu       what needs a CUDA device: its tests, then the benchmarks
 #   make reasoner  train the embedded model again from its seed
+#   make drafter   train its draft model again from its seed
 #
 # PY=python3 uses an interpreter that already has the dependencies, and sets nothing up.
 
@@ -22,7 +23,7 @@ export PYTHONPATH := src
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench gpu reasoner clean
+.PHONY: help demo test lint format bench gpu reasoner drafter clean
 
 help:
 	@sed -n 's/^#   make /  make /p' Makefile
@@ -61,6 +62,9 @@ gpu: $(setup)
 
 reasoner: $(setup)
 	$(PY) -m forethought.training.reasoner.train --seed 0 --out runs/reasoner
+
+drafter: $(setup)
+	$(PY) -m forethought.training.drafter.train --seed 0 --out runs/drafter
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

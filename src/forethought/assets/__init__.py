@@ -1,6 +1,6 @@
-"""The embedded reasoner as installed: where its model directory lies, and its test problems.
+"""The embedded models as installed: where their directories lie, and the reasoner's test problems.
 
-Standard library only; knows nothing about how the model is loaded or was trained.
+Standard library only; knows nothing about how the models are loaded or were trained.
 """
 
 import json
@@ -10,6 +10,11 @@ from pathlib import Path
 def reasoner_dir() -> Path:
     """Directory of the embedded reasoner in the Hugging Face layout."""
     return Path(__file__).parent / "reasoner"
+
+
+def drafter_dir() -> Path:
+    """Directory of the reasoner's draft model, in the same layout and with the same tokenizer."""
+    return Path(__file__).parent / "drafter"
 
 
 def problems() -> list[dict[str, str]]:
