@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from forethought.decoding import DecodingBaseConfig
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -43,6 +45,22 @@ def test_the_examples_of_structured_output_run(capsys):
     record, answer = capsys.readouterr().out.strip().split("\n", 1)
     assert record.endswith("stop grammar")
     assert re.fullmatch(r"\n*The answer is \\boxed\{[0-9]+\}\.", answer)
+
+
+def test_the_examples_of_speculative_decoding_run(capsys):
+    for code in examples(ROOT / "docs" / "speculative-decoding.md"):
+        exec(code, {"__name__": "guide"})
+    said, metrics = capsys.readouterr().out.strip().rsplit("\n", 1)
+    assert float(said.split()[-1]) > 1.2
+    assert metrics.startswith("SpeculationMetrics(steps=")
+
+
+def test_the_guide_of_speculative_decoding_names_every_setting():
+    page = (ROOT / "docs" / "speculative-decoding.md").read_text(encoding="utf-8")
+    for config in DecodingBaseConfig.__subclasses__():
+        assert f"| `{config.__name__}` | `{config.decoding_type}` |" in page
+        for name in config.model_fields:
+            assert f"`{name}" in page, name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
