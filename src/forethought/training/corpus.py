@@ -1,0 +1,60 @@
+"""Self-distillation: the target answers prompts, and its answers are the texts to learn from.
+
+A file grows by a part at a time; an interrupted run goes on behind the last whole part. Knows
+nothing about what is learned from them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import Field
+
+from forethought.params import SamplingParams
+from forethought.strict_model import StrictModel
+from forethought.training.teacher import Teacher
+from forethought.training.text import Text, load_texts, save_texts
+
+logger = logging.getLogger(__name__)
+
+PART = 64
+"""Prompts that are answered and written together."""
+
+
+class DistillationSettings(StrictModel):
+    """How the target answers."""
+
+    seed: int = Field(default=0, ge=0)
+    temperatures: tuple[float, ...] = Field(default=(0.0, 0.8), min_length=1)
+    """In turn. A drafter serves greedy requests and sampled ones."""
+    max_tokens: int = Field(default=512, ge=1)
+    """Of an answer."""
+
+
+def self_distil(
+    teacher: Teacher, prompts: Sequence[list[int]], path: Path, settings: DistillationSettings
+) -> list[Text]:
+    """Have every prompt answered, as far as ``path`` does not hold the answers already."""
+    done = 0
+    if path.exists():
+        done = len(path.read_text(encoding="utf-8").splitlines()) // PART * PART
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)[:done]
+        path.write_text("".join(lines), encoding="utf-8")
+    while done < len(prompts):
+        part = prompts[done : done + PART]
+        answers = teacher.generate(part, [_params(settings, done + n) for n in range(len(part))])
+        pairs = zip(part, answers.token_ids, strict=True)
+        save_texts([Text(prompt + answer, len(prompt)) for prompt, answer in pairs], path)
+        done += len(part)
+        logger.info("%d of %d prompts answered", done, len(prompts))
+    return load_texts(path, teacher.tokenizer, teacher.lm.max_positions)
+
+
+def _params(settings: DistillationSettings, number: int) -> SamplingParams:
+    return SamplingParams(
+        temperature=settings.temperatures[number % len(settings.temperatures)],
+        max_tokens=settings.max_tokens,
+        seed=(settings.seed << 32) + number,
+    )

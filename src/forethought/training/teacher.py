@@ -1,0 +1,192 @@
+"""The target while a drafter learns from it: it writes texts, and shows what it thinks of them.
+
+One copy of the model serves for generating, for reading hidden states and laws, and for measuring a
+drafter through the engine. Knows nothing about how drafters are trained.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from forethought.decoding import DecodingBaseConfig
+from forethought.engine.engine import Engine
+from forethought.engine.resolve import equip
+from forethought.engine.scheduler import Limits
+from forethought.engine.sequence import Sequence as Live
+from forethought.kv.pool import PagePool
+from forethought.kv.storage import KvStorage
+from forethought.kv.table import PageTable
+from forethought.model import loader
+from forethought.model.batch import Row
+from forethought.model.causal_lm import CausalLM
+from forethought.model.runner import Runner
+from forethought.outputs import SpeculationMetrics
+from forethought.params import SamplingParams
+from forethought.speculative.table import Target
+from forethought.text.tokenizer import Tokenizer
+
+_PAGE_SIZE = 16
+_FORWARD_TOKENS = 2048
+"""Tokens in one forward: bounds the logits that are held at once."""
+_BATCH_SIZE = 32
+"""Sequences that are generated at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What the target thought at the T tokens of some texts, one text after the other."""
+
+    states: Mapping[int, Tensor]
+    """By place (see ``model.taps``): [T, hidden] in the model's dtype."""
+    choices: Tensor
+    """int64 [T, K]: the likeliest tokens behind each."""
+    probs: Tensor
+    """float32 [T, K]: their probabilities at temperature 1."""
+
+
+class Teacher:
+    """A target.
+
+    Args:
+        lm: the model.
+        tokenizer: its tokenizer.
+        directory: where it lies.
+    """
+
+    def __init__(self, lm: CausalLM, tokenizer: Tokenizer, directory: Path) -> None:
+        self.lm, self.tokenizer, self.directory = lm, tokenizer, directory
+        self._runner: Runner | None = None
+
+    @classmethod
+    def load(cls, directory: Path, dtype: str = "auto", device: str = "auto") -> Teacher:
+        """Load a local Hugging Face directory.
+
+        Raises:
+            ModelError: it cannot be loaded.
+        """
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        lm = loader.load(directory, dtype=dtype, device=device)
+        return cls(lm, Tokenizer.load(directory), directory)
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of its states."""
+        return int(self.lm.config.get_text_config(decoder=True).hidden_size)
+
+    def observe(
+        self, texts: Sequence[Sequence[int]], places: Sequence[int], width: int = 8
+    ) -> Observed:
+        """Read texts, each of which fits the context, to their ends.
+
+        Args:
+            texts: token ids.
+            places: where hidden states are taken.
+            width: K, how many tokens of each law are kept.
+        """
+        runner = self._reading(sum(-(-len(text) // _PAGE_SIZE) for text in texts))
+        pool = PagePool(runner.storage.num_pages, _PAGE_SIZE)
+        reader = _Reader(places)
+        laws: list[tuple[Tensor, Tensor]] = []
+        for part in _parts(texts):
+            rows = []
+            for text in part:
+                table = PageTable(pool)
+                table.append(len(text))
+                rows.append(Row(list(text), 0, table))
+            logits = runner.forward(rows, [reader] if places else [])
+            top = logits.softmax(dim=-1).topk(min(width, logits.shape[-1]))
+            laws.append((top.indices, top.values))
+        return Observed(
+            {place: torch.cat(found) for place, found in reader.found.items()},
+            torch.cat([indices for indices, _ in laws]),
+            torch.cat([values for _, values in laws]),
+        )
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        drafter: DecodingBaseConfig | None = None,
+    ) -> Answers:
+        """Continue prompts through the engine.
+
+        Args:
+            prompts: token ids.
+            params: one for each.
+            drafter: how to guess ahead.
+
+        Raises:
+            UsageError: a prompt does not fit, or the drafter cannot be loaded.
+            RequestError: a request failed.
+        """
+        machine = self._engine(drafter)
+        began = time.perf_counter()
+        live = [machine.add(ids, each)[0] for ids, each in zip(prompts, params, strict=True)]
+        while machine.has_work:
+            for event in machine.step():
+                if event.error is not None:
+                    raise event.error
+        seconds = time.perf_counter() - began
+        machine.shutdown()
+        return Answers(live, seconds)
+
+    def _engine(self, drafter: DecodingBaseConfig | None) -> Engine:
+        lm = self.lm
+        pages = _BATCH_SIZE * -(-lm.max_positions // _PAGE_SIZE)
+        runner = Runner(lm, KvStorage(lm.layer_shapes, pages, _PAGE_SIZE, lm.dtype, lm.device))
+        limits = Limits(_BATCH_SIZE, _FORWARD_TOKENS, lm.max_positions)
+        drafters = []
+        if drafter is not None:
+            drafters = [equip(drafter, Target(runner, _FORWARD_TOKENS), _BATCH_SIZE)]
+        return Engine(runner, limits, drafters=drafters)
+
+    def _reading(self, pages: int) -> Runner:
+        """A runner with room for so many pages, kept for the next time."""
+        if self._runner is None or self._runner.storage.num_pages < pages:
+            lm = self.lm
+            storage = KvStorage(lm.layer_shapes, pages, _PAGE_SIZE, lm.dtype, lm.device)
+            self._runner = Runner(lm, storage)
+        return self._runner
+
+
+class Answers:
+    """What came of some prompts."""
+
+    def __init__(self, live: Sequence[Live], seconds: float) -> None:
+        self.token_ids = [list(sequence.output) for sequence in live]
+        self.metrics = sum((sequence.metrics for sequence in live), SpeculationMetrics())
+        """Of all of them together."""
+        self.seconds = seconds
+        """Wall time."""
+
+
+class _Reader:
+    """Keeps all states that it is handed."""
+
+    def __init__(self, places: Sequence[int]) -> None:
+        self.places = tuple(places)
+        self.found: dict[int, list[Tensor]] = {place: [] for place in places}
+
+    def write(self, slots: Tensor, states: Mapping[int, Tensor]) -> None:
+        """See ``model.taps.StateReader``."""
+        for place in self.places:
+            self.found[place].append(states[place].clone())  # out of inference mode
+
+
+def _parts(texts: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
+    """Runs of texts that go through the network together."""
+    part: list[Sequence[int]] = []
+    for text in texts:
+        if part and sum(map(len, part)) + len(text) > _FORWARD_TOKENS:
+            yield part
+            part = []
+        part.append(text)
+    if part:
+        yield part
