@@ -51,8 +51,14 @@ def build(args: LlmArgs, model_dir: Path) -> Engine:
         check_threads()
     context = _context(args, lm)
     batch_size = min(args.max_batch_size, args.max_num_tokens)  # a decode takes a token each
-    storage = _storage(args.kv_cache_config, lm, batch_size * context)
-    capacity = storage.num_pages * storage.page_size
+    # Drafters load their models and say what they store before the pages are counted out.
+    runner = Runner(
+        lm,
+        KvStorage(lm.layer_shapes, 1, args.kv_cache_config.tokens_per_block, lm.dtype, lm.device),
+    )
+    target = Target(runner, args.max_num_tokens)
+    drafters = [equip(config, target, batch_size) for config in args.speculative_config]
+    capacity = _fill(args.kv_cache_config, runner.storage, drafters, batch_size * context)
     limits = Limits(
         max_batch_size=batch_size,
         max_num_tokens=args.max_num_tokens,
@@ -60,16 +66,12 @@ def build(args: LlmArgs, model_dir: Path) -> Engine:
         chunked_prefill=args.enable_chunked_prefill,
     )
     log.info("%s on %s, %d tokens of KV cache, %s", model_dir, lm.device, capacity, limits)
-    runner = Runner(lm, storage)
     return Engine(
         runner,
         limits,
         reuse=args.kv_cache_config.enable_block_reuse,
         seed=args.seed,
-        drafters=[
-            equip(config, Target(runner, limits.max_num_tokens), batch_size)
-            for config in args.speculative_config
-        ],
+        drafters=drafters,
     )
 
 
@@ -119,14 +121,24 @@ def _context(args: LlmArgs, lm: CausalLM) -> int:
     return args.max_seq_len or lm.max_positions
 
 
-def _storage(config: KvCacheConfig, lm: CausalLM, useful: int) -> KvStorage:
-    """The tensors of the KV cache, not larger than ``useful`` tokens unless asked to be."""
-    size = config.tokens_per_block
-    page_bytes = KvStorage.page_bytes(lm.layer_shapes, size, lm.dtype)
+def _fill(config: KvCacheConfig, storage: KvStorage, drafters: list[Equipped], useful: int) -> int:
+    """Give the KV cache, and what drafters store beside it, their pages.
+
+    Args:
+        config: what the caller wants.
+        storage: the target's.
+        drafters: theirs follow it page by page.
+        useful: tokens that all sequences together can come to.
+
+    Returns:
+        Tokens that the cache holds: not more than ``useful``, unless asked for.
+    """
+    size = storage.page_size
+    page_bytes = storage.bytes_per_page + sum(each.drafter.page_bytes for each in drafters)
     if config.max_tokens is not None:
         pages = config.max_tokens // size
     else:
-        pages = min(_cache_bytes(config, lm.device) // page_bytes, -(-useful // size))
+        pages = min(_cache_bytes(config, storage.device) // page_bytes, -(-useful // size))
     if pages * size < 2:
         raise CapacityError(
             "the KV cache would hold no sequence at all",
@@ -134,13 +146,16 @@ def _storage(config: KvCacheConfig, lm: CausalLM, useful: int) -> KvStorage:
             "Raise kv_cache_config.max_tokens or free some memory",
         )
     try:
-        return KvStorage(lm.layer_shapes, pages, size, lm.dtype, lm.device)
+        storage.resize(pages)
+        for each in drafters:
+            each.drafter.resize(pages)
     except (RuntimeError, MemoryError) as error:  # torch's allocators raise RuntimeError
         raise CapacityError(
             "the KV cache does not fit into memory",
             f"{pages} pages of {page_bytes} bytes each",
             "Lower kv_cache_config.max_tokens",
         ) from error
+    return pages * size
 
 
 def _cache_bytes(config: KvCacheConfig, device: torch.device) -> int:

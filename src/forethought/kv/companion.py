@@ -26,7 +26,13 @@ class Companion:
 
     def __init__(self, storage: KvStorage) -> None:
         self.storage = storage
-        self._ready = np.zeros((storage.num_pages, storage.page_size), dtype=bool)
+        self.resize(storage.num_pages)
+
+    def resize(self, num_pages: int) -> None:
+        """Follow a target with so many pages. What was stored is lost: only before anything is."""
+        if num_pages != self.storage.num_pages:
+            self.storage.resize(num_pages)
+        self._ready = np.zeros((num_pages, self.storage.page_size), dtype=bool)
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """The target copies whole pages."""

@@ -52,20 +52,24 @@ class KvStorage:
         assert layers
         assert num_pages > 0
         assert page_size > 0
-        self.layers = tuple(layers)
-        self.num_pages, self.page_size = num_pages, page_size
+        self.layers, self.page_size = tuple(layers), page_size
         self.dtype, self.device = dtype, torch.device(device)
         self.bytes_per_page = self.page_bytes(layers, page_size, dtype)
+        self.resize(num_pages)
+
+    def resize(self, num_pages: int) -> None:
+        """Have room for ``num_pages``. What was stored is lost: only before anything is."""
+        self.num_pages = num_pages
         # One stack per distinct shape: [layers of that shape, slots, kv_heads, dim].
         self._stacks: list[Tensor] = []
         keys: dict[int, Tensor] = {}
         values: dict[int, Tensor] = {}
-        slots = num_pages * page_size
+        slots = num_pages * self.page_size
         for shape in dict.fromkeys(self.layers):
             members = [index for index, other in enumerate(self.layers) if other == shape]
             size = (len(members), slots, shape.kv_heads)
-            key_stack = torch.zeros(*size, shape.key_dim, dtype=dtype, device=self.device)
-            value_stack = torch.zeros(*size, shape.value_dim, dtype=dtype, device=self.device)
+            key_stack = torch.zeros(*size, shape.key_dim, dtype=self.dtype, device=self.device)
+            value_stack = torch.zeros(*size, shape.value_dim, dtype=self.dtype, device=self.device)
             self._stacks += [key_stack, value_stack]
             keys.update(zip(members, key_stack, strict=True))
             values.update(zip(members, value_stack, strict=True))

@@ -120,6 +120,16 @@ class Drafter(ABC):
         """Storages of its own over the target's pages; see ``kv.companion``."""
         return ()
 
+    @property
+    def page_bytes(self) -> int:
+        """Bytes that it stores for each page of the target."""
+        return sum(companion.storage.bytes_per_page for companion in self.companions)
+
+    def resize(self, num_pages: int) -> None:
+        """The target has so many pages now; called once, before the first request."""
+        for companion in self.companions:
+            companion.resize(num_pages)
+
     def update(self, scheduled_requests: ScheduledRequests) -> None:
         """The step is over: ``tokens`` of each request now include what was accepted."""
 

@@ -81,9 +81,9 @@ class PearlDrafter(Drafter):
     """
 
     def __init__(self, model: DraftModel, max_draft_len: int, *, overlap: bool = True) -> None:
-        storage = model.runner.storage
         self._model, self._block = model, max_draft_len
-        self._pool = PagePool(storage.num_pages, storage.page_size)
+        self._storage = model.runner.storage
+        self._pool = PagePool(self._storage.num_pages, self._storage.page_size)
         self._lanes: dict[int, Lane] = {}
         self._executor: Executor | None = None
         if overlap:
@@ -101,6 +101,16 @@ class PearlDrafter(Drafter):
         assert config.speculative_model is not None
         model = DraftModel.load(config.speculative_model, target, config.draft_device)
         return cls(model, config.max_draft_len, overlap=config.overlap)
+
+    @property
+    def page_bytes(self) -> int:
+        """Its own pages are as many as the target's."""
+        return self._storage.bytes_per_page
+
+    def resize(self, num_pages: int) -> None:
+        """See :class:`Drafter`."""
+        self._storage.resize(num_pages)
+        self._pool = PagePool(num_pages, self._storage.page_size)
 
     def prepare_draft_tokens(
         self,
