@@ -10,6 +10,7 @@ import pytest
 
 import drafters
 from engines import drain, engine, expect_empty, outputs
+from forethought.config import LlmArgs
 from forethought.decoding import (
     DecodingBaseConfig,
     DraftTargetDecodingConfig,
@@ -18,6 +19,7 @@ from forethought.decoding import (
     SuffixDecodingConfig,
     UserProvidedDecodingConfig,
 )
+from forethought.engine import resolve
 from forethought.engine.engine import Engine
 from forethought.params import SamplingParams, SpeculationParams
 from forethought.speculative.draft import Draft
@@ -428,3 +430,13 @@ def test_an_interrupt_while_drafting_leaves_every_sequence_as_it_was() -> None:
     assert sequence.num_uncomputed == 1
     drain(machine)
     assert sequence.output == plain()[tuple(PROMPTS[1])]
+
+
+@pytest.mark.parametrize("kind", [DraftTargetDecodingConfig, PearlDecodingConfig])
+def test_what_drafters_store_is_part_of_the_memory_of_the_cache(kind: Any) -> None:
+    config = kind(max_draft_len=2, speculative_model=tiny("llama", seed=7))
+    memory = {"kv_cache_config": {"host_cache_size": 200_000}, "dtype": "float32"}
+    alone = resolve.build(LlmArgs.from_dict(memory), tiny("llama"))
+    both = resolve.build(LlmArgs.from_dict({**memory, "speculative_config": config}), tiny("llama"))
+    assert both.pool.num_pages == alone.pool.num_pages // 2
+    assert run(both, 2) == list(plain().values())[:2]

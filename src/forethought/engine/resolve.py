@@ -88,10 +88,11 @@ def equip(config: DecodingBaseConfig, target: Target, batch_size: int) -> Equipp
     """
     if isinstance(config, AutoDecodingConfig):
         config = config.resolve(batch_size)
+    drafter = table.build(config, target)
     return Equipped(
         name=config.name,
-        drafter=table.build(config, target),
-        policy=length_policy(config),
+        drafter=drafter,
+        policy=length_policy(config, drafter.nodes),
         max_draft_len=config.max_draft_len,
         resource_manager=getattr(config, "resource_manager", None),
         synthetic_acceptance=config.synthetic_acceptance,
