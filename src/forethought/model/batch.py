@@ -69,7 +69,9 @@ class Span:
         kv_length: tokens of the sequence in the cache, these new ones included.
         pages: the pages that hold them, in order.
         first_slot: the slot of position 0 when all pages lie side by side, else None.
-        tree: bool ``[n, n]``, ancestor-or-self among the new tokens; None for a chain.
+        tree: bool ``[n, m]``, ancestor-or-self among the last m >= n stored tokens, of which the
+            row's own n are the last; None for a chain. m > n only without a window.
+        seen_from: the first position that anybody sees.
     """
 
     start: int
@@ -78,6 +80,7 @@ class Span:
     pages: tuple[int, ...]
     first_slot: int | None
     tree: Tensor | None
+    seen_from: int = 0
 
     @property
     def length(self) -> int:

@@ -27,6 +27,14 @@ class Network(Protocol):
         """Logits ``[R, vocab]`` in the model's dtype."""
         ...
 
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """int64 ``[...]`` -> ``[..., hidden]``."""
+        ...
+
+    def unembed(self, states: Tensor) -> Tensor:
+        """States behind the final norm ``[T, hidden]`` -> logits ``[T, vocab]``."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class TransformersNetwork:
@@ -45,6 +53,16 @@ class TransformersNetwork:
                 **{KEYWORD: forward_pass},
             )
         return output.logits[0]
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """See :class:`Network`."""
+        embedded: Tensor = self.module.get_input_embeddings()(token_ids)
+        return embedded
+
+    def unembed(self, states: Tensor) -> Tensor:
+        """See :class:`Network`."""
+        logits: Tensor = self.module.get_output_embeddings()(states)
+        return logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,3 +112,27 @@ class CausalLM:
             forward_pass = ForwardPass(batch, storage, self.backend, self._windows, taps)
             logits = self.network(batch, forward_pass).float()
         return logits, forward_pass.states
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the residual stream."""
+        return int(self.config.get_text_config(decoder=True).hidden_size)
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return int(self.config.get_text_config(decoder=True).num_hidden_layers)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """int64 ``[...]`` -> the input embeddings ``[..., hidden]``, as drafting heads share them.
+
+        A model that scales them outside its embedding module is not followed there.
+        """
+        return self.network.embed(token_ids)
+
+    def unembed(self, states: Tensor) -> Tensor:
+        """States behind the final norm ``[T, hidden]`` -> logits ``[T, vocab]`` in the model's dtype.
+
+        The output projection alone: what some models do to logits afterwards is left out.
+        """
+        return self.network.unembed(states)

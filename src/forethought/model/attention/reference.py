@@ -62,14 +62,14 @@ class ReferenceAttention:
 
 def visible_indices(span: Span, query: int, window: int | None) -> list[int]:
     """Indices into the row's stored tokens that its new token number ``query`` sees."""
-    prefix = span.kv_length - span.length
+    prefix = span.kv_length - (span.length if span.tree is None else span.tree.shape[1])
     if span.tree is None:
         family = list(range(query + 1))
     else:
         family = [index for index, seen in enumerate(span.tree[query].tolist()) if seen]
     depth = len(family) - 1
     # An ancestor list is ordered, so its place in the list is its depth.
-    positions = [(index, index) for index in range(prefix)]
+    positions = [(index, index) for index in range(span.seen_from, prefix)]
     positions += [(prefix + index, prefix + order) for order, index in enumerate(family)]
     return [
         index

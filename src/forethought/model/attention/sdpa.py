@@ -104,14 +104,14 @@ class SdpaAttention:
 
     def plan(self, batch: Batch, storage: KvStorage, window: int | None) -> SdpaPlan:
         """Choose for every row how it attends, and build its masks and indices."""
-        decodes = [span for span in batch.spans if span.length == 1]
+        decodes = [span for span in batch.spans if _sees_all(span)]
         alone = self._alone(decodes, window, storage)
         grouped = [span for span in decodes if span.start not in alone]
         return SdpaPlan(
             page_size=storage.page_size,
             views=[_view(span, window) for span in decodes if span.start in alone],
             groups=[_group(spans, window, storage) for spans in _alike(grouped, window, storage)],
-            pieces=[_piece(span, window, storage) for span in batch.spans if span.length > 1],
+            pieces=[_piece(span, window, storage) for span in batch.spans if not _sees_all(span)],
         )
 
     def _alone(self, decodes: Sequence[Span], window: int | None, storage: KvStorage) -> set[int]:
@@ -235,7 +235,14 @@ def _pages(stored: Tensor, pages: Tensor, page_size: int) -> Tensor:
 
 def _skipped(span: Span, window: int | None) -> int:
     """How many of the first stored tokens none of the row's new tokens sees."""
-    return 0 if window is None else max(0, span.kv_length - span.length - window + 1)
+    if window is None:
+        return span.seen_from
+    return max(span.seen_from, span.kv_length - span.length - window + 1)
+
+
+def _sees_all(span: Span) -> bool:
+    """Whether it is one new token that sees all before it."""
+    return span.length == 1 and (span.tree is None or span.tree.shape[1] == 1)
 
 
 def _view(span: Span, window: int | None) -> View:
@@ -260,12 +267,13 @@ def _piece(span: Span, window: int | None, storage: KvStorage) -> Piece:
 
 def _mask(span: Span, window: int | None, storage: KvStorage) -> Tensor:
     """Additive ``[n, kv_length]``: 0 where a new token sees a stored one, -inf elsewhere."""
-    size, prefix, device = span.length, span.kv_length - span.length, storage.device
-    tree = span.tree
+    size, device, tree = span.length, storage.device, span.tree
     if tree is None:
         tree = torch.ones(size, size, dtype=torch.bool, device=device).tril_()
+    prefix = span.kv_length - tree.shape[1]
     seen = torch.cat([tree.new_ones(size, prefix), tree], 1)
     if window is not None:
+        assert tree.shape[1] == size, "what is stored of a tree has no positions here"
         new_positions = prefix + tree.sum(1) - 1
         positions = torch.cat([torch.arange(prefix, device=device), new_positions])
         seen &= new_positions[:, None] - positions < window

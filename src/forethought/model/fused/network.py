@@ -75,7 +75,7 @@ class FusedNetwork:
 
     def __call__(self, batch: Batch, forward_pass: ForwardPass) -> Tensor:
         """Logits ``[R, vocab]`` in the model's dtype."""
-        x = F.embedding(batch.token_ids, self.embedding)
+        x = self.embed(batch.token_ids)
         cos, sin = self.rotary[batch.positions].unbind(1)
         size = len(self.layers)
         narrow = forward_pass.taps.isdisjoint((size, FINAL))
@@ -90,6 +90,14 @@ class FusedNetwork:
         x = self.norm(x)
         forward_pass.tap(FINAL, x)
         return self.head(x if narrow else x[batch.logit_index])
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """int64 ``[...]`` -> ``[..., hidden]``."""
+        return F.embedding(token_ids, self.embedding)
+
+    def unembed(self, states: Tensor) -> Tensor:
+        """States behind the final norm ``[T, hidden]`` -> logits ``[T, vocab]``."""
+        return self.head(states)
 
     def _attend(
         self,
