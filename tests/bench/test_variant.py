@@ -1,5 +1,7 @@
 """Which ways of decoding a benchmark tries."""
 
+from pathlib import Path
+
 import pytest
 
 from forethought.bench.variant import PLAIN, Variant, settled, variants_of
@@ -51,3 +53,4 @@ def test_auto_is_settled_and_nothing_given_means_the_drafters_without_a_model():
     assert config == AutoDecodingConfig().resolve(4)
     assert {"ngram", "suffix"} <= {config.name for config in settled([], 4)}
     assert all(config.speculative_model is None for config in settled([], 4))
+    assert settled([], 4, "d")[-1].speculative_model == Path("d")

@@ -2,9 +2,11 @@
 
 import argparse
 import json
+from pathlib import Path
 
 import pytest
 
+from forethought import assets
 from forethought.cli import config_file, model
 from forethought.cli.main import main
 from forethought.config import KvCacheConfig
@@ -12,6 +14,7 @@ from forethought.decoding import (
     AutoDecodingConfig,
     DraftTargetDecodingConfig,
     NGramDecodingConfig,
+    PearlDecodingConfig,
     SuffixDecodingConfig,
 )
 from forethought.errors import UsageError
@@ -86,6 +89,7 @@ def test_an_empty_file_says_nothing(write):
         (["ngram"], NGramDecodingConfig()),
         (["ngram", "--max-draft-len", 2], NGramDecodingConfig(max_draft_len=2)),
         (["suffix"], SuffixDecodingConfig()),
+        (["pearl", "--draft-model", "d"], PearlDecodingConfig(speculative_model="d")),
         (["auto"], AutoDecodingConfig()),
         (
             ["draft_target", "--draft-model", "d"],
@@ -99,6 +103,14 @@ def test_an_empty_file_says_nothing(write):
 )
 def test_speculative_names_a_way_of_drafting(options, expected):
     assert fields("--speculative", *options)["speculative_config"] == (expected,)
+
+
+def test_the_embedded_reasoner_has_a_draft_model_of_its_own(monkeypatch, tmp_path):
+    monkeypatch.setattr(assets, "drafter_dir", lambda: tmp_path)
+    (config,) = fields("--speculative", "draft_target")["speculative_config"]
+    assert config == DraftTargetDecodingConfig(speculative_model=tmp_path, max_draft_len=4)
+    options = ["--speculative", "draft_target", "--draft-model", "d"]
+    assert fields(*options)["speculative_config"][0].speculative_model == Path("d")
 
 
 @pytest.mark.parametrize(
@@ -142,7 +154,9 @@ def test_a_bad_file_is_one_line_and_status_2(capsys, write, text, said):
     [
         (["--config", "/nowhere.yaml"], "/nowhere.yaml"),
         (["--speculative", "telepathy"], "--speculative"),
-        (["--speculative", "draft_target"], "--draft-model"),
+        (["--model", "m", "--speculative", "draft_target"], "--draft-model"),
+        (["--model", "m", "--speculative", "pearl"], "--draft-model"),
+        (["--speculative", "pearl", "--draft-model", "d", "--max-draft-len", "0"], "max_draft_len"),
         (["--speculative", "ngram", "--draft-model", "d"], "no draft model"),
         (["--speculative", "ngram", "--max-draft-len", "0"], "max_draft_len"),
         (["--draft-model", "d"], "need --speculative"),

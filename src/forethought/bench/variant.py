@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from forethought.decoding import (
     AutoDecodingConfig,
     DecodingBaseConfig,
+    DraftTargetDecodingConfig,
     NGramDecodingConfig,
     SuffixDecodingConfig,
 )
@@ -41,27 +43,36 @@ PLAIN = Variant()
 """What every other one is compared with."""
 
 
-def default_configs() -> list[DecodingBaseConfig]:
-    """The drafters that need no model, and one whose length follows what pays."""
-    return [
+def default_configs(draft_model: Path | None = None) -> list[DecodingBaseConfig]:
+    """The drafters that need no model, one whose length follows what pays, and a draft model's.
+
+    Args:
+        draft_model: directory of the target's draft model; None: there is none.
+    """
+    configs: list[DecodingBaseConfig] = [
         NGramDecodingConfig(max_draft_len=8, max_matching_ngram_size=3),
         SuffixDecodingConfig(max_draft_len=16),
         SuffixDecodingConfig(name="suffix_goodput", max_draft_len=16, length_control="goodput"),
     ]
+    if draft_model is not None:
+        model = DraftTargetDecodingConfig(max_draft_len=4, speculative_model=draft_model)
+        configs.append(model)
+    return configs
 
 
 def settled(
-    configs: Sequence[DecodingBaseConfig], max_batch_size: int
+    configs: Sequence[DecodingBaseConfig], max_batch_size: int, draft_model: Path | None = None
 ) -> tuple[DecodingBaseConfig, ...]:
     """The given drafters, or the default ones, with every length settled.
 
     Args:
         configs: as they were written; none: the default ones.
         max_batch_size: of the engine, which ``AutoDecodingConfig`` goes by.
+        draft_model: for the default ones.
     """
     return tuple(
         config.resolve(max_batch_size) if isinstance(config, AutoDecodingConfig) else config
-        for config in configs or default_configs()
+        for config in configs or default_configs(draft_model)
     )
 
 

@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forethought.cli import model
+from forethought.cli import model, speculation
 from forethought.errors import UsageError
 
 if TYPE_CHECKING:
@@ -29,32 +29,32 @@ BATCHES = (1, 4, 16, 64)
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare what can be measured, and its arguments."""
     measured = parser.add_subparsers(dest="measured", metavar="WHAT", required=True)
-    speculation = measured.add_parser(
+    options = measured.add_parser(
         "speculation", help="drafters against plain decoding", description=__doc__
     )
-    speculation.formatter_class = argparse.RawDescriptionHelpFormatter
-    model.configure(speculation)
-    speculation.add_argument(
+    options.formatter_class = argparse.RawDescriptionHelpFormatter
+    model.configure(options)
+    options.add_argument(
         "--prompts", type=Path, metavar="FILE", help="one per line, as text or as JSON objects"
     )
-    speculation.add_argument(
+    options.add_argument(
         "--max-tokens", type=int, default=192, metavar="N", help="of each answer (default: 192)"
     )
-    speculation.add_argument(
+    options.add_argument(
         "--rounds", type=int, default=3, metavar="R", help="runs of everything (default: 3)"
     )
-    speculation.add_argument(
+    options.add_argument(
         "--batch", type=int, nargs="+", metavar="B", help="prompts at once (default: 1 4 16 64)"
     )
-    speculation.add_argument(
+    options.add_argument(
         "--lengths",
         type=int,
         nargs="+",
         metavar="K",
         help="draft lengths to try (default: each drafter's longest, its half and its quarter)",
     )
-    speculation.add_argument("--json", action="store_true", help="print the JSON line only")
-    speculation.add_argument(
+    options.add_argument("--json", action="store_true", help="print the JSON line only")
+    options.add_argument(
         "--out",
         type=Path,
         default=Path("runs/bench"),
@@ -74,7 +74,11 @@ def run(args: argparse.Namespace) -> int:
     check_batches(batches, len(texts))
     fields = model.fields_of(args)
     fields["max_batch_size"] = max(batches)
-    configs = variant.settled(fields.get("speculative_config", ()), fields["max_batch_size"])
+    configs = variant.settled(
+        fields.get("speculative_config", ()),
+        fields["max_batch_size"],
+        speculation.embedded_draft_model() if fields.get("model") is None else None,
+    )
     fields["speculative_config"] = configs
     variants = variant.variants_of(configs, args.lengths)
     check_installed()

@@ -1,6 +1,7 @@
 """Compare plain decoding, Dynasor-CoT, majority vote and both together on the embedded reasoner.
 
-Shows a progress bar, then a table, the path of a plot, and one JSON line last.
+Then a race: some of the problems one at a time, with drafts and without. Shows a progress bar, then
+the tables, the path of a plot, and one JSON line last.
 """
 
 from __future__ import annotations
@@ -35,12 +36,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the comparison."""
     chosen = problems.choose(problems.shipped(), args.problems, args.seed)
-    open_llm = model.opener(
-        {"max_batch_size": 2 * IN_FLIGHT, "speculative_config": speculation.config_of(args)}
-    )
+    given = speculation.config_of(args)
+    fields = {"max_batch_size": 2 * IN_FLIGHT}
+    open_llm = model.opener({**fields, "speculative_config": given})
 
-    from forethought.evaluation.comparison import compare
+    from forethought.evaluation.comparison import Race, compare
     from forethought.evaluation.runner import Runner
 
-    compare(demo.recipes(), chosen, Runner(open_llm, seed=args.seed), args.out)
+    recipes, drafts = demo.recipes(), given or demo.DRAFTS
+    alone = {
+        "": Runner(model.opener(fields), seed=args.seed, in_flight=1),
+        drafts.name: Runner(
+            model.opener({**fields, "speculative_config": drafts}), seed=args.seed, in_flight=1
+        ),
+    }
+    races = [Race(recipe, name, runner) for recipe in recipes[:2] for name, runner in alone.items()]
+    compare(recipes, chosen, Runner(open_llm, seed=args.seed), args.out, races=races)
     return 0

@@ -63,7 +63,8 @@ def fields_of(args: argparse.Namespace, **defaults: Any) -> dict[str, Any]:
     fields = defaults | (config_file.load(args.config) if args.config is not None else {})
     given = {name: getattr(args, name) for name in _OPTIONS}
     fields |= {name: value for name, value in given.items() if value is not None}
-    config = speculation.config_of(args)
+    embedded = fields.get("model") is None
+    config = speculation.config_of(args, speculation.embedded_draft_model() if embedded else None)
     if config is not None:
         fields["speculative_config"] = config
     checked = LlmArgs.from_dict(fields)

@@ -6,12 +6,14 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from forethought import assets
 from forethought.decoding import DecodingBaseConfig
 from forethought.errors import ParameterError
 
-DRAFTERS = ("ngram", "suffix", "draft_target", "auto")
+DRAFTERS = ("ngram", "suffix", "draft_target", "pearl", "auto")
 """What can be chosen without a file; each is also a ``decoding_type``."""
-MODEL_DRAFT_LEN = 4
+_WITH_MODEL = ("draft_target", "pearl")
+_MODEL_DRAFT_LEN = 4
 """Levels of a draft model's drafts unless said otherwise; the other ways have defaults."""
 
 
@@ -26,15 +28,28 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--draft-model",
         type=Path,
         metavar="DIR",
-        help="local Hugging Face directory of a smaller model, for --speculative draft_target",
+        help="local Hugging Face directory of a smaller model, for --speculative draft_target and "
+        "pearl (default: for the embedded reasoner, its own)",
     )
     parser.add_argument(
         "--max-draft-len", type=int, metavar="K", help="most tokens to guess in a row"
     )
 
 
-def config_of(args: argparse.Namespace) -> DecodingBaseConfig | None:
+def embedded_draft_model() -> Path | None:
+    """Directory of the embedded reasoner's draft model, where it is installed."""
+    folder = assets.drafter_dir()
+    return folder if folder.is_dir() else None
+
+
+def config_of(
+    args: argparse.Namespace, draft_model: Path | None = None
+) -> DecodingBaseConfig | None:
     """What the options say; None if they say nothing.
+
+    Args:
+        args: the options.
+        draft_model: what to draft with unless they say otherwise.
 
     Raises:
         UsageError: an impossible value, or an option without what it belongs to.
@@ -52,15 +67,16 @@ def config_of(args: argparse.Namespace) -> DecodingBaseConfig | None:
                 f"Add --speculative with one of {', '.join(DRAFTERS)}",
             )
         return None
-    if args.speculative == "draft_target":
-        if args.draft_model is None:
+    if args.speculative in _WITH_MODEL:
+        values["speculative_model"] = args.draft_model or draft_model
+        if values["speculative_model"] is None:
             raise ParameterError(
-                "--speculative draft_target needs --draft-model",
+                f"--speculative {args.speculative} needs --draft-model",
                 "there is no model to draft with",
                 "Give the directory of a smaller model with the same vocabulary",
             )
         if args.max_draft_len is None:
-            values["max_draft_len"] = MODEL_DRAFT_LEN
+            values["max_draft_len"] = _MODEL_DRAFT_LEN
     config: DecodingBaseConfig = DecodingBaseConfig.from_dict(
         {"decoding_type": args.speculative, **values}
     )
