@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from functools import partial
 
+from forethought.decoding import NGramDecodingConfig
 from forethought.evaluation.recipe import Recipe, recipe
 
+DRAFTS = NGramDecodingConfig(max_draft_len=8, max_matching_ngram_size=3, is_use_oldest=False)
+"""The reasoner checks its own steps, and so repeats itself: n-grams guess it well."""
 PROBING = {"chunk_size": 16, "certainty_threshold": 2}
 SAMPLES = 8
 TEMPERATURE = 0.8

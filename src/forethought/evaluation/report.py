@@ -46,7 +46,51 @@ _HEAD = ("method", "accuracy", "95 % interval", "generated", "prefilled", "secon
 
 def table(rows: Sequence[Row]) -> str:
     """The rows as aligned text; ``saved`` is against the first row, in generated tokens."""
-    cells = [_HEAD, *(_cells(row, rows[0]) for row in rows)]
+    return _aligned([_HEAD, *(_cells(row, rows[0]) for row in rows)])
+
+
+_RACE_HEAD = ("method", "drafts", "accuracy", "generated", "seconds each", "speed")
+
+
+def race_table(rows: Sequence[tuple[str, Row]], problems: int) -> str:
+    """Who drafted and the row, as aligned text; ``speed`` is against the first row of a method."""
+    first: dict[str, Row] = {}
+    cells: list[tuple[str, ...]] = [_RACE_HEAD]
+    for drafts, row in rows:
+        slow = first.setdefault(row.method, row)
+        cells.append(
+            (
+                row.method,
+                drafts or "none",
+                f"{row.correct.value:.1%}",
+                f"{row.tokens_generated:,}",
+                f"{row.seconds / problems:.2f}",
+                "" if row is slow else f"{slow.seconds / row.seconds:.1f}x",
+            )
+        )
+    return _aligned(cells)
+
+
+def race_row(drafts: str, row: Row, problems: int) -> dict[str, object]:
+    """Plain values of one race."""
+    return {
+        "method": row.method,
+        "drafts": drafts or None,
+        "accuracy": round(row.correct.value, 4),
+        "tokens_generated": row.tokens_generated,
+        "seconds_per_problem": round(row.seconds / problems, 4),
+    }
+
+
+def json_line(rows: Sequence[Row], races: Sequence[dict[str, object]] = ()) -> str:
+    """``{"rows": [...]}`` on one line, with ``"one_at_a_time"`` if there were races."""
+    found: dict[str, object] = {"rows": [row.to_dict() for row in rows]}
+    if races:
+        found["one_at_a_time"] = list(races)
+    return json.dumps(found)
+
+
+def _aligned(cells: Sequence[tuple[str, ...]]) -> str:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [
         "  ".join(
@@ -56,11 +100,6 @@ def table(rows: Sequence[Row]) -> str:
     ]
     lines.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(line.rstrip() for line in lines)
-
-
-def json_line(rows: Sequence[Row]) -> str:
-    """``{"rows": [...]}`` on one line."""
-    return json.dumps({"rows": [row.to_dict() for row in rows]})
 
 
 def _cells(row: Row, first: Row) -> tuple[str, ...]:
