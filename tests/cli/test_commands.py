@@ -70,4 +70,4 @@ def test_the_demo_runs_its_four_methods_on_the_embedded_reasoner(tmp_path, capsy
     rows = json.loads(out.splitlines()[-1])["rows"]
     assert len(rows) == 4
     assert all(row["tokens_generated"] > 0 for row in rows)
-    assert "4/4" in err
+    assert "8/8" in err
