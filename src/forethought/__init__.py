@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from forethought.decoding import (
         AutoDecodingConfig,
         DraftTargetDecodingConfig,
+        MedusaDecodingConfig,
         NGramDecodingConfig,
         PearlDecodingConfig,
         SuffixDecodingConfig,
@@ -47,6 +48,7 @@ _HOMES = {
     "LlmArgs": "config",
     "AutoDecodingConfig": "decoding",
     "DraftTargetDecodingConfig": "decoding",
+    "MedusaDecodingConfig": "decoding",
     "NGramDecodingConfig": "decoding",
     "PearlDecodingConfig": "decoding",
     "SuffixDecodingConfig": "decoding",
@@ -73,6 +75,7 @@ __all__ = [
     "GuidedDecodingParams",
     "KvCacheConfig",
     "LlmArgs",
+    "MedusaDecodingConfig",
     "NGramDecodingConfig",
     "PearlDecodingConfig",
     "RequestOutput",

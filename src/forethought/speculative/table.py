@@ -19,6 +19,7 @@ DRAFTERS = {
     "NGram": "forethought.speculative.drafters.ngram:NGramDrafter",
     "Suffix": "forethought.speculative.drafters.suffix:SuffixDrafter",
     "Draft_Target": "forethought.speculative.drafters.draft_target:DraftTargetDrafter",
+    "Medusa": "forethought.speculative.drafters.medusa:MedusaDrafter",
     "Pearl": "forethought.speculative.drafters.pearl:PearlDrafter",
     "User_Provided": "forethought.speculative.drafters.user_provided:UserProvided",
 }

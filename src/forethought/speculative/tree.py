@@ -123,6 +123,10 @@ class TreeChoices:
         place = {path: node for node, path in enumerate(self.paths)}
         return tuple(place.get(path[:-1], -1) for path in self.paths)
 
+    def truncated(self, depth: int) -> TreeChoices:
+        """The tree of the nodes no deeper than ``depth``, at least 1."""
+        return TreeChoices(tuple(path for path in self.paths if len(path) <= depth))
+
     @property
     def ranks(self) -> tuple[int, ...]:
         """Each node's rank at its parent."""

@@ -1,0 +1,285 @@
+"""Medusa's heads: weights, forward, and the layouts in which they are published.
+
+Head i guesses the token i + 2 places behind the one whose state it reads, from that state alone:
+residual blocks ``x + silu(W x + b)``, then a projection to the vocabulary (Cai et al., 2024, arXiv
+2401.10774, section 2.1.1). Twice the same network: :class:`MedusaHeads` has the weights under the
+authors' names and is what training differentiates, :class:`DraftHeads` is its forward in few
+operations. Knows nothing about trees or requests.
+
+Layouts that are read and written, for head i and block j of n:
+
+=========  ============================================  ====================  ==================
+layout     block                                         projection            beside them
+=========  ============================================  ====================  ==================
+authors'   ``{i}.{j}.linear.weight``, ``.bias``          ``{i}.{n}.weight``
+vLLM's     ``blocks.{i}.layers.{j}.weight``, ``.bias``   ``lm_heads.{i}.weight``  ``token_map``
+=========  ============================================  ====================  ==================
+
+A prefix ``medusa_head.`` or ``medusa_heads.`` is taken off; ``lm_head.weight`` alone serves all
+heads of vLLM's layout; biases may be missing; ``token_map`` holds the target's id of each row of
+the projections, or picks such rows from whole ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from forethought.model.fused.projection import projection
+from forethought.speculative.heads.checkpoint import Checkpoint, refused
+
+log = logging.getLogger(__name__)
+
+WEIGHTS = "medusa_lm_head.safetensors"
+"""The authors' file name; its older form is ``medusa_lm_head.pt``."""
+_PREFIX = re.compile(r"^(?:model\.)?medusa_heads?\.")
+
+
+@dataclass(frozen=True, slots=True)
+class MedusaShape:
+    """Sizes of a set of heads."""
+
+    hidden: int
+    vocab: int
+    """Rows of each projection."""
+    heads: int
+    blocks: int = 1
+    bias: bool = True
+
+
+class ResidualBlock(nn.Module):
+    """``x + silu(W x + b)``; new ones pass x on as it is."""
+
+    def __init__(self, hidden: int, bias: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden, hidden, bias=bias)
+        for weight in self.linear.parameters():
+            nn.init.zeros_(weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x ``[..., hidden]`` -> the same shape."""
+        return x + F.silu(self.linear(x))
+
+
+class MedusaHeads(nn.ModuleList):
+    """The heads, in float32 unless converted. Names of its tensors are the authors'.
+
+    Args:
+        shape: their sizes.
+        token_map: int64 ``[vocab]``, the target's id of each row; None: all there are.
+    """
+
+    def __init__(self, shape: MedusaShape, token_map: Tensor | None = None) -> None:
+        super().__init__(
+            nn.Sequential(
+                *(ResidualBlock(shape.hidden, shape.bias) for _ in range(shape.blocks)),
+                nn.Linear(shape.hidden, shape.vocab, bias=False),
+            )
+            for _ in range(shape.heads)
+        )
+        self.shape, self.token_map = shape, token_map
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Target's states behind the final norm ``[..., hidden]`` -> ``[..., heads, vocab]``."""
+        return torch.stack([head(states) for head in self], dim=-2)
+
+    @classmethod
+    def load(cls, directory: Path, hidden: int, vocab: int, most: int | None = None) -> MedusaHeads:
+        """Read heads of either layout.
+
+        Args:
+            directory: with ``config.json`` and weights.
+            hidden: width of the target's states.
+            vocab: the target's ids are below it.
+            most: heads to read; None: all.
+
+        Raises:
+            ModelError: a tensor is missing, unexpected or of the wrong shape.
+        """
+        stored = Checkpoint.read(directory)
+        tensors = {_PREFIX.sub("", name): tensor for name, tensor in stored.tensors.items()}
+        token_map = tensors.pop("token_map", None)
+        tensors = _authors_names(tensors, stored.config)
+        shape = _shape(tensors, stored, hidden)
+        if token_map is not None:
+            _pick_rows(tensors, token_map, shape)
+            shape = _shape(tensors, stored, hidden)
+            stored.expect_none(
+                [f"token_map {list(token_map.shape)}, not [{shape.vocab}]"]
+                if token_map.shape != (shape.vocab,) or int(token_map.max()) >= vocab
+                else [],
+                "has the wrong shape or ids for",
+            )
+        elif shape.vocab > vocab:
+            raise refused(
+                directory,
+                f"its heads have {shape.vocab} tokens, the target has {vocab}",
+                "Use heads that were trained for this target",
+            )
+        heads = cls(shape, None if token_map is None else token_map.long())
+        stored.fill(heads, tensors)
+        _compare(stored, shape)
+        if most is not None and most < shape.heads:
+            del heads[most:]
+            heads.shape = replace(shape, heads=most)
+        elif most is not None and most > shape.heads:
+            log.warning("%s holds %d heads, not the %d asked for", directory, shape.heads, most)
+        return heads
+
+    def save(
+        self,
+        directory: Path,
+        layout: Literal["authors", "vllm"] = "authors",
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write ``config.json`` and weights.
+
+        Args:
+            directory: made if it is not there.
+            layout: whose names; the authors' have no place for a ``token_map``.
+            config: more for ``config.json``.
+        """
+        assert layout == "vllm" or self.token_map is None
+        tensors, shape = self.state_dict(), self.shape
+        if layout == "authors":
+            written: dict[str, Any] = {"medusa_num_heads": len(self), "medusa_num_layers": shape.blocks}
+        else:
+            tensors = {_vllm_name(name, shape.blocks): tensor for name, tensor in tensors.items()}
+            written = {
+                "model_type": "medusa",
+                "architectures": ["MedusaModel"],
+                "hidden_size": shape.hidden,
+                "vocab_size": shape.vocab,
+                "num_heads": len(self),
+                "num_hidden_layers": shape.blocks,
+                "medusa_fc_bias": shape.bias,
+                "truncated_vocab_size": shape.vocab,
+            }
+            if self.token_map is not None:
+                tensors["token_map"] = self.token_map
+                written["vocab_size"] = int(self.token_map.max()) + 1
+        Checkpoint(directory, {**written, **(config or {})}, tensors).write()
+        if layout == "authors":
+            os.replace(directory / "model.safetensors", directory / WEIGHTS)
+
+
+class DraftHeads:
+    """The forward of some heads, for drafting.
+
+    Args:
+        heads: whose weights are taken.
+        dtype, device: of weights and states.
+    """
+
+    def __init__(self, heads: MedusaHeads, dtype: torch.dtype, device: torch.device) -> None:
+        def placed(weight: Tensor | None) -> Tensor | None:
+            return None if weight is None else weight.detach().to(device, dtype)
+
+        self.token_map = None if heads.token_map is None else heads.token_map.to(device)
+        self._blocks, self._first = [], None
+        blocks = [[block.linear for block in list(head)[:-1]] for head in heads]
+        self._count = len(blocks)
+        if blocks[0]:  # the first blocks read the same state: one product
+            first = [linears[0] for linears in blocks]
+            weight = placed(torch.cat([linear.weight for linear in first]))
+            biases = [linear.bias for linear in first if linear.bias is not None]
+            assert weight is not None
+            self._first = projection(weight, placed(torch.cat(biases) if biases else None))
+        with torch.inference_mode():
+            self._blocks = [
+                [projection(placed(each.weight), placed(each.bias)) for each in linears[1:]]
+                for linears in blocks
+            ]
+            self._out = [projection(placed(head[-1].weight)) for head in heads]
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __call__(self, states: Tensor, count: int) -> Tensor:
+        """The first ``count`` heads: states ``[N, hidden]`` -> logits ``[count, N, vocab]``."""
+        grown = [states] * count
+        if self._first is not None:
+            mixed = F.silu(self._first(states)).view(len(states), self._count, -1)
+            grown = list((mixed + states.unsqueeze(1))[:, :count].unbind(1))
+        for head, blocks in enumerate(self._blocks[:count]):
+            for block in blocks:
+                grown[head] = grown[head] + F.silu(block(grown[head]))
+        return torch.stack(
+            [out(x.contiguous()) for out, x in zip(self._out[:count], grown, strict=True)]
+        )
+
+
+def _authors_names(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Tensors of either layout under the authors' names; what is in neither keeps its own."""
+    if not any(name.startswith(("blocks.", "lm_head")) for name in tensors):
+        return dict(tensors)
+    blocks = _count(tensors, r"blocks\.\d+\.layers\.(\d+)\.")
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        match = re.fullmatch(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)", name)
+        last = re.fullmatch(r"lm_heads\.(\d+)\.weight", name)
+        if match:
+            found["{}.{}.linear.{}".format(*match.groups())] = tensor
+        elif last:
+            found[f"{last[1]}.{blocks}.weight"] = tensor
+        else:
+            found[name] = tensor
+    shared = found.pop("lm_head.weight", None)
+    if shared is None and config.get("original_lm_head"):
+        shared = found.get(f"0.{blocks}.weight")
+    if shared is not None:
+        for head in range(_count(tensors, r"blocks\.(\d+)\.")):
+            found.setdefault(f"{head}.{blocks}.weight", shared)
+    return found
+
+
+def _vllm_name(name: str, blocks: int) -> str:
+    head, block, *rest = name.split(".")
+    if int(block) == blocks:
+        return f"lm_heads.{head}.weight"
+    return f"blocks.{head}.layers.{block}.{rest[-1]}"
+
+
+def _shape(tensors: Mapping[str, Tensor], stored: Checkpoint, hidden: int) -> MedusaShape:
+    """What the tensors say; if they say nothing at all, what is missing."""
+    heads = _count(tensors, r"(\d+)\.\d+\.")
+    blocks = _count(tensors, r"\d+\.(\d+)\.linear\.")
+    last = tensors.get(f"0.{blocks}.weight")
+    if last is None or last.ndim != 2:
+        stored.expect_none([f"0.{blocks}.weight (lm_heads.0.weight)"], "lacks")
+    assert last is not None
+    bias = any(name.endswith(".bias") for name in tensors)
+    return MedusaShape(hidden, len(last), heads, blocks, bias)
+
+
+def _pick_rows(tensors: dict[str, Tensor], token_map: Tensor, shape: MedusaShape) -> None:
+    """Keep of whole projections the rows that the map names."""
+    for head in range(shape.heads):
+        name = f"{head}.{shape.blocks}.weight"
+        if name in tensors and len(tensors[name]) > len(token_map):
+            tensors[name] = tensors[name][token_map.long()]
+
+
+def _compare(stored: Checkpoint, shape: MedusaShape) -> None:
+    """Published configs are often wrong about the number of heads: the tensors decide."""
+    said = stored.config.get("medusa_num_heads", stored.config.get("num_heads", shape.heads))
+    if said != shape.heads:
+        log.warning(
+            "%s: config.json says %s heads, its tensors are those of %d",
+            *(stored.directory, said, shape.heads),
+        )
+
+
+def _count(names: Iterable[str], pattern: str) -> int:
+    """One more than the largest number that the pattern finds at the beginning of a name."""
+    found = [int(match[1]) for name in names if (match := re.match(pattern, name))]
+    return max(found, default=-1) + 1
