@@ -320,7 +320,7 @@ def test_a_random_draft_in_the_batch_leaves_greedy_and_point_requests_as_they_ar
 @pytest.mark.parametrize("kind", KINDS)
 def test_logprobs_are_those_of_the_models_own_law_where_each_token_was_decided(kind):
     logits = 0.3 * torch.randn(4, 3, generator=torch.Generator().manual_seed(2))
-    params = SamplingParams(logprobs=1, temperature=0.9, logit_bias={2: 0.5})
+    params = SamplingParams(logprobs=1, temperature=0.9, logit_bias={0: 0.5})
     q = None if kind is DraftKind.POINT else torch.full((3, 3), 1 / 3)
     draft = Draft([2, 1, 2], (-1, -1, 0), kind, q)
     lengths = set()
