@@ -1,0 +1,112 @@
+"""What a published head's directory holds: a config and tensors, read whole or refused by name.
+
+Knows nothing about what the tensors are for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from forethought.errors import ModelError
+
+_FORMATS = ("*.safetensors", "pytorch_model*.bin", "*.pt")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A head as it lies on disk.
+
+    Attributes:
+        directory: where it was read.
+        config: what its ``config.json`` says.
+        tensors: on the host, under the names that its author gave them.
+    """
+
+    directory: Path
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    @classmethod
+    def read(cls, directory: Path) -> Checkpoint:
+        """Read ``config.json`` and all weights: safetensors, or else ``pytorch_model*.bin``.
+
+        Raises:
+            ModelError: one of them is missing or broken.
+        """
+        if not directory.is_dir():
+            raise ModelError(
+                f"no head at {directory}",
+                "there is no such directory",
+                "Give the path of a local directory; nothing is downloaded",
+            )
+        try:
+            config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+            files = next(found for form in _FORMATS if (found := sorted(directory.glob(form))))
+            tensors: dict[str, Tensor] = {}
+            for file in files:
+                tensors |= _load(file)
+        except StopIteration:
+            raise refused(directory, f"it has no weights ({', '.join(_FORMATS)})") from None
+        except Exception as error:  # json, torch and safetensors raise anything
+            raise refused(directory, str(error).split("\n")[0]) from error
+        return cls(directory, config, tensors)
+
+    def write(self) -> None:
+        """Create the directory with ``config.json`` and ``model.safetensors``."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(self.config, indent=2) + "\n"
+        (self.directory / "config.json").write_text(text, encoding="utf-8")
+        weights = self.directory / "model.safetensors"
+        draft = weights.with_suffix(".tmp")
+        kept = {name: x.detach().cpu().contiguous() for name, x in self.tensors.items()}
+        save_file(kept, draft, metadata={"format": "pt"})
+        os.replace(draft, weights)
+        weights.chmod(0o644)
+
+    def fill(self, module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+        """Copy ``tensors``, which carry the module's own names, into it: all of them, into all.
+
+        Raises:
+            ModelError: one is missing, unexpected, or of another shape.
+        """
+        own = module.state_dict()
+        self.expect_none(set(own) - set(tensors), "lacks")
+        self.expect_none(set(tensors) - set(own), "has unexpected")
+        shapes = [
+            f"{name} {list(tensors[name].shape)}, not {list(own[name].shape)}"
+            for name in own
+            if tensors[name].shape != own[name].shape
+        ]
+        self.expect_none(shapes, "has the wrong shape for")
+        module.load_state_dict(dict(tensors))
+
+    def expect_none(self, names: Collection[str], trouble: str) -> None:
+        """Refuse the checkpoint if there are ``names``."""
+        if names:
+            first = sorted(names)[:3]
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise refused(self.directory, f"its checkpoint {trouble} {', '.join(first)}{more}")
+
+
+def refused(directory: Path, why: str, fix: str = "") -> ModelError:
+    """The error that says why a head cannot be loaded."""
+    return ModelError(
+        f"cannot load the head in {directory}", why, fix or "Check that the directory is complete"
+    )
+
+
+def _load(file: Path) -> dict[str, Tensor]:
+    if file.suffix == ".safetensors":
+        loaded: dict[str, Tensor] = load_file(file)
+        return loaded
+    stored: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
+    return stored
