@@ -29,6 +29,7 @@ COMMANDS = {
     "demo": "compare four methods on the embedded reasoner",
     "eval": "compare methods on your own model and problems",
     "bench": "measure what speeds up decoding on this machine",
+    "train": "train a drafter for your own model",
 }
 """Subcommand -> what it does; ``forethought.cli.<subcommand>`` has ``configure`` and ``run``."""
 

@@ -78,7 +78,7 @@ class Teacher:
     @property
     def hidden_size(self) -> int:
         """Width of its states."""
-        return int(self.lm.config.get_text_config(decoder=True).hidden_size)
+        return self.lm.hidden_size
 
     def observe(
         self, texts: Sequence[Sequence[int]], places: Sequence[int], width: int = 8

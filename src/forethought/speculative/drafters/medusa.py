@@ -58,7 +58,7 @@ class MedusaDrafter(Drafter):
         assert config.speculative_model is not None
         assert config.medusa_choices is not None
         lm, storage = target.runner.lm, target.runner.storage
-        hidden = lm.config.get_text_config(decoder=True).hidden_size
+        hidden = lm.hidden_size
         heads = MedusaHeads.load(
             config.speculative_model, hidden, lm.vocab_size, config.num_medusa_heads
         )

@@ -1,0 +1,107 @@
+"""Train a drafter for your own model: texts in, a drafter out that generate and bench load.
+
+forethought train medusa --target DIR --self-distill prompts.txt --out runs/medusa: the model
+answers the prompts itself, and the drafter learns what it says. With --data the texts are given.
+Some of the prompts are held out, and now and then the drafter is tried on them: acceptance_length
+is the number of tokens per step that it makes of decoding. Interrupt it at any time; the same
+command goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forethought.cli import config_file
+from forethought.errors import DependencyError, ParameterError
+
+if TYPE_CHECKING:
+    from forethought.training.run import Source
+
+KINDS = ("medusa",)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("kind", choices=KINDS, help="what to train")
+    parser.add_argument(
+        "--target",
+        type=Path,
+        metavar="DIR",
+        help="local Hugging Face directory of the model to draft for (default: the embedded "
+        "reasoner)",
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        metavar="FILE.jsonl",
+        help="texts to learn from, one object per line: prompt and response, messages, or "
+        "token_ids and prompt_length",
+    )
+    parser.add_argument(
+        "--self-distill",
+        type=Path,
+        metavar="PROMPTS",
+        help="prompts that the model answers itself, one per line: text, or objects as for --data",
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="for texts, checkpoint and drafter"
+    )
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="YAML with any settings of the recipe"
+    )
+    parser.add_argument("--steps", type=int, metavar="N", help="of training")
+    parser.add_argument("--seed", type=int, metavar="S", help="of weights and order (default: 0)")
+    parser.add_argument("--held-out", type=int, default=32, metavar="N", help="prompts to try on")
+    parser.add_argument("--dtype", default="auto", help="of the target's weights")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, ...")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train."""
+    if (args.data is None) == (args.self_distill is None):
+        raise ParameterError(
+            "forethought train needs texts",
+            "give either --data or --self-distill",
+            "With --self-distill the model writes them",
+        )
+    fields = config_file.load(args.config) if args.config is not None else {}
+    fields |= {
+        name: value for name in ("steps", "seed") if (value := getattr(args, name)) is not None
+    }
+    try:
+        from forethought.training.run import TrainingRun
+    except ModuleNotFoundError as error:
+        raise DependencyError.missing(error.name or "torch", "training", "local") from error
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
+    training = TrainingRun(
+        args.kind, fields, args.out, target=args.target, dtype=args.dtype, device=args.device
+    )
+    found = training(_source(args), args.held_out)
+    _report(args, training.drafter, found)
+    return 0
+
+
+def _source(args: argparse.Namespace) -> Source:
+    from forethought.training.run import Source
+
+    return Source(data=args.data, prompts=args.self_distill)
+
+
+def _report(args: argparse.Namespace, drafter: Path, found: dict[str, float]) -> None:
+    if args.json:
+        report: dict[str, Any] = {"kind": args.kind, "drafter": str(drafter), **found}
+        print(json.dumps({name: _round(value) for name, value in report.items()}))
+        return
+    print(f"{drafter}: {found['acceptance_length']:.2f} tokens per step on held-out prompts")
+    model = f" --model {args.target}" if args.target is not None else ""
+    print(f'forethought generate "..."{model} --speculative {args.kind} --draft-model {drafter}')
+
+
+def _round(value: Any) -> Any:
+    return round(value, 4) if isinstance(value, float) else value

@@ -1,0 +1,133 @@
+"""Medusa-1: heads learn beside a target that stays as it is.
+
+Cai et al., 2024 (arXiv 2401.10774), section 2.2.1: at each place, head k (from 0) learns the token
+k + 2 places further on, from the target's state behind its final norm; the loss is the sum over
+the heads of ``decay ** k`` times their cross entropy. Knows nothing about trees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from forethought.decoding import MedusaDecodingConfig
+from forethought.model.taps import FINAL
+from forethought.speculative.heads.medusa import MedusaHeads, MedusaShape
+from forethought.training.lesson import Lesson, Lessons
+from forethought.training.teacher import Teacher
+from forethought.training.text import Text
+from forethought.training.trainer import ParameterGroup, TrainingSettings
+
+
+class MedusaSettings(TrainingSettings):
+    """The loop's, and these."""
+
+    num_heads: int = Field(default=4, ge=1)
+    num_layers: int = Field(default=1, ge=0)
+    """Residual blocks of each head."""
+    decay: float = Field(default=0.8, gt=0.0, le=1.0)
+    """Weight of a head's loss relative to that of the head before it."""
+    labels: Literal["tokens", "laws"] = "laws"
+    """Learn the tokens that stand there, as published, or the target's law of each of them, which
+    says more about it."""
+
+
+class MedusaRecipe:
+    """Heads for a target.
+
+    Args:
+        settings: sizes and weights of the losses.
+        lessons: with the states behind the final norm.
+        module: the heads, in float32, on the target's device.
+        target: name of the target, for the heads' ``config.json``.
+    """
+
+    Settings = MedusaSettings
+
+    def __init__(
+        self, settings: MedusaSettings, lessons: Lessons, module: MedusaHeads, target: str
+    ) -> None:
+        self._settings, self._lessons, self._target = settings, lessons, target
+        self.module = module
+
+    @classmethod
+    def build(
+        cls, settings: MedusaSettings, texts: Sequence[Text], teacher: Teacher
+    ) -> MedusaRecipe:
+        """New heads, each of which says what the target itself says."""
+        shape = MedusaShape(
+            hidden=teacher.hidden_size,
+            vocab=teacher.lm.vocab_size,
+            heads=settings.num_heads,
+            blocks=settings.num_layers,
+        )
+        heads = MedusaHeads(shape).to(teacher.lm.device)
+        weight = projection_of(teacher)
+        for head in heads:
+            head[-1].weight.data.copy_(weight)
+        lessons = Lessons(texts, teacher, [FINAL], tokens=settings.batch_tokens, seed=settings.seed)
+        return cls(settings, lessons, heads, teacher.directory.name)
+
+    @staticmethod
+    def decoding(directory: Path) -> MedusaDecodingConfig:
+        """See ``recipes.table``."""
+        return MedusaDecodingConfig(speculative_model=directory)
+
+    def groups(self) -> list[ParameterGroup]:
+        """All weights of the heads."""
+        return [ParameterGroup(list(self.module.parameters()))]
+
+    def batch(self, step: int) -> Lesson:
+        """See :class:`~forethought.training.trainer.Recipe`."""
+        return self._lessons(step)
+
+    def loss(self, batch: Lesson) -> Tensor:
+        """Mean cross entropy of each head in nats, weighted, summed."""
+        states = batch.states[FINAL].float()  # [R, W, hidden]
+        losses = [
+            self._settings.decay**number * head_loss(head, states, batch, number + 2, self._labels)
+            for number, head in enumerate(self.module)
+        ]
+        return torch.stack(losses).sum()
+
+    @property
+    def _labels(self) -> str:
+        return self._settings.labels
+
+    def save(self, directory: Path) -> None:
+        """In the authors' layout."""
+        self.module.save(directory, config={"base_model_name_or_path": self._target})
+
+
+def head_loss(head: nn.Module, states: Tensor, batch: Lesson, ahead: int, labels: str) -> Tensor:
+    """Mean cross entropy of one head over the places whose label the target has chosen.
+
+    Args:
+        head: states ``[N, hidden]`` -> logits ``[N, vocab]``.
+        states: float32 ``[R, W, hidden]``.
+        batch: R texts.
+        ahead: how many places further on the label stands.
+        labels: see ``MedusaSettings``.
+    """
+    wanted = batch.taught[:, ahead:]  # [R, W - ahead]
+    logits = head(states[:, : wanted.shape[1]][wanted]).float()  # [N, vocab]
+    if not len(logits):  # every answer is shorter than this head looks ahead
+        return logits.sum()
+    if labels == "tokens":
+        return nn.functional.cross_entropy(logits, batch.tokens[:, ahead:][wanted])
+    choices = batch.choices[:, ahead - 1 : -1][wanted]  # [N, K]
+    probs = batch.probs[:, ahead - 1 : -1][wanted]
+    surprise = logits.logsumexp(-1, keepdim=True) - logits.gather(-1, choices)
+    return (probs * surprise).sum() / probs.sum()
+
+
+def projection_of(teacher: Teacher) -> Tensor:
+    """The target's own projection, float32 ``[vocab, hidden]``, whatever layout it is kept in."""
+    unit = torch.eye(teacher.hidden_size, dtype=teacher.lm.dtype, device=teacher.lm.device)
+    bias = teacher.lm.unembed(torch.zeros_like(unit[:1]))
+    return (teacher.lm.unembed(unit) - bias).T.float().clone()
