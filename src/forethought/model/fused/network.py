@@ -75,21 +75,35 @@ class FusedNetwork:
 
     def __call__(self, batch: Batch, forward_pass: ForwardPass) -> Tensor:
         """Logits ``[R, vocab]`` in the model's dtype."""
-        x = self.embed(batch.token_ids)
-        cos, sin = self.rotary[batch.positions].unbind(1)
         size = len(self.layers)
         narrow = forward_pass.taps.isdisjoint((size, FINAL))
-        for index, layer in enumerate(self.layers):
-            forward_pass.tap(index, x)
-            mixed = self._attend(index, layer, x, (cos, sin), forward_pass)
-            if narrow and index == size - 1:  # what follows concerns each token alone
-                mixed, x = mixed[batch.logit_index], x[batch.logit_index]
-            x = layer.out.plus(mixed, x)
-            x = layer.down.plus(layer.gate(layer.feed_norm(x)), x)
+        x = self.decode(self.embed(batch.token_ids), forward_pass, narrow)
         forward_pass.tap(size, x)
         x = self.norm(x)
         forward_pass.tap(FINAL, x)
         return self.head(x if narrow else x[batch.logit_index])
+
+    def decode(self, x: Tensor, forward_pass: ForwardPass, narrow: bool) -> Tensor:
+        """Through the layers.
+
+        Args:
+            x: ``[T, hidden]``, what enters the first one.
+            forward_pass: over the batch of the T tokens.
+            narrow: only the tokens whose logits are wanted have to leave the last one.
+
+        Returns:
+            What leaves the last one: ``[R, hidden]`` if narrow, else ``[T, hidden]``.
+        """
+        batch = forward_pass.batch
+        cos, sin = self.rotary[batch.positions].unbind(1)
+        for index, layer in enumerate(self.layers):
+            forward_pass.tap(index, x)
+            mixed = self._attend(index, layer, x, (cos, sin), forward_pass)
+            if narrow and index == len(self.layers) - 1:  # what follows concerns each token alone
+                mixed, x = mixed[batch.logit_index], x[batch.logit_index]
+            x = layer.out.plus(mixed, x)
+            x = layer.down.plus(layer.gate(layer.feed_norm(x)), x)
+        return x
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """int64 ``[...]`` -> ``[..., hidden]``."""
