@@ -52,12 +52,14 @@ test: lint
 
 bench: $(setup)
 	@$(PY) -m benchmarks.generate_vs_transformers
+	@$(PY) -m benchmarks.speculation_vs_transformers
 	@$(PY) -m benchmarks.step_overhead
 
 gpu: $(setup)
 	@$(PY) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("torch finds no CUDA device on this machine: nothing was run")'
 	@$(PY) -m pytest -m gpu
 	@$(PY) -m benchmarks.generate_vs_transformers
+	@$(PY) -m benchmarks.speculation_vs_transformers
 	@$(PY) -m benchmarks.step_overhead
 
 reasoner: $(setup)
