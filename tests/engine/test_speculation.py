@@ -440,3 +440,36 @@ def test_what_drafters_store_is_part_of_the_memory_of_the_cache(kind: Any) -> No
     both = resolve.build(LlmArgs.from_dict({**memory, "speculative_config": config}), tiny("llama"))
     assert both.pool.num_pages == alone.pool.num_pages // 2
     assert run(both, 2) == list(plain().values())[:2]
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "mistral",
+        "qwen3",
+        "qwen3_moe",
+        "gemma2",
+        "gemma3",
+        "phi3",
+        "olmo2",
+        "glm4",
+        "gpt_oss",
+        "deepseek_v3",
+        "granite",
+        "cohere2",
+        "gpt2",
+    ],
+)
+def test_trees_are_exact_for_every_kind_of_attention(architecture: str) -> None:
+    texts = PROMPTS[:4]
+    answers = greedy(tiny(architecture), texts, 24)
+    known = {tuple(text): answer for text, answer in zip(texts, answers, strict=True)}
+    bush = drafters.bush(known, 3)
+    machine = engine(
+        architecture, pages=128, page_size=3, speculative=[provided(bush, 4, 12)], max_num_tokens=40
+    )
+    sequences = [machine.add(text, GREEDY.replace(max_tokens=24))[0] for text in texts]
+    drain(machine)
+    assert outputs(sequences) == answers
+    assert machine.stats.accepted > 40
+    expect_empty(machine)
