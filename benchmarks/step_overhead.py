@@ -2,7 +2,9 @@
 
     python -m benchmarks.step_overhead --model DIR --batch 16 --tokens 100
 
-Prints a table and, last, one JSON line. The network's share is measured by the engine itself.
+Each law is measured without drafts and with drafts of four tokens per sequence, all of them wrong,
+so that every step verifies sixteen times five tokens and keeps one. Prints a table and, last, one
+JSON line. The shares of network and drafter are measured by the engine itself.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ import platform
 import statistics
 from typing import Any
 
-from forethought import LLM, SamplingParams
+from forethought import LLM, Drafter, SamplingParams, SpeculationParams, UserProvidedDecodingConfig
 
+NODES = 4
 LAWS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 0.8},
@@ -22,17 +25,29 @@ LAWS: dict[str, dict[str, Any]] = {
 }
 
 
-def measure(llm: LLM, law: dict[str, Any], batch: int, tokens: int) -> tuple[float, float]:
-    """Milliseconds per step inside and outside the network."""
-    params = SamplingParams(max_tokens=tokens, ignore_eos=True, seed=0, **law)
+class Wrong(Drafter):
+    """Proposes what is hardly ever said."""
+
+    def prepare_draft_tokens(self, scheduled_requests: Any, resource_manager: Any = None) -> None:
+        for request in scheduled_requests.generation_requests:
+            request.py_draft_tokens = [3] * NODES
+
+
+def measure(
+    llm: LLM, law: dict[str, Any], drafts: bool, batch: int, tokens: int
+) -> tuple[float, float]:
+    """Milliseconds per step inside the network, and outside of network and drafter."""
+    wish = SpeculationParams(enabled=drafts)
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True, seed=0, speculation=wish, **law)
     prompts = [[5 + row] * 32 for row in range(batch)]
     before = llm.stats
     llm.generate(prompts, params)
     after = llm.stats
     steps = after.steps - before.steps
     inside = (after.forward_seconds - before.forward_seconds) / steps
+    drafting = (after.draft_seconds - before.draft_seconds) / steps
     whole = (after.step_seconds - before.step_seconds) / steps
-    return inside * 1e3, (whole - inside) * 1e3
+    return inside * 1e3, (whole - inside - drafting) * 1e3
 
 
 def main() -> None:
@@ -42,17 +57,28 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    llm = LLM(args.model, max_batch_size=args.batch)
+    config = UserProvidedDecodingConfig(max_draft_len=NODES, drafter=Wrong())
+    llm = LLM(args.model, max_batch_size=args.batch, speculative_config=config)
+    cases = [(name, drafts) for name in LAWS for drafts in (False, True)]
     rows = []
     rounds = [
-        {name: measure(llm, law, args.batch, args.tokens) for name, law in LAWS.items()}
+        {case: measure(llm, LAWS[case[0]], case[1], args.batch, args.tokens) for case in cases}
         for _ in range(args.rounds + 1)
     ][1:]  # the first one warms up
-    print(f"{'law':<10}{'network ms':>12}{'outside ms':>12}   median of {args.rounds} rounds")
-    for name in LAWS:
-        inside, outside = (statistics.median(each[name][i] for each in rounds) for i in (0, 1))
-        print(f"{name:<10}{inside:>12.2f}{outside:>12.2f}")
-        rows.append({"law": name, "network_ms": round(inside, 3), "outside_ms": round(outside, 3)})
+    print(f"{'law':<10}{'drafted':>8}{'network ms':>12}{'outside ms':>12}   ", end="")
+    print(f"median of {args.rounds} rounds")
+    for case in cases:
+        inside, outside = (statistics.median(each[case][i] for each in rounds) for i in (0, 1))
+        drafted = NODES * case[1]
+        print(f"{case[0]:<10}{drafted:>8}{inside:>12.2f}{outside:>12.2f}")
+        rows.append(
+            {
+                "law": case[0],
+                "drafted": drafted,
+                "network_ms": round(inside, 3),
+                "outside_ms": round(outside, 3),
+            }
+        )
     print(
         json.dumps(
             {
