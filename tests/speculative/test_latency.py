@@ -1,0 +1,143 @@
+import numpy as np
+import pytest
+
+from forethought.speculative.forward_latency import ForwardLatency
+from forethought.speculative.latency import FIRST, LinearLatency
+
+TRUE = np.array([0.01, 2e-4, 1e-7])
+
+
+def sizes(rng):
+    rows = int(rng.integers(1, 64))
+    return np.array([1.0, rows * int(rng.integers(1, 6)), rows * int(rng.integers(50, 2000))])
+
+
+def fitted(observations, seed=0, noise=0.0, hiccups=0.0, true=TRUE):
+    rng = np.random.default_rng(seed)
+    model = LinearLatency((0.8, 0.1, 0.1))
+    for _ in range(observations):
+        terms = sizes(rng)
+        factor = float(np.exp(rng.normal(0.0, noise)))
+        factor *= rng.uniform(5.0, 50.0) if rng.random() < hiccups else 1.0
+        model.observe(terms, float(true @ terms) * factor)
+    return model
+
+
+def error(model, true=TRUE):
+    """Largest relative error over sizes that it may be asked about."""
+    rng = np.random.default_rng(99)
+    terms = [sizes(rng) for _ in range(50)]
+    return max(abs(model.predict(each) / float(true @ each) - 1.0) for each in terms)
+
+
+def test_it_predicts_nothing_before_the_first_observations():
+    assert not fitted(FIRST - 1).ready
+    assert fitted(FIRST - 1).predict((1.0, 1.0, 1.0)) == 0.0
+    assert fitted(FIRST).ready
+
+
+def test_it_finds_the_coefficients_of_a_machine_without_noise():
+    assert fitted(600).coefficients == pytest.approx(TRUE, rel=0.02)
+
+
+def test_noise_and_hiccups_do_not_move_it():
+    assert error(fitted(600, noise=0.03)) < 0.05
+    assert error(fitted(600, noise=0.03, hiccups=0.05)) < 0.08
+
+
+def test_a_model_that_believed_hiccups_would_fail_that_test():
+    rng = np.random.default_rng(0)
+    terms = np.array([sizes(rng) for _ in range(600)])
+    factors = np.where(rng.random(600) < 0.05, rng.uniform(5.0, 50.0, 600), 1.0)
+    naive, *_ = np.linalg.lstsq(terms, terms @ TRUE * factors, rcond=None)
+    assert abs(naive @ [1.0, 64.0, 6400.0] / (TRUE @ [1.0, 64.0, 6400.0]) - 1.0) > 0.3
+
+
+@pytest.mark.parametrize("slow", [0, 1], ids=["first", "second"])
+def test_a_slow_first_step_is_outvoted(slow):
+    model = LinearLatency((0.8, 0.1, 0.1))
+    for number in range(FIRST):
+        model.observe((1.0, 8.0, 800.0), 1.0 if number == slow else 0.01)
+    assert model.predict((1.0, 8.0, 800.0)) == pytest.approx(0.01, rel=0.2)
+
+
+def test_coefficients_are_never_negative():
+    rng = np.random.default_rng(3)
+    model = LinearLatency((0.8, 0.1, 0.1))
+    for _ in range(400):  # noise alone would give tokens and context either sign
+        model.observe(sizes(rng), 0.02 * float(np.exp(rng.normal(0.0, 0.1))))
+        assert (model.coefficients >= 0.0).all()
+    assert model.predict((1.0, 32.0, 3200.0)) == pytest.approx(0.02, rel=0.1)
+
+
+def test_it_follows_a_machine_that_becomes_slower():
+    rng = np.random.default_rng(0)
+    model = fitted(300)
+    for _ in range(600):
+        terms = sizes(rng)
+        model.observe(terms, 2.0 * float(TRUE @ terms))
+    assert error(model, 2.0 * TRUE) < 0.05
+
+
+def test_many_steps_of_one_kind_do_not_wipe_out_the_others():
+    model = fitted(300)
+    before = model.predict((1.0, 64.0, 64000.0))
+    for _ in range(5000):
+        model.observe((1.0, 4.0, 400.0), float(TRUE @ [1.0, 4.0, 400.0]))
+    assert model.predict((1.0, 64.0, 64000.0)) == pytest.approx(before, rel=0.05)
+
+
+def test_hiccups_are_clipped_from_what_it_returns():
+    model = fitted(200, noise=0.02)
+    terms = (1.0, 32.0, 3200.0)
+    usual = float(TRUE @ terms)
+    assert model.observe(terms, usual) == pytest.approx(usual, rel=0.02)
+    assert model.observe(terms, 20 * usual) < 1.2 * usual
+
+
+def bent(tokens):
+    """Flat up to 32 tokens, then steep."""
+    return 0.01 + 5e-4 * max(tokens - 32, 0)
+
+
+def test_measured_sizes_outweigh_the_line_through_them():
+    model, rng = ForwardLatency(), np.random.default_rng(0)
+    tried = [8, 32, 64, 128]
+    for _ in range(400):
+        tokens = int(rng.choice(tried))
+        model.observe(tokens, 1000, bent(tokens) * float(np.exp(rng.normal(0.0, 0.02))))
+    for tokens in tried:
+        assert model.predict(tokens, 1000) == pytest.approx(bent(tokens), rel=0.05)
+    line = model.linear.predict((1.0, 32.0, 1000.0))
+    assert abs(line / bent(32) - 1.0) > 0.2  # which the line alone misses
+
+
+def test_between_measured_sizes_it_lies_between_them():
+    model = ForwardLatency()
+    for _ in range(50):
+        for tokens in (8, 32, 64, 128):
+            model.observe(tokens, 1000, bent(tokens))
+    assert bent(64) < model.predict(96, 1000) < bent(128)
+    assert model.predict(96, 1000) == pytest.approx(bent(96), rel=0.1)
+
+
+def test_old_measurements_give_way_to_the_line():
+    model = ForwardLatency()
+    for _ in range(20):
+        model.observe(64, 1000, 0.02)
+        model.observe(8, 1000, 0.01)
+    for _ in range(3000):  # the machine is twice as fast now; 64 tokens were not tried again
+        model.observe(8, 1000, 0.005)
+    assert model.predict(64, 1000) == pytest.approx(
+        model.linear.predict((1.0, 64.0, 1000.0)), rel=0.01
+    )
+
+
+def test_many_predictions_are_the_single_ones():
+    model, rng = ForwardLatency(), np.random.default_rng(1)
+    for _ in range(100):
+        tokens = int(rng.integers(1, 300))
+        model.observe(tokens, 50 * tokens, bent(tokens))
+    tokens = np.arange(1.0, 400.0)
+    one_by_one = [model.predict(each, 4000.0) for each in tokens]
+    assert model.predict_many(tokens, 4000.0) == pytest.approx(one_by_one, rel=1e-9)
