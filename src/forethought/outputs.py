@@ -85,6 +85,9 @@ class SpeculationMetrics:
     """Entry k: steps in which at least k + 1 tokens in a row were accepted."""
     synthetic: bool = False
     """Acceptance was made up (``synthetic_acceptance``): the tokens mean nothing."""
+    lossy: bool = False
+    """Drafts were accepted by another rule than the exact one, which was asked for: the tokens do
+    not have the law of plain decoding."""
 
     @property
     def mean_acceptance_length(self) -> float | None:
@@ -112,6 +115,7 @@ class SpeculationMetrics:
             self.accepted + other.accepted,
             [a + b for a, b in itertools.zip_longest(mine, others, fillvalue=0)],
             self.synthetic or other.synthetic,
+            self.lossy or other.lossy,
         )
 
     def to_dict(self) -> dict[str, Any]:

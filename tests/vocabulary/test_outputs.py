@@ -40,6 +40,7 @@ def test_plain_values_hold_the_mean_acceptance_length() -> None:
         "accepted": 5,
         "accepted_by_position": [3, 2],
         "synthetic": False,
+        "lossy": False,
         "mean_acceptance_length": 2.667,
     }
     assert SpeculationMetrics().to_dict()["mean_acceptance_length"] is None

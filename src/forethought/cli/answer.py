@@ -51,6 +51,8 @@ class Answer:
             line += f", {self.metrics.mean_acceptance_length:.1f} tokens per step"
         if self.metrics.synthetic:
             line += " (acceptance made up)"
+        elif self.metrics.lossy:
+            line += " (lossy)"
         return f"{line}, finished by {self.output.finish_reason}"
 
     def to_dict(self) -> dict[str, Any]:

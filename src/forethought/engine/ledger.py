@@ -38,7 +38,11 @@ class Ledger:
     def count_draft(self, row: PlannedRow, accepted: int) -> None:
         """A decode was verified, and this many tokens of its draft were accepted."""
         size = len(row.draft)
-        row.sequence.metrics.record(size, accepted)
+        metrics = row.sequence.metrics
+        metrics.record(size, accepted)
+        if row.rule is not None:
+            metrics.lossy = True
+            metrics.synthetic |= row.rule.synthetic
         self._stats.drafted += size
         self._stats.accepted += accepted
 

@@ -58,6 +58,8 @@ def judge(plan: Plan, logits: Tensor, eos_ids: frozenset[int]) -> list[Outcome]:
                     seed=sequence.seed,
                     stream=sequence.index,
                     position=len(sequence.tokens),
+                    past=sequence.tokens,
+                    rule=row.rule if sequence is row.sequence else None,
                 )
             )
         begin = root + 1 + len(row.draft)

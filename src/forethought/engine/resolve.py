@@ -21,6 +21,7 @@ from forethought.model.processors import check_threads
 from forethought.model.runner import Runner
 from forethought.speculative import table
 from forethought.speculative.length import length_policy
+from forethought.speculative.rule import rule_of
 from forethought.speculative.table import Target
 
 log = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ def equip(config: DecodingBaseConfig, target: Target, batch_size: int) -> Equipp
         policy=length_policy(config, drafter.nodes),
         max_draft_len=config.max_draft_len,
         resource_manager=getattr(config, "resource_manager", None),
-        synthetic_acceptance=config.synthetic_acceptance,
+        rule=rule_of(config),
     )
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from forethought.engine import kinship
 from forethought.engine.sequence import Sequence, Status
@@ -24,6 +25,9 @@ from forethought.kv.prefix import PrefixIndex
 from forethought.kv.table import PageCopy
 from forethought.outputs import FinishReason
 from forethought.speculative.draft import NO_DRAFT, Draft
+
+if TYPE_CHECKING:
+    from forethought.speculative.rule import AcceptanceRule
 
 Wishes = Callable[[List[Sequence]], List[int]]
 """How many draft nodes to reserve behind each of these sequences, all of which decode."""
@@ -60,6 +64,8 @@ class PlannedRow:
     nodes: int = 0
     """Room behind the tokens that is reserved for a draft."""
     draft: Draft = NO_DRAFT
+    rule: AcceptanceRule | None = None
+    """What decides about the draft; None: its law, exactly."""
 
     @property
     def stop(self) -> int:

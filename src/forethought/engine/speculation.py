@@ -28,6 +28,7 @@ from forethought.speculative.drafter import (
 )
 from forethought.speculative.features import Features
 from forethought.speculative.length import LengthPolicy, StepRecord
+from forethought.speculative.rule import AcceptanceRule
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +44,8 @@ class Equipped:
     max_draft_len: int
     """Most depth of its drafts."""
     resource_manager: ResourceManager | None = None
-    synthetic_acceptance: float | None = None
-    """Instead of verifying, take each drafted token with this probability: for studies only."""
+    rule: AcceptanceRule | None = None
+    """What decides about its drafts where it applies; None: their law, exactly."""
 
 
 @dataclass(eq=False, slots=True)
@@ -103,7 +104,11 @@ class Speculation:
         for equipped in self._drafters:
             self._ask(equipped, rows)
         for number, row in rows.items():
-            row.draft = self._parts[number].request.draft
+            part = self._parts[number]
+            row.draft = part.request.draft
+            rule = part.asked[-1].rule if len(row.draft) else None
+            if rule is not None and rule.bends(row.sequence.params):
+                row.rule = rule
             if len(row.draft) != row.nodes:
                 row.reserve(len(row.draft))
         self._draft_seconds = time.perf_counter() - began

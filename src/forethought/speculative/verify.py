@@ -1,7 +1,8 @@
 """What the target keeps of a draft, and the token that it adds: exact for chains and for trees.
 
 What comes out follows the law of plain decoding, whatever the drafter was like: a bad one costs
-time and nothing else. It rests on one thing that the drafter says, the ``DraftKind``.
+time and nothing else. It rests on one thing that the drafter says, the ``DraftKind``. Rules that
+give up the law for more speed take its place only where they were asked for; see ``rule.py``.
 
 ``POINT``, and every draft of a greedy request: at each node the target draws its own token with the
 coin of that position, and the walk goes to the child that carries it. What comes out are the very
@@ -21,6 +22,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -31,6 +33,9 @@ from forethought.outputs import TokenLogprobs
 from forethought.speculative.draft import Draft, DraftKind
 from forethought.speculative.rejection import Tossed, settle
 from forethought.speculative.tree import TokenTree
+
+if TYPE_CHECKING:
+    from forethought.speculative.rule import AcceptanceRule
 
 _ACCEPTANCE = 2
 """The use of the coins that accept or reject."""
@@ -53,12 +58,17 @@ class Candidate:
     """With ``seed``, what its coins are drawn from."""
     position: int
     """Of the token that follows the root, counted from the sequence's first."""
+    past: Sequence[int] = ()
+    """The sequence's tokens, the root the last of them, for rules that look at them."""
+    rule: AcceptanceRule | None = None
+    """What decides about the draft; None: its law, exactly."""
 
     @property
     def is_random(self) -> bool:
         """Whether chance of the drafter's own has to be accounted for."""
         points = self.draft.kind is DraftKind.POINT or not len(self.draft)
-        return not points and not self.contexts[0].params.greedy
+        exact = self.rule is None
+        return exact and not points and not self.contexts[0].params.greedy
 
 
 @dataclass(slots=True)
@@ -120,10 +130,14 @@ def _verify_together(logits: Tensor, candidates: Sequence[Candidate]) -> list[Ve
             for token, entry in zip(choice.tokens, choice.logprobs, strict=True)
         ]
     drawn, accepted = _decide(logits, contexts, coins, candidates)
+    ruled = _paths_by_rule(logits, candidates)
     verdicts, origins, begin = [], [], 0
-    for candidate in candidates:
+    for place, candidate in enumerate(candidates):
         end = begin + len(candidate.rows)
-        verdict = _walk(candidate.draft, drawn[begin:end], accepted[begin:end])
+        if place in ruled:
+            verdict = _verdict(candidate.draft, ruled[place], drawn[begin:end])
+        else:
+            verdict = _walk(candidate.draft, drawn[begin:end], accepted[begin:end])
         verdicts.append(verdict)
         origins += [begin, *(begin + 1 + node for node in verdict.path)]
         begin = end
@@ -175,7 +189,34 @@ def _walk(draft: Draft, drawn: Sequence[int], accepted: Sequence[bool]) -> Verdi
         if accepted[1 + node] and draft.parent(node) == at:
             at = node
             path.append(node)
-    return Verdict(path, [*(draft.tokens[node] for node in path), drawn[1 + at]])
+    return _verdict(draft, path, drawn)
+
+
+def _verdict(draft: Draft, path: list[int], drawn: Sequence[int]) -> Verdict:
+    """The path's tokens, and the one that is drawn behind them."""
+    end = path[-1] if path else -1
+    return Verdict(path, [*(draft.tokens[node] for node in path), drawn[1 + end]])
+
+
+def _paths_by_rule(logits: Tensor, candidates: Sequence[Candidate]) -> dict[int, list[int]]:
+    """By place among the candidates, the accepted nodes where a rule other than the law decides.
+
+    logits: [R, V] float32, of the candidates one after the other.
+    """
+    asked: dict[AcceptanceRule, list[tuple[int, int]]] = {}
+    begin = 0
+    for place, candidate in enumerate(candidates):
+        if candidate.rule is not None and len(candidate.draft):
+            asked.setdefault(candidate.rule, []).append((place, begin))
+        begin += len(candidate.rows)
+    found: dict[int, list[int]] = {}
+    for rule, places in asked.items():
+        mine = [candidates[place] for place, _ in places]
+        rows = [row for place, at in places for row in range(at, at + len(candidates[place].rows))]
+        index = torch.tensor(rows, dtype=torch.int64, device=logits.device)
+        paths = rule.paths(logits[index], mine)
+        found.update(zip((place for place, _ in places), paths, strict=True))
+    return found
 
 
 def _positions(candidate: Candidate) -> list[int]:

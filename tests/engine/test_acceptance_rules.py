@@ -1,0 +1,95 @@
+"""Rules that give up exactness: on where asked for, marked, and nowhere else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import drafters
+from engines import drain, engine, expect_empty, outputs
+from forethought.decoding import (
+    DecodingBaseConfig,
+    MedusaDecodingConfig,
+    UserProvidedDecodingConfig,
+)
+from forethought.params import SamplingParams, SpeculationParams
+from medusa_heads import random_heads
+from models import greedy, prompts, tiny
+
+PROMPTS = prompts((4, 9, 17))
+GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+SAMPLED = GREEDY.replace(temperature=0.8, seed=4)
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_heads(tmp_path_factory.mktemp("heads"))
+
+
+def run(configs: list[DecodingBaseConfig], params: SamplingParams) -> list[Any]:
+    machine = engine(pages=128, speculative=configs)
+    sequences = [machine.add(prompt, params)[0] for prompt in PROMPTS]
+    drain(machine)
+    expect_empty(machine)
+    return sequences
+
+
+def typical(heads: Path, threshold: float = 1e-4) -> list[DecodingBaseConfig]:
+    return [MedusaDecodingConfig(speculative_model=heads, posterior_threshold=threshold)]
+
+
+def test_typical_acceptance_accepts_more_and_marks_what_it_made(heads: Path) -> None:
+    exact = run([MedusaDecodingConfig(speculative_model=heads)], SAMPLED)
+    loose = run(typical(heads), SAMPLED)
+    assert sum(each.metrics.accepted for each in loose) > 20
+    assert sum(each.metrics.accepted for each in loose) > sum(e.metrics.accepted for e in exact)
+    assert all(each.metrics.lossy and not each.metrics.synthetic for each in loose)
+    assert not any(each.metrics.lossy for each in exact)
+    assert outputs(exact) == outputs(run([], SAMPLED))
+    assert outputs(loose) != outputs(exact)
+
+
+def test_greedy_requests_stay_exact_under_typical_acceptance(heads: Path) -> None:
+    found = run(typical(heads), GREEDY)
+    assert outputs(found) == greedy(tiny("llama"), PROMPTS, 60)
+    assert not any(each.metrics.lossy for each in found)
+
+
+def test_a_request_without_drafts_is_exact_and_not_marked(heads: Path) -> None:
+    off = SAMPLED.replace(speculation=SpeculationParams(enabled=False))
+    found = run(typical(heads), off)
+    assert outputs(found) == outputs(run([], SAMPLED))
+    assert not any(each.metrics.lossy for each in found)
+
+
+def synthetic(rate: float) -> list[DecodingBaseConfig]:
+    drafter = drafters.PerRequest(lambda request: [7] * request.max_draft_len)
+    return [UserProvidedDecodingConfig(max_draft_len=3, drafter=drafter, synthetic_acceptance=rate)]
+
+
+@pytest.mark.parametrize(("rate", "per_step"), [(0.0, 1.0), (1.0, 4.0)])
+def test_made_up_acceptance_takes_all_or_nothing_at_its_ends(rate: float, per_step: float) -> None:
+    for each in run(synthetic(rate), GREEDY.replace(max_tokens=61)):
+        assert each.metrics.mean_acceptance_length == per_step
+        assert each.metrics.synthetic
+        assert each.metrics.lossy
+
+
+def test_made_up_acceptance_has_its_rate() -> None:
+    """Mean over 3 x 200 tokens with rate 0.7: 1 + 0.7 + 0.49 + 0.343 = 2.533, within 0.25."""
+    machine = engine(pages=256, speculative=synthetic(0.7), max_length=230)
+    params = GREEDY.replace(max_tokens=200)
+    sequences = [machine.add(prompt, params)[0] for prompt in PROMPTS]
+    drain(machine)
+    found = sum((each.metrics for each in sequences[1:]), sequences[0].metrics)
+    assert found.mean_acceptance_length == pytest.approx(2.533, abs=0.25)
+
+
+def test_made_up_acceptance_is_a_function_of_the_seed() -> None:
+    lengths = [
+        [each.metrics.accepted_by_position for each in run(synthetic(0.5), SAMPLED)]
+        for _ in range(2)
+    ]
+    assert lengths[0] == lengths[1]

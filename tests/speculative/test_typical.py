@@ -1,0 +1,91 @@
+"""Typical acceptance: the paper's thresholds, and which path is taken."""
+
+import math
+
+import pytest
+import torch
+
+from forethought.model.sampling import TokenContext
+from forethought.params import SamplingParams
+from forethought.speculative.draft import Draft
+from forethought.speculative.typical import TypicalAcceptance
+from forethought.speculative.verify import Candidate, verify
+
+SAMPLED = SamplingParams(temperature=1.0, seed=3)
+LAW = (0.5, 0.3, 0.15, 0.05)
+
+
+def accepted(rule: TypicalAcceptance, law: tuple[float, ...]) -> list[int]:
+    """Which tokens may follow a prefix with this law, each tried alone."""
+    logits = torch.tensor([law, law]).log()
+    context = TokenContext(SAMPLED, (), (), frozenset())
+    return [
+        token
+        for token in range(len(law))
+        if rule.paths(logits, [Candidate(Draft([token]), range(2), [context] * 2, 3, 0, 5)])[0]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("law", "threshold", "tokens"),
+    [
+        (LAW, 0.09, [0, 1, 2]),
+        ((0.97, 0.01, 0.01, 0.01), 0.09, [0]),
+        ((0.25,) * 4, 0.075, [0, 1, 2, 3]),
+        ((0.01,) * 100, 0.003, list(range(100))),
+    ],
+)
+def test_the_threshold_is_the_papers(law, threshold, tokens):
+    rule = TypicalAcceptance(0.09, 0.3)
+    assert float(rule.thresholds(torch.tensor([law]))) == pytest.approx(threshold, abs=1e-4)
+    assert accepted(rule, law) == tokens
+
+
+def test_the_threshold_falls_with_the_entropy_as_the_formula_says():
+    entropy = -sum(p * math.log(p) for p in LAW)
+    assert entropy == pytest.approx(1.142, abs=1e-3)
+    found = TypicalAcceptance(0.5, 0.3).thresholds(torch.tensor([LAW]))
+    assert float(found) == pytest.approx(0.3 * math.exp(-entropy), abs=1e-4)
+    assert float(found) == pytest.approx(0.0957, abs=1e-4)
+
+
+def judged(draft: Draft, laws: list[tuple[float, ...]]) -> tuple[list[int], list[int]]:
+    contexts = [TokenContext(SAMPLED, (), (), frozenset())] * (1 + len(draft))
+    rule = TypicalAcceptance(0.09, 0.3)
+    candidate = Candidate(draft, range(len(laws)), contexts, 3, 0, 5, rule=rule)
+    [verdict] = verify(torch.tensor(laws).log(), [candidate])
+    return verdict.path, verdict.tokens
+
+
+def test_the_longest_typical_path_wins_not_the_likeliest_first_token():
+    draft = Draft([0, 1, 1, 0], (-1, -1, 0, 1))
+    sure_of_0 = (0.97, 0.01, 0.01, 0.01)
+    path, tokens = judged(draft, [LAW, sure_of_0, sure_of_0, LAW, LAW])
+    assert path == [1, 3]  # 0 then 1 ends after one token, as 1 is not typical there
+    assert tokens[:2] == [1, 0]
+    assert len(tokens) == 3
+
+
+def test_of_paths_of_one_length_the_likelier_wins():
+    path, _ = judged(Draft([2, 0, 1], (-1, -1, -1)), [LAW] * 4)
+    assert path == [1]
+
+
+def test_a_node_behind_one_that_is_not_typical_never_stands():
+    path, tokens = judged(Draft([3, 0], (-1, 0)), [LAW] * 3)
+    assert path == []
+    assert len(tokens) == 1
+
+
+def test_the_token_behind_the_path_is_the_one_that_plain_decoding_draws_there():
+    contexts = [TokenContext(SAMPLED, (), (), frozenset())]
+    plain = Candidate(Draft(()), [0], contexts, 3, 0, 6)
+    [verdict] = verify(torch.tensor([LAW]).log(), [plain])
+    _, tokens = judged(Draft([0]), [LAW, LAW])
+    assert tokens[1:] == verdict.tokens
+
+
+def test_greedy_requests_are_verified_exactly():
+    rule = TypicalAcceptance(0.09, 0.3)
+    assert rule.bends(SAMPLED)
+    assert not rule.bends(SamplingParams(temperature=0.0))
