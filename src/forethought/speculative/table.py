@@ -19,8 +19,10 @@ DRAFTERS = {
     "NGram": "forethought.speculative.drafters.ngram:NGramDrafter",
     "Suffix": "forethought.speculative.drafters.suffix:SuffixDrafter",
     "Draft_Target": "forethought.speculative.drafters.draft_target:DraftTargetDrafter",
+    "Eagle": "forethought.speculative.drafters.eagle:EagleDrafter",
     "Medusa": "forethought.speculative.drafters.medusa:MedusaDrafter",
     "Pearl": "forethought.speculative.drafters.pearl:PearlDrafter",
+    "ReDrafter": "forethought.speculative.drafters.redrafter:ReDrafterDrafter",
     "User_Provided": "forethought.speculative.drafters.user_provided:UserProvided",
 }
 

@@ -1,0 +1,141 @@
+"""A head that reads the target's hidden states drafts: EAGLE-1, 2 and 3.
+
+Li et al., 2024 to 2025 (arXiv 2401.15077, 2406.16858, 2503.01840). The head catches up on what the
+target has computed since the last draft, over all requests in one forward, and goes on from its own
+guess: a chain, a static tree or EAGLE-2's dynamic tree. What is accepted it reads again, from the
+target's states. Its drafts are its likeliest tokens, so they are verified as points. Knows nothing
+about acceptance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from forethought.decoding import EagleDecodingConfig
+from forethought.errors import ModelError, ParameterError
+from forethought.kv.companion import Companion
+from forethought.model.causal_lm import CausalLM
+from forethought.model.taps import FINAL
+from forethought.speculative.drafter import Drafter, ResourceManager, ScheduledRequests
+from forethought.speculative.dynamic_tree import DynamicGrowth
+from forethought.speculative.growth import Growth, StaticGrowth
+from forethought.speculative.heads.checkpoint import Checkpoint
+from forethought.speculative.heads.eagle import EagleHead, EagleNetwork
+from forethought.speculative.heads.eagle3 import Eagle3Head, Eagle3Network, default_places
+from forethought.speculative.heads.pair_head import PairHead
+from forethought.speculative.pairs import Pairs
+from forethought.speculative.table import Target
+from forethought.speculative.tree import TreeChoices
+
+
+class EagleDrafter(Drafter):
+    """Drafts with a head that reads pairs.
+
+    Args:
+        pairs: the head, over the target's pages.
+        growth: of its drafts.
+    """
+
+    def __init__(self, pairs: Pairs, growth: Growth) -> None:
+        self._pairs, self._growth = pairs, growth
+
+    @classmethod
+    def build(cls, config: EagleDecodingConfig, target: Target) -> EagleDrafter:
+        """Load the head. See ``speculative.table``.
+
+        Raises:
+            ModelError: it cannot be loaded, or is another target's.
+            ParameterError: the layers to capture are not as many as it reads, or not the target's.
+        """
+        assert config.speculative_model is not None
+        head, places = _load(config.speculative_model, config, target.runner.lm)
+        return cls(Pairs(head, places, target), _growth(config, target))
+
+    @property
+    def companions(self) -> Sequence[Companion]:
+        """The target's states, and the head's keys and values."""
+        return self._pairs.companions
+
+    def nodes(self, depth: int) -> int:
+        """Room that a draft of ``depth`` levels takes."""
+        return self._growth.nodes(depth)
+
+    def prepare_draft_tokens(
+        self,
+        scheduled_requests: ScheduledRequests,
+        resource_manager: ResourceManager | None = None,
+    ) -> None:
+        """See :class:`Drafter`."""
+        requests = [
+            request
+            for request in scheduled_requests.generation_requests
+            if request.max_nodes > 0 and self._pairs.can_read(request)
+        ]
+        if requests:
+            self._growth.grow(self._pairs, requests, self._pairs.catch_up(requests))
+
+
+def _growth(config: EagleDecodingConfig, target: Target) -> Growth:
+    if config.use_dynamic_tree:
+        assert config.dynamic_tree_max_topK is not None
+        return DynamicGrowth(config.dynamic_tree_max_topK, config.max_total_draft_tokens)
+    chain = [[0] * config.max_draft_len]
+    return StaticGrowth(TreeChoices.parse(config.eagle_choices or chain), target.runner.lm.device)
+
+
+def _load(
+    directory: Path, config: EagleDecodingConfig, lm: CausalLM
+) -> tuple[PairHead, tuple[int, ...]]:
+    """The head over pages, and where the states are taken that it reads."""
+    if any("hidden_norm" in name for name in Checkpoint.read(directory).tensors):
+        third = Eagle3Head.load(directory)
+        traits = third.traits
+        _compare(directory, lm, vocab=third.config.vocab_size, hidden=traits.target_hidden_size)
+        if not traits.own_embedding and third.config.hidden_size != lm.hidden_size:
+            raise _misfit(directory, "it has no embedding of its own width")
+        places = _places(config, lm, traits.places or default_places(lm.num_layers))
+        if len(places) != traits.captures:
+            raise ParameterError(
+                f"the head in {directory} reads {traits.captures} of the target's states",
+                f"{len(places)} places are given: those entering layers {places}",
+                "Set eagle3_layers_to_capture to the layers that it was trained with",
+            )
+        return Eagle3Network(third.to(lm.device, lm.dtype).requires_grad_(False), lm), places
+    if config.eagle3_layers_to_capture is not None:
+        raise ParameterError(
+            "eagle3_layers_to_capture has no meaning for this head",
+            f"{directory} holds EAGLE-1's, which reads what leaves the final norm",
+            "Leave it out",
+        )
+    first = EagleHead.load(directory)
+    _compare(directory, lm, vocab=first.config.vocab_size, hidden=first.config.hidden_size)
+    return EagleNetwork(first.to(lm.device, lm.dtype).requires_grad_(False), lm), (FINAL,)
+
+
+def _places(config: EagleDecodingConfig, lm: CausalLM, default: tuple[int, ...]) -> tuple[int, ...]:
+    """Places of ``model.taps``: a layer's output is what enters the next one."""
+    places = default
+    if config.eagle3_layers_to_capture is not None:
+        outputs = config.eagle3_layers_to_capture
+        places = tuple(FINAL if layer == -1 else layer + 1 for layer in outputs)
+    if max(places) > lm.num_layers:
+        raise ParameterError(
+            "the target has not the layers whose states are to be captured",
+            f"it has {lm.num_layers}, and states entering layers {places} are wanted",
+            "Set eagle3_layers_to_capture to layers of the target, or take its own head",
+        )
+    return places
+
+
+def _compare(directory: Path, lm: CausalLM, vocab: int, hidden: int) -> None:
+    if vocab > lm.vocab_size:
+        raise _misfit(directory, f"it has {vocab} tokens, the target {lm.vocab_size}")
+    if hidden != lm.hidden_size:
+        raise _misfit(directory, f"it reads states of {hidden}, the target's are {lm.hidden_size}")
+
+
+def _misfit(directory: Path, why: str) -> ModelError:
+    return ModelError(
+        f"the head in {directory} is another target's", why, "Use a head trained for this target"
+    )

@@ -1,0 +1,167 @@
+"""EAGLE-2's dynamic tree: it grows where the head is sure of itself.
+
+Li et al., 2024 (arXiv 2406.16858). A path's score is its log-probability under the head. Of each
+level the k best nodes go on, each with its k likeliest children; in the end the best nodes of all
+are kept. Of equal scores the node that was made first wins, and a child never scores more than its
+parent, so what is kept is a tree. Knows nothing about heads or pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from forethought.speculative.draft import Draft
+from forethought.speculative.drafter import DraftRequest
+from forethought.speculative.heads.pair_head import Guess
+from forethought.speculative.pairs import Level, Pairs
+
+
+class Expansion:
+    """The trees of B requests while they grow. All tensors are on the head's device.
+
+    Args:
+        width: k.
+
+    Attributes:
+        beams: int64 ``[B, k]``: the tokens of the last level that go on, as the head knows them.
+        above: int64 ``[B, k]``: which beam of the level above each of them follows.
+        seen: bool ``[B, k, levels * k]``: of the beams of all levels so far, which each of the last
+            ones sees, itself included.
+    """
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self.beams: Tensor
+        self.above: Tensor
+        self.seen: Tensor
+        self._beam_scores: Tensor
+        self._beam_nodes: Tensor
+        self._tokens: list[Tensor] = []  # each [B, nodes of the level]
+        self._scores: list[Tensor] = []
+        self._parents: list[Tensor] = []
+        self._made = 0
+
+    def begin(self, logits: Tensor) -> None:
+        """The children of the roots; logits ``[B, D]``."""
+        scores, tokens = logits.float().log_softmax(-1).topk(self.width)
+        self._add(tokens, scores, torch.full_like(tokens, -1))
+        places = torch.arange(self.width, device=tokens.device).expand_as(tokens)
+        self.beams, self._beam_scores, self._beam_nodes = tokens, scores, places
+        self.above = torch.zeros_like(tokens)
+        own = torch.eye(self.width, dtype=torch.bool, device=tokens.device)
+        self.seen = own.expand(len(tokens), -1, -1)
+
+    def grow(self, logits: Tensor) -> None:
+        """The children of the beams, and the beams among them; logits ``[B * k, D]``."""
+        rows, width = len(self.beams), self.width
+        scores, tokens = logits.float().log_softmax(-1).topk(width)
+        scores = (scores.view(rows, width, width) + self._beam_scores[:, :, None]).flatten(1)
+        tokens = tokens.view(rows, width * width)
+        first = self._made
+        self._add(tokens, scores, self._beam_nodes.repeat_interleave(width, 1))
+        chosen = best(scores, width)
+        self.above = chosen // width
+        self.beams, self._beam_scores = tokens.gather(1, chosen), scores.gather(1, chosen)
+        self._beam_nodes = chosen + first
+        past = self.seen.gather(1, self.above[..., None].expand(-1, -1, self.seen.shape[-1]))
+        own = torch.eye(width, dtype=torch.bool, device=tokens.device).expand(rows, -1, -1)
+        self.seen = torch.cat([past, own], -1)
+
+    def kept(self, total: int, ids: Tensor | None) -> Tensor:
+        """The best ``total`` nodes, best first: int64 ``[B, total, 3]`` of number, token, parent.
+
+        Numbers say in which order nodes were made; the parent is one, or -1.
+
+        Args:
+            total: how many, if there are so many.
+            ids: the target's id of each token that the head knows; None: its own.
+        """
+        scores, tokens = torch.cat(self._scores, 1), torch.cat(self._tokens, 1)
+        chosen = best(scores, min(total, scores.shape[1]))
+        tokens = tokens.gather(1, chosen)
+        parents = torch.cat(self._parents, 1).gather(1, chosen)
+        return torch.stack([chosen, tokens if ids is None else ids[tokens], parents], -1)
+
+    def _add(self, tokens: Tensor, scores: Tensor, parents: Tensor) -> None:
+        self._tokens.append(tokens)
+        self._scores.append(scores)
+        self._parents.append(parents)
+        self._made += tokens.shape[1]
+
+
+def best(scores: Tensor, count: int) -> Tensor:
+    """int64 ``[B, count]``: places of the highest scores ``[B, N]``; of equal ones the first."""
+    return scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
+
+
+def tree_of(nodes: Sequence[list[int]], count: int) -> Draft:
+    """The first ``count`` of some nodes of :meth:`Expansion.kept`, in the order they were made."""
+    kept = sorted(nodes[:count])
+    place = {-1: -1, **{number: node for node, (number, _, _) in enumerate(kept)}}
+    return Draft([token for _, token, _ in kept], tuple(place[parent] for _, _, parent in kept))
+
+
+class DynamicGrowth:
+    """Grows dynamic trees; see ``speculative.growth.Growth``.
+
+    Args:
+        width: k.
+        total: most nodes that are kept.
+    """
+
+    def __init__(self, width: int, total: int) -> None:
+        self._width, self._total = width, total
+
+    def nodes(self, depth: int) -> int:
+        """The nodes kept, or the beams that are read meanwhile, whichever are more."""
+        made = self._width + (depth - 1) * self._width**2
+        return max(min(self._total, made), self._width * (depth - 1))
+
+    def grow(self, pairs: Pairs, requests: Sequence[DraftRequest], guess: Guess) -> None:
+        """See ``Growth``. Requests with less room than others grow narrower trees, apart."""
+        shapes = [self._shape(request, pairs.head.vocab_size) for request in requests]
+        order = sorted(range(len(shapes)), key=lambda place: shapes[place])
+        for (depth, width), members in groupby(order, key=lambda place: shapes[place]):
+            places = list(members)
+            states, logits = guess
+            if len(places) < len(shapes):
+                index = torch.tensor(places, device=logits.device)
+                states, logits = states[index], logits[index]
+            group = [requests[place] for place in places]
+            self._grow(pairs, group, Guess(states, logits), depth, width)
+
+    def _shape(self, request: DraftRequest, vocab_size: int) -> tuple[int, int]:
+        """Depth and width for which its room is enough."""
+        depth = min(request.max_draft_len, request.max_nodes)
+        return depth, max(1, min(self._width, vocab_size, request.max_nodes // max(1, depth - 1)))
+
+    def _grow(
+        self,
+        pairs: Pairs,
+        requests: Sequence[DraftRequest],
+        guess: Guess,
+        depth: int,
+        width: int,
+    ) -> None:
+        expansion, ids = Expansion(width), pairs.head.ids
+        with torch.inference_mode():
+            expansion.begin(guess.logits)
+            states = guess.states.unsqueeze(1)  # [B, 1, hidden], later [B, k, hidden]
+            for level in range(1, depth):
+                beams = expansion.beams.flatten()
+                above = expansion.above[..., None].expand(-1, -1, states.shape[-1])
+                stored = (level - 1) * width
+                guess = pairs.advance(
+                    Level(requests, level, stored, width, expansion.seen.unbind(0)),
+                    beams if ids is None else ids[beams],
+                    states.gather(1, above).flatten(0, 1),
+                )
+                expansion.grow(guess.logits)
+                states = guess.states.view(len(requests), width, -1)
+            kept = expansion.kept(self._total, ids).tolist()  # one transfer for all
+        for request, nodes in zip(requests, kept, strict=True):
+            request.draft = tree_of(nodes, request.max_nodes)

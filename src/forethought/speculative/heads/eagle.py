@@ -1,0 +1,107 @@
+"""EAGLE-1's and 2's head: a Llama layer that guesses the target's next state.
+
+Li et al., 2024 (arXiv 2401.15077; 2406.16858 uses the same head). ``fc`` joins the next token's
+embedding and the state behind the target's final norm; one layer without a first norm follows, and
+what leaves it is taken for the next state: the target's own projection makes logits of it. Tensors
+are named as the authors name them (``fc``, ``layers.0.*``, ``embed_tokens``). Knows nothing about
+pages of a target, trees or losses.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from forethought.kv.storage import LayerShape
+from forethought.model.attention.base import ForwardPass
+from forethought.model.causal_lm import CausalLM
+from forethought.model.fused.projection import projection
+from forethought.speculative.heads.checkpoint import Checkpoint
+from forethought.speculative.heads.draft_layer import Attend, DraftLayer, LlamaLayer
+from forethought.speculative.heads.llama_config import layer_fields, llama_config
+from forethought.speculative.heads.pair_head import Guess
+
+
+class EagleHead(nn.Module):
+    """The weights, and the forward that training differentiates.
+
+    Args:
+        config: of the layer; ``vocab_size`` and ``hidden_size`` are the target's.
+        bias: whether ``fc`` has one.
+        own_embedding: it embeds tokens itself; otherwise with the target's embedding.
+    """
+
+    def __init__(self, config: LlamaConfig, bias: bool = True, own_embedding: bool = False) -> None:
+        super().__init__()
+        self.config, hidden = config, config.hidden_size
+        if own_embedding:
+            self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
+        self.own_embedding = own_embedding
+        self.fc = nn.Linear(2 * hidden, hidden, bias=bias)
+        self.layers = nn.ModuleList([LlamaLayer(config, hidden)])
+
+    def forward(self, embedded: Tensor, states: Tensor, attend: Attend) -> Tensor:
+        """embedded and states ``[..., hidden]`` -> the states that follow, ``[..., hidden]``."""
+        x = self.fc(torch.cat([embedded, states], -1))
+        following: Tensor = self.layers[0](x, x, attend)
+        return following
+
+    @classmethod
+    def load(cls, directory: Path) -> EagleHead:
+        """Read a checkpoint, in float32.
+
+        Raises:
+            ModelError: it is missing, broken, or of an architecture that is not computed here.
+        """
+        stored = Checkpoint.read(directory)
+        tensors = {name.removeprefix("model."): x for name, x in stored.tensors.items()}
+        tensors.pop("lm_head.weight", None)  # a copy of the target's
+        config = llama_config(directory, stored.config)
+        head = cls(config, "fc.bias" in tensors, "embed_tokens.weight" in tensors)
+        stored.fill(head, tensors)
+        return head
+
+    def save(self, directory: Path) -> None:
+        """Write it as :meth:`load` reads it, in the weights' dtype."""
+        config: dict[str, Any] = {
+            "architectures": ["LlamaForCausalLMEagle"],
+            **layer_fields(self.config),
+            "bias": self.fc.bias is not None,
+            "torch_dtype": str(self.fc.weight.dtype).removeprefix("torch."),
+        }
+        Checkpoint(directory, config, dict(self.state_dict())).write()
+
+
+class EagleNetwork:
+    """An :class:`EagleHead` over pages, in few operations; see ``heads.pair_head``.
+
+    Args:
+        head: in the dtype and on the device of the target.
+        lm: the target.
+    """
+
+    def __init__(self, head: EagleHead, lm: CausalLM) -> None:
+        self._lm, self._own = lm, head.embed_tokens if head.own_embedding else None
+        self._join = projection(head.fc.weight, head.fc.bias)
+        layer = head.layers[0]
+        assert isinstance(layer, LlamaLayer)
+        self._layer = DraftLayer(layer, head.config, lm.max_positions)
+        self.shape: LayerShape = self._layer.shape
+        self.vocab_size: int = lm.vocab_size
+        self.ids: Tensor | None = None
+
+    def enter(self, features: Tensor) -> Tensor:
+        """See ``PairHead``: the state is taken as it is."""
+        return features
+
+    def __call__(self, states: Tensor, forward_pass: ForwardPass) -> Guess:
+        """See ``PairHead``."""
+        token_ids = forward_pass.batch.token_ids
+        embedded = self._lm.embed(token_ids) if self._own is None else self._own(token_ids)
+        x = self._join(torch.cat([embedded, states], -1))
+        following = self._layer(x, x, forward_pass)
+        return Guess(following, self._lm.unembed(following))

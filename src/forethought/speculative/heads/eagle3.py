@@ -1,0 +1,310 @@
+"""EAGLE-3's head: one Llama layer that reads three of the target's states and the next token.
+
+Li et al., 2025 (arXiv 2503.01840). ``fc`` fuses the captured states; the layer's attention sees the
+token's embedding and the state side by side, each behind a norm of its own; behind it a norm and a
+projection onto the draft vocabulary. What leaves the layer takes the state's place for the next
+token. Loads and saves the authors' layout (``midlayer.*``) and that of the speculators library
+(``layers.0.*``). Knows nothing about pages of a target, trees or losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from forethought.kv.storage import LayerShape
+from forethought.model.attention.base import ForwardPass
+from forethought.model.causal_lm import CausalLM
+from forethought.model.fused.norm import Norm
+from forethought.model.fused.projection import projection
+from forethought.speculative.heads.checkpoint import Checkpoint, refused
+from forethought.speculative.heads.draft_layer import (
+    Attend,
+    DraftLayer,
+    LlamaLayer,
+    RmsNorm,
+    draft_norm,
+)
+from forethought.speculative.heads.llama_config import layer_fields, llama_config
+from forethought.speculative.heads.pair_head import Guess
+
+Layout = Literal["eagle3", "speculators"]
+"""The authors' checkpoints, or those of the speculators library, which vLLM loads."""
+_REFUSED = {"fc_norm": False, "parallel_drafting": False}
+"""Config keys that change the architecture, and the only value that is computed here."""
+
+
+def default_places(num_layers: int) -> tuple[int, ...]:
+    """Where EAGLE-3 captures states: entering layers 2, L // 2 and L - 3 (see ``model.taps``).
+
+    In a network of few layers these are moved apart as little as possible, within 1 to L.
+    """
+    first = max(1, min(2, num_layers - 2))
+    middle = min(max(num_layers // 2, first + 1), max(num_layers - 1, first))
+    last = min(max(num_layers - 3, middle + 1), num_layers)
+    return tuple(dict.fromkeys((first, middle, last)))
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Traits:
+    """What distinguishes one EAGLE-3 head from another, beside the sizes of its layer."""
+
+    draft_vocab_size: int
+    target_hidden_size: int
+    captures: int = 3
+    """How many states ``fc`` fuses."""
+    places: tuple[int, ...] | None = None
+    """Where they are captured (see ``model.taps``); None: the checkpoint does not say."""
+    norm_before_residual: bool = False
+    """The layer's residual is the normed state, not the state."""
+    norm_before_fc: bool = False
+    """The captured states pass a norm, side by side."""
+    norm_output: bool = False
+    """What takes the state's place for the next token has passed the last norm."""
+    own_embedding: bool = False
+    """It embeds tokens itself; otherwise with the target's embedding."""
+
+
+class Eagle3Layer(LlamaLayer):
+    """The one layer; see the module's docstring."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config, 2 * config.hidden_size)
+        self.input_layernorm = RmsNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hidden_norm = RmsNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+
+class Eagle3Head(nn.Module):
+    """The weights, under the authors' names, and the forward that training differentiates.
+
+    Args:
+        config: of the layer; ``vocab_size`` is the target's.
+        traits: what else there is to know.
+    """
+
+    def __init__(self, config: LlamaConfig, traits: Eagle3Traits) -> None:
+        super().__init__()
+        self.config, self.traits = config, traits
+        hidden, eps, wide = config.hidden_size, config.rms_norm_eps, traits.target_hidden_size
+        wide *= traits.captures
+        if traits.own_embedding:
+            self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
+        if traits.norm_before_fc:
+            self.input_norm = RmsNorm(wide, eps=eps)
+        self.fc = nn.Linear(wide, hidden, bias=False)
+        self.midlayer = Eagle3Layer(config)
+        self.norm = RmsNorm(hidden, eps=eps)
+        self.lm_head = nn.Linear(hidden, traits.draft_vocab_size, bias=False)
+        self.d2t: Tensor
+        self.t2d: Tensor
+        self.register_buffer("d2t", torch.zeros(traits.draft_vocab_size, dtype=torch.int64))
+        self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
+        self.set_vocabulary(torch.arange(traits.draft_vocab_size))
+
+    def set_vocabulary(self, ids: Tensor) -> None:
+        """The target's ids of the draft vocabulary, int64 ``[draft_vocab_size]``, rising."""
+        self.d2t.copy_(ids - torch.arange(len(ids)))
+        self.t2d.zero_()[ids] = True
+
+    @property
+    def ids(self) -> Tensor:
+        """int64 ``[draft_vocab_size]``: the target's id of each draft token; d2t are offsets."""
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Captured states side by side ``[..., captures * target_hidden]`` -> ``[..., hidden]``."""
+        fused: Tensor = self.fc(
+            self.input_norm(features) if self.traits.norm_before_fc else features
+        )
+        return fused
+
+    def forward(self, embedded: Tensor, states: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+        """Guess the token behind each token.
+
+        Args:
+            embedded: ``[..., hidden]``, the tokens.
+            states: ``[..., hidden]``, fused ones of the tokens before them, or the head's own.
+            attend: how the layer attends.
+
+        Returns:
+            The states for the tokens that follow ``[..., hidden]``, and logits over the draft
+            vocabulary ``[..., draft_vocab_size]``.
+        """
+        layer = self.midlayer
+        normed = layer.hidden_norm(states)
+        residual = normed if self.traits.norm_before_residual else states
+        x = layer(torch.cat([layer.input_layernorm(embedded), normed], -1), residual, attend)
+        exit_ = self.norm(x)
+        return (exit_ if self.traits.norm_output else x), self.lm_head(exit_)
+
+    @classmethod
+    def load(cls, directory: Path) -> Eagle3Head:
+        """Read a checkpoint of either layout, in float32.
+
+        Raises:
+            ModelError: it is missing, broken, or of an architecture that is not computed here.
+        """
+        stored = Checkpoint.read(directory)
+        tensors = {
+            name.removeprefix("model.").replace("layers.0.", "midlayer.", 1): tensor
+            for name, tensor in stored.tensors.items()
+        }
+        config = llama_config(directory, stored.config)
+        head = cls(config, _traits(stored, config, tensors))
+        _complete_vocabulary(head, tensors)
+        stored.fill(head, tensors)
+        if not torch.equal(head.ids[head.ids.argsort()], head.t2d.nonzero()[:, 0]):
+            raise refused(directory, "d2t and t2d name different draft tokens")
+        return head
+
+    def save(self, directory: Path, layout: Layout = "eagle3", verifier: str = "") -> None:
+        """Write it as :meth:`load` reads it, in the weights' dtype.
+
+        Args:
+            directory: created where needed.
+            layout: of names and config.
+            verifier: what the speculators layout calls the target.
+        """
+        tensors = dict(self.state_dict())
+        config = _authors_config(self)
+        if layout == "speculators":
+            config = _speculators_config(self, verifier)
+            tensors = {
+                name.replace("midlayer.", "layers.0.", 1): tensor
+                for name, tensor in tensors.items()
+            }
+        Checkpoint(directory, config, tensors).write()
+
+
+class Eagle3Network:
+    """An :class:`Eagle3Head` over pages, in few operations; see ``heads.pair_head``.
+
+    Args:
+        head: in the dtype and on the device of the target.
+        lm: the target.
+    """
+
+    def __init__(self, head: Eagle3Head, lm: CausalLM) -> None:
+        traits, layer = head.traits, head.midlayer
+        self._lm, self._own = lm, head.embed_tokens if traits.own_embedding else None
+        self._layer = DraftLayer(layer, head.config, lm.max_positions)
+        self._enter_norm = draft_norm(head.input_norm) if traits.norm_before_fc else None
+        self._fuse = projection(head.fc.weight)
+        norms = torch.stack([layer.input_layernorm.weight, layer.hidden_norm.weight])
+        self._norms = Norm(norms, head.config.rms_norm_eps)
+        self._norm, self._logits = draft_norm(head.norm), projection(head.lm_head.weight)
+        self._norm_before_residual = traits.norm_before_residual
+        self._norm_output = traits.norm_output
+        self.shape: LayerShape = self._layer.shape
+        self.vocab_size = traits.draft_vocab_size
+        self.ids = None if self.vocab_size == lm.vocab_size else head.ids
+
+    def enter(self, features: Tensor) -> Tensor:
+        """See ``PairHead``."""
+        return self._fuse(features if self._enter_norm is None else self._enter_norm(features))
+
+    def __call__(self, states: Tensor, forward_pass: ForwardPass) -> Guess:
+        """See ``PairHead``."""
+        token_ids = forward_pass.batch.token_ids
+        embedded = self._lm.embed(token_ids) if self._own is None else self._own(token_ids)
+        normed = self._norms(torch.stack([embedded, states], 1))
+        residual = normed[:, 1] if self._norm_before_residual else states
+        x = self._layer(normed.flatten(1), residual, forward_pass)
+        normed = self._norm(x)
+        return Guess(normed if self._norm_output else x, self._logits(normed))
+
+
+def _traits(stored: Checkpoint, config: LlamaConfig, tensors: Mapping[str, Tensor]) -> Eagle3Traits:
+    """What config and tensors say together."""
+    said = stored.config | (stored.config.get("eagle_config") or {})
+    for name, value in _REFUSED.items():
+        if said.get(name, value) != value:
+            raise refused(stored.directory, f"{name}={said[name]!r} is not supported", "")
+    missing = {"fc.weight", "lm_head.weight"} - set(tensors)
+    stored.expect_none(missing, "lacks")
+    places = said.get("eagle_aux_hidden_state_layer_ids")
+    wide = tensors["fc.weight"].shape[-1]
+    target_hidden = said.get("target_hidden_size") or config.hidden_size
+    captures, rest = divmod(wide, target_hidden)
+    if rest or not captures or (places and len(places) != captures):
+        wanted = f"{len(places)} states" if places else "whole states"
+        raise refused(
+            stored.directory, f"fc.weight reads {wide} values, not {wanted} of {target_hidden}"
+        )
+    return Eagle3Traits(
+        draft_vocab_size=said.get("draft_vocab_size") or tensors["lm_head.weight"].shape[0],
+        target_hidden_size=target_hidden,
+        captures=captures,
+        places=tuple(places) if places else None,
+        norm_before_residual=bool(said.get("norm_before_residual", False)),
+        norm_before_fc=bool(said.get("norm_before_fc", False)),
+        norm_output=bool(said.get("norm_output", False)),
+        own_embedding="embed_tokens.weight" in tensors,
+    )
+
+
+def _complete_vocabulary(head: Eagle3Head, tensors: dict[str, Tensor]) -> None:
+    """Checkpoints may leave out t2d, and d2t too where the draft vocabulary is the target's."""
+    if head.traits.draft_vocab_size == head.config.vocab_size:
+        tensors.setdefault("d2t", head.d2t)
+    if "d2t" in tensors and "t2d" not in tensors:
+        marks = torch.zeros_like(head.t2d)
+        offsets = tensors["d2t"]
+        marks[offsets + torch.arange(len(offsets))] = True
+        tensors["t2d"] = marks
+    for name in ("d2t", "t2d"):
+        if name in tensors:
+            tensors[name] = tensors[name].to(head.get_buffer(name).dtype)
+
+
+def _authors_config(head: Eagle3Head) -> dict[str, Any]:
+    traits = head.traits
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        **layer_fields(head.config),
+        **_flags(traits),
+        "draft_vocab_size": traits.draft_vocab_size,
+        "target_hidden_size": traits.target_hidden_size,
+        "eagle_config": {
+            "use_aux_hidden_state": True,
+            "eagle_aux_hidden_state_layer_ids": traits.places and list(traits.places),
+        },
+        "torch_dtype": str(head.fc.weight.dtype).removeprefix("torch."),
+    }
+
+
+def _speculators_config(head: Eagle3Head, verifier: str) -> dict[str, Any]:
+    traits = head.traits
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": 5,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": traits.draft_vocab_size,
+        "target_hidden_size": traits.target_hidden_size,
+        "eagle_aux_hidden_state_layer_ids": traits.places and list(traits.places),
+        **_flags(traits),
+        "transformer_layer_config": layer_fields(head.config),
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": verifier, "architectures": []},
+        },
+        "torch_dtype": str(head.fc.weight.dtype).removeprefix("torch."),
+    }
+
+
+def _flags(traits: Eagle3Traits) -> dict[str, bool]:
+    names = ("norm_before_residual", "norm_before_fc", "norm_output")
+    return {name: getattr(traits, name) for name in names}

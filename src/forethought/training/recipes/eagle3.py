@@ -1,0 +1,323 @@
+"""EAGLE-3's recipe: the head learns on its own guesses, as it will be used.
+
+Li et al., 2025 (arXiv 2503.01840), "training-time test": behind the target's states the head takes
+several steps on the states that it made itself, each guess measured against the target's law at
+that place, step i with weight ``0.8 ** i``. The law is restricted to the draft vocabulary, the
+tokens that the target says most often; places where its first choice lies outside are left out.
+Knows nothing about the loop around it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+from transformers import LlamaConfig
+
+from forethought.decoding import DecodingBaseConfig, EagleDecodingConfig
+from forethought.speculative.heads.draft_layer import head_dim, rotary_tables
+from forethought.speculative.heads.eagle3 import Eagle3Head, Eagle3Traits, Layout, default_places
+from forethought.training.lesson import Lesson, Lessons
+from forethought.training.teacher import Teacher
+from forethought.training.text import Text
+from forethought.training.trainer import ParameterGroup, TrainingSettings, seeded
+
+CHAIN = 7
+"""Levels of the drafts by which a head is measured while it learns."""
+
+
+class Eagle3Settings(TrainingSettings):
+    """Of a run. Sizes that are left out are the target's."""
+
+    unrolled: int = Field(default=7, ge=1)
+    """Steps, the first of them on the target's states."""
+    step_decay: float = Field(default=0.8, gt=0.0, le=1.0)
+    """Each step's weight, as a share of that of the one before."""
+    unrolled_share: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Share of the places, drawn anew for each batch, at which steps behind the first are taken."""
+    law_width: int = Field(default=32, ge=1)
+    """Tokens of the target's law that are learned from."""
+    draft_vocab_size: int | None = Field(default=None, ge=1)
+    """Most tokens that the head knows: the most frequent ones. None: all that occur."""
+    places: tuple[int, ...] | None = None
+    """Where states are captured; None: as the paper's code does."""
+    intermediate_size: int | None = Field(default=None, ge=1)
+    num_attention_heads: int | None = Field(default=None, ge=1)
+    num_key_value_heads: int | None = Field(default=None, ge=1)
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    layout: Layout = "eagle3"
+    """Of the directory that is written."""
+    export_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+
+
+class Eagle3Recipe:
+    """See ``training.trainer.Recipe`` and ``training.recipes.table``.
+
+    Args:
+        teacher: the target.
+        texts: what it has said.
+        settings: of the run.
+    """
+
+    Settings = Eagle3Settings
+
+    def __init__(self, teacher: Teacher, texts: Sequence[Text], settings: Eagle3Settings) -> None:
+        self._teacher, self._settings = teacher, settings
+        lm = teacher.lm
+        self._places = settings.places or default_places(lm.num_layers)
+        with seeded(settings.seed):
+            self._head = new_head(teacher, draft_vocabulary(texts, settings), settings)
+        self._head.traits = replace(self._head.traits, places=self._places)
+        self._head.to(lm.device)
+        self._rows = draft_rows(self._head)
+        self._rotary = rotary_tables(
+            self._head.config, lm.max_positions + settings.unrolled, self._head.fc.weight
+        )
+        self._lessons = Lessons(
+            texts,
+            teacher,
+            self._places,
+            tokens=settings.batch_tokens,
+            seed=settings.seed,
+            width=settings.law_width,
+        )
+
+    @classmethod
+    def build(
+        cls, settings: Eagle3Settings, texts: Sequence[Text], teacher: Teacher
+    ) -> Eagle3Recipe:
+        """See ``training.recipes.table``."""
+        return cls(teacher, texts, settings)
+
+    @staticmethod
+    def decoding(directory: Path) -> DecodingBaseConfig:
+        """How to decode with a head: in chains, as long as it was unrolled in the paper."""
+        return EagleDecodingConfig(max_draft_len=CHAIN, speculative_model=directory)
+
+    @property
+    def module(self) -> Eagle3Head:
+        """The head."""
+        return self._head
+
+    def groups(self) -> list[ParameterGroup]:
+        """All of it."""
+        return [ParameterGroup(list(self._head.parameters()))]
+
+    def batch(self, step: int) -> Lesson:
+        """The lesson of a step."""
+        return self._lessons(step)
+
+    def loss(self, batch: Lesson) -> Tensor:
+        """Cross entropy in nats, summed over the steps with their weights.
+
+        Pair t of a text is state t and token t + 1. In step i row t reads token t + 1 + i, and
+        guesses the token at t + 2 + i.
+        """
+        head, settings = self._head, self._settings
+        features = torch.cat([batch.states[place] for place in self._places], -1)
+        states = head.fuse(features[:, :-2].float())
+        pairs = torch.arange(states.shape[1], device=states.device)
+        attention = UnrolledAttention(self._rotary)
+        loss = states.new_zeros(())
+        for step in range(settings.unrolled):
+            if step == 1:
+                pairs, states = self._sample(pairs, states)
+            embedded = self._teacher.lm.embed(_at(batch.tokens, pairs + 1 + step)).float()
+            states, logits = head(embedded, states, partial(attention, pairs))
+            told = pairs + 1 + step
+            law = restricted(_at(batch.choices, told), _at(batch.probs, told), self._rows)
+            learned = _at(batch.taught, told + 1) & law.known
+            loss = loss + settings.step_decay**step * soft_cross_entropy(logits, law, learned)
+        return loss
+
+    def _sample(self, pairs: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """The places at which the head goes on."""
+        count = max(1, round(self._settings.unrolled_share * len(pairs)))
+        if count == len(pairs):
+            return pairs, states
+        chosen = torch.randperm(len(pairs), device=pairs.device)[:count].sort().values
+        return pairs[chosen], states[:, chosen]
+
+    def save(self, directory: Path) -> None:
+        """Write the head."""
+        dtype = getattr(torch, self._settings.export_dtype)
+        written = Eagle3Head(self._head.config, self._head.traits)
+        written.load_state_dict(self._head.state_dict())
+        written.to(dtype).save(directory, self._settings.layout, str(self._teacher.directory))
+
+
+class Restricted:
+    """The target's laws, as far as the draft vocabulary goes.
+
+    Attributes:
+        rows: int64 ``[..., K]``, rows of the head's logits; 0 for what is not in the vocabulary.
+        probs: float32 ``[..., K]``, summing to 1, or all 0.
+        known: bool ``[...]``, whether the first choice is in the vocabulary.
+    """
+
+    def __init__(self, rows: Tensor, probs: Tensor, known: Tensor) -> None:
+        self.rows, self.probs, self.known = rows, probs, known
+
+
+def restricted(choices: Tensor, probs: Tensor, rows: Tensor) -> Restricted:
+    """Restrict laws.
+
+    Args:
+        choices: int64 ``[..., K]``, the target's likeliest tokens, the first choice first.
+        probs: float32 ``[..., K]``.
+        rows: int64 ``[vocab]``, each token's row in the draft vocabulary, or -1.
+    """
+    found = rows[choices]
+    inside = found >= 0
+    kept = probs * inside
+    kept = kept / kept.sum(-1, keepdim=True).clamp_min(1e-20)
+    return Restricted(found.clamp_min(0), kept, inside[..., 0])
+
+
+def soft_cross_entropy(logits: Tensor, target: Restricted, learned: Tensor) -> Tensor:
+    """Mean over the places that are ``learned`` (bool ``[...]``), in nats; 0 if there are none."""
+    logits = logits.float()
+    surprise = logits.logsumexp(-1, keepdim=True) - logits.gather(-1, target.rows)
+    losses = (target.probs * surprise).sum(-1) * learned
+    return losses.sum() / learned.sum().clamp_min(1)
+
+
+class UnrolledAttention:
+    """Attention of the training-time test, one call per step.
+
+    A pair of the first step sees the pairs before it and itself. Its successor in a later step sees
+    the same ones, and of every step since then only its own predecessor, and itself: what it would
+    see in use.
+
+    Args:
+        rotary: cosines and sines ``[positions, head_dim]``.
+    """
+
+    def __init__(self, rotary: tuple[Tensor, Tensor]) -> None:
+        self._cos, self._sin = rotary
+        self._past: tuple[Tensor, Tensor] | None = None
+        self._pairs: Tensor | None = None
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+
+    def __call__(self, pairs: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See ``heads.draft_layer.Attend``.
+
+        Args:
+            pairs: int64 ``[S]``, rising: which pairs of the first step these follow, which in the
+                first step are all. From the second step on they stay the same.
+            q, k, v: ``[R, S, heads or kv_heads, head_dim]``.
+        """
+        positions = pairs + len(self._keys) + (self._past is not None)
+        q, k = self._rotated(q, positions), self._rotated(k, positions)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [R, heads, S, head_dim]
+        if self._past is None:
+            self._past = k, v
+            grouped = q.shape[1] != k.shape[1]
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        else:
+            self._keys.append(k.unsqueeze(2))  # [R, kv_heads, 1, S, head_dim]
+            self._values.append(v.unsqueeze(2))
+            mixed = self._unrolled(pairs, q)
+        return mixed.transpose(1, 2)
+
+    def _unrolled(self, pairs: Tensor, q: Tensor) -> Tensor:
+        """q ``[R, heads, S, head_dim]`` -> the same shape."""
+        assert self._past is not None
+        keys, values = self._past
+        grouped = q.unflatten(1, (keys.shape[1], -1))  # [R, kv_heads, heads per one, S, head_dim]
+        seen = torch.arange(keys.shape[2], device=q.device) <= pairs[:, None]
+        past = (grouped @ keys.unsqueeze(2).transpose(-1, -2)).float()
+        scores = [past.masked_fill(~seen, float("-inf"))]
+        scores += [(grouped * own).sum(-1, keepdim=True).float() for own in self._keys]
+        weights = (torch.cat(scores, -1) * q.shape[-1] ** -0.5).softmax(-1).to(values.dtype)
+        mixed = weights[..., : keys.shape[2]] @ values.unsqueeze(2)
+        for step, own in enumerate(self._values, start=keys.shape[2]):
+            mixed = mixed + weights[..., step, None] * own
+        return mixed.flatten(1, 2)
+
+    def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
+        cos, sin = (table[positions, None].to(x.dtype) for table in (self._cos, self._sin))
+        left, right = x.chunk(2, -1)
+        return x * cos + torch.cat([-right, left], -1) * sin
+
+
+def draft_vocabulary(texts: Sequence[Text], settings: Eagle3Settings) -> Tensor:
+    """int64, rising: the tokens that answers hold most often; of equally frequent ones the first.
+
+    Args:
+        texts: prompts and answers.
+        settings: how many at most.
+    """
+    counts = Counter(token for text in texts for token in text.token_ids[text.prompt_length :])
+    ranked = sorted(counts, key=lambda token: (-counts[token], token))
+    return torch.tensor(sorted(ranked[: settings.draft_vocab_size]), dtype=torch.int64)
+
+
+def draft_rows(head: Eagle3Head) -> Tensor:
+    """int64 ``[vocab]``: each target token's row in the draft vocabulary, or -1."""
+    rows = torch.full_like(head.t2d, -1, dtype=torch.int64)
+    rows[head.ids] = torch.arange(len(head.ids), device=rows.device)
+    return rows
+
+
+def new_head(teacher: Teacher, vocabulary: Tensor, settings: Eagle3Settings) -> Eagle3Head:
+    """An untrained head in float32, whose logits begin as the target's own projection."""
+    lm = teacher.lm
+    target = lm.config.get_text_config(decoder=True)
+    heads = settings.num_attention_heads or target.num_attention_heads
+    config = LlamaConfig(
+        vocab_size=lm.vocab_size,
+        hidden_size=lm.hidden_size,
+        intermediate_size=settings.intermediate_size or target.intermediate_size,
+        num_hidden_layers=1,
+        num_attention_heads=heads,
+        num_key_value_heads=settings.num_key_value_heads or target.num_key_value_heads,
+        head_dim=head_dim(target) if heads == target.num_attention_heads else None,
+        max_position_embeddings=lm.max_positions,
+        rms_norm_eps=getattr(target, "rms_norm_eps", 1e-6),
+        rope_parameters=_plain_rope(target),
+    )
+    places = settings.places or default_places(lm.num_layers)
+    traits = Eagle3Traits(
+        draft_vocab_size=len(vocabulary),
+        target_hidden_size=lm.hidden_size,
+        captures=len(places),
+        places=places,
+        norm_before_residual=settings.norm_before_residual,
+        norm_output=settings.norm_output,
+    )
+    head = Eagle3Head(config, traits)
+    for weight in head.parameters():
+        if weight.ndim == 2:
+            torch.nn.init.normal_(weight, std=0.02)
+    head.set_vocabulary(vocabulary)
+    with torch.no_grad():
+        unit = torch.eye(lm.hidden_size, dtype=lm.dtype, device=lm.device)
+        rows = (lm.unembed(unit) - lm.unembed(unit[:1] * 0)).T  # without a bias, if it has one
+        head.lm_head.weight.copy_(rows[vocabulary.to(rows.device)])
+    return head
+
+
+def _plain_rope(target: object) -> dict[str, object]:
+    """The target's rotary base; its scaling is not needed for so few layers."""
+    rope = getattr(target, "rope_parameters", None) or {}
+    theta = rope.get("rope_theta") or 10_000.0
+    return {"rope_type": "default", "rope_theta": theta}
+
+
+def _at(x: Tensor, places: Tensor) -> Tensor:
+    """x ``[R, W, ...]`` -> ``[R, S, ...]``: what stands at ``places`` [S]; 0 behind the end."""
+    width = x.shape[1]
+    found = x[:, places.clamp(max=width - 1)]
+    beyond = (places >= width).view(-1, *[1] * (x.ndim - 2))
+    return found.masked_fill(beyond, 0)
