@@ -25,8 +25,8 @@ def coin(seed: int, stream: int, position: int, use: int = 0) -> float:
         stream: the sample.
         position: the token that it helps to decide.
         use: 0 for the draw of the token itself; others where a token needs more coins than one. The
-            low 8 bits say what for (1 drafting, 2 acceptance, 3 acceptance made up), the rest number
-            the coins of it.
+            low 8 bits say what for (1 drafting, 2 acceptance, 3 made-up acceptance), the rest
+            number the coins of it.
     """
     place = struct.pack("<QQQ", seed & _WORD, stream & _WORD, position & _WORD)
     if use:
