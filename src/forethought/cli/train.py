@@ -22,7 +22,7 @@ from forethought.errors import DependencyError, ParameterError
 if TYPE_CHECKING:
     from forethought.training.run import Source
 
-KINDS = ("medusa",)
+KINDS = ("medusa", "redrafter")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

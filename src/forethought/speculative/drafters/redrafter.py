@@ -1,0 +1,164 @@
+"""A small recurrent network searches ahead with beams, whose common beginnings are drafted once.
+
+Cheng et al., 2024 (arXiv 2403.09919). The head reads the target's state that the root was drawn
+from, takes in the root and whatever it guesses behind it, and keeps the likeliest continuations of
+each length; those of the last length are packed into a tree. Nothing is computed again, and no step
+of the search waits for the host. Beams follow from the state without chance, so that drafts are
+points, and sampled requests are served exactly, other than by the published rule of acceptance.
+Knows nothing about acceptance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from forethought.decoding import ReDrafterDecodingConfig
+from forethought.kv.companion import Companion
+from forethought.model.taps import FINAL
+from forethought.speculative.draft import Draft
+from forethought.speculative.drafter import (
+    Drafter,
+    DraftRequest,
+    ResourceManager,
+    ScheduledRequests,
+)
+from forethought.speculative.features import Features
+from forethought.speculative.heads.redrafter import DraftRecurrence, ReDrafterHead
+from forethought.speculative.table import Target
+
+
+class ReDrafterDrafter(Drafter):
+    """Drafts with a head.
+
+    Args:
+        search: over the head.
+        features: of the target, behind its final norm.
+        num_beams: most beams of a draft.
+        max_nodes: most tokens of a draft, of all beams together.
+    """
+
+    def __init__(
+        self, search: BeamSearch, features: Features, num_beams: int, max_nodes: int
+    ) -> None:
+        assert features.places == (FINAL,)
+        self._search, self._features = search, features
+        self._num_beams, self._max_nodes = num_beams, max_nodes
+
+    @classmethod
+    def build(cls, config: ReDrafterDecodingConfig, target: Target) -> ReDrafterDrafter:
+        """Load the head. See ``speculative.table``.
+
+        Raises:
+            ModelError: it cannot be loaded, or is another target's.
+        """
+        assert config.speculative_model is not None
+        lm = target.runner.lm
+        head = ReDrafterHead.load(config.speculative_model, lm.hidden_size, lm.vocab_size)
+        return cls(
+            BeamSearch(DraftRecurrence(head, lm.dtype, lm.device), lm.embed),
+            Features([FINAL], lm.hidden_size, target.runner.storage),
+            config.num_beams,
+            config.max_total_draft_tokens,
+        )
+
+    @property
+    def companions(self) -> Sequence[Companion]:
+        """The target's states."""
+        return (self._features,)
+
+    def nodes(self, depth: int) -> int:
+        """As many as if no two beams began alike."""
+        return min(self._num_beams * depth, self._max_nodes)
+
+    def prepare_draft_tokens(
+        self,
+        scheduled_requests: ScheduledRequests,
+        resource_manager: ResourceManager | None = None,
+    ) -> None:
+        """See :class:`Drafter`."""
+        requests, slots = list[DraftRequest](), list[int]()
+        for request in scheduled_requests.generation_requests:
+            assert request.table is not None
+            known = len(request.tokens) - 1  # the root is not computed yet
+            if known and self._features.ready_length(request.table, known) == known:
+                requests.append(request)
+                slots += request.table.slots(known - 1, known)
+        if not requests:
+            return
+        stored = self._features.storage.keys[0]
+        with torch.inference_mode():
+            beams = self._search(
+                stored[torch.tensor(slots, device=stored.device), 0],
+                torch.tensor([request.tokens[-1] for request in requests], device=stored.device),
+                self._num_beams,
+                max(request.max_draft_len for request in requests),
+            )
+        for request, found in zip(requests, beams.tolist(), strict=True):  # one transfer for all
+            shortened = [beam[: request.max_draft_len] for beam in found]
+            request.draft = pack(shortened, request.max_nodes)
+
+
+class BeamSearch:
+    """Finds likely continuations with a recurrent head.
+
+    Args:
+        head: guesses.
+        embed: int64 ``[R]`` -> the target's embeddings ``[R, hidden]``.
+    """
+
+    def __init__(self, head: DraftRecurrence, embed: Callable[[Tensor], Tensor]) -> None:
+        self._head, self._embed = head, embed
+
+    def __call__(self, contexts: Tensor, roots: Tensor, width: int, length: int) -> Tensor:
+        """Search behind N roots at once.
+
+        Args:
+            contexts: ``[N, hidden]``, the target's states that the roots were drawn from.
+            roots: int64 ``[N]``, on the same device.
+            width: beams that are kept at each length; fewer where there are not so many.
+            length: tokens of a beam.
+
+        Returns:
+            int64 ``[N, width, length]``: the beams, the likeliest first.
+        """
+        count, vocab = len(roots), self._head.shape.vocab
+        first = torch.arange(count, device=roots.device)[:, None]
+        state, tokens = torch.zeros_like(contexts), roots[:, None]
+        scores = torch.zeros(count, 1, device=roots.device)  # log-probabilities of the beams
+        beams = roots.new_empty(count, 1, 0)
+        for _ in range(length):
+            kept = tokens.shape[1]
+            state = self._head.advance(self._embed(tokens.flatten()), state)
+            laws = self._head(contexts, state).log_softmax(-1).view(count, kept, vocab)
+            laws = (laws + scores[..., None]).view(count, kept * vocab)
+            scores, found = laws.topk(min(width, kept * vocab), dim=-1)
+            parents, tokens = found // vocab, found % vocab
+            rows = (parents + first * kept).flatten()
+            state, contexts = state[rows], contexts[rows]
+            beams = torch.cat([beams[first, parents], tokens[..., None]], dim=-1)
+        return beams
+
+
+def pack(beams: Sequence[Sequence[int]], most: int) -> Draft:
+    """The tree of all beams, in which what several of them begin with stands once.
+
+    Args:
+        beams: token ids, the likeliest beam first.
+        most: tokens of the tree; of beams that do not fit, the least likely ends are left out.
+    """
+    tokens, parents = list[int](), list[int]()
+    places: dict[tuple[int, int], int] = {}
+    for beam in beams:
+        node = -1
+        for token in beam:
+            place = places.setdefault((node, token), len(tokens))
+            if place == most:
+                return Draft(tokens, tuple(parents))
+            if place == len(tokens):
+                tokens.append(token)
+                parents.append(node)
+            node = place
+    return Draft(tokens, tuple(parents))

@@ -1,0 +1,203 @@
+"""ReDrafter's head: a small recurrent network that reads one state of the target and goes on alone.
+
+Cheng et al., 2024 (arXiv 2403.09919, section 3.1). Its state takes in one token after the other,
+``s' = silu(W e + U s + b)`` from ``s = 0``, with the target's embeddings e; what follows is guessed
+from ``[c; s']``, side by side, c being the target's state that the first of these tokens was drawn
+from, the same for the whole draft: through a projection where its width asks for one, residual
+blocks ``x + silu(V x + d)`` and a last product. Older heads have no W and U, and ``s' = e + s``.
+Twice the same network: :class:`ReDrafterHead` has the weights under the names that Apple publishes
+and is what training differentiates, :class:`DraftRecurrence` is its forward in few operations.
+Knows nothing about beams, requests or losses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from forethought.model.fused.projection import projection
+from forethought.speculative.heads.checkpoint import Checkpoint, refused
+
+MODEL_TYPE = "recurrent_drafting_drafter"
+"""What ``config.json`` calls it."""
+_SIZES = ("hidden_size", "vocab_size", "exit_dim", "num_draft_layers")
+
+
+@dataclass(frozen=True, slots=True)
+class ReDrafterShape:
+    """Sizes of a head."""
+
+    hidden: int
+    """Width of the target's states and embeddings, and of its own state."""
+    vocab: int
+    """Tokens that it knows: the target's ids below this."""
+    exit: int
+    """Width of the residual blocks; unless it is ``2 * hidden``, there is a projection to it."""
+    blocks: int
+    recurrent: bool = True
+    """Whether it has W and U."""
+
+    @property
+    def projects(self) -> bool:
+        """Whether there is a projection to ``exit``."""
+        return self.exit != 2 * self.hidden
+
+
+class ResidualBlock(nn.Module):
+    """``x + silu(V x + d)``; new ones pass x on as it is."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x ``[..., width]`` -> the same shape."""
+        return x + F.silu(self.linear(x))
+
+
+class ReDrafterHead(nn.Module):
+    """The weights, in float32 unless converted.
+
+    Args:
+        shape: its sizes.
+    """
+
+    def __init__(self, shape: ReDrafterShape) -> None:
+        super().__init__()
+        self.shape = shape
+        if shape.projects:
+            self.input_proj = nn.Linear(2 * shape.hidden, shape.exit)
+        self.lm_head = nn.Sequential(
+            *(ResidualBlock(shape.exit) for _ in range(shape.blocks)),
+            nn.Linear(shape.exit, shape.vocab, bias=False),
+        )
+        if shape.recurrent:
+            self.rnn_u = nn.Linear(shape.hidden, shape.hidden)
+            self.rnn_w = nn.Linear(shape.hidden, shape.hidden, bias=False)
+
+    def advance(self, embedded: Tensor, state: Tensor) -> Tensor:
+        """Take in a token.
+
+        Args:
+            embedded: ``[..., hidden]``, the target's embedding of it.
+            state: ``[..., hidden]``; 0 before the first token.
+
+        Returns:
+            ``[..., hidden]``: the new state.
+        """
+        if not self.shape.recurrent:
+            return embedded + state
+        return F.silu(self.rnn_w(embedded) + self.rnn_u(state))
+
+    def forward(self, context: Tensor, state: Tensor) -> Tensor:
+        """Guess what follows.
+
+        Args:
+            context: ``[..., hidden]``, the target's state behind its final norm.
+            state: ``[..., hidden]``.
+
+        Returns:
+            ``[..., vocab]``: logits.
+        """
+        x = torch.cat([context, state], -1)
+        logits: Tensor = self.lm_head(self.input_proj(x) if self.shape.projects else x)
+        return logits
+
+    @classmethod
+    def load(cls, directory: Path, hidden: int, vocab: int) -> ReDrafterHead:
+        """Read a head as it is published, in float32.
+
+        Args:
+            directory: with ``config.json`` and weights.
+            hidden: width of the target's states.
+            vocab: the target's ids are below it.
+
+        Raises:
+            ModelError: it is none, it is another target's, or a tensor is missing, unexpected or
+                of the wrong shape.
+        """
+        stored = Checkpoint.read(directory)
+        shape = _shape(stored)
+        if shape.hidden != hidden or shape.vocab > vocab:
+            raise refused(
+                directory,
+                f"it reads states of {shape.hidden} values and knows {shape.vocab} tokens; the "
+                f"target has {hidden} and {vocab}",
+                "Use a head that was trained for this target",
+            )
+        head = cls(shape)
+        stored.fill(head, stored.tensors)
+        return head
+
+    def save(self, directory: Path) -> None:
+        """Write it as :meth:`load` reads it, in the weights' dtype."""
+        shape, weight = self.shape, self.lm_head[-1].weight
+        config: dict[str, Any] = {
+            "model_type": MODEL_TYPE,
+            "architectures": ["Drafter"],
+            "hidden_size": shape.hidden,
+            "vocab_size": shape.vocab,
+            "exit_dim": shape.exit,
+            "num_draft_layers": shape.blocks,
+            "rnn": shape.recurrent,
+            "torch_dtype": str(weight.dtype).removeprefix("torch."),
+        }
+        Checkpoint(directory, config, self.state_dict()).write()
+
+
+class DraftRecurrence:
+    """The forward of a head, for drafting.
+
+    Args:
+        head: whose weights are taken.
+        dtype, device: of weights, states and embeddings.
+    """
+
+    def __init__(self, head: ReDrafterHead, dtype: torch.dtype, device: torch.device) -> None:
+        def product(linear: nn.Linear) -> Any:
+            bias = None if linear.bias is None else linear.bias.detach().to(device, dtype)
+            return projection(linear.weight.detach().to(device, dtype), bias)
+
+        shape = self.shape = head.shape
+        with torch.inference_mode():
+            *blocks, last = head.lm_head
+            self._enter = product(head.input_proj) if shape.projects else None
+            self._blocks = [product(block.linear) for block in blocks]
+            self._last = product(last)
+            self._recur = product(head.rnn_u) if shape.recurrent else None
+            self._take = product(head.rnn_w) if shape.recurrent else None
+
+    def advance(self, embedded: Tensor, state: Tensor) -> Tensor:
+        """See :class:`ReDrafterHead`; both ``[R, hidden]``."""
+        if self._recur is None or self._take is None:
+            return embedded + state
+        return F.silu(self._recur.plus(state, self._take(embedded)))
+
+    def __call__(self, context: Tensor, state: Tensor) -> Tensor:
+        """float32 ``[R, vocab]``: logits; see ``ReDrafterHead.forward``, both ``[R, hidden]``."""
+        x = torch.cat([context, state], -1)
+        if self._enter is not None:
+            x = self._enter(x)
+        for block in self._blocks:
+            x = x + F.silu(block(x))
+        return self._last(x).float()
+
+
+def _shape(stored: Checkpoint) -> ReDrafterShape:
+    """What the config says."""
+    config = stored.config
+    kind = config.get("model_type", MODEL_TYPE)
+    if kind != MODEL_TYPE:
+        raise refused(stored.directory, f"its model_type is {kind!r}, not {MODEL_TYPE!r}")
+    missing = [name for name in _SIZES if not isinstance(config.get(name), int)]
+    if missing:
+        raise refused(stored.directory, f"its config.json lacks {', '.join(missing)}")
+    hidden, vocab, wide, blocks = (config[name] for name in _SIZES)
+    return ReDrafterShape(hidden, vocab, wide, blocks, bool(config.get("rnn", False)))
