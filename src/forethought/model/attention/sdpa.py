@@ -3,8 +3,9 @@
 A row attends in one of three ways, chosen once per batch:
 
 - *view*: one new token, pages side by side: a view of the cache, nothing is copied;
-- *group*: one new token each: their pages are copied together and attended in one padded call;
-- *piece*: several new tokens (a prefill chunk, a tree of drafts): one call with its own mask.
+- *group*: one new token each, or a few (drafts): their pages are copied together and attended in
+  one padded call;
+- *piece*: several new tokens (a prefill chunk, a large tree): one call with its own mask.
 
 The query heads that share a key/value head are folded into the query length, so keys and values
 are never expanded for one new token. Softcap and sinks, which torch's kernels do not know, are
@@ -31,6 +32,8 @@ from forethought.model.batch import Batch, Span
 SMALL_ROW_BYTES = 320 * 1024
 FEWEST_IN_GROUP = 4
 GROUP_BYTES = 4 * 2**20
+MOST_QUERIES = 32
+"""New tokens that a row of a group may have; a row with more is a piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +47,18 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """B decode rows that are attended together, padded to L tokens, whole pages.
+    """B rows that are attended together, padded to n new tokens and L stored ones, whole pages.
 
     Attributes:
-        tokens: int64 ``[B]``, their places in the packed batch.
+        tokens: int64 ``[B * n]``, their places in the packed batch; a row with fewer repeats its
+            last one.
+        rows: B.
         pages: int64 ``[B * L / page_size]``, row by row.
-        mask: additive, ``[B, 1, 1, L]`` in the cache's dtype.
+        mask: additive, ``[B, 1, n, L]`` in the cache's dtype.
     """
 
     tokens: Tensor
+    rows: int
     pages: Tensor
     mask: Tensor
 
@@ -104,30 +110,31 @@ class SdpaAttention:
 
     def plan(self, batch: Batch, storage: KvStorage, window: int | None) -> SdpaPlan:
         """Choose for every row how it attends, and build its masks and indices."""
-        decodes = [span for span in batch.spans if _sees_all(span)]
-        alone = self._alone(decodes, window, storage)
-        grouped = [span for span in decodes if span.start not in alone]
+        fitting = [span for span in batch.spans if span.length <= MOST_QUERIES]
+        alone = self._alone(fitting, window, storage)
+        grouped = [span for span in fitting if span.start not in alone]
+        others = [s for s in batch.spans if s.start in alone or s.length > MOST_QUERIES]
         return SdpaPlan(
             page_size=storage.page_size,
-            views=[_view(span, window) for span in decodes if span.start in alone],
+            views=[_view(span, window) for span in others if _is_viewed(span)],
             groups=[_group(spans, window, storage) for spans in _alike(grouped, window, storage)],
-            pieces=[_piece(span, window, storage) for span in batch.spans if not _sees_all(span)],
+            pieces=[_piece(span, window, storage) for span in others if not _is_viewed(span)],
         )
 
-    def _alone(self, decodes: Sequence[Span], window: int | None, storage: KvStorage) -> set[int]:
-        """The decode rows, by packed token, that attend through views."""
-        together = {span.start for span in decodes if span.first_slot is not None}
+    def _alone(self, spans: Sequence[Span], window: int | None, storage: KvStorage) -> set[int]:
+        """Those, by their first packed token, that attend in a call of their own."""
+        willing = {s.start for s in spans if s.first_slot is not None or not _sees_all(s)}
         if self.grouping == "never":
-            return together
+            return willing
         if self.grouping == "always" or storage.device.type != "cpu":
             return set()  # on a GPU a call per row is a launch per row
         token_bytes = storage.layers[0].elements * storage.dtype.itemsize
         small = {
             span.start
-            for span in decodes
+            for span in spans
             if (span.kv_length - _skipped(span, window)) * token_bytes < SMALL_ROW_BYTES
         }
-        return together - small if len(small) >= FEWEST_IN_GROUP else together
+        return willing - small if len(small) >= FEWEST_IN_GROUP else willing
 
     def attend(
         self, q: Tensor, keys: Tensor, values: Tensor, plan: SdpaPlan, scoring: Scoring
@@ -140,10 +147,9 @@ class SdpaAttention:
             tokens = [view.token for view in plan.views]
             out[tokens] = _attend_views(q[tokens], keys, values, plan.views, scoring)
         for group in plan.groups:
-            chosen = q.index_select(0, group.tokens)
-            rows = chosen.shape[0]
-            k = _pages(keys, group.pages, plan.page_size).view(rows, -1, *keys.shape[1:])
-            v = _pages(values, group.pages, plan.page_size).view(rows, -1, *values.shape[1:])
+            chosen = q.index_select(0, group.tokens).view(group.rows, -1, *q.shape[1:])
+            k = _pages(keys, group.pages, plan.page_size).view(group.rows, -1, *keys.shape[1:])
+            v = _pages(values, group.pages, plan.page_size).view(group.rows, -1, *values.shape[1:])
             out.index_copy_(0, group.tokens, _attend_group(chosen, k, v, group.mask, scoring))
         for piece in plan.pieces:
             place = slice(piece.start, piece.stop)
@@ -179,11 +185,20 @@ def _attend_views(
 
 
 def _attend_group(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scoring: Scoring) -> Tensor:
-    """q ``[B, heads, key_dim]``, k and v ``[B, L, kv_heads, dim]``, mask ``[B, 1, 1, L]``."""
-    rows, heads, _ = q.shape
-    folded = q.view(rows, k.shape[2], heads // k.shape[2], -1)
+    """q ``[B, n, heads, key_dim]``, k and v ``[B, L, kv_heads, dim]``, mask ``[B, 1, n, L]``.
+
+    Returns ``[B * n, heads, value_dim]``.
+    """
+    rows, size, heads, _ = q.shape
+    kv_heads, shared = k.shape[2], heads // k.shape[2]
+    if size > 1:  # heads of one key are queries side by side, each with all of the row's tokens
+        q = q.view(rows, size, kv_heads, shared, -1).permute(0, 2, 3, 1, 4)
+        mask = mask.repeat(1, 1, shared, 1)
+    folded = q.reshape(rows, kv_heads, shared * size, -1)
     out = _softmax_attention(folded, k.transpose(1, 2), v.transpose(1, 2), mask, scoring)
-    return out.reshape(rows, heads, -1)
+    if size > 1:
+        out = out.view(rows, kv_heads, shared, size, -1).permute(0, 3, 1, 2, 4)
+    return out.reshape(rows * size, heads, -1)
 
 
 def _attend_piece(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
@@ -221,7 +236,9 @@ def _softmax_attention(
     if mask is not None:
         scores = scores + mask
     if scoring.sinks is not None:
-        sinks = scoring.sinks.float().view(q.shape[1], -1, 1).expand(*scores.shape[:-1], 1)
+        heads = scoring.sinks.float().view(q.shape[1], -1, 1)
+        sinks = heads.expand(-1, -1, q.shape[2] // heads.shape[1]).reshape(1, q.shape[1], -1, 1)
+        sinks = sinks.expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, sinks], -1)
     weights = scores.softmax(-1)[..., : k.shape[2]]
     return (weights @ v.float()).to(q.dtype)
@@ -243,6 +260,11 @@ def _skipped(span: Span, window: int | None) -> int:
 def _sees_all(span: Span) -> bool:
     """Whether it is one new token that sees all before it."""
     return span.length == 1 and (span.tree is None or span.tree.shape[1] == 1)
+
+
+def _is_viewed(span: Span) -> bool:
+    """Whether it needs neither copies nor a mask."""
+    return _sees_all(span) and span.first_slot is not None
 
 
 def _view(span: Span, window: int | None) -> View:
@@ -300,24 +322,54 @@ def _alike(spans: Sequence[Span], window: int | None, storage: KvStorage) -> lis
 
 
 def _group(spans: Sequence[Span], window: int | None, storage: KvStorage) -> Group:
-    size, device = storage.page_size, storage.device
+    page_size, device = storage.page_size, storage.device
+    size = max(span.length for span in spans)
     pages: list[tuple[int, ...]] = []
-    bounds: list[tuple[int, int]] = []  # which of a row's tokens in those pages are seen
+    bounds: list[list[tuple[int, int]]] = []  # for each new token, which of the tokens are seen
+    tokens: list[int] = []
     for span in spans:
-        first_page, first = divmod(_skipped(span, window), size)
+        first_page = _skipped(span, window) // page_size
         pages.append(span.pages[first_page:])
-        bounds.append((first, span.kv_length - first_page * size))
+        bounds.append(_seen(span, window, first_page * page_size, size))
+        tokens += range(span.start, span.stop)
+        tokens += [span.stop - 1] * (size - span.length)
     most = max(map(len, pages))
     # A shorter row is filled up with its own last page, which the mask hides.
     filled = [row + row[-1:] * (most - len(row)) for row in pages]
-    low, high = torch.tensor(bounds, device=device)[:, :, None].unbind(1)
-    offsets = torch.arange(most * size, device=device)
-    mask = _additive((offsets >= low) & (offsets < high), storage.dtype)
+    low, high = torch.tensor(bounds, device=device)[..., None].unbind(2)  # [B, n, 1] each
+    offsets = torch.arange(most * page_size, device=device)
+    seen = (offsets >= low) & (offsets < high)
+    for row, span in enumerate(spans):
+        if not _is_chain(span):
+            skipped = _skipped(span, window) // page_size * page_size
+            mask = _mask(span, window, storage)[:, skipped:] == 0
+            seen[row, : span.length] = False
+            seen[row, : span.length, : mask.shape[1]] = mask
+            seen[row, span.length :] = seen[row, span.length - 1]
     return Group(
-        tokens=torch.tensor([span.start for span in spans], device=device),
+        tokens=torch.tensor(tokens, device=device),
+        rows=len(spans),
         pages=torch.tensor(filled, device=device).view(-1),
-        mask=mask[:, None, None],
+        mask=_additive(seen, storage.dtype)[:, None],
     )
+
+
+def _is_chain(span: Span) -> bool:
+    """Whether each new token sees all before it, or all that the window leaves of that."""
+    return span.tree is None or _sees_all(span)
+
+
+def _seen(span: Span, window: int | None, skipped: int, size: int) -> list[tuple[int, int]]:
+    """For ``size`` new tokens of a chain, the last one repeated: the first and the last one seen.
+
+    Counted from ``skipped`` on, the second one exclusive.
+    """
+    seen = []
+    for place in range(size):
+        stop = span.kv_length - span.length + min(place, span.length - 1) + 1
+        start = span.seen_from if window is None else max(span.seen_from, stop - window)
+        seen.append((start - skipped, stop - skipped))
+    return seen
 
 
 def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
