@@ -1,15 +1,18 @@
 """Which ways of decoding a benchmark tries."""
 
+import json
 from pathlib import Path
 
 import pytest
 
-from forethought.bench.variant import PLAIN, Variant, settled, variants_of
+from forethought.bench.variant import PLAIN, Variant, settled, variants_of, written
 from forethought.decoding import (
     AutoDecodingConfig,
+    DecodingBaseConfig,
     DraftTargetDecodingConfig,
     NGramDecodingConfig,
     SuffixDecodingConfig,
+    UserProvidedDecodingConfig,
 )
 from forethought.errors import ParameterError
 
@@ -54,3 +57,24 @@ def test_auto_is_settled_and_nothing_given_means_the_drafters_without_a_model():
     assert {"ngram", "suffix"} <= {config.name for config in settled([], 4)}
     assert all(config.speculative_model is None for config in settled([], 4))
     assert settled([], 4, "d")[-1].speculative_model == Path("d")
+
+
+def test_a_variant_is_written_as_the_block_that_makes_it():
+    tree = DraftTargetDecodingConfig(speculative_model="d", draft_choices=[[0, 0], [1]])
+    configs = [NGramDecodingConfig(max_draft_len=8, is_use_oldest=False), tree]
+    block = written(Variant("ngram", 4), configs, max_concurrency=16)
+    expected = NGramDecodingConfig(max_draft_len=4, is_use_oldest=False, max_concurrency=16)
+    assert DecodingBaseConfig.from_dict(json.loads(json.dumps(block))) == expected
+    block = json.loads(json.dumps(written(Variant("draft_target", 2), configs)))
+    assert DecodingBaseConfig.from_dict(block) == tree
+    assert written(PLAIN, configs) is None
+
+
+def test_a_users_own_drafter_is_written_by_where_its_class_stands():
+    class Own:
+        def prepare_draft_tokens(self, scheduled_requests, resource_manager=None):
+            """Propose nothing."""
+
+    config = UserProvidedDecodingConfig(max_draft_len=2, drafter=Own())
+    block = written(Variant("user_provided", 1), [config])
+    assert block["drafter"] == f"{__name__}:{Own.__qualname__}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from forethought.decoding import (
     AutoDecodingConfig,
@@ -50,9 +51,11 @@ def default_configs(draft_model: Path | None = None) -> list[DecodingBaseConfig]
         draft_model: directory of the target's draft model; None: there is none.
     """
     configs: list[DecodingBaseConfig] = [
-        NGramDecodingConfig(max_draft_len=8, max_matching_ngram_size=3),
-        SuffixDecodingConfig(max_draft_len=16),
-        SuffixDecodingConfig(name="suffix_goodput", max_draft_len=16, length_control="goodput"),
+        NGramDecodingConfig(max_draft_len=8, max_matching_ngram_size=4, is_use_oldest=False),
+        SuffixDecodingConfig(max_draft_len=8, max_spec_factor=4.0),
+        SuffixDecodingConfig(
+            name="suffix_goodput", max_draft_len=8, max_spec_factor=4.0, length_control="goodput"
+        ),
     ]
     if draft_model is not None:
         model = DraftTargetDecodingConfig(max_draft_len=4, speculative_model=draft_model)
@@ -106,3 +109,33 @@ def variants_of(
             if 1 <= length <= longest:
                 found[Variant(config.name, length)] = None
     return list(found)
+
+
+def written(
+    variant: Variant, configs: Sequence[DecodingBaseConfig], max_concurrency: int | None = None
+) -> dict[str, object] | None:
+    """The ``speculative_config`` block of a YAML file that stands for a variant; None for plain.
+
+    Args:
+        variant: of one of the drafters.
+        configs: of the drafters.
+        max_concurrency: the field of that name, unless it is None.
+    """
+    if variant == PLAIN:
+        return None
+    config = next(config for config in configs if config.name == variant.drafter)
+    given = {name: _plain(getattr(config, name)) for name in sorted(config.model_fields_set)}
+    settled = {"max_draft_len": variant.max_draft_len, "max_concurrency": max_concurrency}
+    fields = given | {name: value for name, value in settled.items() if value is not None}
+    return {"decoding_type": config.decoding_type, **fields}
+
+
+def _plain(value: Any) -> object:
+    """As YAML and JSON can hold it; a drafter of the user's own by where its class stands."""
+    if isinstance(value, bool | int | float | str | dict | None):
+        return value
+    if isinstance(value, tuple | list):
+        return [_plain(each) for each in value]
+    if isinstance(value, Path):
+        return str(value)
+    return f"{type(value).__module__}:{type(value).__qualname__}"
