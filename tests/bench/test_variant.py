@@ -70,6 +70,18 @@ def test_a_variant_is_written_as_the_block_that_makes_it():
     assert written(PLAIN, configs) is None
 
 
+def test_a_schedule_is_written_as_far_as_the_length_allows():
+    config = SuffixDecodingConfig(
+        max_draft_len=8,
+        max_total_draft_tokens=8,
+        draft_len_schedule={4: 8, 16: 2},
+        draft_len_schedule_bounds="upper",
+    )
+    read = DecodingBaseConfig.from_dict(written(Variant("suffix", 4), [config], 4))
+    assert (read.max_draft_len, read.max_total_draft_tokens) == (4, 4)
+    assert read.draft_len_schedule == {4: 4, 16: 2}
+
+
 def test_a_users_own_drafter_is_written_by_where_its_class_stands():
     class Own:
         def prepare_draft_tokens(self, scheduled_requests, resource_manager=None):

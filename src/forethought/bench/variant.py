@@ -119,14 +119,21 @@ def written(
     Args:
         variant: of one of the drafters.
         configs: of the drafters.
-        max_concurrency: the field of that name, unless it is None.
+        max_concurrency: the field of that name, unless it is None or a schedule decides.
     """
     if variant == PLAIN:
         return None
     config = next(config for config in configs if config.name == variant.drafter)
-    given = {name: _plain(getattr(config, name)) for name in sorted(config.model_fields_set)}
-    settled = {"max_draft_len": variant.max_draft_len, "max_concurrency": max_concurrency}
-    fields = given | {name: value for name, value in settled.items() if value is not None}
+    fields = {name: _plain(getattr(config, name)) for name in sorted(config.model_fields_set)}
+    fields["max_draft_len"] = variant.max_draft_len
+    if not config.branches or variant.max_draft_len < config.max_draft_len:
+        fields.pop("max_total_draft_tokens", None)  # as long as the draft
+    schedule = config.draft_len_schedule
+    if schedule is not None:
+        cut = {batch: min(length, variant.max_draft_len) for batch, length in schedule.items()}
+        fields["draft_len_schedule"] = cut
+    elif max_concurrency is not None:
+        fields["max_concurrency"] = max_concurrency
     return {"decoding_type": config.decoding_type, **fields}
 
 
