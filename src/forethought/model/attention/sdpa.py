@@ -34,6 +34,8 @@ FEWEST_IN_GROUP = 4
 GROUP_BYTES = 4 * 2**20
 MOST_QUERIES = 32
 """New tokens that a row of a group may have; a row with more is a piece."""
+FOLDED_FROM = 2048
+"""Heads times stored tokens from which a piece of few queries is faster with its heads folded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +205,10 @@ def _attend_group(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scoring: Scorin
 
 def _attend_piece(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
     """q ``[n, heads, key_dim]``, k and v ``[L, kv_heads, dim]``, mask ``[n, L]`` or None."""
+    few = mask is not None and q.shape[0] <= MOST_QUERIES
+    if few and q.shape[1] * k.shape[0] >= FOLDED_FROM and q.shape[1] > k.shape[1]:
+        assert mask is not None
+        return _attend_group(q[None], k[None], v[None], mask[None, None], scoring)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     heads, kv_heads = q.shape[1], k.shape[1]
     if scoring.softcap is None and scoring.sinks is None:
