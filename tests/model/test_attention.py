@@ -115,6 +115,23 @@ def test_sdpa_agrees_with_the_reference(name: str, page_size: int, scattered: bo
             torch.testing.assert_close(result, exact, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_folding_the_heads_of_a_few_queries_changes_nothing(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, made = CASES[name], tables(PagePool(53, 3), [s + n for s, n, _ in ROWS], False)
+    rows = [
+        Row(list(range(n)), start, table, parents)
+        for (start, n, parents), table in zip(ROWS, made, strict=True)
+    ]
+    results = []
+    for folded_from in (0, 10**9):
+        monkeypatch.setattr(sdpa, "FOLDED_FROM", folded_from)
+        storage = storage_for(case, 53, 3)
+        results.append(attend(SdpaAttention("never"), case, Batch.build(rows), storage, 2))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
 def test_where_groups_are_cut_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     case, made = CASES["window"], tables(PagePool(60, 3), [30, 4, 17, 18, 9], scattered=True)
     batch = Batch.build([Row([1], table.length - 1, table) for table in made])
