@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 from forethought.model.fused.projection import projection
 from forethought.speculative.heads.checkpoint import Checkpoint, refused
+from forethought.speculative.heads.residual_block import ResidualBlock
 
 log = logging.getLogger(__name__)
 
@@ -54,20 +55,6 @@ class MedusaShape:
     heads: int
     blocks: int = 1
     bias: bool = True
-
-
-class ResidualBlock(nn.Module):
-    """``x + silu(W x + b)``; new ones pass x on as it is."""
-
-    def __init__(self, hidden: int, bias: bool) -> None:
-        super().__init__()
-        self.linear = nn.Linear(hidden, hidden, bias=bias)
-        for weight in self.linear.parameters():
-            nn.init.zeros_(weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x ``[..., hidden]`` -> the same shape."""
-        return x + F.silu(self.linear(x))
 
 
 class MedusaHeads(nn.ModuleList):

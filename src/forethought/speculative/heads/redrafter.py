@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from forethought.model.fused.projection import projection
 from forethought.speculative.heads.checkpoint import Checkpoint, refused
+from forethought.speculative.heads.residual_block import ResidualBlock
 
 MODEL_TYPE = "recurrent_drafting_drafter"
 """What ``config.json`` calls it."""
@@ -46,20 +47,6 @@ class ReDrafterShape:
     def projects(self) -> bool:
         """Whether there is a projection to ``exit``."""
         return self.exit != 2 * self.hidden
-
-
-class ResidualBlock(nn.Module):
-    """``x + silu(V x + d)``; new ones pass x on as it is."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x ``[..., width]`` -> the same shape."""
-        return x + F.silu(self.linear(x))
 
 
 class ReDrafterHead(nn.Module):
