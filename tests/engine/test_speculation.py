@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
 import drafters
 from engines import drain, engine, expect_empty, outputs
@@ -22,7 +23,7 @@ from forethought.decoding import (
 from forethought.engine import resolve
 from forethought.engine.engine import Engine
 from forethought.params import SamplingParams, SpeculationParams
-from forethought.speculative.draft import Draft
+from forethought.speculative.draft import Draft, DraftKind
 from forethought.speculative.drafter import Drafter, DraftRequest, ResourceManager
 from models import greedy, prompts, tiny
 
@@ -240,6 +241,8 @@ def test_log_probabilities_of_accepted_tokens_are_the_targets() -> None:
         lambda request: Draft([3, 4], (-1,)),
         lambda request: Draft([3] * 9, (-1,) * 9),
         lambda request: Draft([3] * 9, tuple(range(-1, 8))),
+        lambda request: Draft([3], None, DraftKind.IID, torch.ones(1, 7)),
+        lambda request: Draft([3], None, DraftKind.IID, None),
         lambda request: 1 / 0,
     ],
 )

@@ -27,8 +27,8 @@ def checked(request: DraftRequest, vocab_size: int) -> Draft:
     parents = None if draft.parents is None else tuple(index(each) for each in draft.parents)
     if parents is not None and len(parents) != len(tokens):
         raise ValueError(f"{len(parents)} parents for {len(tokens)} tokens")
-    if draft.kind is not DraftKind.POINT and (draft.q is None or len(draft.q) != len(tokens)):
-        raise ValueError(f"a draft of kind {draft.kind.value} needs the law of each of its tokens")
+    if draft.kind is not DraftKind.POINT:
+        _check_law(draft, len(tokens), vocab_size)
     bad = {node for node, token in enumerate(tokens) if not 0 <= token < vocab_size}
     if parents is None:
         end = min(len(tokens), request.max_nodes, request.max_draft_len, *bad)
@@ -48,6 +48,19 @@ def checked(request: DraftRequest, vocab_size: int) -> Draft:
         q=None if draft.q is None else draft.q[kept],
         ids=draft.ids,
     )
+
+
+def _check_law(draft: Draft, count: int, vocab_size: int) -> None:
+    """Refuse a law that is not over the target's vocabulary, or the part of it that ``ids`` name.
+
+    The contents of ``ids`` are trusted: looking would stall a GPU, and its owner made them once.
+    """
+    width = vocab_size if draft.ids is None else len(draft.ids)
+    if draft.q is None or tuple(draft.q.shape) != (count, width) or width > vocab_size:
+        raise ValueError(
+            f"a draft of kind {draft.kind.value} needs the law of each of its {count} tokens, over "
+            f"{width} ids"
+        )
 
 
 def _kept(
