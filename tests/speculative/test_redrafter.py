@@ -1,0 +1,347 @@
+"""ReDrafter's drafts: the beams of a plain search, packed into one tree, from the right state."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engines import drain, engine, expect_empty, load, outputs
+from forethought.decoding import DecodingBaseConfig, ReDrafterDecodingConfig
+from forethought.engine.engine import Engine
+from forethought.errors import ModelError, ParameterError
+from forethought.kv.pool import PagePool
+from forethought.kv.table import PageTable
+from forethought.params import SamplingParams
+from forethought.speculative import table
+from forethought.speculative.drafter import DraftRequest, ScheduledRequests
+from forethought.speculative.drafters.redrafter import BeamSearch, pack
+from forethought.speculative.heads.redrafter import (
+    DraftRecurrence,
+    ReDrafterHead,
+    ReDrafterShape,
+)
+from forethought.speculative.table import Target
+from models import VOCAB, prompts
+from redrafter_heads import HIDDEN, make_head, random_head
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+PROMPTS = prompts((4, 9, 17))
+
+
+# ---- the search -----------------------------------------------------------------------------
+
+
+def searched(
+    head: ReDrafterHead, vocab: Tensor, contexts: Tensor, roots: Sequence[int], **how: int
+) -> list[list[list[int]]]:
+    fast = DraftRecurrence(head, torch.float32, torch.device("cpu"))
+    with torch.inference_mode():
+        search = BeamSearch(fast, lambda ids: vocab[ids])
+        return search(contexts, torch.tensor(roots, dtype=torch.int64), **how).tolist()
+
+
+def score(head: ReDrafterHead, vocab: Tensor, context: Tensor, path: Sequence[int]) -> float:
+    """Log-probability of all tokens of ``path`` behind its first one."""
+    total, state = 0.0, torch.zeros(HIDDEN)
+    with torch.inference_mode():
+        for token, following in itertools.pairwise(path):
+            state = head.advance(vocab[token], state)
+            total += float(head(context, state).log_softmax(-1)[following])
+    return total
+
+
+def plainly(
+    head: ReDrafterHead, vocab: Tensor, context: Tensor, root: int, width: int, length: int
+) -> list[list[int]]:
+    """The search of one request, each candidate scored from scratch."""
+    beams: list[list[int]] = [[]]
+    for _ in range(length):
+        longer = [[*beam, token] for beam in beams for token in range(head.shape.vocab)]
+        longer.sort(key=lambda beam: -score(head, vocab, context, [root, *beam]))
+        beams = longer[:width]
+    return beams
+
+
+def test_beams_are_those_of_a_plain_search_whatever_the_company() -> None:
+    head, vocab = make_head(vocab=7), torch.randn(7, HIDDEN)
+    contexts, roots = torch.randn(3, HIDDEN), [2, 0, 5]
+    found = searched(head, vocab, contexts, roots, width=3, length=4)
+    for place, root in enumerate(roots):
+        assert found[place] == plainly(head, vocab, contexts[place], root, 3, 4)
+
+
+def test_a_search_that_drops_nothing_finds_every_continuation_the_likeliest_first() -> None:
+    head, vocab, context = make_head(vocab=4), torch.randn(4, HIDDEN), torch.randn(1, HIDDEN)
+    [found] = searched(head, vocab, context, [1], width=64, length=3)
+    assert sorted(found) == [list(path) for path in itertools.product(range(4), repeat=3)]
+    scores = [score(head, vocab, context[0], [1, *path]) for path in found]
+    assert all(before >= after - 1e-5 for before, after in itertools.pairwise(scores))
+    assert sum(map(math.exp, scores)) == pytest.approx(1.0, abs=1e-4)
+
+
+def test_no_requests_have_no_beams() -> None:
+    none = torch.zeros(0, HIDDEN)
+    assert searched(make_head(), torch.zeros(VOCAB, HIDDEN), none, [], width=3, length=2) == []
+
+
+# ---- the tree -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("beams", "tokens", "parents"),
+    [
+        ([[91, 92, 93], [91, 92, 94]], [91, 92, 93, 94], (-1, 0, 1, 1)),
+        ([[91, 92], [93, 92]], [91, 92, 93, 92], (-1, 0, -1, 2)),  # only prefixes are shared
+        ([[1, 2, 3], [1, 4, 3], [1, 2, 5]], [1, 2, 3, 4, 3, 5], (-1, 0, 1, 0, 3, 1)),
+        ([[1, 1], [1, 1]], [1, 1], (-1, 0)),
+        ([], [], ()),
+    ],
+)
+def test_what_beams_begin_with_stands_in_the_tree_once(beams, tokens, parents) -> None:
+    draft = pack(beams, most=99)
+    assert (draft.tokens, draft.parents) == (tokens, parents)
+
+
+def test_the_least_likely_beams_are_dropped_where_not_all_fit() -> None:
+    beams = [[1, 2, 3], [1, 4, 3], [5, 2, 3], [1, 2, 6]]
+    assert pack(beams, 5).tokens == [1, 2, 3, 4, 3]
+    assert pack(beams, 4).tokens == [1, 2, 3, 4]  # the end of the last one that begins
+    assert pack(beams, 6).tokens == [1, 2, 3, 4, 3, 5]
+    assert pack(beams, 0).tokens == []
+
+
+BEAMS = st.integers(1, 4).flatmap(
+    lambda length: st.lists(st.lists(st.integers(0, 3), min_size=length, max_size=length))
+)
+
+
+@given(BEAMS, st.integers(0, 12))
+def test_a_tree_has_the_prefixes_of_its_beams_as_paths_and_nothing_else(
+    beams: list[list[int]], most: int
+) -> None:
+    whole, cut = pack(beams, 99), pack(beams, most)
+    paths: list[tuple[int, ...]] = []
+    for node, token in enumerate(whole.tokens):
+        parent = whole.parent(node)
+        assert parent < node
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    expected = {tuple(beam[:end]) for beam in beams for end in range(1, len(beam) + 1)}
+    assert len(set(paths)) == len(paths)
+    assert set(paths) == expected
+    assert cut.tokens == whole.tokens[:most]
+    assert cut.parents == whole.parents[:most]
+
+
+# ---- what the head reads --------------------------------------------------------------------
+
+
+def head_of_states() -> ReDrafterHead:
+    """Its logits are the target's own, of the state that it reads, whatever tokens it takes in."""
+    unembedding = load("llama").unembed(torch.eye(HIDDEN)).T
+    head = ReDrafterHead(ReDrafterShape(HIDDEN, VOCAB, 2 * HIDDEN, blocks=0))
+    with torch.no_grad():
+        head.lm_head[0].weight[:, :HIDDEN] = unembedding
+        head.lm_head[0].weight[:, HIDDEN:] = 0.0
+    return head
+
+
+def head_of_tokens() -> ReDrafterHead:
+    """Behind token t it is sure of t + 1, whatever state it reads and whatever came before."""
+    embedding = load("llama").embed(torch.arange(VOCAB))
+    head = ReDrafterHead(ReDrafterShape(HIDDEN, VOCAB, 2 * HIDDEN, blocks=0))
+    taken_in = torch.nn.functional.silu(embedding)
+    with torch.no_grad():
+        for weight in head.parameters():
+            weight.zero_()
+        head.rnn_w.weight.copy_(torch.eye(HIDDEN))
+        nearest = torch.nn.functional.normalize(taken_in, dim=-1)
+        head.lm_head[0].weight[:, HIDDEN:] = 500.0 * nearest.roll(1, 0)
+    return head
+
+
+def drafting(directory: Path, head: ReDrafterHead, **fields: Any) -> ReDrafterDecodingConfig:
+    head.save(directory)
+    return ReDrafterDecodingConfig(speculative_model=directory, **fields)
+
+
+class Watched:
+    """An engine whose drafts are kept as they were proposed, with the tokens at that time."""
+
+    def __init__(self, config: DecodingBaseConfig, **sizes: Any) -> None:
+        self.machine: Engine = engine(speculative=[config], **sizes)
+        self.drafts: list[tuple[list[int], list[int], tuple[int, ...]]] = []
+        [equipped] = self.machine.speculation._drafters
+        propose = equipped.drafter.prepare_draft_tokens
+
+        def noted(scheduled: ScheduledRequests, manager: Any = None) -> None:
+            propose(scheduled, manager)
+            for request in scheduled.generation_requests:
+                draft = request.draft
+                self.drafts.append((list(request.tokens), draft.tokens, draft.parents))
+
+        equipped.drafter.prepare_draft_tokens = noted
+
+
+@pytest.mark.parametrize("page_size", [1, 3])
+def test_the_state_is_that_which_the_root_was_drawn_from(tmp_path: Path, page_size: int) -> None:
+    """One place further on or back, its first choice would be another token than the root."""
+    config = drafting(tmp_path, head_of_states(), num_beams=1, draft_len_per_beam=3)
+    watched = Watched(config, page_size=page_size, pages=240 // page_size)
+    for prompt in PROMPTS:
+        watched.machine.add(prompt, GREEDY)
+    drain(watched.machine)
+    assert len(watched.drafts) > 20
+    roots = {tokens[-1] for tokens, _, _ in watched.drafts}
+    assert len(roots) > 10  # and not the same one again and again
+    for tokens, drafted, _ in watched.drafts:
+        assert drafted == [tokens[-1]] * len(drafted)
+
+
+def test_the_root_is_taken_in_first_and_then_each_guess(tmp_path: Path) -> None:
+    config = drafting(tmp_path, head_of_tokens(), num_beams=1, draft_len_per_beam=4)
+    watched = Watched(config)
+    watched.machine.add(PROMPTS[0], GREEDY)
+    drain(watched.machine)
+    for tokens, drafted, _ in watched.drafts:
+        assert drafted == [(tokens[-1] + 1 + n) % VOCAB for n in range(len(drafted))]
+
+
+def test_prompts_found_in_the_prefix_cache_are_drafted_for_from_the_start() -> None:
+    config = ReDrafterDecodingConfig(speculative_model=random_head())
+    first: list[Any] = []
+    second: list[Any] = []
+    watched = Watched(config)
+    for drafts in (first, second):
+        watched.machine.add(PROMPTS[2], GREEDY)
+        drain(watched.machine)
+        drafts += watched.drafts
+        watched.drafts.clear()
+    assert watched.machine.stats.cached > 0
+    assert first == second
+
+
+def test_a_head_that_reads_in_bfloat16_drafts_too(tmp_path: Path) -> None:
+    make_head().to(torch.bfloat16).save(tmp_path)
+    fast = DraftRecurrence(
+        ReDrafterHead.load(tmp_path, HIDDEN, VOCAB), torch.bfloat16, torch.device("cpu")
+    )
+    with torch.inference_mode():
+        vocab = torch.randn(VOCAB, HIDDEN).bfloat16()
+        search = BeamSearch(fast, lambda ids: vocab[ids])
+        beams = search(torch.randn(2, HIDDEN).bfloat16(), torch.tensor([3, 4]), 4, 5)
+    assert beams.shape == (2, 4, 5)
+
+
+# ---- in the engine --------------------------------------------------------------------------
+
+
+def target() -> Target:
+    return Target(engine().runner, 64)
+
+
+def requests_of(*limits: tuple[int, int]) -> list[DraftRequest]:
+    """Requests of one text each on pages of their own, by most depth and most nodes."""
+    pool = PagePool(64, 4)
+    made = []
+    for number, (depth, nodes) in enumerate(limits):
+        pages = PageTable(pool)
+        pages.append(len(PROMPTS[1]) + nodes)
+        request = DraftRequest(number, PROMPTS[1], 4, GREEDY, group=0, index=0, seed=0)
+        request.table, request.max_draft_len, request.max_nodes = pages, depth, nodes
+        made.append(request)
+    return made
+
+
+def test_drafts_keep_to_the_depth_and_nodes_of_each_request() -> None:
+    config = ReDrafterDecodingConfig(speculative_model=random_head(), num_beams=4)
+    drafter: Any = table.build(config, target())
+    requests = requests_of((5, 20), (2, 20), (5, 6), (1, 1))
+    for request in requests:
+        assert request.table is not None
+        drafter.companions[0].mark(request.table, 0, len(request.tokens))
+    drafter.prepare_draft_tokens(ScheduledRequests(requests))
+    whole, shallow, small, least = (request.draft for request in requests)
+    assert (whole.depth, shallow.depth, len(least)) == (5, 2, 1)
+    assert 5 < len(whole) <= 20
+    assert small.tokens == whole.tokens[:6]
+    assert least.tokens == whole.tokens[:1]
+    drafter.prepare_draft_tokens(ScheduledRequests([]))
+
+
+def test_a_request_whose_state_is_unknown_gets_no_draft_and_the_others_do() -> None:
+    config = ReDrafterDecodingConfig(speculative_model=random_head())
+    drafter: Any = table.build(config, target())
+    unknown, known = requests_of((5, 25), (5, 25))
+    assert known.table is not None
+    drafter.companions[0].mark(known.table, 0, len(known.tokens))
+    drafter.prepare_draft_tokens(ScheduledRequests([unknown, known]))
+    assert not len(unknown.draft)
+    assert len(known.draft) > 4
+
+
+def test_nodes_are_counted_as_if_no_beams_began_alike_up_to_the_limit() -> None:
+    config = ReDrafterDecodingConfig(
+        speculative_model=random_head(), num_beams=4, max_total_draft_tokens=10
+    )
+    drafter = table.build(config, target())
+    assert [drafter.nodes(depth) for depth in (1, 2, 3, 5)] == [4, 8, 10, 10]
+
+
+def test_prefills_and_drafts_share_steps_and_nothing_changes() -> None:
+    config = ReDrafterDecodingConfig(speculative_model=random_head(), num_beams=3)
+    plain, watched = engine(), Watched(config, max_num_tokens=24)
+    expected = [plain.add(prompt, GREEDY)[0] for prompt in PROMPTS]
+    drain(plain)
+    found = [watched.machine.add(PROMPTS[0], GREEDY)[0]]
+    watched.machine.step()
+    found += [watched.machine.add(prompt, GREEDY)[0] for prompt in PROMPTS[1:]]
+    drain(watched.machine)
+    assert outputs(found) == outputs(expected)
+    assert watched.machine.stats.drafted > 0
+    expect_empty(watched.machine)
+
+
+def test_another_targets_head_is_refused(tmp_path: Path) -> None:
+    for sizes, message in (({"hidden": 16}, "states of 16"), ({"vocab": 300}, "knows 300")):
+        make_head(**sizes).save(tmp_path)
+        with pytest.raises(ModelError, match=message):
+            table.build(ReDrafterDecodingConfig(speculative_model=tmp_path), target())
+
+
+# ---- the configuration ----------------------------------------------------------------------
+
+
+def test_depth_and_size_follow_from_the_beams() -> None:
+    config = ReDrafterDecodingConfig(speculative_model="d", num_beams=3, draft_len_per_beam=4)
+    assert (config.name, config.max_draft_len, config.max_total_draft_tokens) == (
+        "redrafter",
+        4,
+        12,
+    )
+    read = DecodingBaseConfig.from_dict(
+        {"decoding_type": "ReDrafter", "speculative_model": "d", "max_draft_len": 3}
+    )
+    assert (read.draft_len_per_beam, read.num_beams, read.max_total_draft_tokens) == (3, 5, 15)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_draft_len": 3, "draft_len_per_beam": 4}, "draft_len_per_beam makes it 4"),
+        ({"num_beams": 2, "max_total_draft_tokens": 11}, "2 beams of 5 have no more than 10"),
+        ({"max_total_draft_tokens": 4}, "max_draft_len is 5"),
+        ({"num_beams": 0}, "invalid num_beams"),
+    ],
+)
+def test_sizes_that_contradict_each_other_are_refused(fields, message) -> None:
+    with pytest.raises(ParameterError, match=message):
+        ReDrafterDecodingConfig(speculative_model="d", **fields)
