@@ -75,7 +75,9 @@ def test_a_class_reads_dictionaries_with_and_without_its_own_type():
 
 
 def test_an_unknown_type_is_refused_with_those_that_there_are():
-    kinds = "AUTO, Draft_Target, Medusa, NGram, Pearl, Suffix, User_Provided"
+    kinds = (
+        "AUTO, Draft_Target, Eagle, MTP, Medusa, NGram, Pearl, ReDrafter, Suffix, User_Provided"
+    )
     with pytest.raises(UnknownNameError, match=f"Allowed: {kinds}"):
         DecodingBaseConfig.from_dict({"decoding_type": "Telepathy"})
     with pytest.raises(ParameterError, match=f"Use one of {kinds}"):
@@ -233,7 +235,7 @@ def test_an_engine_takes_one_config_or_several_in_order(given, names):
     ("values", "message"),
     [
         ({"speculative_config": 3}, "invalid speculative_config: got 3"),
-        ({"speculative_config": {"decoding_type": "Eagle"}}, "^unknown decoding_type 'Eagle'"),
+        ({"speculative_config": {"decoding_type": "Seer"}}, "^unknown decoding_type 'Seer'"),
         ({"speculative_config": {"decoding_type": "NGram", "k": 1}}, "^NGramDecodingConfig has no"),
         ({"speculative_config": [NGramDecodingConfig()] * 2}, "have one name"),
         ({"disable_overlap_scheduler": False}, "invalid disable_overlap_scheduler"),

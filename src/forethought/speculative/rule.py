@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from forethought.decoding import DecodingBaseConfig, MedusaDecodingConfig
+from forethought.decoding import DecodingBaseConfig, MedusaDecodingConfig, MTPDecodingConfig
 from forethought.params import SamplingParams
+from forethought.speculative.relaxed import RelaxedAcceptance
 from forethought.speculative.synthetic import SyntheticAcceptance
 from forethought.speculative.typical import TypicalAcceptance
 
@@ -46,4 +47,13 @@ def rule_of(config: DecodingBaseConfig) -> AcceptanceRule | None:
     if isinstance(config, MedusaDecodingConfig) and config.posterior_threshold is not None:
         assert config.posterior_alpha is not None
         return TypicalAcceptance(config.posterior_threshold, config.posterior_alpha)
+    if isinstance(config, MTPDecodingConfig) and config.use_relaxed_acceptance_for_thinking:
+        assert config.relaxed_rule is not None
+        return RelaxedAcceptance(
+            config.relaxed_topk,
+            config.relaxed_delta,
+            config.relaxed_rule,
+            config.begin_thinking_phase_token,
+            config.end_thinking_phase_token,
+        )
     return None

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from forethought.speculative.drafter import Drafter
 
 DRAFTERS = {
+    "MTP": "forethought.speculative.drafters.mtp:MTPDrafter",
     "NGram": "forethought.speculative.drafters.ngram:NGramDrafter",
     "Suffix": "forethought.speculative.drafters.suffix:SuffixDrafter",
     "Draft_Target": "forethought.speculative.drafters.draft_target:DraftTargetDrafter",

@@ -78,7 +78,11 @@ class Checkpoint:
         Raises:
             ModelError: one is missing, unexpected, or of another shape.
         """
-        own = module.state_dict()
+        self.expect_fit(tensors, module.state_dict())
+        module.load_state_dict(dict(tensors))
+
+    def expect_fit(self, tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+        """Refuse the checkpoint unless ``tensors`` have the names and shapes of ``own``."""
         self.expect_none(set(own) - set(tensors), "lacks")
         self.expect_none(set(tensors) - set(own), "has unexpected")
         shapes = [
@@ -87,7 +91,6 @@ class Checkpoint:
             if tensors[name].shape != own[name].shape
         ]
         self.expect_none(shapes, "has the wrong shape for")
-        module.load_state_dict(dict(tensors))
 
     def expect_none(self, names: Collection[str], trouble: str) -> None:
         """Refuse the checkpoint if there are ``names``."""

@@ -1,0 +1,190 @@
+"""Modules of the target's own kind guess further on: multi-token prediction.
+
+DeepSeek-V3 (2024, arXiv 2412.19437, section 2.2) in both ways in which modules are used. *Replay*:
+one module steps along the text like a small model; behind the known pairs it reads its own state
+and the token that it has guessed, as EAGLE does. *Vanilla*: one module per place, each reading what
+the one before it made of every position, with a token one further on. Of a text ABCD, behind which
+the target drew E, with states H::
+
+    module 1    (H_A, B) (H_B, C) (H_C, D) (H_D, E)  -> F
+    module 2    (1_A, C) (1_B, D) (1_C, E) (1_D, F)  -> G
+    module 3    (2_A, D) (2_B, E) (2_C, F) (2_D, G)  -> H
+
+Where drafts are longer than there are modules, these are used again, each use with keys and values
+of its own. What is missing is computed over all requests in one forward; tokens stay on the device
+until the drafts are complete. Knows nothing about acceptance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from forethought.decoding import MTPDecodingConfig
+from forethought.kv.companion import Companion
+from forethought.model.batch import Row
+from forethought.model.taps import FINAL
+from forethought.speculative.draft import Draft
+from forethought.speculative.drafter import (
+    Drafter,
+    DraftRequest,
+    ResourceManager,
+    ScheduledRequests,
+)
+from forethought.speculative.features import Features
+from forethought.speculative.heads.mtp import MtpNetwork, load_modules
+from forethought.speculative.mtp_lane import Lane, PairText
+from forethought.speculative.table import Target
+
+
+class MTPDrafter(Drafter):
+    """Drafts with MTP modules.
+
+    Args:
+        lanes: one, which is replayed, or one for each place of the longest draft.
+        features: of the target, behind its final norm.
+        max_num_tokens: pairs in one forward, unless there are more requests.
+    """
+
+    def __init__(self, lanes: Sequence[Lane], features: Features, max_num_tokens: int) -> None:
+        assert features.places == (FINAL,)
+        self._lanes, self._features, self._most = list(lanes), features, max_num_tokens
+
+    @classmethod
+    def build(cls, config: MTPDecodingConfig, target: Target) -> MTPDrafter:
+        """Load the modules. See ``speculative.table``.
+
+        Raises:
+            ModelError: there are none, or they do not fit the target.
+        """
+        lm, storage = target.runner.lm, target.runner.storage
+        directory = config.speculative_model or Path(lm.config.name_or_path)
+        modules = load_modules(
+            directory, lm, config.num_nextn_predict_layers, config.recycled_state
+        )
+        networks = [MtpNetwork(module, lm) for module in modules]
+        vanilla = config.use_mtp_vanilla or len(networks) > 1
+        lanes = [
+            Lane(networks[place % len(networks)], lm, storage, lag=1 + place)
+            for place in range(config.max_draft_len if vanilla else 1)
+        ]
+        return cls(lanes, Features([FINAL], lm.hidden_size, storage), target.max_num_tokens)
+
+    @property
+    def companions(self) -> Sequence[Companion]:
+        """The target's states, and the keys and values of each lane."""
+        return (self._features, *(lane.companion for lane in self._lanes))
+
+    def prepare_draft_tokens(
+        self,
+        scheduled_requests: ScheduledRequests,
+        resource_manager: ResourceManager | None = None,
+    ) -> None:
+        """See :class:`Drafter`."""
+        texts = [
+            self._text(request)
+            for request in scheduled_requests.generation_requests
+            if len(request.tokens) > 1  # without a state there is no pair
+        ]
+        if not texts:
+            return
+        texts.sort(key=lambda text: -text.depth)  # whose draft is complete early stands behind
+        with torch.inference_mode():
+            self._catch_up(texts)
+            levels, states = self._pass(texts, [text.pairs for text in texts], guessing=True)
+            if len(self._lanes) == 1:
+                self._replay(texts, levels, states)
+            drafted = torch.cat(levels).tolist()  # one transfer for all
+        begins = [0]
+        for level in levels:
+            begins.append(begins[-1] + len(level))
+        for place, text in enumerate(texts):
+            text.request.draft = Draft([drafted[begins[n] + place] for n in range(text.depth)])
+
+    def _text(self, request: DraftRequest) -> PairText:
+        depth = min(request.max_draft_len, request.max_nodes)
+        last = len(request.tokens) - 2  # what leaves behind it is needed in any case
+        return PairText(
+            request, depth, min(last, *(lane.missing_from(request) for lane in self._lanes[:depth]))
+        )
+
+    def _catch_up(self, texts: Sequence[PairText]) -> None:
+        """Compute parts of long texts, so that no forward has more pairs than it may."""
+        while True:
+            missing = [text.pairs - text.begin for text in texts]
+            # The last pairs of a text have tokens that are guesses in some lanes.
+            early = [max(0, count - len(self._lanes)) for count in missing]
+            if sum(missing) <= self._most or not any(early):
+                return
+            room, parts, stops = self._most, list[PairText](), list[int]()
+            for text, count in zip(texts, early, strict=True):
+                if min(room, count):
+                    parts.append(text)
+                    stops.append(text.begin + min(room, count))
+                    room -= min(room, count)
+            self._pass(parts, stops, guessing=False)
+            for text, stop in zip(parts, stops, strict=True):
+                text.begin = stop
+
+    def _pass(
+        self, texts: Sequence[PairText], stops: Sequence[int], guessing: bool
+    ) -> tuple[list[Tensor], Tensor]:
+        """Take the missing pairs of texts, the deepest first, through all lanes.
+
+        Args:
+            texts: whose.
+            stops: of each text, up to which pair.
+            guessing: whether these are all, so that guesses follow.
+
+        Returns:
+            For each lane, if guessing, the tokens int64 ``[n]`` of the first n texts; and what
+            leaves the last lane behind each text ``[n, hidden]``.
+        """
+        levels: list[Tensor] = []
+        states = self._read_features(texts, stops)
+        lanes = self._lanes[: texts[0].depth]
+        for level, lane in enumerate(lanes):
+            size = sum(text.depth > level for text in texts)
+            whole = level + 1 < len(lanes)
+            rows = lane.rows(texts[:size], stops[:size], whole)
+            count = sum(len(row.tokens) for row in rows)
+            left = lane.read(states[:count], rows, [tokens[:size] for tokens in levels])
+            for text, stop in zip(texts[:size], stops[:size], strict=True):
+                lane.mark(text, stop)
+            states, normed = left
+            if guessing:
+                normed = normed[_ends(rows, normed)] if whole else normed
+                levels.append(lane.network.logits(normed).argmax(-1))
+        return levels, states
+
+    def _replay(self, texts: Sequence[PairText], levels: list[Tensor], states: Tensor) -> None:
+        """Append what the only module guesses behind its own guesses.
+
+        Args:
+            texts: the deepest first.
+            levels: the first guess, int64 ``[n]``.
+            states: ``[n, hidden]``, what left with it.
+        """
+        [lane] = self._lanes
+        for level in range(1, texts[0].depth):
+            size = sum(text.depth > level for text in texts)
+            rows = [lane.step(text, level) for text in texts[:size]]
+            states, normed = lane.read(states[:size], rows, [levels[-1][:size]])
+            levels.append(lane.network.logits(normed).argmax(-1))
+
+    def _read_features(self, texts: Sequence[PairText], stops: Sequence[int]) -> Tensor:
+        """``[T, hidden]``: the target's states of the missing pairs."""
+        found = [
+            self._features.read(text.table, text.begin, stop)
+            for text, stop in zip(texts, stops, strict=True)
+        ]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _ends(rows: Sequence[Row], like: Tensor) -> Tensor:
+    """int64 ``[len(rows)]``: the last token of each row in the packed batch."""
+    lengths = torch.tensor([len(row.tokens) for row in rows], device=like.device)
+    return lengths.cumsum(0) - 1

@@ -1,0 +1,364 @@
+"""A multi-token prediction module: one more layer of the target, which reads states and tokens.
+
+DeepSeek-V3 (2024, arXiv 2412.19437, section 2.2). The embedding of a token and the state before it,
+each behind a norm of its own, are projected back to the model's width; a whole decoder block of the
+target's architecture and a norm follow, then the target's output projection. The block is
+transformers' own: a module is the target's class with a single layer, entered with the projection
+in place of embeddings, so that mixtures of experts, latent attention and any rotary embedding come
+as the target has them. Knows nothing about how drafts are made of guesses.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from forethought.model.attention.base import ForwardPass
+from forethought.model.attention.interface import ATTENTION, KEYWORD, PROBE, LayerProfile, Probe
+from forethought.model.causal_lm import CausalLM
+from forethought.model.fused.network import FusedNetwork, is_fusable
+from forethought.model.fused.norm import Norm
+from forethought.model.fused.projection import projection
+from forethought.silence import without_progress_bars
+from forethought.speculative.heads.checkpoint import Checkpoint, refused
+from forethought.speculative.heads.mtp_layout import (
+    LAYOUTS,
+    PARTS,
+    MtpLayout,
+    StoredModule,
+    named,
+    read_modules,
+)
+from forethought.speculative.heads.pair_head import Guess
+
+Recycled = Literal["normed", "unnormed"]
+"""Which state takes the target's place in the next pair: that behind the module's last norm, or the
+block's own output. TensorRT-LLM, SGLang and transformers hand on the normed one, vLLM the other one
+of DeepSeek's modules; DeepSeek's paper (equations 21 to 23) has the norm within the output head."""
+
+
+class Left(NamedTuple):
+    """What leaves a module."""
+
+    states: Tensor
+    """[..., hidden]: take the target's place in the pairs that follow."""
+    normed: Tensor
+    """[..., hidden]: behind the last norm; from them the logits are computed."""
+
+
+class MtpModule(nn.Module):
+    """The weights, and the forward that training differentiates.
+
+    Args:
+        model: of the target's class, with one layer.
+        layout: concatenation order and position 0 follow it.
+        recycled: which state takes the target's place in the pairs that follow.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, layout: MtpLayout, recycled: Recycled = "normed"
+    ) -> None:
+        super().__init__()
+        self.model, self.layout, self.recycled = model, layout, recycled
+        weight = model.base_model.norm.weight
+        self.enorm, self.hnorm = (copy.deepcopy(model.base_model.norm) for _ in range(2))
+        wide, hidden = 2 * weight.shape[0], weight.shape[0]
+        self.eh_proj = nn.Linear(wide, hidden, bias=False, dtype=weight.dtype, device=weight.device)
+
+    def join(self, embedded: Tensor, states: Tensor, positions: Tensor) -> Tensor:
+        """What enters the block.
+
+        Args:
+            embedded: ``[..., hidden]``, the tokens of pairs.
+            states: ``[..., hidden]``, those before them.
+            positions: int64 ``[...]``, of the states.
+
+        Returns:
+            ``[..., hidden]``.
+        """
+        if self.layout.zero_first:
+            embedded = embedded.masked_fill((positions == 0)[..., None], 0.0)
+        token, state = self.enorm(embedded), self.hnorm(states)
+        both = [state, token] if self.layout.hidden_first else [token, state]
+        joined: Tensor = self.eh_proj(torch.cat(both, -1))
+        return joined
+
+    def forward(self, embedded: Tensor, states: Tensor, positions: Tensor, **kwargs: Any) -> Left:
+        """Read R rows of W pairs, each of which sees those before it in its row.
+
+        Args:
+            embedded: ``[R, W, hidden]``, see :meth:`join`, as are the others.
+            states: ``[R, W, hidden]``.
+            positions: int64 ``[R, W]``.
+            kwargs: for the attention.
+
+        Returns:
+            ``[R, W, hidden]`` each.
+        """
+        decoder, left = self.model.base_model, list[Tensor]()
+        hook = decoder.norm.register_forward_pre_hook(lambda _, args: left.append(args[0]))
+        try:
+            output = decoder(
+                inputs_embeds=self.join(embedded, states, positions),
+                position_ids=positions,
+                use_cache=False,
+                **kwargs,
+            )
+        finally:
+            hook.remove()
+        normed = output.last_hidden_state
+        return Left(normed if self.recycled == "normed" else left[0], normed)
+
+    @classmethod
+    def fresh(
+        cls, lm: CausalLM, layout: str = "deepseek", recycled: Recycled = "normed"
+    ) -> MtpModule:
+        """A module for ``lm`` with random weights in float32, ready to be trained."""
+        config = one_layer_config(lm.config)
+        config._attn_implementation = None  # not the target's: transformers' own choice
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return cls(model.to(lm.device), LAYOUTS[layout], recycled)
+
+
+class MtpNetwork:
+    """An :class:`MtpModule` over pages; see ``heads.pair_head``.
+
+    Args:
+        module: in the dtype and on the device of the target; its weights are taken over.
+        lm: the target.
+    """
+
+    def __init__(self, module: MtpModule, lm: CausalLM) -> None:
+        self._module, self._lm = module, lm
+        profile = _profile(module)
+        self.shape, self.window = profile.shape, profile.window
+        self.vocab_size, self.ids = lm.vocab_size, None
+        module.model.set_attn_implementation(ATTENTION)
+        self._fused: _FusedModule | None = None
+        if isinstance(lm.network, FusedNetwork) and is_fusable(module.model):
+            self._fused = _FusedModule(module, lm.max_positions)
+
+    def enter(self, features: Tensor) -> Tensor:
+        """See ``PairHead``: the target's state behind its final norm is read as it is."""
+        return features
+
+    def read(self, states: Tensor, forward_pass: ForwardPass) -> Left:
+        """Read T pairs; what leaves behind the R of them whose logits the pass's batch wants.
+
+        Args:
+            states: ``[T, hidden]``.
+            forward_pass: over a storage of one layer; its batch has the pairs' tokens and, as
+                positions, those of the states.
+        """
+        batch = forward_pass.batch
+        embedded = self._lm.embed(batch.token_ids)
+        if self._fused is not None:
+            return self._fused(embedded, states, forward_pass)
+        carried = {KEYWORD: forward_pass}
+        left = self._module(embedded[None], states[None], batch.positions[None], **carried)
+        return Left(left.states[0, batch.logit_index], left.normed[0, batch.logit_index])
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """``[..., hidden]`` behind the last norm -> ``[..., vocab]``."""
+        return self._lm.unembed(normed)
+
+    def __call__(self, states: Tensor, forward_pass: ForwardPass) -> Guess:
+        """See ``PairHead``."""
+        left = self.read(states, forward_pass)
+        return Guess(left.states, self.logits(left.normed))
+
+
+class _FusedModule:
+    """The same in few operations, where the target's class allows it.
+
+    Args:
+        module: its block's weights are taken over.
+        max_positions: tokens that a sequence may have.
+    """
+
+    def __init__(self, module: MtpModule, max_positions: int) -> None:
+        layout, norms = module.layout, [module.enorm, module.hnorm]
+        self._recycled = module.recycled
+        self._order = (1, 0) if layout.hidden_first else (0, 1)
+        weights = torch.stack([norms[place].weight for place in self._order])
+        self._norms = Norm(weights, module.enorm.variance_epsilon)
+        self._project, self._zero_first = projection(module.eh_proj.weight), layout.zero_first
+        self._network = FusedNetwork(module.model, max_positions)
+
+    def __call__(self, embedded: Tensor, states: Tensor, forward_pass: ForwardPass) -> Left:
+        """embedded, states ``[T, hidden]`` -> ``[R, hidden]`` each; see ``MtpNetwork.read``."""
+        if self._zero_first:
+            first = forward_pass.batch.positions == 0
+            embedded = embedded.masked_fill(first[:, None], 0.0)
+        both = (embedded, states)
+        normed = self._norms(torch.stack([both[place] for place in self._order], 1))
+        x = self._network.decode(self._project(normed.flatten(1)), forward_pass, narrow=True)
+        exit_ = self._network.norm(x)
+        return Left(exit_ if self._recycled == "normed" else x, exit_)
+
+
+def load_modules(
+    directory: Path, lm: CausalLM, most: int | None = None, recycled: Recycled = "normed"
+) -> list[MtpModule]:
+    """The MTP modules of a directory, in the target's dtype and on its device.
+
+    Args:
+        directory: the target's own, or one with modules alone.
+        lm: the target.
+        most: at most so many.
+        recycled: which state takes the target's place in the pairs that follow.
+
+    Raises:
+        ModelError: there are none, or a tensor is missing, unexpected or misshapen.
+    """
+    layout, stored = read_modules(directory, most)
+    modules = [_load(directory, lm, layout, each) for each in stored]
+    for module in modules:
+        module.recycled = recycled
+    return modules
+
+
+def save_modules(
+    modules: Sequence[MtpModule], directory: Path, layout: str = "deepseek", first: int = 0
+) -> None:
+    """Write modules alone into a directory, as :func:`load_modules` reads them.
+
+    Args:
+        modules: in order.
+        directory: created where needed.
+        layout: whose names; it has to be the one that the modules were made for.
+        first: the number of the first one: in DeepSeek's names that of the target's layers.
+    """
+    names = LAYOUTS[layout]
+    assert all(module.layout is names for module in modules)
+    tensors = named(names, [_stored(module, first + n) for n, module in enumerate(modules)])
+    model = modules[0].model.config
+    config = {
+        "architectures": ["MtpModules"],
+        "model_type": model.model_type,
+        "hidden_size": model.hidden_size,
+        "num_hidden_layers": first,
+        "num_nextn_predict_layers": len(modules),
+        "dtype": str(modules[0].eh_proj.weight.dtype).removeprefix("torch."),
+    }
+    Checkpoint(directory, config, tensors).write()
+
+
+def one_layer_config(config: Any) -> Any:
+    """A target's config with one layer: the kind that MTP modules have, and no vocabulary.
+
+    What a config says layer by layer is taken from its last layer; of attentions the full one.
+    """
+    small = copy.deepcopy(config.get_text_config(decoder=True))
+    for name, value in small.to_dict().items():
+        if isinstance(value, list) and len(value) == small.num_hidden_layers:
+            whole = name == "layer_types" and "full_attention" in value
+            setattr(small, name, ["full_attention" if whole else value[-1]])
+    # What makes first layers unlike the others, in the families that have such.
+    alike = {"first_k_dense_replace": 0, "mlp_only_layers": [], "decoder_sparse_step": 1}
+    # What would have a class of its own modules built in.
+    without = {"num_nextn_predict_layers": 0, "num_mtp_layers": 0, "mtp_num_hidden_layers": 0}
+    for name, value in (alike | without).items():
+        if hasattr(small, name):
+            setattr(small, name, value)
+    small.num_hidden_layers, small.vocab_size = 1, 1
+    small.pad_token_id = small.bos_token_id = small.eos_token_id = None
+    small.tie_word_embeddings = False
+    return small
+
+
+def _load(directory: Path, lm: CausalLM, layout: MtpLayout, stored: StoredModule) -> MtpModule:
+    config = one_layer_config(lm.config)
+    with torch.device("meta"):
+        kind = type(AutoModelForCausalLM.from_config(config))
+    root, block = kind.base_model_prefix, layout.block.format(n=stored.number)
+    norm = {name: tensor for name, tensor in stored.parts.items() if name.startswith("norm.")}
+    tensors = {f"{root}.layers.0.{name}": tensor for name, tensor in stored.block.items()}
+    tensors |= {f"{root}.{name}": tensor for name, tensor in norm.items()}
+    empty = torch.zeros(1, config.hidden_size)
+    tensors |= {f"{root}.embed_tokens.weight": empty, "lm_head.weight": empty}
+    try:
+        with without_progress_bars():
+            model, report = kind.from_pretrained(
+                None,
+                config=config,
+                state_dict=tensors,
+                dtype=lm.dtype,
+                attn_implementation=PROBE,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+    except Exception as error:  # transformers raises anything
+        raise refused(directory, str(error).strip().split("\n")[0]) from error
+    for key, trouble in (
+        ("missing_keys", "lacks"),
+        ("unexpected_keys", "has unexpected"),
+        ("mismatched_keys", "has the wrong shape for"),
+    ):
+        found = sorted(entry if isinstance(entry, str) else entry[0] for entry in report[key])
+        norm_name = layout.part("norm", stored.number)
+        names = [
+            name.replace(f"{root}.layers.0.", block, 1).replace(f"{root}.norm.", norm_name, 1)
+            for name in found
+        ]
+        Checkpoint(directory, {}, {}).expect_none(names, trouble)
+    module = MtpModule(model.to(lm.device), layout)
+    _fill_parts(directory, module, stored)
+    return module.eval().requires_grad_(False)
+
+
+def _fill_parts(directory: Path, module: MtpModule, stored: StoredModule) -> None:
+    """Copy what surrounds the block, with the checkpoint's own names in errors."""
+    for part in PARTS[:3]:
+        prefix = module.layout.part(part, stored.number)
+        given = {
+            prefix + name.removeprefix(f"{part}."): tensor
+            for name, tensor in stored.parts.items()
+            if name.startswith(f"{part}.")
+        }
+        holder = getattr(module, part)
+        own = {prefix + name: tensor for name, tensor in holder.state_dict().items()}
+        Checkpoint(directory, {}, {}).expect_fit(given, own)
+        holder.load_state_dict({name.removeprefix(prefix): x for name, x in given.items()})
+
+
+def _stored(module: MtpModule, number: int) -> StoredModule:
+    """A module as it is written, its block under the names that transformers publishes."""
+    parts = {
+        f"{part}.{name}": tensor
+        for part in PARTS[:3]
+        for name, tensor in getattr(module, part).state_dict().items()
+    }
+    with tempfile.TemporaryDirectory() as path, without_progress_bars():
+        module.model.save_pretrained(path)
+        files = sorted(Path(path).glob("*.safetensors"))
+        tensors = {name: x for file in files for name, x in load_file(file).items()}
+    root = module.model.base_model_prefix
+    layer, norm = f"{root}.layers.0.", f"{root}.norm."
+    block = {name.removeprefix(layer): x for name, x in tensors.items() if name.startswith(layer)}
+    parts |= {
+        f"norm.{name.removeprefix(norm)}": x for name, x in tensors.items() if name.startswith(norm)
+    }
+    return StoredModule(number, parts, block)
+
+
+def _profile(module: MtpModule) -> LayerProfile:
+    """What the module's one layer asks of attention, found by a small forward."""
+    weight = module.eh_proj.weight
+    hidden, tokens = weight.shape[0], 3
+    states = torch.zeros(1, tokens, hidden, dtype=weight.dtype, device=weight.device)
+    positions = torch.arange(tokens, device=weight.device)[None]
+    found = Probe()
+    module.model.set_attn_implementation(PROBE)
+    with torch.inference_mode():
+        module(states, states, positions, **{KEYWORD: found})
+    [profile] = found.profile(1)
+    return profile

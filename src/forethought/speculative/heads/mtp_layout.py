@@ -1,0 +1,226 @@
+"""How MTP modules are named in checkpoints: those of DeepSeek-V3 and GLM-4.5, MiMo, Qwen3-Next.
+
+The modules mostly lie among the target's own tensors, where transformers passes over them; so only
+they are read here, by name, from any number of safetensors files. Knows nothing about networks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import safe_open
+from torch import Tensor
+
+from forethought.errors import ModelError
+from forethought.speculative.heads.checkpoint import refused
+
+PARTS = ("enorm", "hnorm", "eh_proj", "norm")
+"""What a module has beside its decoder block: the norms of the token's embedding and of the state,
+the projection of both together, and the norm behind the block."""
+
+
+@dataclass(frozen=True, slots=True)
+class MtpLayout:
+    """One family's names, and what else its modules differ in.
+
+    Attributes:
+        block: prefix of module n's decoder block.
+        parts: prefix of each of ``PARTS``; with ``{n}``, or shared by all modules.
+        known: pattern of a tensor that tells that module n, its first group, exists.
+        root: prefix of names that are the modules' and nobody else's; empty: there is none.
+        copies: prefixes of tensors that repeat the target's: its embedding and its output
+            projection, which are used instead.
+        hidden_first: the projection reads the state, then the embedding; else the other way.
+        zero_first: the embedding in pair 0, which no state of a token before explains, is zero.
+    """
+
+    block: str
+    parts: Mapping[str, str]
+    known: str
+    root: str
+    copies: tuple[str, ...]
+    hidden_first: bool
+    zero_first: bool
+
+    def part(self, name: str, number: int) -> str:
+        """Prefix of a part of module ``number``."""
+        return self.parts[name].format(n=number)
+
+    def outside_block(self, number: int) -> tuple[str, ...]:
+        """Prefixes of what belongs to module ``number`` and is not of its block."""
+        own = [self.part(name, number) for name in PARTS]
+        return (*own, *(copy.format(n=number) for copy in self.copies))
+
+
+LAYOUTS: Mapping[str, MtpLayout] = {
+    "deepseek": MtpLayout(
+        block="model.layers.{n}.",
+        parts={
+            "enorm": "model.layers.{n}.enorm.",
+            "hnorm": "model.layers.{n}.hnorm.",
+            "eh_proj": "model.layers.{n}.eh_proj.",
+            "norm": "model.layers.{n}.shared_head.norm.",
+        },
+        known=r"model\.layers\.(\d+)\.(?:enorm|hnorm|eh_proj|shared_head)\.",
+        root="",
+        copies=("model.layers.{n}.embed_tokens.", "model.layers.{n}.shared_head.head."),
+        hidden_first=False,
+        zero_first=True,
+    ),
+    "mimo": MtpLayout(
+        block="model.mtp_layers.{n}.",
+        parts={
+            "enorm": "model.mtp_layers.{n}.token_layernorm.",
+            "hnorm": "model.mtp_layers.{n}.hidden_layernorm.",
+            "eh_proj": "model.mtp_layers.{n}.input_proj.",
+            "norm": "model.mtp_layers.{n}.final_layernorm.",
+        },
+        known=r"model\.mtp_layers\.(\d+)\.",
+        root="model.mtp_layers.",
+        copies=(),
+        hidden_first=True,
+        zero_first=True,
+    ),
+    "qwen": MtpLayout(
+        block="mtp.layers.{n}.",
+        parts={
+            "enorm": "mtp.pre_fc_norm_embedding.",
+            "hnorm": "mtp.pre_fc_norm_hidden.",
+            "eh_proj": "mtp.fc.",
+            "norm": "mtp.norm.",
+        },
+        known=r"mtp\.layers\.(\d+)\.",
+        root="mtp.",
+        copies=("mtp.embed_tokens.", "mtp.lm_head."),
+        hidden_first=False,
+        zero_first=False,
+    ),
+}
+"""By name: DeepSeek-V3, R1 and GLM-4.5 (n counts on from the target's layers); MiMo; Qwen3-Next."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredModule:
+    """One module as it lies on disk.
+
+    Attributes:
+        number: n of its names.
+        parts: the tensors of each of ``PARTS``, named ``enorm.weight`` and so on.
+        block: those of its decoder block, named as in a layer.
+    """
+
+    number: int
+    parts: dict[str, Tensor]
+    block: dict[str, Tensor]
+
+
+def read_modules(directory: Path, most: int | None = None) -> tuple[MtpLayout, list[StoredModule]]:
+    """The modules in a directory, in order, on the host.
+
+    Args:
+        directory: of a target, or of modules alone.
+        most: read at most so many.
+
+    Raises:
+        ModelError: there are none, or a part of one is missing.
+    """
+    files = _names(directory)
+    for layout in LAYOUTS.values():
+        found = (re.match(layout.known, name) for name in files)
+        numbers = sorted({int(match[1]) for match in found if match})
+        if numbers:
+            _expect_no_strays(directory, layout, numbers, files)
+            tensors = _Tensors(directory, files)
+            return layout, [_module(tensors, layout, number) for number in numbers[:most]]
+    raise refused(
+        directory,
+        "it holds no MTP modules under the names of DeepSeek, GLM-4.5, MiMo or Qwen3-Next",
+        "Choose a target that ships them, or train one: forethought train mtp",
+    )
+
+
+def named(layout: MtpLayout, modules: Sequence[StoredModule]) -> dict[str, Tensor]:
+    """The tensors of modules under the names of a layout."""
+    tensors: dict[str, Tensor] = {}
+    for module in modules:
+        for name, tensor in module.parts.items():
+            part, rest = name.split(".", 1)
+            tensors[layout.part(part, module.number) + rest] = tensor
+        prefix = layout.block.format(n=module.number)
+        tensors |= {prefix + name: tensor for name, tensor in module.block.items()}
+    return tensors
+
+
+class _Tensors:
+    """Reads single tensors of a directory.
+
+    Args:
+        directory: for errors.
+        files: which file holds each tensor.
+    """
+
+    def __init__(self, directory: Path, files: Mapping[str, Path]) -> None:
+        self.directory, self._files = directory, files
+
+    def under(self, prefix: str) -> dict[str, Tensor]:
+        """All whose names begin with ``prefix``, without it."""
+        names = [name for name in self._files if name.startswith(prefix)]
+        found: dict[str, Tensor] = {}
+        for file in dict.fromkeys(self._files[name] for name in names):
+            with safe_open(file, framework="pt") as stored:
+                for name in names:
+                    if self._files[name] == file:
+                        found[name.removeprefix(prefix)] = stored.get_tensor(name)
+        return found
+
+
+def _module(tensors: _Tensors, layout: MtpLayout, number: int) -> StoredModule:
+    parts: dict[str, Tensor] = {}
+    for part in PARTS:
+        prefix = layout.part(part, number)
+        found = tensors.under(prefix)
+        if not found:
+            raise refused(tensors.directory, f"its checkpoint lacks {prefix}weight")
+        parts |= {f"{part}.{name}": tensor for name, tensor in found.items()}
+    prefix, outside = layout.block.format(n=number), layout.outside_block(number)
+    block = {
+        name: tensor
+        for name, tensor in tensors.under(prefix).items()
+        if not (prefix + name).startswith(outside)
+    }
+    return StoredModule(number, parts, block)
+
+
+def _expect_no_strays(
+    directory: Path, layout: MtpLayout, numbers: Sequence[int], names: Iterable[str]
+) -> None:
+    claimed = [layout.block.format(n=number) for number in numbers]
+    claimed += [prefix for number in numbers for prefix in layout.outside_block(number)]
+    strays = [
+        name
+        for name in names
+        if layout.root and name.startswith(layout.root) and not name.startswith(tuple(claimed))
+    ]
+    if strays:
+        raise refused(directory, f"its checkpoint has unexpected {', '.join(sorted(strays)[:3])}")
+
+
+def _names(directory: Path) -> dict[str, Path]:
+    """Which file of a directory holds each tensor."""
+    names: dict[str, Path] = {}
+    try:
+        for file in sorted(directory.glob("*.safetensors")):
+            with safe_open(file, framework="pt") as stored:
+                names |= dict.fromkeys(stored.keys(), file)
+    except Exception as error:  # safetensors raises its own kind
+        raise refused(directory, str(error).split("\n")[0]) from error
+    if not names:
+        raise ModelError(
+            f"no MTP modules at {directory}",
+            "there are no safetensors files",
+            "Give a local directory; nothing is downloaded",
+        )
+    return names
