@@ -75,9 +75,7 @@ def test_a_class_reads_dictionaries_with_and_without_its_own_type():
 
 
 def test_an_unknown_type_is_refused_with_those_that_there_are():
-    kinds = (
-        "AUTO, Draft_Target, Eagle, MTP, Medusa, NGram, Pearl, ReDrafter, Suffix, User_Provided"
-    )
+    kinds = "AUTO, Draft_Target, Eagle, MTP, Medusa, NGram, Pearl, ReDrafter, Suffix, User_Provided"
     with pytest.raises(UnknownNameError, match=f"Allowed: {kinds}"):
         DecodingBaseConfig.from_dict({"decoding_type": "Telepathy"})
     with pytest.raises(ParameterError, match=f"Use one of {kinds}"):
