@@ -35,7 +35,7 @@ def tapped(model: nn.Module, forward_pass: ForwardPass) -> Iterator[None]:
     """While it is open, a transformers model leaves the states that the pass wants in it.
 
     Args:
-        model: the decoder, with ``layers`` and ``norm``.
+        model: the decoder; with ``layers`` and ``norm``, unless only ``FINAL`` is wanted.
         forward_pass: of the one forward that is made meanwhile, over a batch of one.
     """
 
@@ -46,20 +46,21 @@ def tapped(model: nn.Module, forward_pass: ForwardPass) -> Iterator[None]:
 
         return hook
 
-    def leaving(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        forward_pass.tap(FINAL, output[0])
+    def leaving(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        forward_pass.tap(FINAL, output[0][0])
 
     if not forward_pass.taps:
         yield
         return
-    layers = list(model.layers)
-    handles = [
-        layer.register_forward_pre_hook(entering(place), with_kwargs=True)
-        for place, layer in enumerate([*layers, model.norm])
-        if place in forward_pass.taps
-    ]
+    handles = []
+    if forward_pass.taps - {FINAL}:
+        handles += [
+            layer.register_forward_pre_hook(entering(place), with_kwargs=True)
+            for place, layer in enumerate([*model.layers, model.norm])
+            if place in forward_pass.taps
+        ]
     if FINAL in forward_pass.taps:
-        handles.append(model.norm.register_forward_hook(leaving))
+        handles.append(model.register_forward_hook(leaving))
     try:
         yield
     finally:

@@ -1,0 +1,194 @@
+"""Drafting with Medusa's heads: which state they read, which tokens stand where in the tree."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engines import drain, engine, expect_empty, load, outputs
+from forethought.decoding import MEDUSA_CHOICES, MedusaDecodingConfig
+from forethought.errors import ParameterError
+from forethought.kv.storage import KvStorage
+from forethought.model.runner import Runner
+from forethought.params import SamplingParams
+from forethought.speculative.draft import DraftKind
+from forethought.speculative.drafter import DraftRequest
+from forethought.speculative.drafters.medusa import MedusaDrafter
+from forethought.speculative.table import Target, build
+from medusa_heads import make_heads, random_heads
+from models import greedy, prompts, tiny, transformers_model
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+PATHS = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_heads(tmp_path_factory.mktemp("heads"))
+
+
+class Watch:
+    """Keeps every draft that a drafter makes, with the tokens that it was made behind."""
+
+    def __init__(self, machine: Any) -> None:
+        [self._equipped] = machine.speculation._drafters
+        self._inner = self._equipped.drafter.prepare_draft_tokens
+        self._equipped.drafter.prepare_draft_tokens = self._prepare
+        self.seen: list[tuple[list[int], DraftRequest, Any]] = []
+
+    def _prepare(self, scheduled: Any, manager: Any = None) -> None:
+        self._inner(scheduled, manager)
+        for request in scheduled.generation_requests:
+            self.seen.append((list(request.tokens), request, request.draft))
+
+
+def final_state(tokens: list[int]) -> torch.Tensor:
+    """Transformers' own state behind the final norm, at the last of the tokens: [hidden]."""
+    with torch.inference_mode():
+        found = transformers_model(tiny("llama")).model(torch.tensor([tokens]))
+    return found.last_hidden_state[0, -1].clone()
+
+
+def test_heads_read_the_state_from_which_the_root_was_drawn(heads: Path) -> None:
+    """Off by one place, either way, they would guess something else."""
+    config = MedusaDecodingConfig(speculative_model=heads, medusa_choices=PATHS)
+    machine = engine(speculative=[config])
+    watch = Watch(machine)
+    machine.add(prompts((9,))[0], GREEDY.replace(max_tokens=6))
+    drain(machine)
+    assert watch.seen
+    for tokens, _, draft in watch.seen:
+        ranked = make_heads(3)(final_state(tokens[:-1])).topk(3).indices.tolist()
+        paths = [path for path in PATHS if len(path) <= draft.depth]
+        assert list(draft.tokens) == [ranked[len(path) - 1][path[-1]] for path in paths]
+        assert draft.kind is DraftKind.POINT
+
+
+@pytest.mark.parametrize(
+    "choices", [PATHS, [[0, 0, 0], [0, 1], [1, 0], [2]], str(PATHS)], ids=["all", "leaves", "text"]
+)
+def test_both_spellings_of_a_tree_make_the_same_drafts(choices: Any, heads: Path) -> None:
+    config = MedusaDecodingConfig(speculative_model=heads, medusa_choices=choices)
+    assert (config.max_draft_len, config.max_total_draft_tokens) == (3, 7)
+    machine = engine(speculative=[config])
+    watch = Watch(machine)
+    machine.add(prompts((9,))[0], GREEDY)
+    drain(machine)
+    assert watch.seen[0][2].parents == (-1, -1, -1, 0, 0, 1, 3)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_oss", "deepseek_v3", "gpt2"])
+def test_any_model_and_a_whole_batch_decode_exactly(architecture: str, heads: Path) -> None:
+    config = MedusaDecodingConfig(speculative_model=heads)
+    plain, drafting = (engine(architecture, pages=128, speculative=s) for s in ([], [config]))
+    found = []
+    for machine in (plain, drafting):
+        sequences = [machine.add(each, GREEDY)[0] for each in prompts((1, 4, 9, 17))]
+        drain(machine)
+        found.append(outputs(sequences))
+        expect_empty(machine)
+    assert found[0] == found[1]
+
+
+def test_heads_that_are_right_are_accepted(tmp_path: Path) -> None:
+    """Heads that repeat the target's own token, on a text that repeats one, are mostly right."""
+    lm = load("llama")
+    made = make_heads(3)
+    weight = lm.unembed(torch.eye(32)).T
+    for head in made:
+        torch.nn.init.zeros_(head[0].linear.weight)
+        torch.nn.init.zeros_(head[0].linear.bias)
+        head[-1].weight.data.copy_(weight)
+    made.save(tmp_path)
+    config = MedusaDecodingConfig(speculative_model=tmp_path, medusa_choices=[[0, 0, 0]])
+    bias = GREEDY.replace(logit_bias={7: 100.0})
+    machine = engine(speculative=[config])
+    [sequence] = machine.add([5, 6], bias)
+    drain(machine)
+    assert sequence.output == [7] * 30
+    plain = engine()
+    [same] = plain.add([5, 6], bias)
+    drain(plain)
+    assert sequence.output == same.output
+
+
+def test_a_request_may_want_shorter_drafts(heads: Path) -> None:
+    config = MedusaDecodingConfig(speculative_model=heads, medusa_choices=PATHS)
+    lm = load("llama")
+    storage = KvStorage(lm.layer_shapes, 4, 4, lm.dtype, lm.device)
+    drafter = build(config, Target(Runner(lm, storage), 64))
+    assert [drafter.nodes(depth) for depth in range(5)] == [0, 3, 6, 7, 7]
+    machine = engine(speculative=[config])
+    watch = Watch(machine)
+    params = GREEDY.replace(speculation={"max_draft_len": 2})
+    [sequence] = machine.add(prompts((9,))[0], params)
+    drain(machine)
+    assert {len(draft) for _, _, draft in watch.seen[:-2]} == {6}
+    assert sequence.output == greedy(tiny("llama"), prompts((9,)), 30)[0]
+
+
+def test_a_tree_deeper_than_the_heads_is_refused_and_the_default_one_is_cut(
+    heads: Path, tmp_path: Path
+) -> None:
+    lm = load("llama")
+    target = Target(Runner(lm, KvStorage(lm.layer_shapes, 4, 4, lm.dtype, lm.device)), 64)
+    deep = MedusaDecodingConfig(speculative_model=heads, medusa_choices=[[0] * 4])
+    with pytest.raises(ParameterError, match=r"medusa_choices have 4 levels.*holds 3 heads"):
+        build(deep, target)
+    make_heads(3).save(tmp_path, config={"medusa_num_heads": 5})
+    unknown = MedusaDecodingConfig(speculative_model=tmp_path)
+    assert unknown.max_draft_len == 5
+    drafter = build(unknown, target)
+    assert isinstance(drafter, MedusaDrafter)
+    assert drafter.nodes(5) == drafter.nodes(3) == 21
+
+
+def test_ranks_beyond_the_vocabulary_do_no_harm(heads: Path) -> None:
+    config = MedusaDecodingConfig(speculative_model=heads, medusa_choices=[[0], [100], [250]])
+    machine = engine(speculative=[config])
+    [sequence] = machine.add(prompts((9,))[0], GREEDY)
+    drain(machine)
+    assert sequence.output == greedy(tiny("llama"), prompts((9,)), 30)[0]
+
+
+def test_the_tree_is_that_of_the_heads_own_configuration_unless_another_is_given(
+    heads: Path, tmp_path: Path
+) -> None:
+    make_heads(3).save(tmp_path, config={"medusa_choices": [[0, 0], [1]]})
+    assert MedusaDecodingConfig(speculative_model=tmp_path).max_total_draft_tokens == 3
+    given = MedusaDecodingConfig(speculative_model=tmp_path, medusa_choices=PATHS)
+    assert given.max_total_draft_tokens == 7
+    assert MedusaDecodingConfig(speculative_model=heads).max_draft_len == 3
+    assert MedusaDecodingConfig(speculative_model=heads, num_medusa_heads=2).max_draft_len == 2
+    assert MedusaDecodingConfig(speculative_model=heads, max_draft_len=1).max_draft_len == 1
+    nowhere = MedusaDecodingConfig(speculative_model=tmp_path / "nowhere")
+    assert nowhere.medusa_choices == MEDUSA_CHOICES
+    assert (nowhere.max_draft_len, nowhere.max_total_draft_tokens) == (5, 24)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"medusa_choices": []}, "paths are lists of ranks"),
+        ({"medusa_choices": [[0], [0]]}, "stands there twice"),
+        ({"medusa_choices": [[0, -1]]}, "ranks from 0"),
+        ({"medusa_choices": [[0, 0]], "num_medusa_heads": 1}, "longer than num_medusa_heads"),
+        ({"medusa_choices": [[0, 0]], "max_draft_len": 3}, "medusa_choices make it 2"),
+        ({"posterior_alpha": 0.3}, "posterior_threshold is not given"),
+        ({"posterior_threshold": 0.0}, "posterior_threshold"),
+        ({"num_medusa_heads": 0}, "num_medusa_heads"),
+    ],
+)
+def test_what_cannot_be_is_refused(fields: dict[str, Any], message: str, heads: Path) -> None:
+    with pytest.raises(ParameterError, match=message):
+        MedusaDecodingConfig(speculative_model=heads, **fields)
+
+
+def test_alpha_is_the_root_of_the_threshold_unless_it_is_given(heads: Path) -> None:
+    config = MedusaDecodingConfig(speculative_model=heads, posterior_threshold=0.09)
+    assert config.posterior_alpha == pytest.approx(0.3)
+    exact = MedusaDecodingConfig(speculative_model=heads)
+    assert (exact.posterior_threshold, exact.posterior_alpha) == (None, None)
