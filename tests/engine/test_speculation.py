@@ -17,6 +17,7 @@ from forethought.decoding import (
     DraftTargetDecodingConfig,
     NGramDecodingConfig,
     PearlDecodingConfig,
+    ReDrafterDecodingConfig,
     SuffixDecodingConfig,
     UserProvidedDecodingConfig,
 )
@@ -26,6 +27,7 @@ from forethought.params import SamplingParams, SpeculationParams
 from forethought.speculative.draft import Draft, DraftKind
 from forethought.speculative.drafter import Drafter, DraftRequest, ResourceManager
 from models import greedy, prompts, tiny
+from redrafter_heads import random_head
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 PROMPTS = prompts((1, 4, 9, 17, 30, 5, 12))
@@ -60,6 +62,7 @@ def drafting(name: str) -> list[DecodingBaseConfig]:
         "draft model = target": lambda: [DraftTargetDecodingConfig(**same)],
         "draft model, tree": lambda: [DraftTargetDecodingConfig(**tree)],
         "pearl": lambda: [PearlDecodingConfig(**same)],
+        "redrafter": lambda: [ReDrafterDecodingConfig(speculative_model=random_head())],
         "oracle": lambda: [provided(drafters.oracle(plain()))],
         "adversary": lambda: [provided(drafters.adversary(plain()))],
         "static tree": lambda: [provided(drafters.bush(plain(), 3), 4, 12)],
@@ -74,6 +77,7 @@ NAMES = [
     "draft model = target",
     "draft model, tree",
     "pearl",
+    "redrafter",
     "oracle",
     "adversary",
     "static tree",

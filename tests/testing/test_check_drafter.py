@@ -12,11 +12,13 @@ from forethought.decoding import (
     DraftTargetDecodingConfig,
     NGramDecodingConfig,
     PearlDecodingConfig,
+    ReDrafterDecodingConfig,
     SuffixDecodingConfig,
 )
 from forethought.speculative import drafter as interface
 from forethought.testing import check_drafter
 from models import tiny
+from redrafter_heads import random_head
 
 PROMPTS = [[5, 6, 7, 8] * 3, [9], [20, 21] * 6, [5, 6, 7]]
 MODEL: dict[str, Any] = {"speculative_model": tiny("llama", seed=7)}
@@ -38,6 +40,7 @@ TWIN: dict[str, Any] = {"speculative_model": tiny("llama")}
         ),
         PearlDecodingConfig(max_draft_len=4, **TWIN),
         PearlDecodingConfig(max_draft_len=3, overlap=False, **MODEL),
+        ReDrafterDecodingConfig(num_beams=4, speculative_model=random_head()),
     ],
     ids=lambda config: f"{config.decoding_type}",
 )
