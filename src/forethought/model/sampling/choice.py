@@ -10,7 +10,12 @@ from torch import Tensor
 
 from forethought.model.sampling import logprobs
 from forethought.model.sampling.draw import pick
-from forethought.model.sampling.law import TokenContext, edit_logits, logits_to_probs
+from forethought.model.sampling.law import (
+    TokenContext,
+    edit_logits,
+    logits_to_probs,
+    wants_edits,
+)
 from forethought.outputs import TokenLogprobs
 
 
@@ -42,8 +47,17 @@ def draw_tokens(logits: Tensor, contexts: Sequence[TokenContext], coins: Sequenc
     A step of greedy rows takes the largest logits: no softmax, no coin.
     """
     if all(context.params.greedy for context in contexts):
-        return edit_logits(logits, contexts).max(dim=-1).indices  # the first of equals
+        return _likeliest(logits, contexts)
     return pick(logits_to_probs(logits, contexts), coins)
+
+
+def _likeliest(logits: Tensor, contexts: Sequence[TokenContext]) -> Tensor:
+    """[N] int64, the first of equals."""
+    if logits.device.type == "cpu" and not any(wants_edits(context) for context in contexts):
+        drawn = torch.from_numpy(logits.numpy().argmax(axis=-1))  # a tenth of torch's time
+        if logits.gather(1, drawn.unsqueeze(1)).isfinite().all():
+            return drawn
+    return edit_logits(logits, contexts).max(dim=-1).indices
 
 
 def report(logits: Tensor, contexts: Sequence[TokenContext], drawn: Tensor) -> Choice:

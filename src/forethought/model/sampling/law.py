@@ -96,7 +96,7 @@ def edit_logits(logits: Tensor, contexts: Sequence[TokenContext]) -> Tensor:
         [N, V] float32, the largest value of each row finite; ``logits`` itself if nothing changed.
     """
     edited, allowed = logits, _allowed(contexts, logits)
-    if any(_wants_edits(context) for context in contexts):
+    if any(wants_edits(context) for context in contexts):
         edited = logits.clone()
         _add_bias(edited, contexts)
         _penalise_repetition(edited, contexts)
@@ -112,7 +112,8 @@ def edit_logits(logits: Tensor, contexts: Sequence[TokenContext]) -> Tensor:
     return torch.where(lost, fallback, edited)
 
 
-def _wants_edits(context: TokenContext) -> bool:
+def wants_edits(context: TokenContext) -> bool:
+    """Whether anything is to be done to its logits before temperature and cuts."""
     params = context.params
     return (
         params.logit_bias is not None
