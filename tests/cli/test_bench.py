@@ -36,6 +36,9 @@ def test_a_table_a_plot_and_one_json_line_last(capsys, tmp_path, prompts):
     assert report["machine"]["dtype"] == "float32"
     assert report["recommendation"]["drafter"] in {drafter for _, drafter in drafters}
     assert "run" in err
+    block = report["recommendation"]["speculative_config"]
+    assert (block is None) == (report["recommendation"]["drafter"] == "none")
+    assert block is None or f"speculative_config: {json.dumps(block)}" in lines
 
 
 def test_a_configuration_says_which_drafters_and_json_is_all_there_is(capsys, tmp_path, prompts):
@@ -72,3 +75,30 @@ def test_what_cannot_be_is_one_line_and_status_2(capsys, tmp_path, monkeypatch, 
     out, err = capsys.readouterr()
     assert out == ""
     assert said in err.splitlines()[-1]
+
+
+def test_a_tree_is_fitted_and_printed_as_it_is_configured(capsys, tmp_path, prompts):
+    config = tmp_path / "config.yaml"
+    draft = {"decoding_type": "DraftTarget", "max_draft_len": 2, "speculative_model": COMMON[1]}
+    config.write_text(json.dumps({"speculative_config": draft}))
+    options = [*COMMON[:6], *prompts, "--config", str(config), "--fit-tree", "5"]
+    assert main(["bench", "speculation", *options]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    report = json.loads(lines[-1])
+    assert (report["field"], report["choices"]) == ("draft_choices", [[0], [0, 0]])
+    assert lines[-2] == "draft_choices: [[0],[0,0]]"
+    assert main(["bench", "speculation", *options, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == report
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--fit-tree", "5"], "--fit-tree needs one drafter"),
+        (["--fit-tree", "5", "--speculative", "ngram"], "no tree to fit for ngram"),
+        (["--fit-tree", "0", "--speculative", "ngram"], "at least 1 node"),
+    ],
+)
+def test_what_has_no_tree_is_refused(capsys, prompts, options, said):
+    assert main(["bench", "speculation", *COMMON[:6], *prompts, *options]) == 2
+    assert said in capsys.readouterr().err

@@ -17,6 +17,11 @@ def drafter_dir() -> Path:
     return Path(__file__).parent / "drafter"
 
 
+def heads_dir(kind: str) -> Path:
+    """Directory of heads that draft for the reasoner, such as ``"medusa"``."""
+    return Path(__file__).parent / kind
+
+
 def problems() -> list[dict[str, str]]:
     """The shipped test problems, each with the keys ``question`` and ``answer`` (digits)."""
     with (reasoner_dir() / "problems.jsonl").open(encoding="utf-8") as lines:

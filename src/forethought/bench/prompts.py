@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forethought.errors import UsageError
 from forethought.evaluation import problems
+
+if TYPE_CHECKING:
+    from forethought.text.tokenizer import Tokenizer
 
 _FIELDS = ("prompt", "question", "problem")
 
@@ -39,6 +42,13 @@ def load(path: Path) -> list[str]:
     if not found:
         raise UsageError(f"no prompts in {path}", "the file is empty", "Write one per line")
     return list(found)
+
+
+def as_asked(text: str, tokenizer: Tokenizer) -> list[int]:
+    """Token ids of a text, as a user's turn where the model has a chat template."""
+    if not tokenizer.hf.chat_template:
+        return tokenizer.encode(text)
+    return tokenizer.encode_more(tokenizer.render([{"role": "user", "content": text}]))
 
 
 def _prompt(line: str, where: str) -> str:

@@ -63,16 +63,19 @@ def fit_tree(profile: AcceptanceProfile, nodes: int) -> FittedTree:
     """
     kept: list[Path] = []
     expected = 1.0
-    heap = [(-profile.chance(path), path) for path in _children(profile, ())]
-    heap = [(cost, len(path), path) for cost, path in heap if cost < 0]
-    heapq.heapify(heap)
+    heap: list[tuple[float, int, Path]] = []
+
+    def offer(parent: Path) -> None:
+        for path in _children(profile, parent):
+            if (chance := profile.chance(path)) > 0:
+                heapq.heappush(heap, (-chance, len(path), path))
+
+    offer(())
     while heap and len(kept) < nodes:
         cost, _, path = heapq.heappop(heap)
         kept.append(path)
         expected -= cost
-        for child in _children(profile, path):
-            if profile.chance(child) > 0:
-                heapq.heappush(heap, (-profile.chance(child), len(child), child))
+        offer(path)
     return FittedTree(tuple(sorted(kept, key=lambda path: (len(path), path))), expected)
 
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from forethought.text.llm import LLM
 
 BATCHES = (1, 4, 16, 64)
+_FIT_PROMPTS = 64
+"""Prompts that a tree is fitted on."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -53,6 +55,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="draft lengths to try (default: each drafter's longest, its half and its quarter)",
     )
+    options.add_argument(
+        "--fit-tree",
+        type=int,
+        metavar="NODES",
+        help="instead of timing, find the best static tree of so many tokens for the drafter",
+    )
     options.add_argument("--json", action="store_true", help="print the JSON line only")
     options.add_argument(
         "--out",
@@ -70,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
     from forethought.evaluation.plot import check_installed
 
     texts = prompts.shipped() if args.prompts is None else prompts.load(args.prompts)
+    if args.fit_tree is not None:
+        return _fit_tree(args, texts)
     batches = args.batch or [batch for batch in BATCHES if batch <= len(texts)]
     check_batches(batches, len(texts))
     fields = model.fields_of(args)
@@ -100,6 +110,33 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _fit_tree(args: argparse.Namespace, texts: list[str]) -> int:
+    """Fit a tree to the drafter, and report."""
+    fields = model.fields_of(args)
+    model.opener(fields)  # which says what is not installed
+
+    from forethought.assets import reasoner_dir
+    from forethought.bench.prompts import as_asked
+    from forethought.cli.tree_fit import fit, lines
+    from forethought.text.tokenizer import Tokenizer
+
+    model_dir = fields.get("model") or reasoner_dir()
+    tokenizer = Tokenizer.load(model_dir)
+    report = fit(
+        fields.get("speculative_config", ()),
+        args.fit_tree,
+        model_dir,
+        [as_asked(text, tokenizer) for text in texts[:_FIT_PROMPTS]],
+        args.max_tokens,
+        dtype=fields.get("dtype", "auto"),
+        device=fields.get("device", "auto"),
+    )
+    if not args.json:
+        print("\n".join(lines(report)))
+    print(json.dumps(report))
+    return 0
+
+
 def _dtype(fields: dict[str, Any], model_dir: Path) -> str:
     """Of the weights, as the model's own configuration says unless told otherwise."""
     if fields.get("dtype", "auto") != "auto":
@@ -120,8 +157,10 @@ def _report(args: argparse.Namespace, fields: dict[str, Any], rows: list[Row]) -
     from forethought.bench.plot import save_plot
     from forethought.bench.recommendation import recommend
     from forethought.bench.row import table
+    from forethought.bench.variant import written
 
     advice, name = recommend(rows), model.label(fields)
+    block = written(advice.variant, fields["speculative_config"], advice.max_concurrency)
     report = {
         "benchmark": "speculation",
         "model": name,
@@ -129,7 +168,7 @@ def _report(args: argparse.Namespace, fields: dict[str, Any], rows: list[Row]) -
         "max_tokens": args.max_tokens,
         "rounds": args.rounds,
         "rows": [row.to_dict() for row in rows],
-        "recommendation": advice.to_dict(),
+        "recommendation": advice.to_dict() | {"speculative_config": block},
     }
     line = json.dumps(report, ensure_ascii=False)
     (args.out / "speculation.json").write_text(line + "\n", encoding="utf-8")
@@ -138,6 +177,8 @@ def _report(args: argparse.Namespace, fields: dict[str, Any], rows: list[Row]) -
         print(f"{table(rows)}\n")
         print("\n".join(_notes(rows, report)))
         print("\n".join(advice.lines()))
+        if block is not None:
+            print(f"speculative_config: {json.dumps(block)}")
         print(f"plot: {plot}")
     print(line)
 
@@ -153,7 +194,8 @@ def _notes(rows: list[Row], report: dict[str, Any]) -> list[str]:
     if any(row.identical_share < 1.0 for row in rows):
         found.append(
             "identical: where two tokens are nearly as likely, rounding decides, and rounding "
-            "depends on how many rows a forward has; in float32 that is hardly ever seen"
+            "depends on company and on where pages lie, with drafts or without: the rows of plain "
+            "decoding say how often it differs from itself; in float32 that is hardly ever seen"
         )
     if any(row.metrics.synthetic for row in rows):
         found.append("*: acceptance was made up (synthetic_acceptance); the tokens mean nothing")

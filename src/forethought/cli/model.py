@@ -64,7 +64,8 @@ def fields_of(args: argparse.Namespace, **defaults: Any) -> dict[str, Any]:
     given = {name: getattr(args, name) for name in _OPTIONS}
     fields |= {name: value for name, value in given.items() if value is not None}
     embedded = fields.get("model") is None
-    config = speculation.config_of(args, speculation.embedded_draft_model() if embedded else None)
+    own = speculation.embedded_draft_model(args.speculative) if embedded else None
+    config = speculation.config_of(args, own)
     if config is not None:
         fields["speculative_config"] = config
     checked = LlmArgs.from_dict(fields)

@@ -10,9 +10,10 @@ from forethought import assets
 from forethought.decoding import DecodingBaseConfig
 from forethought.errors import ParameterError
 
-DRAFTERS = ("ngram", "suffix", "draft_target", "pearl", "auto")
-"""What can be chosen without a file; each is also a ``decoding_type``."""
 _WITH_MODEL = ("draft_target", "pearl")
+_WITH_HEADS = ("medusa",)
+DRAFTERS = ("ngram", "suffix", *_WITH_MODEL, *_WITH_HEADS, "auto")
+"""What can be chosen without a file; each is also a ``decoding_type``."""
 _MODEL_DRAFT_LEN = 4
 """Levels of a draft model's drafts unless said otherwise; the other ways have defaults."""
 
@@ -28,17 +29,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--draft-model",
         type=Path,
         metavar="DIR",
-        help="local Hugging Face directory of a smaller model, for --speculative draft_target and "
-        "pearl (default: for the embedded reasoner, its own)",
+        help="local directory of the smaller model, or of the heads, that --speculative drafts "
+        "with (default: for the embedded reasoner, its own)",
     )
     parser.add_argument(
         "--max-draft-len", type=int, metavar="K", help="most tokens to guess in a row"
     )
 
 
-def embedded_draft_model() -> Path | None:
-    """Directory of the embedded reasoner's draft model, where it is installed."""
-    folder = assets.drafter_dir()
+def embedded_draft_model(kind: str | None = "draft_target") -> Path | None:
+    """Directory of what drafts for the embedded reasoner in such a way, where it is installed."""
+    folder = assets.heads_dir(kind) if kind in _WITH_HEADS else assets.drafter_dir()
     return folder if folder.is_dir() else None
 
 
@@ -67,15 +68,15 @@ def config_of(
                 f"Add --speculative with one of {', '.join(DRAFTERS)}",
             )
         return None
-    if args.speculative in _WITH_MODEL:
+    if args.speculative in (*_WITH_MODEL, *_WITH_HEADS):
         values["speculative_model"] = args.draft_model or draft_model
         if values["speculative_model"] is None:
             raise ParameterError(
                 f"--speculative {args.speculative} needs --draft-model",
-                "there is no model to draft with",
-                "Give the directory of a smaller model with the same vocabulary",
+                "there is nothing to draft with",
+                "Give the directory of a smaller model with the same vocabulary, or of heads",
             )
-        if args.max_draft_len is None:
+        if args.max_draft_len is None and args.speculative in _WITH_MODEL:
             values["max_draft_len"] = _MODEL_DRAFT_LEN
     config: DecodingBaseConfig = DecodingBaseConfig.from_dict(
         {"decoding_type": args.speculative, **values}
