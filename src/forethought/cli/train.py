@@ -22,7 +22,7 @@ from forethought.errors import DependencyError, ParameterError
 if TYPE_CHECKING:
     from forethought.training.run import Source
 
-KINDS = ("medusa", "redrafter")
+KINDS = ("medusa", "mtp", "redrafter")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

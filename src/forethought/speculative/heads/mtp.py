@@ -238,7 +238,7 @@ def save_modules(
         first: the number of the first one: in DeepSeek's names that of the target's layers.
     """
     names = LAYOUTS[layout]
-    assert all(module.layout is names for module in modules)
+    assert all(module.layout == names for module in modules)
     tensors = named(names, [_stored(module, first + n) for n, module in enumerate(modules)])
     model = modules[0].model.config
     config = {

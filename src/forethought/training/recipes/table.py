@@ -17,6 +17,7 @@ from forethought.training.trainer import Recipe, TrainingSettings
 
 RECIPES = {
     "medusa": "forethought.training.recipes.medusa:MedusaRecipe",
+    "mtp": "forethought.training.recipes.mtp:MtpRecipe",
     "redrafter": "forethought.training.recipes.redrafter:ReDrafterRecipe",
 }
 
