@@ -56,7 +56,7 @@ class DraftModel:
 
     @classmethod
     def load(cls, directory: Path, target: Target, device: str | None = None) -> DraftModel:
-        """Load a model for ``target``, in its dtype, with a storage of as many pages.
+        """Load a model for ``target``, in the dtype of its own, with a storage of as many pages.
 
         Args:
             directory: local Hugging Face directory.
@@ -69,10 +69,10 @@ class DraftModel:
         """
         lm, pages = target.runner.lm, target.runner.storage
         place = lm.device if device is None else torch.device(device)
-        model = loader.load(directory, dtype=str(lm.dtype).removeprefix("torch."), device=place)
+        model = loader.load(directory, dtype="auto", device=place)
         _check_sizes(directory, model, lm)
         storage = KvStorage(
-            model.layer_shapes, pages.num_pages, pages.page_size, lm.dtype, model.device
+            model.layer_shapes, pages.num_pages, pages.page_size, model.dtype, model.device
         )
         return cls(Runner(model, storage), lm.vocab_size, target.max_num_tokens)
 
