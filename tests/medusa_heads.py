@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,17 @@ def make_heads(heads: int = 3, blocks: int = 1, seed: int = 0, **changes: Any) -
         for weight in made.parameters():
             torch.nn.init.normal_(weight, std=0.3)
     return made
+
+
+@functools.cache
+def _directory() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="medusa-heads-")
+
+
+@functools.cache
+def shared_heads() -> Path:
+    """Such heads for the tiny models, made once per process."""
+    return random_heads(Path(_directory().name) / "heads")
 
 
 def random_heads(directory: Path, heads: int = 3, blocks: int = 1) -> Path:

@@ -15,6 +15,7 @@ from forethought.config import LlmArgs
 from forethought.decoding import (
     DecodingBaseConfig,
     DraftTargetDecodingConfig,
+    MedusaDecodingConfig,
     NGramDecodingConfig,
     PearlDecodingConfig,
     ReDrafterDecodingConfig,
@@ -26,6 +27,7 @@ from forethought.engine.engine import Engine
 from forethought.params import SamplingParams, SpeculationParams
 from forethought.speculative.draft import Draft, DraftKind
 from forethought.speculative.drafter import Drafter, DraftRequest, ResourceManager
+from medusa_heads import shared_heads
 from models import greedy, prompts, tiny
 from redrafter_heads import random_head
 
@@ -62,6 +64,7 @@ def drafting(name: str) -> list[DecodingBaseConfig]:
         "draft model = target": lambda: [DraftTargetDecodingConfig(**same)],
         "draft model, tree": lambda: [DraftTargetDecodingConfig(**tree)],
         "pearl": lambda: [PearlDecodingConfig(**same)],
+        "medusa": lambda: [MedusaDecodingConfig(speculative_model=shared_heads())],
         "redrafter": lambda: [ReDrafterDecodingConfig(speculative_model=random_head())],
         "oracle": lambda: [provided(drafters.oracle(plain()))],
         "adversary": lambda: [provided(drafters.adversary(plain()))],
@@ -77,6 +80,7 @@ NAMES = [
     "draft model = target",
     "draft model, tree",
     "pearl",
+    "medusa",
     "redrafter",
     "oracle",
     "adversary",

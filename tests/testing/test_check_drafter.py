@@ -10,6 +10,7 @@ import drafters
 from forethought.decoding import (
     DecodingBaseConfig,
     DraftTargetDecodingConfig,
+    MedusaDecodingConfig,
     NGramDecodingConfig,
     PearlDecodingConfig,
     ReDrafterDecodingConfig,
@@ -17,6 +18,7 @@ from forethought.decoding import (
 )
 from forethought.speculative import drafter as interface
 from forethought.testing import check_drafter
+from medusa_heads import shared_heads
 from models import tiny
 from redrafter_heads import random_head
 
@@ -40,6 +42,7 @@ TWIN: dict[str, Any] = {"speculative_model": tiny("llama")}
         ),
         PearlDecodingConfig(max_draft_len=4, **TWIN),
         PearlDecodingConfig(max_draft_len=3, overlap=False, **MODEL),
+        MedusaDecodingConfig(speculative_model=shared_heads()),
         ReDrafterDecodingConfig(num_beams=4, speculative_model=random_head()),
     ],
     ids=lambda config: f"{config.decoding_type}",
