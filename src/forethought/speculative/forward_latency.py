@@ -52,6 +52,11 @@ class ForwardLatency:
         """Whether it can predict."""
         return self.linear.ready
 
+    @property
+    def usual(self) -> float:
+        """How far off a prediction usually is, relative to it."""
+        return self._usual
+
     def predict(self, tokens: float, context: float) -> float:
         """Seconds of one forward."""
         fixed, each, distant = self._coefficients

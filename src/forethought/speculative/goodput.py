@@ -36,9 +36,11 @@ PROBE_SHARE, LAST_SHARE = 1 / 8, 1 / 2
 """Of the account's balance that a probe may be expected to cost, and one of a single request."""
 FIRST_PAUSE, LAST_PAUSE = 4, 64
 """Steps between probes, at first and at most."""
-FIRST_CHECK, LAST_CHECK, SURPRISE = 8, 128, 0.1
-"""Steps between plain ones while it drafts, at first and at most; and how far off their time must
-be, relatively, for the next one to come soon."""
+FIRST_CHECK, LAST_CHECK = 8, 128
+"""Steps between plain ones while it drafts, at first and at most."""
+SURPRISE, USUALS = 0.1, 3.0
+"""How far off the time of such a step must be for the next one to come soon: relatively, and in
+usual errors."""
 HOLD = 4
 """Steps for which a choice is kept if nothing changes."""
 MOST_TRIED = 4
@@ -267,4 +269,5 @@ class Goodput:
             self._probes.tried(news=True)
             self._checks.wait()
         else:
-            self._checks.tried(news=abs(seconds - predicted) > SURPRISE * predicted)
+            most = max(SURPRISE, USUALS * self.forward.usual) * predicted
+            self._checks.tried(news=abs(seconds - predicted) > most)
