@@ -125,7 +125,11 @@ class Pairs:
         index = torch.tensor([tokens, positions, slots, before], device=self._device)
         token_ids, positions_, slots_, before_ = index.unbind(0)
         batch = Batch(
-            token_ids, positions_, slots_, torch.tensor(last, device=self._device), tuple(spans)
+            token_ids,
+            positions_,
+            slots_,
+            torch.tensor(last, dtype=torch.int64, device=self._device),
+            tuple(spans),
         )
         with torch.inference_mode():
             states = self.head.enter(self.features.storage.keys[0][before_, 0])

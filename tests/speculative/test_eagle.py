@@ -1,0 +1,255 @@
+"""EAGLE's drafts are those of the formulas, whatever happened to the pages before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from eagle_heads import (
+    PLACES,
+    Oracle,
+    chain,
+    dynamic_tree,
+    new_directory,
+    random_eagle,
+    random_eagle3,
+    static_tree,
+)
+from engines import drain, engine, expect_empty
+from forethought.decoding import EagleDecodingConfig
+from forethought.engine.engine import Engine
+from forethought.errors import ModelError, ParameterError
+from forethought.params import SamplingParams, SpeculationParams
+from forethought.speculative.draft import Draft
+from forethought.speculative.drafter import ScheduledRequests
+from forethought.speculative.drafters.eagle import EagleDrafter
+from forethought.speculative.tree import TokenTree
+from models import prompts
+
+PROMPTS = prompts((9, 4, 17))
+PATHS = [[0], [1], [2], [0, 0], [0, 1], [2, 0], [0, 0, 0], [2, 0, 1]]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, seed=1)
+CHAIN: dict[str, Any] = {"max_draft_len": 3}
+STATIC: dict[str, Any] = {"eagle_choices": PATHS}
+DYNAMIC: dict[str, Any] = {
+    "use_dynamic_tree": True,
+    "dynamic_tree_max_topK": 3,
+    "max_draft_len": 3,
+    "max_total_draft_tokens": 7,
+}
+
+
+@dataclass
+class Seen:
+    """What one request showed and was answered."""
+
+    tokens: list[int]
+    depth: int
+    nodes: int
+    draft: Draft
+
+
+@pytest.fixture
+def diary(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Seen]]:
+    """Every draft that is made."""
+    seen: list[Seen] = []
+    prepare = EagleDrafter.prepare_draft_tokens
+
+    def record(self: EagleDrafter, batch: ScheduledRequests, resources: Any = None) -> None:
+        prepare(self, batch, resources)
+        for each in batch.generation_requests:
+            seen.append(Seen(list(each.tokens), each.max_draft_len, each.max_nodes, each.draft))
+
+    monkeypatch.setattr(EagleDrafter, "prepare_draft_tokens", record)
+    return seen
+
+
+def machine(head: Any, growth: dict[str, Any], **sizes: Any) -> Engine:
+    directory = new_directory()
+    head.save(directory)
+    # Drafts are accepted at random, so that many are, and unevenly.
+    config = EagleDecodingConfig(speculative_model=directory, synthetic_acceptance=0.7, **growth)
+    return engine(speculative=[config], **{"pages": 256, **sizes})
+
+
+def paths(draft: Draft) -> list[tuple[int, ...]]:
+    """Of each node the tokens from the root to it."""
+    tree = TokenTree(tuple(draft.parent(node) for node in range(len(draft))))
+    return [tuple(draft.tokens[above] for above in tree.path(node)) for node in range(len(draft))]
+
+
+def unlike(seen: Sequence[Seen], oracle: Oracle, growth: dict[str, Any]) -> int:
+    """How many of at least four drafts are not those of the formulas."""
+    assert len(seen) > 3
+    return sum(not _alike(each, oracle, growth) for each in seen)
+
+
+def _alike(each: Seen, oracle: Oracle, growth: dict[str, Any]) -> bool:
+    if "eagle_choices" in growth:
+        fitting = [path for path in PATHS if len(path) <= each.depth]
+        said = static_tree(oracle, each.tokens, fitting)
+        wanted = [tuple(said[path[:end]] for end in range(1, len(path) + 1)) for path in said]
+        return sorted(paths(each.draft)) == sorted(wanted)
+    if "use_dynamic_tree" in growth:
+        width = min(3, each.nodes // max(1, each.depth - 1))
+        return set(paths(each.draft)) == dynamic_tree(oracle, each.tokens, width, each.depth, 7)
+    return list(each.draft.tokens) == chain(oracle, each.tokens, each.depth)
+
+
+@pytest.mark.parametrize("growth", [CHAIN, STATIC, DYNAMIC], ids=["chain", "static", "dynamic"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_every_draft_of_a_batch_is_that_of_the_formulas(
+    diary: list[Seen], kind: str, growth: dict[str, Any], page_size: int
+) -> None:
+    head = random_eagle3() if kind == "eagle3" else random_eagle()
+    oracle = Oracle(head, PLACES if kind == "eagle3" else (-1,))
+    running = machine(head, growth, page_size=page_size, pages=1024 // page_size)
+    for prompt in PROMPTS[: 3 if growth is CHAIN else 2]:
+        running.add(prompt, GREEDY)
+    drain(running)
+    assert running.stats.draft_failures == 0
+    assert running.stats.accepted > 6
+    assert not unlike(diary, oracle, growth)
+    expect_empty(running)
+
+
+@pytest.mark.parametrize("wrong", ["captured layers", "tokens", "sides", "draft vocabulary"])
+def test_the_formulas_tell_when_anything_is_off_by_one(diary: list[Seen], wrong: str) -> None:
+    head = random_eagle3()
+    running = machine(head, CHAIN)
+    running.add(PROMPTS[0], GREEDY)
+    drain(running)
+    oracle = {
+        "captured layers": lambda: Oracle(head, (1, 2, 3)),
+        "tokens": lambda: Oracle(head, shift=0),
+        "sides": lambda: Oracle(head, swapped=True),
+        "draft vocabulary": lambda: Oracle(head),
+    }[wrong]()
+    if wrong == "draft vocabulary":  # an offset, not an id
+        oracle.weights["d2t"][:-1] = oracle.weights["d2t"][1:].clone()
+    assert unlike(diary, oracle, CHAIN) > len(diary) / 2
+    assert not unlike(diary, Oracle(head), CHAIN)
+
+
+def test_layers_to_capture_are_outputs_so_that_states_enter_the_next_one(
+    diary: list[Seen],
+) -> None:
+    head = random_eagle3()
+    running = machine(head, CHAIN | {"eagle3_layers_to_capture": {2, 0, 1}})
+    running.add(PROMPTS[0], GREEDY)
+    drain(running)
+    assert not unlike(diary, Oracle(head, (1, 2, 3)), CHAIN)
+
+
+def test_minus_one_captures_what_leaves_the_final_norm(diary: list[Seen]) -> None:
+    head = random_eagle3()
+    running = machine(head, CHAIN | {"eagle3_layers_to_capture": [-1, 0, 1]})
+    running.add(PROMPTS[0], GREEDY)
+    drain(running)
+    assert not unlike(diary, Oracle(head, (1, 2, -1)), CHAIN)
+
+
+@pytest.mark.parametrize("growth", [CHAIN, DYNAMIC], ids=["chain", "dynamic"])
+def test_prefix_hits_forks_and_rewinds_leave_drafts_as_they_would_be(
+    diary: list[Seen], growth: dict[str, Any]
+) -> None:
+    head = random_eagle3()
+    running = machine(head, growth, page_size=4)
+    [parent] = running.add(PROMPTS[2], GREEDY, keep=True)
+    drain(running)
+    [again] = running.add([*PROMPTS[2][:16], 5, 6, 7], GREEDY, keep=True)  # a prefix hit
+    children = [running.fork(parent, length) for length in (8, 18, 21)]  # 8: a page's very end
+    for token, child in enumerate(children, start=30):
+        running.extend(child, [token])
+        running.resume(child, GREEDY)
+    drain(running)
+    running.rewind(parent, 20)
+    running.extend(parent, [77])
+    running.resume(parent, GREEDY)
+    drain(running)
+    assert not unlike(diary, Oracle(head), growth)
+    for each in [parent, again, *children]:
+        running.close(each)
+    expect_empty(running)
+
+
+def test_long_prompts_are_caught_up_with_in_parts(diary: list[Seen]) -> None:
+    head = random_eagle3()
+    running = machine(head, CHAIN, max_num_tokens=10)
+    for prompt in prompts((50, 33)):
+        running.add(prompt, GREEDY)
+    drain(running)
+    assert running.stats.draft_failures == 0
+    assert not unlike(diary, Oracle(head), CHAIN)
+
+
+@pytest.mark.parametrize("traits", ["norm_before_residual", "norm_before_fc", "norm_output", "own"])
+def test_the_variants_of_speculators_are_computed(diary: list[Seen], traits: str) -> None:
+    head = random_eagle3(**{"own_embedding" if traits == "own" else traits: True})
+    running = machine(head, CHAIN)
+    running.add(PROMPTS[0], GREEDY)
+    drain(running)
+    assert not unlike(diary, Oracle(head), CHAIN)
+
+
+def test_heads_with_more_or_fewer_captured_layers_and_biases(diary: list[Seen]) -> None:
+    for places in ((2,), (0, 1, 2, 3)):
+        head = random_eagle3(places=places, attention_bias=True)
+        running = machine(head, CHAIN)
+        running.add(PROMPTS[0], GREEDY)
+        drain(running)
+        assert not unlike(diary, Oracle(head, places), CHAIN)
+        diary.clear()
+
+
+@pytest.mark.parametrize("growth", [CHAIN, STATIC, DYNAMIC], ids=["chain", "static", "dynamic"])
+def test_requests_ask_for_shorter_drafts_each_for_itself(
+    diary: list[Seen], growth: dict[str, Any]
+) -> None:
+    head = random_eagle3()
+    running = machine(head, growth)
+    for most, prompt in enumerate(PROMPTS, start=1):
+        running.add(prompt, GREEDY.replace(speculation=SpeculationParams(max_draft_len=most)))
+    drain(running)
+    assert {each.depth for each in diary} == {1, 2, 3}
+    assert running.stats.draft_failures == 0
+    assert not unlike(diary, Oracle(head), growth)
+
+
+def test_where_pages_are_short_dynamic_trees_are_narrower(diary: list[Seen]) -> None:
+    head = random_eagle3()
+    running = machine(head, DYNAMIC, pages=20, page_size=2, max_num_tokens=30)
+    running.add(PROMPTS[0], GREEDY.replace(max_tokens=28))
+    drain(running)
+    assert running.stats.draft_failures == 0
+    assert min(each.nodes for each in diary) < 7
+    assert all(len(each.draft) <= each.nodes for each in diary)
+    expect_empty(running)
+
+
+def test_a_prompt_of_one_token_is_enough(diary: list[Seen]) -> None:
+    running = machine(random_eagle3(), CHAIN)
+    running.add([5], GREEDY)
+    drain(running)
+    assert running.stats.draft_failures == 0
+    assert len(diary[0].tokens) == 2  # behind its prefill
+    assert not unlike(diary, Oracle(random_eagle3()), CHAIN)
+
+
+def test_heads_of_another_target_are_refused() -> None:
+    wide = random_eagle3(hidden_size=48, own_embedding=False)
+    with pytest.raises(ModelError, match="embedding of its own width"):
+        machine(wide, CHAIN)
+    with pytest.raises(ParameterError, match="reads 3 of the target's states"):
+        machine(random_eagle3(), CHAIN | {"eagle3_layers_to_capture": [0, 1]})
+    with pytest.raises(ParameterError, match="has not the layers"):
+        machine(random_eagle3(), CHAIN | {"eagle3_layers_to_capture": [0, 1, 3]})
+    with pytest.raises(ParameterError, match="no meaning for this head"):
+        machine(random_eagle(), CHAIN | {"eagle3_layers_to_capture": [0, 1, 2]})
+    large = random_eagle3(vocab_size=120)
+    with pytest.raises(ModelError, match="it has 120 tokens, the target 101"):
+        machine(large, CHAIN)
