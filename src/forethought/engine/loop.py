@@ -76,7 +76,7 @@ class Loop:
             return [self._fail(each, failure) for each in rows or self._unplanned()]
         events, moves = self._commit(plan, logits, outcomes)
         self._move_slots(moves)
-        self._speculation.observe(plan, outcomes, forward_seconds)
+        self._speculation.observe(plan, outcomes, time.perf_counter() - began)
         self._stats.steps += 1
         self._stats.forward_seconds += forward_seconds
         self._stats.step_seconds += time.perf_counter() - began

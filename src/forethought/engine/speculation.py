@@ -202,13 +202,13 @@ class Speculation:
 
     # ---- after the commit -------------------------------------------------------------------
 
-    def observe(self, plan: Plan, outcomes: List[Outcome], forward_seconds: float) -> None:
+    def observe(self, plan: Plan, outcomes: List[Outcome], seconds: float) -> None:
         """Tell drafters and policies what became of the drafts.
 
         Args:
             plan: the step's rows.
             outcomes: what was drawn after each.
-            forward_seconds: of the target.
+            seconds: of the whole step.
         """
         accepted = {
             row.sequence.id: len(outcome[0][1].path)
@@ -232,7 +232,7 @@ class Speculation:
                     batch_size=len(plan.rows),
                     tokens=plan.tokens,
                     context=sum(row.stop for row in plan.rows),
-                    forward_seconds=forward_seconds,
+                    forward_seconds=seconds - self._draft_seconds,
                     draft_seconds=self._draft_seconds if parts else 0.0,
                 )
             )
