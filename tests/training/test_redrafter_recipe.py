@@ -1,0 +1,171 @@
+"""ReDrafter's recipe: what is learned where, and that learning it makes drafts longer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engines import load
+from forethought.assets import reasoner_dir
+from forethought.decoding import ReDrafterDecodingConfig
+from forethought.model.taps import FINAL
+from forethought.params import SamplingParams
+from forethought.speculative.heads.redrafter import ReDrafterHead, ReDrafterShape
+from forethought.text.tokenizer import Tokenizer
+from forethought.training.lesson import Lesson, Lessons
+from forethought.training.recipes.redrafter import ReDrafterRecipe, ReDrafterSettings
+from forethought.training.recipes.table import recipe
+from forethought.training.teacher import Teacher
+from forethought.training.text import Text
+from forethought.training.trainer import DRAFTER, Trainer, seeded
+from models import VOCAB, prompts, tiny
+
+HIDDEN = 32
+PROMPTS = prompts((4, 7, 9, 5, 6, 8))
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+SETTINGS = ReDrafterSettings(
+    steps=6, rate=0.01, batch_tokens=256, blocks=1, unrolled=3, share=1.0, export_dtype="float32"
+)
+
+
+@pytest.fixture(scope="module")
+def teacher() -> Teacher:
+    """A tiny random model; nothing here is text."""
+    return Teacher(load("llama"), Tokenizer.load(reasoner_dir()), tiny("llama"))
+
+
+@pytest.fixture(scope="module")
+def texts(teacher: Teacher) -> list[Text]:
+    """What it says, greedily."""
+    answers = teacher.generate(PROMPTS, [GREEDY] * len(PROMPTS))
+    pairs = zip(PROMPTS, answers.token_ids, strict=True)
+    return [Text(prompt + answer, len(prompt)) for prompt, answer in pairs]
+
+
+def made(settings: ReDrafterSettings, texts: list[Text], teacher: Teacher) -> ReDrafterRecipe:
+    with seeded(settings.seed):
+        return ReDrafterRecipe.build(settings, texts, teacher)
+
+
+def lesson(tokens: list[int], taught_from: int, **fields: Any) -> Lesson:
+    """One text, behind each place of which the next token is certain."""
+    width = len(tokens)
+    return Lesson(
+        tokens=torch.tensor([tokens]),
+        taught=torch.arange(width)[None] >= taught_from,
+        lengths=torch.tensor([width]),
+        states=fields.get("states", {FINAL: torch.zeros(1, width, HIDDEN)}),
+        choices=torch.tensor([[*tokens[1:], 0]])[..., None],
+        probs=torch.ones(1, width, 1),
+    )
+
+
+def loss_of(head: ReDrafterHead, batch: Lesson, teacher: Teacher, unrolled: int) -> float:
+    settings = SETTINGS.model_copy(update={"unrolled": unrolled})
+    lessons = Lessons([Text([1, 2], 1)], teacher, [FINAL], tokens=64, seed=0)
+    with torch.no_grad():
+        return float(ReDrafterRecipe(settings, lessons, head, teacher).loss(batch))
+
+
+def blank_head() -> ReDrafterHead:
+    head = ReDrafterHead(ReDrafterShape(HIDDEN, VOCAB, 2 * HIDDEN, blocks=0))
+    for weight in head.parameters():
+        torch.nn.init.zeros_(weight)
+    return head
+
+
+def test_each_token_is_read_before_the_one_behind_it_is_guessed(teacher: Teacher) -> None:
+    head = blank_head()  # behind token t it is sure of t + 1, as in a text that counts
+    taken_in = torch.nn.functional.silu(teacher.lm.embed(torch.arange(VOCAB)))
+    head.rnn_w.weight.data.copy_(torch.eye(HIDDEN))
+    nearest = torch.nn.functional.normalize(taken_in, dim=-1)
+    head.lm_head[0].weight.data[:, HIDDEN:] = 500.0 * nearest.roll(1, 0)
+    counting = list(range(20, 50))
+    assert loss_of(head, lesson(counting, 4), teacher, 5) < 0.01
+    assert loss_of(head, lesson(counting[::2], 4), teacher, 5) > 5.0
+
+
+@pytest.mark.parametrize(("shift", "low"), [(2, True), (1, False), (3, False)])
+def test_the_first_guess_is_two_places_behind_the_state(
+    teacher: Teacher, shift: int, low: bool
+) -> None:
+    """The token between them is the root, which is known when a draft is made."""
+    width = 24
+    states = {FINAL: torch.eye(width, HIDDEN)[None]}  # a state says where it stands
+    head = blank_head()
+    for place in range(width - shift):  # and the head what it was taught of that place
+        head.lm_head[0].weight.data[40 + place + shift, place] = 50.0
+    batch = lesson(list(range(40, 40 + width)), 3, states=states)
+    assert (loss_of(head, batch, teacher, 1) < 0.01) == low
+
+
+def test_only_what_the_target_chose_is_learned_and_nothing_behind_the_end(
+    teacher: Teacher,
+) -> None:
+    head = blank_head()
+    with torch.no_grad():
+        head.lm_head[0].weight.normal_()
+        head.rnn_w.weight.normal_()
+    tokens = list(range(20, 40))
+    alone = loss_of(head, lesson(tokens, 12), teacher, 3)
+    changed = lesson([7, 8, 9, *tokens[3:]], 12)
+    assert loss_of(head, changed, teacher, 3) == pytest.approx(alone, rel=1e-4)
+    longer = lesson([*tokens, 5, 6, 7], 12)
+    cut = Lesson(
+        tokens=longer.tokens,
+        taught=longer.taught & (torch.arange(23) < 20),
+        lengths=torch.tensor([20]),
+        states=longer.states,
+        choices=longer.choices,
+        probs=longer.probs,
+    )
+    assert loss_of(head, cut, teacher, 3) == pytest.approx(alone, rel=1e-4)
+
+
+def test_a_step_lowers_the_loss(teacher: Teacher, texts: list[Text], tmp_path: Path) -> None:
+    chosen = made(SETTINGS, texts, teacher)
+    batch = chosen.batch(0)
+    before = chosen.loss(batch).item()
+    Trainer(chosen, SETTINGS, tmp_path).run(until=1)
+    assert chosen.loss(batch).item() < before
+
+
+def test_a_run_that_was_interrupted_ends_with_the_weights_of_one_that_was_not(
+    teacher: Teacher, texts: list[Text], tmp_path: Path
+) -> None:
+    for name, stops in (("whole", [None]), ("parts", [2, 5, None])):
+        for stop in stops:
+            Trainer(made(SETTINGS, texts, teacher), SETTINGS, tmp_path / name).run(until=stop)
+    weights = [
+        ReDrafterHead.load(tmp_path / name / DRAFTER, HIDDEN, VOCAB).state_dict()
+        for name in ("whole", "parts")
+    ]
+    for name in weights[0]:
+        assert torch.equal(weights[0][name], weights[1][name])
+
+
+def test_a_tiny_run_has_more_than_one_guess_per_step_accepted_of_what_it_has_read(
+    teacher: Teacher, texts: list[Text], tmp_path: Path
+) -> None:
+    """Tokens of answers learned by heart, whose laws are broad; new weights guess nothing."""
+    settings = SETTINGS.model_copy(update={"steps": 150, "unrolled": 4, "check_every": 1000})
+
+    def accepted(directory: Path) -> float:
+        config = ReDrafterDecodingConfig(speculative_model=directory, draft_len_per_beam=4)
+        metrics = teacher.generate(PROMPTS, [GREEDY] * len(PROMPTS), config).metrics
+        return metrics.accepted / metrics.steps
+
+    chosen = made(settings, texts, teacher)
+    chosen.save(tmp_path / "new")
+    assert accepted(tmp_path / "new") < 0.2
+    Trainer(chosen, settings, tmp_path).run()
+    assert accepted(tmp_path / DRAFTER) > 1.3
+
+
+def test_the_recipe_is_found_by_its_name(tmp_path: Path) -> None:
+    found = recipe("redrafter")
+    assert found.Settings is ReDrafterSettings
+    assert found.decoding(tmp_path) == ReDrafterDecodingConfig(speculative_model=tmp_path)
