@@ -63,7 +63,7 @@ class DecodingBaseConfig(StrictModel):
     """How the keys are meant, which must be said. ``upper``: up to so many sequences, and no drafts
     with more than the largest key. ``lower``: from so many sequences on; the smallest key is 1."""
     acceptance_rate_window_size: int = Field(default=0, ge=0)
-    """Finished requests over which the gate averages; 0: there is no gate."""
+    """Verified drafts over which the gate averages; 0: there is no gate."""
     acceptance_rate_threshold: float | None = Field(default=None, ge=0.0, le=1.0)
     """The gate closes when a smaller share of the drafted tokens than this is accepted."""
     length_control: Literal["fixed", "goodput"] = "fixed"
