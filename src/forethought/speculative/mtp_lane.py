@@ -75,9 +75,13 @@ class Lane:
         return max(0, ready - self.lag)
 
     def mark(self, text: PairText, stop: int) -> None:
-        """The pairs of a text up to ``stop`` are stored; those with guessed tokens never count."""
+        """The pairs of a text up to ``stop`` are stored.
+
+        Guessed tokens count: where one is accepted, its pair is what it would have been; where not,
+        the target writes another token at its slot, and the pair is invalid.
+        """
         begin = text.begin + self.lag if text.begin else 0  # the first slots hold no pair
-        self.companion.mark(text.table, begin, min(stop + self.lag, text.pairs + 1))
+        self.companion.mark(text.table, begin, stop + self.lag)
 
     def rows(self, texts: Sequence[PairText], stops: Sequence[int], whole: bool) -> list[Row]:
         """The missing pairs of each text up to its stop.

@@ -24,8 +24,10 @@ import torch
 from torch import Tensor
 
 from forethought.decoding import MTPDecodingConfig
+from forethought.errors import ParameterError
 from forethought.kv.companion import Companion
 from forethought.model.batch import Row
+from forethought.model.causal_lm import CausalLM
 from forethought.model.taps import FINAL
 from forethought.speculative.draft import Draft
 from forethought.speculative.drafter import (
@@ -59,7 +61,9 @@ class MTPDrafter(Drafter):
 
         Raises:
             ModelError: there are none, or they do not fit the target.
+            ParameterError: the tokens around its thinking are not in its vocabulary.
         """
+        _check_thinking(config, target.runner.lm)
         lm, storage = target.runner.lm, target.runner.storage
         directory = config.speculative_model or Path(lm.config.name_or_path)
         modules = load_modules(
@@ -182,6 +186,18 @@ class MTPDrafter(Drafter):
             for text, stop in zip(texts, stops, strict=True)
         ]
         return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _check_thinking(config: MTPDecodingConfig, lm: CausalLM) -> None:
+    if not config.use_relaxed_acceptance_for_thinking:
+        return
+    for name in ("begin_thinking_phase_token", "end_thinking_phase_token"):
+        if getattr(config, name) >= lm.vocab_size:
+            raise ParameterError(
+                f"{name} {getattr(config, name)} is no token of the target",
+                f"its vocabulary has {lm.vocab_size}",
+                "Set it to the id that stands there when this model thinks",
+            )
 
 
 def _ends(rows: Sequence[Row], like: Tensor) -> Tensor:
