@@ -18,18 +18,16 @@ def random_modules(architecture: str, count: int = 1, layout: str = "deepseek") 
     with torch.random.fork_rng():
         torch.manual_seed(count)
         modules = [MtpModule.fresh(lm, layout) for _ in range(count)]
-        if layout == "qwen":  # they share all but their blocks
-            for module in modules[1:]:
-                for part in ("enorm", "hnorm", "eh_proj"):
-                    getattr(module, part).load_state_dict(getattr(modules[0], part).state_dict())
-                module.model.base_model.norm.load_state_dict(
-                    modules[0].model.base_model.norm.state_dict()
-                )
         for module in modules:
             torch.nn.init.normal_(module.eh_proj.weight, std=0.3)
             for weight in module.parameters():
                 if weight.ndim == 1:
                     weight.data += 0.2 * torch.randn(weight.shape)
+    if layout == "qwen":  # modules share all but their blocks
+        first = modules[0]
+        for module in modules[1:]:
+            module.enorm, module.hnorm, module.eh_proj = first.enorm, first.hnorm, first.eh_proj
+            module.model.base_model.norm = first.model.base_model.norm
     return modules
 
 
