@@ -141,3 +141,12 @@ def test_many_predictions_are_the_single_ones():
     tokens = np.arange(1.0, 400.0)
     one_by_one = [model.predict(each, 4000.0) for each in tokens]
     assert model.predict_many(tokens, 4000.0) == pytest.approx(one_by_one, rel=1e-9)
+
+
+def test_no_forward_takes_no_time_even_if_all_time_was_put_down_to_the_context():
+    model = ForwardLatency()
+    for context in range(1, 160):
+        model.observe(200 - context, context, 1e-6 * context**2)
+    assert model.linear.coefficients.tolist()[:2] == [0.0, 0.0]
+    assert model.predict(1, 0) > 0.0
+    assert (model.predict_many(np.arange(1.0, 9.0), 0) > 0.0).all()

@@ -29,6 +29,9 @@ PER_OCTAVE, SIZES = 4, 64
 """Sizes in one doubling of the tokens, and in all: up to 2**16 tokens."""
 FRESH, LEAST_FRESH = 256.0, 0.02
 """Steps after which a measurement has lost most of its weight; the least that still counts."""
+LEAST_SECONDS = 1e-9
+"""No forward is predicted to take less: where all time was put down to the context, one without any
+would take none."""
 WINDOW = 9
 """Measurements of a size that are kept; their median counts, so that hiccups do not."""
 
@@ -60,7 +63,7 @@ class ForwardLatency:
     def predict(self, tokens: float, context: float) -> float:
         """Seconds of one forward."""
         fixed, each, distant = self._coefficients
-        line = fixed + each * tokens + distant * context
+        line = max(fixed + each * tokens + distant * context, LEAST_SECONDS)
         where, factor = self._where, self._factor
         after = bisect(where, tokens)
         if not 0 < after < len(where):
@@ -72,9 +75,8 @@ class ForwardLatency:
     def predict_many(self, tokens: Array, context: float) -> Array:
         """[n]: seconds of forwards of so many tokens each, all at least 1."""
         fixed, each, distant = self._coefficients
-        return (fixed + distant * context + each * tokens) * np.interp(
-            tokens, self._where, self._factor
-        )
+        line = np.maximum(fixed + distant * context + each * tokens, LEAST_SECONDS)
+        return line * np.interp(tokens, self._where, self._factor)
 
     def observe(self, tokens: int, context: int, seconds: float) -> float:
         """Learn that a forward took so long.
@@ -83,7 +85,7 @@ class ForwardLatency:
             ``seconds`` without what was clipped from them as a hiccup.
         """
         if self.ready:
-            predicted = max(self.predict(tokens, context), 1e-9)
+            predicted = max(self.predict(tokens, context), LEAST_SECONDS)
             most = CLIP * self._usual
             residual = min(max(seconds / predicted - 1.0, -most), most)
             self._usual = max(LEAST_RESIDUAL, 0.9 * self._usual + 0.1 * abs(residual))
@@ -113,6 +115,6 @@ class ForwardLatency:
         sizes = np.flatnonzero(fresh > LEAST_FRESH)
         seconds, tokens, context = self._medians[:, sizes]
         fixed, each, distant = self._coefficients
-        line = np.maximum(fixed + each * tokens + distant * context, 1e-9)
+        line = np.maximum(fixed + each * tokens + distant * context, LEAST_SECONDS)
         self._where = tokens.tolist()
         self._factor = (1.0 + fresh[sizes] * (seconds / line - 1.0)).tolist()
