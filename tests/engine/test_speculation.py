@@ -16,6 +16,7 @@ from forethought.decoding import (
     DecodingBaseConfig,
     DraftTargetDecodingConfig,
     MedusaDecodingConfig,
+    MTPDecodingConfig,
     NGramDecodingConfig,
     PearlDecodingConfig,
     ReDrafterDecodingConfig,
@@ -29,6 +30,7 @@ from forethought.speculative.draft import Draft, DraftKind
 from forethought.speculative.drafter import Drafter, DraftRequest, ResourceManager
 from medusa_heads import shared_heads
 from models import greedy, prompts, tiny
+from mtp_modules import saved
 from redrafter_heads import random_head
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
@@ -65,6 +67,10 @@ def drafting(name: str) -> list[DecodingBaseConfig]:
         "draft model, tree": lambda: [DraftTargetDecodingConfig(**tree)],
         "pearl": lambda: [PearlDecodingConfig(**same)],
         "medusa": lambda: [MedusaDecodingConfig(speculative_model=shared_heads())],
+        "mtp, replayed": lambda: [MTPDecodingConfig(max_draft_len=4, speculative_model=saved())],
+        "mtp, one per place": lambda: [
+            MTPDecodingConfig(max_draft_len=4, speculative_model=saved(count=2))
+        ],
         "redrafter": lambda: [ReDrafterDecodingConfig(speculative_model=random_head())],
         "oracle": lambda: [provided(drafters.oracle(plain()))],
         "adversary": lambda: [provided(drafters.adversary(plain()))],
@@ -81,6 +87,8 @@ NAMES = [
     "draft model, tree",
     "pearl",
     "medusa",
+    "mtp, replayed",
+    "mtp, one per place",
     "redrafter",
     "oracle",
     "adversary",

@@ -11,6 +11,7 @@ from forethought.decoding import (
     DecodingBaseConfig,
     DraftTargetDecodingConfig,
     MedusaDecodingConfig,
+    MTPDecodingConfig,
     NGramDecodingConfig,
     PearlDecodingConfig,
     ReDrafterDecodingConfig,
@@ -20,6 +21,7 @@ from forethought.speculative import drafter as interface
 from forethought.testing import check_drafter
 from medusa_heads import shared_heads
 from models import tiny
+from mtp_modules import saved
 from redrafter_heads import random_head
 
 PROMPTS = [[5, 6, 7, 8] * 3, [9], [20, 21] * 6, [5, 6, 7]]
@@ -43,7 +45,11 @@ TWIN: dict[str, Any] = {"speculative_model": tiny("llama")}
         PearlDecodingConfig(max_draft_len=4, **TWIN),
         PearlDecodingConfig(max_draft_len=3, overlap=False, **MODEL),
         MedusaDecodingConfig(speculative_model=shared_heads()),
-        ReDrafterDecodingConfig(num_beams=4, speculative_model=random_head()),
+        MTPDecodingConfig(max_draft_len=4, speculative_model=saved()),
+        MTPDecodingConfig(max_draft_len=3, speculative_model=saved(), use_mtp_vanilla=True),
+        MTPDecodingConfig(max_draft_len=4, speculative_model=saved(count=2)),
+        ReDrafterDecodingConfig(speculative_model=random_head()),
+        ReDrafterDecodingConfig(num_beams=4, tree="beams", speculative_model=random_head()),
     ],
     ids=lambda config: f"{config.decoding_type}",
 )

@@ -11,11 +11,13 @@ from forethought.decoding import DecodingBaseConfig
 from forethought.errors import ParameterError
 
 _WITH_MODEL = ("draft_target", "pearl")
-_WITH_HEADS = ("medusa",)
+_WITH_HEADS = ("medusa", "mtp")
 DRAFTERS = ("ngram", "suffix", *_WITH_MODEL, *_WITH_HEADS, "auto")
 """What can be chosen without a file; each is also a ``decoding_type``."""
-_MODEL_DRAFT_LEN = 4
-"""Levels of a draft model's drafts unless said otherwise; the other ways have defaults."""
+_IN_TARGET = ("mtp",)
+"""Those whose heads may lie in the directory of the model that they draft for."""
+_DRAFT_LENS = {"draft_target": 4, "pearl": 4, "mtp": 4}
+"""Levels of drafts unless said otherwise; the other ways have defaults."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -70,14 +72,14 @@ def config_of(
         return None
     if args.speculative in (*_WITH_MODEL, *_WITH_HEADS):
         values["speculative_model"] = args.draft_model or draft_model
-        if values["speculative_model"] is None:
+        if values["speculative_model"] is None and args.speculative not in _IN_TARGET:
             raise ParameterError(
                 f"--speculative {args.speculative} needs --draft-model",
                 "there is nothing to draft with",
                 "Give the directory of a smaller model with the same vocabulary, or of heads",
             )
-        if args.max_draft_len is None and args.speculative in _WITH_MODEL:
-            values["max_draft_len"] = _MODEL_DRAFT_LEN
+        if args.max_draft_len is None:
+            values["max_draft_len"] = _DRAFT_LENS.get(args.speculative)
     config: DecodingBaseConfig = DecodingBaseConfig.from_dict(
         {"decoding_type": args.speculative, **values}
     )
