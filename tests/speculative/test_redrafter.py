@@ -23,7 +23,13 @@ from forethought.kv.table import PageTable
 from forethought.params import SamplingParams
 from forethought.speculative import table
 from forethought.speculative.drafter import DraftRequest, ScheduledRequests
-from forethought.speculative.drafters.redrafter import BeamSearch, pack
+from forethought.speculative.drafters.redrafter import (
+    Beams,
+    BeamSearch,
+    last_beams,
+    likeliest,
+    pack,
+)
 from forethought.speculative.heads.redrafter import (
     DraftRecurrence,
     ReDrafterHead,
@@ -42,11 +48,19 @@ PROMPTS = prompts((4, 9, 17))
 
 def searched(
     head: ReDrafterHead, vocab: Tensor, contexts: Tensor, roots: Sequence[int], **how: int
-) -> list[list[list[int]]]:
+) -> list[Beams]:
     fast = DraftRecurrence(head, torch.float32, torch.device("cpu"))
     with torch.inference_mode():
         search = BeamSearch(fast, lambda ids: vocab[ids])
-        return search(contexts, torch.tensor(roots, dtype=torch.int64), **how).tolist()
+        return search(contexts, torch.tensor(roots, dtype=torch.int64), **how)
+
+
+def paths(beams: Beams) -> list[list[int]]:
+    """Every beam written out."""
+    written: list[list[int]] = []
+    for token, parent in zip(beams.tokens, beams.parents, strict=True):
+        written.append([*(written[parent] if parent >= 0 else ()), token])
+    return written
 
 
 def score(head: ReDrafterHead, vocab: Tensor, context: Tensor, path: Sequence[int]) -> float:
@@ -62,13 +76,15 @@ def score(head: ReDrafterHead, vocab: Tensor, context: Tensor, path: Sequence[in
 def plainly(
     head: ReDrafterHead, vocab: Tensor, context: Tensor, root: int, width: int, length: int
 ) -> list[list[int]]:
-    """The search of one request, each candidate scored from scratch."""
+    """The search of one request, each candidate scored from scratch; what it keeps."""
     beams: list[list[int]] = [[]]
+    kept: list[list[int]] = []
     for _ in range(length):
         longer = [[*beam, token] for beam in beams for token in range(head.shape.vocab)]
         longer.sort(key=lambda beam: -score(head, vocab, context, [root, *beam]))
         beams = longer[:width]
-    return beams
+        kept += beams
+    return kept
 
 
 def test_beams_are_those_of_a_plain_search_whatever_the_company() -> None:
@@ -76,16 +92,40 @@ def test_beams_are_those_of_a_plain_search_whatever_the_company() -> None:
     contexts, roots = torch.randn(3, HIDDEN), [2, 0, 5]
     found = searched(head, vocab, contexts, roots, width=3, length=4)
     for place, root in enumerate(roots):
-        assert found[place] == plainly(head, vocab, contexts[place], root, 3, 4)
+        assert paths(found[place]) == plainly(head, vocab, contexts[place], root, 3, 4)
+        assert found[place].ends == [0, 3, 6, 9, 12]
 
 
-def test_a_search_that_drops_nothing_finds_every_continuation_the_likeliest_first() -> None:
+def test_a_search_that_drops_nothing_finds_every_continuation() -> None:
     head, vocab, context = make_head(vocab=4), torch.randn(4, HIDDEN), torch.randn(1, HIDDEN)
     [found] = searched(head, vocab, context, [1], width=64, length=3)
-    assert sorted(found) == [list(path) for path in itertools.product(range(4), repeat=3)]
-    scores = [score(head, vocab, context[0], [1, *path]) for path in found]
-    assert all(before >= after - 1e-5 for before, after in itertools.pairwise(scores))
-    assert sum(map(math.exp, scores)) == pytest.approx(1.0, abs=1e-4)
+    for length in (1, 2, 3):
+        these = paths(found)[found.ends[length - 1] : found.ends[length]]
+        every = itertools.product(range(4), repeat=length)
+        assert sorted(these) == [list(path) for path in every]
+        scores = [score(head, vocab, context[0], [1, *path]) for path in these]
+        assert all(before >= after - 1e-5 for before, after in itertools.pairwise(scores))
+        assert sum(map(math.exp, scores)) == pytest.approx(1.0, abs=1e-4)
+
+
+def test_beams_are_ranked_over_all_lengths_none_before_what_it_prolongs() -> None:
+    head, vocab, contexts = make_head(vocab=9), torch.randn(9, HIDDEN), torch.randn(2, HIDDEN)
+    for place, beams in enumerate(searched(head, vocab, contexts, [1, 2], width=4, length=4)):
+        written = paths(beams)
+        scores = [score(head, vocab, contexts[place], [place + 1, *path]) for path in written]
+        ranked = [scores[beam] for beam in beams.order]
+        assert sorted(beams.order) == list(range(16))
+        assert all(before >= after - 1e-5 for before, after in itertools.pairwise(ranked))
+        for rank, beam in enumerate(beams.order):
+            assert beams.parents[beam] in (-1, *beams.order[:rank])
+
+
+def test_a_head_that_is_sure_ranks_certain_tokens_in_order_of_length() -> None:
+    """Where every probability is 1 or 0, beams are as likely as those that they prolong."""
+    head = make_head(vocab=5)
+    head.lm_head[-1].weight.data *= 1e4
+    [beams] = searched(head, torch.randn(5, HIDDEN), torch.randn(1, HIDDEN), [1], width=2, length=4)
+    assert beams.order[:4] == [0, 2, 4, 6]
 
 
 def test_no_requests_have_no_beams() -> None:
@@ -117,6 +157,34 @@ def test_the_least_likely_beams_are_dropped_where_not_all_fit() -> None:
     assert pack(beams, 4).tokens == [1, 2, 3, 4]  # the end of the last one that begins
     assert pack(beams, 6).tokens == [1, 2, 3, 4, 3, 5]
     assert pack(beams, 0).tokens == []
+
+
+FOUND = Beams(  # 1 2 | 1-3 1-4 | 1-3-5 1-4-5
+    tokens=[1, 2, 3, 4, 5, 5],
+    parents=[-1, -1, 0, 0, 2, 3],
+    order=[0, 2, 1, 4, 3, 5],
+    ends=[0, 2, 4, 6],
+)
+
+
+@pytest.mark.parametrize(
+    ("tree", "depth", "most", "tokens", "parents"),
+    [
+        (last_beams, 3, 9, [1, 3, 5, 4, 5], (-1, 0, 1, 0, 3)),
+        (last_beams, 3, 4, [1, 3, 5, 4], (-1, 0, 1, 0)),
+        (last_beams, 2, 9, [1, 3, 4], (-1, 0, 0)),
+        (last_beams, 1, 9, [1, 2], (-1, -1)),
+        (last_beams, 7, 9, [1, 3, 5, 4, 5], (-1, 0, 1, 0, 3)),
+        (likeliest, 3, 9, [1, 3, 2, 5, 4, 5], (-1, 0, -1, 1, 0, 4)),
+        (likeliest, 3, 4, [1, 3, 2, 5], (-1, 0, -1, 1)),
+        (likeliest, 2, 9, [1, 3, 2, 4], (-1, 0, -1, 0)),
+        (likeliest, 1, 9, [1, 2], (-1, -1)),
+        (likeliest, 7, 9, [1, 3, 2, 5, 4, 5], (-1, 0, -1, 1, 0, 4)),
+    ],
+)
+def test_trees_of_beams_keep_to_depth_and_size(tree, depth, most, tokens, parents) -> None:
+    draft = tree(FOUND, depth, most)
+    assert (draft.tokens, draft.parents) == (tokens, parents)
 
 
 BEAMS = st.integers(1, 4).flatmap(
@@ -237,8 +305,8 @@ def test_a_head_that_reads_in_bfloat16_drafts_too(tmp_path: Path) -> None:
     with torch.inference_mode():
         vocab = torch.randn(VOCAB, HIDDEN).bfloat16()
         search = BeamSearch(fast, lambda ids: vocab[ids])
-        beams = search(torch.randn(2, HIDDEN).bfloat16(), torch.tensor([3, 4]), 4, 5)
-    assert beams.shape == (2, 4, 5)
+        found = search(torch.randn(2, HIDDEN).bfloat16(), torch.tensor([3, 4]), 4, 5)
+    assert [len(beams.tokens) for beams in found] == [20, 20]
 
 
 # ---- in the engine --------------------------------------------------------------------------
@@ -261,8 +329,9 @@ def requests_of(*limits: tuple[int, int]) -> list[DraftRequest]:
     return made
 
 
-def test_drafts_keep_to_the_depth_and_nodes_of_each_request() -> None:
-    config = ReDrafterDecodingConfig(speculative_model=random_head(), num_beams=4)
+@pytest.mark.parametrize("tree", ["likeliest", "beams"])
+def test_drafts_keep_to_the_depth_and_nodes_of_each_request(tree: Any) -> None:
+    config = ReDrafterDecodingConfig(speculative_model=random_head(), num_beams=4, tree=tree)
     drafter: Any = table.build(config, target())
     requests = requests_of((5, 20), (2, 20), (5, 6), (1, 1))
     for request in requests:
@@ -270,7 +339,7 @@ def test_drafts_keep_to_the_depth_and_nodes_of_each_request() -> None:
         drafter.companions[0].mark(request.table, 0, len(request.tokens))
     drafter.prepare_draft_tokens(ScheduledRequests(requests))
     whole, shallow, small, least = (request.draft for request in requests)
-    assert (whole.depth, shallow.depth, len(least)) == (5, 2, 1)
+    assert (len(shallow) > 2, shallow.depth, len(least)) == (True, 2, 1)
     assert 5 < len(whole) <= 20
     assert small.tokens == whole.tokens[:6]
     assert least.tokens == whole.tokens[:1]
@@ -322,15 +391,16 @@ def test_another_targets_head_is_refused(tmp_path: Path) -> None:
 
 def test_depth_and_size_follow_from_the_beams() -> None:
     config = ReDrafterDecodingConfig(speculative_model="d", num_beams=3, draft_len_per_beam=4)
-    assert (config.name, config.max_draft_len, config.max_total_draft_tokens) == (
-        "redrafter",
-        4,
-        12,
-    )
+    assert (config.name, config.max_draft_len) == ("redrafter", 4)
+    assert config.max_total_draft_tokens == 12
+    usual = ReDrafterDecodingConfig(speculative_model="d")
+    assert (usual.num_beams, usual.max_draft_len, usual.max_total_draft_tokens) == (10, 5, 16)
+    published = ReDrafterDecodingConfig(speculative_model="d", tree="beams")
+    assert published.max_total_draft_tokens == 50
     read = DecodingBaseConfig.from_dict(
         {"decoding_type": "ReDrafter", "speculative_model": "d", "max_draft_len": 3}
     )
-    assert (read.draft_len_per_beam, read.num_beams, read.max_total_draft_tokens) == (3, 5, 15)
+    assert (read.draft_len_per_beam, read.num_beams, read.max_total_draft_tokens) == (3, 10, 16)
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,19 @@
-"""A small recurrent network searches ahead with beams, whose common beginnings are drafted once.
+"""A small recurrent network searches ahead with beams, which become one tree.
 
 Cheng et al., 2024 (arXiv 2403.09919). The head reads the target's state that the root was drawn
 from, takes in the root and whatever it guesses behind it, and keeps the likeliest continuations of
-each length; those of the last length are packed into a tree. Nothing is computed again, and no step
-of the search waits for the host. Beams follow from the state without chance, so that drafts are
-points, and sampled requests are served exactly, other than by the published rule of acceptance.
-Knows nothing about acceptance.
+each length. The published tree is that of the beams of the last length, whose common beginnings
+stand in it once. These are often alike, and what was likely but led nowhere is lost; so there is
+also the tree of the likeliest continuations of any length, which gets further with fewer tokens.
+Nothing is computed again, and no step of the search waits for the host. Beams follow from the state
+without chance, so that drafts are points, and sampled requests are served exactly, other than by
+the published rule of acceptance. Knows nothing about acceptance.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,16 +39,16 @@ class ReDrafterDrafter(Drafter):
     Args:
         search: over the head.
         features: of the target, behind its final norm.
-        num_beams: most beams of a draft.
-        max_nodes: most tokens of a draft, of all beams together.
+        config: how many beams, and what tree is made of them.
     """
 
     def __init__(
-        self, search: BeamSearch, features: Features, num_beams: int, max_nodes: int
+        self, search: BeamSearch, features: Features, config: ReDrafterDecodingConfig
     ) -> None:
         assert features.places == (FINAL,)
         self._search, self._features = search, features
-        self._num_beams, self._max_nodes = num_beams, max_nodes
+        self._num_beams, self._max_nodes = config.num_beams, config.max_total_draft_tokens
+        self._tree = likeliest if config.tree == "likeliest" else last_beams
 
     @classmethod
     def build(cls, config: ReDrafterDecodingConfig, target: Target) -> ReDrafterDrafter:
@@ -60,8 +63,7 @@ class ReDrafterDrafter(Drafter):
         return cls(
             BeamSearch(DraftRecurrence(head, lm.dtype, lm.device), lm.embed),
             Features([FINAL], lm.hidden_size, target.runner.storage),
-            config.num_beams,
-            config.max_total_draft_tokens,
+            config,
         )
 
     @property
@@ -90,15 +92,30 @@ class ReDrafterDrafter(Drafter):
             return
         stored = self._features.storage.keys[0]
         with torch.inference_mode():
-            beams = self._search(
+            found = self._search(
                 stored[torch.tensor(slots, device=stored.device), 0],
                 torch.tensor([request.tokens[-1] for request in requests], device=stored.device),
                 self._num_beams,
                 max(request.max_draft_len for request in requests),
             )
-        for request, found in zip(requests, beams.tolist(), strict=True):  # one transfer for all
-            shortened = [beam[: request.max_draft_len] for beam in found]
-            request.draft = pack(shortened, request.max_nodes)
+        for request, beams in zip(requests, found, strict=True):
+            request.draft = self._tree(beams, request.max_draft_len, request.max_nodes)
+
+
+class Beams(NamedTuple):
+    """What a search has kept behind one root: beams of every length, the shorter ones first.
+
+    Beams of one length come the likeliest first. Each is written as its last token, and as the
+    beam, a token shorter, that it prolongs.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    """Numbers of beams; -1: the root."""
+    order: list[int]
+    """Numbers of all beams, the likeliest first; a beam stands behind the one that it prolongs."""
+    ends: list[int]
+    """By length, from 0: how many beams are no longer than that."""
 
 
 class BeamSearch:
@@ -112,34 +129,75 @@ class BeamSearch:
     def __init__(self, head: DraftRecurrence, embed: Callable[[Tensor], Tensor]) -> None:
         self._head, self._embed = head, embed
 
-    def __call__(self, contexts: Tensor, roots: Tensor, width: int, length: int) -> Tensor:
+    def __call__(self, contexts: Tensor, roots: Tensor, width: int, length: int) -> list[Beams]:
         """Search behind N roots at once.
 
         Args:
             contexts: ``[N, hidden]``, the target's states that the roots were drawn from.
             roots: int64 ``[N]``, on the same device.
             width: beams that are kept at each length; fewer where there are not so many.
-            length: tokens of a beam.
+            length: most tokens of a beam.
 
         Returns:
-            int64 ``[N, width, length]``: the beams, the likeliest first.
+            What is kept behind each root.
         """
         count, vocab = len(roots), self._head.shape.vocab
         first = torch.arange(count, device=roots.device)[:, None]
         state, tokens = torch.zeros_like(contexts), roots[:, None]
-        scores = torch.zeros(count, 1, device=roots.device)  # log-probabilities of the beams
-        beams = roots.new_empty(count, 1, 0)
+        score = torch.zeros(count, 1, device=roots.device)  # log-probabilities of the beams
+        levels: list[tuple[Tensor, Tensor, Tensor]] = []
+        start, ends = -1, [0]
         for _ in range(length):
             kept = tokens.shape[1]
             state = self._head.advance(self._embed(tokens.flatten()), state)
             laws = self._head(contexts, state).log_softmax(-1).view(count, kept, vocab)
-            laws = (laws + scores[..., None]).view(count, kept * vocab)
-            scores, found = laws.topk(min(width, kept * vocab), dim=-1)
+            laws = (laws + score[..., None]).view(count, kept * vocab)
+            score, found = laws.topk(min(width, kept * vocab), dim=-1)
             parents, tokens = found // vocab, found % vocab
             rows = (parents + first * kept).flatten()
             state, contexts = state[rows], contexts[rows]
-            beams = torch.cat([beams[first, parents], tokens[..., None]], dim=-1)
-        return beams
+            levels.append((tokens, parents + start, score))
+            start = ends[-1]
+            ends.append(start + tokens.shape[1])
+        every = [torch.cat(each, dim=1) for each in zip(*levels, strict=True)]
+        # Equals stay in order of length, so that nobody comes before what it prolongs.
+        order = every[2].sort(dim=-1, descending=True, stable=True).indices
+        kept_tokens, prolonged, ranked = torch.stack([every[0], every[1], order]).tolist()
+        return [Beams(*beams, ends) for beams in zip(kept_tokens, prolonged, ranked, strict=True)]
+
+
+def likeliest(beams: Beams, depth: int, most: int) -> Draft:
+    """The tree of the likeliest beams of any length.
+
+    Args:
+        beams: what was found.
+        depth: most levels.
+        most: tokens of the tree.
+    """
+    inside = beams.ends[min(depth, len(beams.ends) - 1)]
+    chosen = [beam for beam in beams.order if beam < inside][:most]
+    places = {-1: -1, **{beam: place for place, beam in enumerate(chosen)}}
+    parents = tuple(places[beams.parents[beam]] for beam in chosen)
+    return Draft([beams.tokens[beam] for beam in chosen], parents)
+
+
+def last_beams(beams: Beams, depth: int, most: int) -> Draft:
+    """The published tree: of the beams of the last length.
+
+    Args:
+        beams: what was found.
+        depth: most levels.
+        most: tokens of the tree.
+    """
+    last = min(depth, len(beams.ends) - 1)
+    paths: list[list[int]] = []
+    for beam in range(beams.ends[last - 1], beams.ends[last]):
+        path: list[int] = []
+        while beam >= 0:
+            path.append(beams.tokens[beam])
+            beam = beams.parents[beam]
+        paths.append(path[::-1])
+    return pack(paths, most)
 
 
 def pack(beams: Sequence[Sequence[int]], most: int) -> Draft:
