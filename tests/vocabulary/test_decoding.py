@@ -12,6 +12,7 @@ from forethought.decoding import (
     AutoDecodingConfig,
     DecodingBaseConfig,
     DraftTargetDecodingConfig,
+    MTPDecodingConfig,
     NGramDecodingConfig,
     PearlDecodingConfig,
     SuffixDecodingConfig,
@@ -39,6 +40,8 @@ class Silent:
         ("User_Provided", UserProvidedDecodingConfig, {"drafter": Silent()}),
         ("UserProvided", UserProvidedDecodingConfig, {"drafter": Silent()}),
         ("AUTO", AutoDecodingConfig, {}),
+        ("mtp", MTPDecodingConfig, {}),
+        ("MTP", MTPDecodingConfig, {"speculative_model": "d"}),
     ],
 )
 def test_decoding_type_chooses_the_class(kind, expected, more):
@@ -60,6 +63,26 @@ def test_defaults_are_settled():
     suffix = SuffixDecodingConfig(max_draft_len=8)
     assert (suffix.name, suffix.max_total_draft_tokens) == ("suffix", 8)
     assert SuffixDecodingConfig(max_total_draft_tokens=40).max_draft_len == 16
+
+
+def test_a_block_about_mtp_means_what_it_means_elsewhere():
+    """``num_nextn_predict_layers`` is the length where nothing else says it."""
+    block = {"decoding_type": "MTP", "num_nextn_predict_layers": 3}
+    assert DecodingBaseConfig.from_dict(block).max_draft_len == 3
+    assert DecodingBaseConfig.from_dict({**block, "max_draft_len": 5}).max_draft_len == 5
+    assert MTPDecodingConfig().max_draft_len == 1
+    thinking = DecodingBaseConfig.from_dict(
+        {
+            "decoding_type": "MTP",
+            "use_relaxed_acceptance_for_thinking": True,
+            "relaxed_topk": 10,
+            "relaxed_delta": 0.6,
+            "relaxed_rule": "probability",
+            "BEGIN_THINKING_PHASE_TOKEN": 7,
+        }
+    )
+    tokens = (thinking.begin_thinking_phase_token, thinking.end_thinking_phase_token)
+    assert tokens == (7, 128799)
 
 
 def test_null_in_yaml_is_the_default():
