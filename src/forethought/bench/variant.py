@@ -58,7 +58,7 @@ def default_configs(draft_model: Path | None = None) -> list[DecodingBaseConfig]
         ),
     ]
     if draft_model is not None:
-        model = DraftTargetDecodingConfig(max_draft_len=4, speculative_model=draft_model)
+        model = DraftTargetDecodingConfig(max_draft_len=8, speculative_model=draft_model)
         configs.append(model)
     return configs
 
