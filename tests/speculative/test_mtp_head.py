@@ -89,9 +89,9 @@ def test_the_embedding_at_position_zero_and_at_no_other_is_zero(layout: str, zer
     assert not torch.allclose(here[:, 1:], without[:, 1:])
 
 
-def altered(tmp_path: Path, layout: str, change: Any) -> Path:
+def altered(tmp_path: Path, layout: str, change: Any, architecture: str = "llama") -> Path:
     path = tmp_path / "altered"
-    shutil.copytree(saved("llama", 2, layout), path)
+    shutil.copytree(saved(architecture, 2, layout), path)
     tensors = load_file(path / "model.safetensors")
     change(tensors)
     save_file(tensors, path / "model.safetensors")
@@ -124,6 +124,20 @@ def test_a_misshapen_tensor_is_named(layout: str, name: str, tmp_path: Path) -> 
 
     with pytest.raises(ModelError, match=f"wrong shape for {name}"):
         load_modules(altered(tmp_path, layout, cut), load("llama"))
+
+
+@pytest.mark.parametrize("trouble", ["lacks", "wrong shape for"])
+def test_a_tensor_of_an_expert_is_named(trouble: str, tmp_path: Path) -> None:
+    name = "model.layers.4.mlp.experts.2.gate_proj.weight"
+
+    def change(tensors: dict[str, Any]) -> None:
+        whole = tensors.pop(name)
+        if trouble != "lacks":
+            tensors[name] = whole[:-1].contiguous()
+
+    path = altered(tmp_path, "deepseek", change, "deepseek_v3")
+    with pytest.raises(ModelError, match=f"{trouble} {name}"):
+        load_modules(path, load("deepseek_v3"))
 
 
 @pytest.mark.parametrize(

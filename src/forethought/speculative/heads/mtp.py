@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -298,21 +298,27 @@ def _load(directory: Path, lm: CausalLM, layout: MtpLayout, stored: StoredModule
             )
     except Exception as error:  # transformers raises anything
         raise refused(directory, str(error).strip().split("\n")[0]) from error
+    own = {f"{root}.layers.0.": block, f"{root}.norm.": layout.part("norm", stored.number)}
+    _expect_whole(directory, report, own)
+    module = MtpModule(model.to(lm.device), layout)
+    _fill_parts(directory, module, stored)
+    return module.eval().requires_grad_(False)
+
+
+def _expect_whole(directory: Path, report: Mapping[str, Any], own: Mapping[str, str]) -> None:
+    """Refuse what transformers could not fill, under the checkpoint's own names.
+
+    own: prefixes of the names in ``report`` -> those of the checkpoint.
+    """
     for key, trouble in (
         ("missing_keys", "lacks"),
         ("unexpected_keys", "has unexpected"),
         ("mismatched_keys", "has the wrong shape for"),
     ):
-        found = sorted(entry if isinstance(entry, str) else entry[0] for entry in report[key])
-        norm_name = layout.part("norm", stored.number)
-        names = [
-            name.replace(f"{root}.layers.0.", block, 1).replace(f"{root}.norm.", norm_name, 1)
-            for name in found
-        ]
+        names = [entry if isinstance(entry, str) else entry[0] for entry in report[key]]
+        for prefix, published in own.items():
+            names = [name.replace(prefix, published, 1) for name in names]
         Checkpoint(directory, {}, {}).expect_none(names, trouble)
-    module = MtpModule(model.to(lm.device), layout)
-    _fill_parts(directory, module, stored)
-    return module.eval().requires_grad_(False)
 
 
 def _fill_parts(directory: Path, module: MtpModule, stored: StoredModule) -> None:

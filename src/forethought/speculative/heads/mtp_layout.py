@@ -7,12 +7,13 @@ they are read here, by name, from any number of safetensors files. Knows nothing
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import safe_open
-from torch import Tensor
+from torch import Size, Tensor
 
 from forethought.errors import ModelError
 from forethought.speculative.heads.checkpoint import refused
@@ -191,7 +192,29 @@ def _module(tensors: _Tensors, layout: MtpLayout, number: int) -> StoredModule:
         for name, tensor in tensors.under(prefix).items()
         if not (prefix + name).startswith(outside)
     }
+    _expect_alike_experts(tensors.directory, prefix, block)
     return StoredModule(number, parts, block)
+
+
+def _expect_alike_experts(directory: Path, prefix: str, block: Mapping[str, Tensor]) -> None:
+    """Refuse a block whose experts, which transformers merges, do not all have the same tensors."""
+    experts: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in block.items():
+        if match := re.fullmatch(r"(.*\.)(\d+)(\..*)", name):
+            experts.setdefault(match[1] + match[2], {})[match[3]] = tensor
+    alike = {kind for tensors in experts.values() for kind in tensors}
+    shapes = {kind: _most(x[kind].shape for x in experts.values() if kind in x) for kind in alike}
+    for expert, tensors in experts.items():
+        for kind in sorted(alike):
+            name = f"{prefix}{expert}{kind}"
+            if kind not in tensors:
+                raise refused(directory, f"its checkpoint lacks {name}")
+            if tensors[kind].shape != shapes[kind]:
+                raise refused(directory, f"its checkpoint has the wrong shape for {name}")
+
+
+def _most(values: Iterable[Size]) -> Size:
+    return Counter(values).most_common(1)[0][0]
 
 
 def _expect_no_strays(
