@@ -130,8 +130,8 @@ class Eagle3Recipe:
         loss = states.new_zeros(())
         for step in range(settings.unrolled):
             if step == 1:
-                pairs, states = self._sample(pairs, states)
-            embedded = self._teacher.lm.embed(_at(batch.tokens, pairs + 1 + step)).float()
+                pairs, states = self._sample(batch, pairs, states)
+            embedded = self._teacher.lm.embed(_at(batch.tokens, pairs + 1 + step)).to(states.dtype)
             states, logits = head(embedded, states, partial(attention, pairs))
             told = pairs + 1 + step
             law = restricted(_at(batch.choices, told), _at(batch.probs, told), self._rows)
@@ -139,13 +139,14 @@ class Eagle3Recipe:
             loss = loss + settings.step_decay**step * soft_cross_entropy(logits, law, learned)
         return loss
 
-    def _sample(self, pairs: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        """The places at which the head goes on."""
-        count = max(1, round(self._settings.unrolled_share * len(pairs)))
-        if count == len(pairs):
+    def _sample(self, batch: Lesson, pairs: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """The places at which the head goes on: a share of those from which it can learn."""
+        if self._settings.unrolled_share == 1.0:
             return pairs, states
-        chosen = torch.randperm(len(pairs), device=pairs.device)[:count].sort().values
-        return pairs[chosen], states[:, chosen]
+        useful = pairs[batch.taught[:, 2:].any(0)]
+        count = max(1, round(self._settings.unrolled_share * len(useful)))
+        chosen = useful[torch.randperm(len(useful), device=pairs.device)[:count]].sort().values
+        return chosen, states[:, chosen]
 
     def save(self, directory: Path) -> None:
         """Write the head."""
@@ -271,7 +272,7 @@ def draft_rows(head: Eagle3Head) -> Tensor:
 
 
 def new_head(teacher: Teacher, vocabulary: Tensor, settings: Eagle3Settings) -> Eagle3Head:
-    """An untrained head in float32, whose logits begin as the target's own projection."""
+    """An untrained head in float32."""
     lm = teacher.lm
     target = lm.config.get_text_config(decoder=True)
     heads = settings.num_attention_heads or target.num_attention_heads
@@ -299,12 +300,9 @@ def new_head(teacher: Teacher, vocabulary: Tensor, settings: Eagle3Settings) -> 
     head = Eagle3Head(config, traits)
     for weight in head.parameters():
         if weight.ndim == 2:
-            torch.nn.init.normal_(weight, std=0.02)
+            torch.nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+    torch.nn.init.normal_(head.lm_head.weight, std=0.02)  # at first, all tokens are alike
     head.set_vocabulary(vocabulary)
-    with torch.no_grad():
-        unit = torch.eye(lm.hidden_size, dtype=lm.dtype, device=lm.device)
-        rows = (lm.unembed(unit) - lm.unembed(unit[:1] * 0)).T  # without a bias, if it has one
-        head.lm_head.weight.copy_(rows[vocabulary.to(rows.device)])
     return head
 
 
