@@ -338,11 +338,11 @@ class ReDrafterDecodingConfig(DecodingBaseConfig):
     name: str = Field(default="redrafter", min_length=1)
     num_beams: int = Field(default=10, ge=1)
     """Continuations that are kept at each length of the search."""
-    draft_len_per_beam: int = Field(default=5, ge=1)
+    draft_len_per_beam: int = Field(default=4, ge=1)
     """Most tokens of one; ``max_draft_len`` is another name for it."""
     tree: Literal["likeliest", "beams"] = "likeliest"
     """``beams``: what is left at the end of the search, as published. ``likeliest``: what was
-    likely at any length, which gets further with fewer tokens: 16 unless
+    likely at any length, which gets further with fewer tokens: 15 unless
     ``max_total_draft_tokens`` says otherwise."""
 
     def _settle_lengths(self) -> None:
@@ -359,7 +359,7 @@ class ReDrafterDecodingConfig(DecodingBaseConfig):
         if self.max_total_draft_tokens > most:
             reason = f"{self.num_beams} beams of {length} have no more than {most}"
             raise self._refuse("max_total_draft_tokens", self.max_total_draft_tokens, reason)
-        usual = most if self.tree == "beams" else min(most, max(length, 16))
+        usual = most if self.tree == "beams" else min(most, max(length, 15))
         self._set("max_total_draft_tokens", self.max_total_draft_tokens or usual)
         super()._settle_lengths()
 

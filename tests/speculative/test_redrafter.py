@@ -331,7 +331,9 @@ def requests_of(*limits: tuple[int, int]) -> list[DraftRequest]:
 
 @pytest.mark.parametrize("tree", ["likeliest", "beams"])
 def test_drafts_keep_to_the_depth_and_nodes_of_each_request(tree: Any) -> None:
-    config = ReDrafterDecodingConfig(speculative_model=random_head(), num_beams=4, tree=tree)
+    config = ReDrafterDecodingConfig(
+        speculative_model=random_head(), num_beams=4, draft_len_per_beam=5, tree=tree
+    )
     drafter: Any = table.build(config, target())
     requests = requests_of((5, 20), (2, 20), (5, 6), (1, 1))
     for request in requests:
@@ -362,7 +364,7 @@ def test_nodes_are_counted_as_if_no_beams_began_alike_up_to_the_limit() -> None:
         speculative_model=random_head(), num_beams=4, max_total_draft_tokens=10
     )
     drafter = table.build(config, target())
-    assert [drafter.nodes(depth) for depth in (1, 2, 3, 5)] == [4, 8, 10, 10]
+    assert [drafter.nodes(depth) for depth in (1, 2, 3, 4)] == [4, 8, 10, 10]
 
 
 def test_prefills_and_drafts_share_steps_and_nothing_changes() -> None:
@@ -394,21 +396,21 @@ def test_depth_and_size_follow_from_the_beams() -> None:
     assert (config.name, config.max_draft_len) == ("redrafter", 4)
     assert config.max_total_draft_tokens == 12
     usual = ReDrafterDecodingConfig(speculative_model="d")
-    assert (usual.num_beams, usual.max_draft_len, usual.max_total_draft_tokens) == (10, 5, 16)
+    assert (usual.num_beams, usual.max_draft_len, usual.max_total_draft_tokens) == (10, 4, 15)
     published = ReDrafterDecodingConfig(speculative_model="d", tree="beams")
-    assert published.max_total_draft_tokens == 50
+    assert published.max_total_draft_tokens == 40
     read = DecodingBaseConfig.from_dict(
         {"decoding_type": "ReDrafter", "speculative_model": "d", "max_draft_len": 3}
     )
-    assert (read.draft_len_per_beam, read.num_beams, read.max_total_draft_tokens) == (3, 10, 16)
+    assert (read.draft_len_per_beam, read.num_beams, read.max_total_draft_tokens) == (3, 10, 15)
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"max_draft_len": 3, "draft_len_per_beam": 4}, "draft_len_per_beam makes it 4"),
-        ({"num_beams": 2, "max_total_draft_tokens": 11}, "2 beams of 5 have no more than 10"),
-        ({"max_total_draft_tokens": 4}, "max_draft_len is 5"),
+        ({"max_draft_len": 3, "draft_len_per_beam": 5}, "draft_len_per_beam makes it 5"),
+        ({"num_beams": 2, "max_total_draft_tokens": 9}, "2 beams of 4 have no more than 8"),
+        ({"max_total_draft_tokens": 3}, "max_draft_len is 4"),
         ({"num_beams": 0}, "invalid num_beams"),
     ],
 )

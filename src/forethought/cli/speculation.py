@@ -11,12 +11,12 @@ from forethought.decoding import DecodingBaseConfig
 from forethought.errors import ParameterError
 
 _WITH_MODEL = ("draft_target", "pearl")
-_WITH_HEADS = ("medusa", "mtp")
+_WITH_HEADS = ("eagle3", "medusa", "mtp", "redrafter")
 DRAFTERS = ("ngram", "suffix", *_WITH_MODEL, *_WITH_HEADS, "auto")
 """What can be chosen without a file; each is also a ``decoding_type``."""
 _IN_TARGET = ("mtp",)
 """Those whose heads may lie in the directory of the model that they draft for."""
-_DRAFT_LENS = {"draft_target": 4, "pearl": 4, "mtp": 4}
+_DRAFT_LENS = {"draft_target": 4, "eagle3": 5, "mtp": 4, "pearl": 4}
 """Levels of drafts unless said otherwise; the other ways have defaults."""
 
 

@@ -155,7 +155,9 @@ class BeamSearch:
             score, found = laws.topk(min(width, kept * vocab), dim=-1)
             parents, tokens = found // vocab, found % vocab
             rows = (parents + first * kept).flatten()
-            state, contexts = state[rows], contexts[rows]
+            state = state[rows]
+            if tokens.shape[1] != kept:
+                contexts = contexts[rows]  # all beams of a request have the same
             levels.append((tokens, parents + start, score))
             start = ends[-1]
             ends.append(start + tokens.shape[1])

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forethought.model.fused.projection import projection
+from forethought.model.fused.projection import Projection, projection
 from forethought.speculative.heads.checkpoint import Checkpoint, refused
 from forethought.speculative.heads.residual_block import ResidualBlock
 
@@ -148,24 +148,27 @@ class DraftRecurrence:
     """
 
     def __init__(self, head: ReDrafterHead, dtype: torch.dtype, device: torch.device) -> None:
-        def product(linear: nn.Linear) -> Any:
-            bias = None if linear.bias is None else linear.bias.detach().to(device, dtype)
-            return projection(linear.weight.detach().to(device, dtype), bias)
+        def product(weight: Tensor, bias: Tensor | None) -> Projection:
+            placed = None if bias is None else bias.to(device, dtype)
+            return projection(weight.to(device, dtype), placed)
 
         shape = self.shape = head.shape
         with torch.inference_mode():
             *blocks, last = head.lm_head
-            self._enter = product(head.input_proj) if shape.projects else None
-            self._blocks = [product(block.linear) for block in blocks]
-            self._last = product(last)
-            self._recur = product(head.rnn_u) if shape.recurrent else None
-            self._take = product(head.rnn_w) if shape.recurrent else None
+            self._enter, self._recur = None, None
+            if shape.projects:
+                self._enter = product(head.input_proj.weight, head.input_proj.bias)
+            if shape.recurrent:  # W and U side by side: one product
+                both = torch.cat([head.rnn_w.weight, head.rnn_u.weight], 1)
+                self._recur = product(both, head.rnn_u.bias)
+            self._blocks = [product(block.linear.weight, block.linear.bias) for block in blocks]
+            self._last = product(last.weight, None)
 
     def advance(self, embedded: Tensor, state: Tensor) -> Tensor:
         """See :class:`ReDrafterHead`; both ``[R, hidden]``."""
-        if self._recur is None or self._take is None:
+        if self._recur is None:
             return embedded + state
-        return F.silu(self._recur.plus(state, self._take(embedded)))
+        return F.silu(self._recur(torch.cat([embedded, state], -1)))
 
     def __call__(self, context: Tensor, state: Tensor) -> Tensor:
         """float32 ``[R, vocab]``: logits; see ``ReDrafterHead.forward``, both ``[R, hidden]``."""
