@@ -13,7 +13,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-Path = tuple[int, ...]
+RankPath = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class AcceptanceProfile:
     chances: tuple[tuple[float, ...], ...]
     """One row per level, from the root's children down; entry r is that of rank r, from 0."""
 
-    def chance(self, path: Path) -> float:
+    def chance(self, path: RankPath) -> float:
         """Of all tokens on a path together."""
         product = 1.0
         for level, rank in enumerate(path):
@@ -35,7 +35,7 @@ class AcceptanceProfile:
 class FittedTree:
     """The best tree of its size, as far as the profile tells."""
 
-    choices: tuple[Path, ...]
+    choices: tuple[RankPath, ...]
     """All nodes, sorted by length, then by value."""
     acceptance_length: float
     """Tokens per step to expect: 1 and the chances of all nodes."""
@@ -61,11 +61,11 @@ def fit_tree(profile: AcceptanceProfile, nodes: int) -> FittedTree:
     Nodes without any chance are left out. Among equals the one that comes first is taken: by
     length, then by value.
     """
-    kept: list[Path] = []
+    kept: list[RankPath] = []
     expected = 1.0
-    heap: list[tuple[float, int, Path]] = []
+    heap: list[tuple[float, int, RankPath]] = []
 
-    def offer(parent: Path) -> None:
+    def offer(parent: RankPath) -> None:
         for path in _children(profile, parent):
             if (chance := profile.chance(path)) > 0:
                 heapq.heappush(heap, (-chance, len(path), path))
@@ -79,13 +79,13 @@ def fit_tree(profile: AcceptanceProfile, nodes: int) -> FittedTree:
     return FittedTree(tuple(sorted(kept, key=lambda path: (len(path), path))), expected)
 
 
-def _children(profile: AcceptanceProfile, path: Path) -> Iterator[Path]:
+def _children(profile: AcceptanceProfile, path: RankPath) -> Iterator[RankPath]:
     if len(path) < len(profile.chances):
         for rank in range(len(profile.chances[len(path)])):
             yield (*path, rank)
 
 
-def comb(depth: int, width: int) -> tuple[Path, ...]:
+def comb(depth: int, width: int) -> tuple[RankPath, ...]:
     """The tree to measure a profile with: ``width`` ranks behind each prefix of the likeliest path.
 
     It has ``depth * width`` nodes, and every rank of every level is seen where the levels before
@@ -106,7 +106,7 @@ class ProfileCount:
         self._tried = [0] * depth
         self._right = [[0] * width for _ in range(depth)]
 
-    def record(self, drafted: Sequence[Path], accepted: Path) -> None:
+    def record(self, drafted: Sequence[RankPath], accepted: RankPath) -> None:
         """One draft was verified.
 
         Args:

@@ -8,6 +8,7 @@ the heads of ``decay ** k`` times their cross entropy. Knows nothing about trees
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Literal
 
@@ -44,15 +45,15 @@ class MedusaRecipe:
         settings: sizes and weights of the losses.
         lessons: with the states behind the final norm.
         module: the heads, in float32, on the target's device.
-        target: name of the target, for the heads' ``config.json``.
+        teacher: the target, in whose dtype the heads are saved.
     """
 
     Settings = MedusaSettings
 
     def __init__(
-        self, settings: MedusaSettings, lessons: Lessons, module: MedusaHeads, target: str
+        self, settings: MedusaSettings, lessons: Lessons, module: MedusaHeads, teacher: Teacher
     ) -> None:
-        self._settings, self._lessons, self._target = settings, lessons, target
+        self._settings, self._lessons, self._teacher = settings, lessons, teacher
         self.module = module
 
     @classmethod
@@ -71,7 +72,7 @@ class MedusaRecipe:
         for head in heads:
             head[-1].weight.data.copy_(weight)
         lessons = Lessons(texts, teacher, [FINAL], tokens=settings.batch_tokens, seed=settings.seed)
-        return cls(settings, lessons, heads, teacher.directory.name)
+        return cls(settings, lessons, heads, teacher)
 
     @staticmethod
     def decoding(directory: Path) -> MedusaDecodingConfig:
@@ -101,7 +102,8 @@ class MedusaRecipe:
 
     def save(self, directory: Path) -> None:
         """In the authors' layout."""
-        self.module.save(directory, config={"base_model_name_or_path": self._target})
+        heads = deepcopy(self.module).to(self._teacher.lm.dtype)
+        heads.save(directory, config={"base_model_name_or_path": self._teacher.directory.name})
 
 
 def head_loss(head: nn.Module, states: Tensor, batch: Lesson, ahead: int, labels: str) -> Tensor:
