@@ -129,6 +129,7 @@ class Oracle:
         chosen = [final if place == -1 else inner[place] for place in self.places]
         return torch.cat([each[0] for each in chosen], -1).double()
 
+    @torch.no_grad()
     def logits(self, tokens: Sequence[int], path: Sequence[int] = ()) -> Tensor:
         """float64 [VOCAB]: behind the root ``tokens[-1]`` and the drafted ``path``."""
         key = tuple(tokens)

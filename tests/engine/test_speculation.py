@@ -10,11 +10,13 @@ import pytest
 import torch
 
 import drafters
+from eagle_heads import random_head as eagle
 from engines import drain, engine, expect_empty, outputs
 from forethought.config import LlmArgs
 from forethought.decoding import (
     DecodingBaseConfig,
     DraftTargetDecodingConfig,
+    EagleDecodingConfig,
     MedusaDecodingConfig,
     MTPDecodingConfig,
     NGramDecodingConfig,
@@ -72,6 +74,19 @@ def drafting(name: str) -> list[DecodingBaseConfig]:
             MTPDecodingConfig(max_draft_len=4, speculative_model=saved(count=2))
         ],
         "redrafter": lambda: [ReDrafterDecodingConfig(speculative_model=random_head())],
+        "eagle 1": lambda: [EagleDecodingConfig(max_draft_len=4, speculative_model=eagle("eagle"))],
+        "eagle 3": lambda: [EagleDecodingConfig(max_draft_len=4, speculative_model=eagle())],
+        "eagle 3, static tree": lambda: [
+            EagleDecodingConfig(eagle_choices=PATHS, speculative_model=eagle())
+        ],
+        "eagle 3, dynamic tree": lambda: [
+            EagleDecodingConfig(
+                max_draft_len=4,
+                use_dynamic_tree=True,
+                dynamic_tree_max_topK=3,
+                speculative_model=eagle(),
+            )
+        ],
         "oracle": lambda: [provided(drafters.oracle(plain()))],
         "adversary": lambda: [provided(drafters.adversary(plain()))],
         "static tree": lambda: [provided(drafters.bush(plain(), 3), 4, 12)],
@@ -90,6 +105,10 @@ NAMES = [
     "mtp, replayed",
     "mtp, one per place",
     "redrafter",
+    "eagle 1",
+    "eagle 3",
+    "eagle 3, static tree",
+    "eagle 3, dynamic tree",
     "oracle",
     "adversary",
     "static tree",

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 import drafters
+from eagle_heads import random_head as eagle
 from forethought.decoding import (
     DecodingBaseConfig,
     DraftTargetDecodingConfig,
+    EagleDecodingConfig,
     MedusaDecodingConfig,
     MTPDecodingConfig,
     NGramDecodingConfig,
@@ -44,6 +46,16 @@ TWIN: dict[str, Any] = {"speculative_model": tiny("llama")}
         ),
         PearlDecodingConfig(max_draft_len=4, **TWIN),
         PearlDecodingConfig(max_draft_len=3, overlap=False, **MODEL),
+        EagleDecodingConfig(max_draft_len=4, speculative_model=eagle("eagle")),
+        EagleDecodingConfig(max_draft_len=4, speculative_model=eagle()),
+        EagleDecodingConfig(eagle_choices=[[0, 0], [1, 0], [2]], speculative_model=eagle()),
+        EagleDecodingConfig(
+            max_draft_len=4,
+            use_dynamic_tree=True,
+            dynamic_tree_max_topK=4,
+            max_total_draft_tokens=10,
+            speculative_model=eagle(),
+        ),
         MedusaDecodingConfig(speculative_model=shared_heads()),
         MTPDecodingConfig(max_draft_len=4, speculative_model=saved()),
         MTPDecodingConfig(max_draft_len=3, speculative_model=saved(), use_mtp_vanilla=True),

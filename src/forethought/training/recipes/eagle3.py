@@ -10,7 +10,7 @@ Knows nothing about the loop around it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -117,27 +117,36 @@ class Eagle3Recipe:
         return self._lessons(step)
 
     def loss(self, batch: Lesson) -> Tensor:
-        """Cross entropy in nats, summed over the steps with their weights.
+        """Cross entropy in nats, summed over the steps with their weights."""
+        loss = self._head.fc.weight.new_zeros(())
+        for step, (pairs, logits) in enumerate(self.guesses(batch)):
+            read = pairs + 1 + step
+            law = restricted(_at(batch.choices, read), _at(batch.probs, read), self._rows)
+            learned = _at(batch.taught, read + 1) & law.known
+            weight = self._settings.step_decay**step
+            loss = loss + weight * soft_cross_entropy(logits, law, learned)
+        return loss
 
-        Pair t of a text is state t and token t + 1. In step i row t reads token t + 1 + i, and
-        guesses the token at t + 2 + i.
+    def guesses(self, batch: Lesson) -> Iterator[tuple[Tensor, Tensor]]:
+        """What the head guesses in each step.
+
+        Pair t of a text is state t and token t + 1. In step i its successor reads token t + 1 + i,
+        and guesses the one behind it.
+
+        Yields:
+            Which pairs t, int64 ``[S]``, and the logits ``[R, S, draft_vocab_size]``.
         """
-        head, settings = self._head, self._settings
         features = torch.cat([batch.states[place] for place in self._places], -1)
-        states = head.fuse(features[:, :-2].float())
+        states = self._head.fuse(features[:, :-2].float())
         pairs = torch.arange(states.shape[1], device=states.device)
         attention = UnrolledAttention(self._rotary)
-        loss = states.new_zeros(())
-        for step in range(settings.unrolled):
+        for step in range(self._settings.unrolled):
             if step == 1:
                 pairs, states = self._sample(batch, pairs, states)
-            embedded = self._teacher.lm.embed(_at(batch.tokens, pairs + 1 + step)).to(states.dtype)
-            states, logits = head(embedded, states, partial(attention, pairs))
-            told = pairs + 1 + step
-            law = restricted(_at(batch.choices, told), _at(batch.probs, told), self._rows)
-            learned = _at(batch.taught, told + 1) & law.known
-            loss = loss + settings.step_decay**step * soft_cross_entropy(logits, law, learned)
-        return loss
+            embedded = self._teacher.lm.embed(_at(batch.tokens, pairs + 1 + step))
+            attend = partial(attention, pairs)
+            states, logits = self._head(embedded.to(states.dtype), states, attend)
+            yield pairs, logits
 
     def _sample(self, batch: Lesson, pairs: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         """The places at which the head goes on: a share of those from which it can learn."""

@@ -16,6 +16,7 @@ from forethought.training.text import Text
 from forethought.training.trainer import Recipe, TrainingSettings
 
 RECIPES = {
+    "eagle3": "forethought.training.recipes.eagle3:Eagle3Recipe",
     "medusa": "forethought.training.recipes.medusa:MedusaRecipe",
     "mtp": "forethought.training.recipes.mtp:MtpRecipe",
     "redrafter": "forethought.training.recipes.redrafter:ReDrafterRecipe",

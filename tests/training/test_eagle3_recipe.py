@@ -1,0 +1,169 @@
+"""EAGLE-3's recipe: the head learns where and what it will be asked, and gets better by it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from eagle_heads import Oracle
+from engines import load
+from forethought.assets import reasoner_dir
+from forethought.params import SamplingParams
+from forethought.speculative.heads.eagle3 import Eagle3Head
+from forethought.text.tokenizer import Tokenizer
+from forethought.training.recipes.eagle3 import (
+    Eagle3Recipe,
+    Eagle3Settings,
+    draft_vocabulary,
+    restricted,
+    soft_cross_entropy,
+)
+from forethought.training.recipes.table import recipe
+from forethought.training.teacher import Teacher
+from forethought.training.text import Text
+from forethought.training.trainer import DRAFTER, Trainer
+from forethought.training.trial import AcceptanceTrial
+from models import VOCAB, prompts, tiny, transformers_model
+
+PROMPTS = prompts((4, 7, 9, 5, 6, 8))
+PLACES = (1, 2, 3)
+SETTINGS = Eagle3Settings(
+    steps=6, rate=0.01, batch_tokens=256, unrolled=3, law_width=VOCAB, export_dtype="float32"
+)
+
+
+@pytest.fixture(scope="module")
+def teacher() -> Teacher:
+    """A tiny random model; nothing here is text."""
+    return Teacher(load("llama"), Tokenizer.load(reasoner_dir()), tiny("llama"))
+
+
+@pytest.fixture(scope="module")
+def texts(teacher: Teacher) -> list[Text]:
+    """What it says, greedily."""
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    answers = teacher.generate(PROMPTS, [params] * len(PROMPTS))
+    pairs = zip(PROMPTS, answers.token_ids, strict=True)
+    return [Text(prompt + answer, len(prompt)) for prompt, answer in pairs]
+
+
+def made(teacher: Teacher, texts: list[Text], **changes: Any) -> Eagle3Recipe:
+    return Eagle3Recipe.build(SETTINGS.model_copy(update=changes), texts, teacher)
+
+
+def test_what_is_guessed_in_training_is_what_would_be_guessed_in_use(teacher: Teacher) -> None:
+    texts = [Text(prompts((11,), seed=3)[0], 4), Text(prompts((8,), seed=4)[0], 3)]
+    for share in (1.0, 0.5):
+        teaching = made(teacher, texts, unrolled_share=share)
+        lesson = teaching.batch(0)
+        oracle = Oracle(teaching.module, PLACES)
+        with torch.no_grad():
+            steps = list(teaching.guesses(lesson))
+        assert len(steps[1][0]) == (9 if share == 1.0 else 4)
+        for step, (pairs, logits) in enumerate(steps):
+            for column, pair in enumerate(pairs.tolist()):
+                for row in range(2):
+                    tokens = lesson.tokens[row, : int(lesson.lengths[row])].tolist()
+                    read = tokens[pair + 2 : pair + 2 + step]
+                    if len(read) < step or pair + 2 > len(tokens):
+                        continue  # beyond the end
+                    expected = oracle.logits(tokens[: pair + 2], read)[teaching.module.ids]
+                    torch.testing.assert_close(
+                        logits[row, column].double(), expected, rtol=1e-3, atol=1e-3
+                    )
+
+
+def test_the_loss_is_the_distance_from_the_targets_laws_within_the_draft_vocabulary(
+    teacher: Teacher, texts: list[Text]
+) -> None:
+    short = [Text(text.token_ids[: 9 + n], text.prompt_length) for n, text in enumerate(texts[:2])]
+    teaching = made(teacher, short, draft_vocab_size=4)
+    head, oracle = teaching.module, Oracle(teaching.module, PLACES)
+    module, ids = transformers_model(tiny("llama")), head.ids
+    expected, left_out = 0.0, 0
+    for step in range(3):
+        losses = []
+        for text in short:
+            tokens = text.token_ids
+            with torch.inference_mode():
+                laws = module(torch.tensor([tokens])).logits[0].double().softmax(-1)
+            for pair in range(len(tokens) - 2 - step):
+                guessed = pair + 2 + step
+                if guessed < text.prompt_length:
+                    continue
+                law = laws[guessed - 1]
+                if int(law.argmax()) not in ids.tolist():
+                    left_out += 1
+                    continue
+                kept = law[ids] / law[ids].sum()
+                scores = oracle.logits(tokens[: pair + 2], tokens[pair + 2 : guessed])[ids]
+                losses.append(-(kept * scores.log_softmax(0)).sum())
+        expected += 0.8**step * float(sum(losses) / len(losses))
+    assert left_out > 2
+    assert float(teaching.loss(teaching.batch(0)).detach()) == pytest.approx(expected, rel=1e-3)
+
+
+def test_laws_are_restricted_to_the_draft_vocabulary() -> None:
+    rows = torch.tensor([-1, 0, -1, 1])  # tokens 1 and 3 are known
+    law = restricted(
+        torch.tensor([[1, 0, 3], [0, 3, 1], [0, 2, 0]]),
+        torch.tensor([[0.6, 0.2, 0.2], [0.5, 0.4, 0.1], [0.9, 0.1, 0.0]]),
+        rows,
+    )
+    assert law.known.tolist() == [True, False, False]
+    torch.testing.assert_close(
+        law.probs, torch.tensor([[0.75, 0.0, 0.25], [0.0, 0.8, 0.2], [0.0, 0.0, 0.0]])
+    )
+    even = torch.zeros(3, 2)
+    for learned in ([True, False, False], [True, True, False]):
+        loss = soft_cross_entropy(even, law, torch.tensor(learned))
+        assert float(loss) == pytest.approx(0.6931, abs=1e-4)
+    assert float(soft_cross_entropy(even, law, torch.zeros(3, dtype=torch.bool))) == 0.0
+
+
+def test_the_draft_vocabulary_is_what_answers_hold_most_often() -> None:
+    texts = [Text([9, 9, 9, 4, 5, 5, 3], 3), Text([8, 4, 7, 5], 1)]
+    for most, ids in ((None, [3, 4, 5, 7]), (3, [3, 4, 5]), (1, [5])):
+        settings = Eagle3Settings(draft_vocab_size=most)
+        assert draft_vocabulary(texts, settings).tolist() == ids
+
+
+def test_a_step_lowers_the_loss(teacher: Teacher, texts: list[Text], tmp_path: Path) -> None:
+    teaching = made(teacher, texts)
+    lesson = teaching.batch(0)
+    before = float(teaching.loss(lesson).detach())
+    Trainer(teaching, SETTINGS, tmp_path).run(until=1)
+    assert float(teaching.loss(lesson).detach()) < before
+
+
+def test_resuming_gives_the_weights_of_a_run_without_a_pause(
+    teacher: Teacher, texts: list[Text], tmp_path: Path
+) -> None:
+    settings = SETTINGS.model_copy(update={"unrolled_share": 0.4, "batch_tokens": 100})
+    for name, pauses in (("whole", [6]), ("paused", [2, 5, 6])):
+        for until in pauses:
+            teaching = Eagle3Recipe.build(settings, texts, teacher)
+            Trainer(teaching, settings, tmp_path / name).run(until=until)
+    whole, paused = (Eagle3Head.load(tmp_path / name / DRAFTER) for name in ("whole", "paused"))
+    for name, weight in whole.state_dict().items():
+        assert torch.equal(weight, paused.state_dict()[name]), name
+
+
+def test_a_tiny_run_drafts_what_it_has_read(
+    teacher: Teacher, texts: list[Text], tmp_path: Path
+) -> None:
+    fields = {"steps": 140, "rate": 0.01, "layout": "speculators", "check_every": 140}
+    settings = SETTINGS.model_copy(update=fields)
+    kind = recipe("eagle3")
+    trial = AcceptanceTrial(teacher, PROMPTS, max_tokens=40)
+    trainer = Trainer(
+        kind.build(settings, texts, teacher),
+        settings,
+        tmp_path,
+        check=lambda directory: trial(kind.decoding(directory)),
+    )
+    assert trainer.run()["acceptance_length"] > 2.5
+    assert Eagle3Head.load(tmp_path / DRAFTER).traits.places == PLACES
