@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -222,7 +223,8 @@ def seeded(seed: int, step: int = 0) -> Iterator[None]:
     """
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
     with torch.random.fork_rng(devices=list(devices)):
-        torch.manual_seed((seed << 32) + step)
+        digest = blake2b(f"{seed}:{step}".encode(), digest_size=4).digest()
+        torch.manual_seed(int.from_bytes(digest, "little"))  # a CPU looks at 32 bits only
         yield
 
 

@@ -1,0 +1,153 @@
+"""The loop that trains every drafter: it learns, it is seeded, and a pause changes nothing."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from forethought.errors import ParameterError
+from forethought.training.trainer import (
+    DRAFTER,
+    ParameterGroup,
+    Trainer,
+    TrainingSettings,
+    seeded,
+)
+
+
+class Line:
+    """Learns a linear map from noisy examples, with noise of its own in the loss."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self.module = nn.Linear(3, 1)
+        self._scale = scale
+        self.saved = 0
+
+    def groups(self) -> list[ParameterGroup]:
+        return [
+            ParameterGroup([self.module.weight]),
+            ParameterGroup([self.module.bias], lambda progress: self._scale),
+        ]
+
+    def batch(self, step: int) -> Tensor:
+        return torch.randn(8, 3)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        wanted = batch.sum(-1, keepdim=True) + 0.1 * torch.randn(len(batch), 1)
+        return (self.module(batch) - wanted).pow(2).mean()
+
+    def save(self, directory: Path) -> None:
+        directory.mkdir(exist_ok=True)
+        torch.save(self.module.state_dict(), directory / "weights")
+        self.saved += 1
+
+
+SETTINGS = TrainingSettings(steps=30, rate=0.05, check_every=10, log_every=10)
+
+
+def make(directory: Path, settings: TrainingSettings = SETTINGS, **more: object) -> Trainer:
+    with seeded(settings.seed):
+        recipe = Line()
+    return Trainer(recipe, settings, directory, **more)  # type: ignore[arg-type]
+
+
+def weights(trainer: Trainer) -> list[float]:
+    return [x for w in trainer.recipe.module.parameters() for x in w.flatten().tolist()]
+
+
+def test_steps_lower_the_loss(tmp_path: Path) -> None:
+    trainer = make(tmp_path, SETTINGS.model_copy(update={"steps": 200}))
+    batch = torch.randn(64, 3)
+    before = float(trainer.recipe.loss(batch))
+    trainer.run()
+    assert float(trainer.recipe.loss(batch)) < before / 10
+
+
+def test_a_seed_decides_the_weights_and_nothing_else_does(tmp_path: Path) -> None:
+    first, second = make(tmp_path / "a"), make(tmp_path / "b")
+    first.run()
+    torch.manual_seed(99)
+    torch.rand(7)
+    second.run()
+    assert weights(first) == weights(second)
+    other = make(tmp_path / "c", SETTINGS.model_copy(update={"seed": 1}))
+    other.run()
+    assert weights(other) != weights(first)
+
+
+def test_the_callers_random_numbers_are_left_as_they_are(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3).tolist()
+    torch.manual_seed(5)
+    make(tmp_path).run()
+    assert torch.rand(3).tolist() == expected
+
+
+@pytest.mark.parametrize("pause", [1, 10, 17, 29])
+def test_a_run_that_was_interrupted_ends_as_one_that_was_not(tmp_path: Path, pause: int) -> None:
+    whole, begun = make(tmp_path / "whole"), make(tmp_path / "parts")
+    whole.run()
+    begun.run(until=pause)
+    resumed = make(tmp_path / "parts")
+    assert resumed.step == pause
+    resumed.run()
+    assert weights(resumed) == weights(whole)
+    assert resumed.step == 30
+
+
+def test_a_run_goes_on_only_with_the_settings_that_it_began_with(tmp_path: Path) -> None:
+    make(tmp_path).run(until=5)
+    make(tmp_path, SETTINGS.model_copy(update={"check_every": 3, "log_every": 1}))
+    with pytest.raises(ParameterError, match=r"has another rate: 0\.05, not 0\.1"):
+        make(tmp_path, SETTINGS.model_copy(update={"rate": 0.1}))
+
+
+def test_it_is_evaluated_while_it_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[Path] = []
+
+    def check(directory: Path) -> dict[str, float]:
+        seen.append(directory)
+        assert (directory / "weights").exists()
+        return {"acceptance_length": 1.0 + len(seen)}
+
+    trainer = make(tmp_path, check=check)
+    with caplog.at_level(logging.INFO, "forethought.training.trainer"):
+        assert trainer.run() == {"acceptance_length": 4.0}
+    assert seen == [tmp_path / DRAFTER] * 3
+    assert '"acceptance_length": 2.0' in caplog.text
+    assert '"loss": ' in caplog.text
+    assert make(tmp_path, check=check).run() == {"acceptance_length": 5.0}  # nothing left to do
+
+
+def test_a_group_with_scale_0_stays_as_it_is(tmp_path: Path) -> None:
+    with seeded(0):
+        recipe = Line(scale=0.0)
+    bias = recipe.module.bias.tolist()
+    Trainer(recipe, SETTINGS, tmp_path).run()
+    assert recipe.module.bias.tolist() == bias
+
+
+def test_the_rate_rises_stays_and_falls_to_nothing() -> None:
+    settings = TrainingSettings(steps=100, warm_up=0.1, decay_from=0.5)
+    trainer = Trainer.__new__(Trainer)
+    trainer.settings = settings
+    found = [trainer._schedule(step / 100) for step in range(101)]
+    assert found[0] == pytest.approx(0.1)
+    assert found[9] == pytest.approx(1.0)
+    assert found[10:50] == [1.0] * 40
+    assert found[75] == pytest.approx(0.5)
+    assert found[100] == 0.0
+
+
+def test_bf16_products_leave_the_weights_in_float32(tmp_path: Path) -> None:
+    trainer = make(tmp_path, SETTINGS.model_copy(update={"dtype": "bfloat16"}))
+    trainer.run()
+    assert {w.dtype for w in trainer.recipe.module.parameters()} == {torch.float32}
+    exact = make(tmp_path / "exact")
+    exact.run()
+    assert weights(trainer) != weights(exact)
+    assert weights(trainer) == pytest.approx(weights(exact), abs=0.1)
