@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -206,3 +206,41 @@ def test_half_precision_stays_near_float32() -> None:
         result = forward_pass.attend(0, q, k, v, Scoring(0.4))
         assert result.dtype == dtype
         torch.testing.assert_close(result.float(), exact, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("scattered", [False, True], ids=["together", "scattered"])
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize("name", [name for name in CASES if CASES[name].window is None])
+def test_what_is_stored_of_a_tree_and_the_first_position_seen_are_minded(
+    name: str, page_size: int, scattered: bool
+) -> None:
+    case, num_pages = CASES[name], 160 // page_size
+    # (stored before, new tokens, width of the tree or 0 for a chain, first position seen)
+    shapes = [(9, 3, 6, 1), (9, 1, 4, 1), (7, 2, 9, 0), (0, 1, 0, 0), (11, 1, 0, 1), (1, 5, 0, 1)]
+    shapes += [(12, 1, 0, 4), (20, 1, 0, 3)]
+    made = tables(PagePool(num_pages, page_size), [s + n for s, n, _, _ in shapes], scattered)
+    rows = [
+        Row(list(range(n)), start, table)
+        for (start, n, _, _), table in zip(shapes, made, strict=True)
+    ]
+    batch, source = Batch.build(rows), torch.Generator().manual_seed(3)
+    spans = []
+    for span, (_, n, width, first) in zip(batch.spans, shapes, strict=True):
+        tree = torch.rand(n, width, generator=source) < 0.5 if width else None
+        if tree is not None:
+            tree[:, -n:] |= torch.eye(n, dtype=torch.bool)  # everybody sees itself
+        spans.append(replace(span, tree=tree, seen_from=first))
+    batch = replace(batch, spans=tuple(spans))
+    exact = attend(ReferenceAttention(), case, batch, storage_for(case, num_pages, page_size), 2)
+    plain = attend(
+        ReferenceAttention(),
+        case,
+        Batch.build(rows),
+        storage_for(case, num_pages, page_size),
+        2,
+    )
+    assert not torch.allclose(exact, plain)
+    for grouping in ("auto", "always", "never"):
+        storage = storage_for(case, num_pages, page_size)
+        result = attend(SdpaAttention(grouping), case, batch, storage, 2)
+        torch.testing.assert_close(result, exact, rtol=1e-4, atol=1e-5)

@@ -300,6 +300,7 @@ def _mask(span: Span, window: int | None, storage: KvStorage) -> Tensor:
         tree = torch.ones(size, size, dtype=torch.bool, device=device).tril_()
     prefix = span.kv_length - tree.shape[1]
     seen = torch.cat([tree.new_ones(size, prefix), tree], 1)
+    seen[:, : span.seen_from] = False
     if window is not None:
         assert tree.shape[1] == size, "what is stored of a tree has no positions here"
         new_positions = prefix + tree.sum(1) - 1
