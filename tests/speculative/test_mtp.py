@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,11 @@ from forethought.params import SamplingParams, SpeculationParams
 from forethought.speculative.drafter import DraftRequest, ScheduledRequests
 from forethought.speculative.drafters.mtp import MTPDrafter
 from forethought.speculative.features import Features
-from forethought.speculative.heads.mtp import MtpModule
 from forethought.speculative.mtp_lane import Lane
 from forethought.speculative.table import Target
-from models import greedy, prompts, tiny, transformers_model
+from models import greedy, prompts, tiny
 from mtp_modules import random_modules, saved
+from mtp_twin import Watch, replayed, vanilla
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 PROMPTS = prompts((4, 9, 17, 1))
@@ -36,70 +35,6 @@ PROMPTS = prompts((4, 9, 17, 1))
 def mtp(architecture: str = "llama", count: int = 1, length: int = 4, **more: Any) -> Any:
     model = more.pop("speculative_model", None) or saved(architecture, count)
     return MTPDecodingConfig(max_draft_len=length, speculative_model=model, **more)
-
-
-# ---- the slow twin ------------------------------------------------------------------------------
-
-
-def target_states(architecture: str, tokens: Sequence[int]) -> Tensor:
-    """[1, n, hidden]: transformers' own states behind the final norm."""
-    with torch.inference_mode():
-        model = transformers_model(tiny(architecture)).base_model
-        return model(torch.tensor([list(tokens)])).last_hidden_state
-
-
-def read(architecture: str, module: MtpModule, states: Tensor, tokens: Sequence[int]) -> Any:
-    """One module over whole texts, with transformers' own attention."""
-    target = transformers_model(tiny(architecture))
-    with torch.inference_mode():
-        embedded = target.get_input_embeddings()(torch.tensor([list(tokens)]))
-        positions = torch.arange(len(tokens))[None]
-        return module(embedded, states, positions)
-
-
-def guess(architecture: str, normed: Tensor) -> int:
-    with torch.inference_mode():
-        head = transformers_model(tiny(architecture)).get_output_embeddings()
-        return int(head(normed[0, -1]).argmax())
-
-
-def replayed(architecture: str, module: MtpModule, tokens: Sequence[int], depth: int) -> list[int]:
-    """The draft of one module behind ``tokens``, all of it computed anew for each guess."""
-    states, text = target_states(architecture, tokens[:-1]), list(tokens)
-    for _ in range(depth):
-        left = read(architecture, module, states, text[1:])
-        text.append(guess(architecture, left.normed))
-        # Pairs made of the target's states stay so; the module's own state goes on behind them.
-        states = torch.cat([states, left.states[:, -1:]], 1)
-    return text[len(tokens) :]
-
-
-def vanilla(
-    architecture: str, modules: Sequence[MtpModule], tokens: Sequence[int], depth: int
-) -> list[int]:
-    """The draft of one module per place; with fewer modules these are used in turn."""
-    states, text = target_states(architecture, tokens[:-1]), list(tokens)
-    for place in range(depth):
-        left = read(architecture, modules[place % len(modules)], states, text[1 + place :])
-        text.append(guess(architecture, left.normed))
-        states = left.states
-    return text[len(tokens) :]
-
-
-class Watch:
-    """Keeps every draft, with the tokens that it was made behind."""
-
-    def __init__(self, machine: Any) -> None:
-        [equipped] = machine.speculation._drafters
-        self.drafter, self._inner = equipped.drafter, equipped.drafter.prepare_draft_tokens
-        equipped.drafter.prepare_draft_tokens = self._prepare
-        self.seen: list[tuple[list[int], list[int], int]] = []
-
-    def _prepare(self, scheduled: Any, manager: Any = None) -> None:
-        self._inner(scheduled, manager)
-        for request in scheduled.generation_requests:
-            draft = list(request.draft.tokens)
-            self.seen.append((list(request.tokens), draft, request.max_draft_len))
 
 
 CASES = {"replay": (1, {}), "one per place": (1, {"use_mtp_vanilla": True}), "two": (2, {})}
@@ -118,9 +53,9 @@ def test_drafts_are_those_of_the_slow_twin(case: str, architecture: str) -> None
     modules = random_modules(architecture, count)
     for tokens, draft, depth in watch.seen[::3]:
         if case == "replay":
-            assert draft == replayed(architecture, modules[0], tokens, depth)
+            assert draft == replayed(tiny(architecture), modules[0], tokens, depth)
         else:
-            assert draft == vanilla(architecture, modules, tokens, depth)
+            assert draft == vanilla(tiny(architecture), modules, tokens, depth)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -147,9 +82,9 @@ def test_what_is_stored_is_worth_what_its_tokens_are(case: str, page_size: int) 
     modules = random_modules("llama", count)
     for tokens, draft, depth in watch.seen:
         if case == "replay":
-            assert draft == replayed("llama", modules[0], tokens, depth)
+            assert draft == replayed(tiny("llama"), modules[0], tokens, depth)
         else:
-            assert draft == vanilla("llama", modules, tokens, depth)
+            assert draft == vanilla(tiny("llama"), modules, tokens, depth)
     machine.close(parent)
     machine.close(child)
     expect_empty(machine)
@@ -178,9 +113,9 @@ def test_long_texts_are_caught_up_with_in_parts_of_a_step(case: str) -> None:
     modules = random_modules("llama", count)
     for tokens, draft, depth in watch.seen:
         if case == "replay":
-            assert draft == replayed("llama", modules[0], tokens, depth)
+            assert draft == replayed(tiny("llama"), modules[0], tokens, depth)
         else:
-            assert draft == vanilla("llama", modules, tokens, depth)
+            assert draft == vanilla(tiny("llama"), modules, tokens, depth)
 
 
 def test_without_the_fused_network_drafts_are_the_same() -> None:
@@ -331,7 +266,7 @@ def test_fewer_modules_than_there_are_can_be_used() -> None:
     drain(machine)
     first = random_modules("llama", 2)[0]
     for tokens, draft, depth in watch.seen:
-        assert draft == replayed("llama", first, tokens, depth)
+        assert draft == replayed(tiny("llama"), first, tokens, depth)
 
 
 def test_the_recycled_state_can_be_the_blocks_own_output() -> None:
@@ -340,9 +275,9 @@ def test_the_recycled_state_can_be_the_blocks_own_output() -> None:
     machine.add(PROMPTS[1], GREEDY.replace(max_tokens=6))
     drain(machine)
     [module] = random_modules("llama")
-    other = [replayed("llama", module, tokens, depth) for tokens, _, depth in watch.seen]
+    other = [replayed(tiny("llama"), module, tokens, depth) for tokens, _, depth in watch.seen]
     module.recycled = "unnormed"
-    same = [replayed("llama", module, tokens, depth) for tokens, _, depth in watch.seen]
+    same = [replayed(tiny("llama"), module, tokens, depth) for tokens, _, depth in watch.seen]
     assert [draft for _, draft, _ in watch.seen] == same
     assert same != other
 
