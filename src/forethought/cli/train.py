@@ -20,9 +20,10 @@ from forethought.cli import config_file
 from forethought.errors import DependencyError, ParameterError
 
 if TYPE_CHECKING:
-    from forethought.training.run import Source
+    from forethought.training.run import Source, TrainingRun
 
-KINDS = ("medusa", "mtp", "redrafter")
+KINDS = ("draft-model", "eagle3", "medusa", "mtp", "redrafter")
+"""The recipes; see ``training.recipes.table``, which this does without torch."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -83,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         args.kind, fields, args.out, target=args.target, dtype=args.dtype, device=args.device
     )
     found = training(_source(args), args.held_out)
-    _report(args, training.drafter, found)
+    _report(args, training, found)
     return 0
 
 
@@ -93,14 +94,16 @@ def _source(args: argparse.Namespace) -> Source:
     return Source(data=args.data, prompts=args.self_distill)
 
 
-def _report(args: argparse.Namespace, drafter: Path, found: dict[str, float]) -> None:
+def _report(args: argparse.Namespace, training: TrainingRun, found: dict[str, float]) -> None:
+    drafter = training.drafter
     if args.json:
         report: dict[str, Any] = {"kind": args.kind, "drafter": str(drafter), **found}
         print(json.dumps({name: _round(value) for name, value in report.items()}))
         return
     print(f"{drafter}: {found['acceptance_length']:.2f} tokens per step on held-out prompts")
+    name = training.decoding.name
     model = f" --model {args.target}" if args.target is not None else ""
-    print(f'forethought generate "..."{model} --speculative {args.kind} --draft-model {drafter}')
+    print(f'forethought generate "..."{model} --speculative {name} --draft-model {drafter}')
 
 
 def _round(value: Any) -> Any:

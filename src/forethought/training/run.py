@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from forethought.assets import reasoner_dir
+from forethought.decoding import DecodingBaseConfig
 from forethought.errors import ParameterError
 from forethought.training.corpus import DistillationSettings, self_distil
 from forethought.training.recipes.table import recipe
@@ -73,6 +74,11 @@ class TrainingRun:
     def drafter(self) -> Path:
         """Where the drafter is written."""
         return self._out / DRAFTER
+
+    @property
+    def decoding(self) -> DecodingBaseConfig:
+        """How to decode with the drafter."""
+        return self._recipe.decoding(self.drafter)
 
     def __call__(self, source: Source, held_out: int = 32) -> dict[str, float]:
         """Train to the end, from wherever an earlier run has got to.

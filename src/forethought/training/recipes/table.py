@@ -16,6 +16,7 @@ from forethought.training.text import Text
 from forethought.training.trainer import Recipe, TrainingSettings
 
 RECIPES = {
+    "draft-model": "forethought.training.recipes.draft_model:DraftModelRecipe",
     "eagle3": "forethought.training.recipes.eagle3:Eagle3Recipe",
     "medusa": "forethought.training.recipes.medusa:MedusaRecipe",
     "mtp": "forethought.training.recipes.mtp:MtpRecipe",

@@ -1,0 +1,25 @@
+"""Every recipe of the table can be chosen on the command line, and has what the loop needs."""
+
+import pytest
+
+from forethought.cli.train import KINDS
+from forethought.errors import UnknownNameError
+from forethought.training.recipes.table import RECIPES, recipe
+from forethought.training.trainer import TrainingSettings
+
+
+def test_the_command_offers_what_there_is():
+    assert set(KINDS) == set(RECIPES)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_has_settings_and_can_be_built_and_tried(name):
+    found = recipe(name)
+    assert issubclass(found.Settings, TrainingSettings)
+    assert callable(found.build)
+    assert callable(found.decoding)
+
+
+def test_an_unknown_recipe_is_refused_with_those_that_there_are():
+    with pytest.raises(UnknownNameError, match="Allowed: .*medusa"):
+        recipe("telepathy")
