@@ -21,5 +21,5 @@ def test_every_recipe_has_settings_and_can_be_built_and_tried(name):
 
 
 def test_an_unknown_recipe_is_refused_with_those_that_there_are():
-    with pytest.raises(UnknownNameError, match="Allowed: .*medusa"):
+    with pytest.raises(UnknownNameError, match=r"Allowed: .*medusa"):
         recipe("telepathy")
