@@ -15,6 +15,7 @@ from forethought.decoding import (
     DraftTargetDecodingConfig,
     NGramDecodingConfig,
     PearlDecodingConfig,
+    ReDrafterDecodingConfig,
     SuffixDecodingConfig,
 )
 from forethought.errors import UsageError
@@ -90,6 +91,7 @@ def test_an_empty_file_says_nothing(write):
         (["ngram", "--max-draft-len", 2], NGramDecodingConfig(max_draft_len=2)),
         (["suffix"], SuffixDecodingConfig()),
         (["pearl", "--draft-model", "d"], PearlDecodingConfig(speculative_model="d")),
+        (["redrafter", "--draft-model", "d"], ReDrafterDecodingConfig(speculative_model="d")),
         (["auto"], AutoDecodingConfig()),
         (
             ["draft_target", "--draft-model", "d"],

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engines import load
-from forethought.assets import reasoner_dir
+from forethought.assets import heads_dir, problems, reasoner_dir
 from forethought.decoding import ReDrafterDecodingConfig
 from forethought.model.taps import FINAL
 from forethought.params import SamplingParams
@@ -169,3 +169,20 @@ def test_the_recipe_is_found_by_its_name(tmp_path: Path) -> None:
     found = recipe("redrafter")
     assert found.Settings is ReDrafterSettings
     assert found.decoding(tmp_path) == ReDrafterDecodingConfig(speculative_model=tmp_path)
+
+
+def test_the_shipped_head_makes_more_than_2_8_tokens_per_step() -> None:
+    """Six shipped problems at temperature 0 in float32, up to 200 tokens of each."""
+    directory = heads_dir("redrafter")
+    assert sum(each.stat().st_size for each in directory.iterdir()) < 3_000_000
+    target = Teacher.load(reasoner_dir(), dtype="float32", device="cpu")
+    render, encode = target.tokenizer.render, target.tokenizer.encode_more
+    asked = [
+        encode(render([{"role": "user", "content": problem["question"]}]))
+        for problem in problems()[:6]
+    ]
+    params = [SamplingParams(temperature=0.0, max_tokens=200)] * 6
+    config = ReDrafterDecodingConfig(speculative_model=directory)
+    found = target.generate(asked, params, config)
+    assert found.token_ids == target.generate(asked, params).token_ids
+    assert (found.metrics.mean_acceptance_length or 0.0) > 2.8
