@@ -54,7 +54,7 @@ class Pairs:
     """Runs a head.
 
     Args:
-        head: over pages, in the target's dtype and on its device.
+        head: over pages, on the target's device.
         places: where the states that it reads are taken; see ``model.taps``.
         target: whose they are.
     """
@@ -65,7 +65,7 @@ class Pairs:
         self._most_tokens, self._device = target.max_num_tokens, lm.device
         self.features = Features(places, lm.hidden_size, pages)
         self._storage = KvStorage(
-            [head.shape], pages.num_pages, pages.page_size, pages.dtype, pages.device
+            [head.shape], pages.num_pages, pages.page_size, head.dtype, pages.device
         )
         self.entries = Companion(self._storage)
 

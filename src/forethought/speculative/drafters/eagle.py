@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from forethought.decoding import EagleDecodingConfig
 from forethought.errors import ModelError, ParameterError
 from forethought.kv.companion import Companion
@@ -87,8 +89,14 @@ def _growth(config: EagleDecodingConfig, target: Target) -> Growth:
 def _load(
     directory: Path, config: EagleDecodingConfig, lm: CausalLM
 ) -> tuple[PairHead, tuple[int, ...]]:
-    """The head over pages, and where the states are taken that it reads."""
-    if any("hidden_norm" in name for name in Checkpoint.read(directory).tensors):
+    """The head over pages, and where the states are taken that it reads.
+
+    It runs in float32 if its config says so, otherwise in the target's dtype.
+    """
+    stored = Checkpoint.read(directory)
+    said = stored.config.get("torch_dtype", stored.config.get("dtype"))
+    dtype = torch.float32 if said == "float32" else lm.dtype
+    if any("hidden_norm" in name for name in stored.tensors):
         third = Eagle3Head.load(directory)
         traits = third.traits
         _compare(directory, lm, vocab=third.config.vocab_size, hidden=traits.target_hidden_size)
@@ -101,7 +109,7 @@ def _load(
                 f"{len(places)} places are given: those entering layers {places}",
                 "Set eagle3_layers_to_capture to the layers that it was trained with",
             )
-        return Eagle3Network(third.to(lm.device, lm.dtype).requires_grad_(False), lm), places
+        return Eagle3Network(third.to(lm.device, dtype).requires_grad_(False), lm), places
     if config.eagle3_layers_to_capture is not None:
         raise ParameterError(
             "eagle3_layers_to_capture has no meaning for this head",
@@ -110,7 +118,7 @@ def _load(
         )
     first = EagleHead.load(directory)
     _compare(directory, lm, vocab=first.config.vocab_size, hidden=first.config.hidden_size)
-    return EagleNetwork(first.to(lm.device, lm.dtype).requires_grad_(False), lm), (FINAL,)
+    return EagleNetwork(first.to(lm.device, dtype).requires_grad_(False), lm), (FINAL,)
 
 
 def _places(config: EagleDecodingConfig, lm: CausalLM, default: tuple[int, ...]) -> tuple[int, ...]:

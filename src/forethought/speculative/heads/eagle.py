@@ -80,7 +80,7 @@ class EagleNetwork:
     """An :class:`EagleHead` over pages, in few operations; see ``heads.pair_head``.
 
     Args:
-        head: in the dtype and on the device of the target.
+        head: in the dtype that it is to run in, on the device of the target.
         lm: the target.
     """
 
@@ -90,18 +90,19 @@ class EagleNetwork:
         layer = head.layers[0]
         assert isinstance(layer, LlamaLayer)
         self._layer = DraftLayer(layer, head.config, lm.max_positions)
+        self.dtype: torch.dtype = head.fc.weight.dtype
         self.shape: LayerShape = self._layer.shape
         self.vocab_size: int = lm.vocab_size
         self.ids: Tensor | None = None
 
     def enter(self, features: Tensor) -> Tensor:
         """See ``PairHead``: the state is taken as it is."""
-        return features
+        return features.to(self.dtype)
 
     def __call__(self, states: Tensor, forward_pass: ForwardPass) -> Guess:
         """See ``PairHead``."""
         token_ids = forward_pass.batch.token_ids
         embedded = self._lm.embed(token_ids) if self._own is None else self._own(token_ids)
-        x = self._join(torch.cat([embedded, states], -1))
+        x = self._join(torch.cat([embedded.to(self.dtype), states], -1))
         following = self._layer(x, x, forward_pass)
-        return Guess(following, self._lm.unembed(following))
+        return Guess(following, self._lm.unembed(following.to(self._lm.dtype)))

@@ -163,13 +163,20 @@ class Eagle3Head(nn.Module):
             raise refused(directory, "d2t and t2d name different draft tokens")
         return head
 
-    def save(self, directory: Path, layout: Layout = "eagle3", verifier: str = "") -> None:
+    def save(
+        self,
+        directory: Path,
+        layout: Layout = "eagle3",
+        verifier: str = "",
+        runs_in: torch.dtype | None = None,
+    ) -> None:
         """Write it as :meth:`load` reads it, in the weights' dtype.
 
         Args:
             directory: created where needed.
             layout: of names and config.
             verifier: what the speculators layout calls the target.
+            runs_in: the dtype that its config asks for; None: the weights' own.
         """
         tensors = dict(self.state_dict())
         config = _authors_config(self)
@@ -179,6 +186,8 @@ class Eagle3Head(nn.Module):
                 name.replace("midlayer.", "layers.0.", 1): tensor
                 for name, tensor in tensors.items()
             }
+        if runs_in is not None:
+            config["torch_dtype"] = str(runs_in).removeprefix("torch.")
         Checkpoint(directory, config, tensors).write()
 
 
@@ -186,7 +195,7 @@ class Eagle3Network:
     """An :class:`Eagle3Head` over pages, in few operations; see ``heads.pair_head``.
 
     Args:
-        head: in the dtype and on the device of the target.
+        head: in the dtype that it is to run in, on the device of the target.
         lm: the target.
     """
 
@@ -201,19 +210,21 @@ class Eagle3Network:
         self._norm, self._logits = draft_norm(head.norm), projection(head.lm_head.weight)
         self._norm_before_residual = traits.norm_before_residual
         self._norm_output = traits.norm_output
+        self.dtype: torch.dtype = head.fc.weight.dtype
         self.shape: LayerShape = self._layer.shape
         self.vocab_size = traits.draft_vocab_size
         self.ids = None if self.vocab_size == lm.vocab_size else head.ids
 
     def enter(self, features: Tensor) -> Tensor:
         """See ``PairHead``."""
+        features = features.to(self.dtype)
         return self._fuse(features if self._enter_norm is None else self._enter_norm(features))
 
     def __call__(self, states: Tensor, forward_pass: ForwardPass) -> Guess:
         """See ``PairHead``."""
         token_ids = forward_pass.batch.token_ids
         embedded = self._lm.embed(token_ids) if self._own is None else self._own(token_ids)
-        normed = self._norms(torch.stack([embedded, states], 1))
+        normed = self._norms(torch.stack([embedded.to(self.dtype), states], 1))
         residual = normed[:, 1] if self._norm_before_residual else states
         x = self._layer(normed.flatten(1), residual, forward_pass)
         normed = self._norm(x)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from forethought.kv.storage import LayerShape
@@ -28,11 +29,13 @@ class PairHead(Protocol):
     """A head over pages.
 
     Attributes:
+        dtype: of its weights, states and entries; that of the target's may differ.
         shape: what its one attention layer stores per pair.
         vocab_size: D, tokens that it knows.
         ids: int64 ``[D]``, the target's id of each; None: all there are.
     """
 
+    dtype: torch.dtype
     shape: LayerShape
     vocab_size: int
     ids: Tensor | None

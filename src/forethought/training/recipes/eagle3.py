@@ -57,6 +57,9 @@ class Eagle3Settings(TrainingSettings):
     layout: Layout = "eagle3"
     """Of the directory that is written."""
     export_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Of the weights that are written."""
+    runs_in_float32: bool = False
+    """Whatever their dtype and the target's: small heads are faster so on a CPU."""
 
 
 class Eagle3Recipe:
@@ -162,7 +165,9 @@ class Eagle3Recipe:
         dtype = getattr(torch, self._settings.export_dtype)
         written = Eagle3Head(self._head.config, self._head.traits)
         written.load_state_dict(self._head.state_dict())
-        written.to(dtype).save(directory, self._settings.layout, str(self._teacher.directory))
+        runs_in = torch.float32 if self._settings.runs_in_float32 else None
+        target = str(self._teacher.directory)
+        written.to(dtype).save(directory, self._settings.layout, target, runs_in)
 
 
 class Restricted:
