@@ -6,12 +6,14 @@ nothing about what is learned from them.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import Field
 
+from forethought.errors import ParameterError
 from forethought.params import SamplingParams
 from forethought.strict_model import StrictModel
 from forethought.training.teacher import Teacher
@@ -36,12 +38,12 @@ class DistillationSettings(StrictModel):
 def self_distil(
     teacher: Teacher, prompts: Sequence[list[int]], path: Path, settings: DistillationSettings
 ) -> list[Text]:
-    """Have every prompt answered, as far as ``path`` does not hold the answers already."""
-    done = 0
-    if path.exists():
-        done = len(path.read_text(encoding="utf-8").splitlines()) // PART * PART
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)[:done]
-        path.write_text("".join(lines), encoding="utf-8")
+    """Have every prompt answered, as far as ``path`` does not hold the answers already.
+
+    Raises:
+        ParameterError: it holds answers to other prompts.
+    """
+    done = _resume(prompts, path) if path.exists() else 0
     while done < len(prompts):
         part = prompts[done : done + PART]
         answers = teacher.generate(part, [_params(settings, done + n) for n in range(len(part))])
@@ -50,6 +52,23 @@ def self_distil(
         done += len(part)
         logger.info("%d of %d prompts answered", done, len(prompts))
     return load_texts(path, teacher.tokenizer, teacher.lm.max_positions)
+
+
+def _resume(prompts: Sequence[list[int]], path: Path) -> int:
+    """How many prompts are answered; a part that was not finished is taken back."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    if len(lines) < len(prompts):
+        lines = lines[: len(lines) // PART * PART]
+        path.write_text("".join(lines), encoding="utf-8")
+    for prompt, line in zip(prompts, lines, strict=False):
+        record = json.loads(line)
+        if record["token_ids"][: record["prompt_length"]] != prompt:
+            raise ParameterError(
+                f"the texts in {path} are answers to other prompts",
+                "a run in the same directory had others",
+                "Give the same prompts, or another directory",
+            )
+    return len(lines)
 
 
 def _params(settings: DistillationSettings, number: int) -> SamplingParams:
