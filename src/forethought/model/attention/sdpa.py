@@ -15,8 +15,8 @@ computed explicitly in float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -34,17 +34,27 @@ FEWEST_IN_GROUP = 4
 GROUP_BYTES = 4 * 2**20
 MOST_QUERIES = 32
 """New tokens that a row of a group may have; a row with more is a piece."""
+EXACT_QUERIES, EXACT_UP_TO = 16, 512
+"""torch's CPU kernel rounds a query's result by how many queries it is given at once, but not up to
+16 of them, nor by how many keys, if these are a multiple of 16 (masked ones count). So whole pages
+are attended, and prefills in parts of 16 tokens: in bf16 and fp16 a token's keys and values are
+then the same in any company, with pages of 16 tokens. In longer prefills it would cost too much."""
 FOLDED_FROM = 2048
 """Heads times stored tokens from which a piece of few queries is faster with its heads folded."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A decode row, packed token ``token``, that sees the ``length`` slots from ``first`` on."""
+    """A decode row, packed token ``token``, that attends over ``length`` slots from ``first`` on.
+
+    Attributes:
+        mask: additive, ``[1, length]`` in the cache's dtype: the slots are those of whole pages.
+    """
 
     token: int
     first: int
     length: int
+    mask: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +122,14 @@ class SdpaAttention:
 
     def plan(self, batch: Batch, storage: KvStorage, window: int | None) -> SdpaPlan:
         """Choose for every row how it attends, and build its masks and indices."""
-        fitting = [span for span in batch.spans if span.length <= MOST_QUERIES]
+        spans = [part for span in batch.spans for part in _parts(span, storage)]
+        fitting = [span for span in spans if span.length <= MOST_QUERIES]
         alone = self._alone(fitting, window, storage)
         grouped = [span for span in fitting if span.start not in alone]
-        others = [s for s in batch.spans if s.start in alone or s.length > MOST_QUERIES]
+        others = [s for s in spans if s.start in alone or s.length > MOST_QUERIES]
         return SdpaPlan(
             page_size=storage.page_size,
-            views=[_view(span, window) for span in others if _is_viewed(span)],
+            views=[_view(span, window, storage) for span in others if _is_viewed(span)],
             groups=[_group(spans, window, storage) for spans in _alike(grouped, window, storage)],
             pieces=[_piece(span, window, storage) for span in others if not _is_viewed(span)],
         )
@@ -177,7 +188,7 @@ def _attend_views(
             folded[row],
             k.narrow(2, view.first, view.length),
             v.narrow(2, view.first, view.length),
-            None,
+            view.mask,
             scoring,
         )
         for row, view in enumerate(views)
@@ -273,24 +284,45 @@ def _is_viewed(span: Span) -> bool:
     return _sees_all(span) and span.first_slot is not None
 
 
-def _view(span: Span, window: int | None) -> View:
+def _view(span: Span, window: int | None, storage: KvStorage) -> View:
     assert span.first_slot is not None
-    skipped = _skipped(span, window)
-    return View(span.start, span.first_slot + skipped, span.kv_length - skipped)
+    skipped = _whole_pages_skipped(span, window, storage)
+    length = len(span.pages) * storage.page_size - skipped
+    bounds = torch.tensor(_seen(span, window, skipped, 1), device=storage.device)
+    mask = _additive(_between(bounds, length), storage.dtype)
+    return View(span.start, span.first_slot + skipped, length, mask)
 
 
 def _piece(span: Span, window: int | None, storage: KvStorage) -> Piece:
-    skipped = _skipped(span, window)
-    length = span.kv_length - skipped
+    skipped = _whole_pages_skipped(span, window, storage)
+    length = len(span.pages) * storage.page_size - skipped
     mask = None
     fits = window is None or span.kv_length <= window
-    if span.tree is not None or span.kv_length > span.length or not fits:
+    if span.tree is not None or span.kv_length > span.length or span.seen_from or not fits:
         mask = _mask(span, window, storage)[:, skipped:]
+        mask = F.pad(mask, (0, length - mask.shape[1]), value=float("-inf"))
     if span.first_slot is not None:
         return Piece(span.start, span.stop, None, span.first_slot + skipped, length, mask)
-    first_page, first = divmod(skipped, storage.page_size)
-    pages = torch.tensor(span.pages[first_page:], device=storage.device)
-    return Piece(span.start, span.stop, pages, first, length, mask)
+    pages = torch.tensor(span.pages[skipped // storage.page_size :], device=storage.device)
+    return Piece(span.start, span.stop, pages, 0, length, mask)
+
+
+def _whole_pages_skipped(span: Span, window: int | None, storage: KvStorage) -> int:
+    """Tokens of the first pages that none of the row's new tokens sees."""
+    return _skipped(span, window) // storage.page_size * storage.page_size
+
+
+def _parts(span: Span, storage: KvStorage) -> Iterator[Span]:
+    """The span, or on a CPU in 16 bits a prefill in parts, for ``EXACT_QUERIES``' sake."""
+    wide = storage.device.type != "cpu" or storage.dtype.itemsize != 2
+    if wide or span.tree is not None or span.kv_length > EXACT_UP_TO:
+        yield span
+        return
+    for start in range(span.start, span.stop, EXACT_QUERIES):
+        stop = min(start + EXACT_QUERIES, span.stop)
+        kv_length = span.kv_length - (span.stop - stop)
+        pages = span.pages[: -(-kv_length // storage.page_size)]
+        yield replace(span, start=start, stop=stop, kv_length=kv_length, pages=pages)
 
 
 def _mask(span: Span, window: int | None, storage: KvStorage) -> Tensor:
@@ -300,6 +332,7 @@ def _mask(span: Span, window: int | None, storage: KvStorage) -> Tensor:
         tree = torch.ones(size, size, dtype=torch.bool, device=device).tril_()
     prefix = span.kv_length - tree.shape[1]
     seen = torch.cat([tree.new_ones(size, prefix), tree], 1)
+    seen[:, : span.seen_from] = False
     seen[:, : span.seen_from] = False
     if window is not None:
         assert tree.shape[1] == size, "what is stored of a tree has no positions here"
@@ -335,20 +368,18 @@ def _group(spans: Sequence[Span], window: int | None, storage: KvStorage) -> Gro
     bounds: list[list[tuple[int, int]]] = []  # for each new token, which of the tokens are seen
     tokens: list[int] = []
     for span in spans:
-        first_page = _skipped(span, window) // page_size
-        pages.append(span.pages[first_page:])
-        bounds.append(_seen(span, window, first_page * page_size, size))
+        skipped = _whole_pages_skipped(span, window, storage)
+        pages.append(span.pages[skipped // page_size :])
+        bounds.append(_seen(span, window, skipped, size))
         tokens += range(span.start, span.stop)
         tokens += [span.stop - 1] * (size - span.length)
     most = max(map(len, pages))
     # A shorter row is filled up with its own last page, which the mask hides.
     filled = [row + row[-1:] * (most - len(row)) for row in pages]
-    low, high = torch.tensor(bounds, device=device)[..., None].unbind(2)  # [B, n, 1] each
-    offsets = torch.arange(most * page_size, device=device)
-    seen = (offsets >= low) & (offsets < high)
+    seen = _between(torch.tensor(bounds, device=device), most * page_size)
     for row, span in enumerate(spans):
         if not _is_chain(span):
-            skipped = _skipped(span, window) // page_size * page_size
+            skipped = _whole_pages_skipped(span, window, storage)
             mask = _mask(span, window, storage)[:, skipped:] == 0
             seen[row, : span.length] = False
             seen[row, : span.length, : mask.shape[1]] = mask
@@ -377,6 +408,13 @@ def _seen(span: Span, window: int | None, skipped: int, size: int) -> list[tuple
         start = span.seen_from if window is None else max(span.seen_from, stop - window)
         seen.append((start - skipped, stop - skipped))
     return seen
+
+
+def _between(bounds: Tensor, length: int) -> Tensor:
+    """bool ``[..., length]``: which places lie within ``bounds`` ``[..., 2]``, ends exclusive."""
+    low, high = bounds[..., None].unbind(-2)
+    places = torch.arange(length, device=bounds.device)
+    return (places >= low) & (places < high)
 
 
 def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,6 +10,7 @@ so every rope scaling stays right. The layer loop has no Python that depends on 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,7 @@ from forethought.model.fused.norm import Norm
 from forethought.model.fused.projection import Gate, Projection, gate, projection
 from forethought.model.taps import FINAL
 
+STEADY_WIDTH = 1024
 # Exactly these classes: a subclass or a look-alike may compute something else.
 FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 
@@ -62,6 +64,7 @@ class FusedNetwork:
         model, config = module.model, module.config
         attention = model.layers[0].self_attn
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.steady = is_steady(config)
         self.head_dim, self.scoring = attention.head_dim, Scoring(attention.scaling)
         self.embedding = model.embed_tokens.weight
         self.rotary = _rotary_table(model.rotary_emb, max_positions, self.embedding)
@@ -69,8 +72,8 @@ class FusedNetwork:
         for index in range(len(model.layers)):
             self.layers.append(self._take_over(model.layers[index]))
             model.layers[index] = nn.Identity()  # frees the layer's own weights
-        self.norm = _norm(model.norm)
-        self.head = projection(module.lm_head.weight, module.lm_head.bias)
+        self.norm = self._norm(model.norm)
+        self.head = projection(module.lm_head.weight, module.lm_head.bias, steady=self.steady)
         del module.lm_head
 
     def __call__(self, batch: Batch, forward_pass: ForwardPass) -> Tensor:
@@ -132,6 +135,9 @@ class FusedNetwork:
         q, k = qk.split_with_sizes([self.heads, self.kv_heads], 1)
         return forward_pass.attend(index, q, k, v, self.scoring).view(tokens, -1)
 
+    def _norm(self, norm: nn.Module) -> Norm:
+        return Norm(norm.weight, norm.variance_epsilon, steady=self.steady)
+
     def _take_over(self, layer: nn.Module) -> Layer:
         attention, feed = layer.self_attn, layer.mlp
         head_norm = None
@@ -144,15 +150,18 @@ class FusedNetwork:
                     ]
                 ),
                 attention.q_norm.variance_epsilon,
+                steady=self.steady,
             )
         return Layer(
-            attention_norm=_norm(layer.input_layernorm),
+            attention_norm=self._norm(layer.input_layernorm),
             head_norm=head_norm,
-            qkv=projection(*_merged(attention.q_proj, attention.k_proj, attention.v_proj)),
-            out=projection(attention.o_proj.weight, attention.o_proj.bias),
-            feed_norm=_norm(layer.post_attention_layernorm),
-            gate=gate(*_merged(feed.gate_proj, feed.up_proj)),
-            down=projection(feed.down_proj.weight, feed.down_proj.bias),
+            qkv=projection(
+                *_merged(attention.q_proj, attention.k_proj, attention.v_proj), steady=self.steady
+            ),
+            out=projection(attention.o_proj.weight, attention.o_proj.bias, steady=self.steady),
+            feed_norm=self._norm(layer.post_attention_layernorm),
+            gate=gate(*_merged(feed.gate_proj, feed.up_proj), steady=self.steady),
+            down=projection(feed.down_proj.weight, feed.down_proj.bias, steady=self.steady),
         )
 
 
@@ -167,8 +176,16 @@ def is_fusable(module: PreTrainedModel) -> bool:
     )
 
 
-def _norm(norm: nn.Module) -> Norm:
-    return Norm(norm.weight, norm.variance_epsilon)
+def is_steady(config: Any) -> bool:
+    """Whether a model is so small that rounding a token the same in any company costs little.
+
+    Then prefix hits, batches and drafts change no token even in bf16 and fp16 on a CPU, as long as
+    attention keeps to its side of it (``sdpa.EXACT_QUERIES``).
+    """
+    attention = config.num_attention_heads * (
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
+    return bool(max(config.hidden_size, config.intermediate_size, attention) <= STEADY_WIDTH)
 
 
 def _merged(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:

@@ -15,10 +15,11 @@ class Norm:
     Args:
         weight: ``[..., width]``, broadcast over tokens.
         eps: added to the mean square.
+        steady: round a token the same in any company: one way for all sizes, if not the fastest.
     """
 
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        self.weight, self.eps = weight, eps
+    def __init__(self, weight: Tensor, eps: float, *, steady: bool = False) -> None:
+        self.weight, self.eps, self.steady = weight, eps, steady
         self.signs = torch.tensor([[1.0], [-1.0]], dtype=weight.dtype, device=weight.device)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -26,7 +27,8 @@ class Norm:
         if x.device.type != "cpu":
             return self.plain(x)
         # torch's own RMS norm is a dozen operations on a CPU.
-        return self.through_layer_norm(x) if x.numel() <= SMALL else self.in_float32(x)
+        few = self.steady or x.numel() <= SMALL
+        return self.through_layer_norm(x) if few else self.in_float32(x)
 
     def plain(self, x: Tensor) -> Tensor:
         """One kernel on CUDA."""

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+STEADY_TERMS, STEADY_ROWS = 512, 32  # up to either, oneDNN sums a row in one way
 LARGE_GATE = 2**20  # elements of the merged weight from which two fused products beat one
 
 
@@ -63,6 +64,29 @@ class PackedProjection:
         return result
 
 
+class SteadyProjection:
+    """A packed product in parts of rows so few that oneDNN rounds each row the same in any company.
+
+    It splits long sums differently for more rows.
+    """
+
+    def __init__(self, packed: PackedProjection) -> None:
+        self.packed = packed
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See :class:`Projection`."""
+        if x.shape[0] <= STEADY_ROWS:
+            return self.packed(x)
+        return torch.cat([self.packed(part) for part in x.split(STEADY_ROWS)])
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        """See :class:`Projection`."""
+        if x.shape[0] <= STEADY_ROWS:
+            return self.packed.plus(x, other)
+        parts = zip(x.split(STEADY_ROWS), other.split(STEADY_ROWS), strict=True)
+        return torch.cat([self.packed.plus(*part) for part in parts])
+
+
 class Gate(Protocol):
     """``silu(x G^T) * (x U^T)`` for fixed G and U, biases included where there are any."""
 
@@ -101,17 +125,26 @@ class PackedGate:
         return result
 
 
-def projection(weight: Tensor, bias: Tensor | None = None) -> Projection:
-    """The product with weight ``[out, in]`` and bias ``[out]``, packed where that is faster."""
-    return PackedProjection(weight, bias) if _packs(weight) else PlainProjection(weight, bias)
+def projection(weight: Tensor, bias: Tensor | None = None, *, steady: bool = False) -> Projection:
+    """The product with weight ``[out, in]`` and bias ``[out]``, packed where that is faster.
+
+    Args:
+        weight: of any layout.
+        bias: None for none.
+        steady: round a row the same in any company, at the cost of further calls.
+    """
+    if not _packs(weight):
+        return PlainProjection(weight, bias)
+    packed = PackedProjection(weight, bias)
+    return SteadyProjection(packed) if steady and weight.shape[1] > STEADY_TERMS else packed
 
 
-def gate(weight: Tensor, bias: Tensor | None = None) -> Gate:
-    """The gate whose G and U are the halves of weight ``[2 * out, in]``."""
+def gate(weight: Tensor, bias: Tensor | None = None, *, steady: bool = False) -> Gate:
+    """The gate whose G and U are the halves of weight ``[2 * out, in]``; see ``projection``."""
     # A further call costs more than a small activation does.
-    if _packs(weight) and weight.numel() >= LARGE_GATE:
+    if _packs(weight) and weight.numel() >= LARGE_GATE and not steady:
         return PackedGate(weight, bias)
-    return MergedGate(projection(weight, bias))
+    return MergedGate(projection(weight, bias, steady=steady))
 
 
 def _packs(weight: Tensor) -> bool:
