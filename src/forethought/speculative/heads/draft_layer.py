@@ -25,6 +25,15 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 rotated yet -> what each query has read, ``[..., heads, head_dim]``."""
 
 
+class Linear(nn.Linear):
+    """A product whose weights follow the dtype of its input: no activation is converted."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x ``[..., in]`` -> ``[..., out]`` in the same dtype."""
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), bias)
+
+
 class Attention(nn.Module):
     """The four projections; how to attend is an argument.
 
@@ -38,10 +47,10 @@ class Attention(nn.Module):
         self.head_dim, bias = head_dim(config), config.attention_bias
         queries = config.num_attention_heads * self.head_dim
         keys = config.num_key_value_heads * self.head_dim
-        self.q_proj = nn.Linear(width, queries, bias=bias)
-        self.k_proj = nn.Linear(width, keys, bias=bias)
-        self.v_proj = nn.Linear(width, keys, bias=bias)
-        self.o_proj = nn.Linear(queries, config.hidden_size, bias=bias)
+        self.q_proj = Linear(width, queries, bias=bias)
+        self.k_proj = Linear(width, keys, bias=bias)
+        self.v_proj = Linear(width, keys, bias=bias)
+        self.o_proj = Linear(queries, config.hidden_size, bias=bias)
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
         """x ``[..., width]`` -> ``[..., hidden]``."""
@@ -56,9 +65,9 @@ class FeedForward(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_proj = nn.Linear(hidden, inner, bias=bias)
-        self.up_proj = nn.Linear(hidden, inner, bias=bias)
-        self.down_proj = nn.Linear(inner, hidden, bias=bias)
+        self.gate_proj = Linear(hidden, inner, bias=bias)
+        self.up_proj = Linear(hidden, inner, bias=bias)
+        self.down_proj = Linear(inner, hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """x ``[..., hidden]`` -> the same shape."""
@@ -66,7 +75,7 @@ class FeedForward(nn.Module):
 
 
 class RmsNorm(nn.RMSNorm):
-    """RMSNorm whose weight follows the dtype of its input, as autocast does for products."""
+    """RMSNorm whose weight follows the dtype of its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x ``[..., width]`` -> the same shape and dtype."""

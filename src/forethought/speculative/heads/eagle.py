@@ -21,7 +21,7 @@ from forethought.model.attention.base import ForwardPass
 from forethought.model.causal_lm import CausalLM
 from forethought.model.fused.projection import projection
 from forethought.speculative.heads.checkpoint import Checkpoint
-from forethought.speculative.heads.draft_layer import Attend, DraftLayer, LlamaLayer
+from forethought.speculative.heads.draft_layer import Attend, DraftLayer, Linear, LlamaLayer
 from forethought.speculative.heads.llama_config import layer_fields, llama_config
 from forethought.speculative.heads.pair_head import Guess
 
@@ -41,7 +41,7 @@ class EagleHead(nn.Module):
         if own_embedding:
             self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
         self.own_embedding = own_embedding
-        self.fc = nn.Linear(2 * hidden, hidden, bias=bias)
+        self.fc = Linear(2 * hidden, hidden, bias=bias)
         self.layers = nn.ModuleList([LlamaLayer(config, hidden)])
 
     def forward(self, embedded: Tensor, states: Tensor, attend: Attend) -> Tensor:

@@ -27,6 +27,7 @@ from forethought.speculative.heads.checkpoint import Checkpoint, refused
 from forethought.speculative.heads.draft_layer import (
     Attend,
     DraftLayer,
+    Linear,
     LlamaLayer,
     RmsNorm,
     draft_norm,
@@ -97,10 +98,10 @@ class Eagle3Head(nn.Module):
             self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
         if traits.norm_before_fc:
             self.input_norm = RmsNorm(wide, eps=eps)
-        self.fc = nn.Linear(wide, hidden, bias=False)
+        self.fc = Linear(wide, hidden, bias=False)
         self.midlayer = Eagle3Layer(config)
         self.norm = RmsNorm(hidden, eps=eps)
-        self.lm_head = nn.Linear(hidden, traits.draft_vocab_size, bias=False)
+        self.lm_head = Linear(hidden, traits.draft_vocab_size, bias=False)
         self.d2t: Tensor
         self.t2d: Tensor
         self.register_buffer("d2t", torch.zeros(traits.draft_vocab_size, dtype=torch.int64))

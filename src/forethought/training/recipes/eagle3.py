@@ -121,26 +121,36 @@ class Eagle3Recipe:
 
     def loss(self, batch: Lesson) -> Tensor:
         """Cross entropy in nats, summed over the steps with their weights."""
-        loss = self._head.fc.weight.new_zeros(())
-        for step, (pairs, logits) in enumerate(self.guesses(batch)):
-            read = pairs + 1 + step
-            law = restricted(_at(batch.choices, read), _at(batch.probs, read), self._rows)
-            learned = _at(batch.taught, read + 1) & law.known
-            weight = self._settings.step_decay**step
-            loss = loss + weight * soft_cross_entropy(logits, law, learned)
+        loss, device = self._head.fc.weight.new_zeros(()), self._rows.device.type
+        # All in one dtype: to convert what goes in and out of a product takes longer than it does.
+        mixed = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if mixed else torch.float32
+        with torch.autocast(device, enabled=False):
+            for step, (pairs, logits) in enumerate(self.guesses(batch, dtype)):
+                read = pairs + 1 + step
+                law = restricted(_at(batch.choices, read), _at(batch.probs, read), self._rows)
+                learned = _at(batch.taught, read + 1) & law.known
+                weight = self._settings.step_decay**step
+                loss = loss + weight * soft_cross_entropy(logits, law, learned)
         return loss
 
-    def guesses(self, batch: Lesson) -> Iterator[tuple[Tensor, Tensor]]:
+    def guesses(
+        self, batch: Lesson, dtype: torch.dtype = torch.float32
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """What the head guesses in each step.
 
         Pair t of a text is state t and token t + 1. In step i its successor reads token t + 1 + i,
         and guesses the one behind it.
 
+        Args:
+            batch: texts.
+            dtype: of the computation.
+
         Yields:
             Which pairs t, int64 ``[S]``, and the logits ``[R, S, draft_vocab_size]``.
         """
         features = torch.cat([batch.states[place] for place in self._places], -1)
-        states = self._head.fuse(features[:, :-2].float())
+        states = self._head.fuse(features[:, :-2].to(dtype))
         pairs = torch.arange(states.shape[1], device=states.device)
         attention = UnrolledAttention(self._rotary)
         for step in range(self._settings.unrolled):
@@ -148,7 +158,7 @@ class Eagle3Recipe:
                 pairs, states = self._sample(batch, pairs, states)
             embedded = self._teacher.lm.embed(_at(batch.tokens, pairs + 1 + step))
             attend = partial(attention, pairs)
-            states, logits = self._head(embedded.to(states.dtype), states, attend)
+            states, logits = self._head(embedded.to(dtype), states, attend)
             yield pairs, logits
 
     def _sample(self, batch: Lesson, pairs: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
