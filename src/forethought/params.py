@@ -95,7 +95,7 @@ class SamplingParams(_Given):
     ``max_tokens``             most new tokens; None: up to the end of the context
     ``min_tokens``             end-of-sequence and stop tokens cannot be drawn before this many
     ``n``                      samples of the one prompt; the prompt is prefilled once
-    ``seed``                   same seed, same tokens, in any company (float32); None: fresh
+    ``seed``                   same seed, same tokens, in any company (see below); None: fresh
     ``temperature``            0 is greedy
     ``top_k`` ``top_p``        keep the k likeliest; the smallest set of mass p (off: 0, 1.0)
     ``min_p``                  keep tokens with this fraction of the likeliest one's probability
@@ -115,9 +115,9 @@ class SamplingParams(_Given):
     ``guided_decoding``        ``GuidedDecodingParams``, or a dictionary: the shape of the output
     =========================  =====================================================================
 
-    A seed holds in any company in float32 only. In bfloat16 and float16 the logits of a request are
-    rounded differently with what else is in its step, and where two tokens are nearly as likely the
-    same seed may draw another one. Build the model with ``dtype="float32"`` to be exact.
+    A seed holds in any company in float32, and for small models on a CPU in bfloat16 and float16 as
+    well. Elsewhere logits are rounded differently with what else is in the step, and where two
+    tokens are nearly as likely the same seed may draw another one; see docs/models.md, Seeds.
 
     Attributes:
         given: names of the fields that were given, be it with their defaults. Where layers merge,

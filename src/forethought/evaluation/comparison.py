@@ -21,7 +21,7 @@ from forethought.evaluation.runner import Runner
 
 RACE_PROBLEMS = 12
 """Problems of a race: enough for a figure, few enough for a demo."""
-RACE_NOTE = "in bf16 a draft may tip a tie between tokens, in float32 every token stays the same"
+RACE_NOTE = "drafts change no token, only the time"
 
 
 @dataclass(frozen=True, slots=True)
