@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
+from operator import index
 
 from forethought.engine.passing import Outcome
 from forethought.engine.scheduler import Plan, PlannedRow
@@ -19,7 +20,7 @@ from forethought.engine.sequence import Sequence
 from forethought.engine.stats import EngineStats
 from forethought.kv.companion import Companion
 from forethought.speculative.check import checked
-from forethought.speculative.draft import NO_DRAFT
+from forethought.speculative.draft import NO_DRAFT, Draft
 from forethought.speculative.drafter import (
     Drafter,
     DraftRequest,
@@ -55,8 +56,12 @@ class _Part:
     request: DraftRequest
     depths: dict[Equipped, int] = field(default_factory=dict)
     """Whom to ask, in order, and the most depth of the answer."""
+    nodes: dict[Equipped, int] = field(default_factory=dict)
+    """And the most tokens of it."""
     asked: list[Equipped] = field(default_factory=list)
     """Who was asked; the draft, if there is one, is the last one's."""
+    draft: Draft = NO_DRAFT
+    """What was proposed, checked. The request's own is in the drafter's hands."""
 
 
 class Speculation:
@@ -92,10 +97,12 @@ class Speculation:
             requests = [r for s in sequences if (r := self._request(equipped, s)) is not None]
             depths = equipped.policy.lengths(requests, len(sequences)) if requests else []
             for request, depth in zip(requests, depths, strict=True):
-                if depth > 0:
+                depth = min(depth, request.max_draft_len)
+                if depth > 0 and (nodes := self._nodes(equipped, request, depth)) > 0:
                     part = self._parts.setdefault(request.request_id, _Part(request))
-                    part.depths[equipped] = min(depth, request.max_draft_len)
-        return [self._nodes(self._parts.get(sequence.id)) for sequence in sequences]
+                    part.depths[equipped], part.nodes[equipped] = depth, nodes
+        parts = [self._parts.get(sequence.id) for sequence in sequences]
+        return [max(part.nodes.values()) if part else 0 for part in parts]
 
     def draft(self, plan: Plan) -> None:
         """Fill the rows' drafts; each row keeps no more room than its draft needs."""
@@ -105,7 +112,7 @@ class Speculation:
             self._ask(equipped, rows)
         for number, row in rows.items():
             part = self._parts[number]
-            row.draft = part.request.draft
+            row.draft = part.draft
             rule = part.asked[-1].rule if len(row.draft) else None
             if rule is not None and rule.bends(row.sequence.params):
                 row.rule = rule
@@ -160,43 +167,48 @@ class Speculation:
         self._held[key] = needed
         return True
 
-    @staticmethod
-    def _nodes(part: _Part | None) -> int:
-        if part is None:
+    def _nodes(self, equipped: Equipped, request: DraftRequest, depth: int) -> int:
+        """Most tokens of a draft of ``depth`` levels; 0 if the drafter cannot say."""
+        try:
+            return index(equipped.drafter.nodes(depth))
+        except Exception:
+            self._lose(equipped, [request], "it does not say how large its drafts are")
             return 0
-        return max(equipped.drafter.nodes(depth) for equipped, depth in part.depths.items())
 
     def _ask(self, equipped: Equipped, rows: dict[int, PlannedRow]) -> None:
         """Let one drafter propose for those who may ask it and have nothing yet."""
-        asking: list[DraftRequest] = []
+        asking: list[_Part] = []
         for number, row in rows.items():
             part = self._parts[number]
-            if equipped not in part.depths or len(part.request.draft):
+            if equipped not in part.depths or len(part.draft):
                 continue
-            depth, request = part.depths[equipped], part.request
-            request.table, request.max_draft_len = row.sequence.table, depth
-            request.max_nodes = min(row.nodes, equipped.drafter.nodes(depth))
+            part.request.table = row.sequence.table
+            part.nodes[equipped] = min(row.nodes, part.nodes[equipped])
             part.asked.append(equipped)
-            asking.append(request)
+            asking.append(part)
         if asking and not self._prepare(equipped, asking):
-            for request in asking:  # one by one: who fails alone loses its speculation
-                if not self._prepare(equipped, [request]):
-                    self._lost.add((equipped, request.request_id))
+            for part in asking:  # one by one: who fails alone loses its speculation
+                if not self._prepare(equipped, [part]):
+                    self._lost.add((equipped, part.request.request_id))
 
-    def _prepare(self, equipped: Equipped, requests: list[DraftRequest]) -> bool:
+    def _prepare(self, equipped: Equipped, parts: list[_Part]) -> bool:
         """Whether the drafter came through; if not, nothing is proposed."""
-        manager, batch = equipped.resource_manager, ScheduledRequests(requests)
+        manager = equipped.resource_manager
+        batch = ScheduledRequests([part.request for part in parts])
+        for part in parts:
+            _limit(part, equipped)
         try:
             if manager is not None:
                 manager.prepare_resources(batch)
             equipped.drafter.prepare_draft_tokens(batch, manager)
-            for request in requests:
-                request.draft = checked(request, self._vocab_size)
+            for part in parts:
+                _limit(part, equipped)  # whatever the drafter has made of it
+                part.draft = part.request.draft = checked(part.request, self._vocab_size)
         except Exception:
             log.warning("drafter %r failed", equipped.name, exc_info=True)
             self._stats.draft_failures += 1
-            for request in requests:
-                request.draft = NO_DRAFT
+            for part in parts:
+                part.draft = part.request.draft = NO_DRAFT
             return False
         return True
 
@@ -223,10 +235,10 @@ class Speculation:
             equipped.policy.observe(
                 StepRecord(
                     requests=[
-                        (part.request.request_id, part.request.draft.depth, accepted[number])
+                        (part.request.request_id, part.draft.depth, accepted[number])
                         for part in parts
                         if part.asked[-1] is equipped
-                        and len(part.request.draft)
+                        and len(part.draft)
                         and (number := part.request.request_id) in accepted
                     ],
                     batch_size=len(plan.rows),
@@ -277,3 +289,9 @@ class Speculation:
         except Exception:
             log.warning("drafter %r failed at the end", equipped.name, exc_info=True)
             self._stats.draft_failures += 1
+
+
+def _limit(part: _Part, equipped: Equipped) -> None:
+    """Tell the request how far this drafter's answer may go."""
+    part.request.max_draft_len = part.depths[equipped]
+    part.request.max_nodes = part.nodes[equipped]

@@ -63,7 +63,7 @@ class DraftRequest:
 
     @py_draft_tokens.setter
     def py_draft_tokens(self, tokens: Sequence[int] | None) -> None:
-        self.draft = Draft(list(tokens or ()))
+        self.draft = Draft(() if tokens is None else list(tokens))
 
     @property
     def py_request_id(self) -> int:
