@@ -131,7 +131,7 @@ class CausalLM:
         return self.network.embed(token_ids)
 
     def unembed(self, states: Tensor) -> Tensor:
-        """States behind the final norm ``[T, hidden]`` -> logits ``[T, vocab]`` in the model's dtype.
+        """States behind the final norm ``[T, hidden]`` -> logits ``[T, vocab]`` in their dtype.
 
         The output projection alone: what some models do to logits afterwards is left out.
         """
