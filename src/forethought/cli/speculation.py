@@ -16,7 +16,7 @@ DRAFTERS = ("ngram", "suffix", *_WITH_MODEL, *_WITH_HEADS, "auto")
 """What can be chosen without a file; each is also a ``decoding_type``."""
 _IN_TARGET = ("mtp",)
 """Those whose heads may lie in the directory of the model that they draft for."""
-_DRAFT_LENS = {"draft_target": 4, "eagle3": 5, "mtp": 4, "pearl": 4}
+_DRAFT_LENS = {"draft_target": 4, "eagle3": 5, "mtp": 6, "pearl": 4}
 """Levels of drafts unless said otherwise; the other ways have defaults."""
 
 
