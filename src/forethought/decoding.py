@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import pydantic
 from pydantic import AliasChoices, BeforeValidator, Field
 
-from forethought.errors import ParameterError, UnknownNameError
+from forethought.errors import ParameterError, UnknownNameError, UsageError
 from forethought.registry import Registry
 from forethought.strict_model import StrictModel
 
@@ -253,6 +253,9 @@ class DraftTargetDecodingConfig(DecodingBaseConfig):
         """With a tree, its depth and size are the lengths; others beside it are refused."""
         if self.draft_choices is not None:
             self._settle_tree("draft_choices", self.draft_choices)
+        elif self.max_total_draft_tokens > self.max_draft_len > 0:
+            reason = "without draft_choices a draft is a chain"
+            raise self._refuse("max_total_draft_tokens", self.max_total_draft_tokens, reason)
         super()._settle_lengths()
 
 
@@ -535,7 +538,12 @@ class UserProvidedDecodingConfig(DecodingBaseConfig):
     @classmethod
     def _load(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
         kind = str(info.field_name)
-        made = Registry(kind, {}).create(value) if isinstance(value, str | type) else value
+        try:
+            made = Registry(kind, {}).create(value) if isinstance(value, str | type) else value
+        except UsageError:
+            raise
+        except Exception as error:  # of the caller's own code
+            raise ValueError(f"it cannot be made: {type(error).__name__}: {error}") from error
         method = "prepare_draft_tokens" if kind == "drafter" else "get_max_resource_count"
         if not callable(getattr(made, method, None)):
             raise ValueError(f"it has no method {method}")

@@ -57,4 +57,6 @@ def test_where_nothing_pays_nothing_is_recommended():
 def test_made_up_acceptance_is_never_recommended():
     found = rows(ngram=[1.5, 1.5, 1.5])
     found += [row(SUFFIX, batch, 9.0, synthetic=True) for batch in (1, 4, 16)]
-    assert recommend(found).variant == NGRAM
+    advice = recommend(found)
+    assert advice.variant == NGRAM
+    assert set(advice.to_dict()["best"].values()) == {"ngram 4"}

@@ -28,6 +28,12 @@ class Silent:
         """Propose nothing."""
 
 
+class Broken(Silent):
+    """Cannot be made without an argument."""
+
+    def __init__(self, argument: int) -> None: ...
+
+
 @pytest.mark.parametrize(
     ("kind", "expected", "more"),
     [
@@ -207,12 +213,18 @@ def test_a_drafter_may_be_an_object_a_class_or_the_name_of_one():
     [
         (3, "no method prepare_draft_tokens"),
         ("no_such_module:Drafter", "cannot load drafter"),
+        (Broken, "cannot be made: TypeError"),
         (None, "needs drafter"),
     ],
 )
 def test_what_is_no_drafter_is_refused(drafter, message):
     with pytest.raises(UsageError, match=message):
         UserProvidedDecodingConfig(max_draft_len=2, drafter=drafter)
+
+
+def test_a_chain_has_no_more_tokens_than_levels():
+    with pytest.raises(ParameterError, match="without draft_choices a draft is a chain"):
+        DraftTargetDecodingConfig(speculative_model="d", max_draft_len=3, max_total_draft_tokens=9)
 
 
 def test_a_resource_manager_must_look_like_one():

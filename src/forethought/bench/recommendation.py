@@ -68,10 +68,10 @@ def recommend(rows: Sequence[Row]) -> Recommendation:
     Args:
         rows: of all variants at the same batch sizes, plain decoding among them.
     """
+    rows = [row for row in rows if not row.metrics.synthetic]
     by_variant: dict[Variant, list[Row]] = {}
     for row in rows:
-        if not row.metrics.synthetic:
-            by_variant.setdefault(row.variant, []).append(row)
+        by_variant.setdefault(row.variant, []).append(row)
     best = max(by_variant, key=lambda variant: _score(by_variant[variant]))
     if _score(by_variant[best]) < WORTH_IT:
         best = PLAIN

@@ -17,6 +17,7 @@ from forethought.errors import CapacityError, ParameterError
 from forethought.kv.storage import KvStorage
 from forethought.model import loader
 from forethought.model.causal_lm import CausalLM
+from forethought.model.device import find_device
 from forethought.model.processors import check_threads
 from forethought.model.runner import Runner
 from forethought.speculative import table
@@ -43,7 +44,7 @@ def build(args: LlmArgs, model_dir: Path) -> Engine:
     lm = loader.load(
         model_dir,
         dtype=args.dtype,
-        device=_device(args.device),
+        device=find_device(args.device),
         attention=args.attention,
         fuse=args.fuse,
         trust_remote_code=args.trust_remote_code,
@@ -98,18 +99,6 @@ def equip(config: DecodingBaseConfig, target: Target, batch_size: int) -> Equipp
         resource_manager=getattr(config, "resource_manager", None),
         rule=rule_of(config),
     )
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ParameterError("invalid device", str(error), "Use cpu, cuda or cuda:N") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ParameterError("device cuda", "torch finds no CUDA device", "Use device='cpu'")
-    return device
 
 
 def _context(args: LlmArgs, lm: CausalLM) -> int:

@@ -18,6 +18,7 @@ from forethought.kv.table import PageTable
 from forethought.model import loader
 from forethought.model.batch import Row
 from forethought.model.causal_lm import CausalLM
+from forethought.model.device import find_device
 from forethought.model.runner import Runner
 from forethought.speculative.table import Target
 
@@ -61,14 +62,14 @@ class DraftModel:
         Args:
             directory: local Hugging Face directory.
             target: the model to draft for.
-            device: of the draft model; None: the target's.
+            device: name of the draft model's; None: the target's.
 
         Raises:
             ModelError: it cannot be loaded.
-            ParameterError: its vocabulary is not the target's.
+            ParameterError: its vocabulary is not the target's, or there is no such device.
         """
         lm, pages = target.runner.lm, target.runner.storage
-        place = lm.device if device is None else torch.device(device)
+        place = lm.device if device is None else find_device(device)
         model = loader.load(directory, dtype="auto", device=place)
         _check_sizes(directory, model, lm)
         storage = KvStorage(
