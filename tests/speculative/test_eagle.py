@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 
 from eagle_heads import (
     PLACES,
@@ -22,12 +23,16 @@ from engines import drain, engine, expect_empty
 from forethought.decoding import EagleDecodingConfig
 from forethought.engine.engine import Engine
 from forethought.errors import ModelError, ParameterError
+from forethought.kv.storage import KvStorage
+from forethought.model import loader
+from forethought.model.runner import Runner
 from forethought.params import SamplingParams, SpeculationParams
 from forethought.speculative.draft import Draft
 from forethought.speculative.drafter import ScheduledRequests
 from forethought.speculative.drafters.eagle import EagleDrafter
+from forethought.speculative.table import Target
 from forethought.speculative.tree import TokenTree
-from models import prompts
+from models import prompts, tiny
 
 PROMPTS = prompts((9, 4, 17))
 PATHS = [[0], [1], [2], [0, 0], [0, 1], [2, 0], [0, 0, 0], [2, 0, 1]]
@@ -194,6 +199,29 @@ def test_the_variants_of_speculators_are_computed(diary: list[Seen], traits: str
     running.add(PROMPTS[0], GREEDY)
     drain(running)
     assert not unlike(diary, Oracle(head), CHAIN)
+
+
+def test_heads_may_be_narrower_than_their_target(diary: list[Seen]) -> None:
+    head = random_eagle3(hidden_size=24, own_embedding=True)
+    running = machine(head, CHAIN)
+    running.add(PROMPTS[0], GREEDY)
+    drain(running)
+    assert not unlike(diary, Oracle(head), CHAIN)
+
+
+def test_heads_run_in_float32_where_their_config_asks_for_it(diary: list[Seen]) -> None:
+    directory = new_directory()
+    random_eagle3().to(torch.bfloat16).save(directory, runs_in=torch.float32)
+    lm = loader.load(tiny("llama"), dtype="bfloat16")
+    storage = KvStorage(lm.layer_shapes, 64, 4, lm.dtype)
+    config = EagleDecodingConfig(speculative_model=directory, **CHAIN)
+    for said, dtype in (("float32", torch.float32), ("float16", torch.bfloat16)):
+        text = (directory / "config.json").read_text().replace('"float32"', f'"{said}"')
+        (directory / "config.json").write_text(text)
+        drafter = EagleDrafter.build(config, Target(Runner(lm, storage), 64))
+        features, entries = drafter.companions
+        assert features.storage.dtype is torch.bfloat16
+        assert entries.storage.dtype is dtype
 
 
 def test_heads_with_more_or_fewer_captured_layers_and_biases(diary: list[Seen]) -> None:

@@ -56,8 +56,8 @@ def made(teacher: Teacher, texts: list[Text], **changes: Any) -> Eagle3Recipe:
 
 def test_what_is_guessed_in_training_is_what_would_be_guessed_in_use(teacher: Teacher) -> None:
     texts = [Text(prompts((11,), seed=3)[0], 4), Text(prompts((8,), seed=4)[0], 3)]
-    for share in (1.0, 0.5):
-        teaching = made(teacher, texts, unrolled_share=share)
+    for share, hidden in ((1.0, None), (0.5, None), (1.0, 24)):
+        teaching = made(teacher, texts, unrolled_share=share, hidden_size=hidden)
         lesson = teaching.batch(0)
         oracle = Oracle(teaching.module, PLACES)
         with torch.no_grad():

@@ -49,6 +49,8 @@ class Eagle3Settings(TrainingSettings):
     """Most tokens that the head knows: the most frequent ones. None: all that occur."""
     places: tuple[int, ...] | None = None
     """Where states are captured; None: as the paper's code does."""
+    hidden_size: int | None = Field(default=None, ge=1)
+    """If it is not the target's, the head learns an embedding of its own."""
     intermediate_size: int | None = Field(default=None, ge=1)
     num_attention_heads: int | None = Field(default=None, ge=1)
     num_key_value_heads: int | None = Field(default=None, ge=1)
@@ -156,10 +158,16 @@ class Eagle3Recipe:
         for step in range(self._settings.unrolled):
             if step == 1:
                 pairs, states = self._sample(batch, pairs, states)
-            embedded = self._teacher.lm.embed(_at(batch.tokens, pairs + 1 + step))
-            attend = partial(attention, pairs)
-            states, logits = self._head(embedded.to(dtype), states, attend)
+            embedded = self._embed(_at(batch.tokens, pairs + 1 + step)).to(dtype)
+            states, logits = self._head(embedded, states, partial(attention, pairs))
             yield pairs, logits
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        """int64 ``[...]`` -> ``[..., hidden]``."""
+        if self._head.traits.own_embedding:
+            own: Tensor = self._head.embed_tokens(token_ids)
+            return own
+        return self._teacher.lm.embed(token_ids)
 
     def _sample(self, batch: Lesson, pairs: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         """The places at which the head goes on: a share of those from which it can learn."""
@@ -300,14 +308,16 @@ def new_head(teacher: Teacher, vocabulary: Tensor, settings: Eagle3Settings) -> 
     lm = teacher.lm
     target = lm.config.get_text_config(decoder=True)
     heads = settings.num_attention_heads or target.num_attention_heads
+    hidden = settings.hidden_size or lm.hidden_size
+    alike = (heads, hidden) == (target.num_attention_heads, lm.hidden_size)
     config = LlamaConfig(
         vocab_size=lm.vocab_size,
-        hidden_size=lm.hidden_size,
+        hidden_size=hidden,
         intermediate_size=settings.intermediate_size or target.intermediate_size,
         num_hidden_layers=1,
         num_attention_heads=heads,
         num_key_value_heads=settings.num_key_value_heads or target.num_key_value_heads,
-        head_dim=head_dim(target) if heads == target.num_attention_heads else None,
+        head_dim=head_dim(target) if alike else None,
         max_position_embeddings=lm.max_positions,
         rms_norm_eps=getattr(target, "rms_norm_eps", 1e-6),
         rope_parameters=_plain_rope(target),
@@ -320,12 +330,17 @@ def new_head(teacher: Teacher, vocabulary: Tensor, settings: Eagle3Settings) -> 
         places=places,
         norm_before_residual=settings.norm_before_residual,
         norm_output=settings.norm_output,
+        own_embedding=hidden != lm.hidden_size,
     )
     head = Eagle3Head(config, traits)
     for weight in head.parameters():
         if weight.ndim == 2:
-            torch.nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
-    torch.nn.init.normal_(head.lm_head.weight, std=0.02)  # at first, all tokens are alike
+            torch.nn.init.normal_(weight, std=0.02)
+    if not traits.own_embedding:  # its logits begin as the target's own projection
+        with torch.no_grad():
+            unit = torch.eye(hidden, dtype=lm.dtype, device=lm.device)
+            rows = (lm.unembed(unit) - lm.unembed(torch.zeros_like(unit[:1]))).T
+            head.lm_head.weight.copy_(rows[vocabulary.to(rows.device)])
     head.set_vocabulary(vocabulary)
     return head
 
