@@ -99,3 +99,9 @@ def test_a_drafter_that_keeps_pages_is_found_out() -> None:
 
     with pytest.raises(AssertionError):
         check_drafter(drafters.PerRequest(hoard), tiny("llama"), PROMPTS)
+
+
+def test_a_drafter_that_raises_is_found_out() -> None:
+    failing = drafters.PerRequest(lambda request: [request.tokens[10_000]])
+    with pytest.raises(AssertionError, match="the drafter failed"):
+        check_drafter(failing, tiny("llama"), PROMPTS)
