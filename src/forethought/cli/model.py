@@ -82,14 +82,11 @@ def opener(fields: Mapping[str, Any]) -> Callable[[], AsyncLLM]:
         DependencyError: torch or transformers is not installed.
     """
     try:
-        from transformers.utils import logging
-
         from forethought.text.async_llm import AsyncLLM
     except ModuleNotFoundError as error:
         raise DependencyError.missing(
             error.name or "torch", "running a model on this machine", "local"
         ) from error
-    logging.disable_progress_bar()
     return lambda: AsyncLLM(**fields)
 
 
