@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from forethought.errors import EngineStopped
+from forethought.errors import EngineStopped, RequestError
 from forethought.outputs import CompletionOutput, FinishReason, Usage
 from forethought.params import SamplingParams
 from forethought.scaffolding.budget import Ledger
@@ -96,9 +96,11 @@ class Live:
     async def close(self) -> None:
         """Give back its pages."""
         if not self.closed:
-            self.closed = True
-            with suppress(EngineStopped):
+            under_way, self.closed = not self.ended, True
+            with suppress(EngineStopped, RequestError):
                 await self.session.close()
+                if under_way and self._stream is not None and self._ledger is not None:
+                    self._ledger.ended((await self._stream.finish()).metrics)
             self.count()
 
     def count(self) -> None:
