@@ -55,7 +55,7 @@ def random_eagle3(seed: int = 0, draft_vocab: int = 60, **traits: Any) -> Eagle3
             LlamaConfig(**sizes),
             Eagle3Traits(draft_vocab, 32, captures=len(places), places=places, **traits),
         )
-        _scatter(head)
+        scatter(head)
         head.set_vocabulary(torch.randperm(VOCAB)[:draft_vocab].sort().values)
     return head
 
@@ -65,14 +65,15 @@ def random_eagle(seed: int = 0, bias: bool = True, own_embedding: bool = False) 
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         head = EagleHead(LlamaConfig(**SIZES), bias, own_embedding)
-        _scatter(head)
+        scatter(head)
     return head
 
 
-def _scatter(head: nn.Module) -> None:
-    """Norms near 1, all else wide, so that guesses wander."""
-    for weight in head.parameters():
-        weight.data = 0.3 * torch.randn_like(weight) + (weight.ndim == 1)
+def scatter(head: nn.Module) -> None:
+    """Norms near 1, all else wide, so that guesses wander and depend on what attention reads."""
+    for name, weight in head.named_parameters():
+        wide = 1.0 if "self_attn" in name else 0.3
+        weight.data = wide * torch.randn_like(weight) + (weight.ndim == 1)
 
 
 @functools.cache

@@ -135,7 +135,7 @@ def test_the_formulas_tell_when_anything_is_off_by_one(diary: list[Seen], wrong:
         "draft vocabulary": lambda: Oracle(head),
     }[wrong]()
     if wrong == "draft vocabulary":  # an offset, not an id
-        oracle.weights["d2t"][:-1] = oracle.weights["d2t"][1:].clone()
+        oracle.weights["d2t"] -= torch.arange(60)
     assert unlike(diary, oracle, CHAIN) > len(diary) / 2
     assert not unlike(diary, Oracle(head), CHAIN)
 
@@ -250,7 +250,7 @@ def test_requests_ask_for_shorter_drafts_each_for_itself(
 
 def test_where_pages_are_short_dynamic_trees_are_narrower(diary: list[Seen]) -> None:
     head = random_eagle3()
-    running = machine(head, DYNAMIC, pages=20, page_size=2, max_num_tokens=30)
+    running = machine(head, DYNAMIC, pages=19, page_size=2, max_num_tokens=30)
     running.add(PROMPTS[0], GREEDY.replace(max_tokens=28))
     drain(running)
     assert running.stats.draft_failures == 0

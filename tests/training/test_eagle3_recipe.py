@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from eagle_heads import Oracle
+from eagle_heads import Oracle, scatter
 from engines import load
 from forethought.assets import reasoner_dir
 from forethought.params import SamplingParams
@@ -58,6 +58,7 @@ def test_what_is_guessed_in_training_is_what_would_be_guessed_in_use(teacher: Te
     texts = [Text(prompts((11,), seed=3)[0], 4), Text(prompts((8,), seed=4)[0], 3)]
     for share, hidden in ((1.0, None), (0.5, None), (1.0, 24)):
         teaching = made(teacher, texts, unrolled_share=share, hidden_size=hidden)
+        scatter(teaching.module)
         lesson = teaching.batch(0)
         oracle = Oracle(teaching.module, PLACES)
         with torch.no_grad():
