@@ -6,11 +6,13 @@ Knows nothing about which pages its keys and values lie in, or what is done with
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from forethought.errors import ParameterError
 from forethought.kv.storage import KvStorage
@@ -36,24 +38,20 @@ class Past(NamedTuple):
 
 
 class DraftModel:
-    """A draft model over a storage.
+    """A draft model over a storage, which speaks the target's vocabulary.
+
+    Ids that only the target has read as 0 and are never likely: they are padding, and if somebody
+    uses them nevertheless, drafts are worse for it.
 
     Args:
         runner: model and storage.
         vocab_size: of the target.
         max_num_tokens: tokens in one forward.
-
-    Attributes:
-        width: ids below it are in both vocabularies.
-        ids: int64 ``[width]``, the target's id of each of them; None: all there are.
     """
 
     def __init__(self, runner: Runner, vocab_size: int, max_num_tokens: int) -> None:
         self.runner, self._max_num_tokens = runner, max_num_tokens
-        self.width = min(vocab_size, runner.lm.vocab_size)
-        self.ids: Tensor | None = None
-        if self.width < vocab_size:
-            self.ids = torch.arange(self.width, device=runner.lm.device)
+        self._vocab_size, self._missing = vocab_size, max(0, vocab_size - runner.lm.vocab_size)
 
     @classmethod
     def load(cls, directory: Path, target: Target, device: str | None = None) -> DraftModel:
@@ -83,14 +81,21 @@ class DraftModel:
         return self.runner.lm.max_positions
 
     def forward(self, rows: Sequence[Row]) -> Tensor:
-        """float32 ``[R, width]``: the logits that the rows want."""
-        return self.runner.forward(rows)[:, : self.width]
+        """float32 ``[R, V]`` over the target's vocabulary: the logits that the rows want."""
+        if not self._missing:
+            return self.runner.forward(rows)[:, : self._vocab_size]
+        known = self.runner.lm.vocab_size
+        rows = [
+            replace(row, tokens=[token if token < known else 0 for token in row.tokens])
+            for row in rows
+        ]
+        return pad(self.runner.forward(rows), (0, self._missing), value=-torch.inf)
 
     def compute(self, pasts: Sequence[Past]) -> Tensor:
         """Compute what is missing of several sequences, at least the last token of each.
 
         Returns:
-            float32 ``[len(pasts), width]``: the logits behind each.
+            float32 ``[len(pasts), V]``: the logits behind each.
         """
         starts = [past.start for past in pasts]
         while sum(len(p.tokens) - s for p, s in zip(pasts, starts, strict=True)) > max(
@@ -103,7 +108,7 @@ class DraftModel:
                     rows.append(_row(past, starts[place], stop, wanted=0))
                     room -= stop - starts[place]
                     starts[place] = stop
-            self.runner.forward(rows)
+            self.forward(rows)
         return self.forward(
             [
                 _row(past, start, len(past.tokens), wanted=1)

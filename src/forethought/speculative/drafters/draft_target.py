@@ -99,7 +99,7 @@ class DraftTargetDrafter(Drafter):
         return Growth(request, sampled, self._choices)
 
     def _catch_up(self, requests: list[DraftRequest]) -> Tensor:
-        """float32 ``[len(requests), width]``: the logits behind each root."""
+        """float32 ``[len(requests), V]``: the logits behind each root."""
         pasts: list[Past] = []
         for request in requests:
             assert request.table is not None
@@ -128,7 +128,7 @@ class DraftTargetDrafter(Drafter):
             begin += count
         for growth in growths:
             if growth.complete:
-                growth.finish(self._model.ids)
+                growth.finish()
         growths[:] = [growth for growth in growths if not growth.complete]
         return self._forward([growth.row() for growth in growths]) if growths else logits
 
@@ -183,7 +183,7 @@ class Growth:
         self._depth += 1
 
     def grow(self, logits: Tensor) -> None:
-        """Draw the next level from ``logits`` [wanted, D] float32, one row per node of the last."""
+        """Draw the next level from ``logits`` [wanted, V] float32, one row per node of the last."""
         previous, self._level_start = self._level_start, len(self._tokens)
         self._depth += 1
         laws = self._law(logits, previous) if self.sampled else logits
@@ -197,7 +197,7 @@ class Growth:
                 self._draw_children(laws[place], children)
 
     def _law(self, logits: Tensor, previous: int) -> Tensor:
-        """[wanted, D] float32: what plain decoding of the draft model would draw from."""
+        """[wanted, V] float32: what plain decoding of the draft model would draw from."""
         request = self._request
         prompt = request.tokens[: request.prompt_length]
         output = list(request.tokens[request.prompt_length :])
@@ -218,7 +218,7 @@ class Growth:
         return path[::-1]
 
     def _draw_children(self, law: Tensor, paths: list[tuple[int, ...]]) -> None:
-        """Draw the children of one node; ``law`` [D] are logits, or probabilities if sampled."""
+        """Draw the children of one node; ``law`` [V] are logits, or probabilities if sampled."""
         if not self.sampled:
             ranks = [path[-1] if path else 0 for path in paths]
             best = law.topk(min(max(ranks) + 1, len(law))).indices.tolist()
@@ -267,12 +267,11 @@ class Growth:
         kept = self._paths[: len(self._tokens)]
         return tuple(places.get(path[:-1], -1) for path in kept)
 
-    def finish(self, ids: Tensor | None) -> None:
+    def finish(self) -> None:
         """Hand the draft to its request."""
         kind, q = DraftKind.POINT, None
         if self.sampled:
             kind = DraftKind.IID if self.choices is None else DraftKind.WITHOUT_REPLACEMENT
             q = torch.stack(self._laws)
-        draft_ids = ids if self.sampled else None
         tokens = [-1 if node in self._void else token for node, token in enumerate(self._tokens)]
-        self._request.draft = Draft(tokens, self._parents(), kind, q, draft_ids)
+        self._request.draft = Draft(tokens, self._parents(), kind, q)
