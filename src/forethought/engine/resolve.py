@@ -29,6 +29,9 @@ log = logging.getLogger(__name__)
 
 HOST_SHARE = 0.1
 """Share of the free host memory that the KV cache may take by default."""
+PREFIX_ROOM = 4
+"""Times the tokens that run at once that a cache holds by default, if memory allows: what is more
+is for the prefixes of earlier requests."""
 HOST_LIMIT = 4 * 2**30
 """Bytes of host memory that the KV cache takes at most by default."""
 
@@ -60,7 +63,9 @@ def build(args: LlmArgs, model_dir: Path) -> Engine:
     )
     target = Target(runner, args.max_num_tokens)
     drafters = [equip(config, target, batch_size) for config in args.speculative_config]
-    capacity = _fill(args.kv_cache_config, runner.storage, drafters, batch_size * context)
+    capacity = _fill(
+        args.kv_cache_config, runner.storage, drafters, PREFIX_ROOM * batch_size * context
+    )
     limits = Limits(
         max_batch_size=batch_size,
         max_num_tokens=args.max_num_tokens,
@@ -119,7 +124,7 @@ def _fill(config: KvCacheConfig, storage: KvStorage, drafters: list[Equipped], u
         config: what the caller wants.
         storage: the target's.
         drafters: theirs follow it page by page.
-        useful: tokens that all sequences together can come to.
+        useful: tokens beyond which there is nothing to hold.
 
     Returns:
         Tokens that the cache holds: not more than ``useful``, unless asked for.

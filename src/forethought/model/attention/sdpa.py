@@ -119,6 +119,8 @@ class SdpaAttention:
     def __init__(self, grouping: str = "auto") -> None:
         assert grouping in ("auto", "always", "never")
         self.grouping = grouping
+        self._step = torch.empty(0)
+        """Zeros, then a page of -inf: a view's mask is a slice of it."""
 
     def plan(self, batch: Batch, storage: KvStorage, window: int | None) -> SdpaPlan:
         """Choose for every row how it attends, and build its masks and indices."""
@@ -129,7 +131,7 @@ class SdpaAttention:
         others = [s for s in spans if s.start in alone or s.length > MOST_QUERIES]
         return SdpaPlan(
             page_size=storage.page_size,
-            views=[_view(span, window, storage) for span in others if _is_viewed(span)],
+            views=[self._view(span, window, storage) for span in others if _is_viewed(span)],
             groups=[_group(spans, window, storage) for spans in _alike(grouped, window, storage)],
             pieces=[_piece(span, window, storage) for span in others if not _is_viewed(span)],
         )
@@ -148,6 +150,23 @@ class SdpaAttention:
             if (span.kv_length - _skipped(span, window)) * token_bytes < SMALL_ROW_BYTES
         }
         return willing - small if len(small) >= FEWEST_IN_GROUP else willing
+
+    def _view(self, span: Span, window: int | None, storage: KvStorage) -> View:
+        assert span.first_slot is not None
+        skipped = _whole_pages_skipped(span, window, storage)
+        length = len(span.pages) * storage.page_size - skipped
+        first = span.first_slot + skipped
+        if skipped == _skipped(span, window):
+            zeros = storage.num_pages * storage.page_size
+            if len(self._step) != zeros + storage.page_size or self._step.dtype != storage.dtype:
+                self._step = torch.zeros(
+                    zeros + storage.page_size, dtype=storage.dtype, device=storage.device
+                )
+                self._step[zeros:] = float("-inf")
+            mask = self._step.narrow(0, zeros - (span.kv_length - skipped), length)[None]
+            return View(span.start, first, length, mask)
+        bounds = torch.tensor(_seen(span, window, skipped, 1), device=storage.device)
+        return View(span.start, first, length, _additive(_between(bounds, length), storage.dtype))
 
     def attend(
         self, q: Tensor, keys: Tensor, values: Tensor, plan: SdpaPlan, scoring: Scoring
@@ -282,15 +301,6 @@ def _sees_all(span: Span) -> bool:
 def _is_viewed(span: Span) -> bool:
     """Whether it needs neither copies nor a mask."""
     return _sees_all(span) and span.first_slot is not None
-
-
-def _view(span: Span, window: int | None, storage: KvStorage) -> View:
-    assert span.first_slot is not None
-    skipped = _whole_pages_skipped(span, window, storage)
-    length = len(span.pages) * storage.page_size - skipped
-    bounds = torch.tensor(_seen(span, window, skipped, 1), device=storage.device)
-    mask = _additive(_between(bounds, length), storage.dtype)
-    return View(span.start, span.first_slot + skipped, length, mask)
 
 
 def _piece(span: Span, window: int | None, storage: KvStorage) -> Piece:
