@@ -353,22 +353,27 @@ def _mask(span: Span, window: int | None, storage: KvStorage) -> Tensor:
 
 
 def _alike(spans: Sequence[Span], window: int | None, storage: KvStorage) -> list[list[Span]]:
-    """Spans of similar length together, so that padding never costs more than the rows do.
+    """Spans of similar sizes together, so that padding never costs more than the rows do.
 
     On a CPU a group is small enough for its copied pages to stay in the caches.
     """
     token_bytes = storage.layers[0].elements * storage.dtype.itemsize
     limit = GROUP_BYTES if storage.device.type == "cpu" else math.inf
     groups: list[list[Span]] = []
-    longest = 0
-    for span in sorted(spans, key=lambda span: span.kv_length, reverse=True):
+    longest = widest = 0
+    for span in sorted(spans, key=lambda span: (_width(span), span.kv_length), reverse=True):
         length = span.kv_length - _skipped(span, window)
         full = groups and (len(groups[-1]) + 1) * longest * token_bytes > limit
-        if not groups or full or 2 * length < longest:
+        if not groups or full or 2 * length < longest or _width(span) < widest:
             groups.append([])
-            longest = length
+            longest, widest = length, _width(span)
         groups[-1].append(span)
     return groups
+
+
+def _width(span: Span) -> int:
+    """New tokens by powers of two: 0 for 1, 1 for 2, 2 for 3 and 4, ..."""
+    return (span.length - 1).bit_length()
 
 
 def _group(spans: Sequence[Span], window: int | None, storage: KvStorage) -> Group:
