@@ -29,9 +29,9 @@ log = logging.getLogger(__name__)
 
 HOST_SHARE = 0.1
 """Share of the free host memory that the KV cache may take by default."""
-PREFIX_ROOM = 4
-"""Times the tokens that run at once that a cache holds by default, if memory allows: what is more
-is for the prefixes of earlier requests."""
+PREFIX_ROOM = 3
+"""Contexts that a cache holds by default, if memory allows, beside those that run at once: for the
+prefixes of earlier requests."""
 HOST_LIMIT = 4 * 2**30
 """Bytes of host memory that the KV cache takes at most by default."""
 
@@ -64,7 +64,7 @@ def build(args: LlmArgs, model_dir: Path) -> Engine:
     target = Target(runner, args.max_num_tokens)
     drafters = [equip(config, target, batch_size) for config in args.speculative_config]
     capacity = _fill(
-        args.kv_cache_config, runner.storage, drafters, PREFIX_ROOM * batch_size * context
+        args.kv_cache_config, runner.storage, drafters, (batch_size + PREFIX_ROOM) * context
     )
     limits = Limits(
         max_batch_size=batch_size,
