@@ -1,0 +1,167 @@
+"""What all ways of drafting have in common. Knows nothing about any one of them.
+
+After construction every length is settled; an impossible or ambiguous one is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import pydantic
+from pydantic import AliasChoices, Field
+
+from forethought.decoding import table
+from forethought.errors import ParameterError
+from forethought.strict_model import StrictModel
+
+
+class DecodingBaseConfig(StrictModel):
+    """What all ways of drafting have in common. ``from_dict`` finds the class that is meant."""
+
+    decoding_type: ClassVar[str] = ""
+    """What a dictionary or YAML file calls it; case, ``_`` and ``-`` do not matter there."""
+    uses_model: ClassVar[bool | None] = False
+    """Whether it needs ``speculative_model``; None: it can do without."""
+    branches: ClassVar[bool] = False
+    """Whether a draft may be a tree: have more tokens than levels."""
+
+    name: str = Field(default="", min_length=1)
+    """What ``SpeculationParams.drafter`` and the metrics call it."""
+    max_draft_len: int = Field(default=0, ge=0)
+    """Most levels of a draft: most tokens that a step can accept."""
+    max_total_draft_tokens: int = Field(default=0, ge=0)
+    """Most tokens of a draft, all branches together: for these the KV cache is reserved. Left out:
+    ``max_draft_len``, or the size of the tree."""
+    speculative_model: Path | None = Field(
+        default=None, validation_alias=AliasChoices("speculative_model", "speculative_model_dir")
+    )
+    """Local Hugging Face directory of the draft model."""
+    max_concurrency: int | None = Field(default=None, ge=1)
+    """No drafts in a step with more running sequences than this; None: no such limit."""
+    draft_len_schedule: dict[int, int] | None = None
+    """Running sequences -> draft length; see ``draft_len_schedule_bounds``. Kept sorted."""
+    draft_len_schedule_bounds: Literal["upper", "lower"] | None = None
+    """How the keys are meant, which must be said. ``upper``: up to so many sequences, and no drafts
+    with more than the largest key. ``lower``: from so many sequences on; the smallest key is 1."""
+    acceptance_rate_window_size: int = Field(default=0, ge=0)
+    """Verified drafts over which the gate averages; 0: there is no gate."""
+    acceptance_rate_threshold: float | None = Field(default=None, ge=0.0, le=1.0)
+    """The gate closes when a smaller share of the drafted tokens than this is accepted."""
+    length_control: Literal["fixed", "goodput"] = "fixed"
+    """``fixed``: as long as the fields above allow. ``goodput``: as long as pays in tokens per
+    second, as measured while running, which may be 0."""
+    synthetic_acceptance: float | None = Field(default=None, ge=0.0, le=1.0)
+    """For studies of speed: each level of a draft is accepted with this probability, whatever it
+    holds. Outputs are then meaningless, and marked."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _none_is_left_out(cls, values: Any) -> Any:
+        """``null`` in YAML leaves a field at its default."""
+        if not isinstance(values, Mapping):
+            return values
+        return {name: value for name, value in values.items() if value is not None}
+
+    @pydantic.model_validator(mode="after")
+    def _settle(self) -> DecodingBaseConfig:
+        if not self.decoding_type:
+            raise table.undecided()
+        self._settle_lengths()
+        self._settle_schedule()
+        if self.uses_model and self.speculative_model is None:
+            raise self._refuse("speculative_model", None, "drafts come from a model of their own")
+        if self.uses_model is False and self.speculative_model is not None:
+            raise self._refuse("speculative_model", self.speculative_model, "it has no draft model")
+        if bool(self.acceptance_rate_window_size) != (self.acceptance_rate_threshold is not None):
+            raise self._refuse(
+                "acceptance_rate_window_size",
+                self.acceptance_rate_window_size,
+                f"acceptance_rate_threshold is {self.acceptance_rate_threshold}; a gate needs both",
+            )
+        return self
+
+    def _settle_lengths(self) -> None:
+        if self.max_draft_len < 1:
+            raise self._refuse("max_draft_len", self.max_draft_len, "a draft has at least 1 level")
+        total = self.max_total_draft_tokens or self.max_draft_len
+        if total < self.max_draft_len or (total > self.max_draft_len and not self.branches):
+            raise self._refuse(
+                "max_total_draft_tokens",
+                total,
+                f"max_draft_len is {self.max_draft_len}"
+                + ("" if self.branches else ", and its drafts do not branch"),
+            )
+        self._set("max_total_draft_tokens", total)
+
+    def _settle_tree(self, name: str, paths: tuple[tuple[int, ...], ...]) -> None:
+        """Take depth and size from the tree in the field ``name``; refuse others beside it."""
+        if not paths or not all(paths) or min(map(min, paths)) < 0:
+            raise self._refuse(name, paths, "paths are lists of ranks from 0")
+        if len(set(paths)) < len(paths):
+            raise self._refuse(name, paths, "a path stands there twice")
+        size = len({path[:end] for path in paths for end in range(1, len(path) + 1)})
+        lengths = {"max_draft_len": max(map(len, paths)), "max_total_draft_tokens": size}
+        for length, value in lengths.items():
+            if getattr(self, length) not in (0, value):
+                raise self._refuse(length, getattr(self, length), f"{name} make it {value}")
+            self._set(length, value)
+
+    def _settle_schedule(self) -> None:
+        schedule, bounds = self.draft_len_schedule, self.draft_len_schedule_bounds
+        if (schedule is None) != (bounds is None):
+            raise self._refuse(
+                "draft_len_schedule_bounds",
+                bounds,
+                "it says whether the keys of draft_len_schedule are 'upper' or 'lower' bounds of "
+                "the number of running sequences: give both or neither",
+            )
+        if schedule is None:
+            return
+        if self.max_concurrency is not None or self.length_control != "fixed":
+            other = "length_control" if self.max_concurrency is None else "max_concurrency"
+            raise self._refuse(other, getattr(self, other), "draft_len_schedule decides already")
+        if not schedule or min(schedule) < 1 or (bounds == "lower" and min(schedule) > 1):
+            first = "the smallest of these lower bounds must be 1" if bounds == "lower" else ""
+            reason = first or "it must have batch sizes from 1 as keys"
+            raise self._refuse("draft_len_schedule", schedule, reason)
+        if any(not 0 <= length <= self.max_draft_len for length in schedule.values()):
+            reason = f"lengths lie between 0 and max_draft_len, {self.max_draft_len}"
+            raise self._refuse("draft_len_schedule", schedule, reason)
+        self._set("draft_len_schedule", dict(sorted(schedule.items())))
+
+    def _set(self, name: str, value: Any) -> None:
+        """Settle a field during construction, after which it is frozen."""
+        self.__dict__[name] = value
+
+    def _refuse(self, name: str, value: Any, reason: str) -> ParameterError:
+        owner = type(self).__name__
+        return ParameterError(
+            f"invalid {name} in {owner}", f"got {value!r}, but {reason}", f"Change {name}"
+        )
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Any:
+        """The configuration that ``values`` describe.
+
+        Args:
+            values: field names and values; ``decoding_type`` names the class, unless it is called
+                on that class.
+
+        Raises:
+            UnknownNameError: there is no such ``decoding_type``.
+            ParameterError: an unknown name, or a value of the wrong type or outside its range.
+        """
+        fields = dict(values)
+        kind = fields.pop("decoding_type", cls.decoding_type)
+        if not kind:
+            raise table.undecided()
+        found = table.find(kind)
+        if not issubclass(found, cls):
+            raise ParameterError(
+                f"invalid decoding_type in {cls.__name__}",
+                f"got {kind!r}, which is {found.__name__}",
+                f"Call {found.__name__}.from_dict, or leave decoding_type out",
+            )
+        return found(**fields)
