@@ -4,7 +4,8 @@ forethought train medusa --target DIR --self-distill prompts.txt --out runs/medu
 answers the prompts itself, and the drafter learns what it says. With --data the texts are given.
 Some of the prompts are held out, and now and then the drafter is tried on them: acceptance_length
 is the number of tokens per step that it makes of decoding. Interrupt it at any time; the same
-command goes on.
+command goes on. medusa-2 trains the model, too: OUT/model is another model than the target, and
+the drafter is for that one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from forethought.errors import DependencyError, ParameterError
 if TYPE_CHECKING:
     from forethought.training.run import Source, TrainingRun
 
-KINDS = ("draft-model", "eagle3", "medusa", "mtp", "redrafter")
+KINDS = ("draft-model", "eagle3", "medusa", "medusa-2", "mtp", "redrafter")
 """The recipes; see ``training.recipes.table``, which this does without torch."""
 
 
@@ -50,7 +51,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="prompts that the model answers itself, one per line: text, or objects as for --data",
     )
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="for texts, checkpoint and drafter"
+        "--out",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="for texts, checkpoint, drafter and adapted model",
     )
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="YAML with any settings of the recipe"
@@ -97,12 +102,20 @@ def _source(args: argparse.Namespace) -> Source:
 def _report(args: argparse.Namespace, training: TrainingRun, found: dict[str, float]) -> None:
     drafter = training.drafter
     if args.json:
-        report: dict[str, Any] = {"kind": args.kind, "drafter": str(drafter), **found}
-        print(json.dumps({name: _round(value) for name, value in report.items()}))
+        report: dict[str, Any] = {"kind": args.kind, "drafter": str(drafter)}
+        if training.model is not None:
+            report["model"] = str(training.model)
+        print(json.dumps({name: _round(value) for name, value in (report | found).items()}))
         return
     print(f"{drafter}: {found['acceptance_length']:.2f} tokens per step on held-out prompts")
-    name = training.decoding.name
-    model = f" --model {args.target}" if args.target is not None else ""
+    if training.model is not None:
+        print(
+            f"{training.model}: the model that it drafts for, which is not the original: it is "
+            f"{found['kl']:.4f} nats (mean KL) away from it on held-out answers and finds another "
+            f"token the likeliest at {1 - found['same_choice']:.1%} of the places"
+        )
+    name, target = training.decoding.name, training.model or args.target
+    model = f" --model {target}" if target is not None else ""
     print(f'forethought generate "..."{model} --speculative {name} --draft-model {drafter}')
 
 

@@ -1,18 +1,17 @@
 """Lessons: texts in batches, with what the target thought while it read them.
 
-The order of the texts is shuffled anew in each epoch; those of similar length share a batch. Lesson
-``step`` is a function of seed and step alone. Knows nothing about what is learned.
+Lesson ``step`` is a function of seed and step alone. Knows nothing about what is learned.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from forethought.training.batches import Batches
 from forethought.training.teacher import Teacher
 from forethought.training.text import Text
 
@@ -57,51 +56,30 @@ class Lessons:
         seed: int,
         width: int = 8,
     ) -> None:
-        self._texts, self._teacher, self._places = texts, teacher, places
-        self._tokens, self._seed, self._width = tokens, seed, width
-        self._epoch = -1
-        self._order: list[list[int]] = []
-        self._begin = 0
+        self._teacher, self._places, self._width = teacher, places, width
+        self._batches = Batches(texts, tokens, seed)
 
     def __call__(self, step: int) -> Lesson:
         """The lesson of a step, counted from 0."""
-        if step < self._begin:
-            self._epoch, self._order, self._begin = -1, [], 0
-        while step >= self._begin + len(self._order):
-            self._begin += len(self._order)
-            self._epoch += 1
-            self._order = self._shuffled(self._epoch)
-        return self._teach([self._texts[index] for index in self._order[step - self._begin]])
-
-    def _shuffled(self, epoch: int) -> list[list[int]]:
-        """The texts in batches, each of neighbours in length."""
-        rng = random.Random(f"{self._seed}:{epoch}")
-        mixed = rng.sample(range(len(self._texts)), len(self._texts))
-        mixed.sort(key=lambda index: len(self._texts[index]))  # stable: equals stay mixed
-        batches: list[list[int]] = [[]]
-        for index in mixed:  # rising, so that the newest one is the widest
-            if batches[-1] and (len(batches[-1]) + 1) * len(self._texts[index]) > self._tokens:
-                batches.append([])
-            batches[-1].append(index)
-        rng.shuffle(batches)
-        return batches
-
-    def _teach(self, texts: Sequence[Text]) -> Lesson:
+        texts = self._batches(step)
         seen = self._teacher.observe([t.token_ids for t in texts], self._places, self._width)
+        tokens, taught = laid_out(texts, seen.probs.device)
         lengths = [len(text) for text in texts]
-        tokens = [torch.tensor(text.token_ids, device=seen.probs.device) for text in texts]
-        taught = [
-            torch.arange(len(text), device=seen.probs.device) >= text.prompt_length
-            for text in texts
-        ]
         return Lesson(
-            tokens=_padded(tokens),
-            taught=_padded(taught),
+            tokens=tokens,
+            taught=taught,
             lengths=torch.tensor(lengths, device=seen.probs.device),
             states={place: _padded(all_.split(lengths)) for place, all_ in seen.states.items()},
             choices=_padded(seen.choices.split(lengths)),
             probs=_padded(seen.probs.split(lengths)),
         )
+
+
+def laid_out(texts: Sequence[Text], device: torch.device) -> tuple[Tensor, Tensor]:
+    """``tokens`` and ``taught`` of a lesson: int64 and bool ``[R, W]``, a text in each row."""
+    tokens = [torch.tensor(text.token_ids, device=device) for text in texts]
+    taught = [torch.arange(len(text), device=device) >= text.prompt_length for text in texts]
+    return _padded(tokens), _padded(taught)
 
 
 def _padded(parts: Sequence[Tensor]) -> Tensor:

@@ -1,12 +1,13 @@
 """A whole training: texts from a file or from the target itself, the loop, trials on held-out ones.
 
-Knows recipes by name only.
+Where the recipe adapts the target, the adapted one is tried, and compared with the original. Knows
+recipes by name only.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ from forethought.decoding import DecodingBaseConfig
 from forethought.errors import ParameterError
 from forethought.training.corpus import DistillationSettings, self_distil
 from forethought.training.recipes.table import recipe
+from forethought.training.shift import LawShift
 from forethought.training.teacher import Teacher
 from forethought.training.text import Text, load_prompts, load_texts
-from forethought.training.trainer import DRAFTER, Trainer, seeded
+from forethought.training.trainer import DRAFTER, MODEL, Trainer, seeded
 from forethought.training.trial import AcceptanceTrial
 
 logger = logging.getLogger(__name__)
@@ -68,12 +70,19 @@ class TrainingRun:
         answers = {name: fields[name] for name in _DISTILLATION if name in fields}
         self._answers = DistillationSettings(seed=self.settings.seed, **answers)
         self._out = out
-        self.teacher = Teacher.load(target or reasoner_dir(), dtype, device)
+        self.teacher = Teacher.load(
+            target or reasoner_dir(), dtype, device, fuse=not self.settings.adapts
+        )
 
     @property
     def drafter(self) -> Path:
         """Where the drafter is written."""
         return self._out / DRAFTER
+
+    @property
+    def model(self) -> Path | None:
+        """Where the adapted target is written, which the drafter is for; None: none is."""
+        return self._out / MODEL if self.settings.adapts else None
 
     @property
     def decoding(self) -> DecodingBaseConfig:
@@ -88,7 +97,8 @@ class TrainingRun:
             held_out: how many of them are not learned from, and tried.
 
         Returns:
-            What the last trial measured; see ``AcceptanceTrial``.
+            What the last trial measured: see ``AcceptanceTrial``, and ``LawShift`` where the target
+            is adapted.
 
         Raises:
             UsageError: there are too few texts, or they cannot be read.
@@ -103,18 +113,22 @@ class TrainingRun:
             )
         tried, learned = texts[:held_out], texts[held_out:]
         logger.info("%d texts, %d tokens", len(learned), sum(map(len, learned)))
-        trial = AcceptanceTrial(
-            self.teacher, [text.prompt for text in tried], self._answers.max_tokens
-        )
         with seeded(self.settings.seed):
             chosen = self._recipe.build(self.settings, learned, self.teacher)
         trainer = Trainer(
-            chosen,
-            self.settings,
-            self._out,
-            lambda directory: trial(self._recipe.decoding(directory)),
+            chosen, self.settings, self._out, lambda directory: self._tried(directory, tried)
         )
         return trainer.run()
+
+    def _tried(self, drafter: Path, texts: Sequence[Text]) -> dict[str, float]:
+        """What is measured of a drafter, and of the model that it drafts for."""
+        target, found = self.teacher, dict[str, float]()
+        if self.model is not None:
+            target = Teacher.load(self.model, "auto", str(self.teacher.lm.device), fuse=False)
+            found = LawShift(self.teacher, texts)(target)
+        prompts = [text.prompt for text in texts]
+        trial = AcceptanceTrial(target, prompts, self._answers.max_tokens)
+        return trial(self._recipe.decoding(drafter)) | found
 
     def _texts(self, source: Source) -> list[Text]:
         longest = self.teacher.lm.max_positions

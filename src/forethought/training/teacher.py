@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from forethought.decoding import DecodingBaseConfig
 from forethought.engine.engine import Engine
@@ -24,7 +25,7 @@ from forethought.kv.storage import KvStorage
 from forethought.kv.table import PageTable
 from forethought.model import loader
 from forethought.model.batch import Row
-from forethought.model.causal_lm import CausalLM
+from forethought.model.causal_lm import CausalLM, TransformersNetwork
 from forethought.model.runner import Runner
 from forethought.outputs import SpeculationMetrics
 from forethought.params import SamplingParams
@@ -64,16 +65,29 @@ class Teacher:
         self._runner: Runner | None = None
 
     @classmethod
-    def load(cls, directory: Path, dtype: str = "auto", device: str = "auto") -> Teacher:
+    def load(
+        cls, directory: Path, dtype: str = "auto", device: str = "auto", fuse: bool = True
+    ) -> Teacher:
         """Load a local Hugging Face directory.
+
+        Args:
+            directory: of the model.
+            dtype, device: of its weights.
+            fuse: take the faster forward where there is one; it leaves no ``module``.
 
         Raises:
             ModelError: it cannot be loaded.
         """
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        lm = loader.load(directory, dtype=dtype, device=device)
+        lm = loader.load(directory, dtype=dtype, device=device, fuse=fuse)
         return cls(lm, Tokenizer.load(directory), directory)
+
+    @property
+    def module(self) -> PreTrainedModel:
+        """The transformers module that runs, for who loaded it with ``fuse=False``."""
+        assert isinstance(self.lm.network, TransformersNetwork)
+        return self.lm.network.module
 
     @property
     def hidden_size(self) -> int:
@@ -90,17 +104,9 @@ class Teacher:
             places: where hidden states are taken.
             width: K, how many tokens of each law are kept.
         """
-        runner = self._reading(sum(-(-len(text) // _PAGE_SIZE) for text in texts))
-        pool = PagePool(runner.storage.num_pages, _PAGE_SIZE)
         reader = _Reader(places)
         laws: list[tuple[Tensor, Tensor]] = []
-        for part in _parts(texts):
-            rows = []
-            for text in part:
-                table = PageTable(pool)
-                table.append(len(text))
-                rows.append(Row(list(text), 0, table))
-            logits = runner.forward(rows, [reader] if places else [])
+        for logits in self._read(texts, reader):
             top = logits.softmax(dim=-1).topk(min(width, logits.shape[-1]))
             laws.append((top.indices, top.values))
         return Observed(
@@ -108,6 +114,28 @@ class Teacher:
             torch.cat([indices for indices, _ in laws]),
             torch.cat([values for _, values in laws]),
         )
+
+    def laws(self, texts: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+        """What it holds of every token, behind each place of texts, one text after the other.
+
+        Yields:
+            Log-probabilities at temperature 1 in nats, float32 ``[T, vocab]``: of some whole texts.
+            How many depends on the texts alone.
+        """
+        for logits in self._read(texts, _Reader(())):
+            yield logits.log_softmax(dim=-1)
+
+    def _read(self, texts: Sequence[Sequence[int]], reader: _Reader) -> Iterator[Tensor]:
+        """Logits ``[T, vocab]`` of some texts at a time."""
+        runner = self._reading(sum(-(-len(text) // _PAGE_SIZE) for text in texts))
+        pool = PagePool(runner.storage.num_pages, _PAGE_SIZE)
+        for part in _parts(texts):
+            rows = []
+            for text in part:
+                table = PageTable(pool)
+                table.append(len(text))
+                rows.append(Row(list(text), 0, table))
+            yield runner.forward(rows, [reader] if reader.places else [])
 
     def generate(
         self,

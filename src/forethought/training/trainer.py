@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from pydantic import Field
@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 CHECKPOINT = "checkpoint.pt"
 DRAFTER = "drafter"
 """Where in the run's directory the trained drafter is written, at every check and at the end."""
+MODEL = "model"
+"""Where beside it a recipe that adapts the target writes the adapted one."""
 _FREE = frozenset({"check_every", "log_every"})
 """Settings that may differ when a run goes on."""
 Check = Callable[[Path], dict[str, float]]
@@ -39,6 +41,9 @@ Check = Callable[[Path], dict[str, float]]
 
 class TrainingSettings(StrictModel):
     """What all recipes have in common; each adds its own fields."""
+
+    adapts: ClassVar[bool] = False
+    """Whether the target is trained, too, and written beside the drafter."""
 
     seed: int = Field(default=0, ge=0, lt=2**32)
     steps: int = Field(default=1000, ge=1)
@@ -86,7 +91,7 @@ class Recipe(Protocol):
         """A float32 scalar to lower."""
 
     def save(self, directory: Path) -> None:
-        """Write the drafter as it is used."""
+        """Write the drafter as it is used, and beside it, as ``MODEL``, the target if it adapts."""
 
 
 class Trainer:

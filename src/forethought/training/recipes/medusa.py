@@ -61,16 +61,7 @@ class MedusaRecipe:
         cls, settings: MedusaSettings, texts: Sequence[Text], teacher: Teacher
     ) -> MedusaRecipe:
         """New heads, each of which says what the target itself says."""
-        shape = MedusaShape(
-            hidden=teacher.hidden_size,
-            vocab=teacher.lm.vocab_size,
-            heads=settings.num_heads,
-            blocks=settings.num_layers,
-        )
-        heads = MedusaHeads(shape).to(teacher.lm.device)
-        weight = projection_of(teacher)
-        for head in heads:
-            head[-1].weight.data.copy_(weight)
+        heads = new_heads(settings, teacher)
         lessons = Lessons(texts, teacher, [FINAL], tokens=settings.batch_tokens, seed=settings.seed)
         return cls(settings, lessons, heads, teacher)
 
@@ -88,22 +79,44 @@ class MedusaRecipe:
         return self._lessons(step)
 
     def loss(self, batch: Lesson) -> Tensor:
-        """Mean cross entropy of each head in nats, weighted, summed."""
-        states = batch.states[FINAL].float()  # [R, W, hidden]
-        losses = [
-            self._settings.decay**number * head_loss(head, states, batch, number + 2, self._labels)
-            for number, head in enumerate(self.module)
-        ]
-        return torch.stack(losses).sum()
-
-    @property
-    def _labels(self) -> str:
-        return self._settings.labels
+        """See :func:`heads_loss`."""
+        return heads_loss(self.module, batch, self._settings)
 
     def save(self, directory: Path) -> None:
         """In the authors' layout."""
         heads = deepcopy(self.module).to(self._teacher.lm.dtype)
         heads.save(directory, config={"base_model_name_or_path": self._teacher.directory.name})
+
+
+def new_heads(settings: MedusaSettings, teacher: Teacher) -> MedusaHeads:
+    """Heads each of which says what the target itself says, in float32 on its device."""
+    shape = MedusaShape(
+        hidden=teacher.hidden_size,
+        vocab=teacher.lm.vocab_size,
+        heads=settings.num_heads,
+        blocks=settings.num_layers,
+    )
+    heads = MedusaHeads(shape).to(teacher.lm.device)
+    weight = projection_of(teacher)
+    for head in heads:
+        head[-1].weight.data.copy_(weight)
+    return heads
+
+
+def heads_loss(heads: MedusaHeads, batch: Lesson, settings: MedusaSettings) -> Tensor:
+    """Mean cross entropy of each head in nats, weighted, summed.
+
+    Args:
+        heads: that read the lesson's states behind the final norm.
+        batch: texts.
+        settings: weights and labels.
+    """
+    states = batch.states[FINAL].float()  # [R, W, hidden]
+    losses = [
+        settings.decay**number * head_loss(head, states, batch, number + 2, settings.labels)
+        for number, head in enumerate(heads)
+    ]
+    return torch.stack(losses).sum()
 
 
 def head_loss(head: nn.Module, states: Tensor, batch: Lesson, ahead: int, labels: str) -> Tensor:

@@ -19,6 +19,7 @@ RECIPES = {
     "draft-model": "forethought.training.recipes.draft_model:DraftModelRecipe",
     "eagle3": "forethought.training.recipes.eagle3:Eagle3Recipe",
     "medusa": "forethought.training.recipes.medusa:MedusaRecipe",
+    "medusa-2": "forethought.training.recipes.medusa2:Medusa2Recipe",
     "mtp": "forethought.training.recipes.mtp:MtpRecipe",
     "redrafter": "forethought.training.recipes.redrafter:ReDrafterRecipe",
 }

@@ -1,0 +1,225 @@
+"""Medusa-2: heads and target learn together, the target close to what it was.
+
+Cai et al., 2024 (arXiv 2401.10774), sections 2.2.2 and 2.3.2. First the heads learn alone, as in
+Medusa-1; then both, with the loss ``L_LM + w * L_heads``. ``L_LM`` holds the target: for texts that
+it wrote itself it is the divergence from the original's laws, KL(original || adapted), for texts
+that it was trained on their cross entropy. The target learns through low-rank adapters, at a rate
+of its own. What comes out is another model than the original. Knows nothing about trees.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from forethought.decoding import MedusaDecodingConfig
+from forethought.errors import ParameterError
+from forethought.model.taps import FINAL
+from forethought.speculative.heads.medusa import MedusaHeads
+from forethought.training.backbone import Backbone, Read
+from forethought.training.batches import Batches
+from forethought.training.lesson import Lesson, laid_out
+from forethought.training.recipes.medusa import MedusaSettings, heads_loss, new_heads
+from forethought.training.teacher import Teacher
+from forethought.training.text import Text
+from forethought.training.trainer import MODEL, ParameterGroup
+
+_LAW_WIDTH = 8
+"""Tokens of the original's law that heads learn from."""
+
+
+class Medusa2Settings(MedusaSettings):
+    """Medusa-1's, where ``rate`` is that of the heads, and these."""
+
+    adapts: ClassVar[bool] = True
+
+    initial_heads: Path | None = None
+    """Directory of heads to start from, such as those of Medusa-1; they keep their tree."""
+    heads_first: float = Field(default=0.4, ge=0.0, lt=1.0)
+    """Share of the steps in which the heads learn alone."""
+    heads_weight: float = Field(default=0.2, gt=0.0)
+    """Weight of the heads' loss while both learn."""
+    heads_weight_schedule: Literal["sine", "constant"] = "sine"
+    """Whether that weight is reached at the end only, rising as a quarter of a sine."""
+    backbone_rate: float = Field(default=2.5e-4, gt=0.0)
+    """Peak learning rate of the target; it rises over ``warm_up`` once the heads are ready."""
+    backbone_labels: Literal["laws", "tokens"] = "laws"
+    """Keep the target near the original's laws, or teach it the texts, which are to be such as the
+    original was trained on."""
+    lora_rank: int = Field(default=32, ge=1)
+    lora_alpha: float = Field(default=16.0, gt=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class JointBatch:
+    """What is read in a step."""
+
+    texts: Sequence[Text]
+    progress: float
+    """Of the run, from 0 to 1."""
+
+
+class Medusa2Recipe:
+    """Heads for a target that is adapted to them.
+
+    Args:
+        settings: of the run.
+        batches: of texts.
+        heads: in float32, on the target's device.
+        backbone: the target and its adapters.
+        teacher: the target, in whose dtype everything is saved.
+    """
+
+    Settings = Medusa2Settings
+
+    def __init__(
+        self,
+        settings: Medusa2Settings,
+        batches: Batches,
+        heads: MedusaHeads,
+        backbone: Backbone,
+        teacher: Teacher,
+    ) -> None:
+        self._settings, self._batches, self._teacher = settings, batches, teacher
+        self._heads, self._backbone = heads, backbone
+        self.module = nn.ModuleDict({"heads": heads, "adapters": backbone.adapters})
+
+    @classmethod
+    def build(
+        cls, settings: Medusa2Settings, texts: Sequence[Text], teacher: Teacher
+    ) -> Medusa2Recipe:
+        """Heads that are given, or new ones; adapters that change nothing yet.
+
+        Args:
+            settings: of the run.
+            texts: to learn from.
+            teacher: loaded with ``fuse=False``.
+
+        Raises:
+            ModelError: the target cannot be adapted, or the heads do not fit it.
+            ParameterError: the heads are not of the sizes in the settings.
+        """
+        heads = _heads(settings, teacher)
+        backbone = Backbone(teacher, settings.lora_rank, settings.lora_alpha)
+        batches = Batches(texts, settings.batch_tokens, settings.seed)
+        return cls(settings, batches, heads, backbone, teacher)
+
+    @staticmethod
+    def decoding(directory: Path) -> MedusaDecodingConfig:
+        """See ``recipes.table``."""
+        return MedusaDecodingConfig(speculative_model=directory)
+
+    def groups(self) -> list[ParameterGroup]:
+        """Heads, and adapters at their own rate."""
+        return [
+            ParameterGroup(list(self._heads.parameters())),
+            ParameterGroup(list(self._backbone.adapters.parameters()), self.backbone_scale),
+        ]
+
+    def backbone_scale(self, progress: float) -> float:
+        """The target's learning rate as a multiple of the heads'."""
+        settings = self._settings
+        if progress < settings.heads_first:
+            return 0.0
+        rising = self._joint(progress) / settings.warm_up if settings.warm_up else 1.0
+        return settings.backbone_rate / settings.rate * min(1.0, rising)
+
+    def heads_weight(self, progress: float) -> float:
+        """Weight of the heads' loss: 1 while they learn alone."""
+        settings = self._settings
+        if progress < settings.heads_first:
+            return 1.0
+        if settings.heads_weight_schedule == "constant":
+            return settings.heads_weight
+        done = self._joint(progress) / (1.0 - settings.heads_first)
+        return settings.heads_weight * math.sin(math.pi / 2 * min(1.0, done))
+
+    def _joint(self, progress: float) -> float:
+        """Share of the steps in which both have learned, the current one included."""
+        return progress - self._settings.heads_first + 1 / self._settings.steps
+
+    def batch(self, step: int) -> JointBatch:
+        """See :class:`~forethought.training.trainer.Recipe`."""
+        return JointBatch(self._batches(step), step / self._settings.steps)
+
+    def loss(self, batch: JointBatch) -> Tensor:
+        """The heads' loss, and in the second stage the target's beside it."""
+        settings = self._settings
+        tokens, taught = laid_out(batch.texts, self._teacher.lm.device)
+        joint = batch.progress >= settings.heads_first
+        asked = "laws" in (settings.labels, settings.backbone_labels)
+        original = self._backbone.original(tokens) if asked or not joint else None
+        read = self._backbone.adapted(tokens) if joint else original
+        assert read is not None
+        choices, probs = _law(original or read)
+        lengths = torch.tensor([len(text) for text in batch.texts], device=tokens.device)
+        lesson = Lesson(tokens, taught, lengths, {FINAL: read.states}, choices, probs)
+        loss = self.heads_weight(batch.progress) * heads_loss(self._heads, lesson, settings)
+        if joint:
+            told = original if settings.backbone_labels == "laws" else None
+            loss = loss + backbone_loss(read, tokens, taught, told)
+        return loss
+
+    def save(self, directory: Path) -> None:
+        """The heads in the authors' layout, and the adapted target beside them."""
+        config: dict[str, object] = {"base_model_name_or_path": MODEL}
+        if self._settings.initial_heads is not None:
+            config["medusa_choices"] = self.decoding(self._settings.initial_heads).medusa_choices
+        deepcopy(self._heads).to(self._teacher.lm.dtype).save(directory, config=config)
+        self._backbone.save(directory.with_name(MODEL))
+
+
+def backbone_loss(adapted: Read, tokens: Tensor, taught: Tensor, original: Read | None) -> Tensor:
+    """Mean over the places whose next token was chosen, in nats.
+
+    Args:
+        adapted: what is to learn.
+        tokens: int64 ``[R, W]``.
+        taught: bool ``[R, W]``: tokens that were chosen.
+        original: learn its laws, the loss being KL(original || adapted); None: learn the tokens,
+            the loss being the cross entropy.
+    """
+    wanted = taught[:, 1:]
+    logits = adapted.logits[:, :-1][wanted].float()  # [N, vocab]
+    if original is None:
+        return F.cross_entropy(logits, tokens[:, 1:][wanted])
+    laws = original.logits[:, :-1][wanted].float().log_softmax(-1)
+    return F.kl_div(logits.log_softmax(-1), laws, reduction="batchmean", log_target=True)
+
+
+def _law(read: Read) -> tuple[Tensor, Tensor]:
+    """``choices`` and ``probs`` of a lesson."""
+    law = read.logits.detach().float().softmax(-1)
+    top = law.topk(min(_LAW_WIDTH, law.shape[-1]))
+    return top.indices, top.values
+
+
+def _heads(settings: Medusa2Settings, teacher: Teacher) -> MedusaHeads:
+    """Heads to start from, in float32 on the target's device."""
+    given = settings.initial_heads
+    if given is None:
+        return new_heads(settings, teacher)
+    heads = MedusaHeads.load(given, teacher.hidden_size, teacher.lm.vocab_size)
+    found = (heads.shape.heads, heads.shape.blocks)
+    if found != (settings.num_heads, settings.num_layers):
+        raise ParameterError(
+            f"the heads in {given} have other sizes than the run",
+            "num_heads and num_layers are {} and {}".format(*found),
+            "Give these in the settings, or other heads",
+        )
+    if heads.token_map is not None:
+        raise ParameterError(
+            f"the heads in {given} cannot be trained on",
+            "they know a part of the target's tokens only",
+            "Give heads without a token_map",
+        )
+    return heads.to(teacher.lm.device)
