@@ -12,7 +12,7 @@ from forethought.kv.pool import PagePool
 from forethought.kv.storage import KvStorage, LayerShape
 from forethought.kv.table import PageTable
 from forethought.model.attention import sdpa
-from forethought.model.attention.base import ForwardPass, Scoring
+from forethought.model.attention.base import PagedPass, Scoring
 from forethought.model.attention.reference import ReferenceAttention
 from forethought.model.attention.sdpa import SdpaAttention
 from forethought.model.batch import Batch, Row
@@ -82,7 +82,7 @@ def attend(
     k = torch.randn(total, shape.kv_heads, shape.key_dim, generator=source)
     v = torch.randn(total, shape.kv_heads, shape.value_dim, generator=source)
     sinks = torch.randn(case.heads, generator=source) if case.sinks else None
-    forward_pass = ForwardPass(batch, storage, backend, [case.window])
+    forward_pass = PagedPass(batch, storage, backend, [case.window])
     return forward_pass.attend(0, q, k, v, Scoring(0.4, case.softcap, sinks))
 
 
@@ -159,7 +159,7 @@ def test_the_reference_is_softmax_attention_over_the_row_s_own_tokens(name: str)
     steps = []
     for start, stop in ((0, 6), (6, 7), (7, total)):
         batch = Batch.build([Row([0] * (stop - start), start, table.fork(stop))])
-        forward_pass = ForwardPass(batch, storage, ReferenceAttention(), [case.window])
+        forward_pass = PagedPass(batch, storage, ReferenceAttention(), [case.window])
         steps.append(forward_pass.attend(0, *(x[start:stop] for x in (q, k, v)), scoring))
     group = heads // shape.kv_heads
     dense_k, dense_v = (x.repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
@@ -202,7 +202,7 @@ def test_half_precision_stays_near_float32() -> None:
         storage.values[0].copy_(full.values[0])
         source = torch.Generator().manual_seed(4)
         q, k, v = (torch.randn(4, h, 8, generator=source).to(dtype) for h in (4, 2, 2))
-        forward_pass = ForwardPass(batch, storage, SdpaAttention(), [None])
+        forward_pass = PagedPass(batch, storage, SdpaAttention(), [None])
         result = forward_pass.attend(0, q, k, v, Scoring(0.4))
         assert result.dtype == dtype
         torch.testing.assert_close(result.float(), exact, rtol=0.05, atol=0.05)

@@ -86,6 +86,24 @@ class KvStorage:
         self.keys[layer].index_copy_(0, slots, k)
         self.values[layer].index_copy_(0, slots, v)
 
+    def gather(self, pages: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Copies of the tokens of pages int64 ``[P]``: keys and values of each layer.
+
+        Each ``[P * page_size, kv_heads, dim]``.
+        """
+        keys: dict[int, Tensor] = {}
+        values: dict[int, Tensor] = {}
+        stacks = iter(self._stacks)
+        for shape in dict.fromkeys(self.layers):
+            members = [index for index, other in enumerate(self.layers) if other == shape]
+            for found in (keys, values):
+                stack = next(stacks)
+                paged = stack.view(len(members), self.num_pages, -1).index_select(1, pages)
+                layers = paged.view(len(members), -1, *stack.shape[2:]).unbind(0)
+                found.update(zip(members, layers, strict=True))
+        order = range(len(self.layers))
+        return [keys[layer] for layer in order], [values[layer] for layer in order]
+
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Copy whole pages, all layers; every source is read before anything is written."""
         if not copies:

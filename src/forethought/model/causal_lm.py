@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from forethought.kv.storage import KvStorage, LayerShape
-from forethought.model.attention.base import AttentionBackend, ForwardPass
+from forethought.model.attention.base import AttentionBackend, ForwardPass, PagedPass
 from forethought.model.attention.interface import KEYWORD, LayerProfile
 from forethought.model.batch import Batch
 from forethought.model.taps import tapped
@@ -98,7 +98,7 @@ class CausalLM:
         self.eos_token_ids = traits.eos_token_ids
         self.dtype, self.device = traits.dtype, traits.device
         self.layer_shapes: list[LayerShape] = [layer.shape for layer in traits.layers]
-        self._windows = [layer.window for layer in traits.layers]
+        self.windows = [layer.window for layer in traits.layers]
 
     def forward(self, batch: Batch, storage: KvStorage) -> Tensor:
         """Run the batch, store its keys and values, return float32 logits ``[R, vocab]``."""
@@ -109,9 +109,13 @@ class CausalLM:
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """The same, with hidden states: by place (see ``model.taps``) ``[T, hidden]``."""
         with torch.inference_mode():
-            forward_pass = ForwardPass(batch, storage, self.backend, self._windows, taps)
-            logits = self.network(batch, forward_pass).float()
-        return logits, forward_pass.states
+            forward_pass = PagedPass(batch, storage, self.backend, self.windows, taps)
+            return self.run(forward_pass), forward_pass.states
+
+    def run(self, forward_pass: ForwardPass) -> Tensor:
+        """Float32 logits ``[R, vocab]`` of a pass, in whatever way it attends."""
+        with torch.inference_mode():
+            return self.network(forward_pass.batch, forward_pass).float()
 
     @property
     def hidden_size(self) -> int:

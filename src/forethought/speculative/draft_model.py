@@ -18,6 +18,8 @@ from forethought.errors import ParameterError
 from forethought.kv.storage import KvStorage
 from forethought.kv.table import PageTable
 from forethought.model import loader
+from forethought.model.attention.base import ForwardPass
+from forethought.model.attention.strands import Strands
 from forethought.model.batch import Row
 from forethought.model.causal_lm import CausalLM
 from forethought.model.device import find_device
@@ -82,14 +84,53 @@ class DraftModel:
 
     def forward(self, rows: Sequence[Row]) -> Tensor:
         """float32 ``[R, V]`` over the target's vocabulary: the logits that the rows want."""
-        if not self._missing:
-            return self.runner.forward(rows)[:, : self._vocab_size]
-        known = self.runner.lm.vocab_size
-        rows = [
-            replace(row, tokens=[token if token < known else 0 for token in row.tokens])
-            for row in rows
+        if self._missing:
+            known = self.runner.lm.vocab_size
+            rows = [
+                replace(row, tokens=[token if token < known else 0 for token in row.tokens])
+                for row in rows
+            ]
+        return self._spoken(self.runner.forward(rows))
+
+    def _spoken(self, logits: Tensor) -> Tensor:
+        """Over the target's vocabulary."""
+        if self._missing:
+            return pad(logits, (0, self._missing), value=-torch.inf)
+        return logits[:, : self._vocab_size]
+
+    def strands(self, tables: Sequence[PageTable], lengths: Sequence[int], room: int) -> Strands:
+        """Where up to ``room`` tokens of each can be put behind the computed ones of tables."""
+        return Strands(self.runner.storage, tables, lengths, room, self.runner.lm.windows)
+
+    def read(
+        self, strands: Strands, parts: Sequence[Sequence[int]], starts: Sequence[int]
+    ) -> Tensor:
+        """Put known tokens, equally many of each sequence, behind strands.
+
+        Args:
+            strands: which end where the parts begin.
+            parts: the tokens of each.
+            starts: where they begin.
+
+        Returns:
+            float32 ``[B, V]``: the logits behind each.
+        """
+        tokens = [token for part in parts for token in part]
+        positions = [
+            start + place
+            for start, part in zip(starts, parts, strict=True)
+            for place in range(len(part))
         ]
-        return pad(self.runner.forward(rows), (0, self._missing), value=-torch.inf)
+        index = torch.tensor([tokens, positions], device=self.runner.lm.device)
+        return self.advance(strands.chain(index[0], index[1]))
+
+    def advance(self, forward_pass: ForwardPass) -> Tensor:
+        """float32 ``[R, V]`` over the target's vocabulary: the logits that a pass wants."""
+        batch = forward_pass.batch
+        if self._missing:
+            fitting = batch.token_ids < self.runner.lm.vocab_size
+            forward_pass.batch = replace(batch, token_ids=batch.token_ids.where(fitting, 0))
+        return self._spoken(self.runner.lm.run(forward_pass))
 
     def compute(self, pasts: Sequence[Past]) -> Tensor:
         """Compute what is missing of several sequences, at least the last token of each.

@@ -9,15 +9,13 @@ parent, so what is kept is a tree. Knows nothing about heads or pages.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from forethought.speculative.draft import Draft
 from forethought.speculative.drafter import DraftRequest
-from forethought.speculative.heads.pair_head import Guess
-from forethought.speculative.pairs import Level, Pairs
+from forethought.speculative.pairs import Pairs
 
 
 class Expansion:
@@ -121,44 +119,35 @@ class DynamicGrowth:
         made = self._width + (depth - 1) * self._width**2
         return max(min(self._total, made), self._width * (depth - 1))
 
-    def grow(self, pairs: Pairs, requests: Sequence[DraftRequest], guess: Guess) -> None:
+    def grow(self, pairs: Pairs, requests: Sequence[DraftRequest]) -> None:
         """See ``Growth``. Requests with less room than others grow narrower trees, apart."""
-        shapes = [self._shape(request, pairs.head.vocab_size) for request in requests]
-        order = sorted(range(len(shapes)), key=lambda place: shapes[place])
-        for (depth, width), members in groupby(order, key=lambda place: shapes[place]):
-            places = list(members)
-            states, logits = guess
-            if len(places) < len(shapes):
-                index = torch.tensor(places, device=logits.device)
-                states, logits = states[index], logits[index]
-            group = [requests[place] for place in places]
-            self._grow(pairs, group, Guess(states, logits), depth, width)
+        shapes: dict[tuple[int, int], list[DraftRequest]] = {}
+        for request in requests:
+            shapes.setdefault(self._shape(request, pairs.head.vocab_size), []).append(request)
+        for (depth, width), group in shapes.items():
+            self._grow(pairs, group, depth, width)
 
     def _shape(self, request: DraftRequest, vocab_size: int) -> tuple[int, int]:
         """Depth and width for which its room is enough."""
         depth = min(request.max_draft_len, request.max_nodes)
         return depth, max(1, min(self._width, vocab_size, request.max_nodes // max(1, depth - 1)))
 
-    def _grow(
-        self,
-        pairs: Pairs,
-        requests: Sequence[DraftRequest],
-        guess: Guess,
-        depth: int,
-        width: int,
-    ) -> None:
+    def _grow(self, pairs: Pairs, requests: Sequence[DraftRequest], depth: int, width: int) -> None:
         expansion, ids = Expansion(width), pairs.head.ids
+        begun = pairs.begin(requests, width * (depth - 1))
+        guess = begun.guess
         with torch.inference_mode():
             expansion.begin(guess.logits)
             states = guess.states.unsqueeze(1)  # [B, 1, hidden], later [B, k, hidden]
             for level in range(1, depth):
                 beams = expansion.beams.flatten()
                 above = expansion.above[..., None].expand(-1, -1, states.shape[-1])
-                stored = (level - 1) * width
                 guess = pairs.advance(
-                    Level(requests, level, stored, width, expansion.seen.unbind(0)),
+                    begun,
+                    level,
                     beams if ids is None else ids[beams],
                     states.gather(1, above).flatten(0, 1),
+                    expansion.seen,
                 )
                 expansion.grow(guess.logits)
                 states = guess.states.view(len(requests), width, -1)

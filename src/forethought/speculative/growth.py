@@ -14,8 +14,7 @@ from torch import Tensor
 
 from forethought.speculative.draft import Draft
 from forethought.speculative.drafter import DraftRequest
-from forethought.speculative.heads.pair_head import Guess
-from forethought.speculative.pairs import Level, Pairs
+from forethought.speculative.pairs import Pairs
 from forethought.speculative.tree import TokenTree, TreeChoices
 
 
@@ -26,8 +25,8 @@ class Growth(Protocol):
         """Room behind the root that a draft of ``depth`` levels takes."""
         ...
 
-    def grow(self, pairs: Pairs, requests: Sequence[DraftRequest], guess: Guess) -> None:
-        """Set the drafts of ``requests``; ``guess`` is that behind their roots."""
+    def grow(self, pairs: Pairs, requests: Sequence[DraftRequest]) -> None:
+        """Set the drafts of ``requests``."""
         ...
 
 
@@ -47,33 +46,28 @@ class StaticGrowth:
         """Nodes of the tree down to ``depth``."""
         return sum(len(path) <= depth for path in self._choices.paths)
 
-    def grow(self, pairs: Pairs, requests: Sequence[DraftRequest], guess: Guess) -> None:
+    def grow(self, pairs: Pairs, requests: Sequence[DraftRequest]) -> None:
         """See :class:`Growth`. Drafts of fewer levels drop out of the forwards of later ones."""
-        sizes = [min(self.nodes(each.max_draft_len), each.max_nodes) for each in requests]
-        order = sorted(range(len(sizes)), key=lambda place: -sizes[place])
-        requests, sizes = [requests[place] for place in order], [sizes[place] for place in order]
-        states, logits = guess
-        if order != list(range(len(order))):
-            index = torch.tensor(order, device=logits.device)
-            states, logits = states[index], logits[index]
+        requests = sorted(requests, key=self._size, reverse=True)
+        sizes = list(map(self._size, requests))
+        begun = pairs.begin(requests, sum(level.inner for level in self._levels))
+        states, logits = begun.guess
         drawn: list[Tensor] = []
-        stored = 0
         for depth, level in enumerate(self._levels, start=1):
-            alive = sum(size > level.begin for size in sizes)
-            if not alive:
-                break
-            tokens = level.draw(logits[: alive * level.width], pairs.head.ids)
+            tokens = level.draw(logits, pairs.head.ids)
             drawn.append(tokens)
             further = sum(size > level.end for size in sizes)
             if not further:
                 break
+            begun.strands.keep(further)
             token_ids, states = level.grown(tokens[:further], states[: further * level.width])
-            size = level.inner
-            seen = None if level.seen is None else [level.seen] * further
-            step = Level(requests[:further], depth, stored, size, seen)
-            states, logits = pairs.advance(step, token_ids, states)
-            stored += size
+            seen = None if level.seen is None else level.seen.expand(further, -1, -1)
+            states, logits = pairs.advance(begun, depth, token_ids, states, seen)
         self._finish(requests, sizes, drawn)
+
+    def _size(self, request: DraftRequest) -> int:
+        """Nodes of its draft."""
+        return min(self.nodes(request.max_draft_len), request.max_nodes)
 
     def _finish(
         self, requests: Sequence[DraftRequest], sizes: Sequence[int], drawn: Sequence[Tensor]

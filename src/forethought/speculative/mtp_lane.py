@@ -16,7 +16,8 @@ from torch import Tensor
 from forethought.kv.companion import Companion
 from forethought.kv.storage import KvStorage
 from forethought.kv.table import PageTable
-from forethought.model.attention.base import ForwardPass
+from forethought.model.attention.base import PagedPass
+from forethought.model.attention.strands import Strands
 from forethought.model.batch import Batch, Row
 from forethought.model.causal_lm import CausalLM
 from forethought.speculative.drafter import DraftRequest
@@ -106,10 +107,12 @@ class Lane:
             )
         return rows
 
-    def step(self, text: PairText, level: int) -> Row:
-        """The pair of a state of the module's own and the token guessed ``level`` levels deep."""
-        slot = text.pairs + level
-        return Row([_UNKNOWN], slot, text.table.window(slot + 1))
+    def strands(self, texts: Sequence[PairText], room: int) -> Strands:
+        """Where pairs from ``begin`` on of each text can be read, at most ``room`` of them."""
+        tables = [text.table for text in texts]
+        lengths = [text.begin + self.lag for text in texts]
+        storage, windows = self.companion.storage, [self.network.window]
+        return Strands(storage, tables, lengths, room, windows, seen_from=self.lag)
 
     def read(self, states: Tensor, rows: Sequence[Row], guessed: Sequence[Tensor] = ()) -> Left:
         """Take pairs through the module.
@@ -128,7 +131,7 @@ class Lane:
             spans=tuple(replace(span, seen_from=self.lag) for span in packed.spans),
         )
         storage = self.companion.storage
-        forward_pass = ForwardPass(batch, storage, lm.backend, [self.network.window])
+        forward_pass = PagedPass(batch, storage, lm.backend, [self.network.window])
         return self.network.read(states, forward_pass)
 
 

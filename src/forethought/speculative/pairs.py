@@ -4,7 +4,7 @@ The pair of the state at position p - 1 and the token at p has its entry, the ke
 head's layer, at the slot of position p. So an entry depends on nothing behind its own slot, and
 forks, prefix hits and rewinds of the target serve the head as they serve the target; position 0
 alone has no entry, and nobody sees it. Entries behind the root are made of the head's own states;
-they are never marked as ready, so what is accepted is read again from the target's.
+they are never stored, so what is accepted is read again from the target's.
 
 Knows nothing about which tokens are drafted.
 """
@@ -20,7 +20,8 @@ from torch import Tensor
 from forethought.kv.companion import Companion
 from forethought.kv.storage import KvStorage
 from forethought.kv.table import PageTable
-from forethought.model.attention.base import ForwardPass
+from forethought.model.attention.base import ForwardPass, PagedPass
+from forethought.model.attention.strands import FEW, Strands
 from forethought.model.batch import Batch, Span
 from forethought.speculative.drafter import DraftRequest
 from forethought.speculative.features import Features
@@ -28,18 +29,15 @@ from forethought.speculative.heads.pair_head import Guess, PairHead
 from forethought.speculative.table import Target
 
 
-class Level(NamedTuple):
-    """One level of some drafts that is to be read: ``size`` tokens behind each request."""
+class Begun(NamedTuple):
+    """What a head makes of some requests' roots, and where it reads on."""
 
-    requests: Sequence[DraftRequest]
-    depth: int
-    """Of the tokens, from 1 behind the root."""
-    stored: int
-    """Drafted tokens of each request that were read before."""
-    size: int
-    seen: Sequence[Tensor] | None
-    """For each request bool [size, stored + size]: which drafted ones each token sees, itself
-    included; None: all."""
+    strands: Strands
+    """Behind the roots' pairs."""
+    positions: Tensor
+    """int64 [B]: of the states behind the roots."""
+    guess: Guess
+    """Behind the roots."""
 
 
 class _Part(NamedTuple):
@@ -80,21 +78,85 @@ class Pairs:
         known = len(request.tokens) - 1  # the root is not computed yet
         return known > 0 and self.features.ready_length(request.table, known) == known
 
-    def catch_up(self, requests: Sequence[DraftRequest]) -> Guess:
+    def begin(self, requests: Sequence[DraftRequest], room: int) -> Begun:
         """Read all pairs that were not read yet, the one of the root at least.
 
-        Returns:
-            The guess behind each root.
+        Args:
+            requests: B of them.
+            room: drafted tokens of each that are to be read at most.
         """
         parts = []
         for request in requests:
-            assert request.table is not None
             root = len(request.tokens) - 1
-            start = max(1, self.entries.ready_length(request.table, root))
+            start = max(1, self.entries.ready_length(_table(request), root))
             parts.append(_Part(request, start, root + 1))
-        while sum(part.stop - part.start for part in parts) > max(self._most_tokens, len(parts)):
-            parts = self._read_some(parts)
-        return self._read(parts, wanted=1)
+        missing = max(part.stop - part.start for part in parts)
+        shortest = min(part.stop for part in parts)
+        if missing <= FEW and missing < shortest:  # as many of each, some of them again
+            parts = [part._replace(start=part.stop - missing) for part in parts]
+            strands = self._strands(requests, [part.start for part in parts], missing + room)
+            guess = self._read_on(strands, parts)
+        else:
+            while sum(part.stop - part.start for part in parts) > max(
+                self._most_tokens, len(parts)
+            ):
+                parts = self._read_some(parts)
+            guess = self._read(parts, wanted=1)
+            strands = self._strands(requests, [part.stop for part in parts], room)
+        positions = torch.tensor([part.stop - 1 for part in parts], device=self._device)
+        return Begun(strands, positions, guess)
+
+    def advance(
+        self,
+        begun: Begun,
+        depth: int,
+        token_ids: Tensor,
+        states: Tensor,
+        seen: Tensor | None = None,
+    ) -> Guess:
+        """Read a level of drafts.
+
+        Args:
+            begun: of as many requests as are left.
+            depth: of the tokens, from 1 behind the root.
+            token_ids: int64 ``[B * n]``, on the device, request by request.
+            states: ``[B * n, hidden]``, those of their parents' guesses.
+            seen: bool ``[B, n, m]``, which of the m drafted tokens so far each one sees, itself
+                included; None: all.
+
+        Returns:
+            The guess behind each of them.
+        """
+        strands, size = begun.strands, len(token_ids) // begun.strands.rows
+        positions = begun.positions[: strands.rows] + (depth - 1)
+        if size > 1:
+            positions = positions.repeat_interleave(size)
+        with torch.inference_mode():
+            return self.head(states, strands.level(token_ids, positions, depth, seen))
+
+    def _strands(
+        self, requests: Sequence[DraftRequest], lengths: Sequence[int], room: int
+    ) -> Strands:
+        return Strands(self._storage, list(map(_table, requests)), lengths, room, seen_from=1)
+
+    def _read_on(self, strands: Strands, parts: Sequence[_Part]) -> Guess:
+        """Read a few pairs of the target's states, equally many of each request."""
+        tokens, positions, found = list[int](), list[int](), list[Tensor]()
+        for request, start, stop in parts:
+            tokens += request.tokens[start:stop]
+            positions += range(start - 1, stop - 1)
+            found.append(self.features.read(_table(request), start - 1, stop - 1))
+        index = torch.tensor([tokens, positions], device=self._device)
+        with torch.inference_mode():
+            states = self.head.enter(found[0] if len(found) == 1 else torch.cat(found))
+            guess = self.head(states, strands.chain(index[0], index[1]))
+        strands.store([stop - start for _, start, stop in parts])
+        self._mark(parts)
+        return guess
+
+    def _mark(self, parts: Sequence[_Part]) -> None:
+        for request, start, stop in parts:
+            self.entries.mark(_table(request), start if start > 1 else 0, stop)
 
     def _read_some(self, parts: list[_Part]) -> list[_Part]:
         """Read as much as one forward may, nobody's root; return what is left."""
@@ -120,7 +182,7 @@ class Pairs:
             around = request.table.slots(start - 1, stop)
             before += around[:-1]
             slots += around[1:]
-            spans.append(_span(request.table, begin, stop - start, stop, None))
+            spans.append(_span(request.table, begin, stop - start, stop))
             last += range(len(tokens) - wanted, len(tokens))
         index = torch.tensor([tokens, positions, slots, before], device=self._device)
         token_ids, positions_, slots_, before_ = index.unbind(0)
@@ -134,41 +196,18 @@ class Pairs:
         with torch.inference_mode():
             states = self.head.enter(self.features.storage.keys[0][before_, 0])
             guess = self.head(states, self._forward_pass(batch))
-        for request, start, stop in parts:
-            assert request.table is not None
-            self.entries.mark(request.table, start if start > 1 else 0, stop)
+        self._mark(parts)
         return guess
 
-    def advance(self, level: Level, token_ids: Tensor, states: Tensor) -> Guess:
-        """Read a level of drafts.
-
-        Args:
-            level: where its tokens stand.
-            token_ids: int64 ``[requests * size]``, on the device, request by request.
-            states: ``[requests * size, hidden]``, those of their parents' guesses.
-
-        Returns:
-            The guess behind each of them.
-        """
-        positions, slots, spans = list[int](), list[int](), list[Span]()
-        for number, request in enumerate(level.requests):
-            assert request.table is not None
-            length = len(request.tokens)
-            start = length + level.stored
-            positions += [length - 2 + level.depth] * level.size
-            slots += request.table.slots(start, start + level.size)
-            tree = None if level.seen is None else level.seen[number]
-            begin = number * level.size
-            spans.append(_span(request.table, begin, level.size, start + level.size, tree))
-        index = torch.tensor([positions, slots, range(len(slots))], device=self._device)
-        batch = Batch(token_ids, index[0], index[1], index[2], tuple(spans))
-        with torch.inference_mode():
-            return self.head(states, self._forward_pass(batch))
-
     def _forward_pass(self, batch: Batch) -> ForwardPass:
-        return ForwardPass(batch, self._storage, self._backend, [None])
+        return PagedPass(batch, self._storage, self._backend, [None])
 
 
-def _span(table: PageTable, begin: int, size: int, stop: int, tree: Tensor | None) -> Span:
+def _table(request: DraftRequest) -> PageTable:
+    assert request.table is not None
+    return request.table
+
+
+def _span(table: PageTable, begin: int, size: int, stop: int) -> Span:
     pages = table.window(stop).pages
-    return Span(begin, begin + size, stop, tuple(pages), table.run(), tree, seen_from=1)
+    return Span(begin, begin + size, stop, tuple(pages), table.run(), None, seen_from=1)

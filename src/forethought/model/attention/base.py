@@ -8,6 +8,7 @@ networks, and nothing about how a backend computes.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -81,38 +82,26 @@ class AttentionBackend(Protocol):
         ...
 
 
-class ForwardPass:
-    """One batch on its way through one network: what attention layers need and do.
+class ForwardPass(ABC):
+    """One batch on its way through one network: what its layers need and do.
 
     Args:
-        batch: the packed rows.
-        storage: the cache.
-        backend: how to attend.
-        windows: each attention layer's window.
+        batch: the packed tokens.
         taps: which hidden states to keep; see ``model.taps``.
 
     Attributes:
         states: the hidden states that were asked for, by place: ``[T, hidden]``.
     """
 
-    def __init__(
-        self,
-        batch: Batch,
-        storage: KvStorage,
-        backend: AttentionBackend,
-        windows: Sequence[int | None],
-        taps: frozenset[int] = frozenset(),
-    ) -> None:
-        self.batch, self.storage, self.backend = batch, storage, backend
-        self.taps, self.states = taps, dict[int, Tensor]()
-        plans = {window: backend.plan(batch, storage, window) for window in dict.fromkeys(windows)}
-        self._plans = [plans[window] for window in windows]
+    def __init__(self, batch: Batch, taps: frozenset[int] = frozenset()) -> None:
+        self.batch, self.taps, self.states = batch, taps, dict[int, Tensor]()
 
     def tap(self, place: int, x: Tensor) -> None:
         """x ``[T, hidden]`` is the state at ``place``: kept if it was asked for."""
         if place in self.taps:
             self.states[place] = x
 
+    @abstractmethod
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         """Store k, v of the new tokens and attend: ``[T, heads, value_dim]``.
 
@@ -123,6 +112,34 @@ class ForwardPass:
             v: ``[T, kv_heads, value_dim]``.
             scoring: the layer's scale, softcap and sinks.
         """
+
+
+class PagedPass(ForwardPass):
+    """A pass over a paged cache.
+
+    Args:
+        batch: the packed rows.
+        storage: the cache.
+        backend: how to attend.
+        windows: each attention layer's window.
+        taps: which hidden states to keep; see ``model.taps``.
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        storage: KvStorage,
+        backend: AttentionBackend,
+        windows: Sequence[int | None],
+        taps: frozenset[int] = frozenset(),
+    ) -> None:
+        super().__init__(batch, taps)
+        self.storage, self.backend = storage, backend
+        plans = {window: backend.plan(batch, storage, window) for window in dict.fromkeys(windows)}
+        self._plans = [plans[window] for window in windows]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+        """See :class:`ForwardPass`."""
         storage = self.storage
         storage.write(layer, self.batch.slots, k, v)
         keys, values = storage.keys[layer], storage.values[layer]

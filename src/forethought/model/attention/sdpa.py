@@ -35,10 +35,12 @@ GROUP_BYTES = 4 * 2**20
 MOST_QUERIES = 32
 """New tokens that a row of a group may have; a row with more is a piece."""
 EXACT_QUERIES, EXACT_UP_TO = 16, 512
-"""torch's CPU kernel rounds a query's result by how many queries it is given at once, but not up to
-16 of them, nor by how many keys, if these are a multiple of 16 (masked ones count). So whole pages
-are attended, and prefills in parts of 16 tokens: in bf16 and fp16 a token's keys and values are
-then the same in any company, with pages of 16 tokens. In longer prefills it would cost too much."""
+"""torch's CPU kernel rounds a query's result by how many queries it is given at once, but not from
+4 (with AMX: 1) to 16 of them, nor by how many keys, if these are a multiple of 16 (masked ones
+count). So whole pages are attended, fewer queries are filled up to 4, and prefills go in parts of
+16 tokens: in bf16 and fp16 a token's keys and values are then the same in any company, with pages
+of 16 tokens. In longer prefills it would cost too much."""
+FEWEST_QUERIES = 1 if torch.cpu._is_amx_tile_supported() else 4
 FOLDED_FROM = 2048
 """Heads times stored tokens from which a piece of few queries is faster with its heads folded."""
 
@@ -203,7 +205,7 @@ def _attend_views(
     folded = q.reshape(rows, 1, kv_heads, heads // kv_heads, -1).unbind(0)
     k, v = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
     attended = [
-        _softmax_attention(
+        softmax_attention(
             folded[row],
             k.narrow(2, view.first, view.length),
             v.narrow(2, view.first, view.length),
@@ -213,7 +215,7 @@ def _attend_views(
         for row, view in enumerate(views)
     ]
     together = attended[0] if rows == 1 else torch.cat(attended)
-    return together.view(rows, heads, -1)
+    return together.reshape(rows, heads, -1)
 
 
 def _attend_group(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scoring: Scoring) -> Tensor:
@@ -227,9 +229,9 @@ def _attend_group(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scoring: Scorin
         q = q.view(rows, size, kv_heads, shared, -1).permute(0, 2, 3, 1, 4)
         mask = mask.repeat(1, 1, shared, 1)
     folded = q.reshape(rows, kv_heads, shared * size, -1)
-    out = _softmax_attention(folded, k.transpose(1, 2), v.transpose(1, 2), mask, scoring)
+    out = softmax_attention(folded, k.transpose(1, 2), v.transpose(1, 2), mask, scoring)
     if size > 1:
-        out = out.view(rows, kv_heads, shared, size, -1).permute(0, 3, 1, 2, 4)
+        out = out.reshape(rows, kv_heads, shared, size, -1).permute(0, 3, 1, 2, 4)
     return out.reshape(rows * size, heads, -1)
 
 
@@ -242,30 +244,42 @@ def _attend_piece(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scoring:
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     heads, kv_heads = q.shape[1], k.shape[1]
     if scoring.softcap is None and scoring.sinks is None:
-        out = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scoring.scale,
-            enable_gqa=heads != kv_heads,
-        )
+        out = _steady_attention(q, k, v, mask, scoring, causal=mask is None)
     else:
         if mask is None:
             seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
             mask = _additive(seen.tril_(), k.dtype)
         k, v = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v))
-        out = _softmax_attention(q, k, v, mask, scoring)
+        out = softmax_attention(q, k, v, mask, scoring)
     return out[0].transpose(0, 1)
 
 
-def _softmax_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scoring: Scoring
+def softmax_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scoring: Scoring,
+    *,
+    steady: bool = True,
 ) -> Tensor:
-    """q ``[B, kv_heads, queries, key_dim]``: the queries are a head's tokens or a group's heads."""
+    """Attention of the queries that share keys.
+
+    Args:
+        q: ``[B, kv_heads, queries, key_dim]``: the queries are a head's tokens or a group's heads.
+        k: ``[B, kv_heads, L, key_dim]``.
+        v: ``[B, kv_heads, L, value_dim]``.
+        mask: additive, broadcast to ``[B, kv_heads, queries, L]``; None: all is seen.
+        scoring: scale, softcap and sinks.
+        steady: round a query the same in any company, as far as that goes; see ``EXACT_QUERIES``.
+
+    Returns:
+        ``[B, kv_heads, queries, value_dim]``.
+    """
     if scoring.softcap is None and scoring.sinks is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scoring.scale)
+        if not steady:
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scoring.scale)
+        return _steady_attention(q, k, v, mask, scoring)
     scores = q.float() @ k.float().transpose(-1, -2) * scoring.scale
     if scoring.softcap is not None:
         scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
@@ -278,6 +292,24 @@ def _softmax_attention(
         scores = torch.cat([scores, sinks], -1)
     weights = scores.softmax(-1)[..., : k.shape[2]]
     return (weights @ v.float()).to(q.dtype)
+
+
+def _steady_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scoring: Scoring, causal: bool = False
+) -> Tensor:
+    """torch's own attention; in 16 bits on a CPU with at least ``FEWEST_QUERIES``."""
+    size, scale, gqa = q.shape[2], scoring.scale, q.shape[1] != k.shape[1]
+    if size >= FEWEST_QUERIES or causal or q.device.type != "cpu" or q.dtype.itemsize != 2:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=gqa
+        )
+    more = (0, 0, 0, FEWEST_QUERIES - size)
+    if mask is not None and mask.shape[-2] > 1:
+        mask = F.pad(mask, more)
+    out = F.scaled_dot_product_attention(
+        F.pad(q, more), k, v, attn_mask=mask, scale=scale, enable_gqa=gqa
+    )
+    return out.narrow(2, 0, size)
 
 
 def _pages(stored: Tensor, pages: Tensor, page_size: int) -> Tensor:

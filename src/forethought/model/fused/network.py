@@ -102,7 +102,8 @@ class FusedNetwork:
         for index, layer in enumerate(self.layers):
             forward_pass.tap(index, x)
             mixed = self._attend(index, layer, x, (cos, sin), forward_pass)
-            if narrow and index == len(self.layers) - 1:  # what follows concerns each token alone
+            if narrow and index == len(self.layers) - 1 and len(batch.logit_index) < len(x):
+                # What follows concerns each token alone.
                 mixed, x = mixed[batch.logit_index], x[batch.logit_index]
             x = layer.out.plus(mixed, x)
             x = layer.down.plus(layer.gate(layer.feed_norm(x)), x)

@@ -41,6 +41,8 @@ class PlainProjection:
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
         """See :class:`Projection`."""
+        if self.bias is None:
+            return torch.addmm(other, x, self.weight.t())
         return F.linear(x, self.weight, self.bias).add_(other)
 
 

@@ -3,20 +3,23 @@
 Leviathan et al., 2023 (arXiv 2211.17192); Chen et al., 2023 (arXiv 2302.01318). The draft model's
 keys and values are further layers over the target's pages, so that forks, prefix hits and rewinds
 of the target serve both; what the draft model has not seen yet it catches up on, over all requests
-in one forward. Drafts are chains, or static trees of ranks whose levels are computed one by one.
-Knows nothing about acceptance.
+in one forward. Drafts are chains, or static trees of ranks; they grow level by level on strands, so
+that what the draft model computes of them is never stored. Knows nothing about acceptance.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from forethought.decoding import DraftTargetDecodingConfig
 from forethought.kv.companion import Companion
-from forethought.model.batch import Row
+from forethought.kv.table import PageTable
+from forethought.model.attention.strands import FEW, Strands
 from forethought.model.sampling import TokenContext, coin, logits_to_probs, pick
 from forethought.speculative.draft import Draft, DraftKind
 from forethought.speculative.draft_model import DraftModel, Past
@@ -31,6 +34,17 @@ from forethought.speculative.tree import TreeChoices
 
 DRAFTING = 1
 """The ``use`` of the coins that drafts are drawn with."""
+
+
+class _Begun(NamedTuple):
+    """B drafts at their roots."""
+
+    strands: Strands
+    """Known tokens are the first behind the pasts."""
+    known: int
+    """How many of each."""
+    logits: Tensor
+    """float32 [B, V], behind the roots."""
 
 
 class DraftTargetDrafter(Drafter):
@@ -89,54 +103,112 @@ class DraftTargetDrafter(Drafter):
         ]
         if not requests:
             return
-        growths = [self._growth(request) for request in requests]
-        logits = self._catch_up(requests)
-        while growths:
-            logits = self._advance(growths, logits)
+        if self._choices is None and not any(map(self._is_sampled, requests)):
+            self._chains(requests)
+        else:
+            self._levels(requests)
 
-    def _growth(self, request: DraftRequest) -> Growth:
-        sampled = self._sampled and not request.params.greedy
-        return Growth(request, sampled, self._choices)
+    def _is_sampled(self, request: DraftRequest) -> bool:
+        return self._sampled and not request.params.greedy
 
-    def _catch_up(self, requests: list[DraftRequest]) -> Tensor:
-        """float32 ``[len(requests), V]``: the logits behind each root."""
-        pasts: list[Past] = []
-        for request in requests:
-            assert request.table is not None
-            start = self._companion.ready_length(request.table, len(request.tokens) - 1)
-            pasts.append(Past(request.tokens, start, request.table))
-        logits = self._model.compute(pasts)
-        for past in pasts:
-            self._companion.mark(past.table, past.start, len(past.tokens))
-        return logits
+    def _begin(self, requests: list[DraftRequest], room: int) -> _Begun:
+        """Compute what the draft model has not seen yet, the root at least.
 
-    def _advance(self, growths: list[Growth], logits: Tensor) -> Tensor:
-        """Grow one level of each draft; compute it where another one follows.
-
-        Drafts that are complete leave ``growths``.
+        Args:
+            requests: B of them.
+            room: most tokens of each to be put behind the roots.
         """
-        begin = 0
-        points = [growth.wanted for growth in growths]
-        likeliest: list[int] | None = None
-        if not any(growth.sampled or growth.choices for growth in growths):
-            likeliest = logits.argmax(dim=-1).tolist()  # one transfer for all chains
-        for growth, count in zip(growths, points, strict=True):
-            if likeliest is not None:
-                growth.append(likeliest[begin])
-            else:
-                growth.grow(logits[begin : begin + count])
-            begin += count
-        for growth in growths:
-            if growth.complete:
-                growth.finish()
-        growths[:] = [growth for growth in growths if not growth.complete]
-        return self._forward([growth.row() for growth in growths]) if growths else logits
+        tables = [_table(request) for request in requests]
+        texts = [request.tokens for request in requests]
+        starts = [
+            self._companion.ready_length(table, len(text) - 1)
+            for table, text in zip(tables, texts, strict=True)
+        ]
+        missing = max(len(text) - start for text, start in zip(texts, starts, strict=True))
+        if missing <= FEW and missing < min(map(len, texts)):  # as many of each, some of them again
+            starts = [len(text) - missing for text in texts]
+            strands = self._model.strands(tables, starts, missing + room)
+            parts = [text[start:] for text, start in zip(texts, starts, strict=True)]
+            return _Begun(strands, missing, self._model.read(strands, parts, starts))
+        pasts = [Past(*past) for past in zip(texts, starts, tables, strict=True)]
+        logits = self._model.compute(pasts)
+        for table, start, text in zip(tables, starts, texts, strict=True):
+            self._companion.mark(table, start, len(text))
+        return _Begun(self._model.strands(tables, list(map(len, texts)), room), 0, logits)
 
-    def _forward(self, rows: list[Row]) -> Tensor:
-        logits = self._model.forward(rows)
-        for row in rows:
-            self._companion.mark(row.table, row.start, row.table.length)
-        return logits
+    def _keep(self, requests: list[DraftRequest], begun: _Begun, drafted: Sequence[int]) -> None:
+        """Store what was computed: known tokens, and so many drafted ones of each request."""
+        strands, known, _ = begun
+        counts = [known + count for count in drafted]
+        if not any(counts):
+            return
+        strands.store(counts)
+        for request, count in zip(requests, counts, strict=True):
+            start = len(request.tokens) - known
+            self._companion.mark(_table(request), start, start + count)
+
+    def _chains(self, requests: list[DraftRequest]) -> None:
+        """The likeliest tokens; they stay on the device until the drafts are complete."""
+        depths = [min(request.max_draft_len, request.max_nodes) for request in requests]
+        strands, _, logits = begun = self._begin(requests, max(depths) - 1)
+        positions = self._positions(requests)
+        levels = [logits.argmax(dim=-1)]
+        for depth in range(max(depths) - 1):
+            step = strands.chain(levels[-1], self._within(positions + depth))
+            levels.append(self._model.advance(step).argmax(dim=-1))
+        self._keep(requests, begun, [depth - 1 for depth in depths])
+        drafted = torch.stack(levels, 1).tolist()  # one transfer for all
+        for request, tokens, depth in zip(requests, drafted, depths, strict=True):
+            request.draft = Draft(tokens[:depth])
+
+    def _levels(self, requests: list[DraftRequest]) -> None:
+        """Trees, and chains of which some are sampled: drawn level by level on the host.
+
+        All levels are as wide as the widest; what fills the others up is seen by nobody.
+        """
+        growths = [
+            Growth(request, self._is_sampled(request), self._choices) for request in requests
+        ]
+        room = self.nodes(max(request.max_draft_len for request in requests))
+        strands, known, logits = begun = self._begin(requests, room)
+        positions, size = self._positions(requests), 1
+        for depth in itertools.count():
+            for place, growth in enumerate(growths):
+                if not growth.complete:
+                    growth.grow(logits[place * size : place * size + growth.wanted])
+            if all(growth.complete for growth in growths):
+                break
+            size = max(growth.wanted for growth in growths)
+            tokens = [token for growth in growths for token in growth.level(size)]
+            seen = None
+            if self._choices is not None:
+                seen = torch.tensor([growth.seen(size) for growth in growths])
+                seen = seen.to(logits.device)
+            step = strands.level(
+                torch.tensor(tokens, device=logits.device),
+                self._within(positions + depth).repeat_interleave(size),
+                known + depth,
+                seen,
+            )
+            logits = self._model.advance(step)
+        for growth in growths:
+            growth.finish()
+        tree = self._choices is not None
+        self._keep(requests, begun, [0 if tree else growth.size - 1 for growth in growths])
+
+    def _positions(self, requests: list[DraftRequest]) -> Tensor:
+        """int64 ``[B]``: those behind the roots."""
+        lengths = [len(request.tokens) for request in requests]
+        return torch.tensor(lengths, device=self._companion.storage.device)
+
+    def _within(self, positions: Tensor) -> Tensor:
+        """A short draft may be carried along with a longer one, beyond where it could be used."""
+        return positions.clamp(max=self._model.max_positions - 1)
+
+
+def _table(request: DraftRequest) -> PageTable:
+    assert request.table is not None
+    return request.table
 
 
 class Growth:
@@ -155,6 +227,8 @@ class Growth:
         self._laws: list[Tensor] = []
         self._paths = list(self._fitting())
         self._level_start = 0
+        self._columns: list[int] = []  # of the nodes that are computed, among all of the request's
+        self._width = 0
         self._void: set[int] = set()
 
     def _fitting(self) -> Iterator[tuple[int, ...]]:
@@ -164,23 +238,21 @@ class Growth:
             yield from fitting[: self._request.max_nodes]
 
     @property
+    def size(self) -> int:
+        """Tokens so far."""
+        return len(self._tokens)
+
+    @property
     def complete(self) -> bool:
         """Whether no level is left to draw."""
-        size = len(self._tokens)
         if self.choices is not None:
-            return size >= len(self._paths)
-        return size >= min(self._request.max_draft_len, self._request.max_nodes)
+            return self.size >= len(self._paths)
+        return self.size >= min(self._request.max_draft_len, self._request.max_nodes)
 
     @property
     def wanted(self) -> int:
         """Rows of logits that the next level grows from: the nodes of the last one, or the root."""
         return max(1, len(self._tokens) - self._level_start)
-
-    def append(self, token: int) -> None:
-        """The next token of a chain of points."""
-        self._level_start = len(self._tokens)
-        self._tokens.append(token)
-        self._depth += 1
 
     def grow(self, logits: Tensor) -> None:
         """Draw the next level from ``logits`` [wanted, V] float32, one row per node of the last."""
@@ -241,24 +313,26 @@ class Growth:
             left = left.clone()
             left[token] = 0.0
 
-    def row(self) -> Row:
-        """The nodes so far, to be computed: their logits are wanted from the last level on.
+    def level(self, size: int) -> list[int]:
+        """The tokens of the last level, filled up to ``size``, which are computed next."""
+        nodes = [] if self.complete else self._tokens[self._level_start :]
+        if nodes:
+            self._columns += range(self._width, self._width + len(nodes))
+        self._width += size
+        return nodes + [0] * (size - len(nodes))
 
-        Of a chain only the last token is new. Levels of a tree are computed together again, as the
-        tokens of one row see only each other and the past; up to 16 rows cost what one costs.
-        """
-        table, length = self._request.table, len(self._request.tokens)
-        assert table is not None
-        size = len(self._tokens)
-        if self.choices is None:
-            return Row([self._tokens[-1]], length + size - 1, table.window(length + size))
-        return Row(
-            list(self._tokens),
-            length,
-            table.window(length + size),
-            self._parents(),
-            self._level_start,
-        )
+    def seen(self, size: int) -> list[list[bool]]:
+        """For each token of ``level``, which of all levels so far it sees, itself included."""
+        parents, rows = self._parents(), list[list[bool]]()
+        for place in range(size):
+            row = [False] * self._width
+            row[self._width - size + place] = True
+            node = self._level_start + place
+            while parents is not None and node in range(len(self._columns)):
+                row[self._columns[node]] = True
+                node = parents[node]
+            rows.append(row)
+        return rows
 
     def _parents(self) -> tuple[int, ...] | None:
         if self.choices is None:

@@ -75,7 +75,7 @@ class EagleDrafter(Drafter):
             if request.max_nodes > 0 and self._pairs.can_read(request)
         ]
         if requests:
-            self._growth.grow(self._pairs, requests, self._pairs.catch_up(requests))
+            self._growth.grow(self._pairs, requests)
 
 
 def _growth(config: EagleDecodingConfig, target: Target) -> Growth:

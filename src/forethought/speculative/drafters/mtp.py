@@ -26,6 +26,7 @@ from torch import Tensor
 from forethought.decoding import MTPDecodingConfig
 from forethought.errors import ParameterError
 from forethought.kv.companion import Companion
+from forethought.model.attention.strands import FEW, Strands
 from forethought.model.batch import Row
 from forethought.model.causal_lm import CausalLM
 from forethought.model.taps import FINAL
@@ -37,7 +38,7 @@ from forethought.speculative.drafter import (
     ScheduledRequests,
 )
 from forethought.speculative.features import Features
-from forethought.speculative.heads.mtp import MtpNetwork, load_modules
+from forethought.speculative.heads.mtp import Left, MtpNetwork, load_modules
 from forethought.speculative.mtp_lane import Lane, PairText
 from forethought.speculative.table import Target
 
@@ -97,10 +98,11 @@ class MTPDrafter(Drafter):
             return
         texts.sort(key=lambda text: -text.depth)  # whose draft is complete early stands behind
         with torch.inference_mode():
-            self._catch_up(texts)
-            levels, states = self._pass(texts, [text.pairs for text in texts], guessing=True)
             if len(self._lanes) == 1:
-                self._replay(texts, levels, states)
+                levels = self._replay(texts)
+            else:
+                self._catch_up(texts)
+                levels, _ = self._pass(texts, [text.pairs for text in texts], guessing=True)
             drafted = torch.cat(levels).tolist()  # one transfer for all
         begins = [0]
         for level in levels:
@@ -135,7 +137,7 @@ class MTPDrafter(Drafter):
 
     def _pass(
         self, texts: Sequence[PairText], stops: Sequence[int], guessing: bool
-    ) -> tuple[list[Tensor], Tensor]:
+    ) -> tuple[list[Tensor], Left]:
         """Take the missing pairs of texts, the deepest first, through all lanes.
 
         Args:
@@ -145,39 +147,69 @@ class MTPDrafter(Drafter):
 
         Returns:
             For each lane, if guessing, the tokens int64 ``[n]`` of the first n texts; and what
-            leaves the last lane behind each text ``[n, hidden]``.
+            leaves the last lane behind each text.
         """
         levels: list[Tensor] = []
-        states = self._read_features(texts, stops)
+        left = Left(self._read_features(texts, stops), torch.empty(0))
         lanes = self._lanes[: texts[0].depth]
         for level, lane in enumerate(lanes):
             size = sum(text.depth > level for text in texts)
             whole = level + 1 < len(lanes)
             rows = lane.rows(texts[:size], stops[:size], whole)
             count = sum(len(row.tokens) for row in rows)
-            left = lane.read(states[:count], rows, [tokens[:size] for tokens in levels])
+            left = lane.read(left.states[:count], rows, [tokens[:size] for tokens in levels])
             for text, stop in zip(texts[:size], stops[:size], strict=True):
                 lane.mark(text, stop)
-            states, normed = left
             if guessing:
-                normed = normed[_ends(rows, normed)] if whole else normed
+                normed = left.normed[_ends(rows, left.normed)] if whole else left.normed
                 levels.append(lane.network.logits(normed).argmax(-1))
-        return levels, states
+        return levels, left
 
-    def _replay(self, texts: Sequence[PairText], levels: list[Tensor], states: Tensor) -> None:
-        """Append what the only module guesses behind its own guesses.
+    def _replay(self, texts: Sequence[PairText]) -> list[Tensor]:
+        """Let the only module guess, and guess on behind its own guesses.
 
         Args:
             texts: the deepest first.
-            levels: the first guess, int64 ``[n]``.
-            states: ``[n, hidden]``, what left with it.
+
+        Returns:
+            For each level the tokens int64 ``[n]`` of the first n texts.
         """
         [lane] = self._lanes
+        strands, (states, normed) = self._begin(texts, lane)
+        levels = [lane.network.logits(normed).argmax(-1)]
+        places = torch.tensor([text.pairs for text in texts], device=states.device)
         for level in range(1, texts[0].depth):
             size = sum(text.depth > level for text in texts)
-            rows = [lane.step(text, level) for text in texts[:size]]
-            states, normed = lane.read(states[:size], rows, [levels[-1][:size]])
+            strands.keep(size)
+            step = strands.chain(levels[-1][:size], places[:size] + (level - 1))
+            states, normed = lane.network.read(states[:size], step)
             levels.append(lane.network.logits(normed).argmax(-1))
+        return levels
+
+    def _begin(self, texts: Sequence[PairText], lane: Lane) -> tuple[Strands, Left]:
+        """Read the missing pairs; the strands behind them, and what leaves behind each text."""
+        room, stops = texts[0].depth - 1, [text.pairs for text in texts]
+        missing = max(text.pairs - text.begin for text in texts)
+        few = missing <= min(FEW, *stops)
+        if not few:
+            self._catch_up(texts)
+            _, left = self._pass(texts, stops, guessing=False)
+        for text in texts:  # if few, as many of each, some of them again
+            text.begin = text.pairs - missing if few else text.pairs
+        if not few:
+            return lane.strands(texts, room), left
+        strands = lane.strands(texts, missing + room)
+        tokens, positions = list[int](), list[int]()
+        for text in texts:
+            tokens += text.request.tokens[text.begin + 1 : text.pairs + 1]
+            positions += range(text.begin, text.pairs)
+        states = self._read_features(texts, stops)
+        index = torch.tensor([tokens, positions], device=states.device)
+        left = lane.network.read(states, strands.chain(index[0], index[1]))
+        strands.store([missing] * len(texts))
+        for text in texts:
+            lane.mark(text, text.pairs)
+        return strands, left
 
     def _read_features(self, texts: Sequence[PairText], stops: Sequence[int]) -> Tensor:
         """``[T, hidden]``: the target's states of the missing pairs."""
