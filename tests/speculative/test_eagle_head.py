@@ -91,6 +91,38 @@ def test_names_and_config_are_those_of_each_layout() -> None:
             assert config["num_hidden_layers"] == 1
 
 
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("own_embedding", [True, False])
+def test_an_export_says_all_that_vllm_reads_of_it(before: bool, own_embedding: bool) -> None:
+    """vLLM takes the sizes from ``transformer_layer_config`` and these from beside it.
+
+    What is left out it takes for something else: a missing ``norm_before_residual`` is true there.
+    """
+    head = random_eagle3(norm_before_residual=before, own_embedding=own_embedding)
+    directory = new_directory()
+    head.save(directory, "speculators", "the/target")
+    config = json.loads((directory / "config.json").read_text())
+    tensors = load_file(directory / "model.safetensors")
+    assert config["norm_before_residual"] is before
+    assert config["norm_before_fc"] is config["norm_output"] is False
+    assert config.get("fc_norm", False) is False
+    says = config["speculators_config"]
+    assert says["verifier"]["name_or_path"] == "the/target"
+    assert says["proposal_methods"][0]["proposal_type"] == says["default_proposal_method"]
+    assert says["proposal_methods"][0]["speculative_tokens"] >= 1
+    inputs = config["eagle_aux_hidden_state_layer_ids"]  # states entering these layers
+    assert inputs == [0, 2, 3]
+    layer = config["transformer_layer_config"]
+    assert layer["model_type"] == "llama"
+    assert (layer["vocab_size"], layer["hidden_size"]) == (101, 32)
+    assert layer["rope_theta"] == 10_000.0
+    assert tensors["fc.weight"].shape == (32, len(inputs) * config["target_hidden_size"])
+    assert tensors["lm_head.weight"].shape == (config["draft_vocab_size"], layer["hidden_size"])
+    assert (tensors["d2t"].dtype, tensors["t2d"].dtype) == (torch.int64, torch.bool)
+    assert ("embed_tokens.weight" in tensors) == own_embedding
+    expect_same(Eagle3Head.load(directory), head)
+
+
 def test_d2t_are_offsets_and_t2d_marks_the_same_tokens() -> None:
     head = random_eagle3()
     ids = head.ids.tolist()
