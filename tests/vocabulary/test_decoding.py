@@ -121,6 +121,11 @@ def test_an_unknown_type_is_refused_with_those_that_there_are():
         ({"max_draft_len": 0}, "invalid max_draft_len .* at least 1 level"),
         ({"max_draft_len": -1}, "invalid max_draft_len"),
         ({"max_draft_len": "many"}, "invalid max_draft_len"),
+        ({"max_draft_len": 257}, "invalid max_draft_len .* equal to 256"),
+        ({"max_total_draft_tokens": 1025}, "invalid max_total_draft_tokens .* equal to 1024"),
+        ({"max_matching_ngram_size": 65}, "invalid max_matching_ngram_size .* equal to 64"),
+        ({"max_pool_size": 2**24 + 1}, "invalid max_pool_size"),
+        ({"acceptance_rate_window_size": 2**16 + 1}, "invalid acceptance_rate_window_size"),
         ({"max_total_draft_tokens": 4}, "max_draft_len is 5"),
         ({"max_total_draft_tokens": 9}, "do not branch"),
         ({"max_matching_ngram_size": 0}, "invalid max_matching_ngram_size"),
@@ -162,6 +167,57 @@ def test_an_ambiguous_or_impossible_schedule_is_refused(values, message):
         values = {"draft_len_schedule_bounds": "upper", **values}
     with pytest.raises(ParameterError, match=message):
         NGramDecodingConfig(**values)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "message"),
+    [
+        ("Suffix", {"max_tree_depth": 1025}, "invalid max_tree_depth"),
+        ("Suffix", {"max_spec_factor": float("inf")}, "invalid max_spec_factor"),
+        ("Suffix", {"max_cached_requests": 10**9}, "invalid max_cached_requests"),
+        ("Suffix", {"max_cached_tokens": 10**9}, "invalid max_cached_tokens"),
+        ("Pearl", {"max_draft_len": 257}, "invalid max_draft_len"),
+        ("MTP", {"num_nextn_predict_layers": 257}, "invalid num_nextn_predict_layers"),
+        ("Medusa", {"num_medusa_heads": 257}, "invalid num_medusa_heads"),
+        ("Medusa", {"medusa_choices": [[0] * 257]}, "invalid max_draft_len .* 256 levels"),
+        ("Eagle", {"num_eagle_layers": 257}, "invalid num_eagle_layers"),
+        ("Eagle", {"dynamic_tree_max_topK": 1025}, "invalid dynamic_tree_max_topK .* to 1024"),
+        (
+            "Eagle",
+            {"use_dynamic_tree": True, "dynamic_tree_max_topK": 100, "max_draft_len": 11},
+            "invalid max_total_draft_tokens .*got 1100, .* 1024 tokens",
+        ),
+        ("Eagle", {"eagle_choices": [[n] for n in range(1025)]}, "invalid max_total_draft_tokens"),
+        ("ReDrafter", {"num_beams": 1025}, "invalid num_beams"),
+        ("ReDrafter", {"draft_len_per_beam": 257}, "invalid draft_len_per_beam"),
+        ("ReDrafter", {"tree": "beams", "num_beams": 300}, "invalid max_total_draft_tokens"),
+    ],
+)
+def test_no_length_is_without_bound(kind, values, message):
+    model = {} if kind in ("Suffix", "MTP") else {"speculative_model": "d"}
+    with pytest.raises(ParameterError, match=message):
+        DecodingBaseConfig.from_dict({"decoding_type": kind, **model, **values})
+
+
+def test_the_size_of_ones_own_trees_is_what_the_drafter_says_unless_it_is_given():
+    class Bush(Silent):
+        def nodes(self, depth: int) -> int:
+            return 3 * depth
+
+    class Vast(Silent):
+        def nodes(self, depth: int) -> int:
+            return 10**9
+
+    def size(drafter: Any, **more: int) -> int:
+        config = UserProvidedDecodingConfig(max_draft_len=4, drafter=drafter, **more)
+        return config.max_total_draft_tokens
+
+    assert size(Bush()) == 12
+    assert size(Bush(), max_total_draft_tokens=6) == 6
+    assert size(Vast()) == 1024
+    assert size(Silent()) == 4
+    with pytest.raises(ParameterError, match="max_draft_len is 4"):
+        size(Bush(), max_total_draft_tokens=3)
 
 
 def test_a_schedule_is_kept_sorted():

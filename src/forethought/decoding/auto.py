@@ -37,7 +37,12 @@ class AutoDecodingConfig(DecodingBaseConfig):
         }
         if self.draft_len_schedule is None and self.length_control == "fixed":
             chosen["max_concurrency"] = 32
-        given = {name: getattr(self, name) for name in self.model_fields_set}
+        fields = type(self).model_fields.items()
+        given = {
+            name: value
+            for name, field in fields
+            if (value := getattr(self, name)) != field.get_default()
+        }
         return NGramDecodingConfig(**{**chosen, **given})
 
     def _settle_lengths(self) -> None:

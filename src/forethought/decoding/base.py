@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import pydantic
 from pydantic import AliasChoices, Field
 
 from forethought.decoding import table
+from forethought.decoding.bounds import MOST_LEVELS, MOST_NODES, MOST_WINDOW, Levels, Nodes
 from forethought.errors import ParameterError
 from forethought.strict_model import StrictModel
 
@@ -29,32 +30,48 @@ class DecodingBaseConfig(StrictModel):
 
     name: str = Field(default="", min_length=1)
     """What ``SpeculationParams.drafter`` and the metrics call it."""
-    max_draft_len: int = Field(default=0, ge=0)
-    """Most levels of a draft: most tokens that a step can accept."""
-    max_total_draft_tokens: int = Field(default=0, ge=0)
+    max_draft_len: Levels = 0
+    """Most levels of a draft: most tokens that a step can accept; at most ``MOST_LEVELS``."""
+    max_total_draft_tokens: Nodes = 0
     """Most tokens of a draft, all branches together: for these the KV cache is reserved. Left out:
-    ``max_draft_len``, or the size of the tree."""
+    ``max_draft_len``, or the size of the tree; at most ``MOST_NODES``."""
     speculative_model: Path | None = Field(
         default=None, validation_alias=AliasChoices("speculative_model", "speculative_model_dir")
     )
     """Local Hugging Face directory of the draft model."""
     max_concurrency: int | None = Field(default=None, ge=1)
-    """No drafts in a step with more running sequences than this; None: no such limit."""
+    """No drafts in a step with more running sequences than this, decoding or still prefilling;
+    those that wait for a place are not counted. None: no such limit."""
     draft_len_schedule: dict[int, int] | None = None
-    """Running sequences -> draft length; see ``draft_len_schedule_bounds``. Kept sorted."""
+    """Running sequences, counted as for ``max_concurrency`` -> draft length; see
+    ``draft_len_schedule_bounds``. Kept sorted."""
     draft_len_schedule_bounds: Literal["upper", "lower"] | None = None
     """How the keys are meant, which must be said. ``upper``: up to so many sequences, and no drafts
     with more than the largest key. ``lower``: from so many sequences on; the smallest key is 1."""
-    acceptance_rate_window_size: int = Field(default=0, ge=0)
-    """Verified drafts over which the gate averages; 0: there is no gate."""
+    acceptance_rate_window_size: int = Field(default=0, ge=0, le=MOST_WINDOW)
+    """Verified drafts, of all requests together, over which the gate averages: the last so many,
+    once there are as many since it opened. 0: there is no gate."""
     acceptance_rate_threshold: float | None = Field(default=None, ge=0.0, le=1.0)
-    """The gate closes when a smaller share of the drafted tokens than this is accepted."""
+    """The gate closes when a smaller share of the drafted levels than this is accepted."""
     length_control: Literal["fixed", "goodput"] = "fixed"
     """``fixed``: as long as the fields above allow. ``goodput``: as long as pays in tokens per
     second, as measured while running, which may be 0."""
     synthetic_acceptance: float | None = Field(default=None, ge=0.0, le=1.0)
     """For studies of speed: each level of a draft is accepted with this probability, whatever it
     holds. Outputs are then meaningless, and marked."""
+
+    if not TYPE_CHECKING:  # checkers and editors see pydantic's own, which knows the fields
+
+        def __init__(self, **values: Any) -> None:
+            kind = values.pop("decoding_type", None)  # of a dump
+            if kind is not None:
+                self._expect(kind)
+            super().__init__(**values)
+
+    @pydantic.model_serializer(mode="wrap")
+    def _say_kind(self, dump: pydantic.SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A dump says which class it is of, so that it can be loaded again."""
+        return {"decoding_type": self.decoding_type, **dump(self)}
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -93,6 +110,10 @@ class DecodingBaseConfig(StrictModel):
                 f"max_draft_len is {self.max_draft_len}"
                 + ("" if self.branches else ", and its drafts do not branch"),
             )
+        if total > MOST_NODES or self.max_draft_len > MOST_LEVELS:
+            name = "max_total_draft_tokens" if total > MOST_NODES else "max_draft_len"
+            reason = f"a draft has at most {MOST_LEVELS} levels and {MOST_NODES} tokens"
+            raise self._refuse(name, max(total, getattr(self, name)), reason)
         self._set("max_total_draft_tokens", total)
 
     def _settle_tree(self, name: str, paths: tuple[tuple[int, ...], ...]) -> None:
@@ -157,6 +178,11 @@ class DecodingBaseConfig(StrictModel):
         kind = fields.pop("decoding_type", cls.decoding_type)
         if not kind:
             raise table.undecided()
+        return cls._expect(kind)(**fields)
+
+    @classmethod
+    def _expect(cls, kind: Any) -> type[DecodingBaseConfig]:
+        """The class that ``kind`` names, which must be this one or one derived from it."""
         found = table.find(kind)
         if not issubclass(found, cls):
             raise ParameterError(
@@ -164,4 +190,4 @@ class DecodingBaseConfig(StrictModel):
                 f"got {kind!r}, which is {found.__name__}",
                 f"Call {found.__name__}.from_dict, or leave decoding_type out",
             )
-        return found(**fields)
+        return found

@@ -8,6 +8,7 @@ import pydantic
 from pydantic import Field
 
 from forethought.decoding.base import DecodingBaseConfig
+from forethought.decoding.bounds import MOST_LEVELS, MOST_NODES
 from forethought.decoding.tree_paths import TreePaths
 
 
@@ -28,12 +29,12 @@ class EagleDecodingConfig(DecodingBaseConfig):
     likeliest. All paths, or those to the leaves only; a list, or the text of one."""
     use_dynamic_tree: bool = False
     """Grow each tree where the head is sure of itself, within ``max_total_draft_tokens``."""
-    dynamic_tree_max_topK: int | None = Field(default=None, ge=1)
+    dynamic_tree_max_topK: int | None = Field(default=None, ge=1, le=MOST_NODES)
     """Children of a node of a dynamic tree, and nodes of a level that have any."""
     eagle3_layers_to_capture: tuple[int, ...] | None = None
     """Layers of the target whose outputs an EAGLE-3 head reads, -1 being behind the final norm.
     None: as its checkpoint says, or ``1, L // 2 - 1, L - 4`` of L layers."""
-    num_eagle_layers: int | None = Field(default=None, ge=1)
+    num_eagle_layers: int | None = Field(default=None, ge=1, le=MOST_LEVELS)
     """Another name of ``max_draft_len`` in older files; the two must agree."""
     eagle3_one_model: bool = True
     """Read and without meaning: there is one engine, and the head drafts in it."""

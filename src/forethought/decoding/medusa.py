@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from forethought.decoding.base import DecodingBaseConfig
+from forethought.decoding.bounds import MOST_LEVELS
 from forethought.decoding.tree_paths import TreePaths
 
 MEDUSA_CHOICES: tuple[tuple[int, ...], ...] = (
@@ -36,7 +37,7 @@ class MedusaDecodingConfig(DecodingBaseConfig):
     """The tree: paths of ranks, ``[1, 0]`` being the likeliest token of the second head after the
     second likeliest of the first. All paths, or those to the leaves only; a list, or the text of
     one. None: as the heads' ``config.json`` says, or one that suits most heads."""
-    num_medusa_heads: int | None = Field(default=None, ge=1)
+    num_medusa_heads: int | None = Field(default=None, ge=1, le=MOST_LEVELS)
     """How many heads to use; None: as many as there are."""
     posterior_threshold: float | None = Field(default=None, gt=0.0, le=1.0)
     """Accept what is typical of the target instead of what it would have drawn: tokens of at least
@@ -62,6 +63,11 @@ class MedusaDecodingConfig(DecodingBaseConfig):
         assert self.medusa_choices is not None
         self._settle_tree("medusa_choices", self.medusa_choices)
         super()._settle_lengths()
+
+    @property
+    def has_usual_tree(self) -> bool:
+        """Whether the tree is the one that it chooses itself where none is given."""
+        return self.medusa_choices == self._default_tree()
 
     def _default_tree(self) -> tuple[tuple[int, ...], ...]:
         """What the heads' own configuration says, within the wanted depth and heads."""

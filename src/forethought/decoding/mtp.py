@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 from pydantic import AliasChoices, Field
 
 from forethought.decoding.base import DecodingBaseConfig
+from forethought.decoding.bounds import MOST_LEVELS
 
 
 class MTPDecodingConfig(DecodingBaseConfig):
@@ -20,7 +21,7 @@ class MTPDecodingConfig(DecodingBaseConfig):
     uses_model: ClassVar[bool | None] = None
 
     name: str = Field(default="mtp", min_length=1)
-    num_nextn_predict_layers: int | None = Field(default=None, ge=1)
+    num_nextn_predict_layers: int | None = Field(default=None, ge=1, le=MOST_LEVELS)
     """Use at most so many of the modules; None: all there are. Where ``max_draft_len`` is left out,
     drafts are as long, or of one token: that is how TensorRT-LLM's files mean it."""
     use_mtp_vanilla: bool = False
@@ -58,9 +59,11 @@ class MTPDecodingConfig(DecodingBaseConfig):
         if self.use_relaxed_acceptance_for_thinking and self.relaxed_rule is None:
             reason = "it says what relaxed_delta is a difference of: probability or log_probability"
             raise self._refuse("relaxed_rule", None, reason)
-        relaxed = {"relaxed_topk", "relaxed_delta", "relaxed_rule"} & self.model_fields_set
+        fields = type(self).model_fields
+        names = ("relaxed_delta", "relaxed_rule", "relaxed_topk")
+        relaxed = [name for name in names if getattr(self, name) != fields[name].default]
         if relaxed and not self.use_relaxed_acceptance_for_thinking:
-            name = min(relaxed)
+            name = relaxed[0]
             reason = "without use_relaxed_acceptance_for_thinking acceptance is exact"
             raise self._refuse(name, getattr(self, name), reason)
         super()._settle_lengths()

@@ -7,6 +7,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from forethought.decoding.base import DecodingBaseConfig
+from forethought.decoding.bounds import MOST_ENTRIES, MOST_NGRAM, Levels
 
 
 class NGramDecodingConfig(DecodingBaseConfig):
@@ -18,8 +19,8 @@ class NGramDecodingConfig(DecodingBaseConfig):
     decoding_type: ClassVar[str] = "NGram"
 
     name: str = Field(default="ngram", min_length=1)
-    max_draft_len: int = Field(default=5, ge=0)
-    max_matching_ngram_size: int = Field(default=2, ge=1)
+    max_draft_len: Levels = 5
+    max_matching_ngram_size: int = Field(default=2, ge=1, le=MOST_NGRAM)
     """Most tokens at the end that are looked up; the longest that is found wins."""
     is_keep_all: bool = True
     """Keep every continuation of a pattern; else only one, the longest."""
@@ -27,5 +28,5 @@ class NGramDecodingConfig(DecodingBaseConfig):
     """Propose the oldest continuation of a pattern; else the newest."""
     is_public_pool: bool = True
     """Requests look up what others have said, within one ``cache_salt``; else only their own."""
-    max_pool_size: int = Field(default=1 << 17, ge=1)
+    max_pool_size: int = Field(default=1 << 17, ge=1, le=MOST_ENTRIES)
     """Most continuations in all pools, of about 0.4 KB each; the least recently used leave."""

@@ -7,6 +7,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from forethought.decoding.base import DecodingBaseConfig
+from forethought.decoding.bounds import Levels
 
 
 class PearlDecodingConfig(DecodingBaseConfig):
@@ -20,7 +21,7 @@ class PearlDecodingConfig(DecodingBaseConfig):
     uses_model: ClassVar[bool] = True
 
     name: str = Field(default="pearl", min_length=1)
-    max_draft_len: int = Field(default=4, ge=0)
+    max_draft_len: Levels = 4
     """Tokens of a block, which PEARL calls gamma."""
     draft_device: str | None = None
     """Where the draft model runs; None: where the target does."""

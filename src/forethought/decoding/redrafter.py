@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from forethought.decoding.base import DecodingBaseConfig
+from forethought.decoding.bounds import MOST_LEVELS, MOST_NODES
 
 
 class ReDrafterDecodingConfig(DecodingBaseConfig):
@@ -20,9 +21,9 @@ class ReDrafterDecodingConfig(DecodingBaseConfig):
     branches: ClassVar[bool] = True
 
     name: str = Field(default="redrafter", min_length=1)
-    num_beams: int = Field(default=10, ge=1)
+    num_beams: int = Field(default=10, ge=1, le=MOST_NODES)
     """Continuations that are kept at each length of the search."""
-    draft_len_per_beam: int = Field(default=4, ge=1)
+    draft_len_per_beam: int = Field(default=4, ge=1, le=MOST_LEVELS)
     """Most tokens of one; ``max_draft_len`` is another name for it."""
     tree: Literal["likeliest", "beams"] = "likeliest"
     """``beams``: what is left at the end of the search, as published. ``likeliest``: what was

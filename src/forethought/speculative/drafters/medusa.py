@@ -63,7 +63,7 @@ class MedusaDrafter(Drafter):
             config.speculative_model, hidden, lm.vocab_size, config.num_medusa_heads
         )
         choices = TreeChoices.parse(config.medusa_choices)
-        if choices.depth > len(heads) and "medusa_choices" not in config.model_fields_set:
+        if choices.depth > len(heads) and config.has_usual_tree:
             choices = choices.truncated(len(heads))
         if choices.depth > len(heads):
             raise ParameterError(
