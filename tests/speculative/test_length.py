@@ -12,12 +12,11 @@ from forethought.speculative.gate import AcceptanceGate
 from forethought.speculative.goodput import Goodput
 from forethought.speculative.length import (
     FixedLength,
-    MaxConcurrency,
-    Schedule,
     Shortest,
     StepRecord,
     length_policy,
 )
+from forethought.speculative.schedule import Schedule, schedule
 from forethought.speculative.step_record import CappedRequest
 from forethought.speculative.synthetic import synthetic_path
 from machines import DRAFTERS, FORWARDS, Machine
@@ -34,29 +33,37 @@ def test_fixed_lengths_are_what_each_request_allows():
     assert FixedLength().lengths(requests(5, 2, 0), 3) == [5, 2, 0]
 
 
-def test_more_rows_than_max_concurrency_have_no_drafts():
-    policy = MaxConcurrency(4)
-    assert policy.lengths(requests(3, 1), 4) == [3, 1]
-    assert policy.lengths(requests(3, 1), 5) == [0, 0]
+def test_more_sequences_than_max_concurrency_have_no_drafts():
+    lengths = schedule(NGramDecodingConfig(max_draft_len=3, max_concurrency=4))
+    assert [lengths.length(running) for running in (1, 4, 5)] == [3, 3, 0]
+    assert lengths.most == 3
+
+
+def test_without_a_schedule_there_is_one_length():
+    lengths = schedule(NGramDecodingConfig(max_draft_len=3))
+    assert [lengths.length(running) for running in (0, 1, 1000)] == [3, 3, 3]
 
 
 def test_upper_bounds_hold_up_to_their_batch_size_and_nothing_beyond():
-    schedule = Schedule({32: 1, 4: 4, 8: 2}, "upper")
+    lengths = Schedule({32: 1, 4: 4, 8: 2}, "upper")
     expected = {1: 4, 4: 4, 5: 2, 8: 2, 9: 1, 32: 1, 33: 0, 1000: 0}
-    assert {rows: schedule.length(rows) for rows in expected} == expected
+    assert {running: lengths.length(running) for running in expected} == expected
 
 
 def test_lower_bounds_hold_from_their_batch_size_on():
-    schedule = Schedule({1: 5, 4: 4, 5: 3, 6: 2, 7: 1}, "lower")
+    lengths = Schedule({1: 5, 4: 4, 5: 3, 6: 2, 7: 1}, "lower")
     expected = {1: 5, 2: 5, 3: 5, 4: 4, 5: 3, 6: 2, 7: 1, 8: 1}
-    assert {rows: schedule.length(rows) for rows in expected} == expected
+    assert {running: lengths.length(running) for running in expected} == expected
     assert Schedule({1: 4, 4: 2, 8: 0}, "lower").length(8) == 0
 
 
-def test_a_schedule_never_exceeds_what_a_request_allows():
-    policy = Schedule({4: 4}, "upper")
-    assert policy.lengths(requests(9, 4, 1, 0), 4) == [4, 4, 1, 0]
-    assert policy.reason == "schedule: 4 with 4 rows"
+def test_a_configuration_names_its_schedule():
+    for bounds, length in (("upper", 2), ("lower", 1)):
+        config = NGramDecodingConfig(
+            draft_len_schedule={1: 4, 3: 2, 6: 1}, draft_len_schedule_bounds=bounds
+        )
+        assert schedule(config).length(3 if bounds == "upper" else 7) == length
+        assert schedule(config).most == 4
 
 
 # ---- composition ---------------------------------------------------------------------------------
@@ -105,14 +112,20 @@ def test_policies_behind_one_that_forbids_everything_are_not_asked_but_told():
     ("fields", "kind"),
     [
         ({}, FixedLength),
-        ({"max_concurrency": 4}, MaxConcurrency),
-        ({"draft_len_schedule": {4: 2}, "draft_len_schedule_bounds": "upper"}, Schedule),
+        ({"max_concurrency": 4}, FixedLength),
         (
             {"acceptance_rate_window_size": 9, "acceptance_rate_threshold": 0.2},
             AcceptanceGate,
         ),
         ({"length_control": "goodput"}, Goodput),
-        ({"length_control": "goodput", "max_concurrency": 4}, Shortest),
+        (
+            {
+                "length_control": "goodput",
+                "acceptance_rate_window_size": 9,
+                "acceptance_rate_threshold": 0.2,
+            },
+            Shortest,
+        ),
     ],
 )
 def test_a_configuration_names_its_policy(fields, kind):
@@ -421,7 +434,8 @@ def test_it_is_as_fast_as_the_best_fixed_length(forward, alpha, rows):
 def test_a_fixed_length_would_fail_those_tests():
     judged = machine("bound", "model", always(0.1), 16).run(FixedLength(), 100)
     assert judged.against_plain < 0.5
-    judged = machine("flat", "model", always(0.7), 4).run(MaxConcurrency(1), 100)
+    never = SimpleNamespace(lengths=lambda asked, rows: [0] * rows, observe=lambda record: None)
+    judged = machine("flat", "model", always(0.7), 4).run(never, 100)
     assert judged.against_best < 0.5
 
 

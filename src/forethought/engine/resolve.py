@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from forethought.model.runner import Runner
 from forethought.speculative import table
 from forethought.speculative.length import length_policy
 from forethought.speculative.rule import rule_of
+from forethought.speculative.schedule import schedule
 from forethought.speculative.table import Target
 
 log = logging.getLogger(__name__)
@@ -55,6 +57,7 @@ def build(args: LlmArgs, model_dir: Path) -> Engine:
     if lm.device.type == "cpu":
         check_threads()
     context = _context(args, lm)
+    _check_lengths(args.speculative_config, context)
     batch_size = min(args.max_batch_size, args.max_num_tokens)  # a decode takes a token each
     # Drafters load their models and say what they store before the pages are counted out.
     runner = Runner(
@@ -100,7 +103,8 @@ def equip(config: DecodingBaseConfig, target: Target, batch_size: int) -> Equipp
         name=config.name,
         drafter=drafter,
         policy=length_policy(config, drafter.nodes),
-        max_draft_len=config.max_draft_len,
+        schedule=schedule(config),
+        max_nodes=config.max_total_draft_tokens,
         resource_manager=getattr(config, "resource_manager", None),
         rule=rule_of(config),
     )
@@ -115,6 +119,17 @@ def _context(args: LlmArgs, lm: CausalLM) -> int:
             "Lower it or leave it out",
         )
     return args.max_seq_len or lm.max_positions
+
+
+def _check_lengths(configs: Sequence[DecodingBaseConfig], context: int) -> None:
+    """Refuse drafts that could never be as long as the configuration says."""
+    for config in configs:
+        if config.max_draft_len >= context:
+            raise ParameterError(
+                f"invalid max_draft_len in {type(config).__name__}",
+                f"got {config.max_draft_len}, but a sequence has at most {context} tokens",
+                "Lower max_draft_len, or raise max_seq_len if the model's context allows it",
+            )
 
 
 def _fill(config: KvCacheConfig, storage: KvStorage, drafters: list[Equipped], useful: int) -> int:

@@ -29,8 +29,9 @@ from forethought.speculative.draft import NO_DRAFT, Draft
 if TYPE_CHECKING:
     from forethought.speculative.rule import AcceptanceRule
 
-Wishes = Callable[[List[Sequence]], List[int]]
-"""How many draft nodes to reserve behind each of these sequences, all of which decode."""
+Wishes = Callable[[List[Sequence], int], List[int]]
+"""How many draft nodes to reserve behind each of these sequences, all of which decode, while so
+many run."""
 
 PROMPT_LOGPROB_ROWS = 256
 """Most prompt tokens per step whose logits are wanted, as these take vocabulary-sized rows."""
@@ -213,7 +214,8 @@ class Scheduler:
         left = self.limits.max_num_tokens - plan.tokens
         if len(self.running) > len(rows) or any(s.parent is None for s in self.waiting):
             left //= 2
-        for row, wish in zip(rows, wishes([row.sequence for row in rows]), strict=True):
+        wished = wishes([row.sequence for row in rows], len(self.running))
+        for row, wish in zip(rows, wished, strict=True):
             table = row.sequence.table
             free = -table.length % self._pool.page_size
             nodes = min(wish, left, free + self._pool.available * self._pool.page_size)

@@ -1,8 +1,11 @@
 """Who guesses for which sequence, and how far: the engine's side of drafting.
 
 Asks the length policies how many nodes to reserve, the drafters in their given order for drafts,
-and checks what they answer. A drafter that fails, or answers nonsense, costs its request the
-speculation and nothing else. Knows nothing about how drafts are made or verified.
+and checks what they answer. What a drafter does wrong for one request costs that request the
+speculation and nothing else: a call for several that fails is made again for each alone. Hooks that
+are told of several requests once (``update`` and a resource manager's) cannot be asked again, so
+where one of them fails, all those requests lose it; a length policy that fails costs the drafts of
+the step. Knows nothing about how drafts are made or verified.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from dataclasses import dataclass, field
 from operator import index
 
 from forethought.engine.passing import Outcome
+from forethought.engine.resources import Resources
 from forethought.engine.scheduler import Plan, PlannedRow
 from forethought.engine.sequence import Sequence
 from forethought.engine.stats import EngineStats
@@ -30,6 +34,8 @@ from forethought.speculative.drafter import (
 from forethought.speculative.features import Features
 from forethought.speculative.length import LengthPolicy, StepRecord
 from forethought.speculative.rule import AcceptanceRule
+from forethought.speculative.schedule import Schedule
+from forethought.speculative.token_view import TokenView
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +48,10 @@ class Equipped:
     """As requests name it."""
     drafter: Drafter
     policy: LengthPolicy
-    max_draft_len: int
-    """Most depth of its drafts."""
+    schedule: Schedule
+    """Most depth of its drafts, by how many sequences run."""
+    max_nodes: int
+    """Most tokens of a draft, whatever it says itself."""
     resource_manager: ResourceManager | None = None
     rule: AcceptanceRule | None = None
     """What decides about its drafts where it applies; None: their law, exactly."""
@@ -64,6 +72,15 @@ class _Part:
     """What was proposed, checked. The request's own is in the drafter's hands."""
 
 
+@dataclass(eq=False, slots=True)
+class _Turn:
+    """What one drafter did in the current step."""
+
+    prefilling: list[DraftRequest] = field(default_factory=list)
+    """Whom it was shown beside those that it was asked for."""
+    seconds: float = 0.0
+
+
 class Speculation:
     """Drafts for the sequences of an engine.
 
@@ -80,24 +97,34 @@ class Speculation:
             companion for equipped in drafters for companion in equipped.drafter.companions
         ]
         self.features = [each for each in self.companions if isinstance(each, Features)]
+        self._resources = {each: Resources(each.resource_manager) for each in drafters}
         self._requests: dict[int, DraftRequest] = {}
         self._lost: set[tuple[Equipped, int]] = set()
         """Which drafters have failed which requests."""
-        self._held: dict[tuple[Equipped, int], int] = {}
-        """Units that requests hold of resource managers."""
         self._parts: dict[int, _Part] = {}
-        self._draft_seconds = 0.0
+        self._turns: dict[Equipped, _Turn] = {}
+
+    @property
+    def drafters(self) -> List[Equipped]:
+        """Who is asked, in this order."""
+        return self._drafters
 
     # ---- before the forward -----------------------------------------------------------------
 
-    def wishes(self, sequences: List[Sequence]) -> list[int]:
-        """How many draft nodes each of the sequences, all about to decode, would like."""
-        self._parts = {}
+    def wishes(self, sequences: List[Sequence], running: int) -> list[int]:
+        """How many draft nodes each of the sequences, all about to decode, would like.
+
+        Args:
+            sequences: those that decode in this step.
+            running: how many have a place in the running batch, these and those that prefill.
+        """
+        self._parts, self._turns = {}, {}
         for equipped in self._drafters:
-            requests = [r for s in sequences if (r := self._request(equipped, s)) is not None]
-            depths = equipped.policy.lengths(requests, len(sequences)) if requests else []
-            for request, depth in zip(requests, depths, strict=True):
-                depth = min(depth, request.max_draft_len)
+            most = equipped.schedule.length(running)
+            requests = [r for s in sequences if (r := self._request(equipped, s, most)) is not None]
+            lengths = self._lengths(equipped, requests, len(sequences)) if requests else []
+            for request, length in zip(requests, lengths, strict=True):
+                depth = min(length, request.max_draft_len)
                 if depth > 0 and (nodes := self._nodes(equipped, request, depth)) > 0:
                     part = self._parts.setdefault(request.request_id, _Part(request))
                     part.depths[equipped], part.nodes[equipped] = depth, nodes
@@ -108,8 +135,9 @@ class Speculation:
         """Fill the rows' drafts; each row keeps no more room than its draft needs."""
         began = time.perf_counter()
         rows = {row.sequence.id: row for row in plan.rows if row.nodes}
+        prefilling = [row.sequence for row in plan.rows if not row.decodes]
         for equipped in self._drafters:
-            self._ask(equipped, rows)
+            self._ask(equipped, rows, prefilling)
         for number, row in rows.items():
             part = self._parts[number]
             row.draft = part.draft
@@ -118,65 +146,74 @@ class Speculation:
                 row.rule = rule
             if len(row.draft) != row.nodes:
                 row.reserve(len(row.draft))
-        self._draft_seconds = time.perf_counter() - began
-        self._stats.draft_seconds += self._draft_seconds
+        self._stats.draft_seconds += time.perf_counter() - began
 
-    def _request(self, equipped: Equipped, sequence: Sequence) -> DraftRequest | None:
+    def _request(self, equipped: Equipped, sequence: Sequence, most: int) -> DraftRequest | None:
         """What the drafter is to see of the sequence; None if it is not to be asked."""
-        wish = sequence.params.speculation
-        room = sequence.limit - len(sequence.tokens) - 1  # the last token is drawn, not drafted
-        depth = min(room, equipped.max_draft_len)
-        if wish is not None:
-            most = depth if wish.max_draft_len is None else wish.max_draft_len
-            meant = wish.enabled and wish.drafter in (None, equipped.name)
-            depth = min(depth, most) if meant else 0
-        if depth <= 0 or (equipped, sequence.id) in self._lost:
+        depth = self._depth(equipped, sequence, most)
+        if depth <= 0:
             return None
-        request = self._requests.get(sequence.id)
-        if request is None:
-            request = self._requests[sequence.id] = self._introduce(sequence)
+        request = self._introduced(sequence)
         request.draft, request.max_draft_len = NO_DRAFT, depth
-        return request if self._holds(equipped, request) else None
-
-    @staticmethod
-    def _introduce(sequence: Sequence) -> DraftRequest:
-        prompt = tuple(sequence.tokens[: sequence.prompt_length])
-        return DraftRequest(
-            request_id=sequence.id,
-            tokens=sequence.tokens,
-            prompt_length=sequence.prompt_length,
-            params=sequence.params,
-            group=hash((sequence.params.cache_salt, prompt)),
-            index=sequence.index,
-            seed=sequence.seed,
-        )
-
-    def _holds(self, equipped: Equipped, request: DraftRequest) -> bool:
-        """Whether the drafter's resource manager, if any, has enough for the whole request."""
-        manager, key = equipped.resource_manager, (equipped, request.request_id)
-        if manager is None or key in self._held:
-            return True
         try:
-            needed = manager.get_needed_resource_to_completion(request)
-            held = sum(units for (owner, _), units in self._held.items() if owner is equipped)
-            if held + needed > manager.get_max_resource_count():
-                return False
+            return request if self._resources[equipped].take(request) else None
         except Exception:
-            self._lose(equipped, [request], "its resource manager failed")
-            return False
-        self._held[key] = needed
-        return True
+            self._fail(equipped, "its resource manager cannot say what a request needs")
+            self._lose(equipped, [request])
+            return None
+
+    def _depth(self, equipped: Equipped, sequence: Sequence, most: int) -> int:
+        """Most depth of a draft for the sequence: by the schedule, its room and its own wish."""
+        room = sequence.limit - len(sequence.tokens) - 1  # the last token is drawn, not drafted
+        depth, wish = min(room, most), sequence.params.speculation
+        if wish is not None:
+            if not wish.enabled or wish.drafter not in (None, equipped.name):
+                return 0
+            depth = depth if wish.max_draft_len is None else min(depth, wish.max_draft_len)
+        return 0 if (equipped, sequence.id) in self._lost else depth
+
+    def _introduced(self, sequence: Sequence) -> DraftRequest:
+        """The one object that drafters are shown of a generation."""
+        if sequence.id not in self._requests:
+            prompt = tuple(sequence.tokens[: sequence.prompt_length])
+            self._requests[sequence.id] = DraftRequest(
+                request_id=sequence.id,
+                tokens=TokenView(sequence.tokens),
+                prompt_length=sequence.prompt_length,
+                params=sequence.params,
+                group=hash((sequence.params.cache_salt, prompt)),
+                index=sequence.index,
+                seed=sequence.seed,
+            )
+        return self._requests[sequence.id]
+
+    def _lengths(
+        self, equipped: Equipped, requests: list[DraftRequest], batch_size: int
+    ) -> list[int]:
+        """What the policy says; zeros if it cannot."""
+        try:
+            lengths = [index(n) for n in equipped.policy.lengths(requests, batch_size)]
+            if len(lengths) != len(requests):
+                raise ValueError(f"{len(lengths)} lengths for {len(requests)} requests")
+        except Exception:
+            self._fail(equipped, "its length policy failed, and there are no drafts in this step")
+            return [0] * len(requests)
+        return lengths
 
     def _nodes(self, equipped: Equipped, request: DraftRequest, depth: int) -> int:
         """Most tokens of a draft of ``depth`` levels; 0 if the drafter cannot say."""
         try:
-            return index(equipped.drafter.nodes(depth))
+            return min(index(equipped.drafter.nodes(depth)), equipped.max_nodes)
         except Exception:
-            self._lose(equipped, [request], "it does not say how large its drafts are")
+            self._fail(equipped, "it does not say how large its drafts are")
+            self._lose(equipped, [request])
             return 0
 
-    def _ask(self, equipped: Equipped, rows: dict[int, PlannedRow]) -> None:
+    def _ask(
+        self, equipped: Equipped, rows: dict[int, PlannedRow], prefilling: list[Sequence]
+    ) -> None:
         """Let one drafter propose for those who may ask it and have nothing yet."""
+        began = time.perf_counter()
         asking: list[_Part] = []
         for number, row in rows.items():
             part = self._parts[number]
@@ -186,31 +223,67 @@ class Speculation:
             part.nodes[equipped] = min(row.nodes, part.nodes[equipped])
             part.asked.append(equipped)
             asking.append(part)
-        if asking and not self._prepare(equipped, asking):
-            for part in asking:  # one by one: who fails alone loses its speculation
-                if not self._prepare(equipped, [part]):
-                    self._lost.add((equipped, part.request.request_id))
+        if not asking:
+            return
+        turn = self._turns[equipped] = _Turn(self._prefilling(equipped, prefilling))
+        if self._prepare(equipped, asking, turn.prefilling) and not self._propose(
+            equipped, asking, turn.prefilling
+        ):
+            for part in asking:  # one by one, if there are several: who fails alone loses it
+                if len(asking) == 1 or not self._propose(equipped, [part], []):
+                    self._lose(equipped, [part.request])
+        turn.seconds = time.perf_counter() - began
 
-    def _prepare(self, equipped: Equipped, parts: list[_Part]) -> bool:
-        """Whether the drafter came through; if not, nothing is proposed."""
-        manager = equipped.resource_manager
-        batch = ScheduledRequests([part.request for part in parts])
-        for part in parts:
-            _limit(part, equipped)
+    def _prefilling(self, equipped: Equipped, sequences: list[Sequence]) -> list[DraftRequest]:
+        """Those of the sequences that the drafter may come to draft for, to look at."""
+        shown = []
+        for sequence in sequences:
+            if self._depth(equipped, sequence, equipped.schedule.most) > 0:
+                request = self._introduced(sequence)
+                request.draft, request.table = NO_DRAFT, sequence.table
+                request.max_draft_len = request.max_nodes = 0
+                shown.append(request)
+        return shown
+
+    def _prepare(
+        self, equipped: Equipped, parts: list[_Part], prefilling: list[DraftRequest]
+    ) -> bool:
+        """Whether the resource manager, if there is one, is ready for them."""
         try:
-            if manager is not None:
-                manager.prepare_resources(batch)
-            equipped.drafter.prepare_draft_tokens(batch, manager)
-            for part in parts:
-                _limit(part, equipped)  # whatever the drafter has made of it
-                part.draft = part.request.draft = checked(part.request, self._vocab_size)
+            self._resources[equipped].prepare(_batch(parts, prefilling))
         except Exception:
-            log.warning("drafter %r failed", equipped.name, exc_info=True)
-            self._stats.draft_failures += 1
-            for part in parts:
-                part.draft = part.request.draft = NO_DRAFT
+            self._fail(equipped, "prepare_resources failed")
+            self._lose(equipped, [part.request for part in parts])
             return False
         return True
+
+    def _propose(
+        self, equipped: Equipped, parts: list[_Part], prefilling: list[DraftRequest]
+    ) -> bool:
+        """Whether the drafter came through; if not, nothing is proposed."""
+        for part in parts:
+            part.request.draft = NO_DRAFT
+            _limit(part, equipped)
+        try:
+            equipped.drafter.prepare_draft_tokens(
+                _batch(parts, prefilling), self._resources[equipped].manager
+            )
+        except Exception:
+            self._fail(equipped, "it raised")
+            return False
+        for part in parts:
+            self._check(equipped, part)
+        return True
+
+    def _check(self, equipped: Equipped, part: _Part) -> None:
+        """Take over what was proposed for one request, if it is a draft."""
+        _limit(part, equipped)  # whatever the drafter has made of it
+        try:
+            part.draft = part.request.draft = checked(part.request, self._vocab_size)
+        except Exception:
+            part.draft = part.request.draft = NO_DRAFT
+            self._fail(equipped, "what it proposed is no draft")
+            self._lose(equipped, [part.request])
 
     # ---- after the commit -------------------------------------------------------------------
 
@@ -227,68 +300,95 @@ class Speculation:
             for row, outcome in zip(plan.rows, outcomes, strict=True)
             if outcome
         }
+        forward_seconds = seconds - sum(turn.seconds for turn in self._turns.values())
         for equipped in self._drafters:
+            turn = self._turns.get(equipped, _Turn())
             parts = [part for part in self._parts.values() if equipped in part.asked]
-            alive = [part.request for part in parts if part.request.request_id in self._requests]
-            if alive:
-                self._update(equipped, alive)
-            equipped.policy.observe(
-                StepRecord(
-                    requests=[
-                        (part.request.request_id, part.draft.depth, accepted[number])
-                        for part in parts
-                        if part.asked[-1] is equipped
-                        and len(part.draft)
-                        and (number := part.request.request_id) in accepted
-                    ],
-                    batch_size=len(plan.rows),
-                    tokens=plan.tokens,
-                    context=sum(row.stop for row in plan.rows),
-                    forward_seconds=seconds - self._draft_seconds,
-                    draft_seconds=self._draft_seconds if parts else 0.0,
-                )
+            self._update(equipped, [part.request for part in parts], turn.prefilling)
+            record = StepRecord(
+                requests=[
+                    (part.request.request_id, part.draft.depth, accepted[number])
+                    for part in parts
+                    if part.asked[-1] is equipped
+                    and len(part.draft)
+                    and (number := part.request.request_id) in accepted
+                ],
+                batch_size=len(plan.rows),
+                tokens=plan.tokens,
+                context=sum(row.stop for row in plan.rows),
+                forward_seconds=forward_seconds,
+                draft_seconds=turn.seconds,
             )
-        self._parts = {}
+            try:
+                equipped.policy.observe(record)
+            except Exception:
+                self._fail(equipped, "its length policy did not take in what became of a step")
+        self._parts, self._turns = {}, {}
 
-    def _update(self, equipped: Equipped, requests: list[DraftRequest]) -> None:
-        batch, manager = ScheduledRequests(requests), equipped.resource_manager
+    def _update(
+        self, equipped: Equipped, asked: list[DraftRequest], prefilling: list[DraftRequest]
+    ) -> None:
+        """Tell drafter and manager of the step, as far as its requests go on with them."""
+        batch, shown = (
+            [
+                request
+                for request in requests
+                if request.request_id in self._requests
+                and (equipped, request.request_id) not in self._lost
+            ]
+            for requests in (asked, prefilling)
+        )
+        if not batch:
+            return
         try:
-            equipped.drafter.update(batch)
-            if manager is not None:
-                manager.update_resources(batch)
+            equipped.drafter.update(ScheduledRequests(list(batch), list(shown)))
+            self._resources[equipped].update(ScheduledRequests(list(batch), list(shown)))
         except Exception:
-            self._lose(equipped, requests, "it failed after a step")
+            self._fail(equipped, "it or its resource manager failed after a step")
+            self._lose(equipped, batch)
 
-    def _lose(self, equipped: Equipped, requests: list[DraftRequest], why: str) -> None:
-        log.warning("no more drafts of %r: %s", equipped.name, why, exc_info=True)
+    def _fail(self, equipped: Equipped, why: str) -> None:
+        """Log and count what was just raised."""
+        log.warning("drafter %r: %s", equipped.name, why, exc_info=True)
         self._stats.draft_failures += 1
-        self._lost |= {(equipped, request.request_id) for request in requests}
+
+    def _lose(self, equipped: Equipped, requests: list[DraftRequest]) -> None:
+        """No more drafts of this drafter for these; what they hold is free for others."""
+        for request in requests:
+            self._lost.add((equipped, request.request_id))
+            self._quietly(equipped, self._resources[equipped].free, request)
 
     def release(self, sequence: Sequence) -> None:
         """The generation is over, for better or worse."""
-        request = self._requests.pop(sequence.id, None)
+        self._release(sequence.id)
+
+    def _release(self, number: int) -> None:
+        request = self._requests.pop(number, None)
         if request is None:
             return
         for equipped in self._drafters:
-            self._lost.discard((equipped, sequence.id))
+            self._lost.discard((equipped, number))
             self._quietly(equipped, equipped.drafter.release, request)
-            if self._held.pop((equipped, sequence.id), None) is not None:
-                assert equipped.resource_manager is not None
-                self._quietly(equipped, equipped.resource_manager.free_resources, request)
+            self._quietly(equipped, self._resources[equipped].free, request)
 
     def shutdown(self) -> None:
-        """The engine is going away."""
+        """The engine is going away, and with it every generation that is not over."""
+        for number in list(self._requests):
+            self._release(number)
         for equipped in self._drafters:
             self._quietly(equipped, equipped.drafter.shutdown)
-            if equipped.resource_manager is not None:
-                self._quietly(equipped, equipped.resource_manager.shutdown)
+            self._quietly(equipped, self._resources[equipped].shutdown)
 
     def _quietly(self, equipped: Equipped, call: Callable[..., None], *args: object) -> None:
         try:
             call(*args)
         except Exception:
-            log.warning("drafter %r failed at the end", equipped.name, exc_info=True)
-            self._stats.draft_failures += 1
+            self._fail(equipped, "it or its resource manager failed at the end")
+
+
+def _batch(parts: list[_Part], prefilling: list[DraftRequest]) -> ScheduledRequests:
+    """New lists each time: whoever gets them may do with them what it likes."""
+    return ScheduledRequests([part.request for part in parts], list(prefilling))
 
 
 def _limit(part: _Part, equipped: Equipped) -> None:

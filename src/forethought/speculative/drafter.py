@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from forethought.errors import ParameterError
 from forethought.params import SamplingParams
 from forethought.speculative.draft import NO_DRAFT, Draft
 
@@ -36,8 +37,8 @@ class DraftRequest:
 
     request_id: int
     tokens: Sequence[int]
-    """Prompt and output so far, live: read it, never write to it. The last one is the root, which
-    the draft follows."""
+    """Prompt and output so far, live and read-only: what writes to it raises ``TypeError``. A slice
+    is a list. The last one is the root, which the draft follows."""
     prompt_length: int
     """Tokens before the current generation."""
     params: SamplingParams
@@ -52,7 +53,8 @@ class DraftRequest:
     max_nodes: int = 0
     """Most tokens of the draft in this step."""
     table: PageTable | None = None
-    """Where its keys and values lie; reaches ``max_nodes`` tokens behind the root."""
+    """Where its keys and values lie; reaches ``max_nodes`` tokens behind the root, or, while it
+    prefills, to the last token that this step computes."""
     draft: Draft = field(default=NO_DRAFT)
     """The answer."""
 
@@ -71,23 +73,36 @@ class DraftRequest:
         return self.request_id
 
     def get_tokens(self, beam: int = 0) -> list[int]:
-        """A copy of ``tokens``; there is only beam 0."""
-        assert beam == 0, "there is no beam search"
+        """A copy of ``tokens``.
+
+        Raises:
+            ParameterError: another beam than 0.
+        """
+        if beam != 0:
+            raise ParameterError(
+                "invalid beam", f"got {beam!r}, and there is no beam search", "Leave it out"
+            )
         return list(self.tokens)
 
 
 @dataclass(slots=True)
 class ScheduledRequests:
-    """The requests of one step."""
+    """The requests of one step that concern one drafter.
+
+    Not all that run: left out are those that turn speculation off, want another drafter, got their
+    draft from one before it, or are to have none by the length policy.
+    """
 
     generation_requests: list[DraftRequest]
-    """Those that want a draft."""
+    """Those that want a draft; at least one."""
     context_requests: list[DraftRequest] = field(default_factory=list)
-    """Those whose prompt is being prefilled."""
+    """Those whose prompt this step is computing, the whole of it or a chunk, and that may want
+    drafts later. They are there to be read: a draft of theirs is left alone, and none of them has
+    asked the resource manager for anything yet. Empty where requests are asked for one by one."""
 
     @property
     def batch_size(self) -> int:
-        """Number of requests in the step."""
+        """Number of requests in both lists."""
         return len(self.generation_requests) + len(self.context_requests)
 
     def all_requests(self) -> list[DraftRequest]:
@@ -106,13 +121,20 @@ class Drafter(ABC):
     ) -> None:
         """Propose for each of ``scheduled_requests.generation_requests``, or leave it as it is.
 
+        Called once in each step in which somebody wants a draft. If it raises, it is called again
+        for each of these requests alone, and those for which it raises then get no more drafts.
+
         Args:
             scheduled_requests: the requests of this step, none of which has a draft yet.
             resource_manager: the one that the configuration names, if any.
         """
 
     def nodes(self, depth: int) -> int:
-        """Most tokens of a draft of ``depth`` levels: the depth itself, unless it branches."""
+        """Most tokens of a draft of ``depth`` levels: the depth itself, unless it branches.
+
+        So many slots of the KV cache are reserved, but never more than the configuration's
+        ``max_total_draft_tokens``; ``DraftRequest.max_nodes`` says what has become of it.
+        """
         return depth
 
     @property
@@ -131,10 +153,17 @@ class Drafter(ABC):
             companion.resize(num_pages)
 
     def update(self, scheduled_requests: ScheduledRequests) -> None:
-        """The step is over: ``tokens`` of each request now include what was accepted."""
+        """The step is over: ``tokens`` of each request now include what was accepted.
+
+        Told of the requests of ``prepare_draft_tokens`` that go on. If it raises, none of them gets
+        another draft.
+        """
 
     def release(self, request: DraftRequest) -> None:
-        """The generation is over, or gone: forget what was kept for it. May come twice."""
+        """The generation is over, or gone: forget what was kept for it.
+
+        Also told of requests that it never drafted for.
+        """
 
     def shutdown(self) -> None:
         """The engine is going away."""
@@ -143,9 +172,12 @@ class Drafter(ABC):
 class ResourceManager(ABC):
     """State beside a user's drafter, told of a request's life; see TensorRT-LLM's guide.
 
-    Called in this order in each step: ``prepare_resources`` before the drafter is asked,
-    ``update_resources`` after verification; ``free_resources`` once per request, at its end;
-    ``shutdown`` at last.
+    For each request: ``get_needed_resource_to_completion`` until there is room for it; then, in
+    each step that drafts for it, ``prepare_resources`` once before the drafter is asked and
+    ``update_resources`` once after verification; at last ``free_resources``, once, when it is over
+    or gets no more drafts because something failed. If ``prepare_resources`` or
+    ``update_resources`` raises, no request of that call gets another draft. ``shutdown`` is last of
+    all.
     """
 
     @abstractmethod
@@ -157,13 +189,13 @@ class ResourceManager(ABC):
         """How many of them this request may come to need."""
 
     def prepare_resources(self, scheduled_batch: ScheduledRequests) -> None:
-        """Before the drafter is asked."""
+        """Before the drafter is asked, once for all that it is asked for."""
 
     def update_resources(self, scheduled_batch: ScheduledRequests) -> None:
-        """After verification."""
+        """After verification, for those of them that go on."""
 
     def free_resources(self, request: DraftRequest) -> None:
-        """The request is over."""
+        """The request, which held what it may need, gives it back."""
 
     def add_dummy_requests(self, request_ids: Sequence[int]) -> Any:
         """Never called here; there are no padded batches."""

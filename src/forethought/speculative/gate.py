@@ -29,14 +29,15 @@ HYSTERESIS = 0.05
 class AcceptanceGate:
     """Allows drafts while enough of the drafted tokens are accepted.
 
-    Open, it keeps the last ``window`` verified drafts; once it has them all and the share of
-    accepted among their tokens is below ``threshold``, it closes. Closed, it probes, and after each
+    Open, it keeps the last ``window`` verified drafts, of all requests together; once there were as
+    many since it opened and the share of accepted among their levels is below ``threshold``, it
+    closes. (A chain has as many levels as tokens; a tree has fewer.) Closed, it probes, and after each
     round of probes it either opens or waits twice as long for the next. A gate that closes soon
     after it opened goes on with the long pauses.
 
     Args:
         window: drafts; at least 1.
-        threshold: accepted tokens among those drafted, 0 to 1.
+        threshold: accepted tokens among the levels drafted, 0 to 1.
     """
 
     def __init__(self, window: int, threshold: float) -> None:
@@ -54,7 +55,7 @@ class AcceptanceGate:
 
     @property
     def rate(self) -> float | None:
-        """Accepted tokens among those drafted, of the drafts that count; None without any."""
+        """Accepted tokens among the levels of the drafts that count; None without any."""
         return self._accepted / self._drafted if self._drafted else None
 
     def lengths(self, requests: Sequence[LengthRequest], batch_size: int) -> list[int]:

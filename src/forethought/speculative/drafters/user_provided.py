@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from forethought.decoding import UserProvidedDecodingConfig
 from forethought.errors import ParameterError
-from forethought.speculative.drafter import Drafter
+from forethought.speculative.drafter import Drafter, ResourceManager
 from forethought.speculative.table import Target
 
 
@@ -16,12 +16,19 @@ class UserProvided:
         """See ``speculative.table``.
 
         Raises:
-            ParameterError: it is not a ``Drafter``.
+            ParameterError: it is not a ``Drafter``, or its manager is no ``ResourceManager``.
         """
         if not isinstance(config.drafter, Drafter):
             raise ParameterError(
                 "invalid drafter in UserProvidedDecodingConfig",
                 f"{type(config.drafter).__name__} is not a subclass of forethought.Drafter",
                 "Derive it from Drafter, which has all methods but prepare_draft_tokens",
+            )
+        manager = config.resource_manager
+        if manager is not None and not isinstance(manager, ResourceManager):
+            raise ParameterError(
+                "invalid resource_manager in UserProvidedDecodingConfig",
+                f"{type(manager).__name__} is not a subclass of forethought.ResourceManager",
+                "Derive it from ResourceManager, which has all methods but the two that count",
             )
         return config.drafter
