@@ -9,12 +9,16 @@ the engine's verification knows no difference between these drafts and others.
 
 It pays where draft model and target run on different devices; on one they share its time. The draft
 model has pages of its own here, since it runs ahead of the target's.
+
+What fails while it is drafted ahead is raised when the request is next asked for: by then everybody
+else's next block is ready, and stays so.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -33,6 +37,8 @@ from forethought.speculative.drafter import (
 )
 from forethought.speculative.table import Target
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(eq=False, slots=True)
 class Lane:
@@ -43,6 +49,8 @@ class Lane:
     """Tokens guessed for the positions from ``base`` on."""
     base: int = 0
     """Tokens that were known when the guessing began."""
+    failure: Exception | None = None
+    """What drafting for it has raised; nothing is drafted for it after that."""
 
     def settle(self, tokens: Sequence[int]) -> None:
         """Keep of the guesses those that follow what is known now; ``tokens`` has only grown."""
@@ -57,6 +65,11 @@ class Lane:
             self.ahead = self.ahead[agreed:]
         self.base = len(tokens)
 
+    def fail(self, failure: Exception) -> None:
+        """Nothing more comes of it."""
+        self.table.release()
+        self.ahead, self.failure = [], failure
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -67,8 +80,21 @@ class Job:
     tokens: list[int]
     count: int
     """Tokens to add to the guesses."""
+    stored: int
+    """Tokens in the lane's pages before any of it was done."""
     guesses: list[int] = field(default_factory=list)
     """Those added so far."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the block is whole."""
+        return len(self.guesses) == self.count
+
+    def undo(self) -> None:
+        """Forget what was stored for a block that is not whole."""
+        if not self.done:
+            self.lane.table.rewind(min(self.stored, self.lane.table.length))
+            self.guesses.clear()
 
 
 class PearlDrafter(Drafter):
@@ -117,13 +143,19 @@ class PearlDrafter(Drafter):
         scheduled_requests: ScheduledRequests,
         resource_manager: ResourceManager | None = None,
     ) -> None:
-        """Put the block that is ready to the target, and begin the next one."""
+        """Put the block that is ready to the target, and begin the next one.
+
+        Raises:
+            Exception: what drafting ahead for one of them has raised; nothing has changed, so
+                those for whom it did not fail can be asked for again.
+        """
         self._join()
+        lanes = [self._lane(request) for request in scheduled_requests.generation_requests]
+        for lane in lanes:
+            if lane.failure is not None:
+                raise lane.failure
         jobs: list[Job] = []
-        for request in scheduled_requests.generation_requests:
-            lane = self._lanes.get(request.request_id)
-            if lane is None:
-                lane = self._lanes[request.request_id] = Lane(PageTable(self._pool))
+        for lane, request in zip(lanes, scheduled_requests.generation_requests, strict=True):
             lane.settle(request.tokens)
             request.py_draft_tokens = lane.ahead[: request.max_draft_len]
             if job := self._job(lane, request):
@@ -143,6 +175,7 @@ class PearlDrafter(Drafter):
 
     def shutdown(self) -> None:
         """End the thread."""
+        self._join()
         if self._executor is not None:
             self._executor.shutdown(wait=True)
 
@@ -152,27 +185,56 @@ class PearlDrafter(Drafter):
         return self._pool.in_use
 
     def _join(self) -> None:
-        """Wait for the drafting under way. What it raised is raised here, and all guesses go."""
-        future, self._future = self._future, None
-        if future is None:
-            return
-        try:
+        """Wait for the drafting under way; an interrupt while it waits leaves it under way."""
+        if self._future is not None:
+            wait([self._future])
+            future, self._future = self._future, None
             future.result()
-        except BaseException:
-            for lane in self._lanes.values():
-                lane.table.release()
-            self._lanes.clear()
-            raise
+
+    def _lane(self, request: DraftRequest) -> Lane:
+        if request.request_id not in self._lanes:
+            self._lanes[request.request_id] = Lane(PageTable(self._pool))
+        return self._lanes[request.request_id]
 
     def _job(self, lane: Lane, request: DraftRequest) -> Job | None:
         """The next block of a request; None where the context or the pages end."""
         tokens = [*request.tokens, *lane.ahead]
         count = min(self._block, self._model.max_positions - len(tokens))
-        return Job(lane, request, tokens, count) if count > 0 else None
+        return Job(lane, request, tokens, count, lane.table.length) if count > 0 else None
 
     # ---- in the thread ----------------------------------------------------------------------
 
     def _draft(self, jobs: list[Job]) -> None:
+        """Add a block to the guesses of each lane.
+
+        If that fails, what is not done is begun again for each lane alone, and a failure is that of
+        the lanes for which it then fails.
+        """
+        try:
+            self._grow(jobs)
+        except Exception as failure:
+            for job in jobs:
+                if job.done:
+                    continue
+                own = failure if len(jobs) == 1 else self._failure_alone(job)
+                if own is not None:
+                    log.warning("nothing is drafted ahead for this request", exc_info=own)
+                    job.lane.fail(own)
+        except BaseException:
+            for job in jobs:
+                job.undo()
+            raise
+
+    def _failure_alone(self, job: Job) -> Exception | None:
+        """Draft for one lane, from what it had; what that raises."""
+        job.undo()
+        try:
+            self._grow([job])
+        except Exception as failure:
+            return failure
+        return None
+
+    def _grow(self, jobs: list[Job]) -> None:
         """Add a block to the guesses of each lane that has the pages for it."""
         pasts = {id(job): past for job in jobs if (past := self._past(job)) is not None}
         growing = [job for job in jobs if id(job) in pasts]
@@ -182,9 +244,9 @@ class PearlDrafter(Drafter):
         while growing:
             for place, job in enumerate(growing):
                 job.guesses.append(_choose(job, logits[place : place + 1]))
-                if len(job.guesses) == job.count:
+                if job.done:
                     job.lane.ahead += job.guesses
-            growing = [job for job in growing if len(job.guesses) < job.count]
+            growing = [job for job in growing if not job.done]
             if growing:
                 logits = self._model.forward([_next_row(job) for job in growing])
 
