@@ -31,9 +31,9 @@ class AcceptanceGate:
 
     Open, it keeps the last ``window`` verified drafts, of all requests together; once there were as
     many since it opened and the share of accepted among their levels is below ``threshold``, it
-    closes. (A chain has as many levels as tokens; a tree has fewer.) Closed, it probes, and after each
-    round of probes it either opens or waits twice as long for the next. A gate that closes soon
-    after it opened goes on with the long pauses.
+    closes. (A chain has as many levels as tokens; a tree has fewer.) Closed, it probes, and after
+    each round of probes it either opens or waits twice as long for the next. A gate that closes
+    soon after it opened goes on with the long pauses.
 
     Args:
         window: drafts; at least 1.
