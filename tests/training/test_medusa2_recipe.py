@@ -115,6 +115,9 @@ def test_a_step_of_both_lowers_their_loss(
 
 def test_heads_learn_alone_at_first_then_both_do(tmp_path: Path) -> None:
     recipe = made()
+    recipe.loss(JointBatch(tiny_texts(), 0.4)).backward()
+    assert all(weight.grad is None for weight in recipe.module["adapters"].parameters())
+    recipe.module.zero_grad()
     heads, adapters = weights(recipe, "heads"), weights(recipe, "adapters")
     trainer = Trainer(recipe, TINY, tmp_path)
     trainer.run(until=3)
@@ -146,12 +149,25 @@ def test_each_part_has_its_own_rate_and_the_heads_loss_a_rising_weight() -> None
     assert [constant.heads_weight(progress) for progress in (0.5, 0.99)] == [0.2, 0.2]
 
 
-def test_the_joint_loss_is_the_targets_and_the_weighted_heads() -> None:
-    """With adapters that change nothing the divergence is 0, and the rest is that of Medusa-1."""
-    recipe = made()
-    alone = recipe.loss(JointBatch(tiny_texts(), 0.0)).item()
-    joint = recipe.loss(JointBatch(tiny_texts(), 0.75)).item()
-    assert joint == pytest.approx(recipe.heads_weight(0.75) * alone, rel=1e-5)
+@pytest.mark.parametrize("backbone_labels", ["laws", "tokens"])
+def test_the_joint_loss_is_the_targets_and_the_weighted_heads(backbone_labels: str) -> None:
+    """With adapters that change nothing, the divergence from the original is 0, and the cross
+    entropy its own."""
+    recipe, texts = made(with_(backbone_labels=backbone_labels)), tiny_texts()
+    alone = recipe.loss(JointBatch(texts, 0.0)).item()
+    joint = recipe.loss(JointBatch(texts, 0.75)).item()
+    own = 0.0
+    if backbone_labels == "tokens":
+        laws = torch.cat(list(tiny_teacher().laws([text.token_ids for text in texts])))
+        ids = [(text.token_ids, text.prompt_length) for text in texts]
+        ends = torch.tensor([len(text) for text in texts]).cumsum(0).tolist()
+        chosen = [
+            laws[end - len(each) + place - 1, each[place]]
+            for end, (each, prompt) in zip(ends, ids, strict=True)
+            for place in range(prompt, len(each))
+        ]
+        own = -float(torch.stack(chosen).mean())
+    assert joint == pytest.approx(own + recipe.heads_weight(0.75) * alone, rel=1e-5)
     assert 0.0 < recipe.heads_weight(0.75) < 1.0
 
 
