@@ -1,8 +1,12 @@
 """Dynasor-CoT on the engine: the main chain is untouched, and probes cost what they must."""
 
+import time
+
 import pytest
 
+from engines import expect_empty
 from forethought import LLM, SamplingParams
+from forethought.assets import drafter_dir, problems
 from forethought.methods import DynasorGenerationController, MajorityVoteController
 from forethought.methods.dynasor import ANSWER_END, PROBE_SUFFIX
 from forethought.scaffolding import EngineWorker, NativeGenerationController, ScaffoldingLlm
@@ -94,13 +98,74 @@ def test_an_early_exit_keeps_exactly_the_tokens_up_to_the_last_probe(worker, pla
         told = result.output.meta["dynasor"]
         kept = told["kept_tokens"]
         assert told["early_exit"]
-        assert 20 <= kept < 50
+        assert kept == 20
         assert result.output.token_ids == tokens[:kept]
         head = result.output.text.partition("\n\n...</think>")[0]
         assert text.startswith(head)
         assert result.output.text.endswith(told["answers"][-1] + ANSWER_END)
     assert decoded < 3 * (70 + 6 * PROBE_LENGTH)
     assert sum(r.usage.decoded for r in results) == decoded
+
+
+SOLVING = {"chunk_size": 16, "certainty_threshold": 2}
+SLOWLY = {"chunk_size": 48, "certainty_threshold": 4}  # some chains end before
+
+
+def decisions(settings, fields=None, count=6):
+    """What Dynasor makes of the first problems: decision, text and tokens of each."""
+    llm = LLM(dtype="float32", **(fields or {}))
+    chats = [[{"role": "user", "content": one["question"]}] for one in problems()[:count]]
+    prompts = [llm.chat_prompt(chat) for chat in chats]
+    controller = DynasorGenerationController(**settings)
+    with EngineWorker(llm) as worker:
+        results = solve(controller, worker, prompts, temperature=0.0)
+    expect_empty(llm._desk.engine)
+    llm.shutdown()
+    return [(r.output.meta["dynasor"], r.output.text, r.output.token_ids) for r in results]
+
+
+@pytest.fixture(scope="module")
+def unhurried():
+    """Decisions without drafts."""
+    return {"often": decisions(SOLVING), "seldom": decisions(SLOWLY)}
+
+
+@pytest.mark.parametrize(
+    "drafts",
+    [
+        {"decoding_type": "NGram", "max_draft_len": 8, "is_use_oldest": False},
+        {"decoding_type": "Suffix", "max_draft_len": 8, "max_spec_factor": 4.0},
+        {
+            "decoding_type": "Draft_Target",
+            "max_draft_len": 5,
+            "speculative_model_dir": str(drafter_dir()),
+        },
+    ],
+    ids=lambda drafts: drafts["decoding_type"],
+)
+def test_what_is_decided_does_not_depend_on_drafts(drafts, unhurried):
+    fields = {"speculative_config": drafts}
+    assert decisions(SOLVING, fields) == unhurried["often"]
+    assert decisions(SLOWLY, fields) == unhurried["seldom"]
+
+
+def test_the_problems_show_both_kinds_of_ends(unhurried):
+    told = [meta for meta, _, _ in unhurried["often"] + unhurried["seldom"]]
+    assert {meta["early_exit"] for meta in told} == {True, False}
+    assert all(m["kept_tokens"] % 16 == 0 for m in told if m["early_exit"])
+
+
+def test_what_is_decided_does_not_depend_on_a_busy_event_loop(unhurried, monkeypatch):
+    """The engine is far ahead of what the controller sees."""
+    hear = DynasorGenerationController._hear
+
+    def slowly(self, *args):
+        time.sleep(0.03)
+        hear(self, *args)
+
+    monkeypatch.setattr(DynasorGenerationController, "_hear", slowly)
+    assert decisions(SOLVING) == unhurried["often"]
+    assert decisions(SLOWLY) == unhurried["seldom"]
 
 
 def hear_anything(self):

@@ -1,6 +1,7 @@
 """What a controller may yield, and what it gets back: waiting, failing, cancelling."""
 
 import threading
+import time
 
 import pytest
 
@@ -367,6 +368,41 @@ def test_a_stream_ends_when_its_cancel_flag_is_set():
     worker = ScriptedWorker(["abcdefghij"])
     assert played(play, worker) == (True, "abort", "abcd")
     assert worker.calls[0].ended == "cancelled"
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_stream_that_is_left_between_two_steps_is_ended_all_the_same(begun):
+    """Nobody waits for it just then: it is about to, or has come back and was not taken."""
+
+    def play():
+        stream = StreamGenerationTask(input_str="p", worker_tag=TAG, streaming_step=1)
+        with AsCompleted([stream]) as running:
+            yield running
+            running.add(stream)
+            if begun:
+                running.add(ComputeTask(int, "5"))
+                while (yield running) is stream:
+                    running.add(stream)
+        yield [ComputeTask(time.sleep, 0.01)]
+        yield [ComputeTask(time.sleep, 0.01)]
+        return stream.end_flag, worker.calls[0].ended
+
+    worker = ScriptedWorker(["abcdefghij" * 500])
+    assert played(play, worker) == (True, "cancelled")
+
+
+def test_a_stream_that_is_taken_back_into_its_race_goes_on():
+    def play():
+        stream = StreamGenerationTask(input_str="p", worker_tag=TAG, streaming_step=4)
+        with AsCompleted([stream]) as running:
+            yield running
+            running.add(stream)
+            running.cancel(stream)
+            running.add(stream)
+            yield running
+        return stream.output_str
+
+    assert played(play, ScriptedWorker(["abcdefghij"])) == "abcdefgh"
 
 
 def test_the_generator_is_closed_when_the_request_is_cancelled():

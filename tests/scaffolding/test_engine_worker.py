@@ -25,7 +25,9 @@ from forethought.scaffolding import (
     FirstDone,
     GenerationTask,
     NativeGenerationController,
+    OpenaiWorker,
     ScaffoldingLlm,
+    ScriptedWorker,
     StreamGenerationTask,
     TRTLLMWorker,
 )
@@ -441,16 +443,39 @@ def test_a_fork_does_not_disturb_the_main_chain_and_costs_its_suffix_only(worker
         assert usage.prefilled == len(ids)
 
 
-def test_a_fork_of_something_that_is_gone_goes_on_from_its_text(worker):
-    def play(task):
-        main = ask(PROMPT, max_tokens=5)
-        branch_main = ask(PROMPT, max_tokens=5)
-        yield from drain(Branch(NativeGenerationController(GREEDY), [branch_main]))
-        probe = branch_main.fork(" So? ", max_tokens=2, **GREEDY)
-        yield [main, probe]
-        return main.output_tokens == branch_main.output_tokens, len(probe.output_tokens)
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_a_fork_of_something_that_is_gone_goes_on_from_its_tokens(worker, oracle, as_ids):
+    ids = oracle.tokenizer(PROMPT).input_ids
 
-    assert played(worker, play) == (True, 2)
+    def play(task):
+        given = {"input_tokens": ids} if as_ids else {"input_str": PROMPT}
+        gone = GenerationTask(worker_tag="generation", max_tokens=5, **given, **GREEDY)
+        yield from drain(Branch(NativeGenerationController(GREEDY), [gone]))
+        probe = gone.fork(" So? ", max_tokens=4, **GREEDY)
+        yield [probe]
+        return gone.output_tokens, probe.output_tokens
+
+    said, more = played(worker, play)
+    prompt = ids + said + oracle.tokenizer(" So? ").input_ids
+    expected = oracle.generate(prompt, SamplingParams(max_tokens=4, **GREEDY)).outputs[0]
+    assert more == expected.token_ids
+
+
+def test_a_fork_that_goes_to_another_model_goes_there_as_text(worker):
+    def play(task):
+        yield [task_here := ask(PROMPT, max_tokens=3)]
+        probe = task_here.fork("!", max_tokens=2, **GREEDY)
+        probe.worker_tag = "other"
+        yield [probe]
+        return probe.input_str, probe.output_str
+
+    fields = {"kv_cache_config": CACHE, "dtype": "float32"}
+    with EngineWorker(LLM(speaking("sentencepiece"), **fields)) as other:
+        workers = {"generation": worker, "other": other}
+        with ScaffoldingLlm(Play(play), workers) as llm:
+            text, said = llm.generate(PROMPT).output.meta["found"]
+        alone = asyncio.run(other.llm.generate(text, SamplingParams(max_tokens=2, **GREEDY)))
+    assert said == alone.outputs[0].text
 
 
 def test_a_fork_whose_prompt_was_changed_is_a_task_like_any_other(worker, direct):
@@ -480,24 +505,139 @@ def test_parked_sequences_are_few(worker):
 # ---- streams -----------------------------------------------------------------------------------
 
 
-def test_a_stream_comes_back_with_at_least_its_step_and_never_stops_in_between(worker, long):
+def ahead(worker):
+    """Let the engine go on while nobody waits, to the end of all it is at."""
+    wait_until(lambda: not worker.llm._desk.is_busy)
+
+
+@pytest.fixture(scope="module")
+def texts(oracle):
+    """Number of tokens -> the text that a stream has shown by then."""
+    outputs = oracle.stream(PROMPT, SamplingParams(max_tokens=100, logprobs=1, **GREEDY))
+    return {len(o.outputs[0].token_ids): o.outputs[0] for o in outputs}
+
+
+def test_a_stream_comes_back_with_exactly_its_step_however_far_the_engine_is(worker, texts):
     def play(task):
-        stream = ask(PROMPT, StreamGenerationTask, max_tokens=100, streaming_step=20)
-        sizes = []
+        stream = ask(PROMPT, StreamGenerationTask, max_tokens=100, streaming_step=30)
+        stream.num_logprobs, sizes = 1, []
         while not stream.end_flag:
             yield [stream]
-            sizes.append(len(stream.output_tokens))
-            assert stream.output_tokens == long.token_ids[: sizes[-1]]
-            assert long.text.startswith(stream.output_str)
-            if len(sizes) == 1:  # the engine goes on while nobody waits
-                goal = worker.llm.stats.decoded + 50
-                wait_until(lambda goal=goal: worker.llm.stats.decoded > goal)
-        return sizes, stream.finish_reason
+            sizes.append(stream.num_generated)
+            seen = texts[sizes[-1]]
+            assert (stream.output_str, stream.output_tokens) == (seen.text, seen.token_ids)
+            assert stream.logprobs == seen.logprobs
+            assert stream.cumulative_logprob == seen.cumulative_logprob
+            assert (stream.finish_reason is None) == (sizes[-1] < 100)
+            if len(sizes) == 1:  # the engine goes on while nobody waits, to the end
+                ahead(worker)
+                stream.streaming_step = 7
+        return sizes, stream.finish_reason, stream.usage.decoded
 
-    sizes, reason = played(worker, play)
-    assert all(b - a >= 20 for a, b in zip([0, *sizes], sizes[:-1], strict=False))
-    assert sizes[1] > sizes[0] + 45
-    assert (sizes[-1], reason) == (100, "length")
+    before = worker.llm.stats
+    sizes, reason, decoded = played(worker, play)
+    assert sizes == [30, 37, 44, 51, 58, 65, 72, 79, 86, 93, 100]
+    assert (reason, decoded, cost(worker, before)[1]) == ("length", 100, 100)
+
+
+def test_a_stream_whose_last_step_is_a_whole_one_has_ended_with_it(worker):
+    def play(task):
+        stream = ask(PROMPT, StreamGenerationTask, max_tokens=20, streaming_step=10)
+        yield [stream]
+        first = stream.end_flag
+        yield [stream]
+        return first, stream.end_flag, stream.finish_reason
+
+    assert played(worker, play) == (False, True, "length")
+
+
+def test_a_stop_string_ends_a_stream_that_is_looked_at_later(worker, long):
+    stop = "sc"
+    kept = long.text.index(stop)
+
+    def play(task):
+        stream = ask(PROMPT, StreamGenerationTask, max_tokens=60, streaming_step=1, stop=stop)
+        yield [stream]
+        ahead(worker)
+        seen = []
+        while not stream.end_flag:
+            seen.append((stream.output_str, stream.stop_reason))
+            yield [stream]
+        return seen, stream.output_str, stream.stop_reason
+
+    seen, text, reason = played(worker, play)
+    assert (text, reason) == (long.text[:kept], stop)
+    assert len(seen) > 5
+    assert all(text.startswith(one) and why is None for one, why in seen)
+    assert not any(one.endswith("s") for one, _ in seen[-1:])  # it may be the beginning of a stop
+
+
+def test_a_fork_is_taken_where_its_parent_was_seen_although_that_is_ahead(worker, oracle, long):
+    ids = oracle.tokenizer(" So? ").input_ids
+    prompt = oracle.tokenizer(PROMPT).input_ids
+
+    def play(task):
+        main = ask(PROMPT, StreamGenerationTask, max_tokens=60, streaming_step=13)
+        found = []
+        while not main.end_flag:
+            yield [main]
+            if not found:
+                ahead(worker)
+            probe = main.fork(" So? ", max_tokens=4, **GREEDY)
+            yield [probe]
+            found.append((main.num_generated, probe.output_tokens, probe.usage))
+        return found
+
+    probes = played(worker, play)
+    assert [size for size, _, _ in probes] == [13, 26, 39, 52, 60]
+    for size, said, usage in probes[:-1]:
+        params = SamplingParams(max_tokens=4, **GREEDY)
+        expected = oracle.generate(prompt + long.token_ids[:size] + ids, params).outputs[0]
+        assert said == expected.token_ids
+        assert usage.prefilled == len(ids)
+
+
+def test_a_stream_that_is_ahead_is_kept_until_it_has_been_seen(worker, long):
+    """More sequences end than are parked, and the stream is none of those that leave."""
+
+    def play(task):
+        main = ask(PROMPT, StreamGenerationTask, max_tokens=30, streaming_step=10)
+        yield [main]
+        ahead(worker)
+        yield [main]
+        for number in range(5):
+            yield [ask(f"Number {number}", max_tokens=1)]
+        probe = main.fork("!", max_tokens=1, **GREEDY)
+        yield [probe]
+        yield [main]
+        return main.output_tokens, probe.usage.prefilled
+
+    assert played(worker, play) == (long.token_ids[:30], 1)
+
+
+def test_what_is_streamed_of_a_stream_is_what_its_steps_have_shown(worker, long):
+    class Streams(Controller):
+        def process(self, tasks, **kwargs):
+            stream = ask(PROMPT, StreamGenerationTask, max_tokens=30, streaming_step=4)
+            stream.streaming_output_flag = True
+            yield [stream]
+            ahead(worker)
+            yield [stream]
+            tasks[0].result = stream.result
+
+    with ScaffoldingLlm(Streams(), {"generation": worker}) as llm:
+        result = llm.generate_async(PROMPT)
+        events = [event.output for event in result.events()]
+    assert [t for event in events for t in event.token_ids] == long.token_ids[:8]
+    assert "".join(event.text for event in events) == result.output.text
+
+
+@pytest.mark.parametrize("step", [-1, 2.5, None, True])
+def test_a_step_that_is_no_number_of_tokens_is_refused(worker, step):
+    stream = StreamGenerationTask(input_str=PROMPT, streaming_step=step)
+    for one in (worker, ScriptedWorker(["x"]), OpenaiWorker(None, "m")):
+        with pytest.raises(ParameterError, match="streaming_step"):
+            asyncio.run(one.run_task(stream))
 
 
 def test_a_stream_is_streamed_while_its_steps_are_waited_for(worker, long):
@@ -550,6 +690,20 @@ def test_a_stream_can_be_cancelled(worker):
         return stream.end_flag, stream.finish_reason, 5 <= len(stream.output_tokens) < 200
 
     assert played(worker, play) == (True, "abort", True)
+
+
+def test_a_stream_that_is_cancelled_keeps_what_was_seen_of_it(worker, long):
+    def play(task):
+        stream = ask(PROMPT, StreamGenerationTask, max_tokens=20, streaming_step=5)
+        yield [stream]
+        ahead(worker)  # it has ended by itself, but nobody knows
+        text, stream.cancel_flag = stream.output_str, True
+        yield [stream]
+        assert (stream.end_flag, stream.finish_reason) == (True, "abort")
+        assert (stream.output_tokens, stream.output_str) == (long.token_ids[:5], text)
+        return stream.usage.decoded
+
+    assert played(worker, play) == 20
 
 
 def test_a_stream_that_is_left_ends_with_its_request_and_is_paid_for(worker):

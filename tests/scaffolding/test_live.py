@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from forethought.outputs import CompletionOutput, FinishReason, Usage
+from forethought.outputs import CompletionOutput, FinishReason, Logprob, Usage
 from forethought.params import SamplingParams
 from forethought.scaffolding.budget import Budget, Ledger
 from forethought.scaffolding.scope import ExecutionScope
@@ -12,7 +12,7 @@ from forethought.scaffolding.workers.live import Live
 from forethought.scaffolding.workers.parking import Parking
 
 ROOT = ExecutionScope("r", "", Ledger(Budget()))
-PIECES = {1: "ab", 2: "c}", 3: "{d", 9: ""}
+PIECES = {1: "ab", 2: "c}", 3: "{d", 9: ""}  # by token
 
 
 class Stream:
@@ -36,19 +36,24 @@ class Session:
         pass
 
 
-def boundaries(context, tokens):
-    assert len(context) == 5
-    length = 0
-    for token in tokens:
-        length += len(PIECES[token])
-        yield length
+class Words:
+    """Stands in for ``Tokenizer``: every token is a piece of text; 0 is in prompts only."""
+
+    special_ids, byte_values = frozenset({0}), {}
+
+    def piece(self, token):
+        return PIECES[token]
+
+    def decode(self, tokens, skip_special_tokens):
+        return "".join(PIECES[token] for token in tokens)
 
 
 def live(prompt="P", tokens=(), text="", reason=FinishReason.LENGTH, stop=None, **params):
     output = CompletionOutput(0, text, list(tokens), finish_reason=reason, stop_reason=stop)
-    made = Live(Session(output), prompt, boundaries, Usage(), None)
+    made = Live(Session(output), prompt, Words(), Usage(), None)
     made.begin(SamplingParams(**params))
     asyncio.run(made.reach(None))
+    made.show(None)
     return made
 
 
@@ -86,6 +91,53 @@ def test_what_is_kept_is_what_makes_the_text(made, spelled, cut):
 def test_a_fork_at_fewer_tokens_keeps_exactly_those():
     assert live(tokens=[1, 2], text="ab", reason=FinishReason.STOP, stop="c").cut(1) == (6, "")
     assert live(tokens=[1, 2, 3], text="abc}{d").cut(2) == (7, "")
+
+
+def under_way(tokens, **params):
+    """A sequence of which the engine knows so many tokens, and goes on."""
+
+    class Going(Stream):
+        async def reach(self, count):
+            return self.output
+
+    scores = [{token: Logprob(-float(token), 1)} for token in tokens]
+    output = CompletionOutput(0, "all of it", list(tokens), logprobs=scores)
+    made = Live(Session(output), "P", Words(), Usage(), None)
+    made.session.stream = lambda given: Going(output)
+    made.begin(SamplingParams(**params))
+    asyncio.run(made.reach(1))
+    return made
+
+
+def test_a_task_sees_what_there_was_when_there_were_so_many_tokens():
+    made = under_way([1, 2, 3, 9], logprobs=0, stop="}{x")
+    seen = [made.show(count) for count in range(5)]
+    assert [one.text for one in seen] == ["", "ab", "abc", "abc}{d", "abc}{d"]  # "}" may be a stop
+    assert [one.token_ids for one in seen] == [[1, 2, 3, 9][:count] for count in range(5)]
+    assert [one.cumulative_logprob for one in seen[1:]] == [-1, -3, -6, -15]
+    assert [len(one.logprobs) for one in seen[1:]] == [1, 2, 3, 4]
+    assert made.show(2).token_ids == [1, 2, 3, 9], "what was seen is not taken back"
+
+
+def test_a_task_sees_the_end_once_it_has_seen_everything_before():
+    made = live(tokens=[1, 2, 3], text="abc}{d")
+    made.shown = CompletionOutput(0)
+    for count in (1, 2):
+        assert made.show(count).finish_reason is None
+        assert (made.ended, made.over, made.spelled) == (True, False, None)
+        assert made.cut(count) == made.cut(None) == (5 + count, "")
+    assert made.show(3) is made.output
+    assert made.over
+
+
+def test_a_sequence_is_not_put_away_before_its_end_was_seen():
+    parking, unseen = Parking(1), live(tokens=[1, 2], text="abc}")
+    unseen.shown = CompletionOutput(0)
+    others = [live(p, tokens=[1], text="ab") for p in "QRS"]
+    assert parking.add(ROOT, unseen) == parking.add(ROOT, others[0]) == []
+    assert parking.add(ROOT, others[1]) == [others[0]]
+    unseen.show(2)
+    assert parking.add(ROOT, others[2]) == [unseen, others[1]]
 
 
 def found(parking, prompt, scope=ROOT):

@@ -75,6 +75,15 @@ def test_a_fork_says_in_text_and_by_handle_where_it_goes_on():
     assert type(task.fork(kind=StreamGenerationTask)) is StreamGenerationTask
 
 
+def test_a_fork_of_what_has_not_come_back_yet_begins_at_its_prompt():
+    """Its worker may have come far by then: as the text has nothing of that, nor has the fork."""
+    task = GenerationTask(input_str="prompt ")
+    task.request_handle = object()
+    assert (task.fork("? ").input_str, task.fork("? ").fork_point.kept) == ("prompt ? ", 0)
+    task.output_str = "text of a server"
+    assert task.fork("? ").fork_point.kept is None
+
+
 def test_a_fork_with_an_unknown_field_is_refused():
     with pytest.raises(ParameterError, match="max_token"):
         finished().fork("", max_token=3)
@@ -202,3 +211,10 @@ def test_the_callers_dictionary_is_not_changed():
     params = {"logprobs": 2, "temperature": 0.5}
     assert sampling.checked("x", params) == {"num_logprobs": 2, "temperature": 0.5}
     assert params == {"logprobs": 2, "temperature": 0.5}
+
+
+def test_a_chat_has_no_steps_to_go_on_with():
+    """Else one that was cut short would be taken for a stream, and its next turn for a step."""
+    chat = ChatTask.create_from_prompt("hi")
+    chat.request_handle = object()
+    assert not chat.under_way

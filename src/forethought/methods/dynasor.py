@@ -4,6 +4,15 @@ While the main chain goes on, forks of it are asked for the answer every few tok
 several such probes in a row agree, the main chain is ended at the last one's fork point and the
 answer is put behind it. Nothing is trained, and the main chain never notices the probes.
 
+What comes out is what would if probes took no time, however long they take and however many tokens
+a step of the engine draws:
+
+1. A probe is forked at every multiple of ``chunk_size`` that the chain goes beyond, at exactly so
+   many tokens, even if the chain is ahead by then.
+2. Probes are judged in the order of their forks, whatever the order in which they answer.
+3. A chain that ends by itself is not probed any more. Those probes that are under way then were
+   forked before its end: they are heard, and may still cut it where they were forked.
+
 Paper: Fu et al., "Reasoning Without Self-Doubt: More Efficient Chain-of-Thought Through Certainty
 Probing", 2025. The texts and defaults are those of TensorRT-LLM's blog on scaffolding.
 """
@@ -18,7 +27,13 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from forethought.errors import DependencyError, ModelError, ParameterError, UnknownNameError
+from forethought.errors import (
+    BudgetExceeded,
+    DependencyError,
+    ModelError,
+    ParameterError,
+    UnknownNameError,
+)
 from forethought.methods.probes import Agreement, Probe
 from forethought.scaffolding import sampling, settings
 from forethought.scaffolding.controller import Controller, refuse_arguments
@@ -159,13 +174,16 @@ class DynasorGenerationController(Controller):
         told = _Told(task)
         forked_at, agreed = 0, None
         with AsCompleted([main]) as running:
-            while agreed is None:
-                done = yield running
+            while running and agreed is None:
+                try:
+                    done = yield running
+                except BudgetExceeded:
+                    if not main.end_flag:
+                        raise
+                    break  # the chain is there, and no more than the probes under way is lost
                 if done is not main:
                     self._hear(probes, done, running)
-                elif main.end_flag:
-                    break
-                else:
+                elif not main.end_flag:
                     running.add(main)
                     if main.num_generated - forked_at >= self.chunk_size:
                         forked_at = main.num_generated

@@ -118,6 +118,7 @@ class Frame:
     def __init__(self, run: Run, scope: ExecutionScope) -> None:
         self.run, self.scope = run, scope
         self._jobs: set[asyncio.Task[None]] = set()
+        self._races: list[AsCompleted] = []
         self._branch_numbers = itertools.count()
         self._news = asyncio.Event()
 
@@ -152,6 +153,7 @@ class Frame:
 
     async def _perform(self, wanted: Any) -> Any:
         """Do what a controller yielded; returns what its ``yield`` evaluates to."""
+        self._end_left()
         if isinstance(wanted, Sequence) and all(isinstance(item, Task) for item in wanted):
             return await self._all(wanted)
         if isinstance(wanted, ParallelProcess):
@@ -187,6 +189,8 @@ class Frame:
 
     async def _next(self, race: AsCompleted) -> Item:
         """Start what is new, wait for the first to finish, and return it."""
+        if not any(known is race for known in self._races):
+            self._races.append(race)
         for item in race.new:
             job = self._start(item)
             race.started(item, job)
@@ -204,6 +208,18 @@ class Frame:
                 )
             self._news.clear()
             await self._news.wait()
+
+    def _end_left(self) -> None:
+        """Have the streams ended that their races have cancelled.
+
+        Cancelling what waits for a step ends its generation only if something waits just then.
+        """
+        left = [item for race in self._races for item in race.take_left()]
+        self._races = [race for race in self._races if race]
+        for item in left:
+            if isinstance(item, StreamGenerationTask) and item.under_way:
+                item.cancel_flag = True
+                self._start(item)
 
     def _finished(self, race: AsCompleted, item: Item, _: object) -> None:
         race.finished(item)

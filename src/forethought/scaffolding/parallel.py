@@ -126,14 +126,15 @@ class AsCompleted:
                 if done is main:
                     running.add(main)     # a stream goes on to its next step
 
-    Leaving the ``with`` block cancels what is left. A failure is raised at the ``yield``; the
-    others go on, so that the controller may catch it and go on too.
+    Leaving the ``with`` block cancels what is left; of a stream, the generation too. A failure is
+    raised at the ``yield``; the others go on, so that the controller may catch it and go on too.
     """
 
     def __init__(self, items: Iterable[Item] = ()) -> None:
         self._new: list[Item] = []
         self._running: dict[int, tuple[Item, Job]] = {}
         self._finished: deque[tuple[Item, Job]] = deque()
+        self._left: list[Item] = []
         self.add(*items)
 
     def add(self, *items: Item) -> None:
@@ -145,11 +146,14 @@ class AsCompleted:
                     f"{type(item).__name__} was added before it finished",
                     "Wait for it, or use a copy",
                 )
+            self._left = [other for other in self._left if other is not item]
             self._new.append(item)
 
     def cancel(self, *items: Item) -> None:
         """End the given things, or all, now; they are never returned."""
-        unwanted = {id(item) for item in items or self.pending}
+        pending = self.pending
+        unwanted = {id(item) for item in items or pending}
+        self._left += [item for item in pending if id(item) in unwanted]
         self._new = [item for item in self._new if id(item) not in unwanted]
         self._finished = deque(done for done in self._finished if id(done[0]) not in unwanted)
         for key in unwanted & self._running.keys():
@@ -192,6 +196,11 @@ class AsCompleted:
         done = self._running.pop(id(item), None)
         if done is not None:
             self._finished.append(done)
+
+    def take_left(self) -> list[Item]:
+        """What was cancelled since this was asked last."""
+        left, self._left = self._left, []
+        return left
 
     def take(self) -> tuple[Item, Job] | None:
         """The first thing that finished and was not returned yet."""

@@ -24,6 +24,11 @@ class ChatTask(StreamGenerationTask):
     reasoning_tokens_num: int = field(default=0, init=False)
     unique_id: int | None = None
 
+    @property
+    def under_way(self) -> bool:
+        """False: a turn is generated at once, and has no steps."""
+        return False
+
     def copy(self) -> Self:
         """The same chat, free to go on differently, with its results blank."""
         twin = super().copy()

@@ -28,7 +28,7 @@ class ForkPoint:
     handle: Any
     """The ``request_handle`` of the task that is continued."""
     kept: int | None
-    """Generated tokens of it that are kept; None: unknown to its worker."""
+    """Generated tokens of it that are kept, however far it is; None: unknown to its worker."""
     suffix: str
     """Text put behind them."""
     input_str: str | None
@@ -199,7 +199,9 @@ class GenerationTask(Task):
         text = None
         if self.input_str is not None:
             text = self.input_str + (self.output_str or "") + suffix
-        kept = None if self.output_tokens is None else len(self.output_tokens)
+        kept = 0 if self.output_str is None else None  # nothing has come back yet, or no tokens
+        if self.output_tokens is not None:
+            kept = len(self.output_tokens)
         new: Any = kind or GenerationTask
         child: _Generation = new(input_str=text)
         child.worker_tag = self.worker_tag
@@ -216,15 +218,17 @@ class StreamGenerationTask(GenerationTask):
     """A generation that comes back to its controller on the way.
 
     The controller yields the same task again and again until ``end_flag``. The generation itself
-    goes on between the yields; ``output_str`` and ``output_tokens`` are all there was at the time.
+    goes on between the yields, and its worker may be ahead: the results, and what ``fork``
+    continues, are those of exactly the tokens that were asked for.
     """
 
     cancel_flag: bool = False
-    """Set it and yield once more: the worker ends the generation."""
+    """Set it and yield once more: the worker ends the generation; the results stay as they are."""
     streaming_step: int = 1
-    """Come back with at least so many new tokens; 0: at once, with whatever there is."""
+    """Come back with exactly so many tokens more, or with the last ones; 0: at once, with whatever
+    there is."""
     end_flag: bool = field(default=False, init=False)
-    """The generation has ended."""
+    """The generation has ended, and all of it is here."""
 
     @classmethod
     def create_from_generation_task(cls, task: GenerationTask, streaming_step: int = 1) -> Self:
@@ -237,6 +241,22 @@ class StreamGenerationTask(GenerationTask):
     def under_way(self) -> bool:
         """Whether the generation has begun and not ended."""
         return self.request_handle is not None and not self.end_flag
+
+    @property
+    def checked_step(self) -> int:
+        """``streaming_step``.
+
+        Raises:
+            ParameterError: it is no whole number, or below 0.
+        """
+        step = self.streaming_step
+        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+            raise ParameterError(
+                "invalid streaming_step",
+                f"got {step!r}",
+                "Give a number of tokens, or 0 for whatever there is",
+            )
+        return step
 
     def copy(self) -> Self:
         """The same request with its results blank."""

@@ -29,6 +29,29 @@ class Choice:
     """Ids are negative (-1 the chosen token) where the server does not tell them."""
     reasoning: str = ""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    """After each token, the length of the text that has come."""
+
+    def begin_of(self, count: int) -> Choice:
+        """The answer as it was when it had ``count`` tokens."""
+        end = self.ends[min(count, self.count) - 1] if count and self.ends else 0
+        return Choice(self.text[:end], min(count, self.count), logprobs=self.logprobs[:count])
+
+    def add(self, text: str, scores: Sequence[TokenLogprobs], thought: bool) -> int:
+        """Take in a piece of text, or of thought; returns its number of tokens.
+
+        Tokens whose texts are not told share theirs: it comes with the last of them.
+        """
+        number = len(scores) or int(bool(text or thought))
+        pieces = [next(iter(entries.values())).token or "" for entries in scores]
+        if "".join(pieces) != text:
+            pieces = [*[""] * (number - 1), text] if number else []
+        for piece in pieces:
+            self.ends.append((self.ends[-1] if self.ends else 0) + len(piece))
+        self.text += text
+        self.logprobs += scores
+        self.count += number
+        return number
 
 
 class Exchange:
@@ -43,6 +66,7 @@ class Exchange:
         choices: by number.
         usage: the server's own count, once it has sent it.
         ended: the answer is complete, has failed or was cancelled.
+        shown: tokens of the first choice that who follows it step by step has seen.
     """
 
     def __init__(
@@ -55,7 +79,7 @@ class Exchange:
         self.choices: dict[int, Choice] = {0: Choice()}
         self.usage: Any = None
         self.request_id: str | None = None
-        self.ended = False
+        self.ended, self.shown = False, 0
         self._news = asyncio.Event()
         self._reading: asyncio.Task[None] | None = None
 
@@ -88,7 +112,7 @@ class Exchange:
         while not self.ended and self.choices[0].count < count:
             self._news.clear()
             await self._news.wait()
-        if self.ended and self._reading is not None:
+        if self.ended and self._reading is not None and not self._reading.cancelled():
             await self._reading
 
     async def cancel(self) -> None:
@@ -113,10 +137,7 @@ class Exchange:
                 thought = _thought(delta)
                 choice.reasoning += thought
                 _add_tool_calls(choice.tool_calls, getattr(delta, "tool_calls", None) or ())
-            choice.text += text
-            choice.logprobs += scores
-            new = len(scores) or int(bool(text or (delta is not None and thought)))
-            choice.count += new
+            new = choice.add(text, scores, delta is not None and bool(thought))
             if piece.finish_reason is not None:
                 choice.finish_reason = piece.finish_reason
                 choice.stop_reason = self._stop_reason(piece)

@@ -1,12 +1,14 @@
 """A sequence in the engine that a task generates, and from where later tasks may continue it.
 
+The engine runs on by itself. The task sees as much of the sequence as it has waited for, and no
+more: what it sees does not depend on how far the engine has come in the meantime.
 Knows nothing about which tasks come later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import NamedTuple
 
 from forethought.errors import EngineStopped, RequestError
@@ -14,10 +16,11 @@ from forethought.outputs import CompletionOutput, FinishReason, Usage
 from forethought.params import SamplingParams
 from forethought.scaffolding.budget import Ledger
 from forethought.text.async_session import AsyncSession, SessionStream
+from forethought.text.detokenizer import Detokenizer
+from forethought.text.tokenizer import Tokenizer
+from forethought.text.transcript import Transcript
 
 Prompt = str | tuple[int, ...]
-Boundaries = Callable[[Sequence[int], Sequence[int]], Iterator[int]]
-"""``boundaries(context, tokens)``: after each token, the length of the text that they make."""
 
 
 class Spelled(NamedTuple):
@@ -34,28 +37,31 @@ class Live:
     Args:
         session: holds the prompt, and nothing generates from it yet.
         prompt: as the task gives it; None if it gives none, but continues another one by handle.
-        boundaries: of the model's tokenizer.
+        tokenizer: of the model.
         usage: of the task; kept up to date.
         ledger: of the request; None outside of one.
 
     Attributes:
         output: what has been generated, when it was last looked at.
+        shown: what its task has seen of that: all of it, or its beginning as it was then.
         prompt_length: tokens of the prompt.
+        tokenizer: of the model.
     """
 
     def __init__(
         self,
         session: AsyncSession,
         prompt: Prompt | None,
-        boundaries: Boundaries,
+        tokenizer: Tokenizer,
         usage: Usage,
         ledger: Ledger | None,
     ) -> None:
         self.session, self.prompt, self.closed = session, prompt, False
         self.prompt_length = len(session.tokens)
-        self.output = CompletionOutput(0)
+        self.output = self.shown = CompletionOutput(0)
+        self._beginning: Transcript | None = None
         self._whole_tokens = self._whole_text = 0
-        self._boundaries, self._usage, self._ledger = boundaries, usage, ledger
+        self.tokenizer, self._usage, self._ledger = tokenizer, usage, ledger
         self._counted = Usage()
         self._stream: SessionStream | None = None
         self._params = SamplingParams()
@@ -64,6 +70,11 @@ class Live:
     def ended(self) -> bool:
         """Whether its generation is over."""
         return self.closed or self.output.finish_reason is not None
+
+    @property
+    def over(self) -> bool:
+        """Whether its generation is over, and its task has seen all that it is to see."""
+        return self.shown.finish_reason is not None
 
     def begin(self, params: SamplingParams) -> None:
         """Start to generate; it runs on by itself."""
@@ -87,16 +98,32 @@ class Live:
             self._see(await self._stream.peek())
         return self.output
 
-    async def abort(self) -> CompletionOutput:
-        """End the generation; what it has said stays."""
+    def show(self, count: int | None) -> CompletionOutput:
+        """Let the task see ``count`` generated tokens (None: all), as far as they are there.
+
+        It sees what there was when there were so many: their text, and nothing of the end before
+        it has seen them all.
+        """
+        tokens = self.output.token_ids
+        if count is None or (self.ended and count >= len(tokens)):
+            self.shown = self.output
+        elif len(self.shown.token_ids) < min(count, len(tokens)):
+            self.shown = self._begin_of(count)
+        return self.shown
+
+    async def cancel(self) -> None:
+        """End the generation and give back its pages; its task keeps what it has seen."""
         if not self.ended:
             await self.session.abort()
-        return await self.reach(None)
+            await self.reach(None)
+        await self.close()
 
     async def close(self) -> None:
         """Give back its pages."""
         if not self.closed:
             under_way, self.closed = not self.ended, True
+            if not self.over:
+                self.shown = replace(self.shown, finish_reason=FinishReason.ABORT)
             with suppress(EngineStopped, RequestError):
                 await self.session.close()
                 if under_way and self._stream is not None and self._ledger is not None:
@@ -117,21 +144,21 @@ class Live:
     @property
     def spelled(self) -> Spelled | None:
         """The text, prompt and output, that a later prompt may begin with; None if it has none."""
-        if not isinstance(self.prompt, str) or not self._whole_text:
+        if not self.over or not isinstance(self.prompt, str) or not self._whole_text:
             return None
         text = self.prompt + self.output.text[: self._whole_text]
         return Spelled(text, self.prompt_length + self._whole_tokens)
 
     def cut(self, kept: int | None) -> tuple[int, str]:
-        """Where to fork for its first ``kept`` generated tokens; None: for all of its text.
+        """Where to fork for its first ``kept`` generated tokens; None: for all that was shown.
 
         Returns:
             The length from the start of the prompt, and text that goes behind it again, because no
             whole tokens make it.
         """
-        generated = len(self.output.token_ids)
-        if not self.ended or (kept is not None and kept < generated):
-            return self.prompt_length + (generated if kept is None else kept), ""
+        kept = len(self.shown.token_ids) if kept is None else kept
+        if not self.over or kept < len(self.output.token_ids):
+            return self.prompt_length + kept, ""
         return self.prompt_length + self._whole_tokens, self.output.text[self._whole_text :]
 
     def _see(self, output: CompletionOutput) -> None:
@@ -155,8 +182,20 @@ class Live:
             self._whole_tokens -= 0 if self._params.include_stop_str_in_output else 1
             return
         self._whole_tokens = self._whole_text = 0
-        context = self.session.tokens[: self.prompt_length]
-        for number, end in enumerate(self._boundaries(context, tokens), start=1):
+        context, end = self.session.tokens[: self.prompt_length], 0
+        detokenizer = Detokenizer(self.tokenizer, context, self._params.skip_special_tokens)
+        for number, token in enumerate(tokens, start=1):
+            end += len(detokenizer.push([token]))
             if end > len(text):
                 break
             self._whole_tokens, self._whole_text = number, end
+
+    def _begin_of(self, count: int) -> CompletionOutput:
+        """The output as it was when it had ``count`` tokens."""
+        if self._beginning is None:
+            context = self.session.tokens[: self.prompt_length]
+            self._beginning = Transcript(self.tokenizer, self._params, context)
+        known, scores = len(self._beginning.token_ids), self.output.logprobs
+        new = slice(known, count)
+        self._beginning.add(self.output.token_ids[new], None if scores is None else scores[new])
+        return self._beginning.output()

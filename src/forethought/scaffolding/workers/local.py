@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -31,7 +31,6 @@ from forethought.scaffolding.workers.live import Live, Prompt
 from forethought.scaffolding.workers.parking import Parking, Source
 from forethought.text.async_llm import AsyncLLM
 from forethought.text.async_session import AsyncSession
-from forethought.text.detokenizer import Detokenizer
 from forethought.text.llm import LLM
 from forethought.text.tokenizer import Tokenizer
 
@@ -118,28 +117,27 @@ class EngineWorker(Worker):
         return TaskStatus.SUCCESS
 
     async def stream_handler(self, task: StreamGenerationTask) -> TaskStatus:
-        """Bring back what there is, once it is ``streaming_step`` more than the last time."""
+        """Bring back ``streaming_step`` tokens more than the last time, once they are there."""
+        step = task.checked_step
         live = task.request_handle if task.under_way else None
         if not isinstance(live, Live):
             self._check(task)
             sampling.refuse(task, ["n"], "a stream", "Use a GenerationTask, or fork it")
             live = await self._begin(task, _prompt(task), self._params(task))
-        began, before = time.perf_counter(), task.num_generated if task.under_way else 0
+        began, told = time.perf_counter(), live.shown
         try:
             if task.cancel_flag:
-                await live.abort()
-                await live.close()
-            elif task.streaming_step == 0:
-                told = live.output
-                await live.look()
+                await live.cancel()
+            elif step == 0:
+                live.show(len((await live.look()).token_ids))
                 _emit(task, live, told)
             else:
-                await self._follow(task, live, before + task.streaming_step)
+                await self._follow(task, live, len(told.token_ids) + step)
         except BaseException:
             await asyncio.shield(live.close())
             raise
         _fill(task, live)
-        task.end_flag = live.ended
+        task.end_flag = live.over
         task.latency_s = (task.latency_s or 0.0) + time.perf_counter() - began
         return TaskStatus.SUCCESS
 
@@ -228,19 +226,14 @@ class EngineWorker(Worker):
         source, point = None, task.fork_point
         if point is not None and point.input_str == task.input_str:
             live = point.handle
-            if isinstance(live, Live) and self._parking.holds(live):
+            if isinstance(live, Live) and live.tokenizer is self._text:  # it is of this model
                 length, missing = live.cut(point.kept)
                 source = Source(live, length, missing + point.suffix)
         if source is None and prompt is not None:
             source = self._parking.find(current_scope(), prompt)
         if source is None:
             return None
-        try:
-            session = await source.live.session.fork(source.length)
-        except UsageError:
-            if source.live.closed:  # it has left in the meantime; its text will do
-                return None
-            raise
+        session = await self._forked(source)
         if source.rest:
             try:
                 await session.extend(source.rest)
@@ -249,10 +242,22 @@ class EngineWorker(Worker):
                 raise
         return session
 
+    async def _forked(self, source: Source) -> AsyncSession:
+        """What is continued, without the rest."""
+        live = source.live
+        try:
+            if self._parking.holds(live):
+                return await live.session.fork(source.length)
+        except UsageError:
+            if not live.closed:
+                raise
+        # It has left, perhaps in the meantime; which tokens it had is known.
+        return self.llm.start(live.session.tokens[: source.length])
+
     def _live(self, task: GenerationTask, session: AsyncSession, prompt: Prompt | None) -> Live:
         scope = current_scope()
         ledger = scope.ledger if scope else None
-        return Live(session, prompt, self._boundaries, task.usage, ledger)
+        return Live(session, prompt, self._text, task.usage, ledger)
 
     async def _keep(self, live: Live) -> None:
         await _close(self._parking.add(current_scope(), live))
@@ -260,22 +265,17 @@ class EngineWorker(Worker):
     async def _follow(
         self, task: GenerationTask, live: Live, count: int | None, began: float | None = None
     ) -> None:
-        """Wait until the sequence has ``count`` generated tokens (None: for its end)."""
+        """Show the task ``count`` generated tokens (None: all), once they are there."""
         scope = current_scope()
         metered = scope is not None and scope.ledger.budget.tokens is not None
-        while not live.ended and (count is None or len(live.output.token_ids) < count):
-            told = live.output
+        while not live.over and (count is None or len(live.shown.token_ids) < count):
+            told = live.shown
             stepwise = task.streaming_output_flag or metered or not told.token_ids
             await live.reach(len(told.token_ids) + 1 if stepwise else count)
+            live.show(count)
             if began is not None and task.ttft_s is None:
                 task.ttft_s = time.perf_counter() - began
             _emit(task, live, told)
-
-    def _boundaries(self, context: Sequence[int], tokens: Sequence[int]) -> Iterator[int]:
-        detokenizer, length = Detokenizer(self._text, context), 0
-        for token in tokens:
-            length += len(detokenizer.push([token]))
-            yield length
 
     # ---- the end ------------------------------------------------------------------------------
 
@@ -311,7 +311,7 @@ def _prompt(task: GenerationTask) -> Prompt | None:
 
 
 def _fill(task: GenerationTask, live: Live) -> None:
-    output = live.output
+    output = live.shown
     task.output_str = None if task.skip_detokenizer else output.text
     task.output_tokens = output.token_ids
     task.finish_reason = output.finish_reason and output.finish_reason.value
@@ -324,8 +324,8 @@ def _fill(task: GenerationTask, live: Live) -> None:
 def _emit(task: GenerationTask, live: Live, told: CompletionOutput) -> None:
     """Stream what has come since ``told``."""
     if task.streaming_output_flag:
-        new = live.output.token_ids[len(told.token_ids) :]
-        task.emit(live.output.text[len(told.text) :], new, f"{id(live):x}")
+        new = live.shown.token_ids[len(told.token_ids) :]
+        task.emit(live.shown.text[len(told.text) :], new, f"{id(live):x}")
 
 
 async def _together(works: Sequence[Coroutine[Any, Any, None]]) -> None:

@@ -109,25 +109,34 @@ class OpenaiWorker(Worker):
         return TaskStatus.SUCCESS
 
     async def stream_handler(self, task: StreamGenerationTask) -> TaskStatus:
-        """Bring back what there is, once it is ``streaming_step`` more than the last time."""
-        under_way = task.under_way
-        exchange = task.request_handle if under_way else None
+        """Bring back ``streaming_step`` tokens more than the last time, once they are there.
+
+        A server says that it has ended only behind the last token, so one more is waited for.
+        """
+        step = task.checked_step
+        exchange = task.request_handle if task.under_way else None
         if not isinstance(exchange, Exchange):
             sampling.refuse(task, ["n"], "a stream", "Use a GenerationTask, or copies")
             exchange = task.request_handle = self._completion(task)
             self._keep(exchange)
             exchange.begin()
+        first, goal = exchange.choices[0], exchange.shown + step
         try:
             if task.cancel_flag:
                 await exchange.cancel()
+            elif step == 0:
+                await exchange.reach(0)
+                _show(task, exchange, first.count)
             else:
-                before = task.num_generated if under_way else 0
-                await exchange.reach(before + task.streaming_step)
+                await self._follow(task, exchange, goal)
         except BaseException:
             await exchange.cancel()
             raise
-        _fill(task, exchange)
-        task.end_flag = exchange.ended
+        task.end_flag = task.cancel_flag or (exchange.ended and exchange.shown == first.count)
+        if not task.end_flag or task.cancel_flag:
+            first = first.begin_of(exchange.shown)
+            first.finish_reason = "abort" if task.cancel_flag else None
+        _fill(task, exchange, {0: first})
         return TaskStatus.SUCCESS
 
     async def chat_handler(self, task: ChatTask) -> TaskStatus:
@@ -158,6 +167,15 @@ class OpenaiWorker(Worker):
         StreamGenerationTask: stream_handler,
         ChatTask: chat_handler,
     }
+
+    async def _follow(self, task: StreamGenerationTask, exchange: Exchange, count: int) -> None:
+        """Show the task ``count`` tokens, once it is known whether more follow."""
+        while not exchange.ended and exchange.choices[0].count <= count:
+            emits = task.streaming_output_flag and exchange.shown < count
+            await exchange.reach(exchange.shown + 1 if emits else count + 1)
+            _show(task, exchange, count)
+        await exchange.reach(0)
+        _show(task, exchange, count)
 
     # ---- requests -----------------------------------------------------------------------------
 
@@ -190,7 +208,8 @@ class OpenaiWorker(Worker):
             why = "Use a ChatTask; or, if the server takes response_format, name it an extension"
             sampling.refuse(task, ["guided_decoding"], "OpenaiWorker, in completions,", why)
         create = self.async_client.completions.create
-        return self._exchange(task, create, {"prompt": prompt, **fields})
+        stepwise = isinstance(task, StreamGenerationTask)
+        return self._exchange(task, create, {"prompt": prompt, **fields}, stepwise)
 
     def _chat(self, task: ChatTask) -> Exchange:
         sampling.refuse(
@@ -225,7 +244,9 @@ class OpenaiWorker(Worker):
         fields["extra_body"] = {**self.extra_body, **extensions}
         return fields
 
-    def _exchange(self, task: GenerationTask, create: Any, fields: dict[str, Any]) -> Exchange:
+    def _exchange(
+        self, task: GenerationTask, create: Any, fields: dict[str, Any], stepwise: bool = False
+    ) -> Exchange:
         fields |= {"model": self.model, "stream": task.best_of is None}
         if fields["stream"]:
             fields["stream_options"] = {"include_usage": True}
@@ -240,7 +261,8 @@ class OpenaiWorker(Worker):
             usage.decoded += tokens
             if scope is not None:
                 scope.ledger.record(usage)
-            task.emit(text, (), f"{id(exchange):x}.{number}")
+            if not stepwise:
+                task.emit(text, (), f"{id(exchange):x}.{number}")
 
         async def chunks() -> AsyncGenerator[Any, None]:
             answer = await create(**fields)
@@ -299,8 +321,19 @@ def _response_format(task: GenerationTask) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": schema}}
 
 
-def _fill(task: GenerationTask, exchange: Exchange) -> None:
-    """Leave on the task what has been answered so far."""
+def _show(task: StreamGenerationTask, exchange: Exchange, count: int) -> None:
+    """Let the task see ``count`` tokens of its stream, as far as they are there."""
+    choice = exchange.choices[0]
+    before, now = choice.begin_of(exchange.shown), choice.begin_of(count)
+    exchange.shown = now.count
+    task.emit(now.text[len(before.text) :], (), f"{id(exchange):x}.0")
+
+
+def _fill(
+    task: GenerationTask, exchange: Exchange, choices: Mapping[int, Choice] | None = None
+) -> None:
+    """Leave on the task what has been answered so far, or the part of it that is given."""
+    choices = exchange.choices if choices is None else choices
     counted, usage = exchange.usage, task.usage
     if counted is not None:
         details = getattr(counted, "prompt_tokens_details", None)
@@ -309,14 +342,13 @@ def _fill(task: GenerationTask, exchange: Exchange) -> None:
         usage.prefilled = usage.prompt_tokens - usage.cached
         usage.completion_tokens = usage.decoded = counted.completion_tokens
         task.usage_prompt_tokens = counted.prompt_tokens
-    samples = [_output(choice) for _, choice in sorted(exchange.choices.items())]
+    samples = [_output(choice) for _, choice in sorted(choices.items())]
     for output in samples:
         output.usage = usage
     task.result = samples[0]
     task.samples = samples
-    task.usage_completion_tokens = (
-        counted.completion_tokens if counted and len(samples) == 1 else exchange.choices[0].count
-    )
+    whole = counted is not None and len(samples) == 1 and choices[0] is exchange.choices[0]
+    task.usage_completion_tokens = counted.completion_tokens if whole else choices[0].count
     task.request_id = exchange.request_id
 
 

@@ -46,7 +46,7 @@ class Parking:
         """Keep a sequence that has been started. Returns those that have to leave for it."""
         request, path = _where(scope)
         kept = self._requests.setdefault(request, [])
-        ended = [one for one in kept if one.path == path and one.live.ended]
+        ended = [one for one in kept if one.path == path and one.live.over]
         leaving = ended[: max(0, len(ended) - self._capacity + 1)]
         self._requests[request] = [one for one in kept if one not in leaving] + [_Kept(path, live)]
         return [one.live for one in leaving]

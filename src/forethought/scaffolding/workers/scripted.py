@@ -120,6 +120,7 @@ class ScriptedWorker(Worker):
 
     async def stream_handler(self, task: StreamGenerationTask) -> TaskStatus:
         """Say the next few tokens."""
+        step = max(1, task.checked_step)
         generation = task.request_handle if task.under_way else None
         if generation is None:
             generation = self._begin(task, _prompt(task))
@@ -127,7 +128,7 @@ class ScriptedWorker(Worker):
         if task.cancel_flag:
             generation.call.ended = "cancelled"
             generation.text, generation.finish_reason = generation.text[: generation.said], "abort"
-        await self._say(task, generation, max(1, task.streaming_step))
+        await self._say(task, generation, step)
         _fill(task, generation)
         task.end_flag = generation.said == len(generation.text)
         if not task.end_flag:
