@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import numpy
 import pytest
+import torch
 
 import drafters
 from engines import drain, engine, expect_empty, outputs
@@ -254,6 +256,9 @@ def test_tokens_are_a_view_that_reads_like_a_list_and_grows_with_the_text() -> N
         assert [*tokens, 1] == tokens + [1]  # type: ignore[operator] # noqa: RUF005
         assert list(reversed(tokens)) == list(tokens)[::-1]
         assert tokens[-1] in tokens
+        assert tokens.index(tokens[-1]) == list(tokens).index(tokens[-1])
+        assert tokens.count(tokens[0]) == list(tokens).count(tokens[0])
+        assert torch.tensor(tokens).tolist() == numpy.array(tokens).tolist() == list(tokens)
         for write in ("append", "extend", "insert", "pop", "clear", "sort", "__setitem__"):
             assert not hasattr(tokens, write)
         return truth(request)

@@ -37,8 +37,8 @@ class StepRecord:
         batch_size: rows of the step.
         tokens: tokens in the forward: roots, draft nodes and prompts.
         context: sum of the rows' lengths in the KV cache.
-        forward_seconds: what the step took without drafting.
-        draft_seconds: what drafting took.
+        forward_seconds: what the step took without any drafting.
+        draft_seconds: what this drafter took.
     """
 
     requests: Sequence[tuple[int, int, int]]

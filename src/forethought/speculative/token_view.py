@@ -6,6 +6,7 @@ it. Knows nothing about requests.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from typing import overload
 
@@ -43,6 +44,18 @@ class TokenView(Sequence[int]):
 
     def __contains__(self, token: object) -> bool:
         return token in self._tokens
+
+    def index(self, token: int, start: int = 0, stop: int = sys.maxsize) -> int:
+        """The first place of a token in [start, stop).
+
+        Raises:
+            ValueError: it is not there.
+        """
+        return self._tokens.index(token, start, stop)
+
+    def count(self, token: int) -> int:
+        """How often a token stands there."""
+        return self._tokens.count(token)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, TokenView):
