@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 KINDS = ("draft-model", "eagle3", "medusa", "medusa-2", "mtp", "redrafter")
 """The recipes; see ``training.recipes.table``, which this does without torch."""
+_SPECULATIVE = {"draft-model": "draft_target", "medusa-2": "medusa"}
+"""What ``--speculative`` calls a drafter, where that is not the recipe's own name."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -114,7 +116,7 @@ def _report(args: argparse.Namespace, training: TrainingRun, found: dict[str, fl
             f"{found['kl']:.4f} nats (mean KL) away from it on held-out answers and finds another "
             f"token the likeliest at {1 - found['same_choice']:.1%} of the places"
         )
-    name, target = training.decoding.name, training.model or args.target
+    name, target = _SPECULATIVE.get(args.kind, args.kind), training.model or args.target
     model = f" --model {target}" if target is not None else ""
     print(f'forethought generate "..."{model} --speculative {name} --draft-model {drafter}')
 
