@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import random
 from typing import Any
 
 import pytest
+import torch
+from scipy.stats import chisquare
 
 import drafters
 from eagle_heads import random_head as eagle
@@ -20,9 +24,11 @@ from forethought.decoding import (
     SuffixDecodingConfig,
 )
 from forethought.speculative import drafter as interface
-from forethought.testing import check_drafter
+from forethought.speculative.draft import Draft, DraftKind
+from forethought.testing import check_drafter, law
+from forethought.testing import drafter as drafter_suite
 from medusa_heads import shared_heads
-from models import tiny
+from models import tiny, transformers_model
 from mtp_modules import saved
 from redrafter_heads import random_head
 
@@ -66,7 +72,7 @@ TWIN: dict[str, Any] = {"speculative_model": tiny("llama")}
     ids=lambda config: f"{config.decoding_type}",
 )
 def test_every_drafter_of_ours_passes(config: DecodingBaseConfig) -> None:
-    assert len(check_drafter(config, tiny("llama"), PROMPTS)) == 8
+    assert len(check_drafter(config, tiny("llama"), PROMPTS)) == 9
 
 
 def test_a_drafter_of_ones_own_passes_on_the_embedded_reasoner() -> None:
@@ -85,7 +91,7 @@ def test_a_drafter_that_writes_into_the_tokens_is_found_out() -> None:
         request.tokens[-1] = 7  # type: ignore[index]
         return [7]
 
-    with pytest.raises(AssertionError, match="greedy tokens are those of plain decoding"):
+    with pytest.raises(AssertionError, match="the drafter failed"):
         check_drafter(drafters.PerRequest(meddle), tiny("llama"), PROMPTS)
 
 
@@ -105,3 +111,113 @@ def test_a_drafter_that_raises_is_found_out() -> None:
     failing = drafters.PerRequest(lambda request: [request.tokens[10_000]])
     with pytest.raises(AssertionError, match="the drafter failed"):
         check_drafter(failing, tiny("llama"), PROMPTS)
+
+
+@functools.cache
+def law_after(tokens: tuple[int, ...]) -> torch.Tensor:
+    """[V]: the target's own law, of a request as the suite samples it in law."""
+    with torch.inference_mode():
+        logits = transformers_model(tiny("llama"))(torch.tensor([tokens])).logits[0, -1]
+    best = logits.topk(law.WIDTH)
+    return torch.zeros_like(logits).scatter(
+        0, best.indices, (best.values / law.TEMPERATURE).softmax(0)
+    )
+
+
+def drawn(request: interface.DraftRequest, q: torch.Tensor) -> int:
+    coin = random.Random(str((request.seed, request.index, len(request.tokens)))).random()
+    return int(torch.searchsorted(q.cumsum(0), coin).clamp(max=len(q) - 1))
+
+
+def silent(request: interface.DraftRequest) -> bool:
+    """Only the first tokens of sampled requests are drafted, which is enough and does not last."""
+    done = len(request.tokens) - request.prompt_length
+    return request.params.greedy or done > law.LENGTH
+
+
+def honest(request: interface.DraftRequest) -> Draft | tuple[()]:
+    """A token drawn from a flatter law than the target's."""
+    if silent(request):
+        return ()
+    q = (law_after(tuple(request.tokens)) ** 0.5).clone()
+    q /= q.sum()
+    return Draft([drawn(request, q)], None, DraftKind.IID, q[None])
+
+
+def liar_about_chance(request: interface.DraftRequest) -> Draft | tuple[()]:
+    """The likeliest token, said to be drawn from the law that it is the likeliest of."""
+    if silent(request):
+        return ()
+    q = law_after(tuple(request.tokens))
+    return Draft([int(q.argmax())], None, DraftKind.IID, q[None])
+
+
+def liar_about_heat(request: interface.DraftRequest) -> Draft | tuple[()]:
+    """A token drawn from a sharper law than the one that is named."""
+    if silent(request):
+        return ()
+    q = law_after(tuple(request.tokens))
+    sharp = (q / q.max()) ** 8
+    return Draft([drawn(request, sharp / sharp.sum())], None, DraftKind.IID, q[None])
+
+
+def liar_about_siblings(request: interface.DraftRequest) -> Draft | tuple[()]:
+    """All likely tokens in the order of their likelihood, said to be drawn one after the other."""
+    if silent(request):
+        return ()
+    q = law_after(tuple(request.tokens))
+    tokens = q.topk(2).indices.tolist()
+    return Draft(tokens, (-1, -1), DraftKind.WITHOUT_REPLACEMENT, torch.stack([q, q]))
+
+
+def own(answer: Any) -> drafters.PerRequest:
+    drafter = drafters.PerRequest(answer)
+    drafter.nodes = lambda depth: 2 * depth  # type: ignore[method-assign]
+    return drafter
+
+
+def test_a_drafter_that_draws_and_says_from_what_passes() -> None:
+    assert "sampled outputs have the law of plain decoding" in check_drafter(
+        own(honest), tiny("llama"), PROMPTS
+    )
+
+
+@pytest.mark.parametrize("liar", [liar_about_chance, liar_about_heat, liar_about_siblings])
+def test_a_drafter_that_names_another_law_than_it_drew_from_is_found_out(liar: Any) -> None:
+    """The negative control of the suite's statistical test: p is at most its threshold."""
+    with pytest.raises(AssertionError, match="the law is another one: p = "):
+        check_drafter(own(liar), tiny("llama"), PROMPTS)
+
+
+def test_points_that_change_a_sampled_token_are_found_out() -> None:
+    """As if plain decoding had said something else."""
+    suite = drafter_suite._Suite(NGramDecodingConfig(), tiny("llama"), PROMPTS)
+    suite._plain[drafter_suite.SAMPLED] = [[0]] * len(PROMPTS)
+    with pytest.raises(AssertionError, match="drafts that are points change no token"):
+        suite.sampled_outputs_have_the_law_of_plain_decoding()
+
+
+def test_the_statistic_of_the_law_is_chi_square() -> None:
+    """Against scipy, on counts of a fair and of a loaded die; what cannot be has p = 0."""
+    die = {(n,): 1 / 6 for n in range(6)}
+    for counts in ([100, 110, 90, 95, 105, 100], [150, 90, 90, 90, 90, 90]):
+        outputs = [(face,) for face, count in enumerate(counts) for _ in range(count)]
+        expected = chisquare(counts).pvalue
+        assert law.p_value(outputs, die) == pytest.approx(expected, rel=1e-9)
+    assert law.p_value([(7,)] * 100, die) == 0.0
+
+
+def test_the_law_of_the_statistic_is_that_of_plain_decoding() -> None:
+    """Its exact law against transformers': the product of the laws along each path."""
+    machine = drafter_suite._Suite(NGramDecodingConfig(), tiny("llama"), PROMPTS)._engine(
+        drafts=False
+    )
+    exact = law.exact_law(machine, PROMPTS[0])
+    assert len(exact) == law.WIDTH**law.LENGTH
+    assert sum(exact.values()) == pytest.approx(1.0)
+    for said in list(exact)[::7]:
+        chance = 1.0
+        for place, token in enumerate(said):
+            chance *= float(law_after((*PROMPTS[0], *said[:place]))[token])
+        assert exact[said] == pytest.approx(chance, rel=1e-3)
+    assert min(exact.values()) * law.SAMPLES > law.FEWEST, "no outcome is lumped with others here"

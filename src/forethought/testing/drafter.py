@@ -8,8 +8,10 @@
     check_drafter(NGramDecodingConfig(max_draft_len=4), "/path/to/model")
 
 Runs in float32, where equal means equal. A drafter that guesses badly passes; one that changes what
-is said, keeps a page, or raises, does not. A drafter of your own is shut down with each
-engine that it has drafted for, and used again with the next. Knows nothing about how drafters work.
+is said, keeps a page, or raises, does not. Where it draws its drafts by chance, what is said is
+compared in law (``law``). A configuration that asks for other acceptance than the exact one does
+not pass. A drafter of your own is shut down with each engine that it has drafted for, and used
+again with the next. Knows nothing about how drafters work.
 """
 
 from __future__ import annotations
@@ -25,10 +27,19 @@ from forethought.engine import resolve
 from forethought.engine.engine import Engine
 from forethought.engine.sequence import Sequence as Live
 from forethought.params import SamplingParams
-from forethought.speculative.drafter import Drafter
+from forethought.speculative.draft import DraftKind
+from forethought.speculative.drafter import (
+    Drafter,
+    DraftRequest,
+    ResourceManager,
+    ScheduledRequests,
+)
+from forethought.testing import law
 
 TOKENS = 32
 """Generated per request."""
+WIDE = 256
+"""Sequences at once where many samples are drawn."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, seed=7, max_tokens=TOKENS, ignore_eos=True)
 MEMORY = SamplingParams(
@@ -81,7 +92,8 @@ class _Suite:
         self._config, self._model = config, model
         self._prompts = [list(prompt) for prompt in prompts]
         self._plain = {
-            params: self._outputs(self._engine(drafts=False), params) for params in (GREEDY, MEMORY)
+            params: self._outputs(self._engine(drafts=False), params)
+            for params in (GREEDY, MEMORY, SAMPLED)
         }
 
     def run(self) -> list[str]:
@@ -90,6 +102,7 @@ class _Suite:
             self.greedy_tokens_are_those_of_plain_decoding,
             self.penalties_see_the_path_of_each_node,
             self.sampled_tokens_do_not_depend_on_company,
+            self.sampled_outputs_have_the_law_of_plain_decoding,
             self.rewinds_forget,
             self.forks_agree,
             self.limits_and_stop_tokens_hold,
@@ -134,6 +147,24 @@ class _Suite:
             self._drain(machine)
             assert sequence.output == said
             self._expect_empty(machine)
+
+    def sampled_outputs_have_the_law_of_plain_decoding(self) -> None:
+        """Token for token where all drafts are points; in law where any was drawn by chance."""
+        machine = self._engine()
+        kinds = _witnessed(machine)
+        outputs = self._outputs(machine, SAMPLED)
+        self._expect_empty(machine)
+        if kinds <= {DraftKind.POINT}:
+            assert outputs == self._plain[SAMPLED], "drafts that are points change no token"
+            return
+        prompt, room = self._prompts[0], WIDE * (len(self._prompts[0]) + law.LENGTH + 32)
+        expected = law.exact_law(self._engine(drafts=False), prompt)
+        machine = self._engine(tokens=room, batch_size=WIDE)
+        samples = machine.add(prompt, law.SAMPLED)
+        self._drain(machine, checking=False)
+        chance = law.p_value([sample.output for sample in samples], expected)
+        assert chance > law.P_VALUE, f"the law is another one: p = {chance:.1e}"
+        self._expect_empty(machine)
 
     def rewinds_forget(self) -> None:
         """After a rewind the same tokens come again."""
@@ -198,10 +229,17 @@ class _Suite:
     # ---- how ---------------------------------------------------------------------------------
 
     def _engine(
-        self, *, page_size: int = 16, tokens: int = 2048, reuse: bool = True, drafts: bool = True
+        self,
+        *,
+        page_size: int = 16,
+        tokens: int = 2048,
+        reuse: bool = True,
+        drafts: bool = True,
+        batch_size: int = 64,
     ) -> Engine:
         args = LlmArgs(
             dtype="float32",
+            max_batch_size=batch_size,
             kv_cache_config=KvCacheConfig(
                 tokens_per_block=page_size, max_tokens=tokens, enable_block_reuse=reuse
             ),
@@ -221,18 +259,19 @@ class _Suite:
         self._expect_empty(machine)
         return sequence.output
 
-    def _drain(self, machine: Engine) -> None:
+    def _drain(self, machine: Engine, checking: bool = True) -> None:
         steps = 0
         while machine.has_work:
-            self._step(machine)
+            self._step(machine, checking)
             steps += 1
             assert steps < 10_000, "the engine does not come to an end"
 
     @staticmethod
-    def _step(machine: Engine) -> None:
+    def _step(machine: Engine, checking: bool = True) -> None:
         for event in machine.step():
             assert event.error is None, event.error
-        machine.check_integrity()
+        if checking:
+            machine.check_integrity()
 
     @staticmethod
     def _expect_empty(machine: Engine) -> None:
@@ -241,3 +280,39 @@ class _Suite:
         failures = machine.stats.draft_failures
         assert failures == 0, f"the drafter failed {failures} times; what it raised was logged"
         machine.shutdown()
+
+
+def _witnessed(machine: Engine) -> set[DraftKind]:
+    """How the drafts of an engine are drawn, filled while it runs."""
+    kinds: set[DraftKind] = set()
+    for equipped in machine.speculation.drafters:
+        equipped.drafter = _Witness(equipped.drafter, kinds)
+    return kinds
+
+
+class _Witness(Drafter):
+    """Lets another one draft, and notes of which kinds its drafts are."""
+
+    def __init__(self, inner: Drafter, kinds: set[DraftKind]) -> None:
+        self._inner, self._kinds = inner, kinds
+
+    def prepare_draft_tokens(
+        self,
+        scheduled_requests: ScheduledRequests,
+        resource_manager: ResourceManager | None = None,
+    ) -> None:
+        requests = list(scheduled_requests.generation_requests)
+        self._inner.prepare_draft_tokens(scheduled_requests, resource_manager)
+        self._kinds |= {request.draft.kind for request in requests if len(request.draft)}
+
+    def nodes(self, depth: int) -> int:
+        return self._inner.nodes(depth)
+
+    def update(self, scheduled_requests: ScheduledRequests) -> None:
+        self._inner.update(scheduled_requests)
+
+    def release(self, request: DraftRequest) -> None:
+        self._inner.release(request)
+
+    def shutdown(self) -> None:
+        self._inner.shutdown()
