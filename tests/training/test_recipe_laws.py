@@ -1,0 +1,96 @@
+"""What holds for every recipe: weights are a function of the seed, pauses change nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engines import load
+from forethought.assets import reasoner_dir
+from forethought.text.tokenizer import Tokenizer
+from forethought.training.recipes.table import recipe
+from forethought.training.teacher import Teacher
+from forethought.training.text import Text
+from forethought.training.trainer import Trainer, seeded
+from models import prompts, tiny
+
+PROMPTS = prompts((4, 7, 9, 5))
+LOOP: dict[str, Any] = {"steps": 4, "rate": 0.01, "batch_tokens": 100}
+KINDS: dict[str, dict[str, Any]] = {
+    "draft-model": {"hidden_size": 24, "intermediate_size": 32, "num_layers": 1},
+    "eagle3": {"unrolled": 3, "unrolled_share": 0.5, "export_dtype": "float32"},
+    "mtp": {"depths": 2, "export_dtype": "float32"},
+    "redrafter": {"unrolled": 3, "blocks": 1, "export_dtype": "float32"},
+}
+
+
+@pytest.fixture(scope="module")
+def teacher() -> Teacher:
+    """A tiny random model; nothing here is text."""
+    return Teacher(load("llama"), Tokenizer.load(reasoner_dir()), tiny("llama"))
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[Text]:
+    answers = prompts((30, 26, 34, 22), seed=7)
+    return [
+        Text(prompt + answer, len(prompt)) for prompt, answer in zip(PROMPTS, answers, strict=True)
+    ]
+
+
+class Runs:
+    """Short runs of one recipe, each of which begins anew from what lies in its directory."""
+
+    def __init__(self, kind: str, teacher: Teacher, texts: list[Text], directory: Path) -> None:
+        self.recipe, self.teacher, self.texts = recipe(kind), teacher, texts
+        self.fields, self.directory = {**LOOP, **KINDS[kind]}, directory
+
+    def trainer(self, name: str, seed: int = 0) -> Trainer:
+        settings = self.recipe.Settings(**self.fields, seed=seed)
+        with seeded(seed):
+            built = self.recipe.build(settings, self.texts, self.teacher)
+        return Trainer(built, settings, self.directory / name)
+
+    def weights(self, name: str, until: int, seed: int = 0) -> dict[str, Tensor]:
+        trainer = self.trainer(name, seed)
+        trainer.run(until=until)
+        return dict(trainer.recipe.module.state_dict())
+
+
+@pytest.fixture(params=KINDS)
+def runs(request: Any, teacher: Teacher, texts: list[Text], tmp_path: Path) -> Runs:
+    return Runs(request.param, teacher, texts, tmp_path)
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_weights_are_a_function_of_the_seed_whatever_was_drawn_before(runs: Runs) -> None:
+    first = runs.weights("first", until=2)
+    torch.rand(5)
+    assert same(first, runs.weights("again", until=2))
+    assert not same(first, runs.weights("other", until=2, seed=1))
+
+
+def test_a_run_that_was_interrupted_ends_with_the_weights_of_one_that_was_not(runs: Runs) -> None:
+    whole = runs.weights("whole", until=4)
+    for until in (1, 3, 4):
+        paused = runs.weights("paused", until=until)
+    assert same(whole, paused)
+    assert not same(whole, runs.weights("short", until=3))
+
+
+def test_a_step_lowers_the_loss(runs: Runs) -> None:
+    trainer = runs.trainer("run")
+    with seeded(0, 1):
+        lesson = trainer.recipe.batch(0)
+        before = float(trainer.recipe.loss(lesson).detach())
+    trainer.run(until=1)
+    with seeded(0, 1):
+        trainer.recipe.batch(0)
+        assert float(trainer.recipe.loss(lesson).detach()) < before
