@@ -79,14 +79,22 @@ def judge(worker, tasks):
 
 
 class Held:
-    """Holds a worker's thread, so that what is asked meanwhile is judged together."""
+    """Holds a worker's thread, so that what is asked meanwhile is judged together.
+
+    From here on: what was asked before may have left the thread errands that judge the queue.
+    """
 
     def __init__(self, worker):
-        self._worker, self._free = worker, threading.Event()
+        self._worker, self._held, self._free = worker, threading.Event(), threading.Event()
 
     def __enter__(self):
-        self._worker._thread.submit(self._free.wait)
+        self._worker._thread.submit(self._hold)
+        self._held.wait()
         return self._free
+
+    def _hold(self):
+        self._held.set()
+        self._free.wait()
 
     def __exit__(self, *_):
         self._free.set()
@@ -246,7 +254,8 @@ def test_the_event_loop_goes_on_while_the_model_is_busy(workers):
     async def both():
         with Held(workers["one"]) as free:
             job = asyncio.ensure_future(workers["one"].run_task(RewardTask(input_tokens=[1])))
-            await asyncio.sleep(0.01)
+            for _ in range(10):
+                await asyncio.sleep(0)
             assert not job.done()
             free.set()
             await job
