@@ -214,7 +214,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for case in args.case or ("reasoner", "random"):
             if case == "reasoner":
-                target, draft, length = reasoner_dir(), drafter_dir(), 6
+                target, draft, length = reasoner_dir(), drafter_dir(), 16
                 rounds = reasoner_prompts(target, args.rounds + 1, args.prompts)
             else:
                 (target, draft), length = save_pair(Path(scratch)), 6

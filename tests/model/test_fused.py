@@ -131,6 +131,7 @@ def test_packed_products_equal_plain_ones(dtype: torch.dtype, biased: bool) -> N
         other = torch.randn(rows, 48, generator=source).to(dtype)
         torch.testing.assert_close(packed(x), plain(x), rtol=0.02, atol=0.05)
         torch.testing.assert_close(packed.plus(x, other), plain.plus(x, other), rtol=0.02, atol=0.1)
+        torch.testing.assert_close(packed.swish(x), plain.swish(x), rtol=0.02, atol=0.1)
 
 
 @pytest.mark.parametrize("biased", [False, True])

@@ -69,14 +69,17 @@ class Acceptance:
         moved = odds[:, None] * self._profile
         return (moved / (moved + (1.0 - self._profile))).cumprod(axis=1)
 
-    def observe(self, asked: Mapping[int, int], drafts: Sequence[tuple[int, int, int]]) -> None:
+    def observe(
+        self, asked: Mapping[int, int], drafts: Sequence[tuple[int, int, int]], steps: int = 1
+    ) -> None:
         """Count the drafts of a step.
 
         Args:
             asked: request -> depth that was asked for.
             drafts: ``(request_id, depth, accepted)`` of those that came.
+            steps: how many have gone by, this one included.
         """
-        self._shown *= STEP_KEEPS
+        self._shown *= STEP_KEEPS**steps
         if asked:
             self._count_reach(asked, drafts)
         if drafts:

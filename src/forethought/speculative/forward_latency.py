@@ -20,6 +20,7 @@ from forethought.speculative.latency import (
     EVERY,
     FIRST_RESIDUAL,
     LEAST_RESIDUAL,
+    SETTLED,
     LinearLatency,
 )
 
@@ -45,7 +46,7 @@ class ForwardLatency:
         self._medians = np.ones((3, SIZES))  # of seconds, tokens and context of each size's window
         self._coefficients: tuple[float, ...] = (0.0, 0.0, 0.0)
         self._steps = np.full(SIZES, -np.inf)  # when each size was last measured
-        self._step = 0
+        self._step = self._told = 0  # steps gone by, and measurements taken of them
         self._usual = FIRST_RESIDUAL
         self._where = [1.0]  # tokens at the fresh sizes, rising
         self._factor = [1.0]  # measured over linear there
@@ -54,6 +55,11 @@ class ForwardLatency:
     def ready(self) -> bool:
         """Whether it can predict."""
         return self.linear.ready
+
+    @property
+    def settled(self) -> bool:
+        """Whether it has learned so much that not every step has to be told."""
+        return self.linear.observations > SETTLED
 
     @property
     def usual(self) -> float:
@@ -78,8 +84,14 @@ class ForwardLatency:
         line = np.maximum(fixed + distant * context + each * tokens, LEAST_SECONDS)
         return line * np.interp(tokens, self._where, self._factor)
 
-    def observe(self, tokens: int, context: int, seconds: float) -> float:
+    def observe(self, tokens: int, context: int, seconds: float, steps: int = 1) -> float:
         """Learn that a forward took so long.
+
+        Args:
+            tokens: of the forward.
+            context: tokens that its rows have seen, in all.
+            seconds: that it took.
+            steps: how many have gone by, this one included.
 
         Returns:
             ``seconds`` without what was clipped from them as a hiccup.
@@ -92,12 +104,12 @@ class ForwardLatency:
             seconds = predicted * (1.0 + residual)
         self.linear.observe((1.0, tokens, context), seconds)
         self._coefficients = tuple(self.linear.coefficients.tolist())
+        self._step += steps
         self._measure(tokens, context, seconds)
         return seconds
 
     def _measure(self, tokens: int, context: int, seconds: float) -> None:
         size = min(round(PER_OCTAVE * log2(tokens)), SIZES - 1)
-        self._step += 1
         if self._step - self._steps[size] > FRESH:
             self._windows[size] = deque(maxlen=WINDOW)
         window = self._windows[size]
@@ -106,7 +118,8 @@ class ForwardLatency:
         self._steps[size] = self._step
         window.append((seconds, tokens, context))
         self._medians[:, size] = sorted(window)[len(window) // 2]
-        if self.ready:
+        self._told += 1
+        if self.ready and (self._told < SETTLED or self._told % EVERY == 0):
             self._compare()
 
     def _compare(self) -> None:

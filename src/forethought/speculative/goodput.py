@@ -41,8 +41,10 @@ FIRST_CHECK, LAST_CHECK = 8, 128
 SURPRISE, USUALS = 0.1, 3.0
 """How far off the time of such a step must be for the next one to come soon: relatively, and in
 usual errors."""
-HOLD = 4
-"""Steps for which a choice is kept if nothing changes."""
+HOLD, HOLD_PLAIN = 4, 16
+"""Steps for which a choice is kept if nothing changes: to draft, and not to."""
+IDLE = 8
+"""Of so many plain steps while it does not draft, one is looked at closely: that takes time too."""
 MOST_TRIED = 4
 """Greatest depths that are searched in a step."""
 STRETCH = 2
@@ -85,6 +87,7 @@ class Goodput:
         self._drafting = False
         self._hopeful = True
         self._turn = 0
+        self._idle = 0  # plain steps in a row while it does not draft
         self._held: list[int] = []
         self._left = 0  # steps for which ``_held`` may be kept
         self._state: tuple[int, list[int], list[int]] = (0, [], [])
@@ -107,12 +110,12 @@ class Goodput:
     def lengths(self, requests: Sequence[LengthRequest], batch_size: int) -> list[int]:
         """The lengths with the best goodput, or those of a probe or a check."""
         ids = [request.request_id for request in requests]
-        caps = np.array([request.max_draft_len for request in requests])
+        caps = [request.max_draft_len for request in requests]
         depths = self._choose(ids, caps, batch_size)
         self._asked = {number: depth for number, depth in zip(ids, depths, strict=True) if depth}
         return depths
 
-    def _choose(self, ids: list[int], caps: NDArray[np.int64], batch_size: int) -> list[int]:
+    def _choose(self, ids: list[int], most: list[int], batch_size: int) -> list[int]:
         plain = [0] * len(ids)
         if not ids or not self.forward.ready:
             self._why = ("plain: the time of a step is being measured", ())
@@ -126,16 +129,16 @@ class Goodput:
         if self._drafting and self._checks.due:
             self._why = ("plain: to compare with", ())
             return plain
-        if self._holds(ids, caps, batch_size) and not self._probes.due:
+        if self._holds(ids, most, batch_size) and not self._probes.due:
             return list(self._held)
-        survival = self.acceptance.survival(ids)
+        caps, survival = np.array(most), self.acceptance.survival(ids)
         depths, ratio = self._search(survival, caps, batch_size)
         drafting = ratio >= (STAY if self._drafting else SWITCH)
         if drafting != self._drafting:
             log.debug("%d rows: drafting at %.2f times plain goodput", batch_size, ratio)
         self._drafting = drafting
-        self._held, self._left = depths if self._drafting else plain, HOLD
-        if self._drafting:
+        self._held, self._left = (depths, HOLD) if drafting else (plain, HOLD_PLAIN)
+        if drafting:
             self._why = ("{:.2f} times the goodput of plain decoding", (ratio,))
             return depths
         if self._probes.due and (probe := self._probe(depths, survival, caps, batch_size)):
@@ -146,9 +149,9 @@ class Goodput:
         self._why = ("plain: drafting would have {:.2f} times its goodput", (ratio,))
         return plain
 
-    def _holds(self, ids: list[int], caps: NDArray[np.int64], batch_size: int) -> bool:
+    def _holds(self, ids: list[int], most: list[int], batch_size: int) -> bool:
         """Whether the last choice is kept, which saves time: if all is as then and nothing lost."""
-        state = batch_size, ids, caps.tolist()
+        state = batch_size, ids, most
         same, self._state = state == self._state, state
         self._left -= 1
         return same and self._left > 0 and self._gained >= 0.0
@@ -240,18 +243,25 @@ class Goodput:
     def observe(self, record: StepRecord) -> None:
         """Learn what the step took and gave, and book it."""
         asked, self._asked = self._asked, {}
+        self._idle = 0 if asked or self._drafting or not self.forward.settled else self._idle + 1
+        if self._idle % IDLE:
+            self._gained = 0.0
+            self.account.book(0.0)
+            self._probes.wait()
+            return
         self._context = record.context / max(record.batch_size, 1)
         drafted = sum(self._sizes[depth] for _, depth, _ in record.requests)
         plain = self.forward.predict(record.tokens - drafted, record.context)
         predicted = self.forward.predict(record.tokens, record.context)
-        seconds = self.forward.observe(record.tokens, record.context, record.forward_seconds)
+        steps = IDLE if self._idle else 1
+        seconds = self.forward.observe(record.tokens, record.context, record.forward_seconds, steps)
         if asked:
             depths = asked.values()
             drafting = self.drafting.observe((1.0, max(depths), sum(depths)), record.draft_seconds)
             if self.drafting.observations > 1:  # the first one has things to set up
                 seconds += drafting
         self._widest = max(self._widest, record.tokens)
-        self.acceptance.observe(asked, record.requests)
+        self.acceptance.observe(asked, record.requests, steps)
         self._gained = 0.0
         if asked and plain > 0.0:
             accepted = sum(accepted for _, _, accepted in record.requests)

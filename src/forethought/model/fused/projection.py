@@ -28,6 +28,10 @@ class Projection(Protocol):
         """x ``[T, in]``, other ``[T, out]`` -> other + y."""
         ...
 
+    def swish(self, x: Tensor) -> Tensor:
+        """x ``[T, in]`` -> ``[T, out]``: y * sigmoid(y)."""
+        ...
+
 
 class PlainProjection:
     """The obvious product, on any device and in any dtype."""
@@ -44,6 +48,10 @@ class PlainProjection:
         if self.bias is None:
             return torch.addmm(other, x, self.weight.t())
         return F.linear(x, self.weight, self.bias).add_(other)
+
+    def swish(self, x: Tensor) -> Tensor:
+        """See :class:`Projection`."""
+        return F.silu(F.linear(x, self.weight, self.bias))
 
 
 class PackedProjection:
@@ -63,6 +71,11 @@ class PackedProjection:
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
         """See :class:`Projection`."""
         result: Tensor = self._linear_plus(x, other, self.weight, self.bias, "add")
+        return result
+
+    def swish(self, x: Tensor) -> Tensor:
+        """See :class:`Projection`."""
+        result: Tensor = self._linear(x, self.weight, self.bias, "swish", [], "")
         return result
 
 
@@ -87,6 +100,10 @@ class SteadyProjection:
             return self.packed.plus(x, other)
         parts = zip(x.split(STEADY_ROWS), other.split(STEADY_ROWS), strict=True)
         return torch.cat([self.packed.plus(*part) for part in parts])
+
+    def swish(self, x: Tensor) -> Tensor:
+        """See :class:`Projection`."""
+        return torch.cat([self.packed.swish(part) for part in x.split(STEADY_ROWS)])
 
 
 class Gate(Protocol):

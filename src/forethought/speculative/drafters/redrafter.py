@@ -154,10 +154,10 @@ class BeamSearch:
             laws = (laws + score[..., None]).view(count, kept * vocab)
             score, found = laws.topk(min(width, kept * vocab), dim=-1)
             parents, tokens = found // vocab, found % vocab
-            rows = (parents + first * kept).flatten()
-            state = state[rows]
-            if tokens.shape[1] != kept:
-                contexts = contexts[rows]  # all beams of a request have the same
+            rows = (parents + first * kept if count > 1 else parents).flatten()
+            state = state.index_select(0, rows)
+            if tokens.shape[1] != kept:  # all beams of a request have the same
+                contexts = contexts.index_select(0, rows)
             levels.append((tokens, parents + start, score))
             start = ends[-1]
             ends.append(start + tokens.shape[1])

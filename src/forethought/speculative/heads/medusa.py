@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forethought.model.fused.projection import projection
@@ -194,11 +193,11 @@ class DraftHeads:
         """The first ``count`` heads: states ``[N, hidden]`` -> logits ``[count, N, vocab]``."""
         grown = [states] * count
         if self._first is not None:
-            mixed = F.silu(self._first(states)).view(len(states), self._count, -1)
+            mixed = self._first.swish(states).view(len(states), self._count, -1)
             grown = list((mixed + states.unsqueeze(1))[:, :count].unbind(1))
         for head, blocks in enumerate(self._blocks[:count]):
             for block in blocks:
-                grown[head] = grown[head] + F.silu(block(grown[head]))
+                grown[head] = grown[head] + block.swish(grown[head])
         return torch.stack(
             [out(x.contiguous()) for out, x in zip(self._out[:count], grown, strict=True)]
         )

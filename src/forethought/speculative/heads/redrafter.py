@@ -168,7 +168,7 @@ class DraftRecurrence:
         """See :class:`ReDrafterHead`; both ``[R, hidden]``."""
         if self._recur is None:
             return embedded + state
-        return F.silu(self._recur(torch.cat([embedded, state], -1)))
+        return self._recur.swish(torch.cat([embedded, state], -1))
 
     def __call__(self, context: Tensor, state: Tensor) -> Tensor:
         """float32 ``[R, vocab]``: logits; see ``ReDrafterHead.forward``, both ``[R, hidden]``."""
@@ -176,7 +176,7 @@ class DraftRecurrence:
         if self._enter is not None:
             x = self._enter(x)
         for block in self._blocks:
-            x = x + F.silu(block(x))
+            x = x + block.swish(x)
         return self._last(x).float()
 
 
