@@ -23,7 +23,8 @@ from forethought.params import SamplingParams
 
 LENGTH, WIDTH = 4, 3
 """Tokens of an outcome, and tokens that each of them can be."""
-SAMPLES = 3000
+SAMPLES, AT_ONCE = 3000, 100
+"""Generations, and how many of them have one seed in common."""
 FEWEST = 5.0
 P_VALUE = 1e-6
 TEMPERATURE = 3.0
@@ -32,13 +33,22 @@ SAMPLED = SamplingParams(
     temperature=TEMPERATURE,
     top_k=WIDTH,
     max_tokens=LENGTH,
-    seed=11,
-    n=SAMPLES,
+    n=AT_ONCE,
     ignore_eos=True,
 )
 
 Law = Mapping[tuple[int, ...], float]
 """Outcome -> its probability."""
+
+
+def sample(machine: Engine, prompt: Sequence[int]) -> list[Sequence[int]]:
+    """``SAMPLES`` outputs, which the caller's engine is made to draw to the end."""
+    params = [SAMPLED.replace(seed=seed) for seed in range(SAMPLES // AT_ONCE)]
+    samples = [each for one in params for each in machine.add(prompt, one)]
+    while machine.has_work:
+        for event in machine.step():
+            assert event.error is None, event.error
+    return [each.output for each in samples]
 
 
 def exact_law(machine: Engine, prompt: Sequence[int]) -> Law:
