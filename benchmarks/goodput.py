@@ -1,0 +1,120 @@
+"""Goodput control under load: never much slower than plain decoding, at any batch size.
+
+    python -m benchmarks.goodput
+    python -m benchmarks.goodput --batches 16 64 --drafter draft_target --rounds 5
+
+For every batch size two engines, one that decodes plainly and one that drafts under goodput
+control, answer the same held-out problems in turns. Each round has several times as many prompts as
+fit into the batch, so that it stays full until near the end, as under a server's load. The first
+round warms up: in it the control learns what a step takes. Figures are medians over the rounds.
+Prints a table and, last, one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import statistics
+import time
+
+import torch
+
+from forethought import (
+    LLM,
+    DraftTargetDecodingConfig,
+    NGramDecodingConfig,
+    SamplingParams,
+    SuffixDecodingConfig,
+)
+from forethought.assets import drafter_dir
+from forethought.decoding import DecodingBaseConfig
+from forethought.evaluation import problems
+
+DRAFTERS: dict[str, DecodingBaseConfig] = {
+    "ngram": NGramDecodingConfig(
+        max_draft_len=8,
+        max_matching_ngram_size=3,
+        is_use_oldest=False,
+        length_control="goodput",
+    ),
+    "suffix": SuffixDecodingConfig(max_draft_len=8, length_control="goodput"),
+    "draft_target": DraftTargetDecodingConfig(
+        max_draft_len=8, speculative_model=drafter_dir(), length_control="goodput"
+    ),
+}
+
+
+def speed(llm: LLM, prompts: list[list[int]], temperature: float) -> float:
+    """Tokens per second over all prompts."""
+    params = SamplingParams(temperature=temperature, seed=0, max_tokens=300)
+    began = time.perf_counter()
+    results = llm.generate(prompts, params)
+    seconds = time.perf_counter() - began
+    return sum(len(result.outputs[0].token_ids) for result in results) / seconds
+
+
+def measure(
+    batch: int, config: DecodingBaseConfig, args: argparse.Namespace
+) -> dict[str, float | int]:
+    """One batch size."""
+    plain = LLM(max_batch_size=batch)
+    drafting = LLM(max_batch_size=batch, speculative_config=config)
+    questions = [problem.question for problem in problems.shipped()]
+    random.Random(0).shuffle(questions)
+    speeds, ratios, count = list[float](), list[float](), max(8, args.fills * batch)
+    for number in range(args.rounds + 1):
+        chosen = [questions[(number * count + n) % len(questions)] for n in range(count)]
+        prompts = [plain.chat_prompt([{"role": "user", "content": each}]) for each in chosen]
+        engines = [plain, drafting] if number % 2 else [drafting, plain]
+        found = {llm: speed(llm, prompts, args.temperature) for llm in engines}
+        if number:
+            speeds.append(found[drafting])
+            ratios.append(found[drafting] / found[plain])
+    stats = drafting.stats
+    for llm in (plain, drafting):
+        llm.shutdown()
+    return {
+        "batch": batch,
+        "tokens_per_second": round(statistics.median(speeds), 1),
+        "ratio": round(statistics.median(ratios), 3),
+        "lowest": round(min(ratios), 3),
+        "highest": round(max(ratios), 3),
+        "drafted_per_step": round(stats.drafted / stats.steps, 2),
+        "accepted_per_step": round(stats.accepted / stats.steps, 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--drafter", choices=DRAFTERS, default="ngram")
+    parser.add_argument("--fills", type=int, default=4, help="prompts of a round per row")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    rows = []
+    for batch in args.batches:
+        row = measure(batch, DRAFTERS[args.drafter], args)
+        if not rows:
+            print("".join(f"{name:>19}" for name in row))
+        print("".join(f"{value:>19}" for value in row.values()), flush=True)
+        rows.append(row)
+    report = {
+        "benchmark": "goodput",
+        "drafter": args.drafter,
+        "temperature": args.temperature,
+        "threads": args.threads,
+        "rounds": args.rounds,
+        "rows": rows,
+        "machine": platform.machine(),
+        "torch": torch.__version__,
+    }
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
