@@ -113,14 +113,18 @@ def test_the_written_tokenizer_is_the_targets(tmp_path: Path) -> None:
     assert written.encode("Tom has 3 pens.") == mine.encode("Tom has 3 pens.")
 
 
-def test_a_model_of_quantised_layers_is_refused() -> None:
+@pytest.mark.parametrize("told_by", ["layers", "config"])
+def test_a_quantised_model_is_refused(told_by: str) -> None:
     class Quantised(nn.Linear):
         pass
 
     module = copy.deepcopy(transformers_model(tiny("llama")))
-    for layer in module.modules():
-        if type(layer) is nn.Linear:
-            layer.__class__ = Quantised
+    if told_by == "config":
+        module.config.quantization_config = {"quant_method": "awq"}
+    else:
+        for layer in module.modules():
+            if type(layer) is nn.Linear:
+                layer.__class__ = Quantised
     with pytest.raises(ModelError, match="cannot be adapted"):
         Adapters(module, 4, 8.0)
 

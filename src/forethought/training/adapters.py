@@ -58,7 +58,7 @@ class Adapters(nn.Module):
         alpha: ``s`` is ``alpha / rank``.
 
     Raises:
-        ModelError: it has no such layers, as with quantised weights.
+        ModelError: it has no such layers, or its weights are quantised: nothing could be merged.
     """
 
     def __init__(self, module: PreTrainedModel, rank: int, alpha: float) -> None:
@@ -69,11 +69,11 @@ class Adapters(nn.Module):
             for name, layer in module.named_modules()
             if type(layer) in (nn.Linear, Conv1D) and layer is not projection
         }
-        if not self._layers:
+        if not self._layers or getattr(module.config, "quantization_config", None) is not None:
             raise ModelError(
                 "the model cannot be adapted",
-                f"{type(module).__name__} has no linear layers of 16 or 32 bits",
-                "Give a model whose weights are not quantised",
+                f"{type(module).__name__} is quantised, or has no linear layers",
+                "Give a model whose weights have 16 or 32 bits",
             )
         self._adapters = nn.ModuleDict(
             {
