@@ -33,7 +33,7 @@ class EngineStats:
     accepted: int = 0
     """Proposed tokens that the target took; they are in ``decoded`` too."""
     draft_failures: int = 0
-    """Times that a drafter, its resource manager or its length policy raised or answered nonsense."""
+    """Times that a drafter, its manager or its length policy raised or answered nonsense."""
     failures: int = 0
     """Sequences that ended with an error."""
     forward_seconds: float = 0.0
