@@ -1,0 +1,142 @@
+"""Every drafter on the embedded reasoner, side by side, against plain decoding.
+
+    python -m benchmarks.drafters
+    python -m benchmarks.drafters --only mtp eagle3 --rounds 9 --threads 1
+
+Batch 1, greedy, bf16, one engine each, all loaded at once. In every round plain decoding and each
+drafter answer the same held-out problems, beginning with another one each time; the prompts of a
+round are new. Figures are medians over the rounds; a ratio is taken within its round. Tokens per
+step count what a verified step yields. Prints a table and, last, one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from forethought import LLM, SamplingParams
+from forethought.assets import drafter_dir, reasoner_dir
+from forethought.decoding import (
+    DecodingBaseConfig,
+    DraftTargetDecodingConfig,
+    EagleDecodingConfig,
+    MedusaDecodingConfig,
+    MTPDecodingConfig,
+    NGramDecodingConfig,
+    PearlDecodingConfig,
+    ReDrafterDecodingConfig,
+    SuffixDecodingConfig,
+)
+from forethought.evaluation import problems
+
+HEADS = reasoner_dir().parent
+PLAIN = "plain"
+DRAFTERS: dict[str, DecodingBaseConfig] = {
+    "ngram": NGramDecodingConfig(max_draft_len=8, max_matching_ngram_size=3, is_use_oldest=False),
+    "suffix": SuffixDecodingConfig(max_draft_len=8),
+    "draft_target": DraftTargetDecodingConfig(max_draft_len=16, speculative_model=drafter_dir()),
+    "pearl": PearlDecodingConfig(max_draft_len=8, speculative_model=drafter_dir(), overlap=False),
+    "eagle3": EagleDecodingConfig(max_draft_len=8, speculative_model=HEADS / "eagle3"),
+    "eagle3 tree": EagleDecodingConfig(
+        max_draft_len=5,
+        speculative_model=HEADS / "eagle3",
+        use_dynamic_tree=True,
+        dynamic_tree_max_topK=4,
+        max_total_draft_tokens=15,
+    ),
+    "mtp": MTPDecodingConfig(max_draft_len=10, speculative_model=HEADS / "mtp"),
+    "medusa": MedusaDecodingConfig(speculative_model=HEADS / "medusa"),
+    "redrafter": ReDrafterDecodingConfig(
+        speculative_model=HEADS / "redrafter",
+        num_beams=5,
+        draft_len_per_beam=4,
+        max_total_draft_tokens=12,
+    ),
+}
+
+
+class Contestant:
+    """An engine, and what its rounds took.
+
+    Args:
+        config: its drafter; None: plain decoding.
+    """
+
+    def __init__(self, config: DecodingBaseConfig | None) -> None:
+        self.llm = LLM(max_batch_size=1, speculative_config=config)
+        self.speeds: list[float] = []
+        self.said: list[list[int]] = []
+        self.tokens = self.steps = 0
+
+    def answer(self, prompts: list[list[int]], counts: bool) -> None:
+        """One round; ``counts`` is False to warm up."""
+        params = SamplingParams(temperature=0.0, max_tokens=300)
+        began, before = time.perf_counter(), self.llm.stats
+        said = [self.llm.generate(prompt, params).outputs[0].token_ids for prompt in prompts]
+        seconds, after = time.perf_counter() - began, self.llm.stats
+        if counts:
+            self.said += said
+            self.tokens += sum(map(len, said))
+            self.steps += after.steps - before.steps
+            self.speeds.append(sum(map(len, said)) / seconds)
+
+    def row(self, name: str, plain: Contestant) -> dict[str, Any]:
+        """What is reported."""
+        ratios = [a / b for a, b in zip(self.speeds, plain.speeds, strict=True)]
+        same = sum(a == b for a, b in zip(self.said, plain.said, strict=True))
+        return {
+            "drafter": name,
+            "tokens_per_second": round(statistics.median(self.speeds), 1),
+            "ratio": round(statistics.median(ratios), 2),
+            "lowest": round(min(ratios), 2),
+            "highest": round(max(ratios), 2),
+            "tokens_per_step": round(self.tokens / self.steps, 2),
+            "identical": round(same / len(self.said), 3),
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=DRAFTERS, default=list(DRAFTERS))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--prompts", type=int, default=6, help="in a round")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    contestants = {PLAIN: Contestant(None)}
+    contestants |= {name: Contestant(DRAFTERS[name]) for name in args.only}
+    plain = contestants[PLAIN]
+    questions = [problem.question for problem in problems.shipped()]
+    random.Random(0).shuffle(questions)
+    for number in range(args.rounds + 1):
+        start = number * args.prompts
+        chosen = [questions[n % len(questions)] for n in range(start, start + args.prompts)]
+        prompts = [plain.llm.chat_prompt([{"role": "user", "content": each}]) for each in chosen]
+        order = list(contestants.values())
+        turn = number % len(order)
+        for contestant in order[turn:] + order[:turn]:
+            contestant.answer(prompts, counts=number > 0)
+    rows = [contestant.row(name, plain) for name, contestant in contestants.items()]
+    print("".join(f"{name:>19}" for name in rows[0]))
+    for row in rows:
+        print("".join(f"{value:>19}" for value in row.values()))
+    report = {
+        "benchmark": "drafters",
+        "threads": args.threads,
+        "rounds": args.rounds,
+        "rows": rows,
+        "machine": platform.machine(),
+        "torch": torch.__version__,
+    }
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
