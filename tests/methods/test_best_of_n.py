@@ -93,3 +93,13 @@ def test_a_reward_controller_that_leaves_no_scores_is_refused():
     controller = BestOfNController(NativeGenerationController(), NativeGenerationController(), 2)
     with pytest.raises(ParameterError, match="no reward controller"):
         answer(controller, ScriptedWorker(lambda prompt, index: "x"))
+
+
+def test_what_a_choice_cannot_use_is_refused_before_anything_runs():
+    worker = ScriptedWorker(["x"])
+    controller = BestOfNController(NativeGenerationController(), NativeRewardController())
+    with pytest.raises(ParameterError, match="no argument 'weights'"):
+        answer(controller, worker, select_best_kwargs={"weights": [1, 2]})
+    with pytest.raises(ParameterError, match="invalid reward_controller"):
+        BestOfNController(NativeGenerationController(), "reward")
+    assert worker.calls == []

@@ -438,3 +438,21 @@ def test_a_directory_without_a_tokenizer_is_refused(tmp_path):
 def test_arguments_that_would_change_nothing_are_refused():
     with pytest.raises(ParameterError, match=r"sampling_params=.*top_k"):
         answer(DynasorGenerationController(), ScriptedWorker(["x"]), top_k=5)
+
+
+def test_probes_guess_ahead_as_their_chain_does():
+    params = {"sampling_params": {"speculation": {"enabled": False}}}
+    _, worker = solve(after("4}"), options=params)
+    assert {call.task.speculation["enabled"] for call in worker.calls} == {False}
+
+
+def test_an_uncertain_word_may_be_a_sign():
+    assert solve(after("4?}"), uncertain_words=["?"])[0].output.text == THOUGHT
+    assert kept(solve(after("4}"), uncertain_words=["?"])[0]) == 30
+
+
+@pytest.mark.parametrize("words", ["wait", [""], ["wait", " "], [3], None])
+def test_uncertain_words_that_are_none_are_refused(words):
+    """An empty one would be found in every answer, and no chain would ever exit."""
+    with pytest.raises(ParameterError, match="invalid uncertain_words"):
+        DynasorGenerationController(uncertain_words=words)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from forethought.errors import ParameterError, TaskError
 from forethought.methods import MajorityVoteController
 from forethought.scaffolding import (
+    Controller,
     GenerationTask,
     NativeGenerationController,
     Reply,
@@ -288,3 +289,29 @@ def test_the_task_that_was_given_is_not_sampled_itself():
     process.close()
     assert all(branch.tasks[0] is not task for branch in branches)
     assert len(branches) == 2
+
+
+def test_every_task_of_a_vote_gets_the_winners_results():
+    tasks = [GenerationTask(input_str=prompt) for prompt in ("first", "second")]
+
+    class Two(Controller):
+        def process(self, given, **kwargs):
+            yield from MajorityVoteController(NativeGenerationController(), 2).process(tasks)
+
+    answer(Two(), ScriptedWorker(lambda prompt, index: f"{prompt} \\boxed{{5}}"))
+    assert [task.output_str for task in tasks] == ["first \\boxed{5}", "second \\boxed{5}"]
+
+
+def test_what_a_vote_cannot_use_is_refused_before_anything_runs():
+    worker = ScriptedWorker(["x"])
+    with pytest.raises(ParameterError, match="no argument 'weights'"):
+        answer(pair(), worker, majority_vote_kwargs={"weights": [1, 2]})
+    with pytest.raises(ParameterError, match="takes a task"):
+        next(pair().process([]))
+    with pytest.raises(ParameterError, match=r"invalid generation_controller.*'dynasor'"):
+        MajorityVoteController("dynasor")
+    assert worker.calls == []
+
+
+def pair():
+    return MajorityVoteController(NativeGenerationController(), 2)

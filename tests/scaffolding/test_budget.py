@@ -132,3 +132,9 @@ def test_recording_the_same_usage_again_counts_only_what_was_added():
 def test_a_limit_below_one_is_refused(field):
     with pytest.raises(ParameterError, match=f"invalid budget of {field}"):
         Budget(**{field: 0})
+
+
+@pytest.mark.parametrize("limit", [{"tokens": 2.5}, {"calls": 1.0}, {"tokens": "9"}])
+def test_tokens_and_calls_are_whole_numbers(limit):
+    with pytest.raises(ParameterError, match=f"invalid budget of {next(iter(limit))}"):
+        Budget(**limit)

@@ -7,7 +7,7 @@ from typing import Any
 
 from forethought.errors import ParameterError
 from forethought.scaffolding import sampling
-from forethought.scaffolding.controller import Controller
+from forethought.scaffolding.controller import Controller, expect_controller, refuse_arguments
 from forethought.scaffolding.parallel import ParallelProcess, Process
 from forethought.scaffolding.settings import whole_number
 from forethought.scaffolding.task import GenerationTask
@@ -34,8 +34,10 @@ class BestOfNController(Controller):
         default_sample_num: int = 4,
     ) -> None:
         super().__init__()
-        self.generation_controller = generation_controller
-        self.reward_controller = reward_controller
+        self.generation_controller = expect_controller(
+            "generation_controller", generation_controller
+        )
+        self.reward_controller = expect_controller("reward_controller", reward_controller)
         self.default_sample_num = whole_number("default_sample_num", default_sample_num)
 
     def process(
@@ -58,11 +60,14 @@ class BestOfNController(Controller):
             **kwargs: as ``generation_kwargs``.
 
         Raises:
-            ParameterError: not exactly one task, or the reward controller leaves no scores.
+            ParameterError: not exactly one task, ``select_best_kwargs`` that nothing reads, or the
+                reward controller leaves no scores.
             TaskError: every sample failed, although one alone is only noted.
         """
         if len(tasks) != 1:
             raise ParameterError("best of N takes one task", f"got {len(tasks)}", "Give them apart")
+        if type(self).select_best is BestOfNController.select_best:
+            refuse_arguments(self, select_best_kwargs or {}, "select_best")
         task = tasks[0]
         count = (
             self.default_sample_num
@@ -106,7 +111,7 @@ class BestOfNController(Controller):
         Args:
             tasks: the samples that have a score; none that failed has one.
             reward_values: their scores.
-            **kwargs: ``select_best_kwargs``.
+            **kwargs: ``select_best_kwargs``, for a choice that overrides this one.
 
         Returns:
             The chosen task and its place among them.

@@ -67,7 +67,7 @@ class _Unset(int):
 
 
 _THRESHOLD, _CHUNK = map(_Unset, EFFORT["mid"])
-_PROBE_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
+_PROBE_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "speculation")
 
 
 class DynasorGenerationController(Controller):
@@ -134,11 +134,7 @@ class DynasorGenerationController(Controller):
             "top_p": top_p,
             "max_tokens": max_tokens,
         }
-        if isinstance(uncertain_words, str):
-            raise ParameterError(
-                "invalid uncertain_words", f"got {uncertain_words!r}", "Give a list of words"
-            )
-        self.uncertain_words = tuple(uncertain_words)
+        self.uncertain_words = settings.words("uncertain_words", uncertain_words)
         self.equivalence = settings.equivalence(equivalence)
         self._tokenizer = None
         if generation_dir is not None:

@@ -29,7 +29,7 @@ from typing import Any
 from forethought.errors import BudgetExceeded, ParameterError
 from forethought.scaffolding import sampling, settings
 from forethought.scaffolding.answers import AnswerPool, extract_answer_from_boxed
-from forethought.scaffolding.controller import Controller
+from forethought.scaffolding.controller import Controller, expect_controller, refuse_arguments
 from forethought.scaffolding.equivalence import Equivalence
 from forethought.scaffolding.parallel import AsCompleted, Branch, Process
 from forethought.scaffolding.settings import whole_number
@@ -72,7 +72,9 @@ class MajorityVoteController(Controller):
         on_failure: OnFailure = "raise",
     ) -> None:
         super().__init__()
-        self.generation_controller = generation_controller
+        self.generation_controller = expect_controller(
+            "generation_controller", generation_controller
+        )
         self.early_stop = settings.switch("early_stop", early_stop)
         self.default_sample_num = whole_number("default_sample_num", default_sample_num)
         self.extract_answer = settings.function("extract_answer", extract_answer)
@@ -87,24 +89,29 @@ class MajorityVoteController(Controller):
         majority_vote_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> Process:
-        """Sample, vote, and leave the winner's results on ``tasks[0]``.
+        """Sample, vote, and leave the winner's results on ``tasks``.
 
         Args:
-            tasks: copied for each sample.
+            tasks: copied for each sample; the answer is looked for in the first one.
             sample_num: samples; None: ``default_sample_num``.
             generation_kwargs: keyword arguments of the samples' ``process``.
             majority_vote_kwargs: keyword arguments of ``majority_vote``.
             **kwargs: as ``generation_kwargs``.
 
         Raises:
-            ParameterError: fewer than one sample, or a vote over texts and a task without them.
+            ParameterError: fewer than one sample, no task, a vote over texts and a task without
+                them, or ``majority_vote_kwargs`` that nothing reads.
         """
+        if not tasks:
+            raise ParameterError("a vote takes a task", "got none", "Give at least one")
         if tasks[0].skip_detokenizer and not self._overridden:
             raise ParameterError(
                 "a majority vote cannot honour skip_detokenizer",
                 "it finds the answers in the text of the samples",
                 "Leave it out, or override majority_vote",
             )
+        if not self._overridden:
+            refuse_arguments(self, majority_vote_kwargs or {}, "majority_vote")
         count = (
             self.default_sample_num
             if sample_num is None
@@ -120,10 +127,10 @@ class MajorityVoteController(Controller):
         vote = ComputeTask(self.majority_vote, candidates, **(majority_vote_kwargs or {}))
         yield [vote]
         index, answer = vote.result
-        winner, task = candidates[index][0], tasks[0]
-        task.result, task.samples = winner.result, []
-        task.request_handle = winner.request_handle
-        task.customized_result_fields["majority_vote"] = {
+        for task, winner in zip(tasks, candidates[index], strict=True):
+            task.result, task.samples = winner.result, []
+            task.request_handle = winner.request_handle
+        tasks[0].customized_result_fields["majority_vote"] = {
             "answer": answer,
             "samples": count,
             "finished": len(voters),
@@ -134,7 +141,7 @@ class MajorityVoteController(Controller):
 
         Args:
             candidates_tasks: the tasks of each sample, in the order of their numbers.
-            **kwargs: ``majority_vote_kwargs``.
+            **kwargs: ``majority_vote_kwargs``, for a vote that overrides this one.
 
         Returns:
             Number of the winner among them, and the answer; ``(0, None)`` if none has an answer.

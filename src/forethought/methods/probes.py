@@ -94,7 +94,9 @@ class Agreement:
         self.needed, self.count, self.answers = needed, 0, list[str]()
         self._equivalence = equivalence
         words = "|".join(re.escape(word.lower()) for word in uncertain_words)
-        self._uncertain = re.compile(rf"\b(?:{words})\b") if words else None
+        # A word that begins or ends with a sign needs no border there.
+        pattern = rf"(?:(?<!\w)|(?!\w))(?:{words})(?:(?<!\w)|(?!\w))"
+        self._uncertain = re.compile(pattern) if words else None
 
     @property
     def reached(self) -> bool:

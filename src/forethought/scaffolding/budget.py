@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from forethought.errors import BudgetExceeded, ParameterError
 from forethought.outputs import SpeculationMetrics, Usage
@@ -26,7 +27,7 @@ class Budget:
     controller, which may catch it and answer with what it has.
 
     Raises:
-        ParameterError: a limit is not above zero.
+        ParameterError: a limit is not above zero, or no whole number of tokens or calls.
     """
 
     tokens: int | None = None
@@ -38,10 +39,14 @@ class Budget:
             limit = getattr(self, field.name)
             if limit is None:
                 continue
-            if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0:
+            kinds: Any = int
+            rule = "a whole number above zero"
+            if field.name == "seconds":
+                kinds, rule = (int, float), "a number above zero"
+            if isinstance(limit, bool) or not isinstance(limit, kinds) or not limit > 0:
                 raise ParameterError(
                     f"invalid budget of {field.name}",
-                    f"got {limit!r}, but it must be a number above zero",
+                    f"got {limit!r}, but it must be {rule}",
                     f"Change {field.name}, or leave it out for no limit",
                 )
 

@@ -205,8 +205,30 @@ def has_failed(task: GenerationTask | RewardTask) -> bool:
     return isinstance(task, GenerationTask) and task.error is not None
 
 
-def refuse_arguments(controller: Controller, kwargs: Mapping[str, Any]) -> None:
+def expect_controller(name: str, value: Any) -> Any:
+    """``value``, a controller.
+
+    Raises:
+        ParameterError: it is anything else.
+    """
+    if not isinstance(value, Controller):
+        raise ParameterError(
+            f"invalid {name}",
+            f"got {value!r}",
+            "Give a controller; forethought.methods.create makes one of a name",
+        )
+    return value
+
+
+def refuse_arguments(
+    controller: Controller, kwargs: Mapping[str, Any], method: str = "process"
+) -> None:
     """Refuse arguments that would change nothing, such as sampling fields given one by one.
+
+    Args:
+        controller: who was given them.
+        kwargs: the arguments.
+        method: which of its methods.
 
     Raises:
         ParameterError: there are any.
@@ -215,7 +237,7 @@ def refuse_arguments(controller: Controller, kwargs: Mapping[str, Any]) -> None:
         owner, name = type(controller).__name__, next(iter(kwargs))
         raise ParameterError(
             f"{owner} takes no argument {name!r}",
-            "its process has no keyword arguments",
+            f"its {method} has no keyword arguments",
             f"Give sampling_params={{{name!r}: ...}}"
             if name in sampling.FIELDS
             else "Leave it out",

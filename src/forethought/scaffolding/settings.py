@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -10,16 +11,16 @@ from forethought.scaffolding.equivalence import Equivalence, MathEquivalence
 from forethought.scaffolding.task import OnFailure
 
 
-def whole_number(name: str, value: Any) -> int:
-    """``value``, a whole number of at least 1.
+def whole_number(name: str, value: Any, least: int = 1) -> int:
+    """``value``, a whole number of at least ``least``.
 
     Raises:
         ParameterError: it is anything else.
     """
     if not isinstance(value, int) or isinstance(value, bool):
         raise _refuse(name, value, "It must be a whole number")
-    if value < 1:
-        raise _refuse(name, value, "It must be at least 1")
+    if value < least:
+        raise _refuse(name, value, f"It must be at least {least}")
     return value
 
 
@@ -45,6 +46,20 @@ def switch(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise _refuse(name, value, "It must be True or False")
     return value
+
+
+def words(name: str, value: Any) -> tuple[str, ...]:
+    """``value``, several words; none will do too.
+
+    Raises:
+        ParameterError: it is a single text, or something among it is no word.
+    """
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise _refuse(name, value, "Give a list of words")
+    found = tuple(value)
+    if not all(isinstance(word, str) and word.strip() for word in found):
+        raise _refuse(name, value, "Each word must be a text, and not empty")
+    return found
 
 
 def function(name: str, value: Any) -> Any:
