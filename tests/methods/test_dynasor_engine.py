@@ -7,9 +7,18 @@ import pytest
 from engines import expect_empty
 from forethought import LLM, SamplingParams
 from forethought.assets import drafter_dir, problems
+from forethought.errors import RequestCancelled
 from forethought.methods import DynasorGenerationController, MajorityVoteController
 from forethought.methods.dynasor import ANSWER_END, PROBE_SUFFIX
-from forethought.scaffolding import EngineWorker, NativeGenerationController, ScaffoldingLlm
+from forethought.scaffolding import (
+    AsCompleted,
+    Branch,
+    ComputeTask,
+    Controller,
+    EngineWorker,
+    NativeGenerationController,
+    ScaffoldingLlm,
+)
 from forethought.scaffolding.equivalence import TextEquivalence
 from tokens import speaking
 
@@ -215,3 +224,77 @@ def test_dynasor_under_a_vote_shares_the_prompt(worker):
     assert spent.prefilled - before.prefilled <= prompt + 2 + 3 * 2 * suffix
     assert result.usage.decoded == spent.decoded - before.decoded
     assert len(result.output.token_ids) == 30
+
+
+def nested(count=2):
+    """Votes inside a vote, over Dynasor."""
+    inner = MajorityVoteController(dynasor(chunk_size=5), 3, early_stop=False)
+    return MajorityVoteController(inner, count, early_stop=False)
+
+
+@pytest.fixture
+def guessing():
+    """A worker whose engine drafts; it must leave nothing behind."""
+    llm = LLM(speaking(), speculative_config={"decoding_type": "NGram"}, **FIELDS)
+    with EngineWorker(llm, max_parked=2) as worker:
+        yield worker
+        scheduler = llm._desk.engine.scheduler
+        deadline = time.perf_counter() + 20
+        while worker.llm._thread.call(lambda: list(scheduler)).result():
+            assert time.perf_counter() < deadline, "sequences are left"
+            time.sleep(0.01)
+    expect_empty(llm._desk.engine)
+
+
+def test_samples_of_samples_are_distinct_and_drafts_change_none_of_them(worker, guessing):
+    def chains(one):
+        said = set()
+
+        class Telling(DynasorGenerationController):
+            def process(self, tasks, **kwargs):
+                yield from super().process(tasks, **kwargs)
+                said.add(tuple(tasks[0].output_tokens))
+
+        inner = MajorityVoteController(Telling(chunk_size=5), 3, early_stop=False)
+        controller = MajorityVoteController(inner, 2, early_stop=False)
+        output = solve(controller, one, PROMPTS[0], seed=7, max_tokens=20, ignore_eos=True).output
+        return said, output.token_ids
+
+    said, chosen = chains(worker)
+    assert len(said) == 6
+    assert chains(guessing) == (said, chosen)
+
+
+@pytest.mark.parametrize("steps", [1, 5, 20, 60])
+def test_a_controller_that_fails_while_its_branches_run_leaves_no_page(guessing, steps):
+    class Fails(Controller):
+        def process(self, tasks, **kwargs):
+            branches = [Branch(nested(), [tasks[0].copy()]) for _ in range(2)]
+            goal = guessing.llm.stats.steps + steps
+            running = AsCompleted([*branches, ComputeTask(reached, guessing, goal)])
+            yield running  # without a with block
+            raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        solve(Fails(), guessing, PROMPTS[0], max_tokens=200, ignore_eos=True)
+
+
+def reached(worker, goal):
+    deadline = time.perf_counter() + 20
+    while worker.llm.stats.steps < goal and time.perf_counter() < deadline:
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("steps", [1, 5, 20, 60])
+def test_a_request_that_is_aborted_in_the_middle_leaves_no_page(guessing, steps):
+    tags = {"generation_with_dynasor_cot": guessing}
+    with ScaffoldingLlm(nested(), tags) as llm:
+        options = {"max_tokens": 200, "ignore_eos": True}
+        goal = guessing.llm.stats.steps + steps
+        results = [llm.generate_async(prompt, sampling_params=options) for prompt in PROMPTS]
+        reached(guessing, goal)
+        for result in results:
+            result.abort()
+        for result in results:
+            with pytest.raises(RequestCancelled):
+                result.result(20)

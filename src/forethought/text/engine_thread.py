@@ -148,6 +148,7 @@ class EngineThread:
             errand = self._errands.get()
             if errand is not None:
                 errand()
+            errand = None  # while the thread sleeps, nothing that it has made is kept
 
     def _end(self) -> None:
         with self._gate:

@@ -7,6 +7,7 @@ Knows nothing about which tasks come later.
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
@@ -116,7 +117,7 @@ class Live:
         if not self.ended:
             await self.session.abort()
             await self.reach(None)
-        await self.close()
+        await asyncio.shield(self.close())
 
     async def close(self) -> None:
         """Give back its pages."""

@@ -16,7 +16,7 @@ from typing import Any, Self
 from forethought.errors import ParameterError, UsageError
 from forethought.outputs import CompletionOutput
 from forethought.params import SamplingParams
-from forethought.scaffolding import sampling
+from forethought.scaffolding import sampling, settings
 from forethought.scaffolding.messages import AssistantMessage
 from forethought.scaffolding.output import ScaffoldingOutput
 from forethought.scaffolding.scope import current_scope
@@ -47,7 +47,8 @@ class EngineWorker(Worker):
         max_parked: finished sequences kept per request and branch, to be continued.
 
     Raises:
-        ParameterError: the tokenizer has another vocabulary than the model's own.
+        ParameterError: the tokenizer has another vocabulary than the model's own, or ``max_parked``
+            is no number of sequences.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class EngineWorker(Worker):
         self.llm = AsyncLLM.over(llm) if isinstance(llm, LLM) else llm
         self.tokenizer = self.llm.tokenizer if tokenizer is None else tokenizer
         self._text = Tokenizer(self.llm.tokenizer)
-        self._parking = Parking(max_parked)
+        self._parking = Parking(settings.whole_number("max_parked", max_parked, least=0))
 
     @classmethod
     def init_with_new_llm(
@@ -191,7 +192,7 @@ class EngineWorker(Worker):
                 await self._keep(lives[-1])
             await _together([self._follow(task, live, None, began) for live in lives])
         except BaseException:
-            await asyncio.shield(_close(lives))
+            await _close(lives)
             raise
         samples = []
         for live in reversed(lives):
@@ -214,11 +215,15 @@ class EngineWorker(Worker):
                 )
             session = self.llm.start(prompt if isinstance(prompt, str) else list(prompt))
         live = self._live(task, session, prompt)
-        live.begin(params)  # before anything else may run: only then can others share the prefill
-        task.request_handle = live
-        task.llm_request_params = params.to_dict()
-        task.usage.prompt_tokens += live.prompt_length
-        await self._keep(live)
+        try:
+            live.begin(params)  # before anything else may run: then others can share the prefill
+            task.request_handle = live
+            task.llm_request_params = params.to_dict()
+            task.usage.prompt_tokens += live.prompt_length
+            await self._keep(live)
+        except BaseException:
+            await _close([live])
+            raise
         return live
 
     async def _continued(self, task: GenerationTask, prompt: Prompt | None) -> AsyncSession | None:
@@ -339,5 +344,10 @@ async def _together(works: Sequence[Coroutine[Any, Any, None]]) -> None:
 
 
 async def _close(lives: Iterable[Live]) -> None:
-    for live in lives:
-        await live.close()
+    """Close all of them, even if whoever waits for it is cancelled meanwhile."""
+
+    async def close() -> None:
+        for live in lives:
+            await live.close()
+
+    await asyncio.shield(close())
