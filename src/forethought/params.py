@@ -236,6 +236,11 @@ class SamplingParams(_Given):
         """Whether every token is the likeliest one: no randomness is used."""
         return self.temperature == 0.0
 
+    @property
+    def cuts(self) -> bool:
+        """Whether unlikely tokens are left out of the law."""
+        return not self.greedy and bool(self.top_k or self.top_p < 1.0 or self.min_p > 0.0)
+
     def replace(self, **changes: Any) -> SamplingParams:
         """A copy with some fields changed; what was given before still counts as given.
 

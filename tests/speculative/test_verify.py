@@ -158,6 +158,31 @@ def test_the_right_points_are_all_accepted():
     assert verdict(rows, Draft(truth[:3]), PLAIN, seed=5).tokens == truth
 
 
+def test_laws_that_are_cut_are_made_behind_the_root_only_for_drafts_that_begin_well(monkeypatch):
+    rows: list[int] = []
+    draw = verification.draw_tokens
+
+    def counted(logits, contexts, coins):
+        rows.append(len(contexts))
+        return draw(logits, contexts, coins)
+
+    monkeypatch.setattr(verification, "draw_tokens", counted)
+    params = SamplingParams(temperature=1.0, top_p=0.9)
+    logits = torch.cat([certain(5, 6, 7), certain(5, 6, 7)])
+    good, bad = Draft([5, 6]), Draft([9, 6])
+    context = TokenContext(params, (), (), frozenset())
+    candidates = [
+        Candidate(draft, range(at, at + 3), [context] * 3, seed=1, stream=0, position=4)
+        for at, draft in ((0, good), (3, bad))
+    ]
+    verdicts = verify(logits, candidates)
+    assert [each.tokens for each in verdicts] == [[5, 6, 7], [5]]
+    assert rows == [2, 2], "two roots, then the two nodes of the first draft"
+    rows.clear()
+    verify(logits[3:], [replace(candidates[1], rows=range(3))])
+    assert rows == [1]
+
+
 def test_each_node_is_judged_by_its_own_prefix():
     """One token is as good as any until it has been said: then the penalty sends it away."""
     params = SamplingParams(temperature=0.0, presence_penalty=1.0)

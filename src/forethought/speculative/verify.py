@@ -13,8 +13,8 @@ probability min(1, p / q); what is left of p after all children of a node were r
 of the token that ends the walk. More tokens are accepted than with points; the law is the same, the
 tokens of one seed are others.
 
-Every node's token is drawn and every child judged before the walk begins, so that one transfer to
-the host serves the whole step. Knows nothing about drafters, sequences or pages.
+On a GPU every node's token is drawn and every child judged before the walk begins, so that one
+transfer to the host serves the whole step. Knows nothing about drafters, sequences or pages.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,6 +38,8 @@ from forethought.speculative.tree import TokenTree
 if TYPE_CHECKING:
     from forethought.speculative.rule import AcceptanceRule
 
+_UNDRAWN = -2
+"""Is no token, nor what a drafter may propose."""
 _ACCEPTANCE = 2
 """The use of the coins that accept or reject."""
 _CACHED = 2**19
@@ -167,7 +170,7 @@ def _decide(
         drawn, stay = torch.stack([pick(laws, coins), settled.long()]).tolist()
         accepted = [bool(each) for each in stay]
     else:
-        drawn = draw_tokens(logits, contexts, coins).tolist()
+        drawn = _draw(logits, contexts, coins, candidates)
         accepted = [False] * len(drawn)
     begin = 0
     for candidate in candidates:
@@ -177,6 +180,47 @@ def _decide(
                 accepted[begin + node] = drawn[begin + draft.parent(node)] == token
         begin += len(draft)
     return drawn, accepted
+
+
+def _draw(
+    logits: Tensor,
+    contexts: Sequence[TokenContext],
+    coins: Sequence[float],
+    candidates: Sequence[Candidate],
+) -> list[int]:
+    """The target's own token at each row, or ``_UNDRAWN`` where no walk can come.
+
+    To cut a law sorts it, which takes a processor longer than a second look does: it draws at the
+    roots first, and behind them only for those whose draft has begun well.
+    """
+    cut = any(candidate.contexts[0].params.cuts for candidate in candidates)
+    if logits.device.type != "cpu" or not cut:
+        tokens: list[int] = draw_tokens(logits, contexts, coins).tolist()
+        return tokens
+    begins = [0, *accumulate(len(candidate.rows) for candidate in candidates)][:-1]
+    drawn = [_UNDRAWN] * len(contexts)
+
+    def look(rows: Sequence[int]) -> None:
+        index = torch.tensor(rows, dtype=torch.int64)
+        found = draw_tokens(logits[index], [contexts[n] for n in rows], [coins[n] for n in rows])
+        for row, token in zip(rows, found.tolist(), strict=True):
+            drawn[row] = token
+
+    look(begins)
+    further = [
+        row
+        for begin, candidate in zip(begins, candidates, strict=True)
+        if candidate.rule is not None or _begins_with(candidate.draft, drawn[begin])
+        for row in range(begin + 1, begin + len(candidate.rows))
+    ]
+    if further:
+        look(further)
+    return drawn
+
+
+def _begins_with(draft: Draft, token: int) -> bool:
+    """Whether a child of the root carries the token."""
+    return any(draft.parent(node) < 0 and draft.tokens[node] == token for node in range(len(draft)))
 
 
 def _walk(draft: Draft, drawn: Sequence[int], accepted: Sequence[bool]) -> Verdict:

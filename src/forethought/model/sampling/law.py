@@ -202,12 +202,7 @@ def _forbid_ends(logits: Tensor, contexts: Sequence[TokenContext]) -> None:
 
 def _truncate(probs: Tensor, contexts: Sequence[TokenContext]) -> Tensor:
     """Step 7, on the rows that ask for it. probs: [N, V] float32."""
-    rows = [
-        row
-        for row, context in enumerate(contexts)
-        if not context.params.greedy
-        and (context.params.top_k or context.params.top_p < 1.0 or context.params.min_p > 0.0)
-    ]
+    rows = [row for row, context in enumerate(contexts) if context.params.cuts]
     if not rows:
         return probs
     index = _index(rows, probs)
