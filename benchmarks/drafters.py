@@ -110,14 +110,16 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    questions = [problem.question for problem in problems.shipped()]
+    random.Random(0).shuffle(questions)
+    if (args.rounds + 1) * args.prompts > len(questions):
+        parser.error(f"there are {len(questions)} problems, too few for new ones in every round")
     contestants = {PLAIN: Contestant(None)}
     contestants |= {name: Contestant(DRAFTERS[name]) for name in args.only}
     plain = contestants[PLAIN]
-    questions = [problem.question for problem in problems.shipped()]
-    random.Random(0).shuffle(questions)
     for number in range(args.rounds + 1):
         start = number * args.prompts
-        chosen = [questions[n % len(questions)] for n in range(start, start + args.prompts)]
+        chosen = questions[start : start + args.prompts]
         prompts = [plain.llm.chat_prompt([{"role": "user", "content": each}]) for each in chosen]
         order = list(contestants.values())
         turn = number % len(order)

@@ -5,9 +5,10 @@
 
 For every batch size two engines, one that decodes plainly and one that drafts under goodput
 control, answer the same held-out problems in turns. Each round has several times as many prompts as
-fit into the batch, so that it stays full until near the end, as under a server's load. The first
-round warms up: in it the control learns what a step takes. Figures are medians over the rounds.
-Prints a table and, last, one JSON line.
+fit into the batch, so that it stays full until near the end, as under a server's load. Where there
+are not enough problems they come again under another cache salt, so that no drafter remembers what
+was answered. The first round warms up: in it the control learns what a step takes. Figures are
+medians over the rounds; drafts per step are those of all. Prints a table and, last, one JSON line.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import platform
 import random
 import statistics
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -46,9 +48,14 @@ DRAFTERS: dict[str, DecodingBaseConfig] = {
 }
 
 
-def speed(llm: LLM, prompts: list[list[int]], temperature: float) -> float:
+def asked(questions: Sequence[str], number: int, count: int) -> list[tuple[str, str]]:
+    """The questions of a round, each with a salt under which it has never been asked before."""
+    places = range(number * count, (number + 1) * count)
+    return [(questions[n % len(questions)], f"lap {n // len(questions)}") for n in places]
+
+
+def speed(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> float:
     """Tokens per second over all prompts."""
-    params = SamplingParams(temperature=temperature, seed=0, max_tokens=300)
     began = time.perf_counter()
     results = llm.generate(prompts, params)
     seconds = time.perf_counter() - began
@@ -65,10 +72,14 @@ def measure(
     random.Random(0).shuffle(questions)
     speeds, ratios, count = list[float](), list[float](), max(8, args.fills * batch)
     for number in range(args.rounds + 1):
-        chosen = [questions[(number * count + n) % len(questions)] for n in range(count)]
-        prompts = [plain.chat_prompt([{"role": "user", "content": each}]) for each in chosen]
+        chosen = asked(questions, number, count)
+        prompts = [plain.chat_prompt([{"role": "user", "content": each}]) for each, _ in chosen]
+        params = [
+            SamplingParams(temperature=args.temperature, seed=0, max_tokens=300, cache_salt=salt)
+            for _, salt in chosen
+        ]
         engines = [plain, drafting] if number % 2 else [drafting, plain]
-        found = {llm: speed(llm, prompts, args.temperature) for llm in engines}
+        found = {llm: speed(llm, prompts, params) for llm in engines}
         if number:
             speeds.append(found[drafting])
             ratios.append(found[drafting] / found[plain])
