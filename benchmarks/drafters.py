@@ -44,7 +44,7 @@ DRAFTERS: dict[str, DecodingBaseConfig] = {
     "draft_target": DraftTargetDecodingConfig(max_draft_len=16, speculative_model=drafter_dir()),
     "pearl": PearlDecodingConfig(max_draft_len=8, speculative_model=drafter_dir(), overlap=False),
     "eagle3": EagleDecodingConfig(max_draft_len=8, speculative_model=HEADS / "eagle3"),
-    "eagle3 tree": EagleDecodingConfig(
+    "eagle3, tree": EagleDecodingConfig(
         max_draft_len=5,
         speculative_model=HEADS / "eagle3",
         use_dynamic_tree=True,
@@ -53,6 +53,13 @@ DRAFTERS: dict[str, DecodingBaseConfig] = {
     ),
     "mtp": MTPDecodingConfig(max_draft_len=10, speculative_model=HEADS / "mtp"),
     "medusa": MedusaDecodingConfig(speculative_model=HEADS / "medusa"),
+    "medusa, 10 nodes": MedusaDecodingConfig(
+        speculative_model=HEADS / "medusa",
+        medusa_choices=[
+            *([0], [1], [2], [3], [0, 0], [0, 1], [1, 0]),
+            *([0, 0, 0], [0, 1, 0], [0, 0, 0, 0]),
+        ],
+    ),
     "redrafter": ReDrafterDecodingConfig(
         speculative_model=HEADS / "redrafter",
         num_beams=5,
