@@ -55,10 +55,10 @@ DRAFTERS: dict[str, DecodingBaseConfig] = {
     "medusa": MedusaDecodingConfig(speculative_model=HEADS / "medusa"),
     "medusa, 10 nodes": MedusaDecodingConfig(
         speculative_model=HEADS / "medusa",
-        medusa_choices=[
-            *([0], [1], [2], [3], [0, 0], [0, 1], [1, 0]),
-            *([0, 0, 0], [0, 1, 0], [0, 0, 0, 0]),
-        ],
+        medusa_choices=(
+            *((0,), (1,), (2,), (3,), (0, 0), (0, 1), (1, 0)),
+            *((0, 0, 0), (0, 1, 0), (0, 0, 0, 0)),
+        ),
     ),
     "redrafter": ReDrafterDecodingConfig(
         speculative_model=HEADS / "redrafter",
