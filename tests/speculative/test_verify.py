@@ -158,7 +158,7 @@ def test_the_right_points_are_all_accepted():
     assert verdict(rows, Draft(truth[:3]), PLAIN, seed=5).tokens == truth
 
 
-def test_laws_that_are_cut_are_made_behind_the_root_only_for_drafts_that_begin_well(monkeypatch):
+def test_laws_behind_the_root_are_made_only_for_drafts_that_begin_well(monkeypatch):
     rows: list[int] = []
     draw = verification.draw_tokens
 

@@ -125,14 +125,13 @@ def _verify_together(logits: Tensor, candidates: Sequence[Candidate]) -> list[Ve
         logits = logits[first:past]
     else:
         logits = logits[torch.tensor(rows, dtype=torch.int64, device=logits.device)]
-    coins = [toss for candidate in candidates for toss in _coins(candidate)]
     if len(rows) == len(candidates):  # no draft at all: plain decoding
-        choice = choose(logits, contexts, coins)
+        choice = choose(logits, contexts, _all_coins(candidates))
         return [
             Verdict([], [token], None if entry is None else [entry])
             for token, entry in zip(choice.tokens, choice.logprobs, strict=True)
         ]
-    drawn, accepted = _decide(logits, contexts, coins, candidates)
+    drawn, accepted = _decide(logits, contexts, candidates)
     ruled = _paths_by_rule(logits, candidates)
     verdicts, origins, begin = [], [], 0
     for place, candidate in enumerate(candidates):
@@ -149,14 +148,11 @@ def _verify_together(logits: Tensor, candidates: Sequence[Candidate]) -> list[Ve
 
 
 def _decide(
-    logits: Tensor,
-    contexts: Sequence[TokenContext],
-    coins: Sequence[float],
-    candidates: Sequence[Candidate],
+    logits: Tensor, contexts: Sequence[TokenContext], candidates: Sequence[Candidate]
 ) -> tuple[list[int], list[bool]]:
     """For each of R rows, the token that ends a walk there, and whether a walk may come there.
 
-    logits: [R, V] float32, of the candidates one after the other, as are contexts and coins.
+    logits: [R, V] float32, of the candidates one after the other, as are the contexts.
     """
     random: list[Tossed] = []
     begin = 0
@@ -167,10 +163,11 @@ def _decide(
     if random:
         laws = logits_to_probs(logits, contexts)
         settled = settle(laws, random)
-        drawn, stay = torch.stack([pick(laws, coins), settled.long()]).tolist()
+        own = pick(laws, _all_coins(candidates))
+        drawn, stay = torch.stack([own, settled.long()]).tolist()
         accepted = [bool(each) for each in stay]
     else:
-        drawn = _draw(logits, contexts, coins, candidates)
+        drawn = _draw(logits, contexts, candidates)
         accepted = [False] * len(drawn)
     begin = 0
     for candidate in candidates:
@@ -183,38 +180,34 @@ def _decide(
 
 
 def _draw(
-    logits: Tensor,
-    contexts: Sequence[TokenContext],
-    coins: Sequence[float],
-    candidates: Sequence[Candidate],
+    logits: Tensor, contexts: Sequence[TokenContext], candidates: Sequence[Candidate]
 ) -> list[int]:
     """The target's own token at each row, or ``_UNDRAWN`` where no walk can come.
 
-    To cut a law sorts it, which takes a processor longer than a second look does: it draws at the
-    roots first, and behind them only for those whose draft has begun well.
+    A law takes a processor longer than a second look does: it draws at the roots first, and behind
+    them only for those whose draft has begun well.
     """
-    cut = any(candidate.contexts[0].params.cuts for candidate in candidates)
-    if logits.device.type != "cpu" or not cut:
-        tokens: list[int] = draw_tokens(logits, contexts, coins).tolist()
+    greedy = all(candidate.contexts[0].params.greedy for candidate in candidates)
+    if logits.device.type != "cpu" or greedy:
+        tokens: list[int] = draw_tokens(logits, contexts, _all_coins(candidates)).tolist()
         return tokens
     begins = [0, *accumulate(len(candidate.rows) for candidate in candidates)][:-1]
     drawn = [_UNDRAWN] * len(contexts)
 
-    def look(rows: Sequence[int]) -> None:
+    def look(rows: Sequence[int], coins: Sequence[float]) -> None:
         index = torch.tensor(rows, dtype=torch.int64)
-        found = draw_tokens(logits[index], [contexts[n] for n in rows], [coins[n] for n in rows])
+        found = draw_tokens(logits[index], [contexts[row] for row in rows], coins)
         for row, token in zip(rows, found.tolist(), strict=True):
             drawn[row] = token
 
-    look(begins)
-    further = [
-        row
-        for begin, candidate in zip(begins, candidates, strict=True)
-        if candidate.rule is not None or _begins_with(candidate.draft, drawn[begin])
-        for row in range(begin + 1, begin + len(candidate.rows))
-    ]
+    look(begins, [_coin_at(candidate, candidate.position) for candidate in candidates])
+    further, coins = list[int](), list[float]()
+    for begin, candidate in zip(begins, candidates, strict=True):
+        if candidate.rule is not None or _begins_with(candidate.draft, drawn[begin]):
+            further += range(begin + 1, begin + len(candidate.rows))
+            coins += _coins(candidate)[1:]
     if further:
-        look(further)
+        look(further, coins)
     return drawn
 
 
@@ -272,12 +265,22 @@ def _positions(candidate: Candidate) -> list[int]:
     return [candidate.position, *(candidate.position + depth for depth in depths)]
 
 
+def _all_coins(candidates: Sequence[Candidate]) -> list[float]:
+    """One per row of all candidates."""
+    return [toss for candidate in candidates for toss in _coins(candidate)]
+
+
 def _coins(candidate: Candidate) -> list[float]:
-    """One per row: of the token that follows. Greedy rows need none."""
+    """One per row: of the token that follows."""
     if candidate.contexts[0].params.greedy:
         return [0.0] * len(candidate.rows)
-    seed, stream = candidate.seed, candidate.stream
-    return [coin(seed, stream, position) for position in _positions(candidate)]
+    return [_coin_at(candidate, position) for position in _positions(candidate)]
+
+
+def _coin_at(candidate: Candidate, position: int) -> float:
+    """Of the token at a position. Greedy requests need none."""
+    greedy = candidate.contexts[0].params.greedy
+    return 0.0 if greedy else coin(candidate.seed, candidate.stream, position)
 
 
 def _acceptance_coins(candidate: Candidate) -> list[float]:
