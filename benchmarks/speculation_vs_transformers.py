@@ -4,10 +4,11 @@
     python -m benchmarks.speculation_vs_transformers --case reasoner --rounds 5
 
 Batch 1, greedy. In every round each contestant answers the round's prompts once: plain decoding,
-prompt lookup (our n-grams; ``prompt_lookup_num_tokens`` there) and a draft model (ours; assisted
-generation there), each of both with the settings that suit it. The prompts of a round are new to
-everybody. Figures are medians over the rounds: tokens per second; the ratio to the other's same
-way; the gain over one's own plain decoding. Prints a table and, last, one JSON line.
+prompt lookup (our n-grams, pooled over requests as is their default; ``prompt_lookup_num_tokens``
+there) and a draft model (ours; assisted generation there), each of both with the settings that suit
+it. The prompts of a round are new to everybody. Figures are medians over the rounds: tokens per
+second; the ratio to the other's same way; the gain over one's own plain decoding. Prints a table
+and, last, one JSON line.
 
 The small target is the embedded reasoner with its own draft model. The large one has random weights
 in the shape of a Qwen3 of about 150 M parameters, whose later layers change little, so that its
@@ -78,7 +79,6 @@ def ours(target: Path, draft: Path, length: int) -> dict[str, Generate]:
                 max_draft_len=10,
                 max_matching_ngram_size=3,
                 is_use_oldest=False,
-                is_public_pool=False,
             ),
             DraftTargetDecodingConfig(max_draft_len=length, speculative_model=draft),
         ],

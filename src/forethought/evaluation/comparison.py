@@ -19,7 +19,7 @@ from forethought.evaluation.recipe import Recipe
 from forethought.evaluation.report import Row, json_line, race_row, race_table, table
 from forethought.evaluation.runner import Runner
 
-RACE_PROBLEMS = 12
+RACE_PROBLEMS = 10
 """Problems of a race: enough for a figure, few enough for a demo."""
 RACE_NOTE = "drafts change no token, only the time"
 
