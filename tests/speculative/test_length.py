@@ -375,6 +375,20 @@ def test_probes_become_seldom_when_nothing_comes_of_them():
     assert policy.reason.startswith("plain: drafting would have 0.")
 
 
+@pytest.mark.parametrize(("rows", "alpha"), [(4, 0.9), (64, 0.3), (16, 0.5)])
+def test_the_reason_is_that_of_the_lengths_it_stands_beside(rows, alpha):
+    policy, run, seen = Goodput(5), machine("rising", "model", always(alpha), rows), set()
+    run.run(policy, 10)
+    for _ in range(500):
+        before = run.requests[:]
+        lengths = policy.lengths(before, rows)
+        reason = policy.reason.split(":")[0].split(" ")[0]
+        seen.add(reason)
+        assert any(lengths) == (reason != "plain"), policy.reason
+        run.run(SimpleNamespace(lengths=lambda *_, given=lengths: given, observe=policy.observe), 1)
+    assert len(seen) > 1, "more than one choice was made"
+
+
 def test_a_drafter_without_drafts_is_asked_seldom():
     policy = Goodput(5)
     run = machine("flat", "slow model", always(0.9), 4, offers=0.0)

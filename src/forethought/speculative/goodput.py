@@ -45,6 +45,8 @@ HOLD, HOLD_PLAIN = 4, 16
 """Steps for which a choice is kept if nothing changes: to draft, and not to."""
 IDLE = 8
 """Of so many plain steps while it does not draft, one is looked at closely: that takes time too."""
+DRAFTS = "{:.2f} times the goodput of plain decoding"
+PLAIN = "plain: drafting would have {:.2f} times its goodput"
 MOST_TRIED = 4
 """Greatest depths that are searched in a step."""
 STRETCH = 2
@@ -98,6 +100,7 @@ class Goodput:
         self._context = 1.0  # tokens of context per row
         self._asked: dict[int, int] = {}
         self._why: tuple[str, tuple[float, ...]] = ("nothing has been measured yet", ())
+        self._held_why: tuple[str, tuple[float, ...]] = self._why
 
     @property
     def reason(self) -> str:
@@ -130,6 +133,7 @@ class Goodput:
             self._why = ("plain: to compare with", ())
             return plain
         if self._holds(ids, most, batch_size) and not self._probes.due:
+            self._why = self._held_why
             return list(self._held)
         caps, survival = np.array(most), self.acceptance.survival(ids)
         depths, ratio = self._search(survival, caps, batch_size)
@@ -138,15 +142,14 @@ class Goodput:
             log.debug("%d rows: drafting at %.2f times plain goodput", batch_size, ratio)
         self._drafting = drafting
         self._held, self._left = (depths, HOLD) if drafting else (plain, HOLD_PLAIN)
+        self._why = self._held_why = (DRAFTS if drafting else PLAIN, (ratio,))
         if drafting:
-            self._why = ("{:.2f} times the goodput of plain decoding", (ratio,))
             return depths
         if self._probes.due and (probe := self._probe(depths, survival, caps, batch_size)):
             self._why = ("a probe of {} tokens", (sum(probe),))
             hopeful = np.minimum(survival * self.acceptance.doubt**self._depths, 1.0)
             self._hopeful = self._search(hopeful, caps, batch_size)[1] >= SWITCH
             return probe
-        self._why = ("plain: drafting would have {:.2f} times its goodput", (ratio,))
         return plain
 
     def _holds(self, ids: list[int], most: list[int], batch_size: int) -> bool:
