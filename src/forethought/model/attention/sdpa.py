@@ -8,8 +8,7 @@ A row attends in one of three ways, chosen once per batch:
 - *piece*: several new tokens (a prefill chunk, a large tree): one call with its own mask.
 
 The query heads that share a key/value head are folded into the query length, so keys and values
-are never expanded for one new token. Softcap and sinks, which torch's kernels do not know, are
-computed explicitly in float32.
+are never expanded for one new token.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from forethought.kv.storage import KvStorage
 from forethought.model.attention.base import Capability, Scoring
+from forethought.model.attention.softmax import softmax_attention, steady_attention
 from forethought.model.batch import Batch, Span
 
 # On a CPU. A row with fewer bytes of keys and values per layer than SMALL_ROW_BYTES is copied and
@@ -37,10 +37,9 @@ MOST_QUERIES = 32
 EXACT_QUERIES, EXACT_UP_TO = 16, 512
 """torch's CPU kernel rounds a query's result by how many queries it is given at once, but not from
 4 (with AMX: 1) to 16 of them, nor by how many keys, if these are a multiple of 16 (masked ones
-count). So whole pages are attended, fewer queries are filled up to 4, and prefills go in parts of
-16 tokens: in bf16 and fp16 a token's keys and values are then the same in any company, with pages
-of 16 tokens. In longer prefills it would cost too much."""
-FEWEST_QUERIES = 1 if torch.cpu._is_amx_tile_supported() else 4
+count). So whole pages are attended, ``softmax`` fills fewer queries up to 4, and prefills go in
+parts of 16 tokens: in bf16 and fp16 a token's keys and values are then the same in any company,
+with pages of 16 tokens. In longer prefills it would cost too much."""
 FOLDED_FROM = 2048
 """Heads times stored tokens from which a piece of few queries is faster with its heads folded."""
 
@@ -244,7 +243,7 @@ def _attend_piece(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scoring:
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     heads, kv_heads = q.shape[1], k.shape[1]
     if scoring.softcap is None and scoring.sinks is None:
-        out = _steady_attention(q, k, v, mask, scoring, causal=mask is None)
+        out = steady_attention(q, k, v, mask, scoring, causal=mask is None)
     else:
         if mask is None:
             seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
@@ -252,64 +251,6 @@ def _attend_piece(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scoring:
         k, v = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v))
         out = softmax_attention(q, k, v, mask, scoring)
     return out[0].transpose(0, 1)
-
-
-def softmax_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    scoring: Scoring,
-    *,
-    steady: bool = True,
-) -> Tensor:
-    """Attention of the queries that share keys.
-
-    Args:
-        q: ``[B, kv_heads, queries, key_dim]``: the queries are a head's tokens or a group's heads.
-        k: ``[B, kv_heads, L, key_dim]``.
-        v: ``[B, kv_heads, L, value_dim]``.
-        mask: additive, broadcast to ``[B, kv_heads, queries, L]``; None: all is seen.
-        scoring: scale, softcap and sinks.
-        steady: round a query the same in any company, as far as that goes; see ``EXACT_QUERIES``.
-
-    Returns:
-        ``[B, kv_heads, queries, value_dim]``.
-    """
-    if scoring.softcap is None and scoring.sinks is None:
-        if not steady:
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scoring.scale)
-        return _steady_attention(q, k, v, mask, scoring)
-    scores = q.float() @ k.float().transpose(-1, -2) * scoring.scale
-    if scoring.softcap is not None:
-        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
-    if mask is not None:
-        scores = scores + mask
-    if scoring.sinks is not None:
-        heads = scoring.sinks.float().view(q.shape[1], -1, 1)
-        sinks = heads.expand(-1, -1, q.shape[2] // heads.shape[1]).reshape(1, q.shape[1], -1, 1)
-        sinks = sinks.expand(*scores.shape[:-1], 1)
-        scores = torch.cat([scores, sinks], -1)
-    weights = scores.softmax(-1)[..., : k.shape[2]]
-    return (weights @ v.float()).to(q.dtype)
-
-
-def _steady_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scoring: Scoring, causal: bool = False
-) -> Tensor:
-    """torch's own attention; in 16 bits on a CPU with at least ``FEWEST_QUERIES``."""
-    size, scale, gqa = q.shape[2], scoring.scale, q.shape[1] != k.shape[1]
-    if size >= FEWEST_QUERIES or causal or q.device.type != "cpu" or q.dtype.itemsize != 2:
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=gqa
-        )
-    more = (0, 0, 0, FEWEST_QUERIES - size)
-    if mask is not None and mask.shape[-2] > 1:
-        mask = F.pad(mask, more)
-    out = F.scaled_dot_product_attention(
-        F.pad(q, more), k, v, attn_mask=mask, scale=scale, enable_gqa=gqa
-    )
-    return out.narrow(2, 0, size)
 
 
 def _pages(stored: Tensor, pages: Tensor, page_size: int) -> Tensor:
@@ -374,7 +315,6 @@ def _mask(span: Span, window: int | None, storage: KvStorage) -> Tensor:
         tree = torch.ones(size, size, dtype=torch.bool, device=device).tril_()
     prefix = span.kv_length - tree.shape[1]
     seen = torch.cat([tree.new_ones(size, prefix), tree], 1)
-    seen[:, : span.seen_from] = False
     seen[:, : span.seen_from] = False
     if window is not None:
         assert tree.shape[1] == size, "what is stored of a tree has no positions here"

@@ -17,7 +17,7 @@ from torch import Tensor
 from forethought.kv.storage import KvStorage
 from forethought.kv.table import PageTable
 from forethought.model.attention.base import ForwardPass, Scoring
-from forethought.model.attention.sdpa import softmax_attention
+from forethought.model.attention.softmax import softmax_attention
 from forethought.model.batch import Batch
 
 FEW = 16
