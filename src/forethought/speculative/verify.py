@@ -172,7 +172,7 @@ def _decide(
     begin = 0
     for candidate in candidates:
         draft, begin = candidate.draft, begin + 1
-        if not candidate.is_random:
+        if not candidate.is_random and drawn[begin : begin + 1] != [_UNDRAWN]:
             for node, token in enumerate(draft.tokens):
                 accepted[begin + node] = drawn[begin + draft.parent(node)] == token
         begin += len(draft)
@@ -221,7 +221,9 @@ def _walk(draft: Draft, drawn: Sequence[int], accepted: Sequence[bool]) -> Verdi
 
     Entry 0 of both lists is the root's, entry 1 + n node n's.
     """
-    at, path = -1, []
+    at, path = -1, list[int]()
+    if not any(accepted[1:]):
+        return Verdict(path, [drawn[0]])
     for node in range(len(draft)):  # younger siblings and children come after a node
         if accepted[1 + node] and draft.parent(node) == at:
             at = node
