@@ -86,8 +86,10 @@ class PlannedRow:
 
     def reserve(self, nodes: int) -> None:
         """Make room for a draft, in place of the room that there was; ``nodes`` pages are free."""
-        self.sequence.table.rewind(self.stop)
-        copies = self.sequence.table.append(nodes)
+        table = self.sequence.table
+        if table.length > self.stop:
+            table.rewind(self.stop)
+        copies = table.append(nodes)
         assert not copies, "the page of the root is the sequence's own already"
         self.nodes = nodes
 
