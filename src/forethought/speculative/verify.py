@@ -172,7 +172,8 @@ def _decide(
     begin = 0
     for candidate in candidates:
         draft, begin = candidate.draft, begin + 1
-        if not candidate.is_random and drawn[begin : begin + 1] != [_UNDRAWN]:
+        looked_at = len(draft) and drawn[begin] != _UNDRAWN  # at its nodes, not at its root alone
+        if looked_at and not candidate.is_random:
             for node, token in enumerate(draft.tokens):
                 accepted[begin + node] = drawn[begin + draft.parent(node)] == token
         begin += len(draft)

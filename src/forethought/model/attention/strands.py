@@ -171,7 +171,8 @@ class Strands:
     ) -> StrandPass:
         begin = self.added
         self.added += len(depths)
-        batch = Batch(token_ids, positions, wanted, wanted, ())
+        nowhere = token_ids.new_empty(0)  # its tokens have columns, not slots
+        batch = Batch(token_ids, positions, nowhere, wanted, ())
         return StrandPass(self, batch, begin, self._masks(depths, seen))
 
     def _masks(self, depths: Sequence[int], seen: Tensor | None) -> list[Tensor | None]:

@@ -3,8 +3,9 @@
 Leviathan et al., 2023 (arXiv 2211.17192); Chen et al., 2023 (arXiv 2302.01318). The draft model's
 keys and values are further layers over the target's pages, so that forks, prefix hits and rewinds
 of the target serve both; what the draft model has not seen yet it catches up on, over all requests
-in one forward. Drafts are chains, or static trees of ranks; they grow level by level on strands, so
-that what the draft model computes of them is never stored. Knows nothing about acceptance.
+in one forward. Drafts are chains, or static trees of ranks; they grow level by level on strands. Of
+chains what was computed is stored, so that what is accepted need not be computed again. Knows
+nothing about acceptance.
 """
 
 from __future__ import annotations
