@@ -10,7 +10,7 @@ from typing import Any
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from forethought.engine.scheduler import Limits, Plan, Scheduler
+from forethought.engine.scheduler import Limits, Plan, Scheduler, Wishes
 from forethought.engine.sequence import Sequence, Status
 from forethought.engine.stats import EngineStats
 from forethought.kv.pool import PagePool
@@ -30,6 +30,7 @@ class Queue:
             self.pool, PrefixIndex(self.pool), Limits(**settings), EngineStats()
         )
         self.numbers = count()
+        self.wishes: Wishes | None = None
 
     def add(self, length: int, new: int = 4, priority: int = 0) -> Sequence:
         number = next(self.numbers)
@@ -48,10 +49,12 @@ class Queue:
     def step(self) -> dict[int, int]:
         """Plan and pretend; tokens computed per sequence id."""
         plan = Plan()
-        self.scheduler.plan(plan)
+        self.scheduler.plan(plan, self.wishes)
+        assert plan.tokens == sum(row.count + row.nodes for row in plan.rows)
         assert plan.tokens <= self.scheduler.limits.max_num_tokens
         assert len(self.scheduler.running) <= self.scheduler.limits.max_batch_size
         for row in plan.rows:
+            row.sequence.table.rewind(row.stop)  # no draft was accepted
             if row.is_last:
                 row.sequence.tokens.append(0)
                 if len(row.sequence.tokens) >= row.sequence.limit:
@@ -64,6 +67,23 @@ def test_the_scheduler_and_the_pages_import_no_torch() -> None:
     code = "import sys, forethought.engine.scheduler, forethought.kv.table; 'torch' in sys.modules"
     checked = f"{code} and sys.exit(1)"
     assert subprocess.run([sys.executable, "-c", checked], check=False).returncode == 0
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(-2, 2)), min_size=2, max_size=8),
+    st.integers(0, 6),
+    st.integers(14, 20),
+)
+def test_a_plan_counts_its_tokens_whatever_is_reserved_given_back_and_taken_away(
+    arrivals: list[tuple[int, int]], wish: int, pages: int
+) -> None:
+    queue = Queue(pages=pages)
+    queue.wishes = lambda sequences, running: [wish] * len(sequences)
+    for length, priority in arrivals:
+        queue.add(length, new=12, priority=priority)
+        queue.step()  # which looks at what the plan says of itself
+    while any(sequence.active for sequence in queue.scheduler):
+        assert queue.step()
 
 
 def test_decodes_come_before_prefills_and_the_rest_of_the_budget_is_for_chunks() -> None:

@@ -57,6 +57,7 @@ def test_a_node_sees_its_path_and_nothing_else(tree: TokenTree):
 def test_a_tree_and_a_draft_agree_on_the_depth(tree: TokenTree):
     draft = Draft([0] * len(tree), tree.parents)
     assert draft.depth == max(tree.depths, default=0)
+    assert Draft([0] * len(tree)).depth == max(TokenTree.chain(len(tree)).depths, default=0)
 
 
 @given(trees(), st.integers(0, 5))

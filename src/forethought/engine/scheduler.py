@@ -84,41 +84,48 @@ class PlannedRow:
         drawn = self.stop > self.sequence.prompt_length
         return drawn and self.count == 1 == self.logits and self.is_last
 
-    def reserve(self, nodes: int) -> None:
-        """Make room for a draft, in place of the room that there was; ``nodes`` pages are free."""
-        table = self.sequence.table
-        if table.length > self.stop:
-            table.rewind(self.stop)
-        copies = table.append(nodes)
-        assert not copies, "the page of the root is the sequence's own already"
-        self.nodes = nodes
-
 
 @dataclass(slots=True)
 class Plan:
     """The rows of one step."""
 
     rows: list[PlannedRow] = field(default_factory=list)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens to compute, those of drafts included."""
-        return sum(row.count + row.nodes for row in self.rows)
+    tokens: int = 0
+    """To compute, those of drafts included."""
 
     @property
     def copies(self) -> list[PageCopy]:
         """Page copies to make before the forward."""
         return [copy for row in self.rows for copy in row.copies or ()]
 
+    def add(self, row: PlannedRow) -> None:
+        """One more, without room for a draft as yet."""
+        self.rows.append(row)
+        self.tokens += row.count
+
     def remove(self, sequence: Sequence) -> None:
         """Take back the row of a sequence that lost its pages."""
-        self.rows = [row for row in self.rows if row.sequence is not sequence]
+        for place, row in enumerate(self.rows):
+            if row.sequence is sequence:
+                self.tokens -= row.count + row.nodes
+                del self.rows[place]
+                return
+
+    def reserve(self, row: PlannedRow, nodes: int) -> None:
+        """Make room for a draft, in place of the room that there was; ``nodes`` pages are free."""
+        table = row.sequence.table
+        if table.length > row.stop:
+            table.rewind(row.stop)
+        copies = table.append(nodes)
+        assert not copies, "the page of the root is the sequence's own already"
+        self.tokens += nodes - row.nodes
+        row.nodes = nodes
 
     def give_back_nodes(self) -> bool:
         """Release what is reserved for drafts; whether there was anything."""
         reserved = [row for row in self.rows if row.nodes]
         for row in reserved:
-            row.reserve(0)
+            self.reserve(row, 0)
         return bool(reserved)
 
 
@@ -222,7 +229,7 @@ class Scheduler:
             free = -table.length % self._pool.page_size
             nodes = min(wish, left, free + self._pool.available * self._pool.page_size)
             if nodes > 0:
-                row.reserve(nodes)
+                plan.reserve(row, nodes)
                 left -= nodes
 
     def _yield_places(self) -> None:
@@ -251,7 +258,7 @@ class Scheduler:
         if sequence.wants_prompt_logprobs:
             logits = count
         row = PlannedRow(sequence, start, count, logits)
-        plan.rows.append(row)  # before the table grows: an interrupt in between can be undone
+        plan.add(row)  # before the table grows: an interrupt in between can be undone
         row.copies = tuple(sequence.table.append(count))
 
     def _count(self, plan: Plan, sequence: Sequence) -> int:

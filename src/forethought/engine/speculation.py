@@ -145,7 +145,7 @@ class Speculation:
             if rule is not None and rule.bends(row.sequence.params):
                 row.rule = rule
             if len(row.draft) != row.nodes:
-                row.reserve(len(row.draft))
+                plan.reserve(row, len(row.draft))
         self._stats.draft_seconds += time.perf_counter() - began
 
     def _request(self, equipped: Equipped, sequence: Sequence, most: int) -> DraftRequest | None:

@@ -11,11 +11,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from forethought.kv.table import PageTable
+
+
+def ancestors(parents: Sequence[int]) -> Tensor:
+    """Whom each of n nodes comes from: bool ``[n, n]`` on the host.
+
+    Args:
+        parents: of each node, below 0 for none; parents come before their children.
+
+    Returns:
+        True where the column is the row's own node or an ancestor of it.
+    """
+    seen: list[int] = []  # a bit for each node
+    for node, parent in enumerate(parents):
+        seen.append((seen[parent] if parent >= 0 else 0) | 1 << node)
+    size, width = len(seen), -(-len(seen) // 8)
+    packed = b"".join(each.to_bytes(width, "little") for each in seen)
+    rows = np.frombuffer(packed, np.uint8).reshape(size, width)
+    bits = np.unpackbits(rows, axis=1, count=size, bitorder="little")
+    return torch.from_numpy(bits.view(np.bool_))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +73,7 @@ class Row:
         size = len(self.tokens)
         if self.parents is None:
             return torch.ones(size, size, dtype=torch.bool).tril()
-        seen = torch.eye(size, dtype=torch.bool)
-        for index, parent in enumerate(self.parents):
-            if parent >= 0:
-                seen[index] |= seen[parent]
-        return seen
+        return ancestors(self.parents)
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,8 @@ class Draft:
     @property
     def depth(self) -> int:
         """Tokens on its longest path."""
+        if self.parents is None:
+            return len(self)
         depths: list[int] = []
         for node in range(len(self)):
             parent = self.parent(node)

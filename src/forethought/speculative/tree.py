@@ -11,10 +11,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
 from torch import Tensor
 
 from forethought.errors import ParameterError
+from forethought.model.batch import ancestors
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,7 @@ class TokenTree:
     @cached_property
     def mask(self) -> Tensor:
         """Whom each node sees: bool [N, N], true where the column is the row or its ancestor."""
-        mask = torch.eye(len(self), dtype=torch.bool)
-        for node, parent in enumerate(self.parents):
-            if parent >= 0:
-                mask[node] |= mask[parent]
-        return mask
+        return ancestors(self.parents)
 
     def truncated(self, depth: int) -> TokenTree:
         """The tree of the nodes no deeper than ``depth``, numbered anew in their order."""

@@ -214,6 +214,8 @@ def _draw(
 
 def _begins_with(draft: Draft, token: int) -> bool:
     """Whether a child of the root carries the token."""
+    if draft.parents is None:
+        return draft.tokens[:1] == [token]
     return any(draft.parent(node) < 0 and draft.tokens[node] == token for node in range(len(draft)))
 
 
