@@ -11,7 +11,7 @@ import torch
 from forethought.kv.pool import PagePool
 from forethought.kv.storage import KvStorage, LayerShape
 from forethought.kv.table import PageTable
-from forethought.model.attention import sdpa
+from forethought.model.attention import sdpa, sdpa_plan
 from forethought.model.attention.base import PagedPass, Scoring
 from forethought.model.attention.reference import ReferenceAttention
 from forethought.model.attention.sdpa import SdpaAttention
@@ -137,7 +137,7 @@ def test_where_groups_are_cut_does_not_matter(monkeypatch: pytest.MonkeyPatch) -
     batch = Batch.build([Row([1], table.length - 1, table) for table in made])
     results = []
     for group_bytes in (1, 3000, 10**9):
-        monkeypatch.setattr(sdpa, "GROUP_BYTES", group_bytes)
+        monkeypatch.setattr(sdpa_plan, "GROUP_BYTES", group_bytes)
         results.append(attend(SdpaAttention(), case, batch, storage_for(case, 60, 3), 2))
     torch.testing.assert_close(results[0], results[2], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(results[1], results[2], rtol=1e-4, atol=1e-5)

@@ -33,7 +33,7 @@ def softmax_attention(
         mask: additive, broadcast to ``[B, kv_heads, queries, L]``; None: all is seen.
         scoring: scale, softcap and sinks.
         steady: round a query the same in any company, as far as that goes: see
-            ``sdpa.EXACT_QUERIES``.
+            ``sdpa_plan.EXACT_QUERIES``.
 
     Returns:
         ``[B, kv_heads, queries, value_dim]``.

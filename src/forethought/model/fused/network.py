@@ -181,7 +181,7 @@ def is_steady(config: Any) -> bool:
     """Whether a model is so small that rounding a token the same in any company costs little.
 
     Then prefix hits, batches and drafts change no token even in bf16 and fp16 on a CPU, as long as
-    attention keeps to its side of it (``sdpa.EXACT_QUERIES``).
+    attention keeps to its side of it (``sdpa_plan.EXACT_QUERIES``).
     """
     attention = config.num_attention_heads * (
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
