@@ -154,13 +154,15 @@ class BeamSearch:
             laws = (laws + score[..., None]).view(count, kept * vocab)
             score, found = laws.topk(min(width, kept * vocab), dim=-1)
             parents, tokens = found // vocab, found % vocab
+            levels.append((tokens, parents + start, score))
+            start = ends[-1]
+            ends.append(start + tokens.shape[1])
+            if len(levels) == length:
+                break
             rows = (parents + first * kept if count > 1 else parents).flatten()
             state = state.index_select(0, rows)
             if tokens.shape[1] != kept:  # all beams of a request have the same
                 contexts = contexts.index_select(0, rows)
-            levels.append((tokens, parents + start, score))
-            start = ends[-1]
-            ends.append(start + tokens.shape[1])
         every = [torch.cat(each, dim=1) for each in zip(*levels, strict=True)]
         # Equals stay in order of length, so that nobody comes before what it prolongs.
         order = every[2].sort(dim=-1, descending=True, stable=True).indices
