@@ -15,6 +15,7 @@ from torch import Tensor
 from forethought.kv.storage import KvStorage
 from forethought.model.attention.base import Capability, Scoring
 from forethought.model.attention.sdpa_plan import (
+    EXACT_QUERIES,
     MOST_QUERIES,
     FoldedMask,
     SdpaPlan,
@@ -26,7 +27,7 @@ from forethought.model.attention.softmax import softmax_attention, steady_attent
 from forethought.model.batch import Batch
 
 FOLDED_FROM = 2048
-"""Heads times stored tokens from which a piece of few queries is faster with its heads folded."""
+"""Heads times stored tokens from which a piece of few queries is folded whatever that rounds."""
 
 
 class SdpaAttention:
@@ -118,13 +119,13 @@ def _attend_piece(
     q: Tensor, k: Tensor, v: Tensor, folded: FoldedMask | None, scoring: Scoring
 ) -> Tensor:
     """q ``[n, heads, key_dim]``, k and v ``[L, kv_heads, dim]``, the mask or None."""
-    few = folded is not None and q.shape[0] <= MOST_QUERIES
-    if few and q.shape[1] * k.shape[0] >= FOLDED_FROM and q.shape[1] > k.shape[1]:
-        assert folded is not None
-        return _attend_group(q[None], k[None], v[None], folded, scoring)
+    (size, heads, _), (length, kv_heads, _) = q.shape, k.shape
+    if folded is not None and size <= MOST_QUERIES and heads > kv_heads:
+        exact = size * (heads // kv_heads) <= EXACT_QUERIES
+        if exact or heads * length >= FOLDED_FROM:
+            return _attend_group(q[None], k[None], v[None], folded, scoring)
     mask = None if folded is None else folded.fold(1)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    heads, kv_heads = q.shape[1], k.shape[1]
     if scoring.softcap is None and scoring.sinks is None:
         out = steady_attention(q, k, v, mask, scoring, causal=mask is None)
     else:
