@@ -11,7 +11,7 @@ from forethought.kv.storage import KvStorage, LayerShape
 from forethought.kv.table import PageTable
 from forethought.model.attention.base import PagedPass, Scoring
 from forethought.model.attention.reference import ReferenceAttention
-from forethought.model.attention.strands import Strands
+from forethought.model.attention.strands import FEW, Strands, read_alike
 from forethought.model.batch import Batch, Row
 
 # Behind each past two known tokens, then a tree: three children of the last one, and behind them a
@@ -151,3 +151,21 @@ def test_layers_of_different_shapes_are_gathered_each_in_its_place() -> None:
     for layer in range(3):
         assert torch.equal(keys[layer], storage.keys[layer][slots])
         assert torch.equal(values[layer], storage.values[layer][slots])
+
+
+@pytest.mark.parametrize(
+    ("starts", "stops", "first", "alike"),
+    [
+        ([7], [9], 0, [7]),
+        ([7, 20], [9, 25], 1, [4, 20]),
+        ([7, 20], [9, 36], 0, None),  # the shorter one has not so many
+        ([0], [FEW], 0, [0]),
+        ([0], [FEW + 1], 0, None),
+        ([1], [9], 1, [1]),
+        ([0], [9], 1, None),
+    ],
+)
+def test_a_little_is_read_alike_some_of_it_again(
+    starts: list[int], stops: list[int], first: int, alike: list[int] | None
+) -> None:
+    assert read_alike(starts, stops, first) == alike

@@ -21,7 +21,7 @@ from forethought.kv.companion import Companion
 from forethought.kv.storage import KvStorage
 from forethought.kv.table import PageTable
 from forethought.model.attention.base import ForwardPass, PagedPass
-from forethought.model.attention.strands import FEW, Strands
+from forethought.model.attention.strands import Strands, read_alike
 from forethought.model.batch import Batch, Span
 from forethought.speculative.drafter import DraftRequest
 from forethought.speculative.features import Features
@@ -90,11 +90,11 @@ class Pairs:
             root = len(request.tokens) - 1
             start = max(1, self.entries.ready_length(_table(request), root))
             parts.append(_Part(request, start, root + 1))
-        missing = max(part.stop - part.start for part in parts)
-        shortest = min(part.stop for part in parts)
-        if missing <= FEW and missing < shortest:  # as many of each, some of them again
-            parts = [part._replace(start=part.stop - missing) for part in parts]
-            strands = self._strands(requests, [part.start for part in parts], missing + room)
+        alike = read_alike([part.start for part in parts], [part.stop for part in parts], first=1)
+        if alike is not None:
+            parts = [part._replace(start=at) for part, at in zip(parts, alike, strict=True)]
+            known = parts[0].stop - alike[0]
+            strands = self._strands(requests, alike, known + room)
             guess = self._read_on(strands, parts)
         else:
             while sum(part.stop - part.start for part in parts) > max(

@@ -24,6 +24,24 @@ FEW = 16
 """Tokens of a sequence that a drafter has to catch up on, up to which that is done on strands."""
 
 
+def read_alike(starts: Sequence[int], stops: Sequence[int], first: int = 0) -> Sequence[int] | None:
+    """Where reading on strands begins, if what is missing of some sequences is little.
+
+    Equally many tokens of each are read, some of them again.
+
+    Args:
+        starts, stops: what is missing of each.
+        first: where reading may begin at the earliest.
+
+    Returns:
+        One start per sequence; None: more than ``FEW`` are missing, or there are not so many.
+    """
+    missing = max(stop - start for start, stop in zip(starts, stops, strict=True))
+    if missing > min(FEW, min(stops) - first):
+        return None
+    return [stop - missing for stop in stops]
+
+
 class Strands:
     """The pasts of B sequences, and room behind them.
 

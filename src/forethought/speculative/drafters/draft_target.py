@@ -20,7 +20,7 @@ from torch import Tensor
 from forethought.decoding import DraftTargetDecodingConfig
 from forethought.kv.companion import Companion
 from forethought.kv.table import PageTable
-from forethought.model.attention.strands import FEW, Strands
+from forethought.model.attention.strands import Strands, read_alike
 from forethought.model.sampling import TokenContext, coin, logits_to_probs, pick
 from forethought.speculative.draft import Draft, DraftKind
 from forethought.speculative.draft_model import DraftModel, Past
@@ -125,12 +125,12 @@ class DraftTargetDrafter(Drafter):
             self._companion.ready_length(table, len(text) - 1)
             for table, text in zip(tables, texts, strict=True)
         ]
-        missing = max(len(text) - start for text, start in zip(texts, starts, strict=True))
-        if missing <= FEW and missing < min(map(len, texts)):  # as many of each, some of them again
-            starts = [len(text) - missing for text in texts]
-            strands = self._model.strands(tables, starts, missing + room)
-            parts = [text[start:] for text, start in zip(texts, starts, strict=True)]
-            return _Begun(strands, missing, self._model.read(strands, parts, starts))
+        alike = read_alike(starts, list(map(len, texts)), first=1)
+        if alike is not None:
+            parts = [text[start:] for text, start in zip(texts, alike, strict=True)]
+            known = len(parts[0])
+            strands = self._model.strands(tables, alike, known + room)
+            return _Begun(strands, known, self._model.read(strands, parts, alike))
         pasts = [Past(*past) for past in zip(texts, starts, tables, strict=True)]
         logits = self._model.compute(pasts)
         for table, start, text in zip(tables, starts, texts, strict=True):

@@ -26,7 +26,7 @@ from torch import Tensor
 from forethought.decoding import MTPDecodingConfig
 from forethought.errors import ParameterError
 from forethought.kv.companion import Companion
-from forethought.model.attention.strands import FEW, Strands
+from forethought.model.attention.strands import Strands, read_alike
 from forethought.model.batch import Row
 from forethought.model.causal_lm import CausalLM
 from forethought.model.taps import FINAL
@@ -189,16 +189,16 @@ class MTPDrafter(Drafter):
     def _begin(self, texts: Sequence[PairText], lane: Lane) -> tuple[Strands, Left]:
         """Read the missing pairs; the strands behind them, and what leaves behind each text."""
         room, stops = texts[0].depth - 1, [text.pairs for text in texts]
-        missing = max(text.pairs - text.begin for text in texts)
-        few = missing <= min(FEW, *stops)
-        if not few:
+        alike = read_alike([text.begin for text in texts], stops)
+        if alike is None:
             self._catch_up(texts)
             _, left = self._pass(texts, stops, guessing=False)
-        for text in texts:  # if few, as many of each, some of them again
-            text.begin = text.pairs - missing if few else text.pairs
-        if not few:
+        for text, begin in zip(texts, alike or stops, strict=True):
+            text.begin = begin
+        if alike is None:
             return lane.strands(texts, room), left
-        strands = lane.strands(texts, missing + room)
+        known = stops[0] - alike[0]
+        strands = lane.strands(texts, known + room)
         tokens, positions = list[int](), list[int]()
         for text in texts:
             tokens += text.request.tokens[text.begin + 1 : text.pairs + 1]
@@ -206,7 +206,7 @@ class MTPDrafter(Drafter):
         states = self._read_features(texts, stops)
         index = torch.tensor([tokens, positions], device=states.device)
         left = lane.network.read(states, strands.chain(index[0], index[1]))
-        strands.store([missing] * len(texts))
+        strands.store([known] * len(texts))
         for text in texts:
             lane.mark(text, text.pairs)
         return strands, left
