@@ -4,7 +4,7 @@
 #   make test      ruff, mypy and the import contracts, then the tests
 #   make lint      only the first half of that
 #   make format    let ruff mend what it can
-#   make bench     speed against transformers on this machine
+#   make bench     speed on this machine: against transformers, and of every drafter
 #   make gpu       what needs a CUDA device: its tests, then the benchmarks
 #   make reasoner  train the embedded model again from its seed
 #   make drafter   train its draft model again from its seed
@@ -54,6 +54,8 @@ bench: $(setup)
 	@$(PY) -m benchmarks.generate_vs_transformers
 	@$(PY) -m benchmarks.speculation_vs_transformers
 	@$(PY) -m benchmarks.step_overhead
+	@$(PY) -m benchmarks.drafters
+	@$(PY) -m benchmarks.goodput
 
 gpu: $(setup)
 	@$(PY) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("torch finds no CUDA device on this machine: nothing was run")'
@@ -61,6 +63,7 @@ gpu: $(setup)
 	@$(PY) -m benchmarks.generate_vs_transformers
 	@$(PY) -m benchmarks.speculation_vs_transformers
 	@$(PY) -m benchmarks.step_overhead
+	@$(PY) -m benchmarks.drafters --rounds 2
 
 reasoner: $(setup)
 	$(PY) -m forethought.training.reasoner.train --seed 0 --out runs/reasoner

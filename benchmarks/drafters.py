@@ -12,14 +12,13 @@ step count what a verified step yields. Prints a table and, last, one JSON line.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import random
 import statistics
 import time
 from typing import Any
 
 import torch
+from benchmarks.report import print_report
 
 from forethought import LLM, SamplingParams
 from forethought.assets import drafter_dir, reasoner_dir
@@ -136,15 +135,7 @@ def main() -> None:
     print("".join(f"{name:>19}" for name in rows[0]))
     for row in rows:
         print("".join(f"{value:>19}" for value in row.values()))
-    report = {
-        "benchmark": "drafters",
-        "threads": args.threads,
-        "rounds": args.rounds,
-        "rows": rows,
-        "machine": platform.machine(),
-        "torch": torch.__version__,
-    }
-    print(json.dumps(report))
+    print_report("drafters", rows, threads=args.threads, rounds=args.rounds)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,7 @@ is the embedded reasoner.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
-import platform
 import random
 import statistics
 import tempfile
@@ -29,6 +27,7 @@ from typing import Any
 
 import torch
 import transformers
+from benchmarks.report import device, print_report
 from tokenizers import Tokenizer, models
 from transformers import (
     AutoModelForCausalLM,
@@ -197,7 +196,6 @@ def main() -> None:
     parser.add_argument("--case", action="append", choices=[case.name for case in CASES])
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    device = "cuda" if torch.cuda.is_available() else "cpu"  # as LLM chooses
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
@@ -211,29 +209,14 @@ def main() -> None:
                 continue
             llm = LLM(directories[case.model], max_batch_size=case.batch)
             module = AutoModelForCausalLM.from_pretrained(directories[case.model])
-            module = module.to(device).eval()
+            module = module.to(device()).eval()
             contestants = {"forethought": ours(llm), "generate": theirs(module)}
             if "generate_batch" in case.goals:
                 contestants["generate_batch"] = theirs_batched(module)
             rows += report(case, measure(case, contestants, module.config.vocab_size, args))
             llm.shutdown()
-    print(
-        json.dumps(
-            {
-                "benchmark": "generate_vs_transformers",
-                "threads": args.threads,
-                "clock": args.clock,
-                "prompt": args.prompt,
-                "new": args.new,
-                "rounds": args.rounds,
-                "rows": rows,
-                "device": device,
-                "machine": platform.processor() or platform.machine(),
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-            }
-        )
-    )
+    settings = {name: getattr(args, name) for name in ("threads", "clock", "prompt", "new")}
+    print_report("generate_vs_transformers", rows, **settings, rounds=args.rounds)
 
 
 if __name__ == "__main__":

@@ -14,14 +14,13 @@ medians over the rounds; drafts per step are those of all. Prints a table and, l
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import random
 import statistics
 import time
 from collections.abc import Sequence
 
 import torch
+from benchmarks.report import print_report
 
 from forethought import (
     LLM,
@@ -114,17 +113,14 @@ def main() -> None:
             print("".join(f"{name:>19}" for name in row))
         print("".join(f"{value:>19}" for value in row.values()), flush=True)
         rows.append(row)
-    report = {
-        "benchmark": "goodput",
-        "drafter": args.drafter,
-        "temperature": args.temperature,
-        "threads": args.threads,
-        "rounds": args.rounds,
-        "rows": rows,
-        "machine": platform.machine(),
-        "torch": torch.__version__,
-    }
-    print(json.dumps(report))
+    print_report(
+        "goodput",
+        rows,
+        drafter=args.drafter,
+        temperature=args.temperature,
+        threads=args.threads,
+        rounds=args.rounds,
+    )
 
 
 if __name__ == "__main__":

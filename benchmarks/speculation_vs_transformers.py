@@ -18,8 +18,6 @@ first three layers, with norm and head, guess it most of the time.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import random
 import statistics
 import tempfile
@@ -31,6 +29,7 @@ from typing import Any
 import torch
 import transformers
 from benchmarks.generate_vs_transformers import save_random_model
+from benchmarks.report import device, print_report
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, Qwen3ForCausalLM
 
 from forethought import (
@@ -101,8 +100,9 @@ def ours(target: Path, draft: Path, length: int) -> dict[str, Generate]:
 
 def theirs(target: Path, draft: Path) -> dict[str, Generate]:
     """``generate`` as it is, with prompt lookup, and with an assistant."""
-    module = AutoModelForCausalLM.from_pretrained(target).eval()
-    assistant = AutoModelForCausalLM.from_pretrained(draft).eval()
+    module, assistant = (
+        AutoModelForCausalLM.from_pretrained(each).to(device()).eval() for each in (target, draft)
+    )
     extras: dict[str, dict[str, Any]] = {
         "plain": {},
         "lookup": {"prompt_lookup_num_tokens": 10},
@@ -111,7 +111,7 @@ def theirs(target: Path, draft: Path) -> dict[str, Generate]:
 
     def way(extra: dict[str, Any]) -> Generate:
         def generate(prompt: list[int], new: int) -> int:
-            tokens = torch.tensor([prompt])
+            tokens = torch.tensor([prompt], device=module.device)
             config = GenerationConfig(
                 max_new_tokens=new, do_sample=False, pad_token_id=0, eos_token_id=_eos(module)
             )
@@ -222,19 +222,7 @@ def main() -> None:
             contestants = {f"ours {k}": v for k, v in ours(target, draft, length).items()}
             contestants |= {f"theirs {k}": v for k, v in theirs(target, draft).items()}
             rows += report(case, measure(contestants, rounds, args.new))
-    print(
-        json.dumps(
-            {
-                "benchmark": "speculation_vs_transformers",
-                "threads": args.threads,
-                "rounds": args.rounds,
-                "rows": rows,
-                "machine": platform.processor() or platform.machine(),
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-            }
-        )
-    )
+    print_report("speculation_vs_transformers", rows, threads=args.threads, rounds=args.rounds)
 
 
 if __name__ == "__main__":

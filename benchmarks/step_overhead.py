@@ -10,10 +10,11 @@ JSON line. The shares of network and drafter are measured by the engine itself.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 from typing import Any
+
+import torch
+from benchmarks.report import print_report
 
 from forethought import LLM, Drafter, SamplingParams, SpeculationParams, UserProvidedDecodingConfig
 
@@ -79,16 +80,7 @@ def main() -> None:
                 "outside_ms": round(outside, 3),
             }
         )
-    print(
-        json.dumps(
-            {
-                "benchmark": "step_overhead",
-                "batch": args.batch,
-                "machine": platform.machine(),
-                "rows": rows,
-            }
-        )
-    )
+    print_report("step_overhead", rows, batch=args.batch, threads=torch.get_num_threads())
 
 
 if __name__ == "__main__":

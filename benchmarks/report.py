@@ -1,0 +1,47 @@
+"""How every benchmark ends: one JSON line, which says what was measured and where."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+
+def print_report(benchmark: str, rows: Sequence[dict[str, Any]], **settings: Any) -> None:
+    """Print the line.
+
+    Args:
+        benchmark: its name.
+        rows: of its table.
+        settings: that it ran with.
+    """
+    report = {
+        "benchmark": benchmark,
+        **settings,
+        "rows": list(rows),
+        "device": device(),
+        "machine": machine(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    print(json.dumps(report))
+
+
+def device() -> str:
+    """Where models run, as ``LLM`` chooses."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def machine() -> str:
+    """The accelerator or the processor, by name."""
+    if torch.cuda.is_available():
+        return str(torch.cuda.get_device_name())
+    facts = Path("/proc/cpuinfo")
+    lines = facts.read_text().splitlines() if facts.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
