@@ -42,6 +42,10 @@ def shipped(name: str) -> tuple[DecodingBaseConfig, float]:
             4.1,
         ),
         "medusa": lambda: (MedusaDecodingConfig(speculative_model=heads_dir("medusa")), 2.2),
+        "medusa, likeliest": lambda: (
+            MedusaDecodingConfig(speculative_model=heads_dir("medusa"), tree="likeliest"),
+            2.5,
+        ),
         "mtp, replayed": lambda: (MTPDecodingConfig(max_draft_len=5, **_MTP), 3.5),
         "mtp, one per place": lambda: (
             MTPDecodingConfig(max_draft_len=5, use_mtp_vanilla=True, **_MTP),
@@ -70,6 +74,7 @@ SHIPPED = (
     "eagle 3, static tree",
     "eagle 3, dynamic tree",
     "medusa",
+    "medusa, likeliest",
     "mtp, replayed",
     "mtp, one per place",
     "redrafter",

@@ -69,6 +69,11 @@ def drafting(name: str) -> list[DecodingBaseConfig]:
         "draft model, tree": lambda: [DraftTargetDecodingConfig(**tree)],
         "pearl": lambda: [PearlDecodingConfig(**same)],
         "medusa": lambda: [MedusaDecodingConfig(speculative_model=shared_heads())],
+        "medusa, likeliest": lambda: [
+            MedusaDecodingConfig(
+                speculative_model=shared_heads(), tree="likeliest", min_draft_probability=0.001
+            )
+        ],
         "mtp, replayed": lambda: [MTPDecodingConfig(max_draft_len=4, speculative_model=saved())],
         "mtp, one per place": lambda: [
             MTPDecodingConfig(max_draft_len=4, speculative_model=saved(count=2))
@@ -102,6 +107,7 @@ NAMES = [
     "draft model, tree",
     "pearl",
     "medusa",
+    "medusa, likeliest",
     "mtp, replayed",
     "mtp, one per place",
     "redrafter",

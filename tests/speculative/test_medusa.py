@@ -130,6 +130,24 @@ def test_a_request_may_want_shorter_drafts(heads: Path) -> None:
     assert sequence.output == greedy(tiny("llama"), prompts((9,)), 30)[0]
 
 
+def test_the_likeliest_tree_is_as_deep_as_there_are_heads_unless_less_is_wanted(
+    heads: Path, tmp_path: Path
+) -> None:
+    def sizes(directory: Path = heads, **fields: Any) -> tuple[int, int]:
+        config = MedusaDecodingConfig(speculative_model=directory, tree="likeliest", **fields)
+        return config.max_draft_len, config.max_total_draft_tokens
+
+    assert sizes() == (3, 15)
+    assert sizes(max_draft_len=2) == sizes(num_medusa_heads=2) == (2, 15)
+    assert sizes(max_total_draft_tokens=6) == (3, 6)
+    assert sizes(tmp_path) == (5, 15)  # nobody says how many heads there are
+    make_heads(3).save(tmp_path, config={"medusa_num_heads": 5})
+    lm = load("llama")
+    target = Target(Runner(lm, KvStorage(lm.layer_shapes, 4, 4, lm.dtype, lm.device)), 64)
+    drafter = build(MedusaDecodingConfig(speculative_model=tmp_path, tree="likeliest"), target)
+    assert [drafter.nodes(depth) for depth in (0, 1, 5)] == [0, 15, 15]
+
+
 def test_a_tree_deeper_than_the_heads_is_refused_and_the_default_one_is_cut(
     heads: Path, tmp_path: Path
 ) -> None:
@@ -177,6 +195,10 @@ def test_the_tree_is_that_of_the_heads_own_configuration_unless_another_is_given
         ({"medusa_choices": [[0, -1]]}, "ranks from 0"),
         ({"medusa_choices": [[0, 0]], "num_medusa_heads": 1}, "longer than num_medusa_heads"),
         ({"medusa_choices": [[0, 0]], "max_draft_len": 3}, "medusa_choices make it 2"),
+        ({"tree": "likeliest", "medusa_choices": [[0]]}, "another one every time"),
+        ({"tree": "likeliest", "max_draft_len": 4}, "there are 3 heads"),
+        ({"tree": "likeliest", "max_total_draft_tokens": 2}, "max_draft_len is 3"),
+        ({"min_draft_probability": 0.1}, "nodes are all tried"),
         ({"posterior_alpha": 0.3}, "posterior_threshold is not given"),
         ({"posterior_threshold": 0.0}, "posterior_threshold"),
         ({"num_medusa_heads": 0}, "num_medusa_heads"),

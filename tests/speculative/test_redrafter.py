@@ -47,7 +47,7 @@ PROMPTS = prompts((4, 9, 17))
 
 
 def searched(
-    head: ReDrafterHead, vocab: Tensor, contexts: Tensor, roots: Sequence[int], **how: int
+    head: ReDrafterHead, vocab: Tensor, contexts: Tensor, roots: Sequence[int], **how: Any
 ) -> list[Beams]:
     fast = DraftRecurrence(head, torch.float32, torch.device("cpu"))
     with torch.inference_mode():
@@ -126,6 +126,22 @@ def test_a_head_that_is_sure_ranks_certain_tokens_in_order_of_length() -> None:
     head.lm_head[-1].weight.data *= 1e4
     [beams] = searched(head, torch.randn(5, HIDDEN), torch.randn(1, HIDDEN), [1], width=2, length=4)
     assert beams.order[:4] == [0, 2, 4, 6]
+
+
+def test_beams_of_no_use_are_not_ranked_and_a_search_for_nothing_else_ends() -> None:
+    head, vocab, contexts = make_head(vocab=9), torch.randn(9, HIDDEN), torch.randn(2, HIDDEN)
+    whole = searched(head, vocab, contexts, [1, 2], width=4, length=4)
+    scores = [
+        [score(head, vocab, contexts[n], [n + 1, *path]) for path in paths(whole[n])]
+        for n in range(2)
+    ]
+    floor = sorted(scores[0])[-3] - 1e-4  # three beams of the first request are of use
+    cut = searched(head, vocab, contexts, [1, 2], width=4, length=4, floor=floor)
+    for beams, every, values in zip(cut, whole, scores, strict=True):
+        assert beams.order == [beam for beam in every.order if values[beam] >= floor]
+    longest = max(len(path) for n in range(2) for path in paths(cut[n]))
+    useful = max(len(paths(cut[n])[beam]) for n in range(2) for beam in cut[n].order)
+    assert longest == min(4, useful + 1)  # one more level, to see that nothing follows
 
 
 def test_no_requests_have_no_beams() -> None:
@@ -412,6 +428,7 @@ def test_depth_and_size_follow_from_the_beams() -> None:
         ({"num_beams": 2, "max_total_draft_tokens": 9}, "2 beams of 4 have no more than 8"),
         ({"max_total_draft_tokens": 3}, "max_draft_len is 4"),
         ({"num_beams": 0}, "invalid num_beams"),
+        ({"tree": "beams", "min_draft_probability": 0.1}, "which are all verified"),
     ],
 )
 def test_sizes_that_contradict_each_other_are_refused(fields, message) -> None:

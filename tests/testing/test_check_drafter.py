@@ -63,6 +63,7 @@ TWIN: dict[str, Any] = {"speculative_model": tiny("llama")}
             speculative_model=eagle(),
         ),
         MedusaDecodingConfig(speculative_model=shared_heads()),
+        MedusaDecodingConfig(speculative_model=shared_heads(), tree="likeliest"),
         MTPDecodingConfig(max_draft_len=4, speculative_model=saved()),
         MTPDecodingConfig(max_draft_len=3, speculative_model=saved(), use_mtp_vanilla=True),
         MTPDecodingConfig(max_draft_len=4, speculative_model=saved(count=2)),

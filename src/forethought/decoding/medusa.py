@@ -6,7 +6,7 @@ Knows nothing about heads but the ``config.json`` beside them.
 from __future__ import annotations
 
 import json
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -20,6 +20,9 @@ MEDUSA_CHOICES: tuple[tuple[int, ...], ...] = (
 )
 """The leaves of a tree of 24 nodes: the best one where a head's first choices are right in 60, 14,
 7, 4, 2 and 2 of 100 places, and each further head in 12 % fewer."""
+
+USUAL_NODES = 15
+"""Of a tree of the likeliest: with the root, as many rows as CPUs multiply at little cost."""
 
 
 class MedusaDecodingConfig(DecodingBaseConfig):
@@ -37,6 +40,13 @@ class MedusaDecodingConfig(DecodingBaseConfig):
     """The tree: paths of ranks, ``[1, 0]`` being the likeliest token of the second head after the
     second likeliest of the first. All paths, or those to the leaves only; a list, or the text of
     one. None: as the heads' ``config.json`` says, or one that suits most heads."""
+    tree: Literal["choices", "likeliest"] = "choices"
+    """``choices``: the same tree every time, as published. ``likeliest``: of what the heads hold
+    the likeliest together as they stand, as deep as there are heads, and of 15 tokens unless
+    ``max_total_draft_tokens`` says otherwise. It gets further with fewer tokens."""
+    min_draft_probability: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """What the heads hold less likely than this, together with all before it, is left out of such a
+    tree: verifying costs something, too."""
     num_medusa_heads: int | None = Field(default=None, ge=1, le=MOST_LEVELS)
     """How many heads to use; None: as many as there are."""
     posterior_threshold: float | None = Field(default=None, gt=0.0, le=1.0)
@@ -48,12 +58,35 @@ class MedusaDecodingConfig(DecodingBaseConfig):
     None: the square root of ``posterior_threshold``."""
 
     def _settle_lengths(self) -> None:
-        """Depth and size are those of the tree, which is cut to the heads that are used."""
+        """Settle the tree as well, from which they follow."""
         if self.posterior_alpha is not None and self.posterior_threshold is None:
             reason = "posterior_threshold is not given, and without it acceptance is exact"
             raise self._refuse("posterior_alpha", self.posterior_alpha, reason)
         if self.posterior_threshold is not None and self.posterior_alpha is None:
             self._set("posterior_alpha", self.posterior_threshold**0.5)
+        if self.tree == "likeliest":
+            self._settle_likeliest()
+        else:
+            self._settle_choices()
+        super()._settle_lengths()
+
+    def _settle_likeliest(self) -> None:
+        """As deep as there are heads, unless less is wanted."""
+        if self.medusa_choices is not None:
+            reason = "tree is 'likeliest', which is another one every time"
+            raise self._refuse("medusa_choices", self.medusa_choices, reason)
+        heads = self._heads() or self.max_draft_len or max(map(len, MEDUSA_CHOICES))
+        if self.max_draft_len > heads:
+            raise self._refuse("max_draft_len", self.max_draft_len, f"there are {heads} heads")
+        self._set("max_draft_len", self.max_draft_len or heads)
+        usual = max(USUAL_NODES, self.max_draft_len)
+        self._set("max_total_draft_tokens", self.max_total_draft_tokens or usual)
+
+    def _settle_choices(self) -> None:
+        """Depth and size are those of the tree, which is cut to the heads that are used."""
+        if self.min_draft_probability:
+            reason = "tree is 'choices', whose nodes are all tried"
+            raise self._refuse("min_draft_probability", self.min_draft_probability, reason)
         given = self.medusa_choices
         if given is None:
             self._set("medusa_choices", self._default_tree())
@@ -62,7 +95,6 @@ class MedusaDecodingConfig(DecodingBaseConfig):
             raise self._refuse("medusa_choices", given, reason)
         assert self.medusa_choices is not None
         self._settle_tree("medusa_choices", self.medusa_choices)
-        super()._settle_lengths()
 
     @property
     def has_usual_tree(self) -> bool:
@@ -71,11 +103,14 @@ class MedusaDecodingConfig(DecodingBaseConfig):
 
     def _default_tree(self) -> tuple[tuple[int, ...], ...]:
         """What the heads' own configuration says, within the wanted depth and heads."""
-        stored = self._stored()
-        tree = stored.get("medusa_choices") or MEDUSA_CHOICES
-        heads = self.num_medusa_heads or stored.get("medusa_num_heads") or stored.get("num_heads")
-        limits = [limit for limit in (heads, self.max_draft_len) if limit]
+        tree = self._stored().get("medusa_choices") or MEDUSA_CHOICES
+        limits = [limit for limit in (self._heads(), self.max_draft_len) if limit]
         return tuple(dict.fromkeys(tuple(path[: min(limits, default=None)]) for path in tree))
+
+    def _heads(self) -> int | None:
+        """How many are used; None if nobody says so."""
+        stored = self._stored()
+        return self.num_medusa_heads or stored.get("medusa_num_heads") or stored.get("num_heads")
 
     def _stored(self) -> dict[str, Any]:
         """The heads' ``config.json``; whether there has to be one is for who loads them to say."""

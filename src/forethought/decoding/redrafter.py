@@ -29,12 +29,18 @@ class ReDrafterDecodingConfig(DecodingBaseConfig):
     """``beams``: what is left at the end of the search, as published. ``likeliest``: what was
     likely at any length, which gets further with fewer tokens: 15 unless
     ``max_total_draft_tokens`` says otherwise."""
+    min_draft_probability: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """What the head holds less likely than this, together with all before it, is left out of the
+    ``likeliest``: verifying costs something, too."""
 
     def _settle_lengths(self) -> None:
         """The depth is that of a beam; the size at most that of beams with nothing in common."""
         given = "draft_len_per_beam" in self.model_fields_set
         if not given and self.max_draft_len:
             self._set("draft_len_per_beam", self.max_draft_len)
+        if self.min_draft_probability and self.tree == "beams":
+            reason = "tree is 'beams', which are all verified"
+            raise self._refuse("min_draft_probability", self.min_draft_probability, reason)
         length = self.draft_len_per_beam
         if self.max_draft_len not in (0, length):
             reason = f"draft_len_per_beam makes it {length}"

@@ -12,6 +12,7 @@ the published rule of acceptance. Knows nothing about acceptance.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -48,6 +49,8 @@ class ReDrafterDrafter(Drafter):
         assert features.places == (FINAL,)
         self._search, self._features = search, features
         self._num_beams, self._max_nodes = config.num_beams, config.max_total_draft_tokens
+        floor = config.min_draft_probability
+        self._floor = math.log(floor) if floor else -math.inf
         self._tree = likeliest if config.tree == "likeliest" else last_beams
 
     @classmethod
@@ -97,6 +100,7 @@ class ReDrafterDrafter(Drafter):
                 torch.tensor([request.tokens[-1] for request in requests], device=stored.device),
                 self._num_beams,
                 max(request.max_draft_len for request in requests),
+                self._floor,
             )
         for request, beams in zip(requests, found, strict=True):
             request.draft = self._tree(beams, request.max_draft_len, request.max_nodes)
@@ -113,7 +117,8 @@ class Beams(NamedTuple):
     parents: list[int]
     """Numbers of beams; -1: the root."""
     order: list[int]
-    """Numbers of all beams, the likeliest first; a beam stands behind the one that it prolongs."""
+    """Numbers of the useful beams, the likeliest first; a beam stands behind the one that it
+    prolongs."""
     ends: list[int]
     """By length, from 0: how many beams are no longer than that."""
 
@@ -129,7 +134,14 @@ class BeamSearch:
     def __init__(self, head: DraftRecurrence, embed: Callable[[Tensor], Tensor]) -> None:
         self._head, self._embed = head, embed
 
-    def __call__(self, contexts: Tensor, roots: Tensor, width: int, length: int) -> list[Beams]:
+    def __call__(
+        self,
+        contexts: Tensor,
+        roots: Tensor,
+        width: int,
+        length: int,
+        floor: float = -math.inf,
+    ) -> list[Beams]:
         """Search behind N roots at once.
 
         Args:
@@ -137,6 +149,7 @@ class BeamSearch:
             roots: int64 ``[N]``, on the same device.
             width: beams that are kept at each length; fewer where there are not so many.
             length: most tokens of a beam.
+            floor: beams of a lower log-probability are of no use.
 
         Returns:
             What is kept behind each root.
@@ -157,7 +170,7 @@ class BeamSearch:
             levels.append((tokens, parents + start, score))
             start = ends[-1]
             ends.append(start + tokens.shape[1])
-            if len(levels) == length:
+            if len(levels) == length or self._is_hopeless(score, floor):
                 break
             rows = (parents + first * kept if count > 1 else parents).flatten()
             state = state.index_select(0, rows)
@@ -165,9 +178,22 @@ class BeamSearch:
                 contexts = contexts.index_select(0, rows)
         every = [torch.cat(each, dim=1) for each in zip(*levels, strict=True)]
         # Equals stay in order of length, so that nobody comes before what it prolongs.
-        order = every[2].sort(dim=-1, descending=True, stable=True).indices
-        kept_tokens, prolonged, ranked = torch.stack([every[0], every[1], order]).tolist()
-        return [Beams(*beams, ends) for beams in zip(kept_tokens, prolonged, ranked, strict=True)]
+        scores, order = every[2].sort(dim=-1, descending=True, stable=True)
+        useful = (scores >= floor).sum(-1, keepdim=True).expand_as(order)
+        kept_tokens, prolonged, ranked, counts = torch.stack(
+            [every[0], every[1], order, useful]
+        ).tolist()
+        return [
+            Beams(tokens, parents, ranks[: count[0]], ends)
+            for tokens, parents, ranks, count in zip(
+                kept_tokens, prolonged, ranked, counts, strict=True
+            )
+        ]
+
+    @staticmethod
+    def _is_hopeless(score: Tensor, floor: float) -> bool:
+        """Whether nothing useful follows; to ask would hold a GPU up for longer than it saves."""
+        return floor > -math.inf and score.device.type == "cpu" and bool((score < floor).all())
 
 
 def likeliest(beams: Beams, depth: int, most: int) -> Draft:

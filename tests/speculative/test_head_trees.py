@@ -1,0 +1,107 @@
+"""Trees of what heads guess for each place: the likeliest combinations, and which requests get."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+from forethought.params import SamplingParams
+from forethought.speculative.drafter import DraftRequest
+from forethought.speculative.head_trees import LikeliestTrees, likeliest
+
+LAWS = st.lists(
+    st.lists(st.floats(-9.0, 0.0), min_size=1, max_size=4).map(lambda row: sorted(row)[::-1]),
+    max_size=3,
+)
+"""Log-probabilities by level and rank."""
+
+
+def all_paths(scores: list[list[float]]) -> list[tuple[float, tuple[int, ...]]]:
+    """Every combination of ranks and what it scores, the slow and obvious way."""
+    found = []
+    for depth in range(1, len(scores) + 1):
+        for path in itertools.product(*(range(len(row)) for row in scores[:depth])):
+            total = 0.0
+            for level, rank in enumerate(path):
+                total += scores[level][rank]
+            found.append((total, path))
+    return sorted(found, reverse=True)
+
+
+def paths(nodes: list[tuple[int, int, int]]) -> list[tuple[int, ...]]:
+    """What stands on the way to each node."""
+    found: list[tuple[int, ...]] = []
+    for place, (parent, level, rank) in enumerate(nodes):
+        assert -1 <= parent < place
+        before = found[parent] if parent >= 0 else ()
+        assert len(before) == level
+        found.append((*before, rank))
+    return found
+
+
+@given(LAWS, st.integers(0, 20))
+def test_a_tree_is_of_the_likeliest_combinations_of_all(
+    scores: list[list[float]], most: int
+) -> None:
+    every = all_paths(scores)
+    value = {path: total for total, path in every}
+    chosen = paths(likeliest(scores, most))
+    assert len(set(chosen)) == len(chosen) == min(most, len(every))
+    assert [value[path] for path in chosen] == [total for total, _ in every[:most]]
+
+
+@given(LAWS, st.floats(-9.0, 0.0))
+def test_what_is_too_unlikely_is_left_out(scores: list[list[float]], floor: float) -> None:
+    chosen = paths(likeliest(scores, 99, floor))
+    assert sorted(chosen) == sorted(path for total, path in all_paths(scores) if total >= floor)
+
+
+def test_what_is_impossible_is_left_out() -> None:
+    chosen = paths(likeliest([[0.0, -math.inf], [-math.inf]], 9))
+    assert chosen == [(0,)]
+
+
+def test_sure_heads_make_a_deep_tree_and_unsure_ones_a_wide_one() -> None:
+    sure, unsure = [-0.01, -5.0, -6.0], [-1.0, -1.1, -1.2]
+    assert paths(likeliest([sure, sure, sure], 3)) == [(0,), (0, 0), (0, 0, 0)]
+    assert paths(likeliest([unsure, unsure, unsure], 3)) == [(0,), (1,), (2,)]
+
+
+def request(**limits: int) -> DraftRequest:
+    params = SamplingParams()
+    made = DraftRequest(0, [1, 2], prompt_length=2, params=params, group=0, index=0, seed=0)
+    made.max_draft_len, made.max_nodes = limits["depth"], limits["nodes"]
+    return made
+
+
+@pytest.mark.parametrize(
+    ("limits", "tokens", "parents"),
+    [
+        ({"depth": 2, "nodes": 9}, [3, 5, 1, 5], (-1, 0, -1, 2)),
+        ({"depth": 2, "nodes": 2}, [3, 5], (-1, 0)),
+        ({"depth": 1, "nodes": 9}, [3, 1], (-1, -1)),
+        ({"depth": 0, "nodes": 9}, [], ()),
+    ],
+)
+def test_a_request_gets_as_much_of_a_tree_as_it_may(
+    limits: dict[str, int], tokens: list[int], parents: tuple[int, ...]
+) -> None:
+    laws = torch.full((2, 1, 6), 1e-9)
+    laws[0, 0, 3], laws[0, 0, 1], laws[1, 0, 5] = 0.7, 0.3, 1.0
+    asked = request(**limits)
+    LikeliestTrees(depth=2, most=4, floor=0.01).grow(laws.log(), None, [asked])
+    assert (list(asked.draft.tokens), asked.draft.parents) == (tokens, parents)
+
+
+def test_each_request_has_a_tree_of_its_own_in_the_target_s_ids() -> None:
+    logits: Any = torch.zeros(1, 2, 3)
+    logits[0, 0, 2] = logits[0, 1, 1] = 9.0
+    asked = [request(depth=1, nodes=1) for _ in range(2)]
+    LikeliestTrees(depth=1, most=3, floor=0.0).grow(logits, torch.tensor([40, 50, 60]), asked)
+    assert [list(each.draft.tokens) for each in asked] == [[60], [50]]
