@@ -15,9 +15,11 @@ from forethought.kv.storage import KvStorage
 from forethought.kv.table import PageTable
 from forethought.model.batch import Row
 from forethought.model.causal_lm import CausalLM, TransformersNetwork
+from forethought.model.fused import projection as projections
 from forethought.model.fused.network import FusedNetwork
 from forethought.model.fused.norm import Norm
 from forethought.model.fused.projection import (
+    Abreast,
     MergedGate,
     PackedGate,
     PackedProjection,
@@ -177,3 +179,24 @@ def test_products_in_float32_are_plain() -> None:
     product = projection(weight)
     assert isinstance(product, PlainProjection)
     assert torch.equal(product(x), F.linear(x, weight))
+
+
+@pytest.mark.parametrize("most", [0, 2**20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("biased", [False, True])
+def test_products_abreast_are_those_of_each_alone(
+    most: int, dtype: torch.dtype, biased: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(projections, "MOST_ABREAST", most)
+    torch.manual_seed(0)
+    weights = [torch.randn(24, 16).to(dtype) for _ in range(3)]
+    biases = [torch.randn(24).to(dtype) for _ in range(3)] if biased else None
+    abreast, x = Abreast(weights, biases), torch.randn(3, 5, 16).to(dtype)
+    for count in (1, 2, 3):
+        alone = [
+            F.linear(x[each], weights[each], None if biases is None else biases[each])
+            for each in range(count)
+        ]
+        with torch.inference_mode():
+            found = abreast(x[:count])
+        torch.testing.assert_close(found, torch.stack(alone), rtol=2e-2, atol=2e-2)

@@ -96,7 +96,7 @@ class LikeliestTrees:
     def grow(self, logits: Tensor, ids: Tensor | None, requests: Sequence[DraftRequest]) -> None:
         """See :class:`HeadTrees`."""
         width = min(self._most, logits.shape[-1])
-        found = logits.float().log_softmax(-1).topk(width, dim=-1)
+        found = logits.log_softmax(-1, dtype=torch.float32).topk(width, dim=-1)
         tokens = found.indices if ids is None else ids[found.indices]
         # Token ids are exact in float64, so that one transfer brings everything.
         scores, columns = torch.stack([found.values.double(), tokens.double()]).tolist()

@@ -7,6 +7,7 @@ packed weight replaces the ordinary one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 STEADY_TERMS, STEADY_ROWS = 512, 32  # up to either, oneDNN sums a row in one way
+MOST_ABREAST = 2**20  # elements of a weight up to which one call for several beats packed ones
 LARGE_GATE = 2**20  # elements of the merged weight from which two fused products beat one
 
 
@@ -104,6 +106,33 @@ class SteadyProjection:
     def swish(self, x: Tensor) -> Tensor:
         """See :class:`Projection`."""
         return torch.cat([self.packed.swish(part) for part in x.split(STEADY_ROWS)])
+
+
+class Abreast:
+    """Several products side by side, each of an input of its own; one call where that is faster.
+
+    Args:
+        weights: ``[out, in]`` each.
+        biases: ``[out]`` each; None for none.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor] | None = None) -> None:
+        self._alone: list[Projection] = []
+        if _packs(weights[0]) and weights[0].numel() > MOST_ABREAST:
+            every = biases or [None] * len(weights)
+            self._alone = [projection(*pair) for pair in zip(weights, every, strict=True)]
+            return
+        self._weight = torch.stack([weight.t() for weight in weights])  # [count, in, out]
+        self._bias = None if biases is None else torch.stack(list(biases)).unsqueeze(1)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The first ones: x ``[count, T, in]`` -> ``[count, T, out]``."""
+        if self._alone:
+            parts = zip(self._alone, x.unbind(0), strict=False)
+            return torch.stack([product(part.contiguous()) for product, part in parts])
+        if self._bias is None:
+            return torch.bmm(x, self._weight[: len(x)])
+        return torch.baddbmm(self._bias[: len(x)], x, self._weight[: len(x)])
 
 
 class Gate(Protocol):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from operator import add
 from typing import NamedTuple
 
 import torch
@@ -159,17 +160,16 @@ class BeamSearch:
         state, tokens = torch.zeros_like(contexts), roots[:, None]
         score = torch.zeros(count, 1, device=roots.device)  # log-probabilities of the beams
         levels: list[tuple[Tensor, Tensor, Tensor]] = []
-        start, ends = -1, [0]
+        ends = [0]
         for _ in range(length):
             kept = tokens.shape[1]
             state = self._head.advance(self._embed(tokens.flatten()), state)
-            laws = self._head(contexts, state).log_softmax(-1).view(count, kept, vocab)
-            laws = (laws + score[..., None]).view(count, kept * vocab)
+            laws = self._head(contexts, state).log_softmax(-1, dtype=torch.float32)
+            laws = (laws + score.view(-1, 1)).view(count, kept * vocab)
             score, found = laws.topk(min(width, kept * vocab), dim=-1)
             parents, tokens = found // vocab, found % vocab
-            levels.append((tokens, parents + start, score))
-            start = ends[-1]
-            ends.append(start + tokens.shape[1])
+            levels.append((tokens, parents, score))
+            ends.append(ends[-1] + tokens.shape[1])
             if len(levels) == length or self._is_hopeless(score, floor):
                 break
             rows = (parents + first * kept if count > 1 else parents).flatten()
@@ -183,8 +183,11 @@ class BeamSearch:
         kept_tokens, prolonged, ranked, counts = torch.stack(
             [every[0], every[1], order, useful]
         ).tolist()
+        starts = [-1] * ends[1]  # of the beams that each length prolongs
+        for begin, end, stop in zip(ends, ends[1:], ends[2:], strict=False):
+            starts += [begin] * (stop - end)
         return [
-            Beams(tokens, parents, ranks[: count[0]], ends)
+            Beams(tokens, list(map(add, parents, starts)), ranks[: count[0]], ends)
             for tokens, parents, ranks, count in zip(
                 kept_tokens, prolonged, ranked, counts, strict=True
             )

@@ -25,15 +25,16 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forethought.model.fused.projection import projection
+from forethought.model.fused.projection import Abreast, projection
 from forethought.speculative.heads.checkpoint import Checkpoint, refused
 from forethought.speculative.heads.residual_block import ResidualBlock
 
@@ -166,41 +167,45 @@ class DraftHeads:
     """
 
     def __init__(self, heads: MedusaHeads, dtype: torch.dtype, device: torch.device) -> None:
-        def placed(weight: Tensor | None) -> Tensor | None:
-            return None if weight is None else weight.detach().to(device, dtype)
-
         self.token_map = None if heads.token_map is None else heads.token_map.to(device)
-        self._blocks, self._first = [], None
-        blocks = [[block.linear for block in list(head)[:-1]] for head in heads]
-        self._count = len(blocks)
-        if blocks[0]:  # the first blocks read the same state: one product
-            first = [linears[0] for linears in blocks]
-            weight = placed(torch.cat([linear.weight for linear in first]))
-            biases = [linear.bias for linear in first if linear.bias is not None]
-            assert weight is not None
-            self._first = projection(weight, placed(torch.cat(biases) if biases else None))
+        self._count, self._first = len(heads), None
         with torch.inference_mode():
-            self._blocks = [
-                [projection(placed(each.weight), placed(each.bias)) for each in linears[1:]]
-                for linears in blocks
-            ]
-            self._out = [projection(placed(head[-1].weight)) for head in heads]
+            *blocks, out = zip(*map(_linears, heads), strict=True)
+            if blocks:  # the first blocks read the same state: one product
+                weights, biases = _weights(blocks[0], dtype, device)
+                bias = None if biases is None else torch.cat(biases)
+                self._first = projection(torch.cat(weights), bias)
+            self._blocks = [Abreast(*_weights(layer, dtype, device)) for layer in blocks[1:]]
+            self._out = Abreast(*_weights(out, dtype, device))
 
     def __len__(self) -> int:
         return self._count
 
     def __call__(self, states: Tensor, count: int) -> Tensor:
         """The first ``count`` heads: states ``[N, hidden]`` -> logits ``[count, N, vocab]``."""
-        grown = [states] * count
+        grown = states.expand(count, -1, -1)
         if self._first is not None:
             mixed = self._first.swish(states).view(len(states), self._count, -1)
-            grown = list((mixed + states.unsqueeze(1))[:, :count].unbind(1))
-        for head, blocks in enumerate(self._blocks[:count]):
-            for block in blocks:
-                grown[head] = grown[head] + block.swish(grown[head])
-        return torch.stack(
-            [out(x.contiguous()) for out, x in zip(self._out[:count], grown, strict=True)]
-        )
+            grown = grown + mixed.transpose(0, 1)[:count]
+        for block in self._blocks:
+            grown = grown + F.silu(block(grown))
+        return self._out(grown)
+
+
+def _linears(head: nn.Module) -> list[nn.Linear]:
+    """Of its blocks, then the last one."""
+    *blocks, last = head.children()
+    return [*(block.linear for block in blocks), last]
+
+
+def _weights(
+    linears: Sequence[nn.Linear], dtype: torch.dtype, device: torch.device
+) -> tuple[list[Tensor], list[Tensor] | None]:
+    """Weights and biases of linears that all have one, or all none."""
+    weights = [linear.weight.to(device, dtype) for linear in linears]
+    if linears[0].bias is None:
+        return weights, None
+    return weights, [linear.bias.to(device, dtype) for linear in linears]
 
 
 def _authors_names(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:

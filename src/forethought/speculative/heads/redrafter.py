@@ -171,13 +171,13 @@ class DraftRecurrence:
         return self._recur.swish(torch.cat([embedded, state], -1))
 
     def __call__(self, context: Tensor, state: Tensor) -> Tensor:
-        """float32 ``[R, vocab]``: logits; see ``ReDrafterHead.forward``, both ``[R, hidden]``."""
+        """Logits ``[R, vocab]``; see ``ReDrafterHead.forward``, both ``[R, hidden]``."""
         x = torch.cat([context, state], -1)
         if self._enter is not None:
             x = self._enter(x)
         for block in self._blocks:
             x = x + block.swish(x)
-        return self._last(x).float()
+        return self._last(x)
 
 
 def _shape(stored: Checkpoint) -> ReDrafterShape:
