@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,9 +56,10 @@ def _likeliest(logits: Tensor, contexts: Sequence[TokenContext]) -> Tensor:
     """[N] int64, the first of equals."""
     different = {id(context): context for context in contexts}.values()  # nodes often share one
     if logits.device.type == "cpu" and not any(map(wants_edits, different)):
-        drawn = torch.from_numpy(logits.numpy().argmax(axis=-1))  # a tenth of torch's time
-        if logits.gather(1, drawn.unsqueeze(1)).isfinite().all():
-            return drawn
+        host = logits.numpy()
+        drawn = host.argmax(axis=-1)  # a tenth of torch's time
+        if np.isfinite(host[np.arange(len(host)), drawn]).all():
+            return torch.from_numpy(drawn)
     return edit_logits(logits, contexts).max(dim=-1).indices
 
 
