@@ -85,6 +85,16 @@ def test_a_profile_is_measured_by_decoding(tmp_path: Path):
     assert 0 < sum(profile.chances[0]) < 1
 
 
+def test_a_profile_is_of_a_static_tree_whatever_trees_are_drafted(tmp_path: Path):
+    heads = random_heads(tmp_path)
+    config = MedusaDecodingConfig(
+        speculative_model=heads, tree="likeliest", min_draft_probability=0.1
+    )
+    wide = widened(config, 4)
+    assert isinstance(wide, MedusaDecodingConfig)
+    assert (wide.tree, wide.medusa_choices) == ("choices", comb(3, 4))
+
+
 def test_a_draft_model_that_is_the_target_is_always_right_at_rank_0():
     config = DraftTargetDecodingConfig(speculative_model=tiny("llama"), max_draft_len=3)
     profile = measure_profile(

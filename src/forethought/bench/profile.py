@@ -55,7 +55,7 @@ def choices_field(config: DecodingBaseConfig) -> str:
 def widened(config: DecodingBaseConfig, width: int = WIDTH) -> DecodingBaseConfig:
     """The same drafter with a tree that shows ``width`` ranks on each of its levels."""
     field = choices_field(config)
-    sizes = {"max_draft_len", "max_total_draft_tokens", field}
+    sizes = {"max_draft_len", "max_total_draft_tokens", "tree", "min_draft_probability", field}
     fields: dict[str, Any] = {name: getattr(config, name) for name in config.model_fields_set}
     kept = {name: value for name, value in fields.items() if name not in sizes}
     kept[field] = comb(config.max_draft_len, width)

@@ -18,6 +18,8 @@ _IN_TARGET = ("mtp",)
 """Those whose heads may lie in the directory of the model that they draft for."""
 _DRAFT_LENS = {"draft_target": 4, "eagle3": 5, "mtp": 6, "pearl": 4}
 """Levels of drafts unless said otherwise; the other ways have defaults."""
+_TREES = {"medusa": "likeliest"}
+"""What trees are made of, where the default is the published way and few requests are at hand."""
 _EMBEDDED_LENS = {"draft_target": 8, "pearl": 8}
 """The same with the embedded reasoner's own draft model, which is right nearly always."""
 
@@ -84,6 +86,8 @@ def config_of(
             own = _EMBEDDED_LENS if args.draft_model is None else {}
             lengths = {**_DRAFT_LENS, **own}
             values["max_draft_len"] = lengths.get(args.speculative)
+    if args.speculative in _TREES:
+        values["tree"] = _TREES[args.speculative]
     config: DecodingBaseConfig = DecodingBaseConfig.from_dict(
         {"decoding_type": args.speculative, **values}
     )
