@@ -10,7 +10,10 @@ from forethought.decoding import (
     AutoDecodingConfig,
     DecodingBaseConfig,
     DraftTargetDecodingConfig,
+    EagleDecodingConfig,
+    MedusaDecodingConfig,
     NGramDecodingConfig,
+    ReDrafterDecodingConfig,
     SuffixDecodingConfig,
     UserProvidedDecodingConfig,
 )
@@ -68,6 +71,37 @@ def test_a_variant_is_written_as_the_block_that_makes_it():
     block = json.loads(json.dumps(written(Variant("draft_target", 2), configs)))
     assert DecodingBaseConfig.from_dict(block) == tree
     assert written(PLAIN, configs) is None
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MedusaDecodingConfig(
+            speculative_model="d", tree="likeliest", max_draft_len=4, max_total_draft_tokens=4
+        ),
+        ReDrafterDecodingConfig(
+            speculative_model="d", draft_len_per_beam=4, max_total_draft_tokens=4
+        ),
+        ReDrafterDecodingConfig(speculative_model="d", num_beams=1),
+        ReDrafterDecodingConfig(speculative_model="d", num_beams=1, draft_len_per_beam=8),
+        EagleDecodingConfig(
+            speculative_model="d",
+            max_draft_len=4,
+            use_dynamic_tree=True,
+            dynamic_tree_max_topK=2,
+            max_total_draft_tokens=4,
+        ),
+        EagleDecodingConfig(speculative_model="d", num_eagle_layers=4),
+    ],
+    ids=["medusa", "redrafter", "one beam", "one long beam", "dynamic tree", "chain"],
+)
+def test_what_is_written_is_as_large_as_what_was_measured(config: DecodingBaseConfig):
+    for variant in variants_of([config]):
+        read = DecodingBaseConfig.from_dict(json.loads(json.dumps(written(variant, [config]))))
+        assert read.max_draft_len == variant.max_draft_len
+        chain = config.drafts_chains
+        size = variant.max_draft_len if chain else config.max_total_draft_tokens
+        assert read.max_total_draft_tokens == size
 
 
 def test_a_schedule_is_written_as_far_as_the_length_allows():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
@@ -245,3 +246,38 @@ def test_what_is_stored_of_a_tree_and_the_first_position_seen_are_minded(
         storage = storage_for(case, num_pages, page_size)
         result = attend(SdpaAttention(grouping), case, batch, storage, 2)
         torch.testing.assert_close(result, exact, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("length", [48, 224])
+def test_few_queries_are_rounded_alike_whether_their_heads_are_folded_or_not(
+    dtype: torch.dtype, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to 16 queries of a key; with more of them the two would differ."""
+    torch.manual_seed(0)
+    k, v = (torch.randn(length, 2, 64).to(dtype) for _ in range(2))
+    folds: list[int] = []
+    grouped = sdpa._attend_group
+
+    def watched(q: torch.Tensor, *rest: Any) -> torch.Tensor:
+        folds.append(q.shape[1])
+        return grouped(q, *rest)
+
+    monkeypatch.setattr(sdpa, "_attend_group", watched)
+    for size in range(2, 13):
+        q = torch.randn(size, 4, 64).to(dtype)
+        seen = torch.rand(size, length) < 0.8
+        mask = sdpa_plan.FoldedMask(sdpa_plan.additive(seen, dtype)[None, None])
+        found = []
+        for exact in (sdpa_plan.EXACT_QUERIES, 0):
+            monkeypatch.setattr(sdpa, "EXACT_QUERIES", exact)
+            found.append(sdpa._attend_piece(q, k, v, mask, Scoring(0.125)))
+        assert torch.equal(*found)
+    assert folds == list(range(2, 9))
+
+
+def test_a_mask_is_folded_for_each_number_of_heads_and_kept() -> None:
+    mask = sdpa_plan.FoldedMask(torch.arange(6.0).view(1, 1, 2, 3))
+    for shared in (3, 1, 2):
+        assert torch.equal(mask.fold(shared), mask.fold(1).repeat(1, 1, shared, 1))
+        assert mask.fold(shared) is mask.fold(shared)

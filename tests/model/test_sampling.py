@@ -231,6 +231,11 @@ def test_a_broken_row_leaves_its_neighbours_alone():
     assert choose(logits, [context(temperature=0.0)] * 2, [0.0, 0.0]).tokens == [1, 0]
 
 
+def test_a_greedy_step_looks_past_what_is_no_number():
+    logits = torch.tensor([[0.0, math.nan, 2.0, 1.0], [0.0, 5.0, 2.0, 1.0]])
+    assert choose(logits, [context(temperature=0.0)] * 2, [0.0, 0.0]).tokens == [2, 1]
+
+
 @pytest.mark.gpu
 def test_the_law_and_the_choice_are_the_same_on_a_gpu():
     torch.manual_seed(3)

@@ -13,7 +13,8 @@ from hypothesis import given
 
 from forethought.params import SamplingParams
 from forethought.speculative.drafter import DraftRequest
-from forethought.speculative.head_trees import LikeliestTrees, likeliest
+from forethought.speculative.head_trees import LikeliestTrees, StaticTrees, likeliest
+from forethought.speculative.tree import TreeChoices
 
 LAWS = st.lists(
     st.lists(st.floats(-9.0, 0.0), min_size=1, max_size=4).map(lambda row: sorted(row)[::-1]),
@@ -96,6 +97,25 @@ def test_a_request_gets_as_much_of_a_tree_as_it_may(
     laws[0, 0, 3], laws[0, 0, 1], laws[1, 0, 5] = 0.7, 0.3, 1.0
     asked = request(**limits)
     LikeliestTrees(depth=2, most=4, floor=0.01).grow(laws.log(), None, [asked])
+    assert (list(asked.draft.tokens), asked.draft.parents) == (tokens, parents)
+
+
+@pytest.mark.parametrize(
+    ("limits", "tokens", "parents"),
+    [
+        ({"depth": 9, "nodes": 9}, [40, 50, 60, 40], (-1, -1, 0, 1)),
+        ({"depth": 9, "nodes": 3}, [40, 50, 60], (-1, -1, 0)),
+        ({"depth": 1, "nodes": 9}, [40, 50], (-1, -1)),
+        ({"depth": 0, "nodes": 9}, [], ()),
+    ],
+)
+def test_a_static_tree_is_cut_to_what_a_request_may_and_speaks_the_target_s_ids(
+    limits: dict[str, int], tokens: list[int], parents: tuple[int, ...]
+) -> None:
+    trees = StaticTrees(TreeChoices.parse([[0, 0], [1, 1]]), torch.device("cpu"))
+    logits = torch.tensor([[[3.0, 2.0, 1.0]], [[2.0, 1.0, 3.0]]])
+    asked = request(**limits)
+    trees.grow(logits, torch.tensor([40, 50, 60]), [asked])
     assert (list(asked.draft.tokens), asked.draft.parents) == (tokens, parents)
 
 

@@ -10,6 +10,7 @@ import torch
 
 from engines import drain, engine, expect_empty, load, outputs
 from forethought.decoding import MEDUSA_CHOICES, MedusaDecodingConfig
+from forethought.decoding.bounds import MOST_LEVELS
 from forethought.errors import ParameterError
 from forethought.kv.storage import KvStorage
 from forethought.model.runner import Runner
@@ -148,6 +149,42 @@ def test_the_likeliest_tree_is_as_deep_as_there_are_heads_unless_less_is_wanted(
     assert [drafter.nodes(depth) for depth in (0, 1, 5)] == [0, 15, 15]
 
 
+@pytest.mark.parametrize("said", [999, 0, -1, 2.5, "3", None])
+def test_a_config_that_misstates_the_heads_does_no_harm(said: Any, tmp_path: Path) -> None:
+    make_heads(3).save(tmp_path, config={"medusa_num_heads": said})
+    lm = load("llama")
+    target = Target(Runner(lm, KvStorage(lm.layer_shapes, 4, 4, lm.dtype, lm.device)), 64)
+    for tree in ("choices", "likeliest"):
+        config = MedusaDecodingConfig(speculative_model=tmp_path, tree=tree)
+        assert config.max_draft_len <= MOST_LEVELS
+        assert build(config, target).nodes(9) > 0
+    deep = MedusaDecodingConfig(speculative_model=tmp_path, tree="likeliest", max_draft_len=3)
+    assert deep.max_draft_len == 3
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.06])
+def test_what_the_heads_hold_unlikely_is_left_out(floor: float, heads: Path) -> None:
+    config = MedusaDecodingConfig(
+        speculative_model=heads, tree="likeliest", min_draft_probability=floor
+    )
+    machine = engine(speculative=[config])
+    watch = Watch(machine)
+    machine.add(prompts((9,))[0], GREEDY.replace(max_tokens=8))
+    drain(machine)
+    for tokens, request, draft in watch.seen:
+        laws = make_heads(3)(final_state(tokens[:-1])).detach().softmax(-1)
+        chances = []
+        for node, token in enumerate(draft.tokens):
+            parent = draft.parents[node]
+            level = 0 if parent < 0 else chances[parent][0] + 1
+            before = 1.0 if parent < 0 else chances[parent][1]
+            chances.append((level, before * float(laws[level, token])))
+        assert all(chance >= floor for _, chance in chances)
+        if len(draft.tokens) < request.max_nodes:  # and nothing else is
+            assert draft.parents.count(-1) == int((laws[0] >= floor).sum())
+    assert (len(watch.seen[0][2].tokens) < 15) == bool(floor)
+
+
 def test_a_tree_deeper_than_the_heads_is_refused_and_the_default_one_is_cut(
     heads: Path, tmp_path: Path
 ) -> None:
@@ -196,7 +233,7 @@ def test_the_tree_is_that_of_the_heads_own_configuration_unless_another_is_given
         ({"medusa_choices": [[0, 0]], "num_medusa_heads": 1}, "longer than num_medusa_heads"),
         ({"medusa_choices": [[0, 0]], "max_draft_len": 3}, "medusa_choices make it 2"),
         ({"tree": "likeliest", "medusa_choices": [[0]]}, "another one every time"),
-        ({"tree": "likeliest", "max_draft_len": 4}, "there are 3 heads"),
+        ({"tree": "likeliest", "num_medusa_heads": 3, "max_draft_len": 4}, "num_medusa_heads is 3"),
         ({"tree": "likeliest", "max_total_draft_tokens": 2}, "max_draft_len is 3"),
         ({"min_draft_probability": 0.1}, "nodes are all tried"),
         ({"posterior_alpha": 0.3}, "posterior_threshold is not given"),

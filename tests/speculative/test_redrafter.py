@@ -275,6 +275,22 @@ class Watched:
         equipped.drafter.prepare_draft_tokens = noted
 
 
+def test_what_the_head_holds_unlikely_is_left_out_of_drafts() -> None:
+    seen = {}
+    for floor in (0.0, 0.02):
+        config = ReDrafterDecodingConfig(
+            speculative_model=random_head(), min_draft_probability=floor
+        )
+        watched = Watched(config)
+        watched.machine.add(PROMPTS[1], GREEDY)
+        drain(watched.machine)
+        seen[floor] = {len(tokens): drafted for tokens, drafted, _ in watched.drafts}
+    assert seen[0.0] != seen[0.02]
+    for place, drafted in seen[0.02].items():
+        if place in seen[0.0]:  # the likeliest come first
+            assert drafted == seen[0.0][place][: len(drafted)]
+
+
 @pytest.mark.parametrize("page_size", [1, 3])
 def test_the_state_is_that_which_the_root_was_drawn_from(tmp_path: Path, page_size: int) -> None:
     """One place further on or back, its first choice would be another token than the root."""

@@ -40,6 +40,8 @@ class Variant:
         return SpeculationParams(max_draft_len=self.max_draft_len, drafter=self.drafter)
 
 
+_DEPTHS = ("draft_len_per_beam", "num_eagle_layers")
+"""Other names of ``max_draft_len``."""
 PLAIN = Variant()
 """What every other one is compared with."""
 
@@ -103,7 +105,7 @@ def variants_of(
     found: dict[Variant, None] = {}  # as a set that keeps its order
     for config in configs:
         longest = config.max_draft_len
-        fixed = config.length_control == "fixed" and config.max_total_draft_tokens == longest
+        fixed = config.length_control == "fixed" and config.drafts_chains
         tried = [longest // 4, longest // 2, longest] if lengths is None else lengths
         for length in tried if fixed else [longest]:
             if 1 <= length <= longest:
@@ -125,8 +127,10 @@ def written(
         return None
     config = next(config for config in configs if config.name == variant.drafter)
     fields = {name: _plain(getattr(config, name)) for name in sorted(config.model_fields_set)}
+    for name in _DEPTHS:
+        fields.pop(name, None)
     fields["max_draft_len"] = variant.max_draft_len
-    if not config.branches or variant.max_draft_len < config.max_draft_len:
+    if config.drafts_chains:
         fields.pop("max_total_draft_tokens", None)  # as long as the draft
     schedule = config.draft_len_schedule
     if schedule is not None:

@@ -116,6 +116,11 @@ class DecodingBaseConfig(StrictModel):
             raise self._refuse(name, max(total, getattr(self, name)), reason)
         self._set("max_total_draft_tokens", total)
 
+    @property
+    def drafts_chains(self) -> bool:
+        """Whether no draft of it branches, however short."""
+        return self.max_total_draft_tokens == self.max_draft_len
+
     def _settle_tree(self, name: str, paths: tuple[tuple[int, ...], ...]) -> None:
         """Take depth and size from the tree in the field ``name``; refuse others beside it."""
         if not paths or not all(paths) or min(map(min, paths)) < 0:

@@ -51,6 +51,11 @@ class EagleDecodingConfig(DecodingBaseConfig):
             return tuple(sorted(value, key=lambda layer: (layer == -1, layer)))
         return value
 
+    @property
+    def drafts_chains(self) -> bool:
+        """Whether no draft of it branches, however short."""
+        return not self.use_dynamic_tree and super().drafts_chains
+
     def _settle_lengths(self) -> None:
         if self.num_eagle_layers is not None:
             if self.max_draft_len not in (0, self.num_eagle_layers):

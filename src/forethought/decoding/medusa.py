@@ -75,10 +75,12 @@ class MedusaDecodingConfig(DecodingBaseConfig):
         if self.medusa_choices is not None:
             reason = "tree is 'likeliest', which is another one every time"
             raise self._refuse("medusa_choices", self.medusa_choices, reason)
-        heads = self._heads() or self.max_draft_len or max(map(len, MEDUSA_CHOICES))
-        if self.max_draft_len > heads:
-            raise self._refuse("max_draft_len", self.max_draft_len, f"there are {heads} heads")
-        self._set("max_draft_len", self.max_draft_len or heads)
+        heads = self.num_medusa_heads
+        if heads is not None and self.max_draft_len > heads:
+            reason = f"num_medusa_heads is {heads}"
+            raise self._refuse("max_draft_len", self.max_draft_len, reason)
+        depth = self.max_draft_len or self._heads() or max(map(len, MEDUSA_CHOICES))
+        self._set("max_draft_len", depth)
         usual = max(USUAL_NODES, self.max_draft_len)
         self._set("max_total_draft_tokens", self.max_total_draft_tokens or usual)
 
@@ -107,10 +109,17 @@ class MedusaDecodingConfig(DecodingBaseConfig):
         limits = [limit for limit in (self._heads(), self.max_draft_len) if limit]
         return tuple(dict.fromkeys(tuple(path[: min(limits, default=None)]) for path in tree))
 
+    @property
+    def drafts_chains(self) -> bool:
+        """Whether no draft of it branches, however short."""
+        return self.tree == "choices" and super().drafts_chains
+
     def _heads(self) -> int | None:
-        """How many are used; None if nobody says so."""
+        """How many are used; None if nobody says so. What is stored is not always true."""
         stored = self._stored()
-        return self.num_medusa_heads or stored.get("medusa_num_heads") or stored.get("num_heads")
+        said = stored.get("medusa_num_heads", stored.get("num_heads"))
+        known = min(said, MOST_LEVELS) if isinstance(said, int) and said > 0 else None
+        return self.num_medusa_heads or known
 
     def _stored(self) -> dict[str, Any]:
         """The heads' ``config.json``; whether there has to be one is for who loads them to say."""

@@ -33,6 +33,11 @@ class ReDrafterDecodingConfig(DecodingBaseConfig):
     """What the head holds less likely than this, together with all before it, is left out of the
     ``likeliest``: verifying costs something, too."""
 
+    @property
+    def drafts_chains(self) -> bool:
+        """Whether no draft of it branches, however short."""
+        return self.num_beams == 1
+
     def _settle_lengths(self) -> None:
         """The depth is that of a beam; the size at most that of beams with nothing in common."""
         given = "draft_len_per_beam" in self.model_fields_set

@@ -215,7 +215,7 @@ def _draw(
 def _begins_with(draft: Draft, token: int) -> bool:
     """Whether a child of the root carries the token."""
     if draft.parents is None:
-        return draft.tokens[:1] == [token]
+        return len(draft) > 0 and draft.tokens[0] == token
     return any(draft.parent(node) < 0 and draft.tokens[node] == token for node in range(len(draft)))
 
 

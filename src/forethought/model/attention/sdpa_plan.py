@@ -36,7 +36,8 @@ EXACT_QUERIES, EXACT_UP_TO = 16, 512
 4 (with AMX: 1) to 16 of them, nor by how many keys, if these are a multiple of 16 (masked ones
 count). So whole pages are attended, ``softmax`` fills fewer queries up to 4, and prefills go in
 parts of 16 tokens: in bf16 and fp16 a token's keys and values are then the same in any company,
-with pages of 16 tokens. In longer prefills it would cost too much."""
+with pages of 16 tokens. In longer prefills it would cost too much. With softcap or sinks, which
+are computed by hand, it is so but for rounding."""
 
 
 class FoldedMask:
