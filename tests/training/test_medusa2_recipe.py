@@ -221,6 +221,8 @@ def test_a_tiny_run_is_accepted_further_and_stays_near_the_original(tmp_path: Pa
         backbone_rate=1e-3,
         batch_tokens=1024,
         initial_heads=heads_dir("medusa"),
+        num_heads=5,
+        num_layers=2,
         heads_first=0.2,
         heads_weight_schedule="constant",
         check_every=1000,
@@ -238,7 +240,7 @@ def test_a_tiny_run_is_accepted_further_and_stays_near_the_original(tmp_path: Pa
 
     trainer = Trainer(recipe, settings, tmp_path, check)
     before, after = trainer._evaluate(), trainer.run()
-    assert before["acceptance_length"] < 2.7
+    assert before["acceptance_length"] < 3.1
     assert before["kl"] < 1e-6
     assert after["acceptance_length"] > 3.5
     assert 1e-5 < after["kl"] < 0.005
@@ -261,7 +263,7 @@ def test_the_adapted_model_says_with_its_heads_what_it_says_without(tmp_path: Pa
 
 
 def test_heads_to_start_from_keep_their_weights_and_their_tree(tmp_path: Path) -> None:
-    settings = Medusa2Settings(initial_heads=heads_dir("medusa"))
+    settings = Medusa2Settings(initial_heads=heads_dir("medusa"), num_heads=5, num_layers=2)
     recipe = made(settings, sums(), reasoner())
     given = MedusaHeads.load(heads_dir("medusa"), 256, 512)
     assert all(
@@ -277,7 +279,7 @@ def test_heads_to_start_from_keep_their_weights_and_their_tree(tmp_path: Path) -
 
 def test_heads_that_the_run_cannot_start_from_are_refused(tmp_path: Path) -> None:
     settings = Medusa2Settings(initial_heads=heads_dir("medusa"), num_heads=3)
-    with pytest.raises(ParameterError, match="num_heads and num_layers are 4 and 1"):
+    with pytest.raises(ParameterError, match="num_heads and num_layers are 5 and 2"):
         made(settings, sums(), reasoner())
     some = MedusaHeads(MedusaShape(32, 50, 4), token_map=torch.arange(50))
     some.save(tmp_path, "vllm")

@@ -207,11 +207,11 @@ def test_settings_that_a_recipe_does_not_have_are_refused() -> None:
         MedusaSettings(heads=3)  # type: ignore[call-arg]
 
 
-def test_the_shipped_heads_make_more_than_two_and_a_half_tokens_per_step() -> None:
+def test_the_shipped_heads_make_more_than_three_tokens_per_step() -> None:
     """Eight shipped problems at temperature 0 in float32, up to 250 tokens of each."""
     directory = heads_dir("medusa")
     assert sum(each.stat().st_size for each in directory.iterdir()) < 3 * 2**20
-    assert len(MedusaHeads.load(directory, 256, 512)) == 4
+    assert len(MedusaHeads.load(directory, 256, 512)) == 5
     asked = [
         teacher().tokenizer.encode_more(
             teacher().tokenizer.render([{"role": "user", "content": each["question"]}])
@@ -222,5 +222,5 @@ def test_the_shipped_heads_make_more_than_two_and_a_half_tokens_per_step() -> No
     config = MedusaDecodingConfig(speculative_model=directory)
     found = teacher().generate(asked, params, config)
     assert found.token_ids == teacher().generate(asked, params).token_ids
-    assert (found.metrics.mean_acceptance_length or 0.0) > 2.5
+    assert (found.metrics.mean_acceptance_length or 0.0) > 3.0
     assert not found.metrics.lossy
