@@ -51,14 +51,10 @@ DRAFTERS: dict[str, DecodingBaseConfig] = {
         max_total_draft_tokens=15,
     ),
     "mtp": MTPDecodingConfig(max_draft_len=10, speculative_model=HEADS / "mtp"),
-    "medusa": MedusaDecodingConfig(speculative_model=HEADS / "medusa"),
-    "medusa, 10 nodes": MedusaDecodingConfig(
-        speculative_model=HEADS / "medusa",
-        medusa_choices=(
-            *((0,), (1,), (2,), (3,), (0, 0), (0, 1), (1, 0)),
-            *((0, 0, 0), (0, 1, 0), (0, 0, 0, 0)),
-        ),
+    "medusa": MedusaDecodingConfig(
+        speculative_model=HEADS / "medusa", tree="likeliest", max_total_draft_tokens=10
     ),
+    "medusa, static": MedusaDecodingConfig(speculative_model=HEADS / "medusa"),
     "redrafter": ReDrafterDecodingConfig(
         speculative_model=HEADS / "redrafter",
         num_beams=5,

@@ -123,11 +123,16 @@ class Speculation:
             most = equipped.schedule.length(running)
             requests = [r for s in sequences if (r := self._request(equipped, s, most)) is not None]
             lengths = self._lengths(equipped, requests, len(sequences)) if requests else []
+            sizes: dict[int, int] = {}  # by depth
             for request, length in zip(requests, lengths, strict=True):
                 depth = min(length, request.max_draft_len)
-                if depth > 0 and (nodes := self._nodes(equipped, request, depth)) > 0:
-                    part = self._parts.setdefault(request.request_id, _Part(request))
-                    part.depths[equipped], part.nodes[equipped] = depth, nodes
+                if depth > 0 and not sizes.get(depth):
+                    sizes[depth] = self._nodes(equipped, request, depth)
+                if depth > 0 and sizes[depth] > 0:
+                    part = self._parts.get(request.request_id)
+                    if part is None:
+                        part = self._parts[request.request_id] = _Part(request)
+                    part.depths[equipped], part.nodes[equipped] = depth, sizes[depth]
         parts = [self._parts.get(sequence.id) for sequence in sequences]
         return [max(part.nodes.values()) if part else 0 for part in parts]
 

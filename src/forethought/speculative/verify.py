@@ -172,8 +172,7 @@ def _decide(
     begin = 0
     for candidate in candidates:
         draft, begin = candidate.draft, begin + 1
-        looked_at = len(draft) and drawn[begin] != _UNDRAWN  # at its nodes, not at its root alone
-        if looked_at and not candidate.is_random:
+        if not candidate.is_random and _begins_with(draft, drawn[begin - 1]):
             for node, token in enumerate(draft.tokens):
                 accepted[begin + node] = drawn[begin + draft.parent(node)] == token
         begin += len(draft)
@@ -190,7 +189,8 @@ def _draw(
     """
     greedy = all(candidate.contexts[0].params.greedy for candidate in candidates)
     if logits.device.type != "cpu" or greedy:
-        tokens: list[int] = draw_tokens(logits, contexts, _all_coins(candidates)).tolist()
+        coins = [0.0] * len(contexts) if greedy else _all_coins(candidates)
+        tokens: list[int] = draw_tokens(logits, contexts, coins).tolist()
         return tokens
     begins = [0, *accumulate(len(candidate.rows) for candidate in candidates)][:-1]
     drawn = [_UNDRAWN] * len(contexts)
