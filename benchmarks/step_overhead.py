@@ -3,8 +3,9 @@
     python -m benchmarks.step_overhead --model DIR --batch 16 --tokens 100
 
 Each law is measured without drafts and with drafts of four tokens per sequence, all of them wrong,
-so that every step verifies sixteen times five tokens and keeps one. Prints a table and, last, one
-JSON line. What drafts add is the median of the differences within a round. The shares of network and drafter are measured by the engine itself.
+so that every step verifies sixteen times five tokens and keeps one. What drafts add is the median
+of the differences within a round. Prints a table and, last, one JSON line. The shares of network
+and drafter are measured by the engine itself.
 """
 
 from __future__ import annotations
