@@ -41,10 +41,10 @@ def shipped(name: str) -> tuple[DecodingBaseConfig, float]:
             ),
             4.1,
         ),
-        "medusa": lambda: (MedusaDecodingConfig(speculative_model=heads_dir("medusa")), 2.2),
+        "medusa": lambda: (MedusaDecodingConfig(speculative_model=heads_dir("medusa")), 2.6),
         "medusa, likeliest": lambda: (
             MedusaDecodingConfig(speculative_model=heads_dir("medusa"), tree="likeliest"),
-            2.5,
+            3.0,
         ),
         "mtp, replayed": lambda: (MTPDecodingConfig(max_draft_len=5, **_MTP), 3.5),
         "mtp, one per place": lambda: (
@@ -53,11 +53,11 @@ def shipped(name: str) -> tuple[DecodingBaseConfig, float]:
         ),
         "redrafter": lambda: (
             ReDrafterDecodingConfig(speculative_model=heads_dir("redrafter")),
-            2.7,
+            2.9,
         ),
         "redrafter, beams": lambda: (
             ReDrafterDecodingConfig(speculative_model=heads_dir("redrafter"), tree="beams"),
-            1.9,
+            2.3,
         ),
         "draft model": lambda: (DraftTargetDecodingConfig(max_draft_len=5, **_MODEL), 4.8),
         "draft model, drawn": lambda: (
