@@ -31,13 +31,13 @@ def test_its_export_writes_what_is_read_back(
     exec(code, {"__name__": "guide"})
     head = Eagle3Head.load(tmp_path / "runs" / "eagle3-vllm")
     assert head.traits == Eagle3Head.load(heads_dir("eagle3")).traits
-    assert len(MedusaHeads.load(tmp_path / "runs" / "medusa-vllm", 256, 512)) == 4
+    assert len(MedusaHeads.load(tmp_path / "runs" / "medusa-vllm", 256, 512)) == 5
 
 
 def test_its_blocks_configure_drafters() -> None:
     found = [yaml.safe_load(block)["speculative_config"] for block in blocks("yaml")]
     kinds = [DecodingBaseConfig.from_dict(fields).decoding_type for fields in found]
-    assert kinds == ["Eagle", "Eagle", "MTP"]
+    assert kinds == ["Eagle", "Eagle", "Medusa", "MTP"]
 
 
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - {"medusa-2"}))
