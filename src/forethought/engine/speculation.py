@@ -129,9 +129,7 @@ class Speculation:
                 if depth > 0 and not sizes.get(depth):
                     sizes[depth] = self._nodes(equipped, request, depth)
                 if depth > 0 and sizes[depth] > 0:
-                    part = self._parts.get(request.request_id)
-                    if part is None:
-                        part = self._parts[request.request_id] = _Part(request)
+                    part = self._parts.setdefault(request.request_id, _Part(request))
                     part.depths[equipped], part.nodes[equipped] = depth, sizes[depth]
         parts = [self._parts.get(sequence.id) for sequence in sequences]
         return [max(part.nodes.values()) if part else 0 for part in parts]

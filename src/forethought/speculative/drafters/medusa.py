@@ -93,9 +93,10 @@ class MedusaDrafter(Drafter):
 
 
 def _trees(config: MedusaDecodingConfig, heads: MedusaHeads, device: torch.device) -> HeadTrees:
-    if config.medusa_choices is None:
+    if config.tree == "likeliest":
         depth = min(config.max_draft_len, len(heads))
         return LikeliestTrees(depth, config.max_total_draft_tokens, config.min_draft_probability)
+    assert config.medusa_choices is not None
     choices = TreeChoices.parse(config.medusa_choices)
     if choices.depth > len(heads) and config.has_usual_tree:
         choices = choices.truncated(len(heads))
