@@ -158,8 +158,10 @@ def test_a_config_that_misstates_the_heads_does_no_harm(said: Any, tmp_path: Pat
         config = MedusaDecodingConfig(speculative_model=tmp_path, tree=tree)
         assert config.max_draft_len <= MOST_LEVELS
         assert build(config, target).nodes(9) > 0
-    deep = MedusaDecodingConfig(speculative_model=tmp_path, tree="likeliest", max_draft_len=3)
-    assert deep.max_draft_len == 3
+    deep = {"speculative_model": tmp_path, "tree": "likeliest"}
+    assert build(MedusaDecodingConfig(max_draft_len=3, **deep), target).nodes(3) == 15
+    with pytest.raises(ParameterError, match=r"max_draft_len is 4.*holds 3 heads"):
+        build(MedusaDecodingConfig(max_draft_len=4, **deep), target)
 
 
 @pytest.mark.parametrize("floor", [0.0, 0.06])

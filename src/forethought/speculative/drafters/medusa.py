@@ -49,7 +49,7 @@ class MedusaDrafter(Drafter):
 
         Raises:
             ModelError: they cannot be loaded, or are another target's.
-            ParameterError: the tree is deeper than there are heads.
+            ParameterError: the tree, or a draft that is asked for, is deeper than there are heads.
         """
         assert config.speculative_model is not None
         lm, storage = target.runner.lm, target.runner.storage
@@ -94,6 +94,12 @@ class MedusaDrafter(Drafter):
 
 def _trees(config: MedusaDecodingConfig, heads: MedusaHeads, device: torch.device) -> HeadTrees:
     if config.tree == "likeliest":
+        if "max_draft_len" in config.model_fields_set and config.max_draft_len > len(heads):
+            raise ParameterError(
+                f"max_draft_len is {config.max_draft_len}",
+                f"{config.speculative_model} holds {len(heads)} heads, each for one token",
+                f"Set max_draft_len to at most {len(heads)}, or leave it out",
+            )
         depth = min(config.max_draft_len, len(heads))
         return LikeliestTrees(depth, config.max_total_draft_tokens, config.min_draft_probability)
     assert config.medusa_choices is not None
