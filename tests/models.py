@@ -103,6 +103,9 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
     "cohere2": ("cohere2", {"sliding_window": 6, "head_dim": None, **_MIXED}),
     "gpt2": ("gpt2", {}),
+    "gpt_neox": ("gpt_neox", {"head_dim": None}),
+    "opt": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "phi": ("phi", {"head_dim": None}),
     "starcoder2": ("starcoder2", {"sliding_window": 6}),
 }
 

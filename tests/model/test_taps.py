@@ -15,7 +15,10 @@ from models import prompts, tiny, transformers_model
 
 
 @pytest.mark.parametrize("fuse", [True, False])
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize(
+    "architecture",
+    ["llama", "qwen3", "gemma2", "deepseek_v3", "gpt_oss", "gpt2", "gpt_neox", "opt", "phi"],
+)
 def test_states_at_every_place_are_those_of_transformers(architecture: str, fuse: bool) -> None:
     lm = loader.load(tiny(architecture), dtype="float32", fuse=fuse)
     storage = KvStorage(lm.layer_shapes, 16, 4)

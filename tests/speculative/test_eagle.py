@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from eagle_heads import (
     PLACES,
@@ -19,7 +20,7 @@ from eagle_heads import (
     random_eagle3,
     static_tree,
 )
-from engines import drain, engine, expect_empty
+from engines import drain, engine, expect_empty, load, outputs
 from forethought.decoding import EagleDecodingConfig
 from forethought.engine.engine import Engine
 from forethought.errors import ModelError, ParameterError
@@ -32,7 +33,7 @@ from forethought.speculative.drafter import ScheduledRequests
 from forethought.speculative.drafters.eagle import EagleDrafter
 from forethought.speculative.table import Target
 from forethought.speculative.tree import TokenTree
-from models import prompts, tiny
+from models import greedy, prompts, tiny
 
 PROMPTS = prompts((9, 4, 17))
 PATHS = [[0], [1], [2], [0, 0], [0, 1], [2, 0], [0, 0, 0], [2, 0, 1]]
@@ -281,3 +282,37 @@ def test_heads_of_another_target_are_refused() -> None:
     large = random_eagle3(vocab_size=120)
     with pytest.raises(ModelError, match="it has 120 tokens, the target 101"):
         machine(large, CHAIN)
+
+
+@pytest.mark.parametrize("growth", [CHAIN, STATIC, DYNAMIC], ids=["chain", "static", "dynamic"])
+@pytest.mark.parametrize("architecture", ["gpt2", "gpt_neox", "opt", "phi"])
+def test_targets_that_name_their_layers_otherwise_are_drafted_for(
+    architecture: str, growth: dict[str, Any]
+) -> None:
+    directory = new_directory()
+    random_eagle3(places=(1, 2, 3)).save(directory)
+    config = EagleDecodingConfig(speculative_model=directory, **growth)
+    running = engine(architecture, speculative=[config], pages=256)
+    off = GREEDY.replace(speculation=SpeculationParams(enabled=False))
+    sequences = [running.add(prompt, params)[0] for prompt in PROMPTS for params in (GREEDY, off)]
+    drain(running)
+    plain = greedy(tiny(architecture), PROMPTS, 16)
+    assert outputs(sequences) == [tokens for tokens in plain for _ in range(2)]
+    assert running.stats.draft_failures == 0
+    assert running.stats.drafted > 30
+    for sequence in sequences:
+        running.close(sequence)
+    expect_empty(running)
+
+
+def test_a_target_whose_layers_cannot_be_found_is_refused_when_the_head_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decoder = load("gpt2", "cpu").network.module.transformer  # type: ignore[attr-defined]
+    more = nn.ModuleList(nn.Identity() for _ in decoder.h)
+    monkeypatch.setattr(decoder, "more", more, raising=False)
+    directory = new_directory()
+    random_eagle3().save(directory)
+    config = EagleDecodingConfig(speculative_model=directory, **CHAIN)
+    with pytest.raises(ModelError, match=r"states of a gpt2 model cannot be taken.*h, more"):
+        engine("gpt2", speculative=[config])

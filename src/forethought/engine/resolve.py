@@ -22,6 +22,7 @@ from forethought.model.device import find_device
 from forethought.model.processors import check_threads
 from forethought.model.runner import Runner
 from forethought.speculative import table
+from forethought.speculative.features import Features
 from forethought.speculative.length import length_policy
 from forethought.speculative.rule import rule_of
 from forethought.speculative.schedule import schedule
@@ -99,6 +100,9 @@ def equip(config: DecodingBaseConfig, target: Target, batch_size: int) -> Equipp
     if isinstance(config, AutoDecodingConfig):
         config = config.resolve(batch_size)
     drafter = table.build(config, target)
+    for companion in drafter.companions:
+        if isinstance(companion, Features):
+            target.runner.expect_states(companion.places)
     return Equipped(
         name=config.name,
         drafter=drafter,

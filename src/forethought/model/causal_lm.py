@@ -44,7 +44,7 @@ class TransformersNetwork:
 
     def __call__(self, batch: Batch, forward_pass: ForwardPass) -> Tensor:
         """See :class:`Network`."""
-        with tapped(self.module.base_model, forward_pass):
+        with tapped(self.module.get_decoder(), forward_pass):
             output = self.module(
                 input_ids=batch.token_ids[None],
                 position_ids=batch.positions[None],

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from forethought.errors import ModelError
 from forethought.kv.pool import PagePool
 from forethought.kv.storage import KvStorage
 from forethought.kv.table import PageTable
@@ -40,6 +41,40 @@ class Runner:
         for reader in readers:
             reader.write(batch.slots, states)
         return logits
+
+    def expect_states(self, places: Sequence[int]) -> None:
+        """Run one token and see that the hidden states at ``places`` can be taken.
+
+        Only while nothing is stored: the first page is written over.
+
+        Args:
+            places: see ``model.taps``.
+
+        Raises:
+            ModelError: they cannot, or have another width than ``lm.hidden_size``.
+        """
+        table = PageTable(PagePool(self.storage.num_pages, self.storage.page_size))
+        table.append(1)
+        batch = Batch.build([Row([0], 0, table)], self.lm.device)
+        try:
+            _, states = self.lm.forward_tapped(batch, self.storage, frozenset(places))
+            shapes = {place: tuple(states[place].shape) for place in places}
+        except ModelError:
+            raise
+        except Exception as error:  # hooks into modules of any architecture
+            raise self._untappable(f"{type(error).__name__}: {error}") from error
+        odd = {shape for shape in shapes.values() if shape != (1, self.lm.hidden_size)}
+        if odd:
+            raise self._untappable(
+                f"they are {odd.pop()} for one token, not [1, {self.lm.hidden_size}]"
+            )
+
+    def _untappable(self, why: str) -> ModelError:
+        return ModelError(
+            f"the hidden states of a {self.lm.config.model_type} model cannot be taken",
+            why,
+            "Draft with something that does not read them",
+        )
 
     def warm_up(self, tokens: int = 16) -> None:
         """Run a prefill of ``tokens`` and a decode, so that no request waits for what is lazy.

@@ -75,7 +75,7 @@ class Backbone:
 
         with ExitStack() as open_:
             open_.enter_context(self._differentiable())
-            hook = self._module.base_model.register_forward_hook(leaving)
+            hook = self._module.get_decoder().register_forward_hook(leaving)
             open_.callback(hook.remove)
             seen = torch.ones_like(tokens)  # filling stands behind all that is looked at
             output = self._module(input_ids=tokens, attention_mask=seen, use_cache=False)

@@ -100,7 +100,8 @@ def _load(
         third = Eagle3Head.load(directory)
         traits = third.traits
         _compare(directory, lm, vocab=third.config.vocab_size, hidden=traits.target_hidden_size)
-        if not traits.own_embedding and third.config.hidden_size != lm.hidden_size:
+        embedded = lm.embed(torch.zeros(1, dtype=torch.int64, device=lm.device))
+        if not traits.own_embedding and third.config.hidden_size != embedded.shape[-1]:
             raise _misfit(directory, "it has no embedding of its own width")
         places = _places(config, lm, traits.places or default_places(lm.num_layers))
         if len(places) != traits.captures:
