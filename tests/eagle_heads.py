@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import math
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
@@ -210,6 +213,51 @@ class Oracle:
         left, right = x[:, :half], x[:, half:]
         cos, sin = angles.cos(), angles.sin()
         return torch.cat([left * cos - right * sin, right * cos + left * sin], 1)
+
+
+@dataclass(frozen=True)
+class State:
+    """A state of the target that a published head reads: of layer ``layer``."""
+
+    layer: int
+    side: Literal["input", "output"]
+
+
+class Published(Oracle):
+    """The same guesses from the files of a published head alone, whoever wrote them.
+
+    Args:
+        directory: ``config.json`` and ``model.safetensors``.
+        captured: the states that it was trained with, in the order in which ``fc`` reads them.
+        target: directory of the target.
+    """
+
+    def __init__(self, directory: Path, captured: Sequence[State], target: Path) -> None:
+        config = json.loads((directory / "config.json").read_text())
+        stored = load_file(directory / "model.safetensors")
+        self.weights = {name.replace("layers.0.", "midlayer."): x for name, x in stored.items()}
+        self.weights = {name: x.double() for name, x in self.weights.items()}
+        self.config = LlamaConfig(**config.get("transformer_layer_config", config))
+        flags = ("norm_before_residual", "norm_before_fc", "norm_output")
+        self.third = Eagle3Traits(60, 32, **{flag: config.get(flag, False) for flag in flags})
+        self.captured, self.shift, self.swapped = captured, 1, False
+        self.target, self.layer, self.memory = transformers_model(target), "midlayer.", {}
+
+    def states(self, tokens: Sequence[int]) -> Tensor:
+        """[len(tokens), width]: what goes into and comes out of the layers themselves."""
+        found: dict[State, Tensor] = {}
+        hooks = []
+        for index, layer in enumerate(self.target.model.layers):
+
+            def record(module: nn.Module, args: Any, output: Tensor, index: int = index) -> None:
+                found[State(index, "input")], found[State(index, "output")] = args[0], output
+
+            hooks.append(layer.register_forward_hook(record))
+        with torch.inference_mode():
+            self.target(torch.tensor([list(tokens)]))
+        for hook in hooks:
+            hook.remove()
+        return torch.cat([found[state][0] for state in self.captured], -1).double()
 
 
 def ranked(logits: Tensor, count: int) -> list[int]:

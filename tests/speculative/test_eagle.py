@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from eagle_heads import (
     PLACES,
+    SIZES,
     Oracle,
+    Published,
+    State,
     chain,
     dynamic_tree,
     new_directory,
@@ -33,7 +39,7 @@ from forethought.speculative.drafter import ScheduledRequests
 from forethought.speculative.drafters.eagle import EagleDrafter
 from forethought.speculative.table import Target
 from forethought.speculative.tree import TokenTree
-from models import greedy, prompts, tiny
+from models import ARCHITECTURES, greedy, prompts, tiny
 
 PROMPTS = prompts((9, 4, 17))
 PATHS = [[0], [1], [2], [0, 0], [0, 1], [2, 0], [0, 0, 0], [2, 0, 1]]
@@ -316,3 +322,105 @@ def test_a_target_whose_layers_cannot_be_found_is_refused_when_the_head_is_loade
     config = EagleDecodingConfig(speculative_model=directory, **CHAIN)
     with pytest.raises(ModelError, match=r"states of a gpt2 model cannot be taken.*h, more"):
         engine("gpt2", speculative=[config])
+
+
+# ---- which states a published head was trained with: 8 layers ------------------------------------
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+LAYOUTS: dict[str, tuple[dict[str, Any], str, list[int]]] = {
+    # config -> the side of the layers, and the layers, whose states the head was trained with
+    "authors": ({}, "input", [2, 4, 5]),
+    "speculators": ({IDS: [1, 3, 6]}, "input", [1, 3, 6]),
+    "specforge": ({"eagle_config": {IDS: [1, 3, 6]}}, "output", [1, 3, 6]),
+    "specforge, usual": ({"eagle_config": {IDS: [1, 3, 4]}}, "output", [1, 3, 4]),
+    "specforge, unordered": ({"eagle_config": {IDS: [6, 1, 3]}}, "output", [1, 3, 6]),
+    "embeddings": ({"eagle_config": {IDS: [-1, 3, 6]}}, "input", [0, 4, 7]),
+    "authors' in eagle_config": ({"eagle_config": {IDS: [2, 4, 5]}}, "input", [2, 4, 5]),
+    "both": ({IDS: [2, 4, 7], "eagle_config": {IDS: [1, 3, 6]}}, "input", [2, 4, 7]),
+    "both alike": ({IDS: [1, 3, 6], "eagle_config": {IDS: [1, 3, 6]}}, "input", [1, 3, 6]),
+}
+
+
+@pytest.fixture
+def deep(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A target of 8 layers, which ``engine`` knows as ``llama_8``."""
+    monkeypatch.setitem(ARCHITECTURES, "llama_8", ("llama", {"num_hidden_layers": 8}))
+    return tiny("llama_8")
+
+
+def published(config: dict[str, Any]) -> Path:
+    """A head whose files are written here, in the names of its layout."""
+    directory = new_directory()
+    directory.mkdir()
+    tensors = {name: x.contiguous() for name, x in random_eagle3().state_dict().items()}
+    if IDS in config:
+        tensors = {name.replace("midlayer.", "layers.0."): x for name, x in tensors.items()}
+        config = {"transformer_layer_config": {**SIZES, "model_type": "llama"}, **config}
+    else:
+        config = {**SIZES, "model_type": "llama", **config}
+    save_file(tensors, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps({**config, "draft_vocab_size": 60}))
+    return directory
+
+
+def drafted_by(directory: Path, growth: dict[str, Any], architecture: str = "llama_8") -> Engine:
+    config = EagleDecodingConfig(speculative_model=directory, synthetic_acceptance=0.7, **growth)
+    running = engine(architecture, speculative=[config], pages=256)
+    running.add(PROMPTS[0], GREEDY)
+    drain(running)
+    assert running.stats.draft_failures == 0
+    return running
+
+
+@pytest.mark.parametrize("growth", [CHAIN, DYNAMIC], ids=["chain", "dynamic"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_trees_of_a_published_head_are_those_of_the_states_that_it_was_trained_with(
+    diary: list[Seen], deep: Path, layout: str, growth: dict[str, Any]
+) -> None:
+    config, side, layers = LAYOUTS[layout]
+    directory = published(config)
+    drafted_by(directory, growth)
+    states = [State(layer, side) for layer in layers]  # type: ignore[arg-type]
+    assert not unlike(diary, Published(directory, states, deep), growth)
+    one_too_low = [State(max(0, state.layer - 1), state.side) for state in states]
+    assert unlike(diary, Published(directory, one_too_low, deep), growth) > len(diary) / 2
+
+
+def test_an_id_that_is_no_layer_says_that_the_ids_count_what_enters_them(
+    diary: list[Seen], deep: Path
+) -> None:
+    directory = published({"eagle_config": {IDS: [3, 5, 8]}})
+    drafted_by(directory, CHAIN)
+    states = [State(3, "input"), State(5, "input"), State(7, "output")]
+    assert not unlike(diary, Published(directory, states, deep), CHAIN)
+
+
+@pytest.mark.parametrize("layout", ["eagle3", "speculators"])
+@pytest.mark.parametrize("places", [(1, 3, 6), (3, 5, 6)])
+def test_an_export_says_its_layers_in_the_convention_of_its_layout(
+    diary: list[Seen], deep: Path, layout: Any, places: tuple[int, ...]
+) -> None:
+    """(3, 5, 6) as outputs are 2, 4, 5: the ids that would else be taken for the authors' own."""
+    directory = new_directory()
+    random_eagle3(places=places).save(directory, layout)
+    config = json.loads((directory / "config.json").read_text())
+    assert config[IDS] == list(places)
+    if layout == "eagle3":
+        assert config["eagle_config"][IDS] == [place - 1 for place in places]
+    drafted_by(directory, CHAIN)
+    states = [State(place, "input") for place in places]
+    assert not unlike(diary, Published(directory, states, deep), CHAIN)
+
+
+@pytest.mark.parametrize("layers", [4, 5, 6])
+def test_small_targets_are_not_guessed_at_where_the_head_does_not_name_its_layers(
+    monkeypatch: pytest.MonkeyPatch, diary: list[Seen], layers: int
+) -> None:
+    name = f"llama_{layers}"
+    monkeypatch.setitem(ARCHITECTURES, name, ("llama", {"num_hidden_layers": layers}))
+    directory = published({})
+    with pytest.raises(ParameterError, match=rf"not three different ones of L = {layers}"):
+        drafted_by(directory, CHAIN, name)
+    drafted_by(directory, CHAIN | {"eagle3_layers_to_capture": [0, 1, 2]}, name)
+    states = [State(layer, "output") for layer in range(3)]
+    assert not unlike(diary, Published(directory, states, tiny(name)), CHAIN)

@@ -15,7 +15,7 @@ from torch import Tensor
 from eagle_heads import new_directory, random_eagle, random_eagle3
 from forethought.errors import ModelError
 from forethought.speculative.heads.eagle import EagleHead
-from forethought.speculative.heads.eagle3 import Eagle3Head, default_places
+from forethought.speculative.heads.eagle3 import Eagle3Head, authors_places, default_places
 
 Tensors = dict[str, Tensor]
 
@@ -89,6 +89,8 @@ def test_names_and_config_are_those_of_each_layout() -> None:
         else:
             assert config["vocab_size"] == 101
             assert config["num_hidden_layers"] == 1
+            nested = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+            assert (nested, config["eagle_aux_hidden_state_layer_ids"]) == ([-1, 1, 2], [0, 2, 3])
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -180,8 +182,20 @@ def test_an_eagle_1_head_is_what_was_saved(bias: bool, own_embedding: bool) -> N
         (lambda t, c: c.update(layer_types=["sliding_attention"]), "sliding window"),
         (lambda t, c: c.pop("hidden_size"), "config lacks hidden_size"),
         (
-            lambda t, c: c["eagle_config"].update(eagle_aux_hidden_state_layer_ids=[1, 2]),
+            lambda t, c: c.update(eagle_aux_hidden_state_layer_ids=[1, 2], eagle_config=None),
             "fc.weight reads 96 values, not 2 states of 32",
+        ),
+        (
+            lambda t, c: c["eagle_config"].update(eagle_aux_hidden_state_layer_ids=[1, 2, 3]),
+            r"are \[0, 2, 3\], and \[1, 2, 3\] in eagle_config: other layers",
+        ),
+        (
+            lambda t, c: c.update(eagle_aux_hidden_state_layer_ids=[1, 1, 2]),
+            r"\[1, 1, 2\] are not different layers",
+        ),
+        (
+            lambda t, c: c.update(eagle_aux_hidden_state_layer_ids="2"),
+            "'2' are not different layers",
         ),
     ],
 )
@@ -216,9 +230,19 @@ def test_a_directory_that_is_none_or_has_no_weights_is_refused(tmp_path: Path) -
         (1, (1,)),
     ],
 )
-def test_by_default_the_outputs_of_layers_1_half_minus_1_and_l_minus_4_are_captured(
+def test_new_heads_capture_the_outputs_of_layers_1_half_minus_1_and_l_minus_4(
     layers: int, places: tuple[int, ...]
 ) -> None:
     assert default_places(layers) == places
     if layers > 6:  # a layer's output enters the next one
         assert [place - 1 for place in places] == [1, layers // 2 - 1, layers - 4]
+        assert authors_places(layers) == places
+    else:
+        assert authors_places(layers) is None
+
+
+def test_a_state_behind_the_final_norm_is_captured_after_a_reload() -> None:
+    directory = saved(places=(1, 2, -1))
+    config = json.loads((directory / "config.json").read_text())
+    assert Eagle3Head.load(directory).traits.places == (1, 2, -1)
+    assert "eagle_aux_hidden_state_layer_ids" not in config["eagle_config"]  # it has no word for it

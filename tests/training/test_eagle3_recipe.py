@@ -11,6 +11,7 @@ import torch
 from eagle_heads import Oracle, scatter
 from engines import load
 from forethought.assets import reasoner_dir
+from forethought.errors import ParameterError
 from forethought.params import SamplingParams
 from forethought.speculative.heads.eagle3 import Eagle3Head
 from forethought.text.tokenizer import Tokenizer
@@ -168,3 +169,9 @@ def test_a_tiny_run_drafts_what_it_has_read(
     )
     assert trainer.run()["acceptance_length"] > 2.5
     assert Eagle3Head.load(tmp_path / DRAFTER).traits.places == PLACES
+
+
+def test_places_are_captured_in_rising_order_however_they_are_given() -> None:
+    assert Eagle3Settings(places=(3, -1, 1)).places == (1, 3, -1)
+    with pytest.raises(ParameterError, match="one or more different places"):
+        Eagle3Settings(places=(1, 1))

@@ -33,7 +33,7 @@ class EagleDecodingConfig(DecodingBaseConfig):
     """Children of a node of a dynamic tree, and nodes of a level that have any."""
     eagle3_layers_to_capture: tuple[int, ...] | None = None
     """Layers of the target whose outputs an EAGLE-3 head reads, -1 being behind the final norm.
-    None: as its checkpoint says, or ``1, L // 2 - 1, L - 4`` of L layers."""
+    None: as its checkpoint says, or ``1, L // 2 - 1, L - 4`` of L layers, at least 7."""
     num_eagle_layers: int | None = Field(default=None, ge=1, le=MOST_LEVELS)
     """Another name of ``max_draft_len`` in older files; the two must agree."""
     eagle3_one_model: bool = True

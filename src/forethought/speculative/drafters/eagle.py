@@ -9,6 +9,7 @@ about acceptance.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,11 +25,13 @@ from forethought.speculative.dynamic_tree import DynamicGrowth
 from forethought.speculative.growth import Growth, StaticGrowth
 from forethought.speculative.heads.checkpoint import Checkpoint
 from forethought.speculative.heads.eagle import EagleHead, EagleNetwork
-from forethought.speculative.heads.eagle3 import Eagle3Head, Eagle3Network, default_places
+from forethought.speculative.heads.eagle3 import Eagle3Head, Eagle3Network, Eagle3Traits
 from forethought.speculative.heads.pair_head import PairHead
 from forethought.speculative.pairs import Pairs
 from forethought.speculative.table import Target
 from forethought.speculative.tree import TreeChoices
+
+log = logging.getLogger(__name__)
 
 
 class EagleDrafter(Drafter):
@@ -103,7 +106,7 @@ def _load(
         embedded = lm.embed(torch.zeros(1, dtype=torch.int64, device=lm.device))
         if not traits.own_embedding and third.config.hidden_size != embedded.shape[-1]:
             raise _misfit(directory, "it has no embedding of its own width")
-        places = _places(config, lm, traits.places or default_places(lm.num_layers))
+        places = _places(directory, config, lm, traits)
         if len(places) != traits.captures:
             raise ParameterError(
                 f"the head in {directory} reads {traits.captures} of the target's states",
@@ -122,12 +125,23 @@ def _load(
     return EagleNetwork(first.to(lm.device, dtype).requires_grad_(False), lm), (FINAL,)
 
 
-def _places(config: EagleDecodingConfig, lm: CausalLM, default: tuple[int, ...]) -> tuple[int, ...]:
+def _places(
+    directory: Path, config: EagleDecodingConfig, lm: CausalLM, traits: Eagle3Traits
+) -> tuple[int, ...]:
     """Places of ``model.taps``: a layer's output is what enters the next one."""
-    places = default
+    found = traits.places_in(lm.num_layers)
     if config.eagle3_layers_to_capture is not None:
         outputs = config.eagle3_layers_to_capture
-        places = tuple(FINAL if layer == -1 else layer + 1 for layer in outputs)
+        found = tuple(FINAL if layer == -1 else layer + 1 for layer in outputs)
+    if found is None:
+        raise ParameterError(
+            f"which of the target's states the head in {directory} reads is not known",
+            "its config.json does not say, and the layers that the authors' code captures, 2, "
+            f"L // 2 and L - 3, are not three different ones of L = {lm.num_layers}",
+            "Set eagle3_layers_to_capture to the layers that it was trained with",
+        )
+    places = found
+    log.info("the head in %s reads the states entering layers %s", directory, places)
     if max(places) > lm.num_layers:
         raise ParameterError(
             "the target has not the layers whose states are to be captured",

@@ -9,8 +9,8 @@ token. Loads and saves the authors' layout (``midlayer.*``) and that of the spec
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ from forethought.model.attention.base import ForwardPass
 from forethought.model.causal_lm import CausalLM
 from forethought.model.fused.norm import Norm
 from forethought.model.fused.projection import projection
+from forethought.model.taps import FINAL
 from forethought.speculative.heads.checkpoint import Checkpoint, refused
 from forethought.speculative.heads.draft_layer import (
     Attend,
@@ -37,12 +38,13 @@ from forethought.speculative.heads.pair_head import Guess
 
 Layout = Literal["eagle3", "speculators"]
 """The authors' checkpoints, or those of the speculators library, which vLLM loads."""
+_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _REFUSED = {"fc_norm": False, "parallel_drafting": False}
 """Config keys that change the architecture, and the only value that is computed here."""
 
 
 def default_places(num_layers: int) -> tuple[int, ...]:
-    """Where EAGLE-3 captures states: entering layers 2, L // 2 and L - 3 (see ``model.taps``).
+    """Where a head that is to be trained captures states: the authors' layers, 2, L // 2 and L - 3.
 
     In a network of few layers these are moved apart as little as possible, within 1 to L.
     """
@@ -50,6 +52,12 @@ def default_places(num_layers: int) -> tuple[int, ...]:
     middle = min(max(num_layers // 2, first + 1), max(num_layers - 1, first))
     last = min(max(num_layers - 3, middle + 1), num_layers)
     return tuple(dict.fromkeys((first, middle, last)))
+
+
+def authors_places(num_layers: int) -> tuple[int, int, int] | None:
+    """Where the authors' code captures states; None where that is not three different layers."""
+    first, middle, last = 2, num_layers // 2, num_layers - 3
+    return (first, middle, last) if first < middle < last else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +69,9 @@ class Eagle3Traits:
     captures: int = 3
     """How many states ``fc`` fuses."""
     places: tuple[int, ...] | None = None
-    """Where they are captured (see ``model.taps``); None: the checkpoint does not say."""
+    """Where they are captured, rising (see ``model.taps``); None: the checkpoint does not say."""
+    nested_ids: tuple[int, ...] | None = field(default=None, compare=False)
+    """The layer ids that ``places`` were read from, if ``eagle_config`` alone has them."""
     norm_before_residual: bool = False
     """The layer's residual is the normed state, not the state."""
     norm_before_fc: bool = False
@@ -70,6 +80,32 @@ class Eagle3Traits:
     """What takes the state's place for the next token has passed the last norm."""
     own_embedding: bool = False
     """It embeds tokens itself; otherwise with the target's embedding."""
+
+    def places_in(self, num_layers: int) -> tuple[int, ...] | None:
+        """Where the states are captured of a target with L = ``num_layers`` layers.
+
+        What a layer id counts depends on where it stands in the config:
+
+        =====================================  =================================================
+        ``eagle_aux_hidden_state_layer_ids``   an id v is
+        =====================================  =================================================
+        at the top (speculators, vLLM)         the state that enters layer v
+        in ``eagle_config`` (SpecForge,        the output of layer v, which enters layer v + 1
+        SGLang, ModelOpt)
+        there, with v = L or as 2, L // 2,     the state that enters layer v: L is no layer, and
+        L - 3                                  the others are the authors' own
+        nowhere                                the authors' 2, L // 2, L - 3 as states that enter
+        =====================================  =================================================
+
+        Returns:
+            Places of ``model.taps``, or None: nothing is said, and L is below 7, where the authors'
+            layers are not three.
+        """
+        if self.nested_ids is None:
+            return self.places or authors_places(num_layers)
+        if num_layers in self.nested_ids or self.nested_ids == authors_places(num_layers):
+            return self.nested_ids
+        return self.places
 
 
 class Eagle3Layer(LlamaLayer):
@@ -234,13 +270,14 @@ class Eagle3Network:
 
 def _traits(stored: Checkpoint, config: LlamaConfig, tensors: Mapping[str, Tensor]) -> Eagle3Traits:
     """What config and tensors say together."""
-    said = stored.config | (stored.config.get("eagle_config") or {})
+    nested = stored.config.get("eagle_config") or {}
+    said = stored.config | nested
     for name, value in _REFUSED.items():
         if said.get(name, value) != value:
             raise refused(stored.directory, f"{name}={said[name]!r} is not supported", "")
     missing = {"fc.weight", "lm_head.weight"} - set(tensors)
     stored.expect_none(missing, "lacks")
-    places = said.get("eagle_aux_hidden_state_layer_ids")
+    places, nested_ids = _captured(stored, nested)
     wide = tensors["fc.weight"].shape[-1]
     target_hidden = said.get("target_hidden_size") or config.hidden_size
     captures, rest = divmod(wide, target_hidden)
@@ -253,12 +290,49 @@ def _traits(stored: Checkpoint, config: LlamaConfig, tensors: Mapping[str, Tenso
         draft_vocab_size=said.get("draft_vocab_size") or tensors["lm_head.weight"].shape[0],
         target_hidden_size=target_hidden,
         captures=captures,
-        places=tuple(places) if places else None,
+        places=places,
+        nested_ids=nested_ids,
         norm_before_residual=bool(said.get("norm_before_residual", False)),
         norm_before_fc=bool(said.get("norm_before_fc", False)),
         norm_output=bool(said.get("norm_output", False)),
         own_embedding="embed_tokens.weight" in tensors,
     )
+
+
+def _captured(
+    stored: Checkpoint, nested: Mapping[str, Any]
+) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+    """``places`` and ``nested_ids`` of the traits, from the config and its ``eagle_config``."""
+    entered = _layer_ids(stored, stored.config.get(_LAYER_IDS))
+    inner = _layer_ids(stored, nested.get(_LAYER_IDS))
+    top = None if entered is None else rising(entered)
+    if inner is None:
+        return top, None
+    following = tuple(layer + 1 for layer in inner)
+    if top is None:
+        return following, inner
+    if top not in (inner, following):
+        raise refused(
+            stored.directory,
+            f"{_LAYER_IDS} are {list(top)}, and {list(inner)} in eagle_config: other layers",
+            "Take the wrong ones out of its config.json",
+        )
+    return top, None
+
+
+def _layer_ids(stored: Checkpoint, ids: Any) -> tuple[int, ...] | None:
+    """In rising order, in which all engines put the states side by side."""
+    if not ids:
+        return None
+    known = isinstance(ids, list) and all(type(each) is int and each >= FINAL for each in ids)
+    if not known or len(set(ids)) < len(ids):
+        raise refused(stored.directory, f"{_LAYER_IDS}={ids!r} are not different layers")
+    return tuple(sorted(ids))
+
+
+def rising(places: Iterable[int]) -> tuple[int, ...]:
+    """In the order in which the network computes them, the final norm's last."""
+    return tuple(sorted(places, key=lambda place: (place == FINAL, place)))
 
 
 def _complete_vocabulary(head: Eagle3Head, tensors: dict[str, Tensor]) -> None:
@@ -283,10 +357,8 @@ def _authors_config(head: Eagle3Head) -> dict[str, Any]:
         **_flags(traits),
         "draft_vocab_size": traits.draft_vocab_size,
         "target_hidden_size": traits.target_hidden_size,
-        "eagle_config": {
-            "use_aux_hidden_state": True,
-            "eagle_aux_hidden_state_layer_ids": traits.places and list(traits.places),
-        },
+        **_places_entered(traits),
+        "eagle_config": {"use_aux_hidden_state": True, **_layers_left(traits)},
         "torch_dtype": str(head.fc.weight.dtype).removeprefix("torch."),
     }
 
@@ -304,7 +376,7 @@ def _speculators_config(head: Eagle3Head, verifier: str) -> dict[str, Any]:
         "speculators_model_type": "eagle3",
         "draft_vocab_size": traits.draft_vocab_size,
         "target_hidden_size": traits.target_hidden_size,
-        "eagle_aux_hidden_state_layer_ids": traits.places and list(traits.places),
+        **_places_entered(traits),
         **_flags(traits),
         "transformer_layer_config": layer_fields(head.config),
         "speculators_config": {
@@ -315,6 +387,19 @@ def _speculators_config(head: Eagle3Head, verifier: str) -> dict[str, Any]:
         },
         "torch_dtype": str(head.fc.weight.dtype).removeprefix("torch."),
     }
+
+
+def _places_entered(traits: Eagle3Traits) -> dict[str, Any]:
+    """The key at the top of a config; see ``Eagle3Traits.places_in``."""
+    assert traits.places is None or traits.places == rising(traits.places)
+    return {} if traits.places is None else {_LAYER_IDS: list(traits.places)}
+
+
+def _layers_left(traits: Eagle3Traits) -> dict[str, Any]:
+    """The key in ``eagle_config``, which cannot say that states pass the final norm."""
+    if traits.places is None or FINAL in traits.places:
+        return {}
+    return {_LAYER_IDS: [place - 1 for place in traits.places]}
 
 
 def _flags(traits: Eagle3Traits) -> dict[str, bool]:

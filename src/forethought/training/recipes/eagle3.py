@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+import pydantic
 import torch
 import torch.nn.functional as F
 from pydantic import Field
@@ -24,7 +25,13 @@ from transformers import LlamaConfig
 
 from forethought.decoding import DecodingBaseConfig, EagleDecodingConfig
 from forethought.speculative.heads.draft_layer import head_dim, rotary_tables
-from forethought.speculative.heads.eagle3 import Eagle3Head, Eagle3Traits, Layout, default_places
+from forethought.speculative.heads.eagle3 import (
+    Eagle3Head,
+    Eagle3Traits,
+    Layout,
+    default_places,
+    rising,
+)
 from forethought.training.lesson import Lesson, Lessons
 from forethought.training.teacher import Teacher
 from forethought.training.text import Text
@@ -48,7 +55,7 @@ class Eagle3Settings(TrainingSettings):
     draft_vocab_size: int | None = Field(default=None, ge=1)
     """Most tokens that the head knows: the most frequent ones. None: all that occur."""
     places: tuple[int, ...] | None = None
-    """Where states are captured; None: as the paper's code does."""
+    """Where states are captured (see ``model.taps``); None: as the paper's code does."""
     hidden_size: int | None = Field(default=None, ge=1)
     """If it is not the target's, the head learns an embedding of its own."""
     intermediate_size: int | None = Field(default=None, ge=1)
@@ -62,6 +69,14 @@ class Eagle3Settings(TrainingSettings):
     """Of the weights that are written."""
     runs_in_float32: bool = False
     """Whatever their dtype and the target's: small heads are faster so on a CPU."""
+
+    @pydantic.field_validator("places", mode="after")
+    @classmethod
+    def _rising(cls, value: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        """Heads are served with the states in this order, whatever was written."""
+        if value is not None and (not value or len(set(value)) < len(value)):
+            raise ValueError("they are one or more different places")
+        return value and rising(value)
 
 
 class Eagle3Recipe:
