@@ -28,7 +28,7 @@ def shipped(name: str) -> tuple[DecodingBaseConfig, float]:
     config, floor = {
         "eagle 3": lambda: (EagleDecodingConfig(max_draft_len=5, **_EAGLE), 3.4),
         "eagle 3, static tree": lambda: (
-            EagleDecodingConfig(eagle_choices=[[0, 0, 0, 0], [1, 0, 0], [0, 1], [2]], **_EAGLE),
+            EagleDecodingConfig(eagle_choices=[[0, 0, 0, 0], [1, 0, 0], [0, 1], [2, 0]], **_EAGLE),
             3.2,
         ),
         "eagle 3, dynamic tree": lambda: (

@@ -41,7 +41,7 @@ def test_a_length_that_no_drafter_can_make_is_refused(length):
 def test_who_chooses_its_length_or_drafts_trees_is_tried_as_it_is():
     configs = [
         NGramDecodingConfig(length_control="goodput"),
-        DraftTargetDecodingConfig(speculative_model="d", draft_choices=[[0, 0], [1]]),
+        DraftTargetDecodingConfig(speculative_model="d", draft_choices=[[0], [0, 0], [1]]),
     ]
     for lengths in (None, [1]):
         assert variants_of(configs, lengths) == [Variant("ngram", 5), Variant("draft_target", 2)]
@@ -63,7 +63,7 @@ def test_auto_is_settled_and_nothing_given_means_the_drafters_without_a_model():
 
 
 def test_a_variant_is_written_as_the_block_that_makes_it():
-    tree = DraftTargetDecodingConfig(speculative_model="d", draft_choices=[[0, 0], [1]])
+    tree = DraftTargetDecodingConfig(speculative_model="d", draft_choices=[[0], [0, 0], [1]])
     configs = [NGramDecodingConfig(max_draft_len=8, is_use_oldest=False), tree]
     block = written(Variant("ngram", 4), configs, max_concurrency=16)
     expected = NGramDecodingConfig(max_draft_len=4, is_use_oldest=False, max_concurrency=16)

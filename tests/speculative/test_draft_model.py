@@ -36,10 +36,18 @@ KINDS: dict[str, Callable[[Path], DecodingBaseConfig]] = {
         max_draft_len=3, speculative_model=path, draft_sampling="sampled"
     ),
     "tree": lambda path: DraftTargetDecodingConfig(
-        draft_choices=[[0, 0], [1], [VOCAB + 5]], speculative_model=path
+        draft_choices=[[0], [0, 0], [1], [VOCAB - 2]], speculative_model=path
     ),
     "pearl": lambda path: PearlDecodingConfig(speculative_model=path, overlap=False),
 }
+
+
+def test_ranks_beyond_the_vocabulary_are_refused() -> None:
+    config = DraftTargetDecodingConfig(
+        draft_choices=[[0], [VOCAB]], speculative_model=tiny("llama")
+    )
+    with pytest.raises(ParameterError, match=f"the rank {VOCAB}, and the drafter knows {VOCAB}"):
+        engine(speculative=[config])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -275,6 +275,12 @@ def test_a_prompt_of_one_token_is_enough(diary: list[Seen]) -> None:
     assert not unlike(diary, Oracle(random_eagle3()), CHAIN)
 
 
+def test_ranks_beyond_the_draft_vocabulary_are_refused() -> None:
+    assert machine(random_eagle3(), {"eagle_choices": [[59]]})
+    with pytest.raises(ParameterError, match="the rank 60, and the drafter knows 60 tokens"):
+        machine(random_eagle3(), {"eagle_choices": [[60]]})
+
+
 def test_heads_of_another_target_are_refused() -> None:
     wide = random_eagle3(hidden_size=48, own_embedding=False)
     with pytest.raises(ModelError, match="embedding of its own width"):

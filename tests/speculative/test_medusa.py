@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from engines import drain, engine, expect_empty, load, outputs
 from forethought.decoding import MEDUSA_CHOICES, MedusaDecodingConfig
@@ -24,6 +25,8 @@ from models import greedy, prompts, tiny, transformers_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 PATHS = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
+ALL_NODES = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
+LEAVES = [[0, 0, 0], [0, 1], [1, 0]]
 
 
 @pytest.fixture(scope="module")
@@ -69,16 +72,16 @@ def test_heads_read_the_state_from_which_the_root_was_drawn(heads: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "choices", [PATHS, [[0, 0, 0], [0, 1], [1, 0], [2]], str(PATHS)], ids=["all", "leaves", "text"]
+    "choices", [ALL_NODES, LEAVES, str(ALL_NODES)], ids=["all", "leaves", "text"]
 )
 def test_both_spellings_of_a_tree_make_the_same_drafts(choices: Any, heads: Path) -> None:
     config = MedusaDecodingConfig(speculative_model=heads, medusa_choices=choices)
-    assert (config.max_draft_len, config.max_total_draft_tokens) == (3, 7)
+    assert (config.max_draft_len, config.max_total_draft_tokens) == (3, 6)
     machine = engine(speculative=[config])
     watch = Watch(machine)
     machine.add(prompts((9,))[0], GREEDY)
     drain(machine)
-    assert watch.seen[0][2].parents == (-1, -1, -1, 0, 0, 1, 3)
+    assert watch.seen[0][2].parents == (-1, -1, 0, 0, 1, 2)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_oss", "deepseek_v3", "gpt2"])
@@ -196,28 +199,65 @@ def test_a_tree_deeper_than_the_heads_is_refused_and_the_default_one_is_cut(
     with pytest.raises(ParameterError, match=r"medusa_choices have 4 levels.*holds 3 heads"):
         build(deep, target)
     make_heads(3).save(tmp_path, config={"medusa_num_heads": 5})
-    unknown = MedusaDecodingConfig(speculative_model=tmp_path)
-    assert unknown.max_draft_len == 5
-    drafter = build(unknown, target)
+    unread = MedusaDecodingConfig(speculative_model=tmp_path / "not yet")
+    assert unread.max_draft_len == 5
+    drafter = build(unread.model_copy(update={"speculative_model": tmp_path}), target)
     assert isinstance(drafter, MedusaDrafter)
     assert drafter.nodes(5) == drafter.nodes(3) == 21
 
 
-def test_ranks_beyond_the_vocabulary_do_no_harm(heads: Path) -> None:
-    config = MedusaDecodingConfig(speculative_model=heads, medusa_choices=[[0], [100], [250]])
-    machine = engine(speculative=[config])
+@pytest.mark.parametrize("layout", ["authors", "vllm", "pytorch", "pytorch, vllm"])
+@pytest.mark.parametrize("said", [1, 2, 5])
+def test_the_weights_say_how_many_heads_there_are_whatever_the_config_says(
+    layout: str, said: int, tmp_path: Path
+) -> None:
+    names = "vllm" if "vllm" in layout else "authors"
+    config = {"medusa_num_heads": said, "num_heads": said}
+    make_heads(3).save(tmp_path, names, config)  # type: ignore[arg-type]
+    if "pytorch" in layout:
+        [file] = tmp_path.glob("*.safetensors")
+        torch.save(load_file(file), tmp_path / "medusa_lm_head.pt")
+        file.unlink()
+    static = MedusaDecodingConfig(speculative_model=tmp_path)
+    assert (static.max_draft_len, static.max_total_draft_tokens) == (3, 21)
+    loose = MedusaDecodingConfig(speculative_model=tmp_path, tree="likeliest")
+    assert (loose.max_draft_len, loose.max_total_draft_tokens) == (3, 15)
+    assert MedusaDecodingConfig(speculative_model=tmp_path, num_medusa_heads=2).max_draft_len == 2
+    assert MedusaDecodingConfig(speculative_model=tmp_path, num_medusa_heads=9).max_draft_len == 3
+    machine = engine(speculative=[static])
+    watch = Watch(machine)
     [sequence] = machine.add(prompts((9,))[0], GREEDY)
     drain(machine)
+    assert max(draft.depth for _, _, draft in watch.seen) == 3
     assert sequence.output == greedy(tiny("llama"), prompts((9,)), 30)[0]
+
+
+def test_where_the_weights_cannot_be_read_the_config_counts_the_heads(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"medusa_num_heads": 2}')
+    assert MedusaDecodingConfig(speculative_model=tmp_path).max_draft_len == 2
+    for name in ("a.pt", "a.safetensors"):
+        (tmp_path / name).write_bytes(b"no weights at all")
+        assert MedusaDecodingConfig(speculative_model=tmp_path).max_draft_len == 2
+
+
+def test_ranks_beyond_the_vocabulary_are_refused(heads: Path) -> None:
+    config = MedusaDecodingConfig(speculative_model=heads, medusa_choices=[[0], [100]])
+    assert engine(speculative=[config])
+    config = MedusaDecodingConfig(speculative_model=heads, medusa_choices=[[0], [101]])
+    with pytest.raises(ParameterError, match="the rank 101, and the drafter knows 101 tokens"):
+        engine(speculative=[config])
 
 
 def test_the_tree_is_that_of_the_heads_own_configuration_unless_another_is_given(
     heads: Path, tmp_path: Path
 ) -> None:
-    make_heads(3).save(tmp_path, config={"medusa_choices": [[0, 0], [1]]})
+    make_heads(3).save(tmp_path, config={"medusa_choices": [[0], [0, 0], [1]]})
     assert MedusaDecodingConfig(speculative_model=tmp_path).max_total_draft_tokens == 3
     given = MedusaDecodingConfig(speculative_model=tmp_path, medusa_choices=PATHS)
     assert given.max_total_draft_tokens == 7
+    make_heads(3).save(tmp_path / "open", config={"medusa_choices": [[0], [1, 0]]})
+    with pytest.raises(ParameterError, match=r"\[1\] is missing"):
+        MedusaDecodingConfig(speculative_model=tmp_path / "open")
     assert MedusaDecodingConfig(speculative_model=heads).max_draft_len == 3
     assert MedusaDecodingConfig(speculative_model=heads, num_medusa_heads=2).max_draft_len == 2
     assert MedusaDecodingConfig(speculative_model=heads, max_draft_len=1).max_draft_len == 1
@@ -232,6 +272,7 @@ def test_the_tree_is_that_of_the_heads_own_configuration_unless_another_is_given
         ({"medusa_choices": []}, "paths are lists of ranks"),
         ({"medusa_choices": [[0], [0]]}, "stands there twice"),
         ({"medusa_choices": [[0, -1]]}, "ranks from 0"),
+        ({"medusa_choices": [[0], [1, 0]]}, r"\[1\] is missing, through which others lead"),
         ({"medusa_choices": [[0, 0]], "num_medusa_heads": 1}, "longer than num_medusa_heads"),
         ({"medusa_choices": [[0, 0]], "max_draft_len": 3}, "medusa_choices make it 2"),
         ({"tree": "likeliest", "medusa_choices": [[0]]}, "another one every time"),

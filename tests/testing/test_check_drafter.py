@@ -46,15 +46,17 @@ TWIN: dict[str, Any] = {"speculative_model": tiny("llama")}
         DraftTargetDecodingConfig(max_draft_len=4, **MODEL),
         DraftTargetDecodingConfig(max_draft_len=4, **TWIN),
         DraftTargetDecodingConfig(max_draft_len=4, draft_sampling="sampled", **TWIN),
-        DraftTargetDecodingConfig(draft_choices=[[0, 0], [1, 0], [2]], **TWIN),
+        DraftTargetDecodingConfig(draft_choices=[[0], [1], [2], [0, 0], [1, 0]], **TWIN),
         DraftTargetDecodingConfig(
-            draft_choices=[[0, 0], [1, 0], [2]], draft_sampling="sampled", **MODEL
+            draft_choices=[[0], [1], [2], [0, 0], [1, 0]], draft_sampling="sampled", **MODEL
         ),
         PearlDecodingConfig(max_draft_len=4, **TWIN),
         PearlDecodingConfig(max_draft_len=3, overlap=False, **MODEL),
         EagleDecodingConfig(max_draft_len=4, speculative_model=eagle("eagle")),
         EagleDecodingConfig(max_draft_len=4, speculative_model=eagle()),
-        EagleDecodingConfig(eagle_choices=[[0, 0], [1, 0], [2]], speculative_model=eagle()),
+        EagleDecodingConfig(
+            eagle_choices=[[0], [1], [2], [0, 0], [1, 0]], speculative_model=eagle()
+        ),
         EagleDecodingConfig(
             max_draft_len=4,
             use_dynamic_tree=True,

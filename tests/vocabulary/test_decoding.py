@@ -227,12 +227,16 @@ def test_a_schedule_is_kept_sorted():
     assert list(config.draft_len_schedule.items()) == [(4, 5), (8, 3), (32, 0)]
 
 
-@pytest.mark.parametrize("choices", [[[0], [0, 0], [1]], [[0, 0], [1]], "[[0, 0], [1]]"])
+ALL_NODES = [[0], [1], [0, 0], [1, 0], [0, 0, 0]]
+LEAVES = [[1, 0], [0, 0, 0]]
+
+
+@pytest.mark.parametrize("choices", [ALL_NODES, LEAVES, str(LEAVES)])
 def test_a_tree_settles_depth_and_size_in_either_spelling(choices):
     config = DraftTargetDecodingConfig(speculative_model="d", draft_choices=choices)
-    assert (config.max_draft_len, config.max_total_draft_tokens) == (2, 3)
+    assert (config.max_draft_len, config.max_total_draft_tokens) == (3, 5)
     again = DraftTargetDecodingConfig(
-        speculative_model="d", draft_choices=choices, max_draft_len=2, max_total_draft_tokens=3
+        speculative_model="d", draft_choices=choices, max_draft_len=3, max_total_draft_tokens=5
     )
     assert again == config
 
@@ -247,6 +251,9 @@ def test_a_tree_settles_depth_and_size_in_either_spelling(choices):
         ({"speculative_model": "d", "draft_choices": [[]]}, "lists of ranks"),
         ({"speculative_model": "d", "draft_choices": [[-1]]}, "lists of ranks"),
         ({"speculative_model": "d", "draft_choices": [[0], [0]]}, "stands there twice"),
+        ({"speculative_model": "d", "draft_choices": [[0], [1, 0]]}, r"\[1\] is missing"),
+        ({"speculative_model": "d", "draft_choices": [[0, 0], [1]]}, r"\[0\] is missing"),
+        ({"speculative_model": "d", "draft_choices": [[0, 0], [0, 0, 1]]}, r"\[0\] is missing"),
         ({"speculative_model": "d", "draft_choices": "[[0"}, "not the text of a list"),
         ({"speculative_model": "d", "draft_choices": [[0, 0]], "max_draft_len": 3}, "make it 2"),
     ],

@@ -28,9 +28,9 @@ def test_both_types_name_the_one_class(kind: str) -> None:
 @pytest.mark.parametrize(
     "choices",
     [
-        [[0], [1], [0, 0], [0, 1], [0, 0, 0]],
-        [[1], [0, 1], [0, 0, 0]],
-        "[[1], [0, 1], [0, 0, 0]]",
+        [[0], [1], [0, 0], [1, 0], [0, 0, 0]],
+        [[1, 0], [0, 0, 0]],
+        "[[1, 0], [0, 0, 0]]",
     ],
 )
 def test_a_static_tree_settles_the_lengths_in_either_spelling(choices: Any) -> None:

@@ -14,6 +14,7 @@ from pydantic import AliasChoices, Field
 
 from forethought.decoding import table
 from forethought.decoding.bounds import MOST_LEVELS, MOST_NODES, MOST_WINDOW, Levels, Nodes
+from forethought.decoding.tree_paths import all_nodes, missing_path
 from forethought.errors import ParameterError
 from forethought.strict_model import StrictModel
 
@@ -127,12 +128,23 @@ class DecodingBaseConfig(StrictModel):
             raise self._refuse(name, paths, "paths are lists of ranks from 0")
         if len(set(paths)) < len(paths):
             raise self._refuse(name, paths, "a path stands there twice")
-        size = len({path[:end] for path in paths for end in range(1, len(path) + 1)})
+        self._expect_closed(name, paths)
+        size = len(all_nodes(paths))
         lengths = {"max_draft_len": max(map(len, paths)), "max_total_draft_tokens": size}
         for length, value in lengths.items():
             if getattr(self, length) not in (0, value):
                 raise self._refuse(length, getattr(self, length), f"{name} make it {value}")
             self._set(length, value)
+
+    def _expect_closed(self, name: str, paths: tuple[tuple[int, ...], ...]) -> None:
+        """Refuse a list that has neither all nodes of a tree nor its leaves only."""
+        missing = missing_path(paths)
+        if missing is not None:
+            reason = (
+                f"{list(missing)} is missing, through which others lead: list all nodes, or the "
+                "leaves only if none of them is a path of one rank"
+            )
+            raise self._refuse(name, [list(path) for path in paths], reason)
 
     def _settle_schedule(self) -> None:
         schedule, bounds = self.draft_len_schedule, self.draft_len_schedule_bounds

@@ -27,7 +27,7 @@ class DraftTargetDecodingConfig(DecodingBaseConfig):
     request is sampled itself."""
     draft_choices: TreePaths | None = None
     """A tree instead of a chain: paths of ranks, ``[1, 0]`` being the likeliest token after the
-    second likeliest. All paths, or those to the leaves only; a list, or the text of one."""
+    second likeliest. See ``decoding.tree_paths``."""
 
     def _settle_lengths(self) -> None:
         """With a tree, its depth and size are the lengths; others beside it are refused."""

@@ -26,7 +26,7 @@ class EagleDecodingConfig(DecodingBaseConfig):
     name: str = Field(default="eagle", min_length=1)
     eagle_choices: TreePaths | None = None
     """A static tree: paths of ranks, ``[1, 0]`` being the likeliest token after the second
-    likeliest. All paths, or those to the leaves only; a list, or the text of one."""
+    likeliest. See ``decoding.tree_paths``."""
     use_dynamic_tree: bool = False
     """Grow each tree where the head is sure of itself, within ``max_total_draft_tokens``."""
     dynamic_tree_max_topK: int | None = Field(default=None, ge=1, le=MOST_NODES)

@@ -1,24 +1,32 @@
 """Drafts from Medusa's heads: how they are configured.
 
-Knows nothing about heads but the ``config.json`` beside them.
+Of the heads it reads the ``config.json`` and the names of the tensors, which say how many heads
+there are; the weights are loaded by the drafter.
 """
 
 from __future__ import annotations
 
 import json
+import pickletools
+import re
+import struct
+import zipfile
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from forethought.decoding.base import DecodingBaseConfig
 from forethought.decoding.bounds import MOST_LEVELS
-from forethought.decoding.tree_paths import TreePaths
+from forethought.decoding.tree_paths import TreePaths, all_nodes
 
-MEDUSA_CHOICES: tuple[tuple[int, ...], ...] = (
-    *((0, 0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 1), (0, 0, 2), (0, 1, 0), (0, 2, 0), (0, 3)),
-    *((1, 0, 0), (1, 1), (2, 0, 0), (3, 0), (4,), (5,)),
+MEDUSA_CHOICES: tuple[tuple[int, ...], ...] = all_nodes(
+    [
+        *((0, 0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 1), (0, 0, 2), (0, 1, 0), (0, 2, 0), (0, 3)),
+        *((1, 0, 0), (1, 1), (2, 0, 0), (3, 0), (4,), (5,)),
+    ]
 )
-"""The leaves of a tree of 24 nodes: the best one where a head's first choices are right in 60, 14,
+"""A tree of 24 nodes: the best one where a head's first choices are right in 60, 14,
 7, 4, 2 and 2 of 100 places, and each further head in 12 % fewer."""
 
 USUAL_NODES = 15
@@ -38,8 +46,7 @@ class MedusaDecodingConfig(DecodingBaseConfig):
     name: str = Field(default="medusa", min_length=1)
     medusa_choices: TreePaths | None = None
     """The tree: paths of ranks, ``[1, 0]`` being the likeliest token of the second head after the
-    second likeliest of the first. All paths, or those to the leaves only; a list, or the text of
-    one. None: as the heads' ``config.json`` says, or one that suits most heads."""
+    second likeliest of the first. See ``decoding.tree_paths``. None: as the heads' ``config.json`` says, or one that suits most heads."""
     tree: Literal["choices", "likeliest"] = "choices"
     """``choices``: the same tree every time, as published. ``likeliest``: of what the heads hold
     the likeliest together as they stand, as deep as there are heads, and of 15 tokens unless
@@ -101,13 +108,16 @@ class MedusaDecodingConfig(DecodingBaseConfig):
     @property
     def has_usual_tree(self) -> bool:
         """Whether the tree is the one that it chooses itself where none is given."""
-        return self.medusa_choices == self._default_tree()
+        return self.tree == "choices" and "medusa_choices" not in self.model_fields_set
 
     def _default_tree(self) -> tuple[tuple[int, ...], ...]:
         """What the heads' own configuration says, within the wanted depth and heads."""
-        tree = self._stored().get("medusa_choices") or MEDUSA_CHOICES
+        stored = self._stored().get("medusa_choices")
+        tree = tuple(map(tuple, stored)) if stored else MEDUSA_CHOICES
+        self._expect_closed("medusa_choices", tree)
         limits = [limit for limit in (self._heads(), self.max_draft_len) if limit]
-        return tuple(dict.fromkeys(tuple(path[: min(limits, default=None)]) for path in tree))
+        most = min(limits, default=MOST_LEVELS)
+        return tuple(path for path in all_nodes(tree) if len(path) <= most)
 
     @property
     def drafts_chains(self) -> bool:
@@ -115,11 +125,17 @@ class MedusaDecodingConfig(DecodingBaseConfig):
         return self.tree == "choices" and super().drafts_chains
 
     def _heads(self) -> int | None:
-        """How many are used; None if nobody says so. What is stored is not always true."""
-        stored = self._stored()
-        said = stored.get("medusa_num_heads", stored.get("num_heads"))
-        known = min(said, MOST_LEVELS) if isinstance(said, int) and said > 0 else None
-        return self.num_medusa_heads or known
+        """How many are used: what is wanted, of what the weights hold; None if nobody knows.
+
+        Published configs are often wrong about it, and count where the weights cannot be read.
+        """
+        found = None if self.speculative_model is None else stored_heads(self.speculative_model)
+        if found is None:
+            stored = self._stored()
+            said = stored.get("medusa_num_heads", stored.get("num_heads"))
+            found = said if isinstance(said, int) and said > 0 else None
+        limits = [limit for limit in (self.num_medusa_heads, found, MOST_LEVELS) if limit]
+        return min(limits) if len(limits) > 1 else None
 
     def _stored(self) -> dict[str, Any]:
         """The heads' ``config.json``; whether there has to be one is for who loads them to say."""
@@ -130,3 +146,40 @@ class MedusaDecodingConfig(DecodingBaseConfig):
             return dict(json.loads(text))
         except (OSError, ValueError):
             return {}
+
+
+_HEAD = re.compile(r"(?:model\.)?(?:medusa_heads?\.)?(?:blocks\.|lm_heads\.)?(\d+)\.")
+"""Begins the names of a head's tensors, in the authors' layout and in vLLM's."""
+
+
+def stored_heads(directory: Path) -> int | None:
+    """How many heads the weights in a directory are those of, by the names of the tensors.
+
+    Reads a few kilobytes; None: there are no weights, or of a format that cannot be read so.
+    """
+    files = sorted(directory.glob("*.safetensors"))
+    files = files or sorted(directory.glob("pytorch_model*.bin")) or sorted(directory.glob("*.pt"))
+    try:
+        names = [name for file in files for name in _tensor_names(file)]
+    except (OSError, ValueError, KeyError, struct.error, zipfile.BadZipFile):
+        return None
+    heads = [int(match[1]) for name in names if (match := _HEAD.match(name))]
+    return 1 + max(heads) if heads else None
+
+
+def _tensor_names(file: Path) -> list[str]:
+    """Of a safetensors file, whose header is JSON, or of what ``torch.save`` wrote.
+
+    The latter is a zip archive with a pickle of the names and the places of the tensors, which is
+    searched for its strings and not executed.
+    """
+    if file.suffix == ".safetensors":
+        with file.open("rb") as stream:
+            (size,) = struct.unpack("<Q", stream.read(8))
+            if size > file.stat().st_size:
+                raise ValueError(f"{file} is cut short")
+            return [str(name) for name in json.loads(stream.read(size))]
+    with zipfile.ZipFile(file) as archive:
+        pickled = next((name for name in archive.namelist() if name.endswith("/data.pkl")), "")
+        operations = pickletools.genops(archive.read(pickled))
+        return [found for _, found, _ in operations if isinstance(found, str)]

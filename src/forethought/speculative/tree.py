@@ -13,6 +13,7 @@ from functools import cached_property
 
 from torch import Tensor
 
+from forethought.decoding.tree_paths import all_nodes
 from forethought.errors import ParameterError
 from forethought.model.batch import ancestors
 
@@ -107,8 +108,7 @@ class TreeChoices:
             raise _refused(choices, "ranks are integers from 0")
         if len(set(given)) < len(given):
             raise _refused(choices, "a path stands there twice")
-        nodes = {path[:end] for path in given for end in range(1, len(path) + 1)}
-        return cls(tuple(sorted(nodes, key=lambda path: (len(path), path))))
+        return cls(all_nodes(given))
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -122,6 +122,23 @@ class TreeChoices:
     def truncated(self, depth: int) -> TreeChoices:
         """The tree of the nodes no deeper than ``depth``, at least 1."""
         return TreeChoices(tuple(path for path in self.paths if len(path) <= depth))
+
+    def expect_ranks_below(self, vocab_size: int, name: str) -> None:
+        """Refuse a tree, that of the field ``name``, with ranks that no token can have.
+
+        Args:
+            vocab_size: tokens that the drafter knows.
+            name: for the message.
+
+        Raises:
+            ParameterError: a rank is not below ``vocab_size``.
+        """
+        if max(self.ranks) >= vocab_size:
+            raise ParameterError(
+                f"invalid {name}",
+                f"it has the rank {max(self.ranks)}, and the drafter knows {vocab_size} tokens",
+                f"Take ranks from 0 to {vocab_size - 1}",
+            )
 
     @property
     def ranks(self) -> tuple[int, ...]:

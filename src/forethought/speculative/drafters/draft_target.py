@@ -70,13 +70,17 @@ class DraftTargetDrafter(Drafter):
 
         Raises:
             ModelError: it cannot be loaded.
-            ParameterError: its vocabulary is not the target's.
+            ParameterError: its vocabulary is not the target's, or a rank is beyond it.
         """
         assert config.speculative_model is not None
+        choices = None
+        if config.draft_choices:
+            choices = TreeChoices.parse(config.draft_choices)
+            choices.expect_ranks_below(target.runner.lm.vocab_size, "draft_choices")
         return cls(
             DraftModel.load(config.speculative_model, target),
             sampled=config.draft_sampling == "sampled",
-            choices=TreeChoices.parse(config.draft_choices) if config.draft_choices else None,
+            choices=choices,
         )
 
     @property

@@ -55,7 +55,7 @@ class EagleDrafter(Drafter):
         """
         assert config.speculative_model is not None
         head, places = _load(config.speculative_model, config, target.runner.lm)
-        return cls(Pairs(head, places, target), _growth(config, target))
+        return cls(Pairs(head, places, target), _growth(config, target, head.vocab_size))
 
     @property
     def companions(self) -> Sequence[Companion]:
@@ -81,12 +81,13 @@ class EagleDrafter(Drafter):
             self._growth.grow(self._pairs, requests)
 
 
-def _growth(config: EagleDecodingConfig, target: Target) -> Growth:
+def _growth(config: EagleDecodingConfig, target: Target, vocab_size: int) -> Growth:
     if config.use_dynamic_tree:
         assert config.dynamic_tree_max_topK is not None
         return DynamicGrowth(config.dynamic_tree_max_topK, config.max_total_draft_tokens)
-    chain = [[0] * config.max_draft_len]
-    return StaticGrowth(TreeChoices.parse(config.eagle_choices or chain), target.runner.lm.device)
+    choices = TreeChoices.parse(config.eagle_choices or [[0] * config.max_draft_len])
+    choices.expect_ranks_below(vocab_size, "eagle_choices")
+    return StaticGrowth(choices, target.runner.lm.device)
 
 
 def _load(

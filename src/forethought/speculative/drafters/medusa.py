@@ -112,4 +112,5 @@ def _trees(config: MedusaDecodingConfig, heads: MedusaHeads, device: torch.devic
             f"{config.speculative_model} holds {len(heads)} heads",
             f"Set num_medusa_heads to {len(heads)}, or give a tree of so many levels",
         )
+    choices.expect_ranks_below(heads.shape.vocab, "medusa_choices")
     return StaticTrees(choices, device)
