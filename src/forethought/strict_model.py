@@ -1,6 +1,7 @@
 """The base of everything that a caller configures: fields by name, no others, none changed later.
 
-Knows nothing about what is configured.
+A name whose value is None, ``null`` in YAML, is not given: its field has its default, and a name
+that there is not asks for nothing (``cuda_graph_config: null`` in a file for TensorRT-LLM).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class StrictModel(BaseModel):
     if not TYPE_CHECKING:  # checkers and editors see pydantic's own, which knows the fields
 
         def __init__(self, **values: Any) -> None:
+            values = {name: value for name, value in values.items() if value is not None}
             known = set(type(self).model_fields)
             for info in type(self).model_fields.values():
                 if isinstance(info.validation_alias, AliasChoices):

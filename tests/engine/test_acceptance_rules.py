@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +65,10 @@ def test_a_request_without_drafts_is_exact_and_not_marked(heads: Path) -> None:
     assert not any(each.metrics.lossy for each in found)
 
 
-def synthetic(rate: float) -> list[DecodingBaseConfig]:
+def synthetic(rate: float | None = None, length: float | None = None) -> list[DecodingBaseConfig]:
     drafter = drafters.PerRequest(lambda request: [7] * request.max_draft_len)
-    return [UserProvidedDecodingConfig(max_draft_len=3, drafter=drafter, synthetic_acceptance=rate)]
+    made_up = {"synthetic_acceptance": rate, "synthetic_acceptance_length": length}
+    return [UserProvidedDecodingConfig(max_draft_len=3, drafter=drafter, **made_up)]
 
 
 @pytest.mark.parametrize(("rate", "per_step"), [(0.0, 1.0), (1.0, 4.0)])
@@ -85,6 +87,22 @@ def test_made_up_acceptance_has_its_rate() -> None:
     drain(machine)
     found = sum((each.metrics for each in sequences[1:]), sequences[0].metrics)
     assert found.mean_acceptance_length == pytest.approx(2.533, abs=0.25)
+
+
+@pytest.mark.parametrize("length", [1.0, 2.0, 2.6, 3.25, 4.0])
+def test_a_forced_length_is_the_tokens_of_a_step_on_average(length: float) -> None:
+    """Mean over about 200 steps; each takes one of the two whole numbers around the length."""
+    machine = engine(pages=512, speculative=synthetic(length=length), max_length=430)
+    params = GREEDY.replace(max_tokens=int(70 * length))
+    sequences = [machine.add(prompt, params)[0] for prompt in PROMPTS]
+    drain(machine)
+    found = sum((each.metrics for each in sequences[1:]), sequences[0].metrics)
+    assert found.mean_acceptance_length == pytest.approx(length, abs=0.12)
+    assert found.synthetic
+    surely = found.accepted_by_position[: int(length) - 1]
+    ends = 3 * len(PROMPTS)  # where the generation is nearly over, drafts are shorter
+    assert all(steps >= found.steps - ends for steps in surely)
+    assert len(found.accepted_by_position) <= math.ceil(length) - 1
 
 
 def test_made_up_acceptance_is_a_function_of_the_seed() -> None:

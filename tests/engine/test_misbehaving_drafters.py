@@ -13,7 +13,7 @@ from engines import drain, engine, expect_empty, outputs
 from forethought.decoding import UserProvidedDecodingConfig
 from forethought.params import SamplingParams
 from forethought.speculative.drafter import Drafter, DraftRequest
-from models import greedy, prompts, tiny
+from models import VOCAB, greedy, prompts, tiny
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 PROMPTS = prompts((4, 9, 5))
@@ -32,6 +32,13 @@ def accepted_with(drafter: Drafter, **settings: Any) -> int:
     assert outputs(samples) == list(PLAIN.values())
     expect_empty(machine)
     return machine.stats.accepted
+
+
+def test_ids_outside_the_vocabulary_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    drafter = drafters.PerRequest(lambda request: [*drafters.truth(PLAIN, request)[:1], VOCAB, -3])
+    assert accepted_with(drafter) > 3
+    [record] = [each for each in caplog.records if "proposed the id" in each.getMessage()]
+    assert "the id 101, and the target's are 0 to 100" in record.getMessage()
 
 
 def says_how_large(answer: Any) -> Drafter:

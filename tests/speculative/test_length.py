@@ -507,11 +507,17 @@ def test_lengths_cost_little():
 # ---- synthetic acceptance ------------------------------------------------------------------------
 
 
+def each(rate):
+    return lambda depth: rate
+
+
 def test_synthetic_acceptance_takes_each_level_with_its_chance():
     """Mean accepted of chains of 4 at rate 0.7: 10 000 drafts, standard error 0.016."""
     rng = np.random.default_rng(0)
     draft = Draft([1, 2, 3, 4])
-    taken = [len(synthetic_path(draft, 0.7, lambda depth: rng.random())) for _ in range(10_000)]
+    taken = [
+        len(synthetic_path(draft, each(0.7), lambda depth: rng.random())) for _ in range(10_000)
+    ]
     expected = sum(0.7**level for level in range(1, 5))
     assert np.mean(taken) == pytest.approx(expected, abs=0.08)
     assert abs(np.mean(taken) - sum(0.8**level for level in range(1, 5))) > 0.08
@@ -519,13 +525,13 @@ def test_synthetic_acceptance_takes_each_level_with_its_chance():
 
 def test_synthetic_acceptance_follows_the_first_branch_of_a_tree():
     tree = Draft([10, 11, 12, 13, 14], parents=(-1, -1, 0, 0, 2))
-    assert synthetic_path(tree, 1.0, lambda depth: 0.999) == [0, 2, 4]
-    assert synthetic_path(tree, 0.5, lambda depth: [0.1, 0.2, 0.9][depth]) == [0, 2]
+    assert synthetic_path(tree, each(1.0), lambda depth: 0.999) == [0, 2, 4]
+    assert synthetic_path(tree, each(0.5), lambda depth: [0.1, 0.2, 0.9][depth]) == [0, 2]
 
 
 def test_synthetic_rates_of_none_and_all():
-    assert synthetic_path(Draft([1, 2]), 0.0, lambda depth: 0.0) == []
-    assert synthetic_path(NO_DRAFT, 1.0, lambda depth: 0.0) == []
+    assert synthetic_path(Draft([1, 2]), each(0.0), lambda depth: 0.0) == []
+    assert synthetic_path(NO_DRAFT, each(1.0), lambda depth: 0.0) == []
 
 
 def test_synthetic_acceptance_asks_for_one_coin_per_level_tested():
@@ -535,5 +541,5 @@ def test_synthetic_acceptance_asks_for_one_coin_per_level_tested():
         asked.append(depth)
         return 0.6
 
-    assert synthetic_path(Draft([1, 2, 3]), 0.5, coin) == []
+    assert synthetic_path(Draft([1, 2, 3]), each(0.5), coin) == []
     assert asked == [0]

@@ -177,7 +177,23 @@ def test_it_is_used_only_where_it_is_asked_for():
     rule = rule_of(MTPDecodingConfig(**CONFIG))
     assert isinstance(rule, RelaxedAcceptance)
     assert (rule.topk, rule.delta, rule.rule) == (50, 0.9, "probability")
-    with pytest.raises(ParameterError, match=r"relaxed_rule.*probability or log_probability"):
-        MTPDecodingConfig(**{**CONFIG, "relaxed_rule": None})
     with pytest.raises(ParameterError, match=r"relaxed_delta.*acceptance is exact"):
         MTPDecodingConfig(relaxed_delta=0.5)
+
+
+def test_where_the_rule_is_left_out_it_is_the_documented_one():
+    left_out = rule_of(MTPDecodingConfig(**{**CONFIG, "relaxed_rule": None}))
+    assert isinstance(left_out, RelaxedAcceptance)
+    assert left_out.rule == "log_probability"
+
+
+def test_the_rule_of_logarithms_is_the_stricter_one():
+    laws = torch.randn(200, 9, generator=torch.Generator().manual_seed(0)).mul(3).softmax(-1)
+    tokens = torch.arange(200) % 9
+    for delta in (0.0, 0.1, 0.6):
+        by_log, by_difference = (
+            RelaxedAcceptance(5, delta, rule, BEGIN, END).tolerable(laws, tokens)
+            for rule in ("log_probability", "probability")
+        )
+        assert not (by_log & ~by_difference).any()
+        assert delta < 0.6 or (by_difference & ~by_log).any()

@@ -25,6 +25,22 @@ def test_the_page_size_has_two_names() -> None:
         assert args.model == Path("somewhere")
 
 
+def test_null_in_a_file_is_not_given() -> None:
+    file = {
+        "cuda_graph_config": None,
+        "dtype": None,
+        "max_batch_size": None,
+        "kv_cache_config": {"page_size": None, "max_attention_window": None, "max_tokens": 64},
+        "speculative_config": None,
+        "disable_overlap_scheduler": None,
+    }
+    expected = LlmArgs(kv_cache_config=KvCacheConfig(max_tokens=64))
+    assert LlmArgs.from_dict(file) == LlmArgs(**file) == expected
+    assert LlmArgs.from_dict({"kv_cache_config": None}) == LlmArgs()
+    with pytest.raises(ParameterError, match="no parameter 'cuda_graph_config'"):
+        LlmArgs(cuda_graph_config={})  # type: ignore[call-arg]
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

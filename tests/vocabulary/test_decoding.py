@@ -19,6 +19,7 @@ from forethought.decoding import (
     UserProvidedDecodingConfig,
 )
 from forethought.errors import ParameterError, UnknownNameError, UsageError
+from forethought.speculative.schedule import schedule
 
 
 class Silent:
@@ -147,8 +148,7 @@ def test_what_cannot_be_is_refused_by_name_however_it_is_written(values, message
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"draft_len_schedule": {1: 3}}, "give both or neither"),
-        ({"draft_len_schedule_bounds": "upper"}, "give both or neither"),
+        ({"draft_len_schedule_bounds": "upper"}, "keys of draft_len_schedule .* there is none"),
         ({"draft_len_schedule": {0: 3}}, "from 1 as keys"),
         ({"draft_len_schedule": {}}, "from 1 as keys"),
         ({"draft_len_schedule": {1: 6}}, "between 0 and max_draft_len, 5"),
@@ -163,7 +163,7 @@ def test_what_cannot_be_is_refused_by_name_however_it_is_written(values, message
     ],
 )
 def test_an_ambiguous_or_impossible_schedule_is_refused(values, message):
-    if not message.endswith("neither"):
+    if "draft_len_schedule" in values:
         values = {"draft_len_schedule_bounds": "upper", **values}
     with pytest.raises(ParameterError, match=message):
         NGramDecodingConfig(**values)
@@ -218,6 +218,55 @@ def test_the_size_of_ones_own_trees_is_what_the_drafter_says_unless_it_is_given(
     assert size(Silent()) == 4
     with pytest.raises(ParameterError, match="max_draft_len is 4"):
         size(Bush(), max_total_draft_tokens=3)
+
+
+def test_a_schedule_without_bounds_has_upper_ones():
+    config = NGramDecodingConfig.from_dict({"draft_len_schedule": {4: 5, 8: 2, 32: 1}})
+    assert config.draft_len_schedule_bounds == "upper"
+    found = [schedule(config).length(running) for running in (1, 4, 5, 8, 9, 32, 33)]
+    assert found == [5, 5, 2, 2, 1, 1, 0]
+    assert DecodingBaseConfig.from_dict(config.model_dump()) == config
+
+
+def test_relaxed_acceptance_as_tensorrt_llm_writes_it_follows_its_documentation():
+    config = DecodingBaseConfig.from_dict(
+        {
+            "decoding_type": "MTP",
+            "max_draft_len": 3,
+            "num_nextn_predict_layers": 3,
+            "use_relaxed_acceptance_for_thinking": True,
+            "relaxed_topk": 10,
+            "relaxed_delta": 0.6,
+        }
+    )
+    assert config.relaxed_rule == "log_probability"
+    assert (config.relaxed_topk, config.relaxed_delta, config.max_draft_len) == (10, 0.6, 3)
+    assert DecodingBaseConfig.from_dict(config.model_dump()) == config
+    assert MTPDecodingConfig().relaxed_rule is None
+
+
+def test_null_is_not_given_whatever_its_name():
+    given = {"max_draft_len": 4, "name": None, "moe_backend": None, "draft_len_schedule": None}
+    config = DecodingBaseConfig.from_dict({"decoding_type": "NGram", **given})
+    assert config == NGramDecodingConfig(max_draft_len=4)
+    with pytest.raises(ParameterError, match="no parameter 'moe_backend'"):
+        NGramDecodingConfig(moe_backend="auto")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"synthetic_acceptance_length": 0.9}, "invalid synthetic_acceptance_length"),
+        ({"synthetic_acceptance_length": 6.1}, r"at most max_draft_len \+ 1 tokens, 6"),
+        (
+            {"synthetic_acceptance_length": 2, "synthetic_acceptance": 0.5},
+            "synthetic_acceptance is given",
+        ),
+    ],
+)
+def test_a_forced_acceptance_length_that_cannot_be_is_refused(values, message):
+    with pytest.raises(ParameterError, match=message):
+        NGramDecodingConfig(**values)
 
 
 def test_a_schedule_is_kept_sorted():

@@ -55,6 +55,7 @@ CONFIGURATIONS: list[DecodingBaseConfig] = [
         acceptance_rate_threshold=0.25,
     ),
     NGramDecodingConfig(max_concurrency=3, length_control="goodput", synthetic_acceptance=0.5),
+    NGramDecodingConfig(synthetic_acceptance_length=2.5),
     SuffixDecodingConfig(max_total_draft_tokens=40, max_spec_factor=4.0),
     DraftTargetDecodingConfig(max_draft_len=3, draft_sampling="sampled", **MODEL),
     DraftTargetDecodingConfig(draft_choices=[[0, 0], [1, 0], [2, 0]], **MODEL),

@@ -47,8 +47,9 @@ class DecodingBaseConfig(StrictModel):
     """Running sequences, counted as for ``max_concurrency`` -> draft length; see
     ``draft_len_schedule_bounds``. Kept sorted."""
     draft_len_schedule_bounds: Literal["upper", "lower"] | None = None
-    """How the keys are meant, which must be said. ``upper``: up to so many sequences, and no drafts
-    with more than the largest key. ``lower``: from so many sequences on; the smallest key is 1."""
+    """How the keys are meant. ``upper``, where it is left out, as TensorRT-LLM reads them today: up
+    to so many sequences, and no drafts with more than the largest key. ``lower``, as it read them
+    at first: from so many sequences on; the smallest key is 1."""
     acceptance_rate_window_size: int = Field(default=0, ge=0, le=MOST_WINDOW)
     """Verified drafts, of all requests together, over which the gate averages: the last so many,
     once there are as many since it opened. 0: there is no gate."""
@@ -60,6 +61,12 @@ class DecodingBaseConfig(StrictModel):
     synthetic_acceptance: float | None = Field(default=None, ge=0.0, le=1.0)
     """For studies of speed: each level of a draft is accepted with this probability, whatever it
     holds. Outputs are then meaningless, and marked."""
+    synthetic_acceptance_length: float | None = Field(default=None, ge=1.0)
+    """The same by length: each step generates so many tokens on average, that of the target itself
+    included: with 2.6 one drafted token is always accepted, and a second one in 60 % of the steps.
+    As vLLM's field of this name and SGLang's ``SGLANG_SIMULATE_ACC_LEN``; TensorRT-LLM's
+    ``TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS`` is less by the target's token. Shorter drafts
+    than that are accepted whole."""
 
     if not TYPE_CHECKING:  # checkers and editors see pydantic's own, which knows the fields
 
@@ -74,20 +81,13 @@ class DecodingBaseConfig(StrictModel):
         """A dump says which class it is of, so that it can be loaded again."""
         return {"decoding_type": self.decoding_type, **dump(self)}
 
-    @pydantic.model_validator(mode="before")
-    @classmethod
-    def _none_is_left_out(cls, values: Any) -> Any:
-        """``null`` in YAML leaves a field at its default."""
-        if not isinstance(values, Mapping):
-            return values
-        return {name: value for name, value in values.items() if value is not None}
-
     @pydantic.model_validator(mode="after")
     def _settle(self) -> DecodingBaseConfig:
         if not self.decoding_type:
             raise table.undecided()
         self._settle_lengths()
         self._settle_schedule()
+        self._check_synthetic()
         if self.uses_model and self.speculative_model is None:
             raise self._refuse("speculative_model", None, "drafts come from a model of their own")
         if self.uses_model is False and self.speculative_model is not None:
@@ -148,15 +148,12 @@ class DecodingBaseConfig(StrictModel):
 
     def _settle_schedule(self) -> None:
         schedule, bounds = self.draft_len_schedule, self.draft_len_schedule_bounds
-        if (schedule is None) != (bounds is None):
-            raise self._refuse(
-                "draft_len_schedule_bounds",
-                bounds,
-                "it says whether the keys of draft_len_schedule are 'upper' or 'lower' bounds of "
-                "the number of running sequences: give both or neither",
-            )
+        if schedule is None and bounds is not None:
+            reason = "it says how the keys of draft_len_schedule are meant, and there is none"
+            raise self._refuse("draft_len_schedule_bounds", bounds, reason)
         if schedule is None:
             return
+        self._set("draft_len_schedule_bounds", bounds or "upper")
         if self.max_concurrency is not None or self.length_control != "fixed":
             other = "length_control" if self.max_concurrency is None else "max_concurrency"
             raise self._refuse(other, getattr(self, other), "draft_len_schedule decides already")
@@ -168,6 +165,17 @@ class DecodingBaseConfig(StrictModel):
             reason = f"lengths lie between 0 and max_draft_len, {self.max_draft_len}"
             raise self._refuse("draft_len_schedule", schedule, reason)
         self._set("draft_len_schedule", dict(sorted(schedule.items())))
+
+    def _check_synthetic(self) -> None:
+        length = self.synthetic_acceptance_length
+        if length is None:
+            return
+        if self.synthetic_acceptance is not None:
+            reason = "synthetic_acceptance is given, which says it by level"
+            raise self._refuse("synthetic_acceptance_length", length, reason)
+        if length > self.max_draft_len + 1:
+            reason = f"a step has at most max_draft_len + 1 tokens, {self.max_draft_len + 1}"
+            raise self._refuse("synthetic_acceptance_length", length, reason)
 
     def _set(self, name: str, value: Any) -> None:
         """Settle a field during construction, after which it is frozen."""

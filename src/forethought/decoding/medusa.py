@@ -46,7 +46,8 @@ class MedusaDecodingConfig(DecodingBaseConfig):
     name: str = Field(default="medusa", min_length=1)
     medusa_choices: TreePaths | None = None
     """The tree: paths of ranks, ``[1, 0]`` being the likeliest token of the second head after the
-    second likeliest of the first. See ``decoding.tree_paths``. None: as the heads' ``config.json`` says, or one that suits most heads."""
+    second likeliest of the first. See ``decoding.tree_paths``. None: as the heads' ``config.json``
+    says, or one that suits most heads."""
     tree: Literal["choices", "likeliest"] = "choices"
     """``choices``: the same tree every time, as published. ``likeliest``: of what the heads hold
     the likeliest together as they stand, as deep as there are heads, and of 15 tokens unless

@@ -38,8 +38,9 @@ class MTPDecodingConfig(DecodingBaseConfig):
     relaxed_delta: float = Field(default=0.0, ge=0.0)
     """How far it may lie behind the likeliest."""
     relaxed_rule: Literal["probability", "log_probability"] | None = None
-    """What ``relaxed_delta`` is a difference of, which must be said: TensorRT-LLM's kernels compare
-    probabilities, its documentation speaks of their logarithms."""
+    """What ``relaxed_delta`` is a difference of: TensorRT-LLM's kernels compare probabilities, its
+    documentation speaks of their logarithms. Left out: ``log_probability``, which is documented,
+    and the stricter one: what it accepts, ``probability`` accepts as well."""
     begin_thinking_phase_token: int = Field(
         default=128798,
         ge=0,
@@ -57,8 +58,7 @@ class MTPDecodingConfig(DecodingBaseConfig):
         if self.max_draft_len == 0:
             self._set("max_draft_len", self.num_nextn_predict_layers or 1)
         if self.use_relaxed_acceptance_for_thinking and self.relaxed_rule is None:
-            reason = "it says what relaxed_delta is a difference of: probability or log_probability"
-            raise self._refuse("relaxed_rule", None, reason)
+            self._set("relaxed_rule", "log_probability")
         fields = type(self).model_fields
         names = ("relaxed_delta", "relaxed_rule", "relaxed_topk")
         relaxed = [name for name in names if getattr(self, name) != fields[name].default]

@@ -101,6 +101,7 @@ class Speculation:
         self._requests: dict[int, DraftRequest] = {}
         self._lost: set[tuple[Equipped, int]] = set()
         """Which drafters have failed which requests."""
+        self._warned_of_ids: set[Equipped] = set()
         self._parts: dict[int, _Part] = {}
         self._turns: dict[Equipped, _Turn] = {}
 
@@ -282,11 +283,26 @@ class Speculation:
         """Take over what was proposed for one request, if it is a draft."""
         _limit(part, equipped)  # whatever the drafter has made of it
         try:
+            drafted = part.request.draft
             part.draft = part.request.draft = checked(part.request, self._vocab_size)
+            if len(part.draft) < len(drafted.tokens):
+                self._warn_of_ids(equipped, drafted)
         except Exception:
             part.draft = part.request.draft = NO_DRAFT
             self._fail(equipped, "what it proposed is no draft")
             self._lose(equipped, [part.request])
+
+    def _warn_of_ids(self, equipped: Equipped, drafted: Draft) -> None:
+        """Say once of a drafter that its ids are not all the target's."""
+        size = self._vocab_size
+        outside = [token for token in map(index, drafted.tokens) if not 0 <= token < size]
+        if outside and equipped not in self._warned_of_ids:
+            self._warned_of_ids.add(equipped)
+            log.warning(
+                "drafter %r proposed the id %d, and the target's are 0 to %d: such tokens and what "
+                "follows them are left out of its drafts (logged once)",
+                *(equipped.name, outside[0], size - 1),
+            )
 
     # ---- after the commit -------------------------------------------------------------------
 

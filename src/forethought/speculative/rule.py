@@ -43,7 +43,9 @@ class AcceptanceRule(Protocol):
 def rule_of(config: DecodingBaseConfig) -> AcceptanceRule | None:
     """What the configuration names; None: exact verification."""
     if config.synthetic_acceptance is not None:
-        return SyntheticAcceptance(config.synthetic_acceptance)
+        return SyntheticAcceptance.of_rate(config.synthetic_acceptance)
+    if config.synthetic_acceptance_length is not None:
+        return SyntheticAcceptance.of_length(config.synthetic_acceptance_length)
     if isinstance(config, MedusaDecodingConfig) and config.posterior_threshold is not None:
         assert config.posterior_alpha is not None
         return TypicalAcceptance(config.posterior_threshold, config.posterior_alpha)
