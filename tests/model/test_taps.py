@@ -46,17 +46,29 @@ def test_states_at_every_place_are_those_of_transformers(architecture: str, fuse
         begin += len(text)
 
 
-def test_the_state_that_leaves_the_last_layer_becomes_the_final_one_by_the_norm() -> None:
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [
+        ("llama", "norm"),
+        ("gpt2", "ln_f"),
+        ("gpt_neox", "final_layer_norm"),
+        ("opt", "final_layer_norm"),
+        ("phi", "final_layernorm"),
+    ],
+)
+def test_the_state_that_leaves_the_last_layer_becomes_the_final_one_by_the_norm(
+    architecture: str, name: str
+) -> None:
     text = prompts((7,))[0]
     found = []
     for fuse in (True, False):
-        lm = loader.load(tiny("llama"), dtype="float32", fuse=fuse)
+        lm = loader.load(tiny(architecture), dtype="float32", fuse=fuse)
         table = PageTable(PagePool(4, 4))
         table.append(len(text))
         batch = Batch.build([Row(text, 0, table, logits_from=7)])
         storage = KvStorage(lm.layer_shapes, 4, 4)
         _, states = lm.forward_tapped(batch, storage, frozenset([3, FINAL]))
-        norm = transformers_model(tiny("llama")).model.norm
+        norm = getattr(transformers_model(tiny(architecture)).get_decoder(), name)
         with torch.inference_mode():
             assert (norm(states[3]) - states[FINAL]).abs().max() < 1e-5
         found.append(states[3])

@@ -258,6 +258,10 @@ def test_the_tree_is_that_of_the_heads_own_configuration_unless_another_is_given
     make_heads(3).save(tmp_path / "open", config={"medusa_choices": [[0], [1, 0]]})
     with pytest.raises(ParameterError, match=r"\[1\] is missing"):
         MedusaDecodingConfig(speculative_model=tmp_path / "open")
+    for broken in ([0, 1], "[[0]", [["a"]], [[]], {"a": 1}):
+        make_heads(3).save(tmp_path / "broken", config={"medusa_choices": broken})
+        with pytest.raises(ParameterError, match="invalid medusa_choices"):
+            MedusaDecodingConfig(speculative_model=tmp_path / "broken")
     assert MedusaDecodingConfig(speculative_model=heads).max_draft_len == 3
     assert MedusaDecodingConfig(speculative_model=heads, num_medusa_heads=2).max_draft_len == 2
     assert MedusaDecodingConfig(speculative_model=heads, max_draft_len=1).max_draft_len == 1

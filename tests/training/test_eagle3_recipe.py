@@ -171,6 +171,18 @@ def test_a_tiny_run_drafts_what_it_has_read(
     assert Eagle3Head.load(tmp_path / DRAFTER).traits.places == PLACES
 
 
+@pytest.mark.parametrize("architecture", ["gpt2", "gpt_neox", "opt", "phi"])
+def test_targets_of_other_families_are_learned_from(architecture: str) -> None:
+    other = Teacher(load(architecture), Tokenizer.load(reasoner_dir()), tiny(architecture))
+    texts = [Text(prompts((11,), seed=3)[0], 4), Text(prompts((8,), seed=4)[0], 3)]
+    teaching = made(other, texts)
+    loss = teaching.loss(teaching.batch(0))
+    loss.backward()
+    assert loss.isfinite()
+    assert all(weight.grad is not None for weight in teaching.module.parameters())
+    assert teaching.module.config.num_key_value_heads in (2, 4)
+
+
 def test_places_are_captured_in_rising_order_however_they_are_given() -> None:
     assert Eagle3Settings(places=(3, -1, 1)).places == (1, 3, -1)
     with pytest.raises(ParameterError, match="one or more different places"):

@@ -14,6 +14,7 @@ import zipfile
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import pydantic
 from pydantic import Field
 
 from forethought.decoding.base import DecodingBaseConfig
@@ -113,9 +114,14 @@ class MedusaDecodingConfig(DecodingBaseConfig):
 
     def _default_tree(self) -> tuple[tuple[int, ...], ...]:
         """What the heads' own configuration says, within the wanted depth and heads."""
-        stored = self._stored().get("medusa_choices")
-        tree = tuple(map(tuple, stored)) if stored else MEDUSA_CHOICES
-        self._expect_closed("medusa_choices", tree)
+        stored = self._stored().get("medusa_choices") or MEDUSA_CHOICES
+        try:
+            tree = pydantic.TypeAdapter(TreePaths).validate_python(stored)
+        except pydantic.ValidationError as error:
+            reason = f"the config.json in {self.speculative_model} holds no list of paths"
+            raise self._refuse("medusa_choices", stored, reason) from error
+        if all(tree):
+            self._expect_closed("medusa_choices", tree)
         limits = [limit for limit in (self._heads(), self.max_draft_len) if limit]
         most = min(limits, default=MOST_LEVELS)
         return tuple(path for path in all_nodes(tree) if len(path) <= most)

@@ -147,7 +147,8 @@ class DraftLayer:
 
 def head_dim(config: LlamaConfig) -> int:
     """Width of one attention head."""
-    return int(config.head_dim or config.hidden_size // config.num_attention_heads)
+    stated = getattr(config, "head_dim", None)
+    return int(stated or config.hidden_size // config.num_attention_heads)
 
 
 def draft_norm(norm: nn.RMSNorm) -> Norm:

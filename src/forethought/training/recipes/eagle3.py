@@ -328,10 +328,10 @@ def new_head(teacher: Teacher, vocabulary: Tensor, settings: Eagle3Settings) -> 
     config = LlamaConfig(
         vocab_size=lm.vocab_size,
         hidden_size=hidden,
-        intermediate_size=settings.intermediate_size or target.intermediate_size,
+        intermediate_size=settings.intermediate_size or _intermediate_size(target),
         num_hidden_layers=1,
         num_attention_heads=heads,
-        num_key_value_heads=settings.num_key_value_heads or target.num_key_value_heads,
+        num_key_value_heads=settings.num_key_value_heads or _num_key_value_heads(target),
         head_dim=head_dim(target) if alike else None,
         max_position_embeddings=lm.max_positions,
         rms_norm_eps=getattr(target, "rms_norm_eps", 1e-6),
@@ -358,6 +358,18 @@ def new_head(teacher: Teacher, vocabulary: Tensor, settings: Eagle3Settings) -> 
             head.lm_head.weight.copy_(rows[vocabulary.to(rows.device)])
     head.set_vocabulary(vocabulary)
     return head
+
+
+def _intermediate_size(target: object) -> int:
+    """The width of the target's feed-forward layers; 4 hidden sizes where it does not say."""
+    found = getattr(target, "intermediate_size", None) or getattr(target, "ffn_dim", None)
+    return int(found or 4 * target.hidden_size)  # type: ignore[attr-defined]
+
+
+def _num_key_value_heads(target: object) -> int:
+    """The target's, which has as many as query heads where it does not say."""
+    found = getattr(target, "num_key_value_heads", None)
+    return int(found or target.num_attention_heads)  # type: ignore[attr-defined]
 
 
 def _plain_rope(target: object) -> dict[str, object]:
