@@ -84,7 +84,9 @@ def test_both_spellings_of_a_tree_make_the_same_drafts(choices: Any, heads: Path
     assert watch.seen[0][2].parents == (-1, -1, 0, 0, 1, 2)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_oss", "deepseek_v3", "gpt2"])
+@pytest.mark.parametrize(
+    "architecture", ["llama", "gemma2", "gpt_oss", "deepseek_v3", "gpt2", "opt"]
+)
 def test_any_model_and_a_whole_batch_decode_exactly(architecture: str, heads: Path) -> None:
     config = MedusaDecodingConfig(speculative_model=heads)
     plain, drafting = (engine(architecture, pages=128, speculative=s) for s in ([], [config]))
