@@ -395,10 +395,10 @@ def test_a_grammar_that_nobody_waits_for_any_more_is_not_compiled(monkeypatch):
 def test_a_grammar_over_the_time_limit_fails_its_request_and_is_there_for_later_ones(monkeypatch):
     async def main(llm, slow):
         for _ in range(2):
-            with pytest.raises(RequestTimeout, match="the regex .* was not compiled in time"):
+            with pytest.raises(RequestTimeout, match=r"the regex .* was not compiled in time"):
                 await llm.generate(PROMPTS[0], params(WORD))
         async with llm.start("Who?") as session:
-            with pytest.raises(RequestTimeout, match="compile_timeout is 0.05 seconds"):
+            with pytest.raises(RequestTimeout, match=r"compile_timeout is 0\.05 seconds"):
                 await session.generate(params(WORD))
             assert (await session.generate(FREE)).token_ids
         slow.leave.set()

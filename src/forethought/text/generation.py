@@ -115,6 +115,8 @@ class Generation:
             yield
         except Exception as error:
             self._error = self._error or error
+            if isinstance(error, RequestError):
+                raise
             assert self.failure is not None
             raise self.failure from error
 

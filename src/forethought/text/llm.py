@@ -225,7 +225,9 @@ class LLM:
             )
         try:
             with self._turns:
-                yield self._available()
+                desk = self._available()
+                desk.sweep()
+                yield desk
         finally:
             self._sweep()
 
