@@ -1,7 +1,7 @@
 """The desk between text and engine: prompts go in as tokens, events come out as text.
 
-``LLM`` and ``AsyncLLM`` both work through one. Like the engine it belongs to one thread; only
-``read``, ``check`` and ``abandon`` may be called from any. Knows nothing about who waits for what.
+``LLM`` and ``AsyncLLM`` both work through one. Like the engine it is used by one thread at a time;
+only what stands under "from any thread" may be called at any time.
 """
 
 from __future__ import annotations

@@ -45,6 +45,8 @@ MAX_COMPILERS = 2
 STACK_BYTES = 512 * 2**20
 """Address space of a compiling thread's stack. llguidance recurses along chains of references; a
 grammar of a megabyte overflowed a usual stack of 8 MiB, which ends the process."""
+EXIT_SECONDS = 10.0
+"""How long the end of the program waits for grammars that are being compiled."""
 MAX_ROW_ITEMS = 50_000
 """Alternatives that a grammar may have open at once; llguidance's own default is 2,000."""
 
@@ -88,7 +90,7 @@ class Guidance:
         """The least recently used first."""
         self._queue: deque[_Compilation] = deque()
         self._compilers: set[threading.Thread] = set()
-        weakref.finalize(self, _await_compilers, self._compilers, self._config.compile_timeout)
+        weakref.finalize(self, _await_compilers, self._compilers)
 
     def check(self, params: SamplingParams) -> None:
         """Refuse a shape that is too large to be compiled.
@@ -366,18 +368,22 @@ async def _done(future: Future[Any]) -> None:
     loop = asyncio.get_running_loop()
     waiter = loop.create_future()
 
+    def tell() -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
     def wake(_: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(lambda: waiter.done() or waiter.set_result(None))
+            loop.call_soon_threadsafe(tell)
 
     future.add_done_callback(wake)
     await waiter
 
 
-def _await_compilers(compilers: set[threading.Thread], timeout: float) -> None:
+def _await_compilers(compilers: set[threading.Thread]) -> None:
     """At the end of the program: a thread that comes back from llguidance while the interpreter is
     taken down crashes the process."""
-    end = time.monotonic() + timeout
+    end = time.monotonic() + EXIT_SECONDS
     for thread in list(compilers):
         if thread is not threading.current_thread():
             thread.join(max(0.0, end - time.monotonic()))
