@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from forethought.config import KvCacheConfig, LlmArgs
+    from forethought.config import GuidedDecodingConfig, KvCacheConfig, LlmArgs
     from forethought.decoding import (
         AutoDecodingConfig,
         DraftTargetDecodingConfig,
@@ -46,6 +46,7 @@ _HOMES = {
     "AsyncLLM": "text.async_llm",
     "Session": "text.session",
     "SamplingParams": "params",
+    "GuidedDecodingConfig": "config",
     "GuidedDecodingParams": "guided",
     "SpeculationParams": "params",
     "KvCacheConfig": "config",
@@ -82,6 +83,7 @@ __all__ = [
     "EagleDecodingConfig",
     "FinishReason",
     "ForethoughtError",
+    "GuidedDecodingConfig",
     "GuidedDecodingParams",
     "KvCacheConfig",
     "LlmArgs",

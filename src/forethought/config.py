@@ -32,6 +32,16 @@ class KvCacheConfig(StrictModel):
     """Whether full pages are kept and found again by later prompts with the same prefix."""
 
 
+class GuidedDecodingConfig(StrictModel):
+    """What compiling the grammar of one request may cost; see docs/structured-output.md."""
+
+    max_grammar_bytes: int = Field(default=2**20, ge=1, le=2**20)
+    """Bytes of a schema, expression or grammar, or of all choices together. Beyond a megabyte the
+    stack of llguidance's compiler would not be safe."""
+    compile_timeout: float = Field(default=10.0, gt=0.0, le=3600.0)
+    """Seconds until a request whose grammar is not compiled fails."""
+
+
 class LlmArgs(StrictModel):
     """Everything that ``LLM`` and ``AsyncLLM`` accept."""
 
@@ -56,6 +66,7 @@ class LlmArgs(StrictModel):
     enable_chunked_prefill: bool = True
     """Whether a prompt may be prefilled over several steps."""
     kv_cache_config: KvCacheConfig = Field(default_factory=KvCacheConfig)
+    guided_decoding_config: GuidedDecodingConfig = Field(default_factory=GuidedDecodingConfig)
     seed: int | None = Field(default=None, ge=0, lt=2**64)
     """From which the seeds of unseeded requests are drawn; None: from the operating system."""
     trust_remote_code: bool = False
@@ -78,6 +89,11 @@ class LlmArgs(StrictModel):
     @classmethod
     def _kv_from_dict(cls, value: Any) -> Any:
         return KvCacheConfig.from_dict(value) if isinstance(value, dict) else value
+
+    @pydantic.field_validator("guided_decoding_config", mode="before")
+    @classmethod
+    def _guided_from_dict(cls, value: Any) -> Any:
+        return GuidedDecodingConfig.from_dict(value) if isinstance(value, dict) else value
 
     @pydantic.field_validator("speculative_config", mode="before")
     @classmethod

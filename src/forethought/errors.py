@@ -138,7 +138,8 @@ class RequestError(ForethoughtError):
 
 
 class RequestTimeout(ForethoughtError, TimeoutError):
-    """A deadline passed before the result was there; the request was aborted."""
+    """A deadline passed before the result was there, or its grammar was compiled; the request was
+    aborted."""
 
 
 class RequestCancelled(ForethoughtError):

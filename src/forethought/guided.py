@@ -87,6 +87,8 @@ def _schema_text(schema: Any) -> str:
         read = json.loads(schema) if isinstance(schema, str) else schema
         if isinstance(read, Mapping):
             return json.dumps(dict(read), ensure_ascii=False)
+    except RecursionError:
+        raise _refuse("json", schema, "it is nested too deeply") from None
     except (TypeError, ValueError) as error:
         raise _refuse("json", schema, f"it is no JSON: {error}") from error
     raise _refuse("json", schema, "a schema is a JSON object, its text, or a pydantic model")
@@ -103,8 +105,12 @@ def _choices(given: Any) -> tuple[str, ...]:
 
 
 def _refuse(name: str, value: Any, reason: str) -> ParameterError:
+    try:
+        shown = repr(str(value)[:200])
+    except RecursionError:
+        shown = f"a deep {type(value).__name__}"
     return ParameterError(
         f"invalid {name} in guided_decoding",
-        f"got {str(value)[:200]!r}, but {reason}",
+        f"got {shown}, but {reason}",
         f"Change {name}",
     )

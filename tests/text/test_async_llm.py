@@ -228,6 +228,46 @@ def test_a_tokenizer_that_fails_on_one_request_leaves_the_others_alone(llm, expe
     asyncio.run(main())
 
 
+def test_a_text_that_cannot_be_decoded_while_it_streams_fails_that_request(
+    llm, expected, monkeypatch
+):
+    decode, poison = llm._desk.tokenizer.hf.backend_tokenizer.decode, expected[PROMPTS[1]].token_ids
+
+    class Poisoned:
+        is_fast = True
+        backend_tokenizer = property(lambda self: self)
+
+        def __getattr__(self, name):
+            return getattr(llm.tokenizer, name)
+
+        def __call__(self, *args, **kwargs):
+            return llm.tokenizer(*args, **kwargs)
+
+        def decode(self, ids, **kwargs):
+            if poison[3] in ids:
+                raise RuntimeError("cannot decode this")
+            return decode(ids, **kwargs)
+
+    monkeypatch.setattr(llm._desk.tokenizer, "hf", Poisoned())
+
+    async def read(prompt):
+        async for output in llm.stream(prompt, LONG if prompt == PROMPTS[1] else GREEDY):
+            last = output
+        return last
+
+    async def main():
+        bad, good = await asyncio.gather(*map(read, PROMPTS[1::-1]), return_exceptions=True)
+        assert isinstance(bad, RequestError)
+        assert isinstance(bad.__cause__, RuntimeError)
+        assert good.outputs[0].token_ids == expected[PROMPTS[0]].token_ids
+        async with llm.start(PROMPTS[1]) as session:
+            with pytest.raises(RequestError, match="cannot decode this"):
+                async for _ in session.stream(LONG):
+                    pass
+
+    asyncio.run(main())
+
+
 def test_more_requests_than_max_pending_wait_and_all_are_served(direct, expected):
     llm = AsyncLLM.over(direct, max_pending=2)
     most = 0
@@ -479,6 +519,20 @@ def test_forgotten_sessions_and_forks_give_their_pages_back(llm):
 
     asyncio.run(main())
     wait_until(lambda: is_idle(llm))
+
+
+def test_sessions_that_are_forgotten_before_the_engine_has_opened_them_are_closed(llm):
+    async def main():
+        with held(llm) as entered:
+            busy = asyncio.create_task(llm.generate(PROMPTS[0], GREEDY))
+            await asyncio.to_thread(entered.wait, 20)
+            for _ in range(300):
+                llm.start("Who?")
+        await busy
+        await eventually(lambda: is_idle(llm))
+
+    asyncio.run(main())
+    assert not llm._desk._live
 
 
 def test_a_session_keeps_its_engine_running(direct):

@@ -1,11 +1,13 @@
-"""Laws of the gate: never more inside than there are places, and no place is ever lost."""
+"""Laws of gate and turns: never more inside than there are places, and no place is ever lost."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 
-from forethought.text.gate import Gate
+import pytest
+
+from forethought.text.gate import Gate, Turns
 
 
 def test_no_more_are_inside_than_there_are_places_and_all_get_in_by_turn():
@@ -72,3 +74,52 @@ def test_a_waiting_client_whose_loop_is_gone_is_passed_over():
 
     asyncio.run(main())
     assert gate._free == 1
+
+
+def test_threads_enter_by_turn_and_one_that_comes_back_goes_to_the_end():
+    turns, order, count = Turns(), [], 4
+
+    def visit(name):
+        with turns:
+            order.append(name)
+
+    with turns:
+        assert turns.owner == threading.get_ident()
+        assert not turns.enter_at_once()
+        threads = []
+        for name in range(count):
+            threads.append(threading.Thread(target=visit, args=(name,)))
+            threads[-1].start()
+            while len(turns._waiting) <= name:
+                threads[-1].join(0.001)
+    visit("again")
+    for thread in threads:
+        thread.join(20)
+    assert order == [*range(count), "again"]
+    assert turns.owner is None
+    assert turns.enter_at_once()
+    turns.leave()
+    assert not turns._taken
+
+
+def test_who_is_interrupted_while_waiting_takes_no_turn(monkeypatch):
+    turns, real = Turns(), threading.Lock
+
+    class Interrupted:
+        def __init__(self):
+            self.asked = 0
+
+        def acquire(self):
+            self.asked += 1
+            if self.asked == 2:
+                raise KeyboardInterrupt
+
+    with turns:
+        monkeypatch.setattr("forethought.text.gate.threading.Lock", Interrupted)
+        with pytest.raises(KeyboardInterrupt), turns:
+            pass
+        monkeypatch.setattr("forethought.text.gate.threading.Lock", real)
+        assert not turns._waiting
+        turns.owner = threading.get_ident()
+    with turns:
+        pass

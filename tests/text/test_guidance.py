@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -11,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forethought.assets import reasoner_dir
-from forethought.errors import ParameterError
+from forethought.config import GuidedDecodingConfig
+from forethought.errors import ParameterError, RequestError
 from forethought.model.sampling.constraint import Constraint, unpack
 from forethought.params import SamplingParams
 from forethought.text.guidance import Guidance
@@ -239,6 +241,120 @@ def test_a_grammar_is_compiled_once():
     params = [SamplingParams(guided_decoding={"json": LIST}, seed=seed) for seed in (1, 2)]
     first, second = (guidance.constraints(each) for each in params)
     assert first.__self__ is second.__self__
+
+
+def test_a_choice_of_many_is_followed_to_the_end_of_each_and_takes_nothing_else():
+    texts = [f"{n * 7919 % 1000003} o/p.t|{n}" for n in range(20_000)]
+    constraint = follow({"choice": texts})
+    for text in texts[::4000]:
+        output = ids(text)
+        for place, token in enumerate(output):
+            assert token in allowed(constraint, output[:place])
+            assert not constraint.is_complete(output[:place])
+        assert constraint.is_complete(output) or EOS in allowed(constraint, output)
+    wrong = ids("7919 o/p?")
+    assert wrong[-1] not in allowed(constraint, wrong[:-1])
+
+
+def accepts(constraint: Constraint, text: str) -> bool:
+    output = ids(text)
+    steps = (token in allowed(constraint, output[:n]) for n, token in enumerate(output))
+    return all(steps) and EOS in allowed(constraint, output)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.text(max_size=6).filter(bool), min_size=1, max_size=5, unique=True),
+    st.characters(codec="utf-8"),
+)
+def test_a_choice_takes_exactly_its_texts_whatever_characters_they_have(texts, other):
+    constraint = follow({"choice": texts})
+    for text in texts:
+        for near in (text, text[:-1], text + other, other + text[1:], text + text):
+            assert not near or accepts(constraint, near) == (near in texts)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    [
+        ({"regex": "ab" * 600_000}, "regex"),
+        ({"json": {"enum": ["x" * 1_100_000]}}, "json"),
+        ({"grammar": 'start: "' + "x" * 1_100_000 + '"'}, "grammar"),
+        ({"choice": [f"option number {n}" for n in range(70_000)]}, "choice"),
+    ],
+)
+def test_what_is_too_large_is_refused_with_the_limit_and_its_name(shape, kind):
+    reason = rf"the {kind} in guided_decoding is too large: .*max_grammar_bytes is 1,048,576"
+    with pytest.raises(ParameterError, match=reason):
+        follow(shape)
+
+
+def test_the_limit_of_size_can_be_lowered():
+    narrow = Guidance(BYTES, WIDTH, frozenset({EOS}), GuidedDecodingConfig(max_grammar_bytes=5))
+    assert follow({"regex": "a+b+"}, narrow)
+    with pytest.raises(ParameterError, match="it has 6 bytes"):
+        follow({"choice": ["abc", "def"]}, narrow)
+
+
+def test_what_llguidance_finds_too_large_is_refused_as_such():
+    with pytest.raises(ParameterError, match="it is too large to be compiled"):
+        follow({"regex": "|".join(f"w{n * 7919 % 1000003}.*" for n in range(90_000))})
+    parts = [{"type": "object", "properties": {f"k{n}": {}}} for n in range(10_000)]
+    with pytest.raises(ParameterError, match="too many parts"):
+        follow({"json": {"anyOf": parts}})
+
+
+def test_a_limit_that_is_met_behind_the_first_token_is_told_before_anything_runs(monkeypatch):
+    monkeypatch.setattr("forethought.text.guidance.MAX_ROW_ITEMS", 100)
+    wide = {"grammar": "start: " + " | ".join(f'"option {n}"' for n in range(200))}
+    with pytest.raises(ParameterError, match="row has 201 items"):
+        follow(wide, Guidance(BYTES, WIDTH, frozenset({EOS})))
+
+
+@pytest.mark.parametrize("depth", [300, 3000, 100_000])
+def test_a_schema_that_is_nested_too_deeply_is_refused(depth):
+    text, nested = '{"items": ' * depth + "{}" + "}" * depth, {}
+    for _ in range(depth):
+        nested = {"items": nested}
+    try:
+        for schema in (text, nested):
+            with pytest.raises(ParameterError, match=r"nested too deeply|too large"):
+                follow({"json": schema})
+    finally:
+        while nested:  # freeing it all at once recurses, too
+            nested = nested.pop("items")
+
+
+def test_a_long_chain_of_references_does_not_end_the_process():
+    chain = {f"d{n}": {"properties": {"a": {"$ref": f"#/$defs/d{n + 1}"}}} for n in range(4000)}
+    with contextlib.suppress(ParameterError):
+        follow({"json": {"$defs": {**chain, "d4000": {}}, "$ref": "#/$defs/d0"}})
+
+
+def test_text_that_is_no_unicode_is_refused():
+    for shape in ({"choice": ["\ud800"]}, {"regex": "\ud800"}, {"grammar": 'start: "\ud800"'}):
+        with pytest.raises(ParameterError, match="surrogates"):
+            follow(shape)
+
+
+def test_a_compiler_that_fails_in_its_own_way_fails_with_an_error_of_ours(monkeypatch):
+    of = Guidance(BYTES, WIDTH, frozenset({EOS}))
+    monkeypatch.setattr(of, "_compile", lambda *_: 1 / 0)
+    for _ in range(2):
+        with pytest.raises(RequestError, match="ZeroDivisionError"):
+            follow({"regex": "a"}, of)
+    monkeypatch.undo()
+    assert follow({"regex": "a"}, of)
+
+
+def test_no_more_grammars_are_kept_than_there_is_room_for(monkeypatch):
+    monkeypatch.setattr("forethought.text.guidance.COMPILED", 3)
+    of = Guidance(BYTES, WIDTH, frozenset({EOS}))
+    for size in range(1, 8):
+        follow({"regex": f"a{{{size}}}"}, of)
+    for thread in list(of._compilers):
+        thread.join()
+    assert [key[0].regex for key in of._compilations] == ["a{5}", "a{6}", "a{7}"]
 
 
 def test_a_tokenizer_that_is_not_fast_is_refused():

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
+from contextlib import contextmanager
 
 import pytest
 
 from engines import expect_empty
-from forethought.errors import ParameterError, RequestError
+from forethought.errors import ParameterError, RequestError, RequestTimeout, UsageError
 from forethought.guided import GuidedDecodingParams
 from forethought.outputs import GRAMMAR_COMPLETE, FinishReason
 from forethought.params import SamplingParams
 from forethought.text.async_llm import AsyncLLM
+from forethought.text.guidance import MAX_COMPILERS
 from forethought.text.llm import LLM
 from tokens import speaking
 
@@ -30,6 +33,9 @@ SCHEMA = {
 }
 PROMPTS = ["Hello world", "How are you?", "你好"]
 SETTINGS = {"dtype": "float32", "kv_cache_config": {"max_tokens": 2048, "page_size": 4}}
+
+
+FREE = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 
 def params(shape: dict, **fields) -> SamplingParams:
@@ -252,7 +258,7 @@ def test_many_clients_keep_to_their_shapes():
             )
             said = await session.generate(params({"json": SCHEMA}))
             with pytest.raises(ParameterError, match="Invalid type"):
-                session.stream(params({"json": {"type": "persn"}}))
+                await anext(session.stream(params({"json": {"type": "persn"}})))
             await session.close()
             return [output.outputs[0].text for output in outputs] + [said.text]
 
@@ -288,13 +294,184 @@ def test_an_output_that_cannot_go_on_fails_alone(monkeypatch):
 
     limits = llguidance.LLParserLimits
     with LLM(speaking("byte_level"), **SETTINGS) as llm:
-        good = llm._desk.submit(*llm._desk.read(PROMPTS[0], params({"regex": "[ab]{60}"})))
+        good = llm._desk.submit(*llm._read(PROMPTS[0], params({"regex": "[ab]{60}"})))
         monkeypatch.setattr(
             llguidance, "LLParserLimits", lambda **kwargs: limits(step_lexer_fuel=200, **kwargs)
         )
         with pytest.raises(RequestError, match="cannot be kept to its grammar: lexer error"):
             llm.generate(PROMPTS[0], params({"json_object": True}))
         while not good.finished:
-            llm._step()
+            llm._desk.step()
         assert re.fullmatch("[ab]{60}", good.output().outputs[0].text)
         expect_empty(llm._desk.engine)
+
+
+# --- grammars that take long to compile ----------------------------------------------------------
+
+
+class Slow:
+    """A compiler that stands still at each grammar until it is told to go on."""
+
+    def __init__(self, guidance, monkeypatch):
+        self.entered, self.leave, self.compiled = threading.Semaphore(0), threading.Event(), []
+        compile_ = guidance._compile
+
+        def slow(shape, ignore_eos):
+            self.compiled.append(shape)
+            self.entered.release()
+            assert self.leave.wait(20)
+            return compile_(shape, ignore_eos)
+
+        monkeypatch.setattr(guidance, "_compile", slow)
+
+
+@contextmanager
+def clients(monkeypatch, **limits):
+    """An AsyncLLM with a compiler that stands still; it must leave nothing behind."""
+    config = {"guided_decoding_config": limits} if limits else {}
+    llm = LLM(speaking("byte_level"), **SETTINGS, **config)
+    clients = AsyncLLM.over(llm)
+    slow = Slow(llm._desk.guidance, monkeypatch)
+    try:
+        yield clients, slow
+    finally:
+        slow.leave.set()
+        clients.shutdown()
+    expect_empty(llm._desk.engine)
+    llm.shutdown()
+
+
+WORD = {"regex": "[a-z]{3} !"}
+
+
+def test_an_event_loop_and_other_requests_go_on_while_a_grammar_is_compiled(monkeypatch):
+    async def main(llm, slow):
+        guided = asyncio.create_task(llm.generate(PROMPTS[0], params(WORD)))
+        await asyncio.to_thread(slow.entered.acquire)
+        assert (await llm.generate(PROMPTS[1], FREE)).finished
+        assert not guided.done()
+        slow.leave.set()
+        assert re.fullmatch(WORD["regex"], (await guided).outputs[0].text)
+
+    with clients(monkeypatch) as (llm, slow):
+        asyncio.run(main(llm, slow))
+
+
+def test_a_grammar_that_many_ask_for_is_compiled_once_and_one_who_gives_up_harms_nobody(
+    monkeypatch,
+):
+    async def main(llm, slow):
+        tasks = [asyncio.create_task(llm.generate(p, params(WORD))) for p in PROMPTS]
+        await asyncio.to_thread(slow.entered.acquire)
+        tasks[0].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await tasks[0]
+        slow.leave.set()
+        for output in await asyncio.gather(*tasks[1:]):
+            assert re.fullmatch(WORD["regex"], output.outputs[0].text)
+        assert len(slow.compiled) == 1
+
+    with clients(monkeypatch) as (llm, slow):
+        asyncio.run(main(llm, slow))
+
+
+def test_a_grammar_that_nobody_waits_for_any_more_is_not_compiled(monkeypatch):
+    async def main(llm, slow):
+        shapes = [{"regex": f"[a-z]{{{size}}}"} for size in range(2, 6)]
+        tasks = [asyncio.create_task(llm.generate(PROMPTS[0], params(s))) for s in shapes]
+        for _ in range(MAX_COMPILERS):
+            await asyncio.to_thread(slow.entered.acquire)
+        for task in tasks[MAX_COMPILERS:]:
+            task.cancel()
+        await asyncio.wait(tasks[MAX_COMPILERS:])
+        slow.leave.set()
+        await asyncio.gather(*tasks[:MAX_COMPILERS])
+        assert len(slow.compiled) == MAX_COMPILERS
+
+    with clients(monkeypatch) as (llm, slow):
+        asyncio.run(main(llm, slow))
+
+
+def test_a_grammar_over_the_time_limit_fails_its_request_and_is_there_for_later_ones(monkeypatch):
+    async def main(llm, slow):
+        for _ in range(2):
+            with pytest.raises(RequestTimeout, match=r"the regex .* was not compiled in time"):
+                await llm.generate(PROMPTS[0], params(WORD))
+        async with llm.start("Who?") as session:
+            with pytest.raises(RequestTimeout, match=r"compile_timeout is 0\.05 seconds"):
+                await session.generate(params(WORD))
+            assert (await session.generate(FREE)).token_ids
+        slow.leave.set()
+        for thread in list(llm._desk.guidance._compilers):
+            await asyncio.to_thread(thread.join)
+        output = await llm.generate(PROMPTS[0], params(WORD))
+        assert re.fullmatch(WORD["regex"], output.outputs[0].text)
+        assert len(slow.compiled) == 1
+
+    with clients(monkeypatch, compile_timeout=0.05) as (llm, slow):
+        asyncio.run(main(llm, slow))
+
+
+def test_the_time_limit_holds_for_callers_that_wait_too(monkeypatch):
+    limit = {"guided_decoding_config": {"compile_timeout": 0.05}}
+    with LLM(speaking("byte_level"), **SETTINGS, **limit) as llm:
+        slow = Slow(llm._desk.guidance, monkeypatch)
+        with llm.start("Who?") as session:
+            for call in (llm.generate, llm.stream):
+                with pytest.raises(RequestTimeout, match="not compiled in time"):
+                    call(PROMPTS[0], params(WORD))
+            with pytest.raises(RequestTimeout, match="not compiled in time"):
+                session.generate(params(WORD))
+        slow.leave.set()
+        assert llm.generate(PROMPTS[0], FREE).finished
+        expect_empty(llm._desk.engine)
+
+
+def test_a_session_whose_grammar_is_compiled_can_be_read_forked_and_ended_but_not_changed(
+    monkeypatch,
+):
+    async def main(llm, slow):
+        session = llm.start("Who?")
+        stream = session.stream(params(WORD))
+        await asyncio.to_thread(slow.entered.acquire)
+        assert (await stream.peek()).token_ids == []
+        for change in (session.extend("x"), session.rewind(1), session.generate(FREE)):
+            with pytest.raises(UsageError, match="a generation is under way"):
+                await change
+        async with await session.fork() as fork:
+            assert (await fork.generate(FREE)).token_ids
+        await session.abort()
+        assert (await stream.finish()).finish_reason is FinishReason.ABORT
+        waiting = asyncio.create_task(session.generate(params(WORD)))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert (await session.generate(FREE)).token_ids
+        late = session.stream(params(WORD))
+        await asyncio.sleep(0)
+        await session.close()
+        assert (await late.finish()).finish_reason is FinishReason.ABORT
+        slow.leave.set()
+        async with llm.start("Who?") as other:
+            assert re.fullmatch(WORD["regex"], (await other.generate(params(WORD))).text)
+
+    with clients(monkeypatch) as (llm, slow):
+        asyncio.run(main(llm, slow))
+
+
+def test_a_loop_that_ends_while_a_grammar_is_compiled_leaves_the_session_usable(monkeypatch):
+    with clients(monkeypatch) as (llm, slow):
+        sessions = []
+
+        async def ask():
+            sessions.append(llm.start("Who?"))
+            sessions[0].stream(params(WORD))
+            await asyncio.to_thread(slow.entered.acquire)
+
+        async def again():
+            assert (await sessions[0].generate(FREE)).token_ids
+            await sessions[0].close()
+
+        asyncio.run(ask())
+        asyncio.run(again())

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import itertools
+import subprocess
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -306,29 +310,200 @@ def test_a_failing_step_is_told_to_the_caller(llm, monkeypatch):
     assert llm.generate(PROMPTS[0], GREEDY).finished
 
 
-def test_a_second_thread_is_refused_while_one_generates(llm):
-    stream, errors = llm.stream(PROMPTS[0], GREEDY), []
-    forward = llm._desk.engine.runner.forward
-    entered, leave = threading.Event(), threading.Event()
-
-    def slow(rows):
-        entered.set()
-        leave.wait(10)
-        return forward(rows)
-
-    llm._desk.engine.runner.forward = slow
+@contextlib.contextmanager
+def hurried():
+    """Threads are switched between as often as the interpreter can."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
     try:
-        first = threading.Thread(target=lambda: next(stream))
-        first.start()
-        assert entered.wait(10)
-        with pytest.raises(UsageError, match="Use AsyncLLM"):
-            llm.generate(PROMPTS[1], GREEDY)
+        yield
     finally:
-        leave.set()
-        first.join()
-        del llm._desk.engine.runner.forward
-    assert not errors
-    stream.close()
+        sys.setswitchinterval(usual)
+
+
+def in_threads(work, count: int = 5) -> None:
+    """Run ``work(number)`` in several threads at once; what any raises is raised here."""
+    with hurried(), ThreadPoolExecutor(count) as pool:
+        for done in [pool.submit(work, number) for number in range(count)]:
+            done.result(120)
+
+
+def test_threads_share_an_llm_and_each_gets_what_it_would_get_alone(llm):
+    expected = [llm.generate(prompt, GREEDY).outputs[0].token_ids for prompt in PROMPTS]
+    short = GREEDY.replace(max_tokens=3)
+
+    def work(number):
+        for turn in range(8):
+            which = (number + turn) % 3
+            prompt, whole = PROMPTS[which], expected[which]
+            assert llm.generate(prompt, GREEDY).outputs[0].token_ids == whole
+            *_, last = llm.stream(prompt, GREEDY)
+            assert last.outputs[0].token_ids == whole
+            next(llm.stream(prompt, GREEDY))  # left early
+            with llm.start(prompt) as session, session.fork() as fork:
+                start = len(session.tokens)
+                session.generate(short)
+                next(session.stream(short))
+                session.rewind(start + 3)
+                assert fork.generate(GREEDY).token_ids == whole
+                assert session.tokens[start:] == whole[:3]
+            llm.start(prompt).fork()  # forgotten, both of them
+            batch = llm.generate(PROMPTS, [GREEDY, short, GREEDY])
+            assert [output.outputs[0].token_ids for output in batch] == [
+                expected[0],
+                expected[1][:3],
+                expected[2],
+            ]
+
+    in_threads(work)
+
+
+def test_threads_that_wait_together_share_steps(llm):
+    before, barrier = llm.stats.steps, threading.Barrier(4)
+
+    def work(number):
+        barrier.wait(20)
+        llm.generate(PROMPTS[0], GREEDY.replace(max_tokens=60))
+
+    in_threads(work, 4)
+    assert llm.stats.steps - before < 3 * 60
+
+
+def test_iterators_and_sessions_that_the_garbage_collector_finds_in_any_thread_are_ended(llm):
+    class Cycle:
+        def __init__(self, *held):
+            self.me, self.held = self, held
+
+    def work(number):
+        for turn in range(10):
+            stream = llm.stream(PROMPTS[turn % 3], GREEDY)
+            next(stream)
+            session = llm.start("Hello")
+            under_way = session.stream(GREEDY)
+            next(under_way)
+            Cycle(stream, session, under_way)
+            del stream, session, under_way
+            llm.generate(PROMPTS[0], GREEDY.replace(max_tokens=2))
+
+    usual = gc.get_threshold()
+    gc.set_threshold(20, 2, 2)
+    try:
+        in_threads(work, 4)
+    finally:
+        gc.set_threshold(*usual)
+    gc.collect()
+    assert not llm._desk.has_abandoned
+    expect_empty(llm._desk.engine)
+
+
+def test_an_llm_that_is_called_from_within_its_own_step_says_so(llm, monkeypatch):
+    told = []
+
+    def forward(rows):
+        with pytest.raises(UsageError, match="from within its own step") as caught:
+            llm.generate(PROMPTS[0], GREEDY)
+        told.append(caught.value)
+        return real(rows)
+
+    real = llm._desk.engine.runner.forward
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._desk.engine.runner, "forward", forward)
+        llm.generate(PROMPTS[0], GREEDY.replace(max_tokens=2))
+    assert told
+
+
+FORKED = """
+import asyncio, os, signal, torch
+from forethought import LLM, AsyncLLM, SamplingParams
+params = SamplingParams(temperature=0.0, max_tokens=3)
+
+def in_child(use):
+    if not (child := os.fork()):
+        signal.alarm(60)
+        try:
+            print(use(), flush=True)
+        except Exception as error:
+            print(type(error).__name__, error, flush=True)
+        raise SystemExit
+    assert os.waitpid(child, 0)[1] == 0
+
+torch.set_num_threads(1)
+llm = LLM({model!r}, dtype="float32")
+ask = lambda: llm.generate("Hello", params).outputs[0].token_ids
+print(ask(), flush=True)
+in_child(ask)
+torch.set_num_threads(2)
+in_child(ask)
+clients = AsyncLLM.over(llm)
+in_child(lambda: asyncio.run(clients.generate("Hello", params)))
+in_child(lambda: clients.start("Hello"))
+print(asyncio.run(clients.generate("Hello", params)).outputs[0].token_ids)
+"""
+
+
+def test_in_a_forked_process_an_llm_works_or_says_that_it_cannot():
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKED.format(model=str(MODEL))],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    parent, alone, threads, *clients, after = done.stdout.splitlines()
+    assert parent == alone == after
+    assert threads.startswith("EngineStopped this LLM does not run in a forked process: the 2")
+    assert len(clients) == 2
+    for told in clients:
+        assert told.startswith("EngineStopped this AsyncLLM does not run in a forked process")
+    assert done.returncode == 0, done.stderr
+
+
+class Failing:
+    """A Hugging Face tokenizer that fails on one text and one token."""
+
+    def __init__(self, hf, text="", token=-1):
+        self._hf, self._text, self._token = hf, text, token
+
+    def __getattr__(self, name):
+        return getattr(self._hf, name)
+
+    def __call__(self, text, **kwargs):
+        if text == self._text:
+            raise RuntimeError("cannot encode this")
+        return self._hf(text, **kwargs)
+
+    @property
+    def backend_tokenizer(self):
+        return self
+
+    def decode(self, ids, **kwargs):
+        if self._token in ids:
+            raise RuntimeError("cannot decode this")
+        return self._hf.backend_tokenizer.decode(ids, **kwargs)
+
+
+def test_a_tokenizer_that_fails_fails_that_request_with_an_error_of_ours(llm, monkeypatch):
+    poison = llm.generate(PROMPTS[1], GREEDY).outputs[0].token_ids[3]
+    good = llm.generate(PROMPTS[0], GREEDY)
+    assert poison not in [*good.prompt_token_ids, *good.outputs[0].token_ids]
+    failing = Failing(llm.tokenizer, PROMPTS[2], poison)
+    monkeypatch.setattr(llm._desk.tokenizer, "hf", failing)
+    other = llm.stream(PROMPTS[0], GREEDY)
+    next(other)
+    with pytest.raises(RequestError, match="failed to encode a text: RuntimeError") as caught:
+        llm.generate(PROMPTS[2], GREEDY)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    with llm.start("a") as session:
+        for call in (
+            lambda: llm.generate(PROMPTS[1], GREEDY),
+            lambda: list(llm.stream(PROMPTS[1], GREEDY)),
+            lambda: llm.generate([*good.prompt_token_ids, poison], GREEDY),
+            lambda: session.extend(PROMPTS[2]),
+        ):
+            with pytest.raises(RequestError, match=r"cannot .*code this"):
+                call()
+    *_, last = other
+    assert last.outputs[0].token_ids == good.outputs[0].token_ids
 
 
 # --- sessions ------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any
 
 from forethought.engine.stats import EngineStats
 from forethought.errors import ParameterError
+from forethought.model.sampling import Constraints
 from forethought.outputs import RequestOutput
 from forethought.params import SamplingParams
 from forethought.text.async_session import AsyncSession
@@ -79,10 +80,11 @@ class AsyncLLM:
         Raises:
             ParameterError: the prompt is empty, of a wrong type or outside the vocabulary.
             ContextLengthError, CapacityError: it leaves no room for an answer.
+            RequestTimeout: the grammar of ``guided_decoding`` was not compiled in time.
             RequestError: the request failed in the engine; others go on.
             EngineStopped: the engine has ended.
         """
-        return await self._generate(*self._desk.read(prompt, params))
+        return await self._generate(*self._serving().read(prompt, params))
 
     async def chat(
         self,
@@ -101,8 +103,9 @@ class AsyncLLM:
         Raises:
             UsageError: there is no template, or it refuses the messages; else as ``generate``.
         """
-        text, token_ids = self._desk.render(messages, template_args)
-        _, settled = self._desk.read(token_ids, params)
+        desk = self._serving()
+        text, token_ids = desk.render(messages, template_args)
+        _, settled = desk.read(token_ids, params)
         return await self._generate(Prompt(text, token_ids), settled)
 
     def chat_prompt(
@@ -111,7 +114,7 @@ class AsyncLLM:
         template_args: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """The token ids of a conversation, to ``generate``, ``stream`` or ``start`` from."""
-        return self._desk.render(messages, template_args)[1]
+        return self._serving().render(messages, template_args)[1]
 
     def stream(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None
@@ -119,16 +122,17 @@ class AsyncLLM:
         """Continue one prompt; everything so far, as often as you ask. Raises as ``generate``.
 
         The request begins with the first item, and the engine never waits for the reader. Leaving
-        the iterator early aborts the request.
+        the iterator early aborts the request. What is wrong with a grammar is raised by the first
+        item, since it is compiled then.
         """
-        return self._stream(*self._desk.read(prompt, params))
+        return self._stream(*self._serving().read(prompt, params))
 
     def start(self, prompt: str | Sequence[int]) -> AsyncSession:
         """A live sequence that holds the prompt and generates when told to.
 
         Raises as ``generate``.
         """
-        read, _ = self._desk.read(prompt, None)
+        read, _ = self._serving().read(prompt, None)
         return AsyncSession(self, self._thread, read.token_ids)
 
     @property
@@ -152,25 +156,33 @@ class AsyncLLM:
         self.shutdown()
 
     async def _generate(self, prompt: Prompt, params: SamplingParams) -> RequestOutput:
+        constraints = await self._desk.guidance.compiled(params)
         async with self._gate:
-            listener = self._begin(prompt, params)
+            listener = self._begin(prompt, params, constraints)
             try:
                 return await listener.last()
             finally:
                 self._leave(listener)
 
     async def _stream(self, prompt: Prompt, params: SamplingParams) -> AsyncIterator[RequestOutput]:
+        constraints = await self._desk.guidance.compiled(params)
         async with self._gate:
-            listener = self._begin(prompt, params)
+            listener = self._begin(prompt, params, constraints)
             try:
                 while (output := await listener.next()) is not None:
                     yield output
             finally:
                 self._leave(listener)
 
-    def _begin(self, prompt: Prompt, params: SamplingParams) -> Listener[RequestOutput]:
+    def _serving(self) -> Desk:
+        self._thread.check_process()
+        return self._desk
+
+    def _begin(
+        self, prompt: Prompt, params: SamplingParams, constraints: Constraints | None
+    ) -> Listener[RequestOutput]:
         listener, desk = Listener(Generation.output), self._desk
-        self._thread.begin(listener, lambda: desk.submit(prompt, params))
+        self._thread.begin(listener, lambda: desk.submit(prompt, params, constraints))
         return listener
 
     def _leave(self, listener: Listener[RequestOutput]) -> None:
@@ -186,6 +198,8 @@ def _check(max_pending: int) -> None:
 def _stop(thread: EngineThread, lender: LLM | None) -> None:
     """Also called when the AsyncLLM is forgotten, and at the end of the program."""
     thread.stop()
+    if thread.is_forked:
+        return  # the parent ends its engine
     if lender is not None:
         lender.take_back()
     else:

@@ -8,10 +8,11 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from forethought.engine import sequence as engine_sequence
-from forethought.errors import EngineStopped
+from forethought.errors import EngineStopped, UsageError
+from forethought.model.sampling import Constraints
 from forethought.outputs import CompletionOutput, Usage
 from forethought.params import SamplingParams
 from forethought.text.desk import Desk
@@ -23,17 +24,46 @@ from forethought.text.prompt import read_length
 Result = TypeVar("Result")
 
 
+@dataclass(eq=False, slots=True)
+class _Reservation:
+    """A generation of a session that begins once its grammar is compiled."""
+
+    listener: Listener[CompletionOutput]
+    params: SamplingParams
+    beginning: asyncio.Task[None] | None = None
+    """Waits for the grammar."""
+
+
 @dataclass(slots=True)
 class _Seat:
     """Where the engine's thread puts the sequence once it has opened it."""
 
     prompt_ids: list[int]
     sequence: engine_sequence.Sequence | None = None
+    forgotten: bool = False
+    """Whether nobody holds the session any more, perhaps before the sequence was opened."""
+    reserved: _Reservation | None = None
+    """Touched by the engine's thread only."""
 
     @property
     def taken(self) -> engine_sequence.Sequence:
         assert self.sequence is not None, "errands run in order, and the first one opens"
         return self.sequence
+
+    @property
+    def idle(self) -> engine_sequence.Sequence:
+        """The sequence, to be changed or to generate from.
+
+        Raises:
+            UsageError: a generation is about to begin.
+        """
+        if self.reserved is not None:
+            raise UsageError(
+                "the session is in use",
+                "a generation is under way, whose grammar is being compiled",
+                "Wait for its generation to end, or abort it",
+            )
+        return self.taken
 
 
 class AsyncSession:
@@ -86,13 +116,22 @@ class AsyncSession:
         """Continue the sequence; iterate for everything so far, as often as you ask.
 
         The generation begins at once and runs on whether or not anybody iterates, until it ends or
-        ``abort`` or ``close`` end it. Errors, as of ``generate``, are raised by the iterator.
+        ``abort`` or ``close`` end it. Errors, as of ``generate``, are raised by the iterator. With
+        a new grammar, tokens come once that is compiled.
         """
-        seat, desk = self._seat, self._thread.desk
-        settled = desk.read_params(params)
+        seat, thread = self._seat, self._thread
+        thread.check_process()
+        settled = thread.desk.read_params(params)
         listener = Listener(Generation.completion)
-        self._thread.begin(listener, lambda: desk.resume(seat.taken, settled))
-        return SessionStream(self, listener)
+        reservation = _Reservation(listener, settled)
+        found = thread.desk.guidance.find(settled)
+        if found is not None or settled.guided_decoding is None:
+            thread.begin(listener, lambda: thread.desk.resume(seat.idle, settled, found))
+        else:
+            thread.call_for(listener, _reserve, thread, seat, reservation)
+            work = _begin_compiled(thread, seat, reservation)
+            reservation.beginning = asyncio.get_running_loop().create_task(work)
+        return SessionStream(self, reservation)
 
     async def extend(self, more: str | Sequence[int]) -> None:
         """Put text or token ids behind; they are computed with the next generation.
@@ -102,7 +141,7 @@ class AsyncSession:
             ContextLengthError, CapacityError: it does not fit.
         """
         token_ids, seat, desk = self._thread.desk.read_more(more), self._seat, self._thread.desk
-        await self._do(lambda: desk.engine.extend(seat.taken, token_ids))
+        await self._do(lambda: desk.engine.extend(seat.idle, token_ids))
 
     async def fork(self, length: int | None = None) -> AsyncSession:
         """Another session with the first ``length`` tokens of this one (all by default).
@@ -126,19 +165,19 @@ class AsyncSession:
             UsageError: a generation is under way, the session is closed or not that long.
         """
         seat, desk, kept = self._seat, self._thread.desk, read_length(length)
-        await self._do(lambda: desk.engine.rewind(seat.taken, kept))
+        await self._do(lambda: desk.engine.rewind(seat.idle, kept))
 
     async def abort(self) -> None:
         """End the generation under way, if any; who waits for it gets what it has said."""
         seat, thread = self._seat, self._thread
-        await self._do(lambda: thread.tell(thread.desk.stop(seat.taken)))
+        await self._do(lambda: _stop(thread, seat))
 
     async def close(self) -> None:
         """Give back the pages; a generation under way ends. Closing twice is fine."""
         if self._forgotten.detach():
             seat, thread = self._seat, self._thread
             with contextlib.suppress(EngineStopped):  # which closed everything
-                await self._do(lambda: thread.tell(thread.desk.close(seat.taken)))
+                await self._do(lambda: _close(thread, seat))
 
     @property
     def tokens(self) -> list[int]:
@@ -179,11 +218,12 @@ class SessionStream:
 
     Args:
         session: kept alive while somebody iterates.
-        listener: to its generation.
+        reservation: of its generation, which may have begun.
     """
 
-    def __init__(self, session: AsyncSession, listener: Listener[CompletionOutput]) -> None:
-        self._session, self._listener = session, listener
+    def __init__(self, session: AsyncSession, reservation: _Reservation) -> None:
+        self._session, self._reservation = session, reservation
+        self._listener = reservation.listener
 
     def __aiter__(self) -> SessionStream:
         return self
@@ -204,21 +244,100 @@ class SessionStream:
 
     async def peek(self) -> CompletionOutput:
         """Everything so far, at once."""
-        found = await asyncio.wrap_future(self._session._thread.peek(self._listener))
+        thread, seat = self._session._thread, self._session._seat
+        looking = thread.call(_look, thread, seat, self._reservation)
+        found = await asyncio.wrap_future(looking)
         return await self._listener.last() if found is None else found
 
     def leave(self) -> None:
         """End the generation if it goes on."""
-        if not self._listener.ended:
-            self._session._thread.abort(self._listener)
+        if self._listener.ended:
+            return
+        if self._reservation.beginning is not None:
+            self._reservation.beginning.cancel()
+        self._session._thread.abort(self._listener)
 
 
 def _open(desk: Desk, seat: _Seat) -> None:
     seat.sequence = desk.open(seat.prompt_ids)
+    if seat.forgotten:  # set before ``_forget`` looked for the sequence
+        desk.abandon(seat.sequence)
 
 
 def _forget(thread: EngineThread, seat: _Seat) -> None:
     """Called by the garbage collector, at any moment and on any thread: leave a note only."""
-    if seat.sequence is not None:
+    seat.forgotten = True
+    if seat.sequence is not None:  # else ``_open`` sees that it is forgotten
         thread.desk.abandon(seat.sequence)
         thread.wake()
+
+
+# ---- on the engine's thread ---------------------------------------------------------------------
+
+
+def _reserve(thread: EngineThread, seat: _Seat, reservation: _Reservation) -> None:
+    """Nothing else may change the sequence before the generation begins."""
+    thread.desk.engine.check_resume(seat.idle, reservation.params)
+    seat.reserved = reservation
+
+
+async def _begin_compiled(thread: EngineThread, seat: _Seat, reservation: _Reservation) -> None:
+    """Begin a generation when its grammar is compiled, or tell why it does not begin."""
+    listener = reservation.listener
+    try:
+        constraints = await thread.desk.guidance.compiled(reservation.params)
+        thread.call_for(listener, _begin, thread, seat, reservation, constraints)
+    except asyncio.CancelledError:
+        with contextlib.suppress(EngineStopped):
+            thread.call(_release, seat, reservation)
+        raise
+    except EngineStopped as error:
+        listener.fail(error)
+    except Exception as error:
+        thread.call_for(listener, _refuse, seat, reservation, error)
+
+
+def _begin(
+    thread: EngineThread, seat: _Seat, reservation: _Reservation, constraints: Constraints | None
+) -> None:
+    """Begin the generation, unless it was refused or has been ended in the meantime."""
+    if _release(seat, reservation):
+        sequence, params, desk = seat.taken, reservation.params, thread.desk
+        thread.adopt(reservation.listener, lambda: desk.resume(sequence, params, constraints))
+
+
+def _refuse(seat: _Seat, reservation: _Reservation, error: Exception) -> None:
+    if _release(seat, reservation):
+        raise error
+
+
+def _release(seat: _Seat, reservation: _Reservation) -> bool:
+    """Give the reservation up; whether there still was one."""
+    if seat.reserved is not reservation:
+        return False
+    seat.reserved = None
+    return True
+
+
+def _look(thread: EngineThread, seat: _Seat, reservation: _Reservation) -> CompletionOutput | None:
+    """What there is of a generation; None if it has ended."""
+    if seat.reserved is reservation:
+        return CompletionOutput(0)
+    return thread.look(reservation.listener)
+
+
+def _stop(thread: EngineThread, seat: _Seat) -> None:
+    """End the generation under way, if any, and tell who waits for it."""
+    if seat.reserved is not None:  # it begins here, and ends before any step
+        _begin(thread, seat, seat.reserved, _never_asked)
+    thread.tell(thread.desk.stop(seat.taken))
+
+
+def _close(thread: EngineThread, seat: _Seat) -> None:
+    _stop(thread, seat)
+    thread.tell(thread.desk.close(seat.taken))
+
+
+def _never_asked() -> Any:
+    """In place of the constraint of a generation that draws no token."""
+    return None

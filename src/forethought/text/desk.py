@@ -1,7 +1,7 @@
 """The desk between text and engine: prompts go in as tokens, events come out as text.
 
-``LLM`` and ``AsyncLLM`` both work through one. Like the engine it belongs to one thread; only
-``read``, ``check`` and ``abandon`` may be called from any. Knows nothing about who waits for what.
+``LLM`` and ``AsyncLLM`` both work through one. Like the engine it is used by one thread at a time;
+only what stands under "from any thread" may be called at any time.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from forethought.engine import resolve
 from forethought.engine.engine import Engine
 from forethought.engine.sequence import Sequence
 from forethought.engine.stats import EngineStats
+from forethought.model.sampling import Constraints
 from forethought.params import SamplingParams
 from forethought.text.generation import Generation
 from forethought.text.guidance import Guidance
@@ -33,15 +34,17 @@ class Desk:
         engine: which no one else uses.
         tokenizer: of its model.
         model_dir: where both came from.
+        guidance: compiles grammars for this tokenizer.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, model_dir: Path) -> None:
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer, model_dir: Path, guidance: Guidance
+    ) -> None:
         self.engine, self.tokenizer, self.model_dir = engine, tokenizer, model_dir
-        lm = engine.runner.lm
-        self._guidance = Guidance(tokenizer, lm.vocab_size, lm.eos_token_ids)
+        self.guidance = guidance
         self._generations: dict[int, Generation] = {}
         self._live: set[Sequence] = set()
-        self._abandoned: deque[Sequence] = deque()
+        self._abandoned: deque[Sequence | Generation] = deque()
 
     @classmethod
     def build(cls, model: str | Path | None, fields: Mapping[str, Any]) -> Desk:
@@ -58,12 +61,18 @@ class Desk:
         model_dir = args.model or reasoner_dir()
         engine = resolve.build(args, model_dir)  # first: a wrong directory is about the model
         tokenizer = Tokenizer.load(args.tokenizer or model_dir, args.trust_remote_code)
-        return cls(engine, tokenizer, model_dir)
+        lm, config = engine.runner.lm, args.guided_decoding_config
+        guidance = Guidance(tokenizer, lm.vocab_size, lm.eos_token_ids, config)
+        return cls(engine, tokenizer, model_dir, guidance)
+
+    def another(self) -> Desk:
+        """A desk over the same engine, for when this one is not used."""
+        return Desk(self.engine, self.tokenizer, self.model_dir, self.guidance)
 
     # ---- from any thread --------------------------------------------------------------------
 
     def read(self, prompt: Any, params: Any) -> tuple[Prompt, SamplingParams]:
-        """A caller's prompt in tokens, and its params, both checked.
+        """A caller's prompt in tokens, and its params, both checked but for the grammar.
 
         Raises:
             ParameterError, ContextLengthError, CapacityError: see ``Admission.check``.
@@ -73,14 +82,13 @@ class Desk:
         return read, settled
 
     def read_params(self, params: Any) -> SamplingParams:
-        """The params of one generation, the shape that they ask for included, checked.
+        """The params of one generation. ``guidance`` tells whether a grammar can be followed.
 
         Raises:
-            ParameterError: they are none, or the shape cannot be followed.
-            DependencyError: what follows shapes is not installed.
+            ParameterError: they are none, or the shape that they ask for is too large.
         """
         settled = read_params(params)
-        self._guidance.constraints(settled)
+        self.guidance.check(settled)
         return settled
 
     def read_more(self, more: str | List[int]) -> list[int]:
@@ -94,12 +102,18 @@ class Desk:
         text = self.tokenizer.render(messages, template_args)
         return text, self.tokenizer.encode_more(text)  # the template wrote all special tokens
 
-    def abandon(self, sequence: Sequence) -> None:
-        """Nobody holds this live sequence any more: close it before the next step.
+    def abandon(self, left: Sequence | Generation) -> None:
+        """Nobody holds this live sequence, or waits for this generation, any more: end it with the
+        next ``sweep``.
 
         May be called by the garbage collector at any moment.
         """
-        self._abandoned.append(sequence)
+        self._abandoned.append(left)
+
+    @property
+    def has_abandoned(self) -> bool:
+        """Whether ``sweep`` would do anything."""
+        return bool(self._abandoned)
 
     @property
     def stats(self) -> EngineStats:
@@ -111,16 +125,17 @@ class Desk:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return self.engine.has_work or bool(self._abandoned)
+        return self.engine.has_work or self.has_abandoned
 
     @property
     def is_busy(self) -> bool:
         """Whether a generation is under way."""
         return bool(self._generations)
 
-    def submit(self, prompt: Prompt, params: SamplingParams) -> Generation:
-        """Start ``params.n`` samples of a prompt."""
-        constraints = self._guidance.constraints(params)
+    def submit(
+        self, prompt: Prompt, params: SamplingParams, constraints: Constraints | None
+    ) -> Generation:
+        """Start ``params.n`` samples of a prompt; ``guidance`` makes the constraints."""
         sequences = self.engine.add(prompt.token_ids, params, constraints=constraints)
         return self._follow(sequences, prompt)
 
@@ -128,9 +143,10 @@ class Desk:
         """A live sequence that holds a prompt and generates nothing yet."""
         return self._keep(self.engine.open(token_ids))
 
-    def resume(self, sequence: Sequence, params: SamplingParams) -> Generation:
+    def resume(
+        self, sequence: Sequence, params: SamplingParams, constraints: Constraints | None
+    ) -> Generation:
         """Generate from a live sequence."""
-        constraints = self._guidance.constraints(params)
         self.engine.resume(sequence, params, constraints=constraints)
         return self._follow([sequence])
 
@@ -140,9 +156,7 @@ class Desk:
 
     def step(self) -> list[Generation]:
         """One step of the engine. Returns the generations that have got something from it."""
-        changed: dict[Generation, None] = {}  # as a set that keeps its order
-        while self._abandoned:
-            changed.update(dict.fromkeys(self.close(self._abandoned.popleft())))
+        changed = dict.fromkeys(self.sweep())  # as a set that keeps its order
         for event in self.engine.step():
             generation = self._generations.get(event.sequence.id)
             if generation is None:
@@ -151,6 +165,18 @@ class Desk:
             if generation.take(event):
                 self._finish(generation, event.sequence)
         return list(changed)
+
+    def sweep(self) -> list[Generation]:
+        """End what was abandoned; returns the generations that this ended."""
+        ended = []
+        while self._abandoned:
+            left = self._abandoned.popleft()
+            if isinstance(left, Sequence):
+                ended += self.close(left)
+            else:
+                self.abort(left)
+                ended.append(left)
+        return ended
 
     def abort(self, generation: Generation) -> None:
         """End what goes on of a generation, now."""

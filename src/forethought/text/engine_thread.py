@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -39,6 +40,7 @@ class EngineThread:
         self._cause: BaseException | None = None
         """What the engine died of, if it did."""
         self._stopping = False
+        self._pid = os.getpid()
         self._gate = threading.Lock()  # between handing in an errand and the end of the thread
         self._thread = threading.Thread(target=self._serve, name="forethought-engine", daemon=True)
         self._thread.start()
@@ -53,6 +55,7 @@ class EngineThread:
         Raises:
             EngineStopped: the thread has ended. If it ends later, the future fails with the same.
         """
+        self.check_process()
         future: Future[Result] = Future()
 
         def errand() -> None:
@@ -71,34 +74,57 @@ class EngineThread:
             self._errands.put(errand)
         return future
 
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a forked child of the process that has the thread."""
+        return os.getpid() != self._pid
+
+    def check_process(self) -> None:
+        """Called before anything that could wait for the thread, or for a lock that it held.
+
+        Raises:
+            EngineStopped: this is a forked child, in which the thread does not run.
+        """
+        if self.is_forked:
+            raise EngineStopped(
+                "this AsyncLLM does not run in a forked process",
+                f"its engine thread stayed behind in process {self._pid}",
+                "Build it in the process that uses it",
+            )
+
     def begin(self, listener: Listener[Any], start: Callable[[], Generation]) -> None:
         """Start a generation that ``listener`` is told of, its failure to start included.
 
         Raises:
             EngineStopped: the thread has ended.
         """
+        self.call_for(listener, self.adopt, listener, start)
 
-        def fail(started: Future[None]) -> None:
-            if (error := started.exception()) is not None:
+    def call_for(self, listener: Listener[Any], function: Callable[..., None], *args: Any) -> None:
+        """As ``call``; if the function fails, so does what ``listener`` waits for."""
+
+        def fail(done: Future[None]) -> None:
+            if (error := done.exception()) is not None:
                 listener.fail(error)
 
-        self.call(self._begin, listener, start).add_done_callback(fail)
+        self.call(function, *args).add_done_callback(fail)
 
     def abort(self, listener: Listener[Any]) -> None:
         """End the generation of a listener that does not listen any more."""
         with contextlib.suppress(EngineStopped):
             self.call(self._abort, listener)
 
-    def peek(self, listener: Listener[Result]) -> Future[Result | None]:
-        """What there is of a listener's generation; None if that has ended."""
-        return self.call(self._peek, listener)
-
     def wake(self) -> None:
         """Let an idle thread look around. Safe in the garbage collector."""
         self._errands.put(None)
 
     def stop(self) -> None:
-        """End the thread after its current step; what is unfinished fails with EngineStopped."""
+        """End the thread after its current step; what is unfinished fails with EngineStopped.
+
+        In a forked child, which has no such thread, nothing is done.
+        """
+        if self.is_forked:
+            return
         self._stopping = True
         self.wake()
         if threading.current_thread() is not self._thread:  # the garbage collector may be there
@@ -116,13 +142,17 @@ class EngineThread:
                 letters[listener.loop].append(letter)
             if generation.finished:
                 del self._listeners[generation]
+            if generation.failure is not None:  # perhaps of the listener's reading it
+                self.desk.abort(generation)
         for loop, written in letters.items():
             deliver(loop, written)
 
-    def _begin(self, listener: Listener[Any], start: Callable[[], Generation]) -> None:
+    def adopt(self, listener: Listener[Any], start: Callable[[], Generation]) -> None:
+        """Start a generation that ``listener`` is told of."""
         self._listeners[start()] = listener
 
-    def _peek(self, listener: Listener[Result]) -> Result | None:
+    def look(self, listener: Listener[Result]) -> Result | None:
+        """What there is of a listener's generation; None if that has ended."""
         found = next((g for g, other in self._listeners.items() if other is listener), None)
         return None if found is None else listener.read(found)
 

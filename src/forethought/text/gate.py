@@ -1,7 +1,7 @@
 """How many may be inside at once; the rest wait in the order of their coming.
 
-For tasks of any event loop in any thread, which ``asyncio.Semaphore`` is not. Knows nothing about
-what they do inside.
+``Gate`` is for tasks of any event loop in any thread, which ``asyncio.Semaphore`` is not. ``Turns``
+is for threads, one at a time.
 """
 
 from __future__ import annotations
@@ -59,3 +59,65 @@ class Gate:
 def _admit(turn: asyncio.Future[None]) -> None:
     if not turn.done():
         turn.set_result(None)
+
+
+class Turns:
+    """``with turns:`` waits until no other thread is inside.
+
+    In order of arrival, which ``threading.Lock`` does not promise: there a thread that leaves and
+    comes back at once keeps the others out for as long as it likes.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: deque[threading.Lock] = deque()
+        self._taken = False
+        self.owner: int | None = None
+        """The thread inside, as ``threading.get_ident`` names it."""
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._taken:
+                self._take()
+                return
+            turn = threading.Lock()
+            turn.acquire()
+            self._waiting.append(turn)
+        try:
+            turn.acquire()
+        except BaseException:  # KeyboardInterrupt
+            with self._lock:
+                waited = turn in self._waiting
+                if waited:
+                    self._waiting.remove(turn)
+            if not waited:
+                self.leave()
+            raise
+        self.owner = threading.get_ident()
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
+
+    def enter_at_once(self) -> bool:
+        """Enter if nobody is inside. Never waits, so the garbage collector may call it."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            if self._taken:
+                return False
+            self._take()
+            return True
+        finally:
+            self._lock.release()
+
+    def leave(self) -> None:
+        """Let the one in who waits longest."""
+        with self._lock:
+            self.owner = None
+            if self._waiting:
+                self._waiting.popleft().release()
+            else:
+                self._taken = False
+
+    def _take(self) -> None:
+        self._taken, self.owner = True, threading.get_ident()

@@ -5,6 +5,9 @@ Knows nothing about who waits for it.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 from forethought.engine.commit import Event
 from forethought.engine.sequence import Sequence
 from forethought.errors import RequestError
@@ -33,6 +36,8 @@ class Generation:
         }
         self._metrics = {sequence.id: sequence.metrics for sequence in sequences}
         self._error: Exception | None = None
+        self.num_events = 0
+        """Events of the engine taken in so far."""
 
     @property
     def finished(self) -> bool:
@@ -48,8 +53,8 @@ class Generation:
     @property
     def failure(self) -> RequestError | None:
         """What the engine could not do for it, if it failed."""
-        if self._error is None:
-            return None
+        if self._error is None or isinstance(self._error, RequestError):
+            return self._error
         failure = RequestError(
             "the request failed in the engine",
             f"{type(self._error).__name__}: {self._error}",
@@ -60,6 +65,7 @@ class Generation:
 
     def take(self, event: Event) -> bool:
         """Take in what a step did to one sample; whether that sample is finished now."""
+        self.num_events += 1
         transcript, stop_reason = self._transcripts[event.sequence.id], event.sequence.stop_reason
         try:
             if event.error is not None:
@@ -89,11 +95,32 @@ class Generation:
             self._error = error
 
     def completion(self) -> CompletionOutput:
-        """A copy of what the first sample has said."""
-        return self._completion(self.sequences[0])
+        """A copy of what the first sample has said. Raises as ``output``."""
+        with self._failing():
+            return self._completion(self.sequences[0])
 
     def output(self) -> RequestOutput:
-        """A copy of everything so far."""
+        """A copy of everything so far.
+
+        Raises:
+            RequestError: what was said cannot be read; the generation is finished then.
+        """
+        with self._failing():
+            return self._output()
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """What goes wrong inside fails this generation."""
+        try:
+            yield
+        except Exception as error:
+            self._error = self._error or error
+            if isinstance(error, RequestError):
+                raise
+            assert self.failure is not None
+            raise self.failure from error
+
+    def _output(self) -> RequestOutput:
         assert self._prompt is not None, "a live sequence gives completions only"
         leader = self.sequences[0]
         outputs = [self._completion(sequence) for sequence in self.sequences]

@@ -51,6 +51,11 @@ class GrammarConstraint:
         twin._mask = None if self._path else self._mask
         return twin
 
+    @property
+    def failure(self) -> str:
+        """What llguidance last gave up for; empty if it never did."""
+        return self._failure
+
     def mask(self, output: Sequence[int]) -> Bits:
         """Which tokens may come after ``output``; see ``Constraint``."""
         if not self._move(list(output)):

@@ -1,21 +1,38 @@
-"""From what a caller wants an output to look like to constraints that the engine can follow.
+"""From the shape that a caller wants an output to have to a constraint that the engine can follow.
 
 Everything that can be wrong with a schema, an expression or a grammar is told here, before anything
-runs. llguidance does the work; it is loaded with the first request that needs it. Knows nothing
-about sequences.
+runs. llguidance does the work; it is loaded with the first request that needs it.
+
+Compiling may take seconds, so it happens in threads of its own, which leave the GIL alone: no event
+loop and no engine waits for it. A request waits for at most ``compile_timeout`` seconds. The thread
+cannot be stopped then, it ends when llguidance does; there are never more than ``MAX_COMPILERS``.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import copy
 import functools
-import json
-from collections.abc import Callable, Iterable
-from typing import Any
+import threading
+import time
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from forethought.errors import DependencyError, ParameterError
+from forethought.config import GuidedDecodingConfig
+from forethought.errors import (
+    DependencyError,
+    ForethoughtError,
+    ParameterError,
+    RequestError,
+    RequestTimeout,
+)
 from forethought.guided import GuidedDecodingParams
 from forethought.params import SamplingParams
 from forethought.text.grammar import Bits, GrammarConstraint, read_error
@@ -23,6 +40,28 @@ from forethought.text.tokenizer import Tokenizer
 
 COMPILED = 64
 """Grammars that are kept for requests to come."""
+MAX_COMPILERS = 2
+"""Grammars that are compiled at the same time; further ones wait in order of arrival."""
+STACK_BYTES = 512 * 2**20
+"""Address space of a compiling thread's stack. llguidance recurses along chains of references; a
+grammar of a megabyte overflowed a usual stack of 8 MiB, which ends the process."""
+EXIT_SECONDS = 10.0
+"""How long the end of the program waits for grammars that are being compiled."""
+MAX_ROW_ITEMS = 50_000
+"""Alternatives that a grammar may have open at once; llguidance's own default is 2,000."""
+
+Make: TypeAlias = Callable[[], GrammarConstraint]
+_Key: TypeAlias = tuple[GuidedDecodingParams, bool]
+
+
+@dataclass(eq=False, slots=True)
+class _Compilation:
+    """A grammar that is compiled, or will be, for all requests that ask for it."""
+
+    key: _Key
+    future: Future[GrammarConstraint] = field(default_factory=Future)
+    num_waiting: int = 0
+    """Requests that wait for it."""
 
 
 class Guidance:
@@ -32,24 +71,169 @@ class Guidance:
         tokenizer: of the model.
         vocab_size: width of the model's logits; may differ from the tokenizer's size.
         eos_ids: the model's end-of-sequence ids.
+        config: the limits of size and time.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        eos_ids: frozenset[int],
+        config: GuidedDecodingConfig | None = None,
+    ) -> None:
         self._hf, self._vocab_size = tokenizer.hf, vocab_size
         self._eos_ids = frozenset(token for token in eos_ids if token < vocab_size)
-        self._compiled = functools.lru_cache(COMPILED)(self._compile)
+        self._config = config or GuidedDecodingConfig()
+        self._lock = threading.RLock()  # the garbage collector may end a wait while it is held
+        self._vocabulary_lock = threading.Lock()
+        self._compilations: OrderedDict[_Key, _Compilation] = OrderedDict()
+        """The least recently used first."""
+        self._queue: deque[_Compilation] = deque()
+        self._compilers: set[threading.Thread] = set()
+        weakref.finalize(self, _await_compilers, self._compilers)
 
-    def constraints(self, params: SamplingParams) -> Callable[[], GrammarConstraint] | None:
-        """What makes the constraint of each sample; None if the params ask for no shape.
+    def check(self, params: SamplingParams) -> None:
+        """Refuse a shape that is too large to be compiled.
 
         Raises:
-            ParameterError: the shape is malformed, uses what is not supported, or cannot be written
-                with the model's tokens; or the tokenizer is none that this works with.
+            ParameterError: it is larger than ``max_grammar_bytes``.
+        """
+        shape, most = params.guided_decoding, self._config.max_grammar_bytes
+        if shape is None or (size := _size(shape)) <= most:
+            return
+        raise ParameterError(
+            f"the {shape.kind} in guided_decoding is too large",
+            f"it has {size:,} bytes, and guided_decoding_config.max_grammar_bytes is {most:,}",
+            f"Shorten the {shape.kind}",
+        )
+
+    def constraints(self, params: SamplingParams) -> Make | None:
+        """What makes the constraint of each sample, once it is compiled; None without a shape.
+
+        Raises:
+            ParameterError: the shape is too large, malformed, uses what is not supported, or cannot
+                be written with the model's tokens; or the tokenizer is none that this works with.
             DependencyError: llguidance is not installed.
+            RequestTimeout: it was not compiled within ``compile_timeout`` seconds.
         """
         if params.guided_decoding is None:
             return None
-        return self._compiled(params.guided_decoding, params.ignore_eos).fresh
+        with self._compiling(params) as future:
+            try:
+                return future.result(self._config.compile_timeout).fresh
+            except TimeoutError as error:
+                raise self._late(params.guided_decoding) from error
+
+    async def compiled(self, params: SamplingParams) -> Make | None:
+        """As ``constraints``, for a coroutine, which may be cancelled. Raises the same."""
+        if params.guided_decoding is None:
+            return None
+        with self._compiling(params) as future:
+            try:
+                async with asyncio.timeout(self._config.compile_timeout):
+                    await _done(future)
+            except TimeoutError as error:
+                raise self._late(params.guided_decoding) from error
+            return future.result().fresh
+
+    def find(self, params: SamplingParams) -> Make | None:
+        """What ``constraints`` would return without waiting, if it is compiled."""
+        if params.guided_decoding is None:
+            return None
+        with self._lock:
+            found = self._compilations.get(_key(params))
+            return None if found is None or not found.future.done() else found.future.result().fresh
+
+    # ---- compiling ----------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _compiling(self, params: SamplingParams) -> Iterator[Future[GrammarConstraint]]:
+        """The compilation of a shape, which is given up if nobody waits before it has begun."""
+        self.check(params)
+        with self._lock:
+            compilation = self._find(_key(params))
+            compilation.num_waiting += 1
+        try:
+            yield compilation.future
+        finally:
+            with self._lock:
+                compilation.num_waiting -= 1
+                if not compilation.num_waiting and compilation.future.cancel():
+                    self._queue.remove(compilation)
+                    self._drop(compilation)
+                self._evict()
+
+    def _find(self, key: _Key) -> _Compilation:
+        """Found or started; with the lock held."""
+        found = self._compilations.get(key)
+        if found is None:
+            self._start_compiler()
+            found = self._compilations[key] = _Compilation(key)
+            self._queue.append(found)
+        self._compilations.move_to_end(key)
+        return found
+
+    def _start_compiler(self) -> None:
+        if len(self._compilers) >= MAX_COMPILERS:
+            return
+        thread = threading.Thread(target=self._serve, name="forethought-grammar", daemon=True)
+        self._compilers.add(thread)
+        usual = threading.stack_size(STACK_BYTES)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self._compilers.discard(thread)
+            if not self._compilers:  # else one that runs takes its work
+                raise RequestError(
+                    "the grammar cannot be compiled", f"no thread for it: {error}", "Free memory"
+                ) from error
+        finally:
+            threading.stack_size(usual)
+
+    def _serve(self) -> None:
+        """Compile what is queued, then end."""
+        while (compilation := self._take()) is not None:
+            try:
+                constraint = self._compile(*compilation.key)
+            except BaseException as error:
+                with self._lock:
+                    self._drop(compilation)
+                compilation.future.set_exception(_as_ours(error))
+            else:
+                compilation.future.set_result(constraint)
+                with self._lock:
+                    self._evict()
+            del compilation
+
+    def _take(self) -> _Compilation | None:
+        """The next in the queue; None ends the thread that asks."""
+        with self._lock:
+            if self._queue:
+                compilation = self._queue.popleft()
+                compilation.future.set_running_or_notify_cancel()
+                return compilation
+            self._compilers.discard(threading.current_thread())
+            return None
+
+    def _drop(self, compilation: _Compilation) -> None:
+        if self._compilations.get(compilation.key) is compilation:
+            del self._compilations[compilation.key]
+
+    def _evict(self) -> None:
+        """Keep the latest grammars, and all that are still to come."""
+        done = [
+            c for c in list(self._compilations.values()) if c.future.done() and not c.num_waiting
+        ]
+        for compilation in done[: max(0, len(done) - COMPILED)]:
+            self._drop(compilation)
+
+    def _late(self, shape: GuidedDecodingParams) -> RequestTimeout:
+        return RequestTimeout(
+            f"the {shape.kind} in guided_decoding was not compiled in time",
+            f"guided_decoding_config.compile_timeout is {self._config.compile_timeout:g} seconds"
+            f", and {len(self._compilers)} of at most {MAX_COMPILERS} compilers are busy",
+            f"Use a simpler {shape.kind}, or allow more time",
+        )
 
     def _compile(self, shape: GuidedDecodingParams, ignore_eos: bool) -> GrammarConstraint:
         tokens = self._tokens  # first: it tells if llguidance is missing
@@ -59,24 +243,33 @@ class Guidance:
             grammar = _grammar(shape)
         except ValueError as error:
             raise _refuse(shape, str(error)) from error
-        limits = LLParserLimits(verbose_errors=False)
+        limits = LLParserLimits(verbose_errors=False, max_items_in_row=MAX_ROW_ITEMS)
         start = LLMatcher(tokens, grammar, log_level=0, limits=limits)
         if start.is_error():
-            raise _refuse(shape, read_error(start))
+            raise _refuse(shape, _reason(read_error(start)))
         ends = frozenset() if ignore_eos else self._eos_ids
         known = range(min(tokens.vocab_size, self._vocab_size))
         never = {*tokens.eos_tokens, *self._eos_ids} - ends
         writable = self._pack(token for token in known if token not in never)
         constraint = GrammarConstraint(start, writable, self._pack(ends))
         if not constraint.mask([]).any():
-            raise _refuse(shape, "no output can be written in it with the model's tokens")
+            failure = _reason(constraint.failure)
+            raise _refuse(
+                shape, failure or "no output can be written in it with the model's tokens"
+            )
         if constraint.is_complete([]):
             raise _refuse(shape, "only the empty output keeps to it")
+        _check_first_token(shape, constraint)
         return constraint
 
-    @functools.cached_property
+    @property
     def _tokens(self) -> Any:
-        """The vocabulary as llguidance has it."""
+        """The vocabulary as llguidance has it, made once."""
+        with self._vocabulary_lock:
+            return self._vocabulary
+
+    @functools.cached_property
+    def _vocabulary(self) -> Any:
         try:
             from llguidance.hf import from_tokenizer
         except ModuleNotFoundError as error:
@@ -116,8 +309,84 @@ def _grammar(shape: GuidedDecodingParams) -> str:
         return LLMatcher.grammar_from_regex(shape.regex)
     if shape.grammar is not None:
         return grammar_from("grammar", shape.grammar)
-    choices = (json.dumps(text, ensure_ascii=False) for text in shape.choice or ())
-    return LLMatcher.grammar_from_lark("start: " + " | ".join(choices))
+    return LLMatcher.grammar_from_regex("|".join(map(_escape, shape.choice or ())))
+
+
+def _escape(text: str) -> str:
+    """A regular expression that matches a text and nothing else."""
+    return "".join(f"\\{char}" if char in _SPECIAL else char for char in text)
+
+
+_SPECIAL = frozenset(r"\.+*?()|[]{}^$#&-~/")
+
+
+def _check_first_token(shape: GuidedDecodingParams, constraint: GrammarConstraint) -> None:
+    """Some limits of llguidance are met only behind the first token: take one, and ask again."""
+    first = int(np.unpackbits(constraint.mask([]), bitorder="little").argmax())
+    probe = constraint.fresh()
+    try:
+        if not probe.is_complete([first]) and not probe.mask([first]).any() and probe.failure:
+            raise _refuse(shape, _reason(probe.failure))
+    except ParameterError as error:
+        raise _refuse(shape, _reason(error.why)) from error
+
+
+def _reason(error: str) -> str:
+    """llguidance's words, but for those about its own insides."""
+    if error.startswith("panic:") or "schema too large" in error:
+        return "llguidance cannot compile it: it has too many parts"
+    if "recursion limit" in error:
+        return f"it is nested too deeply: {error}"
+    if "too big" in error:
+        return f"it is too large to be compiled: {error}"
+    return error
+
+
+def _size(shape: GuidedDecodingParams) -> int:
+    """Bytes of its text, the choices of a list together."""
+    texts = (shape.json, shape.regex, shape.grammar, *(shape.choice or ()))
+    return sum(len(text.encode(errors="surrogatepass")) for text in texts if isinstance(text, str))
+
+
+def _key(params: SamplingParams) -> _Key:
+    assert params.guided_decoding is not None
+    return params.guided_decoding, params.ignore_eos
+
+
+def _as_ours(error: BaseException) -> ForethoughtError:
+    if isinstance(error, ForethoughtError):
+        return error
+    failure = RequestError("the grammar cannot be compiled", f"{type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
+
+
+async def _done(future: Future[Any]) -> None:
+    """Wait until a future is done, whatever the result. Cancelling the wait leaves it alone."""
+    if future.done():
+        return
+    loop = asyncio.get_running_loop()
+    waiter = loop.create_future()
+
+    def tell() -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    def wake(_: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(tell)
+
+    future.add_done_callback(wake)
+    await waiter
+
+
+def _await_compilers(compilers: set[threading.Thread]) -> None:
+    """At the end of the program: a thread that comes back from llguidance while the interpreter is
+    taken down crashes the process."""
+    end = time.monotonic() + EXIT_SECONDS
+    for thread in list(compilers):
+        if thread is not threading.current_thread():
+            thread.join(max(0.0, end - time.monotonic()))
 
 
 def _refuse(shape: GuidedDecodingParams, reason: str) -> ParameterError:

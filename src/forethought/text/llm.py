@@ -1,26 +1,36 @@
 """``LLM``: prompts in, texts out, for a program that waits for them.
 
-Owns an engine through a ``Desk`` and steps it while somebody waits. Knows nothing about threads;
-many clients at once are ``AsyncLLM``'s business.
+Owns an engine through a ``Desk`` and steps it while somebody waits. May be used from several
+threads: they take turns at the engine, and whoever has the turn steps for all, so that their
+requests share batches. Many clients at once are ``AsyncLLM``'s business.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
+import torch
+
+from forethought.engine import sequence as engine_sequence
 from forethought.engine.stats import EngineStats
 from forethought.errors import EngineStopped, ParameterError, UsageError
+from forethought.model.sampling import Constraints
 from forethought.outputs import RequestOutput
 from forethought.params import SamplingParams
 from forethought.text.desk import Desk
+from forethought.text.gate import Turns
 from forethought.text.generation import Generation
 from forethought.text.prompt import Prompt, is_batch
 from forethought.text.session import Session
 
 Params = SamplingParams | Sequence[SamplingParams] | None
+Output = TypeVar("Output")
+Request = tuple[Prompt, SamplingParams, Constraints | None]
 
 
 class LLM:
@@ -45,7 +55,7 @@ class LLM:
         self._desk: Desk | None = Desk.build(model, fields)
         self.model_dir, self.tokenizer = self._desk.model_dir, self._desk.tokenizer.hf
         self._borrower: str | None = None
-        self._stepping = threading.Lock()
+        self._turns, self._pid = Turns(), os.getpid()
 
     @overload
     def generate(self, prompts: str | list[int], params: Params = None) -> RequestOutput: ...
@@ -64,15 +74,16 @@ class LLM:
         Raises:
             ParameterError: a prompt is empty, of a wrong type or outside the vocabulary.
             ContextLengthError, CapacityError: a prompt leaves no room for an answer.
+            RequestTimeout: a grammar of ``guided_decoding`` was not compiled in time.
             RequestError: a request failed in the engine; the others of this call are aborted.
 
         If one prompt of many is refused, none has run and the error gives its index.
         """
         if not is_batch(prompts):
-            return self._finish([self._serving().read(prompts, params)])[0]
+            return self._finish([self._read(prompts, params)])[0]
         each = self._params_of_each(params, len(prompts))
         pairs = zip(prompts, each, strict=True)
-        return self._finish([self._read(index, *pair) for index, pair in enumerate(pairs)])
+        return self._finish([self._read_one(index, *pair) for index, pair in enumerate(pairs)])
 
     def chat(
         self,
@@ -91,10 +102,9 @@ class LLM:
         Raises:
             UsageError: there is no template, or it refuses the messages; else as ``generate``.
         """
-        desk = self._serving()
-        text, token_ids = desk.render(messages, template_args)
-        _, settled = desk.read(token_ids, params)
-        return self._finish([(Prompt(text, token_ids), settled)])[0]
+        text, token_ids = self._available().render(messages, template_args)
+        _, settled, constraints = self._read(token_ids, params)
+        return self._finish([(Prompt(text, token_ids), settled, constraints)])[0]
 
     def chat_prompt(
         self,
@@ -102,7 +112,7 @@ class LLM:
         template_args: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """The token ids of a conversation, to ``generate``, ``stream`` or ``start`` from."""
-        return self._serving().render(messages, template_args)[1]
+        return self._available().render(messages, template_args)[1]
 
     def stream(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None
@@ -111,16 +121,16 @@ class LLM:
 
         The request begins with the first item. Leaving the iterator early aborts it.
         """
-        return self._stream(*self._serving().read(prompt, params))
+        return self._stream(self._read(prompt, params))
 
     def start(self, prompt: str | Sequence[int]) -> Session:
         """A live sequence that holds the prompt and generates when told to.
 
         Raises as ``generate``.
         """
-        desk = self._serving()
-        read, _ = desk.read(prompt, None)
-        return Session(self._serving, self._run, desk.open(read.token_ids))
+        read, _ = self._available().read(prompt, None)
+        with self._serving() as desk:
+            return Session(self, desk.open(read.token_ids))
 
     @property
     def stats(self) -> EngineStats:
@@ -138,15 +148,15 @@ class LLM:
         Raises:
             UsageError: it is lent already, or a stream is under way.
         """
-        desk = self._serving()
-        if desk.is_busy:
-            raise UsageError(
-                f"{borrower} cannot take over this LLM",
-                "a generation is under way",
-                "Finish or close its streams first",
-            )
-        self._borrower = borrower
-        return Desk(desk.engine, desk.tokenizer, desk.model_dir)
+        with self._serving() as desk:
+            if desk.is_busy:
+                raise UsageError(
+                    f"{borrower} cannot take over this LLM",
+                    "a generation is under way",
+                    "Finish or close its streams first",
+                )
+            self._borrower = borrower
+            return desk.another()
 
     def take_back(self) -> None:
         """The borrower is done."""
@@ -155,10 +165,10 @@ class LLM:
     def shutdown(self) -> None:
         """Give back everything. Later calls raise ``EngineStopped``."""
         if self._desk is not None:
-            desk = self._serving()
-            desk.clear()
-            desk.engine.shutdown()
-            self._desk = None
+            with self._serving() as desk:
+                desk.clear()
+                desk.engine.shutdown()
+                self._desk = None
 
     def __enter__(self) -> LLM:
         return self
@@ -171,7 +181,8 @@ class LLM:
             raise EngineStopped("this LLM has been shut down", fix="Build a new one")
         return self._desk
 
-    def _serving(self) -> Desk:
+    def _available(self) -> Desk:
+        """The desk, for what may be done in any thread."""
         desk = self._standing()
         if self._borrower is not None:
             raise UsageError(
@@ -179,13 +190,79 @@ class LLM:
                 f"its engine is run by {self._borrower}",
                 "Call that one, or shut it down first",
             )
+        if os.getpid() != self._pid:
+            self._check_fork(desk)
         return desk
 
-    def _read(
-        self, index: int, prompt: Any, params: SamplingParams | None
-    ) -> tuple[Prompt, SamplingParams]:
+    def _check_fork(self, desk: Desk) -> None:
+        """Whether this forked child can go on with the engine of its parent."""
+        reason = ""
+        if desk.engine.runner.lm.device.type != "cpu":
+            reason = "CUDA does not survive a fork"
+        elif torch.get_num_threads() > 1:
+            reason = f"the {torch.get_num_threads()} threads of torch do not survive a fork"
+        elif self._turns.owner not in (None, threading.get_ident()):
+            reason = "another thread was using it at the fork"
+        if reason:
+            raise EngineStopped(
+                "this LLM does not run in a forked process",
+                reason,
+                "Build it in the process that uses it",
+            )
+
+    @contextlib.contextmanager
+    def _serving(self) -> Iterator[Desk]:
+        """The desk, while no other thread uses it.
+
+        Raises:
+            EngineStopped: the LLM has been shut down, or cannot run in this process.
+            UsageError: it is lent; or this very thread is using it, as in a drafter.
+        """
+        self._available()
+        if self._turns.owner == threading.get_ident():
+            raise UsageError(
+                "this LLM is in use", "it is called from within its own step", "Build another one"
+            )
         try:
-            return self._serving().read(prompt, params)
+            with self._turns:
+                desk = self._available()
+                desk.sweep()
+                yield desk
+        finally:
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """End what was abandoned, unless a thread is inside: then it does so when it leaves."""
+        desk = self._desk
+        while desk and self._borrower is None and desk.has_abandoned:
+            if not self._turns.enter_at_once():
+                return
+            try:
+                desk.sweep()
+            finally:
+                self._turns.leave()
+
+    def _leave(self, generation: Generation) -> None:
+        """Nobody waits for a generation any more. The garbage collector may call this."""
+        desk = self._desk
+        if desk is not None and generation.unfinished:
+            desk.abandon(generation)
+            self._sweep()
+
+    def _forget(self, sequence: engine_sequence.Sequence) -> None:
+        """Nobody holds a live sequence any more. The garbage collector may call this."""
+        if self._desk is not None:
+            self._desk.abandon(sequence)
+            self._sweep()
+
+    def _read(self, prompt: Any, params: Any) -> Request:
+        desk = self._available()
+        read, settled = desk.read(prompt, params)
+        return read, settled, desk.guidance.constraints(settled)
+
+    def _read_one(self, index: int, prompt: Any, params: SamplingParams | None) -> Request:
+        try:
+            return self._read(prompt, params)
         except UsageError as error:
             raise type(error)(f"prompt {index}: {error.what}", error.why, error.fix) from error
 
@@ -201,45 +278,46 @@ class LLM:
             )
         return params
 
-    def _finish(self, requests: list[tuple[Prompt, SamplingParams]]) -> list[RequestOutput]:
-        desk, generations = self._serving(), list[Generation]()
+    def _finish(self, requests: list[Request]) -> list[RequestOutput]:
+        generations = list[Generation]()
         try:
-            for request in requests:
-                generations.append(desk.submit(*request))
-            for generation in generations:
-                for _ in self._run(generation):
-                    pass
-            return [generation.output() for generation in generations]
+            with self._serving() as desk:
+                for request in requests:
+                    generations.append(desk.submit(*request))
+            return [self._last(generation, Generation.output) for generation in generations]
         finally:
             for generation in generations:
-                desk.abort(generation)
+                self._leave(generation)
 
-    def _stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[RequestOutput]:
-        desk = self._serving()
-        generation = desk.submit(prompt, params)
-        try:
-            for _ in self._run(generation):
-                yield generation.output()
-        finally:
-            desk.abort(generation)
+    def _stream(self, request: Request) -> Iterator[RequestOutput]:
+        with self._serving() as desk:
+            generation = desk.submit(*request)
+        return (yield from self._follow(generation, Generation.output))
 
-    def _run(self, generation: Generation) -> Iterator[None]:
-        """Step until the generation is finished; yields after each step that gave it something."""
+    def _last(self, generation: Generation, read: Callable[[Generation], Output]) -> Output:
+        """Step until a generation is finished; what it has said then."""
         while not generation.finished:
-            if generation in self._step() and not generation.finished:
-                yield
+            with self._serving() as desk:
+                if not generation.finished:  # else another thread's step has ended it
+                    desk.step()
         if generation.failure is not None:
             raise generation.failure
-        yield  # the last piece, whoever's step has brought it
+        return read(generation)
 
-    def _step(self) -> list[Generation]:
-        if not self._stepping.acquire(blocking=False):
-            raise UsageError(
-                "this LLM is in use", "another thread is generating with it", "Use AsyncLLM"
-            )
+    def _follow(
+        self, generation: Generation, read: Callable[[Generation], Output]
+    ) -> Iterator[Output]:
+        """Step until a generation is finished; what it has said after each step that told more."""
         try:
-            desk = self._serving()
-            assert desk.has_work, "an unfinished generation has work to do"
-            return desk.step()
+            told = 0
+            while not generation.finished:
+                with self._serving() as desk:
+                    while generation.num_events == told and not generation.finished:
+                        desk.step()
+                    told = generation.num_events
+                    output = None if generation.finished else read(generation)
+                if output is not None:
+                    yield output
+            yield self._last(generation, read)
         finally:
-            self._stepping.release()
+            self._leave(generation)

@@ -7,38 +7,33 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from forethought.engine import sequence as engine_sequence
+from forethought.model.sampling import Constraints
 from forethought.outputs import CompletionOutput, Usage
 from forethought.params import SamplingParams
+from forethought.text.generation import Generation
 from forethought.text.prompt import read_length
 
 if TYPE_CHECKING:
-    from forethought.text.desk import Desk
-    from forethought.text.generation import Generation
+    from forethought.text.llm import LLM
 
 
 class Session:
     """Made by ``LLM.start``. Closed by ``close``, at the end of a ``with``, or when forgotten.
 
-    Lengths count tokens from the start of the prompt. Like its ``LLM`` it belongs to one thread.
+    Lengths count tokens from the start of the prompt. One generation at a time.
 
     Args:
-        desk: gives the desk that serves it, or raises if none does.
-        run: steps until a generation is finished, yielding after each step that gave it something.
-        sequence: which lives in the engine of the desk.
+        llm: which serves it.
+        sequence: which lives in the engine of the LLM.
     """
 
-    def __init__(
-        self,
-        desk: Callable[[], Desk],
-        run: Callable[[Generation], Iterator[None]],
-        sequence: engine_sequence.Sequence,
-    ) -> None:
-        self._desk, self._run, self._sequence = desk, run, sequence
-        self._forgotten = weakref.finalize(self, desk().abandon, sequence)
+    def __init__(self, llm: LLM, sequence: engine_sequence.Sequence) -> None:
+        self._llm, self._sequence = llm, sequence
+        self._forgotten = weakref.finalize(self, llm._forget, sequence)
         self._forgotten.atexit = False
 
     def generate(self, params: SamplingParams | None = None) -> CompletionOutput:
@@ -47,15 +42,14 @@ class Session:
         Raises:
             ContextLengthError, CapacityError: there is no room for another token.
             ParameterError: params that a live sequence cannot honour.
+            RequestTimeout: the grammar of ``guided_decoding`` was not compiled in time.
             RequestError: it failed in the engine; the session is closed.
         """
-        generation = self._desk().resume(self._sequence, self._desk().read_params(params))
+        generation = self._resume(*self._read(params))
         try:
-            for _ in self._run(generation):
-                pass
-            return generation.completion()
+            return self._llm._last(generation, Generation.completion)
         finally:
-            self._desk().abort(generation)
+            self._llm._leave(generation)
 
     def stream(self, params: SamplingParams | None = None) -> Iterator[CompletionOutput]:
         """Continue the sequence; everything so far after each step. Raises as ``generate``.
@@ -63,17 +57,25 @@ class Session:
         The generation begins with the first item. Leaving the iterator early ends it; what it has
         said stays.
         """
-        settled = self._desk().read_params(params)
-        self._desk().engine.check_resume(self._sequence, settled)
-        return self._stream(settled)
+        settled, constraints = self._read(params)
+        with self._llm._serving() as desk:
+            desk.engine.check_resume(self._sequence, settled)
+        return self._stream(settled, constraints)
 
-    def _stream(self, params: SamplingParams) -> Iterator[CompletionOutput]:
-        generation = self._desk().resume(self._sequence, params)
-        try:
-            for _ in self._run(generation):
-                yield generation.completion()
-        finally:
-            self._desk().abort(generation)
+    def _read(self, params: Any) -> tuple[SamplingParams, Constraints | None]:
+        desk = self._llm._available()
+        settled = desk.read_params(params)
+        return settled, desk.guidance.constraints(settled)
+
+    def _resume(self, params: SamplingParams, constraints: Constraints | None) -> Generation:
+        with self._llm._serving() as desk:
+            return desk.resume(self._sequence, params, constraints)
+
+    def _stream(
+        self, params: SamplingParams, constraints: Constraints | None
+    ) -> Iterator[CompletionOutput]:
+        generation = self._resume(params, constraints)
+        return (yield from self._llm._follow(generation, Generation.completion))
 
     def extend(self, more: str | Sequence[int]) -> None:
         """Put text or token ids behind; they are computed with the next generation.
@@ -81,8 +83,9 @@ class Session:
         Raises:
             ContextLengthError, CapacityError: it does not fit.
         """
-        desk = self._desk()
-        desk.engine.extend(self._sequence, desk.read_more(more))
+        token_ids = self._llm._available().read_more(more)
+        with self._llm._serving() as desk:
+            desk.engine.extend(self._sequence, token_ids)
 
     def fork(self, length: int | None = None) -> Session:
         """Another session with the first ``length`` tokens of this one (all by default).
@@ -93,7 +96,8 @@ class Session:
             UsageError: the session does not have this many tokens, or is closed.
         """
         cut = None if length is None else read_length(length)
-        return Session(self._desk, self._run, self._desk().fork(self._sequence, cut))
+        with self._llm._serving() as desk:
+            return Session(self._llm, desk.fork(self._sequence, cut))
 
     def rewind(self, length: int) -> None:
         """Forget all tokens from ``length`` on.
@@ -101,12 +105,16 @@ class Session:
         Raises:
             UsageError: a generation is under way, the session is closed or not that long.
         """
-        self._desk().engine.rewind(self._sequence, read_length(length))
+        kept = read_length(length)
+        with self._llm._serving() as desk:
+            desk.engine.rewind(self._sequence, kept)
 
     def close(self) -> None:
         """Give back the pages. Closing twice is fine."""
-        if self._forgotten.detach():
-            self._desk().close(self._sequence)
+        if self._forgotten.alive:
+            with self._llm._serving() as desk:
+                self._forgotten.detach()
+                desk.close(self._sequence)
 
     @property
     def tokens(self) -> list[int]:
@@ -121,7 +129,7 @@ class Session:
     @property
     def text(self) -> str:
         """The text of all tokens, special ones included."""
-        return self._desk().tokenizer.decode(self.tokens, skip_special_tokens=False)
+        return self._llm._standing().tokenizer.decode(self.tokens, skip_special_tokens=False)
 
     @property
     def usage(self) -> Usage:

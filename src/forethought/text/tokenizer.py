@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from forethought.errors import ModelError, ParameterError, UsageError
+from forethought.errors import ModelError, ParameterError, RequestError, UsageError
 
 
 class Tokenizer:
@@ -70,6 +70,7 @@ class Tokenizer:
 
         Raises:
             ParameterError: the text is not valid Unicode.
+            RequestError: the tokenizer failed.
         """
         return self._ids(text, add_special_tokens=True)
 
@@ -78,6 +79,7 @@ class Tokenizer:
 
         Raises:
             ParameterError: the text is not valid Unicode.
+            RequestError: the tokenizer failed.
         """
         if self._prepends_space:  # as sentencepiece does at the start of a text: encode mid-text
             head, whole = self._ids("\n"), self._ids("\n" + text)
@@ -86,7 +88,17 @@ class Tokenizer:
         return self._ids(text)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of ids, never tidied up afterwards."""
+        """The text of ids, never tidied up afterwards.
+
+        Raises:
+            RequestError: the tokenizer failed.
+        """
+        try:
+            return self._decode(ids, skip_special_tokens)
+        except Exception as error:
+            raise _failure("decode tokens", error) from error
+
+    def _decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         if self.hf.is_fast:
             text: str = self.hf.backend_tokenizer.decode(
                 ids, skip_special_tokens=skip_special_tokens
@@ -158,6 +170,8 @@ class Tokenizer:
             raise ParameterError(
                 "the text cannot be tokenised", _invalidity(text) or str(error), "Give Unicode text"
             ) from error
+        except Exception as error:
+            raise _failure("encode a text", error) from error
         return ids
 
     def _find_byte_values(self) -> dict[int, int]:
@@ -168,6 +182,14 @@ class Tokenizer:
         if self.decode([vocabulary["<0x41>"]]) != "A":
             return {}
         return {vocabulary[name]: byte for byte, name in enumerate(names)}
+
+
+def _failure(what: str, error: Exception) -> RequestError:
+    return RequestError(
+        f"the tokenizer failed to {what}",
+        f"{type(error).__name__}: {error}",
+        "Other requests go on; the cause is attached",
+    )
 
 
 def _invalidity(text: str) -> str:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
-from forethought.errors import EngineStopped, RequestError
+from forethought.errors import ForethoughtError
 from forethought.outputs import CompletionOutput, FinishReason, Usage
 from forethought.params import SamplingParams
 from forethought.scaffolding.budget import Ledger
@@ -125,7 +125,7 @@ class Live:
             under_way, self.closed = not self.ended, True
             if not self.over:
                 self.shown = replace(self.shown, finish_reason=FinishReason.ABORT)
-            with suppress(EngineStopped, RequestError):
+            with suppress(ForethoughtError):  # what its generation failed with, if it did
                 await self.session.close()
                 if under_way and self._stream is not None and self._ledger is not None:
                     self._ledger.ended((await self._stream.finish()).metrics)
