@@ -16,6 +16,7 @@ from forethought.errors import (
     UsageError,
 )
 from forethought.scaffolding import (
+    AsCompleted,
     Controller,
     GenerationTask,
     NativeGenerationController,
@@ -375,6 +376,100 @@ def test_code_that_exits_fails_its_request_instead_of_hanging_all_of_them():
         with pytest.raises(TaskError, match="SystemExit: 4"):
             llm.generate("p")
         assert llm.generate("p").output.text == "fine"
+
+
+ENDS = [KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError]
+
+
+class Quits(NativeGenerationController):
+    """Ends at a place of its ``generate`` with something that is no ``Exception``."""
+
+    def __init__(self, kind, place):
+        super().__init__()
+        self.kind, self.place = kind, place
+
+    def clone(self):
+        if self.place == "clone":
+            raise self.kind
+        return super().clone()
+
+    def generate(self, prompt, **kwargs):
+        if prompt == "good":
+            return super().generate(prompt, **kwargs)
+        if self.place == "call":
+            raise self.kind
+        return self.quit(prompt, **kwargs)
+
+    def quit(self, prompt, **kwargs):
+        try:
+            with AsCompleted([GenerationTask(TAG, input_str="slow")]) as running:
+                if self.place == "begin":
+                    raise self.kind
+                running.add(GenerationTask(TAG, input_str="fast"))
+                yield running
+                if self.place == "resume":
+                    raise self.kind
+                return (yield from super().generate(prompt, **kwargs))
+        finally:
+            if self.place == "close":
+                raise self.kind
+
+
+class Watched(ScriptedWorker):
+    """Keeps which scopes have ended."""
+
+    def __init__(self):
+        delays = {"slow": 60, "good": 0.05}
+        super().__init__(lambda prompt, _: Reply(prompt, delay=delays.get(prompt, 0)))
+        self.ended_scopes = []
+
+    async def on_scope_end(self, scope_id):
+        self.ended_scopes.append(scope_id)
+
+
+@pytest.mark.parametrize("kind", ENDS)
+@pytest.mark.parametrize("place", ["clone", "call", "begin", "resume", "close"])
+def test_a_controller_that_quits_fails_its_request_and_leaves_nothing_behind(place, kind):
+    worker = Watched()
+    with ScaffoldingLlm(Quits(kind, place), {TAG: worker}) as llm:
+        result = llm.generate_async("bad")
+        with pytest.raises(UsageError, match=rf"a controller .*(exit|{kind.__name__})"):
+            result.result(20)
+        assert worker.ended_scopes == [result.id] * (place not in ("clone", "call"))
+    assert not llm._running
+    assert [call.ended for call in worker.calls if call.prompt == "slow"] in ([], ["cancelled"])
+
+
+@pytest.mark.parametrize("kind", ENDS)
+def test_a_controller_that_quits_on_a_loop_of_others_leaves_the_other_requests_alone(kind):
+    async def main():
+        async with ScaffoldingLlm(Quits(kind, "resume"), {TAG: Watched()}) as llm:
+            good, bad = llm.generate_async("good"), llm.generate_async("bad")
+            with pytest.raises(UsageError, match="a controller"):
+                await bad
+            assert (await good).output.text == "good"
+
+    asyncio.run(main())
+
+
+def test_code_that_interrupts_the_event_loop_itself_does_not_end_it():
+    """A worker's background task: nobody awaits it, and what it raises comes out of the loop."""
+
+    class Background(Worker):
+        async def handle(self, task):
+            async def interrupt():
+                raise KeyboardInterrupt
+
+            self.job = asyncio.create_task(interrupt())
+            await asyncio.wait([self.job])
+            self.job.exception()
+            task.output_str = "on"
+
+        task_handlers = {GenerationTask: handle}  # noqa: RUF012
+
+    with ScaffoldingLlm(NativeGenerationController(), {TAG: Background()}) as llm:
+        assert llm.generate("p", timeout=20).output.text == "on"
+        assert llm.generate("p", timeout=20).output.text == "on"
 
 
 def test_a_controller_that_fails_while_it_is_ended_does_not_hide_why_it_was():

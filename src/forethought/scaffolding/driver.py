@@ -27,6 +27,7 @@ from forethought.scaffolding.parallel import (
     Branch,
     FirstDone,
     Item,
+    Job,
     ParallelProcess,
     Process,
 )
@@ -135,10 +136,10 @@ class Frame:
                     wanted = resume()
                 except StopIteration as stop:
                     return stop.value
-                except SystemExit as error:  # would end the loop, and nobody would hear of it
-                    raise UsageError(
-                        "a controller called sys.exit()", f"code {error.code}"
-                    ) from error
+                except Exception:
+                    raise
+                except BaseException as error:
+                    raise controller_quit(error) from error
                 try:
                     value = await self._perform(wanted)
                 except Exception as error:
@@ -147,7 +148,7 @@ class Frame:
                     resume = partial(process.send, value)
         finally:
             try:
-                process.close()
+                _close(process)
             finally:
                 await self._settle()
 
@@ -176,16 +177,16 @@ class Frame:
 
     async def _all(self, items: Iterable[Item]) -> None:
         """Run all and wait for all; the first failure cancels the others."""
-        jobs = [self._start(item) for item in items]
+        jobs = {self._start(item): item for item in items}
         if not jobs:
             return
         try:
             done, _ = await asyncio.wait(jobs, return_when=asyncio.FIRST_EXCEPTION)
         finally:
             await _end([job for job in jobs if not job.done()])
-        for job in jobs:
+        for job, item in jobs.items():
             if job in done:
-                job.result()
+                self._raise_failure(item, job)
 
     async def _next(self, race: AsCompleted) -> Item:
         """Start what is new, wait for the first to finish, and return it."""
@@ -198,7 +199,7 @@ class Frame:
         while True:
             done = race.take()
             if done is not None:
-                done[1].result()
+                self._raise_failure(*done)
                 return done[0]
             if not race:
                 raise UsageError(
@@ -208,6 +209,23 @@ class Frame:
                 )
             self._news.clear()
             await self._news.wait()
+
+    def _raise_failure(self, item: Item, job: Job) -> None:
+        """Raise what ``item`` failed with.
+
+        This frame never waits for a job that it has cancelled. So one that was cancelled either met
+        an exhausted budget, or was cancelled by its own code: a failure like any other.
+        """
+        try:
+            return job.result()
+        except asyncio.CancelledError as error:
+            cancelled = error
+        exhausted = self.run.ledger.exhausted
+        item.error = exhausted or _failure(item, cancelled)
+        if isinstance(item, Task):
+            item.status = TaskStatus.WORKER_EXECEPTION
+        if exhausted is not None or item.on_failure == "raise":
+            raise item.error
 
     def _end_left(self) -> None:
         """Have the streams ended that their races have cancelled.
@@ -231,7 +249,9 @@ class Frame:
         for worker in self.run.routes.workers:
             try:
                 await worker.on_scope_end(self.scope.scope_id)
-            except Exception:
+            except BaseException as error:
+                if _is_cancelled(error):
+                    raise
                 _logger.exception("%s failed to end %s", worker, self.scope.scope_id)
 
     # ---- jobs ---------------------------------------------------------------------------------
@@ -268,32 +288,50 @@ class Frame:
             raise task.error
 
     async def _compute(self, task: ComputeTask) -> None:
-        task.status, task.error = TaskStatus.SUCCESS, None
-        try:
-            task.result = await self.run.compute(partial(task.function, *task.args, **task.kwargs))
-        except Exception as error:
-            task.status, task.error = TaskStatus.WORKER_EXECEPTION, error
+        work = partial(task.function, *task.args, **task.kwargs)
+        task.result, error = await self.run.compute(partial(_attempt, work))
+        task.status = TaskStatus.SUCCESS if error is None else TaskStatus.WORKER_EXECEPTION
+        raisable = error is None or (
+            isinstance(error, Exception) and not isinstance(error, StopIteration)
+        )
+        task.error = error if raisable else _failure(task, error)
 
     async def _have_executed(self, task: Task) -> None:
-        """Have a worker execute ``task``, and book what it costs."""
+        """Have a worker execute ``task``, and book what it costs.
+
+        Raises:
+            BudgetExceeded: the budget has been exhausted, before or meanwhile.
+        """
         run = self.run
         execution = asyncio.current_task()
         assert execution is not None, "executions run in asyncio tasks of their own"
-        if not (isinstance(task, StreamGenerationTask) and task.under_way):
-            run.ledger.begin_call()
-            task.usage = Usage()
-        if task.streaming_output_flag:
-            task.streaming_output_list = StreamedOutputs(partial(self._stream, task))
-        run.executions.add(execution)
+        ending = self._begin_execution(task)
+        if not ending:
+            run.executions.add(execution)
         try:
             task.status, task.error = await self._outcome(task)
         except asyncio.CancelledError:
-            if run.ledger.exhausted is None:
+            if run.ledger.exhausted is None or ending:
                 raise
-            raise run.ledger.exhausted from None
+            task.status, task.error = TaskStatus.WORKER_EXECEPTION, run.ledger.exhausted
         finally:
             run.executions.discard(execution)
             run.ledger.record(task.usage)
+        if run.ledger.exhausted is not None and not ending:
+            raise run.ledger.exhausted
+
+    def _begin_execution(self, task: Task) -> bool:
+        """Prepare ``task``; returns whether all it is to do is to end its stream."""
+        stream = task if isinstance(task, StreamGenerationTask) and task.under_way else None
+        ending = stream is not None and stream.cancel_flag
+        if stream is None:
+            self.run.ledger.begin_call()
+            task.usage = Usage()
+        elif not ending and self.run.ledger.exhausted is not None:
+            raise self.run.ledger.exhausted
+        if task.streaming_output_flag:
+            task.streaming_output_list = StreamedOutputs(partial(self._stream, task))
+        return ending
 
     async def _outcome(self, task: Task) -> tuple[TaskStatus, Exception | None]:
         """Have a worker execute ``task``, and say how it went."""
@@ -303,11 +341,10 @@ class Frame:
             status = await worker.run_task(task)
         except UsageError as error:
             return failed, error
-        except (Exception, SystemExit) as error:
-            why = f"{type(error).__name__}: {error}"
-            failure = TaskError(f"{type(task).__name__} failed", why, task=task, status=failed)
-            failure.__cause__ = error
-            return failed, failure
+        except BaseException as error:
+            if _is_cancelled(error):
+                raise
+            return failed, _failure(task, error)
         if status is not TaskStatus.SUCCESS:
             return status, _unsuccessful(task, status, worker)
         if isinstance(task, GenerationTask) and not task.usage.completion_tokens:
@@ -318,6 +355,60 @@ class Frame:
         if isinstance(output, Delta) and not output.source:
             output = Delta(output.text, output.token_ids, f"{id(task):x}")
         self.run.stream(StreamEvent(self.scope.path, output))
+
+
+def controller_quit(error: BaseException) -> UsageError:
+    """What a request fails with whose controller raises ``error``, which is no ``Exception``.
+
+    As it is it would end the event loop, or be taken for the end of the request.
+    """
+    if isinstance(error, SystemExit):
+        return UsageError("a controller called sys.exit()", f"code {error.code}")
+    return UsageError(
+        f"a controller raised {type(error).__name__}",
+        str(error) or "it is no Exception, and ends more than the request",
+        "Raise an Exception to fail the request",
+    )
+
+
+def _attempt(work: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    """What ``work`` returns, and what it raises: no future carries every kind of exception."""
+    try:
+        return work(), None
+    except BaseException as error:
+        return None, error
+
+
+def _close(process: Process) -> None:
+    try:
+        process.close()
+    except Exception:
+        raise
+    except BaseException as error:
+        raise controller_quit(error) from error
+
+
+def _is_cancelled(error: BaseException) -> bool:
+    """Whether ``error`` came because the running asyncio task is to end.
+
+    A worker may be left by the same exceptions for reasons of its own, such as a task of its own
+    that was cancelled.
+    """
+    try:
+        current = asyncio.current_task()
+    except RuntimeError:  # the event loop is gone, and its coroutines are closed
+        return True
+    cancelling = current is not None and current.cancelling() > 0
+    return cancelling and isinstance(error, asyncio.CancelledError)
+
+
+def _failure(item: Item, error: BaseException) -> TaskError:
+    """The error of a task, or of a branch, that ``error`` has ended."""
+    failed = TaskStatus.WORKER_EXECEPTION
+    why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    failure = TaskError(f"{type(item).__name__} failed", why, task=item, status=failed)
+    failure.__cause__ = error
+    return failure
 
 
 def _unsuccessful(task: Task, status: TaskStatus, worker: Worker) -> TaskError:
