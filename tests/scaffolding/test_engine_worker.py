@@ -371,7 +371,7 @@ def test_the_token_that_ended_a_text_is_not_continued(worker, direct, long):
         assert first.output_tokens == long.token_ids[: kept + 1]
         second = ask(PROMPT + first.output_str, max_tokens=3)
         yield [second]
-        third = first.fork("", max_tokens=3, **GREEDY)
+        third = first.fork("", max_tokens=3, stop_token_ids=[], **GREEDY)
         yield [third]
         return second.output_tokens, third.output_tokens
 
@@ -733,6 +733,43 @@ def test_samples_share_the_prefill_and_differ(worker):
     assert len({tuple(output.token_ids) for output in first.outputs}) == 4
     again = answer(NativeGenerationController(params), worker)
     assert [o.token_ids for o in again.outputs] == [o.token_ids for o in first.outputs]
+
+
+def test_samples_under_one_seed_are_none_of_those_under_the_next(worker):
+    def drawn(**params):
+        params = {"max_tokens": 8, "ignore_eos": True, **params}
+        outputs = answer(NativeGenerationController(params), worker).outputs
+        return [tuple(output.token_ids) for output in outputs]
+
+    ones, twos = drawn(n=4, seed=1), drawn(n=4, seed=2)
+    assert len({*ones, *twos}) == 8
+    assert drawn(seed=1) == ones[:1]
+
+    def play(task):
+        copies = GenerationTask(input_str=PROMPT, worker_tag="generation", seed=1, max_tokens=8)
+        copies = copies.samples_of(4)
+        yield copies
+        return [tuple(copy.output_tokens) for copy in copies]
+
+    copied = played(worker, play)
+    assert len({*ones, *copied}) == 8
+
+
+def test_a_fork_goes_on_as_its_request_would(worker, oracle):
+    """It draws with the request's temperature, seed and length, though none of its own are set."""
+    params = {"temperature": 0.9, "seed": 7, "max_tokens": 6, "ignore_eos": True}
+
+    def play(task):
+        task.worker_tag = "generation"
+        yield [task]
+        yield [fork := task.fork(" So? ")]
+        yield (samples := task.fork(" So? ").samples_of(3))
+        return task.output_tokens, fork.output_tokens, [s.output_tokens for s in samples]
+
+    said, more, samples = played(worker, play, sampling_params=params)
+    prompt = oracle.tokenizer(PROMPT).input_ids + said + oracle.tokenizer(" So? ").input_ids
+    assert more == oracle.generate(prompt, SamplingParams(**params)).outputs[0].token_ids
+    assert len({tuple(tokens) for tokens in [more, *samples]}) == 4
 
 
 def test_branches_with_the_same_prompt_prefill_it_once(worker):

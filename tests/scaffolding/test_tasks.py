@@ -89,6 +89,91 @@ def test_a_fork_with_an_unknown_field_is_refused():
         finished().fork("", max_token=3)
 
 
+def another_value(name, number=1):
+    """A value of a sampling field that is not its default."""
+    default = sampling.DEFAULTS[name]
+    if name == "stop":
+        return [f"x{number}"]
+    if isinstance(default, bool):
+        return not default
+    return {"logit_bias": {number: 1.0}, "stop_token_ids": [number]}.get(name, number + 2)
+
+
+@pytest.mark.parametrize("name", sampling.FIELDS)
+def test_a_fork_inherits_every_sampling_field_unless_told_otherwise(name):
+    task = GenerationTask(input_str="p", **{name: another_value(name)})
+    assert getattr(task.fork("?"), name) == another_value(name)
+    assert getattr(task.fork("?", StreamGenerationTask), name) == another_value(name)
+    assert getattr(task.fork("?", inherit=False), name) == sampling.DEFAULTS[name]
+    if name != "suffix":  # means the text to be put behind
+        fork = task.fork("?", **{name: another_value(name, 5)})
+        assert getattr(fork, name) == another_value(name, 5)
+        assert getattr(task.fork("?", **{name: None}), name) == sampling.DEFAULTS[name]
+
+
+def test_what_a_fork_inherits_is_its_own_to_change():
+    task = GenerationTask(input_str="p", stop=["x"], logit_bias={1: 2.0})
+    fork = task.fork()
+    fork.stop.append("y")
+    fork.logit_bias[2] = 3.0
+    assert (task.stop, task.logit_bias) == (["x"], {1: 2.0})
+
+
+def test_what_the_request_or_a_fork_chooses_is_not_filled_by_a_controller():
+    task = GenerationTask(input_str="p")
+    sampling.choose(task, {"ignore_eos": False, "temperature": 0.5})
+    fork = task.fork(stop=[], temperature=None)
+    sampling.fill(fork, {"ignore_eos": True, "stop": ["x"], "temperature": 0.9})
+    assert (fork.ignore_eos, fork.stop, fork.temperature) == (False, [], 0.9)
+
+
+def test_a_fork_of_a_task_that_echoes_its_prompt_says_the_prompt_once():
+    task = finished(echo=True)
+    task.output_str = "prompt one two"
+    assert task.fork("? ").input_str == "prompt one two? "
+
+
+# ---- samples -----------------------------------------------------------------------------------
+
+
+def seeds(tasks, later=None):
+    for task in tasks:
+        sampling.fill(task, {"seed": later})
+    return [task.seed for task in tasks]
+
+
+def test_samples_are_the_same_request_with_seeds_of_their_own():
+    task = finished(seed=1, temperature=0.5)
+    samples = task.samples_of(4)
+    assert [(s.input_str, s.temperature, s.result) for s in samples] == [("prompt ", 0.5, None)] * 4
+    assert len({1, *seeds(samples)}) == 5
+    assert seeds(samples) == seeds(task.samples_of(4))
+    assert seeds(task.samples_of(9))[:4] == seeds(samples)
+    assert seeds(GenerationTask().samples_of(3)) == [None] * 3
+    assert [type(s) for s in StreamGenerationTask().samples_of(1)] == [StreamGenerationTask]
+
+
+@pytest.mark.parametrize("early", [None, 1])
+def test_samples_of_samples_repeat_no_seed(early):
+    """Wherever the seed comes from: the request, or a controller that fills it in at the end."""
+    task = GenerationTask(input_str="p", seed=early)
+    tree = [task, *task.samples_of(8)]
+    for sample in tree[1:]:
+        tree += sample.samples_of(8)
+    drawn = seeds(tree, later=1)
+    assert len(set(drawn)) == len(tree)
+    late = GenerationTask(input_str="p")
+    assert seeds([s.samples_of(3)[2] for s in late.samples_of(2)], later=1) == [
+        s.samples_of(3)[2].seed for s in GenerationTask(seed=1).samples_of(2)
+    ]
+
+
+@pytest.mark.parametrize("number", [0, -1, 2.0, True, "3", None])
+def test_a_number_of_samples_that_is_none_is_refused(number):
+    with pytest.raises(ParameterError, match="num_samples"):
+        GenerationTask().samples_of(number)
+
+
 def test_prompts_are_text_or_ids():
     assert GenerationTask.create_from_prompt("p").input_str == "p"
     assert GenerationTask.create_from_prompt([1, 2]).input_tokens == [1, 2]
@@ -147,19 +232,12 @@ def test_the_table_of_sampling_fields_is_complete():
 
 @pytest.mark.parametrize("name", sampling.FIELDS)
 def test_every_field_is_filled_where_the_task_leaves_it_and_kept_where_it_does_not(name):
-    def value(seed):
-        default = sampling.DEFAULTS[name]
-        if name == "stop":
-            return [f"x{seed}"]
-        if isinstance(default, bool):
-            return not default
-        return {"logit_bias": {seed: 1.0}}.get(name, seed + 2)
-
+    assert getattr(GenerationTask(), name) == sampling.DEFAULTS[name]
     task = GenerationTask()
-    sampling.fill(task, {name: value(1)})
-    assert getattr(task, name) == value(1)
-    sampling.fill(task, {name: value(5)})
-    assert getattr(task, name) == value(1)
+    sampling.fill(task, {name: another_value(name, 1)})
+    assert getattr(task, name) == another_value(name, 1)
+    sampling.fill(task, {name: another_value(name, 5)})
+    assert getattr(task, name) == another_value(name, 1)
 
 
 def test_sampling_fields_become_the_engines_parameters():

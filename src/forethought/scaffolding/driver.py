@@ -216,16 +216,15 @@ class Frame:
         This frame never waits for a job that it has cancelled. So one that was cancelled either met
         an exhausted budget, or was cancelled by its own code: a failure like any other.
         """
-        try:
-            return job.result()
-        except asyncio.CancelledError as error:
-            cancelled = error
         exhausted = self.run.ledger.exhausted
-        item.error = exhausted or _failure(item, cancelled)
-        if isinstance(item, Task):
-            item.status = TaskStatus.WORKER_EXECEPTION
-        if exhausted is not None or item.on_failure == "raise":
-            raise item.error
+        try:
+            job.result()
+        except asyncio.CancelledError as error:
+            item.error = exhausted or _failure(item, error)
+            if isinstance(item, Task):
+                item.status = TaskStatus.WORKER_EXECEPTION
+            if exhausted is not None or item.on_failure == "raise":
+                raise item.error from item.error.__cause__
 
     def _end_left(self) -> None:
         """Have the streams ended that their races have cancelled.

@@ -175,7 +175,9 @@ class EngineWorker(Worker):
         scope = current_scope()
         params = sampling.to_params(task, priority=scope.priority if scope else 0)
         most = scope.ledger.limit(params.max_tokens) if scope else params.max_tokens
-        seed = None if params.seed is None else (params.seed + number) % 2**64
+        seed = params.seed
+        if seed is not None and number:  # below zero: copies of the task are numbered from zero
+            seed = sampling.derived_seed(seed, -number)
         return params.replace(n=1, max_tokens=most, seed=seed)
 
     # ---- sequences ----------------------------------------------------------------------------
