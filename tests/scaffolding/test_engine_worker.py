@@ -461,6 +461,61 @@ def test_a_fork_of_something_that_is_gone_goes_on_from_its_tokens(worker, oracle
     assert more == expected.token_ids
 
 
+ENDINGS = [
+    "length",
+    "stop token",
+    "stop string",
+    "stop string kept",
+    "stop string within a token",
+    "stream",
+]
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("gone", [False, True])
+def test_joined_parts_are_the_tokens_that_the_sequence_holds(worker, oracle, long, ending, gone):
+    fields = {"max_tokens": 12, "num_logprobs": 0, **GREEDY}
+    if ending == "stop token":
+        fields["stop_token_ids"] = [long.token_ids[9]]
+    elif ending == "stop string within a token":
+        place = long.text.index("He") + 1  # "He" is one token
+        fields["stop"], fields["max_tokens"] = long.text[place : place + 3], 90
+        assert long.text.index(fields["stop"]) == place
+    elif ending.startswith("stop string"):
+        fields["stop"] = oracle.tokenizer.decode(long.token_ids[8:10])
+        fields["include_stop_str_in_output"] = ending.endswith("kept")
+
+    def play(task):
+        first = GenerationTask(input_str=PROMPT, worker_tag="generation", **fields)
+        if ending == "stream":
+            first = StreamGenerationTask.create_from_generation_task(first, 5)
+        if gone:
+            yield from drain(Branch(NativeGenerationController(), [first]))
+        else:
+            yield [first]
+        free = {"stop": [], "stop_token_ids": [], "num_logprobs": 0, "max_tokens": 4}
+        second = first.fork(" So? ", **free)
+        yield [second]
+        third = second.fork("Then: ", **free)
+        yield [third]
+        held = third.request_handle.session.tokens
+        kept = [first.output_tokens, second.inserted_tokens]
+        text = f"{first.output_str} So? {second.output_str}Then: {third.output_str}"
+        return third.joined, text, held, third, kept
+
+    joined, text, held, third, (said, inserted) = played(worker, play)
+    assert joined.text == text
+    if ending == "stop string within a token":  # what is left of the token comes before the suffix
+        assert len(inserted) > len(oracle.tokenizer(" So? ").input_ids)
+    assert len(said) == 5 or ending != "stream"
+    assert joined.token_ids == held[LENGTH:]
+    assert third.inserted_tokens == oracle.tokenizer("Then: ").input_ids
+    pairs = zip(joined.token_ids, joined.logprobs, strict=True)
+    drawn = [(token, entry) for token, entry in pairs if entry]
+    total = sum(entry[token].logprob for token, entry in drawn)
+    assert joined.cumulative_logprob == pytest.approx(total)
+
+
 def test_a_fork_that_goes_to_another_model_goes_there_as_text(worker):
     def play(task):
         yield [task_here := ask(PROMPT, max_tokens=3)]

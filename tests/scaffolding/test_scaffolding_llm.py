@@ -1,6 +1,7 @@
 """Requests: how they are asked, how they end, on which loop, and that they leave nothing behind."""
 
 import asyncio
+import itertools
 import threading
 import time
 
@@ -18,12 +19,14 @@ from forethought.errors import (
 from forethought.scaffolding import (
     AsCompleted,
     Controller,
+    Delta,
     GenerationTask,
     NativeGenerationController,
     ParallelProcess,
     Reply,
     ScaffoldingLlm,
     ScriptedWorker,
+    StreamGenerationTask,
     Worker,
 )
 from scripted import Together
@@ -657,3 +660,90 @@ def test_whatever_a_users_worker_streams_is_handed_on_at_once():
         seen = [partial.cur_output for partial in result]
     assert seen[:3] == ["part 0", "part 1", "part 2"]
     assert seen[3].text == "whole"
+
+
+class Parts(Controller):
+    """Plays a generator function and answers with what it returns, or what it has streamed."""
+
+    def __init__(self, play):
+        super().__init__()
+        self.play = play
+
+    def process(self, tasks, **kwargs):
+        tasks[0].output_str = yield from self.play()
+
+
+def spoken(prompt, **fields):
+    return GenerationTask(TAG, True, input_str=prompt, **fields)
+
+
+def shown(play, script=lambda prompt, _: prompt):
+    """The text at each iteration; each begins with the one before."""
+    with ScaffoldingLlm(Parts(play), {TAG: ScriptedWorker(script)}) as llm:
+        texts = [partial.cur_output.text for partial in llm.generate_async("p")]
+        result = llm.generate_async("p").result()
+        assert [partial.cur_output.text for partial in result] == texts  # also when read later
+    for before, after in itertools.pairwise(texts):
+        assert after.startswith(before)
+    return texts
+
+
+def test_the_current_output_of_several_parts_only_grows():
+    def play():
+        yield [spoken("abc")]
+        yield Delta(" so ")
+        yield [spoken("de")]
+        return "abc so de"
+
+    texts = ["a", "ab", "abc", "abc so ", "abc so d", "abc so de", "abc so de"]
+    assert shown(play) == texts
+
+
+def test_parts_side_by_side_are_put_in_the_order_in_which_they_were_started():
+    def play():
+        yield [spoken("slow"), spoken("fast")]
+        yield [spoken("!")]
+        return "slowfast!"
+
+    def script(prompt, _):
+        return Reply(prompt, seconds_per_token=0.02 if prompt == "slow" else 0.0)
+
+    texts = shown(play, script)
+    assert texts[-3:] == ["slowfast", "slowfast!", "slowfast!"]
+    assert {"s", "sl", "slo", "slow"} <= set(texts)
+
+
+def test_streams_step_by_step_go_on_with_their_part_and_one_that_is_left_is_over():
+    def play():
+        one, two = (StreamGenerationTask(TAG, True, input_str=p) for p in ("abc", "xyz"))
+        yield [one, two]
+        yield [one, two]
+        yield [spoken("?")]  # neither is waited for any more
+        yield [one]
+        return "abxy?c"
+
+    texts = shown(play)
+    assert texts[:2] == ["a", "a"]
+    assert texts[-3:] == ["abxy?", "abxy?c", "abxy?c"]
+
+
+def test_branches_and_further_samples_are_not_in_the_current_output():
+    def play():
+        native = NativeGenerationController(streaming=True)
+        yield [spoken("ab", n=3)]
+        yield ParallelProcess([native] * 2, [[spoken("x")], [spoken("y")]])
+        yield [spoken("c")]
+        return "abc"
+
+    texts = shown(play)
+    assert set(texts) == {"a", "ab", "abc"}
+    assert len(texts) == 6 + 2 + 1 + 1
+
+
+def test_a_part_that_fails_does_not_hold_back_those_after_it():
+    def play():
+        yield [spoken("bad", on_failure="drop")]
+        yield [spoken("good")]
+        return "good"
+
+    assert shown(play, {"bad": Reply("", error=OSError()), "good": "good"})[-2:] == ["good", "good"]

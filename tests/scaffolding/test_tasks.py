@@ -3,13 +3,14 @@
 import pytest
 
 from forethought.errors import ParameterError
-from forethought.outputs import Logprob
+from forethought.outputs import Logprob, Usage
 from forethought.params import SamplingParams
 from forethought.scaffolding import (
     AssistantMessage,
     ChatTask,
     GenerationTask,
     OpenAIToolDescription,
+    ScaffoldingOutput,
     StreamGenerationTask,
     SystemMessage,
     Task,
@@ -131,6 +132,53 @@ def test_a_fork_of_a_task_that_echoes_its_prompt_says_the_prompt_once():
     task = finished(echo=True)
     task.output_str = "prompt one two"
     assert task.fork("? ").input_str == "prompt one two? "
+
+
+# ---- outputs of several parts ------------------------------------------------------------------
+
+
+def part(text, ids, scores, **fields):
+    if scores is not None:
+        fields["logprobs"] = [{t: Logprob(v)} for t, v in zip(ids, scores, strict=True)]
+        fields["cumulative_logprob"] = sum(scores)
+    return ScaffoldingOutput(text, ids, **fields)
+
+
+def test_joined_parts_keep_text_ids_and_logprobs():
+    one = part("a", [1, 2], [-1.0, -2.0], finish_reason="stop", usage=Usage(completion_tokens=2))
+    two = part("b", [4], [-4.0], finish_reason="length", usage=Usage(completion_tokens=1))
+    whole = ScaffoldingOutput.join([one, ScaffoldingOutput.inserted("+", [3]), two])
+    assert (whole.text, whole.token_ids) == ("a+b", [1, 2, 3, 4])
+    assert whole.logprobs == [*one.logprobs, {}, *two.logprobs]
+    assert (whole.cumulative_logprob, whole.finish_reason) == (-7.0, "length")
+    assert whole.usage.completion_tokens == 3
+    assert (one.token_ids, one.usage.completion_tokens) == ([1, 2], 2)
+    assert ScaffoldingOutput.join([one, "", two]).token_ids == [1, 2, 4]
+
+
+def test_what_a_part_does_not_know_the_whole_does_not_know():
+    one, two = part("a", [1], [-1.0]), part("b", [2], None)
+    assert ScaffoldingOutput.join([one, two]).logprobs is None
+    assert ScaffoldingOutput.join([one, two]).cumulative_logprob is None
+    assert ScaffoldingOutput.join([one, "?", two]).token_ids is None
+    assert ScaffoldingOutput.join([one, ScaffoldingOutput(None)]).text is None
+
+
+def test_on_servers_joined_parts_keep_the_logprobs_of_what_was_generated():
+    task = finished(temperature=0.5)
+    task.output_tokens = None
+    fork = task.fork("? ")
+    fork.output_str, fork.logprobs, fork.cumulative_logprob = "three", [{3: Logprob(-3.0)}], -3.0
+    assert (fork.joined.text, fork.joined.token_ids) == ("one two? three", None)
+    assert [next(iter(entries)) for entries in fork.joined.logprobs] == [1, 2, 3]
+
+
+def test_what_is_no_fork_any_more_is_joined_with_nothing():
+    fork = finished().fork("? ")
+    assert fork.joined is None
+    fork.output_str, fork.input_str = "three", "another prompt"
+    assert fork.joined.text == "three"
+    assert finished().joined.text == "one two"
 
 
 # ---- samples -----------------------------------------------------------------------------------

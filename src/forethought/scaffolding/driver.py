@@ -21,7 +21,13 @@ from forethought.outputs import Usage
 from forethought.scaffolding import scope as scopes
 from forethought.scaffolding import settings
 from forethought.scaffolding.budget import Ledger
-from forethought.scaffolding.output import Delta, StreamedOutputs, StreamEvent
+from forethought.scaffolding.output import (
+    Delta,
+    StreamedOutputs,
+    StreamedPart,
+    StreamedText,
+    StreamEvent,
+)
 from forethought.scaffolding.parallel import (
     AsCompleted,
     Branch,
@@ -99,12 +105,20 @@ class Run:
 
     routes: Routes
     ledger: Ledger
-    stream: Callable[[StreamEvent], None]
-    """Hands something streamed to the caller."""
+    stream: Callable[[StreamEvent | None, Sequence[Delta]], None]
+    """Hands something streamed to the caller, and what the text has grown by."""
     compute: Callable[..., Any]
     """``compute(function)`` -> awaitable of what it returns, worked out in a thread."""
     executions: set[asyncio.Task[None]] = field(default_factory=set)
     """The tasks that workers are at, in all frames."""
+    text: StreamedText = field(default_factory=StreamedText)
+    """What the request itself streams."""
+
+    def tell(self, event: StreamEvent | None = None) -> None:
+        """Hand ``event`` to the caller, and what the text has grown by."""
+        grown = self.text.take()
+        if event is not None or grown:
+            self.stream(event, grown)
 
     def stop_executions(self) -> None:
         """Cancel what workers are at, because the ledger is exhausted."""
@@ -122,6 +136,8 @@ class Frame:
         self._races: list[AsCompleted] = []
         self._branch_numbers = itertools.count()
         self._news = asyncio.Event()
+        self._parts: dict[int, tuple[Task, StreamedPart]] = {}
+        """By id of the tasks under way whose text is the request's; holding them keeps the ids."""
 
     async def drive(self, process: Process) -> Any:
         """Run ``process`` to its end and return what it returns.
@@ -165,7 +181,7 @@ class Frame:
             with wanted.race:
                 return await self._next(wanted.race)
         if isinstance(wanted, Delta):
-            self.run.stream(StreamEvent(self.scope.path, wanted))
+            self._stream(None, wanted)
             return None
         raise UsageError(
             f"a controller yielded {type(wanted).__name__}",
@@ -256,6 +272,8 @@ class Frame:
     # ---- jobs ---------------------------------------------------------------------------------
 
     def _start(self, item: Item) -> asyncio.Task[None]:
+        if isinstance(item, Task) and item.streaming_output_flag and self.scope.parent is None:
+            self._begin_part(item)
         work = self._branch(item) if isinstance(item, Branch) else self._execute(item)
         job = asyncio.get_running_loop().create_task(work)
         self._jobs.add(job)
@@ -278,11 +296,14 @@ class Frame:
 
     async def _execute(self, task: Task) -> None:
         """Execute ``task``; raises what goes wrong, unless it is to be dropped."""
-        settings.on_failure(task.on_failure)
-        if isinstance(task, ComputeTask):
-            await self._compute(task)
-        else:
-            await self._have_executed(task)
+        try:
+            settings.on_failure(task.on_failure)
+            if isinstance(task, ComputeTask):
+                await self._compute(task)
+            else:
+                await self._have_executed(task)
+        finally:
+            self._end_part(task)
         if task.error is not None and task.on_failure == "raise":
             raise task.error
 
@@ -350,10 +371,36 @@ class Frame:
             task.usage.completion_tokens = task.num_generated  # a worker that does not count
         return status, None
 
-    def _stream(self, task: Task, output: Any) -> None:
-        if isinstance(output, Delta) and not output.source:
-            output = Delta(output.text, output.token_ids, f"{id(task):x}")
-        self.run.stream(StreamEvent(self.scope.path, output))
+    # ---- streaming ----------------------------------------------------------------------------
+
+    def _begin_part(self, task: Task) -> None:
+        _, part = self._parts.get(id(task), (task, None))
+        if part is None or not part.is_open:
+            part = self.run.text.begin()
+            self._parts[id(task)] = task, part
+        part.is_awaited = True
+
+    def _end_part(self, task: Task) -> None:
+        _, part = self._parts.get(id(task), (task, None))
+        if part is not None:
+            part.is_awaited = False
+            if not (isinstance(task, StreamGenerationTask) and task.under_way):
+                part.is_open = False
+                del self._parts[id(task)]
+                self.run.tell()
+
+    def _stream(self, task: Task | None, output: Any) -> None:
+        """Stream what a task, or for None the controller itself, has to say."""
+        if isinstance(output, Delta):
+            if task is not None and not output.source:
+                output = Delta(output.text, output.token_ids, f"{id(task):x}")
+            _, part = self._parts.get(id(task), (task, None))
+            if task is None and self.scope.parent is None:
+                part = self.run.text.begin()
+                part.is_open = False
+            if part is not None:
+                part.add(output)
+        self.run.tell(StreamEvent(self.scope.path, output))
 
 
 def controller_quit(error: BaseException) -> UsageError:

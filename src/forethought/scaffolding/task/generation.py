@@ -34,6 +34,8 @@ class ForkPoint:
     """Text put behind them."""
     input_str: str | None
     """The whole as text; once the task's ``input_str`` differs, the fork no longer applies."""
+    said: ScaffoldingOutput | None = None
+    """What had been said there, behind the prompt of the first task of a chain of forks."""
 
 
 @dataclass(eq=False)
@@ -117,6 +119,13 @@ class GenerationTask(Task):
     """Seconds to the last token."""
     usage_prompt_tokens: int | None = field(default=None, init=False)
     usage_completion_tokens: int | None = field(default=None, init=False)
+    inserted_tokens: list[int] | None = field(default=None, init=False, repr=False)
+    """Ids of the text between what this task continues and its own output: a fork's suffix, behind
+    what of the text no whole token makes. None if it continues nothing, or its worker works in
+    text."""
+    num_kept_tokens: int | None = field(default=None, init=False, repr=False)
+    """Of a fork: generated tokens of the forked task in front of them. A token that ended its text
+    is not among them."""
 
     @staticmethod
     def create_from_prompt(prompt: str | Sequence[int]) -> GenerationTask:
@@ -176,6 +185,27 @@ class GenerationTask(Task):
             self.context_logits = self.llm_request_params = self.request_handle = None
             self.request_id = self.ttft_s = self.latency_s = None
             self.usage_prompt_tokens = self.usage_completion_tokens = None
+            self.inserted_tokens = self.num_kept_tokens = None
+
+    @property
+    def joined(self) -> ScaffoldingOutput | None:
+        """The output of a fork together with all that it continues, as one output.
+
+        Text, ids and log-probabilities of the forked task up to the fork, of the inserted suffix
+        and of this task; of all tasks before, if the forked one is itself a fork. The ids are those
+        that the sequence holds behind the first task's prompt. See ``ScaffoldingOutput.join``.
+
+        None before the task has run; what is no fork is not joined with anything.
+        """
+        result, point = self.result, self.fork_point
+        if result is None or point is None or point.input_str != self.input_str:
+            return result
+        said = point.said or ScaffoldingOutput.inserted("")
+        if self.num_kept_tokens is None:
+            return ScaffoldingOutput.join([said, point.suffix, result])
+        said = said.without_last((point.kept or 0) - self.num_kept_tokens)
+        suffix = ScaffoldingOutput.inserted(point.suffix, self.inserted_tokens)
+        return ScaffoldingOutput.join([said, suffix, result])
 
     @property
     def num_generated(self) -> int:
@@ -240,7 +270,7 @@ class GenerationTask(Task):
         new: Any = kind or GenerationTask
         child: _Generation = new(input_str=text)
         child.worker_tag = self.worker_tag
-        child.fork_point = ForkPoint(self.request_handle, kept, suffix, text)
+        child.fork_point = ForkPoint(self.request_handle, kept, suffix, text, self.joined)
         if inherit:
             sampling.carry(self, child)
         for name, value in fields.items():
