@@ -10,7 +10,7 @@ import pytest
 
 from engines import expect_empty
 from forethought import LLM, AsyncLLM, SamplingParams
-from forethought.errors import ContextLengthError, ParameterError
+from forethought.errors import BudgetExceeded, ContextLengthError, ParameterError, UsageError
 from forethought.guided import GuidedDecodingParams
 from forethought.methods import MajorityVoteController
 from forethought.outputs import GRAMMAR_COMPLETE
@@ -978,3 +978,43 @@ def test_a_task_that_is_cancelled_while_others_leave_for_it_leaves_none_behind(w
         assert played(worker, play)
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("most", [3, 10, 25, 31, 47])
+def test_a_budget_that_runs_out_anywhere_leaves_the_best_so_far_and_no_sequence(worker, most):
+    """Samples, streams and forks side by side, some of them stopped in the middle of a step."""
+
+    native = NativeGenerationController()
+
+    def play(task):
+        main = ask(PROMPT, StreamGenerationTask, max_tokens=60, streaming_step=4)
+        best, told = 0, None
+        try:
+            with AsCompleted([main, *ask(PROMPT, max_tokens=9, seed=1).samples_of(2)]) as running:
+                while running:
+                    done = yield running
+                    best = main.num_generated
+                    if done is main and not main.end_flag:
+                        fork = main.fork(" So? ", max_tokens=3, on_failure="drop")
+                        running.add(
+                            main, Branch(NativeGenerationController(), [fork], None, "drop")
+                        )
+        except BudgetExceeded as error:
+            told = error.what
+        return best, told
+
+    best, told = played(worker, play, budget=Budget(tokens=most))
+    assert told == f"the budget of {most} tokens is spent"
+    assert 0 <= best <= most
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_a_controller_that_quits_leaves_no_sequence(worker, kind):
+    def play(task):
+        main = ask(PROMPT, StreamGenerationTask, max_tokens=60, streaming_step=4)
+        with AsCompleted([main, ask(PROMPT, max_tokens=50)]) as running:
+            yield running
+            raise kind
+
+    with pytest.raises(UsageError, match="a controller"):
+        played(worker, play)
