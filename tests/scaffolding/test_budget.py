@@ -10,6 +10,7 @@ from forethought.errors import BudgetExceeded, ParameterError
 from forethought.methods import MajorityVoteController
 from forethought.outputs import Usage
 from forethought.scaffolding import (
+    AsCompleted,
     Budget,
     ComputeTask,
     Controller,
@@ -149,6 +150,9 @@ def test_tokens_and_calls_are_whole_numbers(limit):
 # ---- running out, however the workers end --------------------------------------------------------
 
 
+ENDS = ["returns", "waits", "swallows", "fails", "cancels itself"]
+
+
 class Counting(Worker):
     """Books tokens, and when they are too many, ends as ``end`` says."""
 
@@ -167,6 +171,14 @@ class Counting(Worker):
         if self.end == "swallows":
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(60)
+        if self.end == "fails":
+            try:
+                await asyncio.sleep(60)
+            finally:
+                raise OSError("gone")
+        if self.end == "cancels itself":
+            asyncio.current_task().cancel()
+            await asyncio.sleep(60)
 
     task_handlers = {GenerationTask: handle}  # noqa: RUF012
 
@@ -190,13 +202,13 @@ class Improver(Controller):
 
 
 @pytest.mark.parametrize("on_failure", ["raise", "drop"])
-@pytest.mark.parametrize("end", ["returns", "waits", "swallows", "books at its end"])
+@pytest.mark.parametrize("end", [*ENDS, "books at its end"])
 def test_an_exhausted_budget_reaches_the_controller_however_its_worker_ends(end, on_failure):
     result = answer(Improver(on_failure), Counting(end), budget=Budget(tokens=40))
     assert result.output.text == "x: the budget of 40 tokens is spent"
 
 
-@pytest.mark.parametrize("end", ["returns", "waits", "swallows"])
+@pytest.mark.parametrize("end", ENDS)
 def test_branches_beside_the_one_that_overspends_are_told_of_the_budget_too(end):
     class Three(Controller):
         def process(self, tasks, **kwargs):
@@ -255,3 +267,35 @@ def test_a_task_that_the_budget_stops_ends_the_slow_work_beside_it():
 
     result = answer(Mixed(), Counting("waits"), budget=Budget(tokens=20))
     assert result.output.text == "WORKER_EXECEPTION BudgetExceeded"
+
+
+def test_a_stream_that_is_being_ended_when_the_budget_runs_out_is_ended():
+    class Ender(Worker):
+        ended = False
+
+        async def handle(self, task):
+            task.request_handle = self
+            if task.cancel_flag:
+                await asyncio.sleep(0.02)
+                task.end_flag = self.ended = True
+
+        async def spend(self, task):
+            task.usage.completion_tokens += 9
+            await asyncio.sleep(0)
+            current_scope().ledger.record(task.usage)
+            await asyncio.sleep(60)
+
+        task_handlers = {StreamGenerationTask: handle, GenerationTask: spend}  # noqa: RUF012
+
+    class Leaver(Controller):
+        def process(self, tasks, **kwargs):
+            stream = StreamGenerationTask("generation")
+            yield [stream]
+            stream.cancel_flag = True
+            with AsCompleted([stream, GenerationTask("generation")]) as running:
+                with pytest.raises(BudgetExceeded):
+                    yield running
+                yield running
+            tasks[0].output_str = f"{stream.end_flag} {stream.error}"
+
+    assert answer(Leaver(), Ender(), budget=Budget(tokens=5)).output.text == "True None"

@@ -728,16 +728,20 @@ def test_streams_step_by_step_go_on_with_their_part_and_one_that_is_left_is_over
 
 
 def test_branches_and_further_samples_are_not_in_the_current_output():
+    class Says(Controller):
+        def process(self, tasks, **kwargs):
+            yield Delta("z")
+
     def play():
         native = NativeGenerationController(streaming=True)
         yield [spoken("ab", n=3)]
-        yield ParallelProcess([native] * 2, [[spoken("x")], [spoken("y")]])
+        yield ParallelProcess([native, native, Says()], [[spoken("x")], [spoken("y")], []])
         yield [spoken("c")]
         return "abc"
 
     texts = shown(play)
     assert set(texts) == {"a", "ab", "abc"}
-    assert len(texts) == 6 + 2 + 1 + 1
+    assert len(texts) == 6 + 3 + 1 + 1
 
 
 def test_a_part_that_fails_does_not_hold_back_those_after_it():

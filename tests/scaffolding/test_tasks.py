@@ -156,6 +156,26 @@ def test_joined_parts_keep_text_ids_and_logprobs():
     assert ScaffoldingOutput.join([one, "", two]).token_ids == [1, 2, 4]
 
 
+def test_a_token_that_ended_a_part_and_is_not_in_its_text_is_not_in_the_whole():
+    task = finished()  # its worker kept the first of the two tokens
+    task.cumulative_logprob = -3.0
+    fork = task.fork("+")
+    fork.output_str, fork.output_tokens = "three", [3]
+    fork.logprobs, fork.cumulative_logprob = [{3: Logprob(-4.0)}], -4.0
+    fork.num_kept_tokens, fork.inserted_tokens = 1, [9]
+    whole = fork.joined
+    assert (whole.text, whole.token_ids) == ("one two+three", [1, 9, 3])
+    assert whole.logprobs == [{1: Logprob(-1.0)}, {}, {3: Logprob(-4.0)}]
+    assert whole.cumulative_logprob == -5.0
+    assert (task.output_tokens, fork.fork_point.said.token_ids) == ([1, 2], [1, 2])
+
+
+def test_what_several_parts_of_one_task_cost_is_counted_once():
+    usage = Usage(completion_tokens=5)
+    parts = [part("a", [1], None, usage=usage), part("b", [2], None, usage=usage)]
+    assert ScaffoldingOutput.join(parts).usage == usage
+
+
 def test_what_a_part_does_not_know_the_whole_does_not_know():
     one, two = part("a", [1], [-1.0]), part("b", [2], None)
     assert ScaffoldingOutput.join([one, two]).logprobs is None

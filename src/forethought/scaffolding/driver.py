@@ -229,18 +229,17 @@ class Frame:
     def _raise_failure(self, item: Item, job: Job) -> None:
         """Raise what ``item`` failed with.
 
-        This frame never waits for a job that it has cancelled. So one that was cancelled either met
-        an exhausted budget, or was cancelled by its own code: a failure like any other.
+        This frame never waits for a job that it has cancelled. So one that was cancelled has been
+        so by its own code: a failure like any other.
         """
-        exhausted = self.run.ledger.exhausted
         try:
             job.result()
         except asyncio.CancelledError as error:
-            item.error = exhausted or _failure(item, error)
+            item.error = _failure(item, error)
             if isinstance(item, Task):
                 item.status = TaskStatus.WORKER_EXECEPTION
-            if exhausted is not None or item.on_failure == "raise":
-                raise item.error from item.error.__cause__
+            if item.on_failure == "raise":
+                raise item.error from error
 
     def _end_left(self) -> None:
         """Have the streams ended that their races have cancelled.
