@@ -819,7 +819,11 @@ def test_a_fork_goes_on_as_its_request_would(worker, oracle):
         yield [task]
         yield [fork := task.fork(" So? ")]
         yield (samples := task.fork(" So? ").samples_of(3))
-        return task.output_tokens, fork.output_tokens, [s.output_tokens for s in samples]
+        found = task.output_tokens, fork.output_tokens, [s.output_tokens for s in samples]
+        fork.input_str = "Another prompt: it continues nothing."
+        yield [fork]
+        assert (fork.inserted_tokens, fork.num_kept_tokens) == (None, None)
+        return found
 
     said, more, samples = played(worker, play, sampling_params=params)
     prompt = oracle.tokenizer(PROMPT).input_ids + said + oracle.tokenizer(" So? ").input_ids

@@ -560,6 +560,16 @@ def test_a_loop_that_was_not_its_own_goes_on_after_shutdown():
     assert asyncio.run(main()) == "alive"
 
 
+def test_a_request_whose_event_loop_ends_says_so():
+    async def main():
+        result = native([SLOW]).generate_async("p")
+        await asyncio.sleep(0)
+        return result
+
+    with pytest.raises(EngineStopped, match="the event loop was shut down"):
+        asyncio.run(main()).result(5)
+
+
 def test_no_thread_stays_behind():
     before = threading.active_count()
     with native() as llm:

@@ -47,6 +47,7 @@ def test_assigning_the_result_of_another_task_takes_all_of_it_over():
 def test_a_copy_is_the_same_request_with_blank_results():
     task = finished(temperature=0.5, stop=["x"])
     task.mark = {"a": [1]}
+    task.inserted_tokens, task.num_kept_tokens = [3], 2
     task.status = TaskStatus.SUCCESS
     copy = task.copy()
     assert (copy.input_str, copy.temperature, copy.stop) == ("prompt ", 0.5, ["x"])
@@ -54,6 +55,7 @@ def test_a_copy_is_the_same_request_with_blank_results():
     assert copy.mark is not task.mark
     assert copy.mark["a"] is task.mark["a"]
     assert (copy.result, copy.logprobs, copy.customized_result_fields) == (None, None, {})
+    assert (copy.inserted_tokens, copy.num_kept_tokens) == (None, None)
     assert copy.status is None
     assert task.output_str == "one two"
 
