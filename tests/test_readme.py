@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from forethought.decoding import DecodingBaseConfig
+from forethought.scaffolding import ScaffoldingLlm, ScriptedWorker
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -37,6 +38,16 @@ def test_an_example_of_the_readme_runs(code):
 def test_the_guides_own_method_passes_the_guides_own_test():
     _, _, method, check = examples(ROOT / "docs" / "methods.md")[:4]
     exec(method + check, {"__name__": "guide"})
+
+
+def test_the_guides_own_method_draws_samples_that_differ_under_a_seed():
+    _, _, method, _ = examples(ROOT / "docs" / "methods.md")[:4]
+    exec(method, guide := {"__name__": "guide"})
+    worker = ScriptedWorker(lambda prompt, _: prompt)
+    with ScaffoldingLlm(guide["Longest"](), {"generation": worker}) as llm:
+        llm.generate("p", sampling_params={"temperature": 0.8, "seed": 1})
+    assert [call.task.temperature for call in worker.calls] == [0.8] * 4
+    assert len({call.task.seed for call in worker.calls}) == 4
 
 
 def test_the_examples_of_structured_output_run(capsys):

@@ -1,15 +1,22 @@
 """One ledger for everything that a method does inside."""
 
+import asyncio
+import contextlib
+import threading
+
 import pytest
 
 from forethought.errors import BudgetExceeded, ParameterError
 from forethought.methods import MajorityVoteController
 from forethought.outputs import Usage
 from forethought.scaffolding import (
+    AsCompleted,
     Budget,
+    ComputeTask,
     Controller,
     GenerationTask,
     NativeGenerationController,
+    ParallelProcess,
     Reply,
     ScriptedWorker,
     StreamGenerationTask,
@@ -138,3 +145,157 @@ def test_a_limit_below_one_is_refused(field):
 def test_tokens_and_calls_are_whole_numbers(limit):
     with pytest.raises(ParameterError, match=f"invalid budget of {next(iter(limit))}"):
         Budget(**limit)
+
+
+# ---- running out, however the workers end --------------------------------------------------------
+
+
+ENDS = ["returns", "waits", "swallows", "fails", "cancels itself"]
+
+
+class Counting(Worker):
+    """Books tokens, and when they are too many, ends as ``end`` says."""
+
+    def __init__(self, end=None, spend=30):
+        self.end, self.spend = end, spend
+
+    async def handle(self, task):
+        task.output_str, task.output_tokens = "x", [1] * self.spend
+        task.usage.completion_tokens += self.spend
+        if self.end != "books at its end":
+            current_scope().ledger.record(task.usage)
+        if current_scope().ledger.exhausted is None:
+            return
+        if self.end == "waits":
+            await asyncio.sleep(60)
+        if self.end == "swallows":
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(60)
+        if self.end == "fails":
+            try:
+                await asyncio.sleep(60)
+            finally:
+                raise OSError("gone")
+        if self.end == "cancels itself":
+            asyncio.current_task().cancel()
+            await asyncio.sleep(60)
+
+    task_handlers = {GenerationTask: handle}  # noqa: RUF012
+
+
+class Improver(Controller):
+    """Answers with the last draft that the budget allowed."""
+
+    def __init__(self, on_failure="raise"):
+        super().__init__()
+        self.on_failure = on_failure
+
+    def process(self, tasks, **kwargs):
+        best = None
+        try:
+            for _ in range(9):
+                draft = GenerationTask("generation", on_failure=self.on_failure)
+                yield [draft]
+                best = draft
+        except BudgetExceeded as error:
+            tasks[0].output_str = f"{best and best.output_str}: {error.what}"
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "drop"])
+@pytest.mark.parametrize("end", [*ENDS, "books at its end"])
+def test_an_exhausted_budget_reaches_the_controller_however_its_worker_ends(end, on_failure):
+    result = answer(Improver(on_failure), Counting(end), budget=Budget(tokens=40))
+    assert result.output.text == "x: the budget of 40 tokens is spent"
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_branches_beside_the_one_that_overspends_are_told_of_the_budget_too(end):
+    class Three(Controller):
+        def process(self, tasks, **kwargs):
+            native = NativeGenerationController()
+            three = [GenerationTask(input_str=str(i), on_failure="drop") for i in range(3)]
+            parallel = ParallelProcess([native] * 3, [[t] for t in three], None, "drop")
+            with pytest.raises(BudgetExceeded):
+                yield parallel
+            tasks[0].output_str = " ".join(type(b.error).__name__ for b in parallel.branches)
+
+    result = answer(Three(), Counting(end), budget=Budget(tokens=40))
+    assert "BudgetExceeded" in result.output.text
+
+
+def test_a_stream_does_not_go_on_once_the_budget_is_spent_but_can_be_ended():
+    class Stubborn(Controller):
+        def process(self, tasks, **kwargs):
+            stream = StreamGenerationTask(input_str="s", worker_tag=TAG, streaming_step=1)
+            yield [stream]
+            with pytest.raises(BudgetExceeded):
+                yield [GenerationTask(input_str="a", worker_tag=TAG), stream]
+            with pytest.raises(BudgetExceeded):
+                yield [stream]
+            stream.cancel_flag = True
+            yield [stream]
+            tasks[0].result = stream.result
+
+    worker = ScriptedWorker({"s": "abcdefgh" * 9, "a": "x" * 8})
+    result = answer(Stubborn(), worker, budget=Budget(tokens=8))
+    assert (result.output.finish_reason, len(result.output.text)) == ("abort", 2)
+    assert result.usage.completion_tokens == 9
+
+
+def test_seconds_that_run_out_reach_a_controller_whose_worker_ends_with_them():
+    class Late(Worker):
+        async def handle(self, task):
+            current_scope().ledger.expire()
+            task.output_str = "in time"
+
+        task_handlers = {GenerationTask: handle}  # noqa: RUF012
+
+    with pytest.raises(BudgetExceeded, match="seconds"):
+        answer(NativeGenerationController(), Late(), budget=Budget(seconds=60))
+
+
+def test_a_task_that_the_budget_stops_ends_the_slow_work_beside_it():
+    done = threading.Event()
+
+    class Mixed(Controller):
+        def process(self, tasks, **kwargs):
+            slow, stopped = ComputeTask(done.wait, 20), GenerationTask("generation")
+            with pytest.raises(BudgetExceeded):
+                yield [slow, stopped]
+            done.set()
+            tasks[0].output_str = f"{stopped.status.name} {type(stopped.error).__name__}"
+
+    result = answer(Mixed(), Counting("waits"), budget=Budget(tokens=20))
+    assert result.output.text == "WORKER_EXECEPTION BudgetExceeded"
+
+
+def test_a_stream_that_is_being_ended_when_the_budget_runs_out_is_ended():
+    class Ender(Worker):
+        ended = False
+
+        async def handle(self, task):
+            task.request_handle = self
+            if task.cancel_flag:
+                await asyncio.sleep(0.02)
+                task.end_flag = self.ended = True
+
+        async def spend(self, task):
+            task.usage.completion_tokens += 9
+            await asyncio.sleep(0)
+            current_scope().ledger.record(task.usage)
+            await asyncio.sleep(60)
+
+        task_handlers = {StreamGenerationTask: handle, GenerationTask: spend}  # noqa: RUF012
+
+    class Leaver(Controller):
+        def process(self, tasks, **kwargs):
+            stream = StreamGenerationTask("generation")
+            yield [stream]
+            stream.cancel_flag = True
+            with AsCompleted([stream, GenerationTask("generation")]) as running:
+                with pytest.raises(BudgetExceeded):
+                    yield running
+                yield running
+            tasks[0].output_str = f"{stream.end_flag} {stream.error}"
+
+    assert answer(Leaver(), Ender(), budget=Budget(tokens=5)).output.text == "True None"

@@ -1,5 +1,7 @@
 """What a controller may yield, and what it gets back: waiting, failing, cancelling."""
 
+import asyncio
+import concurrent.futures
 import threading
 import time
 
@@ -440,3 +442,141 @@ def test_a_task_class_without_init_of_its_base_runs():
         return task.number, task.status.name
 
     assert played(play, Doubler()) == (8, "SUCCESS")
+
+
+# ---- what ends more than a task ------------------------------------------------------------------
+
+
+class Ends(Worker):
+    """A worker whose every task, but "good", is ended by something that is no ``Exception``."""
+
+    def __init__(self, end):
+        self.end = end
+
+    async def handle(self, task):
+        task.output_str = task.input_str
+        if task.input_str != "good":
+            await self.end()
+
+    task_handlers = {GenerationTask: handle}  # noqa: RUF012
+
+
+async def a_cancelled_inner_task():
+    inner = asyncio.create_task(asyncio.sleep(60))
+    inner.cancel()
+    await inner
+
+
+async def cancelled_by_itself():
+    raise asyncio.CancelledError
+
+
+async def cancels_its_own_task():
+    current = asyncio.current_task()
+    assert current is not None
+    current.cancel()
+    await asyncio.sleep(60)
+
+
+async def cancels_its_own_task_and_returns():
+    current = asyncio.current_task()
+    assert current is not None
+    current.cancel()
+
+
+def raises(kind):
+    async def end():
+        await asyncio.sleep(0)
+        raise kind("on purpose")
+
+    return end
+
+
+ENDS = [
+    a_cancelled_inner_task,
+    cancelled_by_itself,
+    cancels_its_own_task,
+    cancels_its_own_task_and_returns,
+    *map(raises, [KeyboardInterrupt, SystemExit, GeneratorExit, BaseException]),
+]
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_worker_that_is_ended_fails_its_task_and_no_more(end):
+    def play():
+        with pytest.raises(TaskError, match="GenerationTask failed") as caught:
+            yield [ask("bad"), ask("good")]
+        bad, good = ask("bad", on_failure="drop"), ask("good")
+        yield [bad, good]
+        again = ask("bad")
+        with AsCompleted([again]) as running, pytest.raises(TaskError):
+            yield running
+        native = NativeGenerationController()
+        parallel = ParallelProcess([native] * 2, [[ask("bad")], [ask("good")]], None, "drop")
+        yield parallel
+        return (
+            caught.value.task.input_str,
+            bad.status.name,
+            type(bad.error).__name__,
+            good.output_str,
+            [type(branch.error).__name__ for branch in parallel.branches],
+        )
+
+    failed = "WORKER_EXECEPTION", "TaskError"
+    assert played(play, Ends(end)) == ("bad", *failed, "good", ["TaskError", "NoneType"])
+
+
+def gives_up(kind):
+    def work():
+        raise kind("on purpose")
+
+    return work
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        *map(gives_up, [asyncio.CancelledError, KeyboardInterrupt, SystemExit, StopIteration]),
+    ],
+)
+def test_slow_work_that_is_ended_fails_its_task_and_no_more(work):
+    def play():
+        with pytest.raises(TaskError, match="ComputeTask failed"):
+            yield [ComputeTask(work)]
+        dropped = ComputeTask(work)
+        dropped.on_failure = "drop"
+        yield [dropped]
+        return type(dropped.error).__name__
+
+    assert played(play, ScriptedWorker()) == "TaskError"
+
+
+def test_slow_work_that_waits_for_cancelled_work_of_its_own_fails_as_it_would_elsewhere():
+    future = concurrent.futures.Future()
+    future.cancel()
+
+    def play():
+        with pytest.raises(concurrent.futures.CancelledError):
+            yield [ComputeTask(future.result)]
+        return "on"
+
+    assert played(play, ScriptedWorker()) == "on"
+
+
+def test_a_failure_on_the_way_out_of_a_scope_fails_nothing_else(caplog):
+    class Untidy(Worker):
+        async def handle(self, task):
+            task.output_str = "fine"
+
+        async def on_scope_end(self, scope_id):
+            raise asyncio.CancelledError if ":" in scope_id else KeyboardInterrupt
+
+        task_handlers = {GenerationTask: handle}  # noqa: RUF012
+
+    def play():
+        task, native = ask("p"), NativeGenerationController()
+        yield ParallelProcess([native], [[task]])
+        return task.output_str
+
+    assert played(play, Untidy()) == "fine"
+    assert caplog.text.count("failed to end") == 2

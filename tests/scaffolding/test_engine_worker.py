@@ -10,7 +10,7 @@ import pytest
 
 from engines import expect_empty
 from forethought import LLM, AsyncLLM, SamplingParams
-from forethought.errors import ContextLengthError, ParameterError
+from forethought.errors import BudgetExceeded, ContextLengthError, ParameterError, UsageError
 from forethought.guided import GuidedDecodingParams
 from forethought.methods import MajorityVoteController
 from forethought.outputs import GRAMMAR_COMPLETE
@@ -371,7 +371,7 @@ def test_the_token_that_ended_a_text_is_not_continued(worker, direct, long):
         assert first.output_tokens == long.token_ids[: kept + 1]
         second = ask(PROMPT + first.output_str, max_tokens=3)
         yield [second]
-        third = first.fork("", max_tokens=3, **GREEDY)
+        third = first.fork("", max_tokens=3, stop_token_ids=[], **GREEDY)
         yield [third]
         return second.output_tokens, third.output_tokens
 
@@ -459,6 +459,61 @@ def test_a_fork_of_something_that_is_gone_goes_on_from_its_tokens(worker, oracle
     prompt = ids + said + oracle.tokenizer(" So? ").input_ids
     expected = oracle.generate(prompt, SamplingParams(max_tokens=4, **GREEDY)).outputs[0]
     assert more == expected.token_ids
+
+
+ENDINGS = [
+    "length",
+    "stop token",
+    "stop string",
+    "stop string kept",
+    "stop string within a token",
+    "stream",
+]
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("gone", [False, True])
+def test_joined_parts_are_the_tokens_that_the_sequence_holds(worker, oracle, long, ending, gone):
+    fields = {"max_tokens": 12, "num_logprobs": 0, **GREEDY}
+    if ending == "stop token":
+        fields["stop_token_ids"] = [long.token_ids[9]]
+    elif ending == "stop string within a token":
+        place = long.text.index("He") + 1  # "He" is one token
+        fields["stop"], fields["max_tokens"] = long.text[place : place + 3], 90
+        assert long.text.index(fields["stop"]) == place
+    elif ending.startswith("stop string"):
+        fields["stop"] = oracle.tokenizer.decode(long.token_ids[8:10])
+        fields["include_stop_str_in_output"] = ending.endswith("kept")
+
+    def play(task):
+        first = GenerationTask(input_str=PROMPT, worker_tag="generation", **fields)
+        if ending == "stream":
+            first = StreamGenerationTask.create_from_generation_task(first, 5)
+        if gone:
+            yield from drain(Branch(NativeGenerationController(), [first]))
+        else:
+            yield [first]
+        free = {"stop": [], "stop_token_ids": [], "num_logprobs": 0, "max_tokens": 4}
+        second = first.fork(" So? ", **free)
+        yield [second]
+        third = second.fork("Then: ", **free)
+        yield [third]
+        held = third.request_handle.session.tokens
+        kept = [first.output_tokens, second.inserted_tokens]
+        text = f"{first.output_str} So? {second.output_str}Then: {third.output_str}"
+        return third.joined, text, held, third, kept
+
+    joined, text, held, third, (said, inserted) = played(worker, play)
+    assert joined.text == text
+    if ending == "stop string within a token":  # what is left of the token comes before the suffix
+        assert len(inserted) > len(oracle.tokenizer(" So? ").input_ids)
+    assert len(said) == 5 or ending != "stream"
+    assert joined.token_ids == held[LENGTH:]
+    assert third.inserted_tokens == oracle.tokenizer("Then: ").input_ids
+    pairs = zip(joined.token_ids, joined.logprobs, strict=True)
+    drawn = [(token, entry) for token, entry in pairs if entry]
+    total = sum(entry[token].logprob for token, entry in drawn)
+    assert joined.cumulative_logprob == pytest.approx(total)
 
 
 def test_a_fork_that_goes_to_another_model_goes_there_as_text(worker):
@@ -735,6 +790,47 @@ def test_samples_share_the_prefill_and_differ(worker):
     assert [o.token_ids for o in again.outputs] == [o.token_ids for o in first.outputs]
 
 
+def test_samples_under_one_seed_are_none_of_those_under_the_next(worker):
+    def drawn(**params):
+        params = {"max_tokens": 8, "ignore_eos": True, **params}
+        outputs = answer(NativeGenerationController(params), worker).outputs
+        return [tuple(output.token_ids) for output in outputs]
+
+    ones, twos = drawn(n=4, seed=1), drawn(n=4, seed=2)
+    assert len({*ones, *twos}) == 8
+    assert drawn(seed=1) == ones[:1]
+
+    def play(task):
+        copies = GenerationTask(input_str=PROMPT, worker_tag="generation", seed=1, max_tokens=8)
+        copies = copies.samples_of(4)
+        yield copies
+        return [tuple(copy.output_tokens) for copy in copies]
+
+    copied = played(worker, play)
+    assert len({*ones, *copied}) == 8
+
+
+def test_a_fork_goes_on_as_its_request_would(worker, oracle):
+    """It draws with the request's temperature, seed and length, though none of its own are set."""
+    params = {"temperature": 0.9, "seed": 7, "max_tokens": 6, "ignore_eos": True}
+
+    def play(task):
+        task.worker_tag = "generation"
+        yield [task]
+        yield [fork := task.fork(" So? ")]
+        yield (samples := task.fork(" So? ").samples_of(3))
+        found = task.output_tokens, fork.output_tokens, [s.output_tokens for s in samples]
+        fork.input_str = "Another prompt: it continues nothing."
+        yield [fork]
+        assert (fork.inserted_tokens, fork.num_kept_tokens) == (None, None)
+        return found
+
+    said, more, samples = played(worker, play, sampling_params=params)
+    prompt = oracle.tokenizer(PROMPT).input_ids + said + oracle.tokenizer(" So? ").input_ids
+    assert more == oracle.generate(prompt, SamplingParams(**params)).outputs[0].token_ids
+    assert len({tuple(tokens) for tokens in [more, *samples]}) == 4
+
+
 def test_branches_with_the_same_prompt_prefill_it_once(worker):
     native = NativeGenerationController({"max_tokens": 8, "ignore_eos": True})
     before = worker.llm.stats
@@ -886,3 +982,41 @@ def test_a_task_that_is_cancelled_while_others_leave_for_it_leaves_none_behind(w
         assert played(worker, play)
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("most", [3, 10, 25, 31, 47])
+def test_a_budget_that_runs_out_anywhere_leaves_the_best_so_far_and_no_sequence(worker, most):
+    """Samples, streams and forks side by side, some of them stopped in the middle of a step."""
+
+    def play(task):
+        main = ask(PROMPT, StreamGenerationTask, max_tokens=60, streaming_step=4)
+        best, told = 0, None
+        try:
+            with AsCompleted([main, *ask(PROMPT, max_tokens=9, seed=1).samples_of(2)]) as running:
+                while running:
+                    done = yield running
+                    best = main.num_generated
+                    if done is main and not main.end_flag:
+                        fork = main.fork(" So? ", max_tokens=3, on_failure="drop")
+                        running.add(
+                            main, Branch(NativeGenerationController(), [fork], None, "drop")
+                        )
+        except BudgetExceeded as error:
+            told = error.what
+        return best, told
+
+    best, told = played(worker, play, budget=Budget(tokens=most))
+    assert told == f"the budget of {most} tokens is spent"
+    assert 0 <= best <= most
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_a_controller_that_quits_leaves_no_sequence(worker, kind):
+    def play(task):
+        main = ask(PROMPT, StreamGenerationTask, max_tokens=60, streaming_step=4)
+        with AsCompleted([main, ask(PROMPT, max_tokens=50)]) as running:
+            yield running
+            raise kind
+
+    with pytest.raises(UsageError, match="a controller"):
+        played(worker, play)

@@ -1,6 +1,7 @@
 """Requests: how they are asked, how they end, on which loop, and that they leave nothing behind."""
 
 import asyncio
+import itertools
 import threading
 import time
 
@@ -16,13 +17,16 @@ from forethought.errors import (
     UsageError,
 )
 from forethought.scaffolding import (
+    AsCompleted,
     Controller,
+    Delta,
     GenerationTask,
     NativeGenerationController,
     ParallelProcess,
     Reply,
     ScaffoldingLlm,
     ScriptedWorker,
+    StreamGenerationTask,
     Worker,
 )
 from scripted import Together
@@ -377,6 +381,100 @@ def test_code_that_exits_fails_its_request_instead_of_hanging_all_of_them():
         assert llm.generate("p").output.text == "fine"
 
 
+ENDS = [KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError]
+
+
+class Quits(NativeGenerationController):
+    """Ends at a place of its ``generate`` with something that is no ``Exception``."""
+
+    def __init__(self, kind, place):
+        super().__init__()
+        self.kind, self.place = kind, place
+
+    def clone(self):
+        if self.place == "clone":
+            raise self.kind
+        return super().clone()
+
+    def generate(self, prompt, **kwargs):
+        if prompt == "good":
+            return super().generate(prompt, **kwargs)
+        if self.place == "call":
+            raise self.kind
+        return self.quit(prompt, **kwargs)
+
+    def quit(self, prompt, **kwargs):
+        try:
+            with AsCompleted([GenerationTask(TAG, input_str="slow")]) as running:
+                if self.place == "begin":
+                    raise self.kind
+                running.add(GenerationTask(TAG, input_str="fast"))
+                yield running
+                if self.place == "resume":
+                    raise self.kind
+                return (yield from super().generate(prompt, **kwargs))
+        finally:
+            if self.place == "close":
+                raise self.kind
+
+
+class Watched(ScriptedWorker):
+    """Keeps which scopes have ended."""
+
+    def __init__(self):
+        delays = {"slow": 60, "good": 0.05}
+        super().__init__(lambda prompt, _: Reply(prompt, delay=delays.get(prompt, 0)))
+        self.ended_scopes = []
+
+    async def on_scope_end(self, scope_id):
+        self.ended_scopes.append(scope_id)
+
+
+@pytest.mark.parametrize("kind", ENDS)
+@pytest.mark.parametrize("place", ["clone", "call", "begin", "resume", "close"])
+def test_a_controller_that_quits_fails_its_request_and_leaves_nothing_behind(place, kind):
+    worker = Watched()
+    with ScaffoldingLlm(Quits(kind, place), {TAG: worker}) as llm:
+        result = llm.generate_async("bad")
+        with pytest.raises(UsageError, match=rf"a controller .*(exit|{kind.__name__})"):
+            result.result(20)
+        assert worker.ended_scopes == [result.id] * (place not in ("clone", "call"))
+    assert not llm._running
+    assert [call.ended for call in worker.calls if call.prompt == "slow"] in ([], ["cancelled"])
+
+
+@pytest.mark.parametrize("kind", ENDS)
+def test_a_controller_that_quits_on_a_loop_of_others_leaves_the_other_requests_alone(kind):
+    async def main():
+        async with ScaffoldingLlm(Quits(kind, "resume"), {TAG: Watched()}) as llm:
+            good, bad = llm.generate_async("good"), llm.generate_async("bad")
+            with pytest.raises(UsageError, match="a controller"):
+                await bad
+            assert (await good).output.text == "good"
+
+    asyncio.run(main())
+
+
+def test_code_that_interrupts_the_event_loop_itself_does_not_end_it():
+    """A worker's background task: nobody awaits it, and what it raises comes out of the loop."""
+
+    class Background(Worker):
+        async def handle(self, task):
+            async def interrupt():
+                raise KeyboardInterrupt
+
+            self.job = asyncio.create_task(interrupt())
+            await asyncio.wait([self.job])
+            self.job.exception()
+            task.output_str = "on"
+
+        task_handlers = {GenerationTask: handle}  # noqa: RUF012
+
+    with ScaffoldingLlm(NativeGenerationController(), {TAG: Background()}) as llm:
+        assert llm.generate("p", timeout=20).output.text == "on"
+        assert llm.generate("p", timeout=20).output.text == "on"
+
+
 def test_a_controller_that_fails_while_it_is_ended_does_not_hide_why_it_was():
     class Clumsy(NativeGenerationController):
         def process(self, tasks, **kwargs):
@@ -460,6 +558,16 @@ def test_a_loop_that_was_not_its_own_goes_on_after_shutdown():
         return "alive"
 
     assert asyncio.run(main()) == "alive"
+
+
+def test_a_request_whose_event_loop_ends_says_so():
+    async def main():
+        result = native([SLOW]).generate_async("p")
+        await asyncio.sleep(0)
+        return result
+
+    with pytest.raises(EngineStopped, match="the event loop was shut down"):
+        asyncio.run(main()).result(5)
 
 
 def test_no_thread_stays_behind():
@@ -562,3 +670,94 @@ def test_whatever_a_users_worker_streams_is_handed_on_at_once():
         seen = [partial.cur_output for partial in result]
     assert seen[:3] == ["part 0", "part 1", "part 2"]
     assert seen[3].text == "whole"
+
+
+class Parts(Controller):
+    """Plays a generator function and answers with what it returns, or what it has streamed."""
+
+    def __init__(self, play):
+        super().__init__()
+        self.play = play
+
+    def process(self, tasks, **kwargs):
+        tasks[0].output_str = yield from self.play()
+
+
+def spoken(prompt, **fields):
+    return GenerationTask(TAG, True, input_str=prompt, **fields)
+
+
+def shown(play, script=lambda prompt, _: prompt):
+    """The text at each iteration; each begins with the one before."""
+    with ScaffoldingLlm(Parts(play), {TAG: ScriptedWorker(script)}) as llm:
+        texts = [partial.cur_output.text for partial in llm.generate_async("p")]
+        result = llm.generate_async("p").result()
+        assert [partial.cur_output.text for partial in result] == texts  # also when read later
+    for before, after in itertools.pairwise(texts):
+        assert after.startswith(before)
+    return texts
+
+
+def test_the_current_output_of_several_parts_only_grows():
+    def play():
+        yield [spoken("abc")]
+        yield Delta(" so ")
+        yield [spoken("de")]
+        return "abc so de"
+
+    texts = ["a", "ab", "abc", "abc so ", "abc so d", "abc so de", "abc so de"]
+    assert shown(play) == texts
+
+
+def test_parts_side_by_side_are_put_in_the_order_in_which_they_were_started():
+    def play():
+        yield [spoken("slow"), spoken("fast")]
+        yield [spoken("!")]
+        return "slowfast!"
+
+    def script(prompt, _):
+        return Reply(prompt, seconds_per_token=0.02 if prompt == "slow" else 0.0)
+
+    texts = shown(play, script)
+    assert texts[-3:] == ["slowfast", "slowfast!", "slowfast!"]
+    assert {"s", "sl", "slo", "slow"} <= set(texts)
+
+
+def test_streams_step_by_step_go_on_with_their_part_and_one_that_is_left_is_over():
+    def play():
+        one, two = (StreamGenerationTask(TAG, True, input_str=p) for p in ("abc", "xyz"))
+        yield [one, two]
+        yield [one, two]
+        yield [spoken("?")]  # neither is waited for any more
+        yield [one]
+        return "abxy?c"
+
+    texts = shown(play)
+    assert texts[:2] == ["a", "a"]
+    assert texts[-3:] == ["abxy?", "abxy?c", "abxy?c"]
+
+
+def test_branches_and_further_samples_are_not_in_the_current_output():
+    class Says(Controller):
+        def process(self, tasks, **kwargs):
+            yield Delta("z")
+
+    def play():
+        native = NativeGenerationController(streaming=True)
+        yield [spoken("ab", n=3)]
+        yield ParallelProcess([native, native, Says()], [[spoken("x")], [spoken("y")], []])
+        yield [spoken("c")]
+        return "abc"
+
+    texts = shown(play)
+    assert set(texts) == {"a", "ab", "abc"}
+    assert len(texts) == 6 + 3 + 1 + 1
+
+
+def test_a_part_that_fails_does_not_hold_back_those_after_it():
+    def play():
+        yield [spoken("bad", on_failure="drop")]
+        yield [spoken("good")]
+        return "good"
+
+    assert shown(play, {"bad": Reply("", error=OSError()), "good": "good"})[-2:] == ["good", "good"]

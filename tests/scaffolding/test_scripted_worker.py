@@ -6,7 +6,8 @@ import pytest
 
 from forethought.errors import UsageError
 from forethought.outputs import Logprob
-from forethought.scaffolding import GenerationTask, Reply, ScriptedWorker
+from forethought.scaffolding import Controller, GenerationTask, Reply, ScriptedWorker
+from scripted import TAG, answer
 
 
 def say(worker, prompt="p", **fields):
@@ -57,3 +58,15 @@ def test_tokens_are_characters():
     task = say(ScriptedWorker(["hé"]))
     assert task.output_tokens == [104, 233]
     assert (task.usage.prompt_tokens, task.usage.completion_tokens) == (1, 2)
+
+
+def test_forks_of_a_script_join_with_their_ids():
+    class Asks(Controller):
+        def process(self, tasks, **kwargs):
+            tasks[0].worker_tag = TAG
+            yield tasks
+            yield [fork := tasks[0].fork("?")]
+            tasks[0].result = fork.joined
+
+    output = answer(Asks(), ScriptedWorker({"p": "ab", "pab?": "c"})).output
+    assert (output.text, output.token_ids) == ("ab?c", [97, 98, 63, 99])

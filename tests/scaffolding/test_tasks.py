@@ -3,13 +3,14 @@
 import pytest
 
 from forethought.errors import ParameterError
-from forethought.outputs import Logprob
+from forethought.outputs import Logprob, Usage
 from forethought.params import SamplingParams
 from forethought.scaffolding import (
     AssistantMessage,
     ChatTask,
     GenerationTask,
     OpenAIToolDescription,
+    ScaffoldingOutput,
     StreamGenerationTask,
     SystemMessage,
     Task,
@@ -46,6 +47,7 @@ def test_assigning_the_result_of_another_task_takes_all_of_it_over():
 def test_a_copy_is_the_same_request_with_blank_results():
     task = finished(temperature=0.5, stop=["x"])
     task.mark = {"a": [1]}
+    task.inserted_tokens, task.num_kept_tokens = [3], 2
     task.status = TaskStatus.SUCCESS
     copy = task.copy()
     assert (copy.input_str, copy.temperature, copy.stop) == ("prompt ", 0.5, ["x"])
@@ -53,6 +55,7 @@ def test_a_copy_is_the_same_request_with_blank_results():
     assert copy.mark is not task.mark
     assert copy.mark["a"] is task.mark["a"]
     assert (copy.result, copy.logprobs, copy.customized_result_fields) == (None, None, {})
+    assert (copy.inserted_tokens, copy.num_kept_tokens) == (None, None)
     assert copy.status is None
     assert task.output_str == "one two"
 
@@ -87,6 +90,158 @@ def test_a_fork_of_what_has_not_come_back_yet_begins_at_its_prompt():
 def test_a_fork_with_an_unknown_field_is_refused():
     with pytest.raises(ParameterError, match="max_token"):
         finished().fork("", max_token=3)
+
+
+def another_value(name, number=1):
+    """A value of a sampling field that is not its default."""
+    default = sampling.DEFAULTS[name]
+    if name == "stop":
+        return [f"x{number}"]
+    if isinstance(default, bool):
+        return not default
+    return {"logit_bias": {number: 1.0}, "stop_token_ids": [number]}.get(name, number + 2)
+
+
+@pytest.mark.parametrize("name", sampling.FIELDS)
+def test_a_fork_inherits_every_sampling_field_unless_told_otherwise(name):
+    task = GenerationTask(input_str="p", **{name: another_value(name)})
+    assert getattr(task.fork("?"), name) == another_value(name)
+    assert getattr(task.fork("?", StreamGenerationTask), name) == another_value(name)
+    assert getattr(task.fork("?", inherit=False), name) == sampling.DEFAULTS[name]
+    if name != "suffix":  # means the text to be put behind
+        fork = task.fork("?", **{name: another_value(name, 5)})
+        assert getattr(fork, name) == another_value(name, 5)
+        assert getattr(task.fork("?", **{name: None}), name) == sampling.DEFAULTS[name]
+
+
+def test_what_a_fork_inherits_is_its_own_to_change():
+    task = GenerationTask(input_str="p", stop=["x"], logit_bias={1: 2.0})
+    fork = task.fork()
+    fork.stop.append("y")
+    fork.logit_bias[2] = 3.0
+    assert (task.stop, task.logit_bias) == (["x"], {1: 2.0})
+
+
+def test_what_the_request_or_a_fork_chooses_is_not_filled_by_a_controller():
+    task = GenerationTask(input_str="p")
+    sampling.choose(task, {"ignore_eos": False, "temperature": 0.5})
+    fork = task.fork(stop=[], temperature=None)
+    sampling.fill(fork, {"ignore_eos": True, "stop": ["x"], "temperature": 0.9})
+    assert (fork.ignore_eos, fork.stop, fork.temperature) == (False, [], 0.9)
+
+
+def test_a_fork_of_a_task_that_echoes_its_prompt_says_the_prompt_once():
+    task = finished(echo=True)
+    task.output_str = "prompt one two"
+    assert task.fork("? ").input_str == "prompt one two? "
+
+
+# ---- outputs of several parts ------------------------------------------------------------------
+
+
+def part(text, ids, scores, **fields):
+    if scores is not None:
+        fields["logprobs"] = [{t: Logprob(v)} for t, v in zip(ids, scores, strict=True)]
+        fields["cumulative_logprob"] = sum(scores)
+    return ScaffoldingOutput(text, ids, **fields)
+
+
+def test_joined_parts_keep_text_ids_and_logprobs():
+    one = part("a", [1, 2], [-1.0, -2.0], finish_reason="stop", usage=Usage(completion_tokens=2))
+    two = part("b", [4], [-4.0], finish_reason="length", usage=Usage(completion_tokens=1))
+    whole = ScaffoldingOutput.join([one, ScaffoldingOutput.inserted("+", [3]), two])
+    assert (whole.text, whole.token_ids) == ("a+b", [1, 2, 3, 4])
+    assert whole.logprobs == [*one.logprobs, {}, *two.logprobs]
+    assert (whole.cumulative_logprob, whole.finish_reason) == (-7.0, "length")
+    assert whole.usage.completion_tokens == 3
+    assert (one.token_ids, one.usage.completion_tokens) == ([1, 2], 2)
+    assert ScaffoldingOutput.join([one, "", two]).token_ids == [1, 2, 4]
+
+
+def test_a_token_that_ended_a_part_and_is_not_in_its_text_is_not_in_the_whole():
+    task = finished()  # its worker kept the first of the two tokens
+    task.cumulative_logprob = -3.0
+    fork = task.fork("+")
+    fork.output_str, fork.output_tokens = "three", [3]
+    fork.logprobs, fork.cumulative_logprob = [{3: Logprob(-4.0)}], -4.0
+    fork.num_kept_tokens, fork.inserted_tokens = 1, [9]
+    whole = fork.joined
+    assert (whole.text, whole.token_ids) == ("one two+three", [1, 9, 3])
+    assert whole.logprobs == [{1: Logprob(-1.0)}, {}, {3: Logprob(-4.0)}]
+    assert whole.cumulative_logprob == -5.0
+    assert (task.output_tokens, fork.fork_point.said.token_ids) == ([1, 2], [1, 2])
+
+
+def test_what_several_parts_of_one_task_cost_is_counted_once():
+    usage = Usage(completion_tokens=5)
+    parts = [part("a", [1], None, usage=usage), part("b", [2], None, usage=usage)]
+    assert ScaffoldingOutput.join(parts).usage == usage
+
+
+def test_what_a_part_does_not_know_the_whole_does_not_know():
+    one, two = part("a", [1], [-1.0]), part("b", [2], None)
+    assert ScaffoldingOutput.join([one, two]).logprobs is None
+    assert ScaffoldingOutput.join([one, two]).cumulative_logprob is None
+    assert ScaffoldingOutput.join([one, "?", two]).token_ids is None
+    assert ScaffoldingOutput.join([one, ScaffoldingOutput(None)]).text is None
+
+
+def test_on_servers_joined_parts_keep_the_logprobs_of_what_was_generated():
+    task = finished(temperature=0.5)
+    task.output_tokens = None
+    fork = task.fork("? ")
+    fork.output_str, fork.logprobs, fork.cumulative_logprob = "three", [{3: Logprob(-3.0)}], -3.0
+    assert (fork.joined.text, fork.joined.token_ids) == ("one two? three", None)
+    assert [next(iter(entries)) for entries in fork.joined.logprobs] == [1, 2, 3]
+
+
+def test_what_is_no_fork_any_more_is_joined_with_nothing():
+    fork = finished().fork("? ")
+    assert fork.joined is None
+    fork.output_str, fork.input_str = "three", "another prompt"
+    assert fork.joined.text == "three"
+    assert finished().joined.text == "one two"
+
+
+# ---- samples -----------------------------------------------------------------------------------
+
+
+def seeds(tasks, later=None):
+    for task in tasks:
+        sampling.fill(task, {"seed": later})
+    return [task.seed for task in tasks]
+
+
+def test_samples_are_the_same_request_with_seeds_of_their_own():
+    task = finished(seed=1, temperature=0.5)
+    samples = task.samples_of(4)
+    assert [(s.input_str, s.temperature, s.result) for s in samples] == [("prompt ", 0.5, None)] * 4
+    assert len({1, *seeds(samples)}) == 5
+    assert seeds(samples) == seeds(task.samples_of(4))
+    assert seeds(task.samples_of(9))[:4] == seeds(samples)
+    assert seeds(GenerationTask().samples_of(3)) == [None] * 3
+    assert [type(s) for s in StreamGenerationTask().samples_of(1)] == [StreamGenerationTask]
+
+
+@pytest.mark.parametrize("early", [None, 1])
+def test_samples_of_samples_repeat_no_seed(early):
+    """Wherever the seed comes from: the request, or a controller that fills it in at the end."""
+    task = GenerationTask(input_str="p", seed=early)
+    tree = [task, *task.samples_of(8)]
+    for sample in tree[1:]:
+        tree += sample.samples_of(8)
+    drawn = seeds(tree, later=1)
+    assert len(set(drawn)) == len(tree)
+    late = GenerationTask(input_str="p")
+    assert seeds([s.samples_of(3)[2] for s in late.samples_of(2)], later=1) == [
+        s.samples_of(3)[2].seed for s in GenerationTask(seed=1).samples_of(2)
+    ]
+
+
+@pytest.mark.parametrize("number", [0, -1, 2.0, True, "3", None])
+def test_a_number_of_samples_that_is_none_is_refused(number):
+    with pytest.raises(ParameterError, match="num_samples"):
+        GenerationTask().samples_of(number)
 
 
 def test_prompts_are_text_or_ids():
@@ -147,19 +302,12 @@ def test_the_table_of_sampling_fields_is_complete():
 
 @pytest.mark.parametrize("name", sampling.FIELDS)
 def test_every_field_is_filled_where_the_task_leaves_it_and_kept_where_it_does_not(name):
-    def value(seed):
-        default = sampling.DEFAULTS[name]
-        if name == "stop":
-            return [f"x{seed}"]
-        if isinstance(default, bool):
-            return not default
-        return {"logit_bias": {seed: 1.0}}.get(name, seed + 2)
-
+    assert getattr(GenerationTask(), name) == sampling.DEFAULTS[name]
     task = GenerationTask()
-    sampling.fill(task, {name: value(1)})
-    assert getattr(task, name) == value(1)
-    sampling.fill(task, {name: value(5)})
-    assert getattr(task, name) == value(1)
+    sampling.fill(task, {name: another_value(name, 1)})
+    assert getattr(task, name) == another_value(name, 1)
+    sampling.fill(task, {name: another_value(name, 5)})
+    assert getattr(task, name) == another_value(name, 1)
 
 
 def test_sampling_fields_become_the_engines_parameters():

@@ -68,6 +68,7 @@ class Probe:
         return task.fork(
             suffix,
             GenerationTask,
+            inherit=False,
             max_tokens=self._left,
             stop=[_CLOSE],
             on_failure="drop",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from forethought.methods.best_of_n import BestOfNController
     from forethought.methods.majority_vote import MajorityVoteController
+    from forethought.scaffolding import sampling
     from forethought.scaffolding.answers import (
         extract_answer_from_boxed,
         extract_answer_with_regex,
@@ -169,6 +170,7 @@ __all__ = [
     "extract_answer_from_boxed",
     "extract_answer_with_regex",
     "get_digit_majority_vote_result",
+    "sampling",
     "with_task_collection",
 ]
 if importlib.util.find_spec("torch") and importlib.util.find_spec("transformers"):

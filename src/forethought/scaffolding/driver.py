@@ -21,12 +21,19 @@ from forethought.outputs import Usage
 from forethought.scaffolding import scope as scopes
 from forethought.scaffolding import settings
 from forethought.scaffolding.budget import Ledger
-from forethought.scaffolding.output import Delta, StreamedOutputs, StreamEvent
+from forethought.scaffolding.output import (
+    Delta,
+    StreamedOutputs,
+    StreamedPart,
+    StreamedText,
+    StreamEvent,
+)
 from forethought.scaffolding.parallel import (
     AsCompleted,
     Branch,
     FirstDone,
     Item,
+    Job,
     ParallelProcess,
     Process,
 )
@@ -98,12 +105,20 @@ class Run:
 
     routes: Routes
     ledger: Ledger
-    stream: Callable[[StreamEvent], None]
-    """Hands something streamed to the caller."""
+    stream: Callable[[StreamEvent | None, Sequence[Delta]], None]
+    """Hands something streamed to the caller, and what the text has grown by."""
     compute: Callable[..., Any]
     """``compute(function)`` -> awaitable of what it returns, worked out in a thread."""
     executions: set[asyncio.Task[None]] = field(default_factory=set)
     """The tasks that workers are at, in all frames."""
+    text: StreamedText = field(default_factory=StreamedText)
+    """What the request itself streams."""
+
+    def tell(self, event: StreamEvent | None = None) -> None:
+        """Hand ``event`` to the caller, and what the text has grown by."""
+        grown = self.text.take()
+        if event is not None or grown:
+            self.stream(event, grown)
 
     def stop_executions(self) -> None:
         """Cancel what workers are at, because the ledger is exhausted."""
@@ -121,6 +136,8 @@ class Frame:
         self._races: list[AsCompleted] = []
         self._branch_numbers = itertools.count()
         self._news = asyncio.Event()
+        self._parts: dict[int, tuple[Task, StreamedPart]] = {}
+        """By id of the tasks under way whose text is the request's; holding them keeps the ids."""
 
     async def drive(self, process: Process) -> Any:
         """Run ``process`` to its end and return what it returns.
@@ -135,10 +152,10 @@ class Frame:
                     wanted = resume()
                 except StopIteration as stop:
                     return stop.value
-                except SystemExit as error:  # would end the loop, and nobody would hear of it
-                    raise UsageError(
-                        "a controller called sys.exit()", f"code {error.code}"
-                    ) from error
+                except Exception:
+                    raise
+                except BaseException as error:
+                    raise controller_quit(error) from error
                 try:
                     value = await self._perform(wanted)
                 except Exception as error:
@@ -147,7 +164,7 @@ class Frame:
                     resume = partial(process.send, value)
         finally:
             try:
-                process.close()
+                _close(process)
             finally:
                 await self._settle()
 
@@ -164,7 +181,7 @@ class Frame:
             with wanted.race:
                 return await self._next(wanted.race)
         if isinstance(wanted, Delta):
-            self.run.stream(StreamEvent(self.scope.path, wanted))
+            self._stream(None, wanted)
             return None
         raise UsageError(
             f"a controller yielded {type(wanted).__name__}",
@@ -176,16 +193,16 @@ class Frame:
 
     async def _all(self, items: Iterable[Item]) -> None:
         """Run all and wait for all; the first failure cancels the others."""
-        jobs = [self._start(item) for item in items]
+        jobs = {self._start(item): item for item in items}
         if not jobs:
             return
         try:
             done, _ = await asyncio.wait(jobs, return_when=asyncio.FIRST_EXCEPTION)
         finally:
             await _end([job for job in jobs if not job.done()])
-        for job in jobs:
+        for job, item in jobs.items():
             if job in done:
-                job.result()
+                self._raise_failure(item, job)
 
     async def _next(self, race: AsCompleted) -> Item:
         """Start what is new, wait for the first to finish, and return it."""
@@ -198,7 +215,7 @@ class Frame:
         while True:
             done = race.take()
             if done is not None:
-                done[1].result()
+                self._raise_failure(*done)
                 return done[0]
             if not race:
                 raise UsageError(
@@ -208,6 +225,21 @@ class Frame:
                 )
             self._news.clear()
             await self._news.wait()
+
+    def _raise_failure(self, item: Item, job: Job) -> None:
+        """Raise what ``item`` failed with.
+
+        This frame never waits for a job that it has cancelled. So one that was cancelled has been
+        so by its own code: a failure like any other.
+        """
+        try:
+            job.result()
+        except asyncio.CancelledError as error:
+            item.error = _failure(item, error)
+            if isinstance(item, Task):
+                item.status = TaskStatus.WORKER_EXECEPTION
+            if item.on_failure == "raise":
+                raise item.error from error
 
     def _end_left(self) -> None:
         """Have the streams ended that their races have cancelled.
@@ -231,12 +263,16 @@ class Frame:
         for worker in self.run.routes.workers:
             try:
                 await worker.on_scope_end(self.scope.scope_id)
-            except Exception:
+            except BaseException as error:
+                if _is_cancelled(error):
+                    raise
                 _logger.exception("%s failed to end %s", worker, self.scope.scope_id)
 
     # ---- jobs ---------------------------------------------------------------------------------
 
     def _start(self, item: Item) -> asyncio.Task[None]:
+        if isinstance(item, Task) and item.streaming_output_flag and self.scope.parent is None:
+            self._begin_part(item)
         work = self._branch(item) if isinstance(item, Branch) else self._execute(item)
         job = asyncio.get_running_loop().create_task(work)
         self._jobs.add(job)
@@ -259,41 +295,62 @@ class Frame:
 
     async def _execute(self, task: Task) -> None:
         """Execute ``task``; raises what goes wrong, unless it is to be dropped."""
-        settings.on_failure(task.on_failure)
-        if isinstance(task, ComputeTask):
-            await self._compute(task)
-        else:
-            await self._have_executed(task)
+        try:
+            settings.on_failure(task.on_failure)
+            if isinstance(task, ComputeTask):
+                await self._compute(task)
+            else:
+                await self._have_executed(task)
+        finally:
+            self._end_part(task)
         if task.error is not None and task.on_failure == "raise":
             raise task.error
 
     async def _compute(self, task: ComputeTask) -> None:
-        task.status, task.error = TaskStatus.SUCCESS, None
-        try:
-            task.result = await self.run.compute(partial(task.function, *task.args, **task.kwargs))
-        except Exception as error:
-            task.status, task.error = TaskStatus.WORKER_EXECEPTION, error
+        work = partial(task.function, *task.args, **task.kwargs)
+        task.result, error = await self.run.compute(partial(_attempt, work))
+        task.status = TaskStatus.SUCCESS if error is None else TaskStatus.WORKER_EXECEPTION
+        raisable = error is None or (
+            isinstance(error, Exception) and not isinstance(error, StopIteration)
+        )
+        task.error = error if raisable else _failure(task, error)
 
     async def _have_executed(self, task: Task) -> None:
-        """Have a worker execute ``task``, and book what it costs."""
+        """Have a worker execute ``task``, and book what it costs.
+
+        Raises:
+            BudgetExceeded: the budget has been exhausted, before or meanwhile.
+        """
         run = self.run
         execution = asyncio.current_task()
         assert execution is not None, "executions run in asyncio tasks of their own"
-        if not (isinstance(task, StreamGenerationTask) and task.under_way):
-            run.ledger.begin_call()
-            task.usage = Usage()
-        if task.streaming_output_flag:
-            task.streaming_output_list = StreamedOutputs(partial(self._stream, task))
-        run.executions.add(execution)
+        ending = self._begin_execution(task)
+        if not ending:
+            run.executions.add(execution)
         try:
             task.status, task.error = await self._outcome(task)
         except asyncio.CancelledError:
-            if run.ledger.exhausted is None:
+            if run.ledger.exhausted is None or ending:
                 raise
-            raise run.ledger.exhausted from None
+            task.status, task.error = TaskStatus.WORKER_EXECEPTION, run.ledger.exhausted
         finally:
             run.executions.discard(execution)
             run.ledger.record(task.usage)
+        if run.ledger.exhausted is not None and not ending:
+            raise run.ledger.exhausted
+
+    def _begin_execution(self, task: Task) -> bool:
+        """Prepare ``task``; returns whether all it is to do is to end its stream."""
+        stream = task if isinstance(task, StreamGenerationTask) and task.under_way else None
+        ending = stream is not None and stream.cancel_flag
+        if stream is None:
+            self.run.ledger.begin_call()
+            task.usage = Usage()
+        elif not ending and self.run.ledger.exhausted is not None:
+            raise self.run.ledger.exhausted
+        if task.streaming_output_flag:
+            task.streaming_output_list = StreamedOutputs(partial(self._stream, task))
+        return ending
 
     async def _outcome(self, task: Task) -> tuple[TaskStatus, Exception | None]:
         """Have a worker execute ``task``, and say how it went."""
@@ -303,21 +360,100 @@ class Frame:
             status = await worker.run_task(task)
         except UsageError as error:
             return failed, error
-        except (Exception, SystemExit) as error:
-            why = f"{type(error).__name__}: {error}"
-            failure = TaskError(f"{type(task).__name__} failed", why, task=task, status=failed)
-            failure.__cause__ = error
-            return failed, failure
+        except BaseException as error:
+            if _is_cancelled(error):
+                raise
+            return failed, _failure(task, error)
         if status is not TaskStatus.SUCCESS:
             return status, _unsuccessful(task, status, worker)
         if isinstance(task, GenerationTask) and not task.usage.completion_tokens:
             task.usage.completion_tokens = task.num_generated  # a worker that does not count
         return status, None
 
-    def _stream(self, task: Task, output: Any) -> None:
-        if isinstance(output, Delta) and not output.source:
-            output = Delta(output.text, output.token_ids, f"{id(task):x}")
-        self.run.stream(StreamEvent(self.scope.path, output))
+    # ---- streaming ----------------------------------------------------------------------------
+
+    def _begin_part(self, task: Task) -> None:
+        _, part = self._parts.get(id(task), (task, None))
+        if part is None or not part.is_open:
+            part = self.run.text.begin()
+            self._parts[id(task)] = task, part
+        part.is_awaited = True
+
+    def _end_part(self, task: Task) -> None:
+        _, part = self._parts.get(id(task), (task, None))
+        if part is not None:
+            part.is_awaited = False
+            if not (isinstance(task, StreamGenerationTask) and task.under_way):
+                part.is_open = False
+                del self._parts[id(task)]
+                self.run.tell()
+
+    def _stream(self, task: Task | None, output: Any) -> None:
+        """Stream what a task, or for None the controller itself, has to say."""
+        if isinstance(output, Delta):
+            if task is not None and not output.source:
+                output = Delta(output.text, output.token_ids, f"{id(task):x}")
+            _, part = self._parts.get(id(task), (task, None))
+            if task is None and self.scope.parent is None:
+                part = self.run.text.begin()
+                part.is_open = False
+            if part is not None:
+                part.add(output)
+        self.run.tell(StreamEvent(self.scope.path, output))
+
+
+def controller_quit(error: BaseException) -> UsageError:
+    """What a request fails with whose controller raises ``error``, which is no ``Exception``.
+
+    As it is it would end the event loop, or be taken for the end of the request.
+    """
+    if isinstance(error, SystemExit):
+        return UsageError("a controller called sys.exit()", f"code {error.code}")
+    return UsageError(
+        f"a controller raised {type(error).__name__}",
+        str(error) or "it is no Exception, and ends more than the request",
+        "Raise an Exception to fail the request",
+    )
+
+
+def _attempt(work: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    """What ``work`` returns, and what it raises: no future carries every kind of exception."""
+    try:
+        return work(), None
+    except BaseException as error:
+        return None, error
+
+
+def _close(process: Process) -> None:
+    try:
+        process.close()
+    except Exception:
+        raise
+    except BaseException as error:
+        raise controller_quit(error) from error
+
+
+def _is_cancelled(error: BaseException) -> bool:
+    """Whether ``error`` came because the running asyncio task is to end.
+
+    A worker may be left by the same exceptions for reasons of its own, such as a task of its own
+    that was cancelled.
+    """
+    try:
+        current = asyncio.current_task()
+    except RuntimeError:  # the event loop is gone, and its coroutines are closed
+        return True
+    cancelling = current is not None and current.cancelling() > 0
+    return cancelling and isinstance(error, asyncio.CancelledError)
+
+
+def _failure(item: Item, error: BaseException) -> TaskError:
+    """The error of a task, or of a branch, that ``error`` has ended."""
+    failed = TaskStatus.WORKER_EXECEPTION
+    why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    failure = TaskError(f"{type(item).__name__} failed", why, task=item, status=failed)
+    failure.__cause__ = error
+    return failure
 
 
 def _unsuccessful(task: Task, status: TaskStatus, worker: Worker) -> TaskError:

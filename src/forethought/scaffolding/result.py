@@ -9,13 +9,28 @@ import asyncio
 import concurrent.futures
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from forethought.errors import RequestCancelled, RequestTimeout, UsageError
 from forethought.outputs import SpeculationMetrics, Usage
 from forethought.scaffolding.collections import TaskCollection
 from forethought.scaffolding.output import Delta, ScaffoldingOutput, StreamEvent
+
+
+class _Streamed(NamedTuple):
+    """Something streamed: an event, text that was held back before, or both."""
+
+    event: StreamEvent | None
+    grown: Sequence[Delta]
+
+    def shown(self, so_far: ScaffoldingOutput) -> Any:
+        """What ``cur_output`` is now; takes the new text into ``so_far``."""
+        for delta in self.grown:
+            so_far.text = (so_far.text or "") + delta.text
+            (so_far.token_ids or []).extend(delta.token_ids)
+        is_text = self.event is None or isinstance(self.event.output, Delta)
+        return so_far if is_text else self.event and self.event.output
 
 
 class ScaffoldingResult:
@@ -45,7 +60,7 @@ class ScaffoldingResult:
         self.metrics = SpeculationMetrics()
         self._abort = abort
         self._done: concurrent.futures.Future[list[ScaffoldingOutput]] = concurrent.futures.Future()
-        self._events: list[StreamEvent] = []
+        self._streamed: list[_Streamed] = []
         self._lock = threading.Lock()
         self._news: concurrent.futures.Future[None] | None = None
         self._current: ScaffoldingOutput | None = None
@@ -75,7 +90,10 @@ class ScaffoldingResult:
 
     @property
     def cur_output(self) -> Any:
-        """While iterating: the text so far of the stream that spoke; else the final output."""
+        """While iterating: the text so far (see ``StreamedText``); else the final output.
+
+        What a user's worker streams that is no text is shown as it is.
+        """
         return self.output if self._current is None else self._current
 
     def result(self, timeout: float | None = None) -> ScaffoldingResult:
@@ -139,43 +157,53 @@ class ScaffoldingResult:
 
     def events(self) -> Iterator[StreamEvent]:
         """Everything streamed, from the beginning, as it comes."""
+        for event, _ in self._follow():
+            if event is not None:
+                yield event
+
+    async def aevents(self) -> AsyncIterator[StreamEvent]:
+        """Everything streamed, from the beginning, as it comes."""
+        async for event, _ in self._afollow():
+            if event is not None:
+                yield event
+
+    def __iter__(self) -> Iterator[ScaffoldingResult]:
+        so_far = ScaffoldingOutput("", [])
+        for streamed in self._follow():
+            self._current = streamed.shown(so_far)
+            yield self
+        self._current = None
+        yield self
+
+    async def __aiter__(self) -> AsyncIterator[ScaffoldingResult]:
+        so_far = ScaffoldingOutput("", [])
+        async for streamed in self._afollow():
+            self._current = streamed.shown(so_far)
+            yield self
+        self._current = None
+        yield self
+
+    def _follow(self) -> Iterator[_Streamed]:
         position = 0
         while True:
             news = self._watch()
-            yield from self._events[position : (position := len(self._events))]
+            yield from self._streamed[position : (position := len(self._streamed))]
             if news is None:
                 break
             self._forbid_on_loop()
             news.result()
         self._done.result()
 
-    async def aevents(self) -> AsyncIterator[StreamEvent]:
-        """Everything streamed, from the beginning, as it comes."""
+    async def _afollow(self) -> AsyncIterator[_Streamed]:
         position = 0
         while True:
             news = self._watch()
-            for event in self._events[position : (position := len(self._events))]:
-                yield event
+            for streamed in self._streamed[position : (position := len(self._streamed))]:
+                yield streamed
             if news is None:
                 break
             await _wait(news)
         self._done.result()
-
-    def __iter__(self) -> Iterator[ScaffoldingResult]:
-        streams: dict[tuple[str, str], ScaffoldingOutput] = {}
-        for event in self.events():
-            self._current = _joined(event, streams)
-            yield self
-        self._current = None
-        yield self
-
-    async def __aiter__(self) -> AsyncIterator[ScaffoldingResult]:
-        streams: dict[tuple[str, str], ScaffoldingOutput] = {}
-        async for event in self.aevents():
-            self._current = _joined(event, streams)
-            yield self
-        self._current = None
-        yield self
 
     def _watch(self) -> concurrent.futures.Future[None] | None:
         """What will be done at the next news; None if there will be none any more."""
@@ -193,10 +221,10 @@ class ScaffoldingResult:
 
     # ---- for the driver -----------------------------------------------------------------------
 
-    def stream(self, event: StreamEvent) -> None:
-        """Hand something streamed to whoever iterates."""
+    def stream(self, event: StreamEvent | None, grown: Sequence[Delta]) -> None:
+        """Hand something streamed, and what the text has grown by, to whoever iterates."""
         with self._lock:
-            self._events.append(event)
+            self._streamed.append(_Streamed(event, grown))
             self._tell()
 
     def on_finish(self, call: Callable[[], Any]) -> None:
@@ -231,14 +259,3 @@ async def _wait(future: concurrent.futures.Future[Any]) -> None:
 def _wake(waiter: asyncio.Future[None]) -> None:
     if not waiter.done():
         waiter.set_result(None)
-
-
-def _joined(event: StreamEvent, streams: dict[tuple[str, str], ScaffoldingOutput]) -> Any:
-    """The whole text so far of the stream that ``event`` belongs to."""
-    if not isinstance(event.output, Delta):
-        return event.output
-    key = event.branch, event.output.source
-    output = streams.setdefault(key, ScaffoldingOutput("", []))
-    output.text = (output.text or "") + event.output.text
-    (output.token_ids or []).extend(event.output.token_ids)
-    return output

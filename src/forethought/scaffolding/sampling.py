@@ -1,19 +1,45 @@
-"""The sampling fields of a task: which there are, who may set them, what they mean to an engine.
+"""The sampling fields of generation tasks, for whoever writes a method or a worker.
 
 A field that the task sets itself wins; one that it leaves at its default is the controller's.
+
+======================  ========================================================================
+a method                ``checked`` its ``sampling_params`` once; ``fill`` each task with them;
+                        ``task.samples_of(n)`` and ``task.fork(...)`` for further tasks;
+                        ``carry`` fields to a task made otherwise; ``refuse`` what it cannot honour
+a method's ``generate`` ``choose`` what the caller of the request has set
+a worker                ``refuse`` what it cannot honour; ``to_params``, ``stop_strings``,
+                        ``is_set`` to read the others
+======================  ========================================================================
 """
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import hashlib
 from collections.abc import Iterable, Mapping
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from forethought.errors import ParameterError
 from forethought.params import SamplingParams
-from forethought.scaffolding.task import GenerationTask
+
+if TYPE_CHECKING:
+    from forethought.scaffolding.task import GenerationTask
+
+__all__ = [
+    "DEFAULTS",
+    "FIELDS",
+    "carry",
+    "checked",
+    "choose",
+    "derived_seed",
+    "fill",
+    "is_set",
+    "refuse",
+    "stop_strings",
+    "to_params",
+    "vary",
+]
 
 _SAME_NAME = (
     "max_tokens",
@@ -43,17 +69,21 @@ FIELDS = (
 """Every sampling field of ``GenerationTask``."""
 
 
-def _field_defaults() -> dict[str, Any]:
-    defaults = {}
-    for field in dataclasses.fields(GenerationTask):
-        if field.name in FIELDS:
-            made = field.default_factory is not dataclasses.MISSING
-            defaults[field.name] = [] if made else field.default
-    return defaults
+_NOT_NONE: dict[str, Any] = {
+    "echo": False,
+    "frequency_penalty": 0.0,
+    "n": 1,
+    "presence_penalty": 0.0,
+    "stop": [],
+    "ignore_eos": False,
+    "stop_token_ids": [],
+    "include_stop_str_in_output": False,
+    "skip_special_tokens": True,
+    "return_context_logits": False,
+}
 
-
-DEFAULTS: Mapping[str, Any] = _field_defaults()
-"""The value by which each of them says "not set"."""
+DEFAULTS: Mapping[str, Any] = MappingProxyType({name: _NOT_NONE.get(name) for name in FIELDS})
+"""The value by which each of them says "not set"; that of ``GenerationTask``."""
 
 
 def checked(owner: str, params: Mapping[str, Any] | SamplingParams | None) -> dict[str, Any]:
@@ -102,9 +132,18 @@ def is_set(task: GenerationTask, name: str) -> bool:
 
 
 def choose(task: GenerationTask, params: Mapping[str, Any]) -> None:
-    """Set fields as the caller of the method wants them; a default, but for None, is a choice."""
-    fill(task, params)
-    task.chosen |= {name for name, value in params.items() if value is not None}
+    """Set fields for good: no controller fills them, not even those that are set to a default.
+
+    Args:
+        task: changed in place.
+        params: by field name. None takes a choice back: the controller fills that field.
+    """
+    for name, value in params.items():
+        setattr(task, name, copy.copy(DEFAULTS[name] if value is None else value))
+        if value is None:
+            task.chosen.discard(name)
+        else:
+            task.chosen.add(name)
 
 
 def fill(task: GenerationTask, params: Mapping[str, Any]) -> None:
@@ -117,16 +156,18 @@ def fill(task: GenerationTask, params: Mapping[str, Any]) -> None:
             setattr(task, name, copy.copy(value))
 
 
-def vary(task: object, number: int) -> None:
+def vary(task: Any, number: int) -> None:
     """Let a copy be sample ``number`` of its prompt: with one seed, all would be the same.
 
-    The seed may be the task's own, or come later, from the controller that generates.
+    The seed may be the task's own, or come later, from the controller that generates. A task that
+    does not generate stays as it is. ``task.samples_of`` copies and varies.
     """
-    if isinstance(task, GenerationTask):
-        if task.seed is None:
-            task.sample_path = (*task.sample_path, number)
-        else:
-            task.seed = derived_seed(task.seed, number)
+    if not hasattr(task, "sample_path"):
+        return
+    if task.seed is None:
+        task.sample_path = (*task.sample_path, number)
+    else:
+        task.seed = derived_seed(task.seed, number)
 
 
 def derived_seed(seed: int, number: int) -> int:

@@ -31,7 +31,7 @@ from forethought.params import SamplingParams
 from forethought.scaffolding import sampling, settings
 from forethought.scaffolding.budget import Budget, Ledger
 from forethought.scaffolding.controller import Controller
-from forethought.scaffolding.driver import Frame, Routes, Run
+from forethought.scaffolding.driver import Frame, Routes, Run, controller_quit
 from forethought.scaffolding.output import ScaffoldingOutput
 from forethought.scaffolding.result import ScaffoldingResult
 from forethought.scaffolding.scope import ExecutionScope
@@ -105,7 +105,7 @@ class ScaffoldingLlm:
         except RuntimeError:
             self.loop = asyncio.new_event_loop()
             self._thread = threading.Thread(
-                target=self.loop.run_forever, name="forethought-scaffolding", daemon=True
+                target=_run_forever, args=[self.loop], name="forethought-scaffolding", daemon=True
             )
             self._thread.start()
             self._loop_thread = self._thread.ident or 0
@@ -247,12 +247,14 @@ class ScaffoldingLlm:
         result = request.result
         try:
             result.finish(await self._answer(request))
-        except asyncio.CancelledError:
-            result.finish(request.stopped or EngineStopped("the event loop was shut down"))
         except Exception as error:
             if request.stopped is not None:
                 _logger.warning("a controller failed while it was ended: %r", error)
             result.finish(request.stopped or error)
+        except BaseException as error:
+            cancelled = isinstance(error, asyncio.CancelledError) and _is_cancelling(request)
+            stopped = EngineStopped("the event loop was shut down") if cancelled else None
+            result.finish(request.stopped or stopped or controller_quit(error))
 
     async def _answer(self, request: _Request) -> list[ScaffoldingOutput]:
         result = request.result
@@ -347,6 +349,24 @@ class ScaffoldingLlm:
 
     async def __aexit__(self, *error: object) -> None:
         await self.ashutdown()
+
+
+def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
+    """Run ``loop`` until it is stopped.
+
+    ``KeyboardInterrupt`` and ``SystemExit`` of any asyncio task come out of the loop, after they
+    have become that task's result: they end the task, and not what else runs here.
+    """
+    while True:
+        try:
+            return loop.run_forever()
+        except (KeyboardInterrupt, SystemExit) as error:
+            _logger.error("a task on the event loop raised %r", error)
+
+
+def _is_cancelling(request: _Request) -> bool:
+    """Whether the request is ended from outside, rather than by its own code."""
+    return request.job is not None and request.job.cancelling() > 0
 
 
 async def _settle() -> None:

@@ -11,6 +11,7 @@ from forethought.errors import ParameterError
 from forethought.guided import GuidedDecodingParams
 from forethought.outputs import TokenLogprobs
 from forethought.params import SpeculationParams
+from forethought.scaffolding import sampling
 from forethought.scaffolding.output import ScaffoldingOutput
 from forethought.scaffolding.task.task import Task
 
@@ -33,6 +34,8 @@ class ForkPoint:
     """Text put behind them."""
     input_str: str | None
     """The whole as text; once the task's ``input_str`` differs, the fork no longer applies."""
+    said: ScaffoldingOutput | None = None
+    """What had been said there, behind the prompt of the first task of a chain of forks."""
 
 
 @dataclass(eq=False)
@@ -116,6 +119,13 @@ class GenerationTask(Task):
     """Seconds to the last token."""
     usage_prompt_tokens: int | None = field(default=None, init=False)
     usage_completion_tokens: int | None = field(default=None, init=False)
+    inserted_tokens: list[int] | None = field(default=None, init=False, repr=False)
+    """Ids of the text between what this task continues and its own output: a fork's suffix, behind
+    what of the text no whole token makes. None if it continues nothing, or its worker works in
+    text."""
+    num_kept_tokens: int | None = field(default=None, init=False, repr=False)
+    """Of a fork: generated tokens of the forked task in front of them. A token that ended its text
+    is not among them."""
 
     @staticmethod
     def create_from_prompt(prompt: str | Sequence[int]) -> GenerationTask:
@@ -175,6 +185,27 @@ class GenerationTask(Task):
             self.context_logits = self.llm_request_params = self.request_handle = None
             self.request_id = self.ttft_s = self.latency_s = None
             self.usage_prompt_tokens = self.usage_completion_tokens = None
+            self.inserted_tokens = self.num_kept_tokens = None
+
+    @property
+    def joined(self) -> ScaffoldingOutput | None:
+        """The output of a fork together with all that it continues, as one output.
+
+        Text, ids and log-probabilities of the forked task up to the fork, of the inserted suffix
+        and of this task; of all tasks before, if the forked one is itself a fork. The ids are those
+        that the sequence holds behind the first task's prompt. See ``ScaffoldingOutput.join``.
+
+        None before the task has run; what is no fork is not joined with anything.
+        """
+        result, point = self.result, self.fork_point
+        if result is None or point is None or point.input_str != self.input_str:
+            return result
+        said = point.said or ScaffoldingOutput.inserted("")
+        if self.num_kept_tokens is None:
+            return ScaffoldingOutput.join([said, point.suffix, result])
+        said = said.without_last((point.kept or 0) - self.num_kept_tokens)
+        suffix = ScaffoldingOutput.inserted(point.suffix, self.inserted_tokens)
+        return ScaffoldingOutput.join([said, suffix, result])
 
     @property
     def num_generated(self) -> int:
@@ -183,33 +214,72 @@ class GenerationTask(Task):
             return len(self.output_tokens)
         return self.usage_completion_tokens or 0
 
+    def samples_of(self, num_samples: int) -> list[Self]:
+        """``num_samples`` copies of this task that differ in what they draw, under a seed too.
+
+        Their seeds are hashes of the seed and the path of sample numbers, so the samples of a
+        sample repeat none, and the same seed draws the same samples again. It does not matter
+        whether the seed is this task's own, or is filled in by a controller later.
+
+        Raises:
+            ParameterError: ``num_samples`` is no whole number above 0.
+        """
+        if not isinstance(num_samples, int) or isinstance(num_samples, bool) or num_samples < 1:
+            raise ParameterError(
+                "invalid num_samples", f"got {num_samples!r}", "Give a whole number above 0"
+            )
+        samples = [self.copy() for _ in range(num_samples)]
+        for number, sample in enumerate(samples):
+            sampling.vary(sample, number)
+        return samples
+
     def fork(
-        self, suffix: str = "", kind: type[_Generation] | None = None, **fields: Any
+        self,
+        suffix: str = "",
+        kind: type[_Generation] | None = None,
+        *,
+        inherit: bool = True,
+        **fields: Any,
     ) -> _Generation:
         """A task that continues this one from where it is now, with ``suffix`` put behind it.
 
         This one is not disturbed and may still be generating. A worker that holds its sequence
         continues exactly its tokens, KV kept; every other one gets the same in text.
 
+        All sampling fields are taken over, as this task has them: a fork with an empty suffix goes
+        on as this task would. ``max_tokens`` and ``min_tokens`` count the tokens of the fork alone.
+        For several forks that differ: ``task.fork(suffix).samples_of(n)``.
+
         Args:
             suffix: text between what there is and what is to be generated.
             kind: class of the new task; ``GenerationTask`` by default.
-            **fields: fields of the new task. Sampling is not taken over from this one.
+            inherit: whether sampling fields are taken over.
+            **fields: fields of the new task. A sampling field given here wins over this task's and
+                the controller's; None leaves it to the controller.
+
+        Raises:
+            ParameterError: the new task has no such field.
         """
         text = None
         if self.input_str is not None:
-            text = self.input_str + (self.output_str or "") + suffix
+            said = self.output_str or ""
+            text = (said if self.echo and said else self.input_str + said) + suffix
         kept = 0 if self.output_str is None else None  # nothing has come back yet, or no tokens
         if self.output_tokens is not None:
             kept = len(self.output_tokens)
         new: Any = kind or GenerationTask
         child: _Generation = new(input_str=text)
         child.worker_tag = self.worker_tag
-        child.fork_point = ForkPoint(self.request_handle, kept, suffix, text)
+        child.fork_point = ForkPoint(self.request_handle, kept, suffix, text, self.joined)
+        if inherit:
+            sampling.carry(self, child)
         for name, value in fields.items():
-            if not hasattr(child, name):
+            if name in sampling.FIELDS:
+                sampling.choose(child, {name: value})
+            elif hasattr(child, name):
+                setattr(child, name, value)
+            else:
                 raise ParameterError.unknown(type(child).__name__, [name], vars(child))
-            setattr(child, name, value)
         return child
 
 

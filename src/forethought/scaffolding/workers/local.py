@@ -175,7 +175,9 @@ class EngineWorker(Worker):
         scope = current_scope()
         params = sampling.to_params(task, priority=scope.priority if scope else 0)
         most = scope.ledger.limit(params.max_tokens) if scope else params.max_tokens
-        seed = None if params.seed is None else (params.seed + number) % 2**64
+        seed = params.seed
+        if seed is not None and number:  # below zero: copies of the task are numbered from zero
+            seed = sampling.derived_seed(seed, -number)
         return params.replace(n=1, max_tokens=most, seed=seed)
 
     # ---- sequences ----------------------------------------------------------------------------
@@ -229,11 +231,13 @@ class EngineWorker(Worker):
     async def _continued(self, task: GenerationTask, prompt: Prompt | None) -> AsyncSession | None:
         """A fork of the sequence that the task continues; None if it continues none."""
         source, point = None, task.fork_point
+        task.inserted_tokens = task.num_kept_tokens = None
         if point is not None and point.input_str == task.input_str:
             live = point.handle
             if isinstance(live, Live) and live.tokenizer is self._text:  # it is of this model
                 length, missing = live.cut(point.kept)
                 source = Source(live, length, missing + point.suffix)
+                task.num_kept_tokens = length - live.prompt_length
         if source is None and prompt is not None:
             source = self._parking.find(current_scope(), prompt)
         if source is None:
@@ -245,6 +249,7 @@ class EngineWorker(Worker):
             except BaseException:
                 await asyncio.shield(session.close())
                 raise
+        task.inserted_tokens = session.tokens[source.length :]
         return session
 
     async def _forked(self, source: Source) -> AsyncSession:

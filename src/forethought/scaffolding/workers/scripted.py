@@ -173,6 +173,9 @@ class ScriptedWorker(Worker):
         if most is not None and len(text) > most:
             text, reason, stop = text[:most], "length", None
         task.usage.prompt_tokens += len(prompt)
+        point = task.fork_point
+        if point is not None and point.input_str == task.input_str:
+            task.num_kept_tokens, task.inserted_tokens = point.kept, [*map(ord, point.suffix)]
         return _Generation(call, reply, text, reason, stop)
 
     def _answer(self, call: Call) -> Answer:
