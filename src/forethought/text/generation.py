@@ -48,12 +48,12 @@ class Generation:
     @property
     def failure(self) -> RequestError | None:
         """What the engine could not do for it, if it failed."""
-        if self._error is None:
-            return None
+        if self._error is None or isinstance(self._error, RequestError):
+            return self._error
         failure = RequestError(
             "the request failed in the engine",
             f"{type(self._error).__name__}: {self._error}",
-            "Other requests go on; the cause is attached",
+            "The cause is attached; no other request fails with it",
         )
         failure.__cause__ = self._error
         return failure
