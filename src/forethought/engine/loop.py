@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence as List
 
 from torch import Tensor
 
@@ -137,7 +138,7 @@ class Loop:
                 row.draft, row.rule = NO_DRAFT, None
                 plan.reserve(row, 0)
 
-    def _forward(self, plan: Plan) -> list[tuple[list[PlannedRow], Tensor]]:
+    def _forward(self, plan: Plan) -> list[tuple[List[PlannedRow], Tensor]]:
         """Compute the rows: those that were computed together, with their logits [R, V]."""
         readers = self._speculation.features
 
@@ -150,7 +151,7 @@ class Loop:
             plan.reserve(row, 0)
             return row
 
-        def compute(rows: list[PlannedRow]) -> Tensor:
+        def compute(rows: List[PlannedRow]) -> Tensor:
             try:
                 return passing.forward(self._runner, rows, readers)
             except Exception as error:
@@ -160,7 +161,7 @@ class Loop:
 
         return passing.by_halves(list(plan.rows), compute, failed)
 
-    def _judge(self, plan: Plan, rows: list[PlannedRow], logits: Tensor) -> list[Sequence]:
+    def _judge(self, plan: Plan, rows: List[PlannedRow], logits: Tensor) -> list[Sequence]:
         """Fill what the rows, which were computed together, have of their logits [R, V].
 
         Returns:
@@ -216,7 +217,7 @@ class Loop:
         return Event(sequence, [], error=error)
 
 
-def _known(rows: list[PlannedRow], logits: Tensor) -> list[Sequence]:
+def _known(rows: List[PlannedRow], logits: Tensor) -> list[Sequence]:
     """Give the rows their logits [R, V]; returns whose prompt has some that are not finite."""
     begin, suspects = 0, []
     for row in rows:
