@@ -59,24 +59,30 @@ class Commit:
         self._scheduler, self._ledger, self._eos_ids = scheduler, ledger, eos_ids
         self._fail = fail
 
-    def __call__(self, plan: Plan) -> tuple[list[Event], list[SlotMove]]:
+    def __call__(self, plan: Plan, events: list[Event], moves: list[SlotMove]) -> None:
         """Record the rows of ``plan``, all computed, and append what was drawn after each.
 
-        Returns:
-            What happened, and the moves to make in the storages before the next step.
+        Args:
+            plan: the rows; where this is interrupted, those that are left are undone.
+            events: what happened is added.
+            moves: those to make in the storages before the next step are added.
         """
-        events: list[Event] = []
-        moves: list[SlotMove] = []
-        for row in plan.rows:
-            try:
-                drawn = self._row(row, moves)
-            except Exception as error:  # is this row's; its twins go on alone
-                events.append(self._fail(row.sequence, error))
-                continue
-            twins = [self._twin(*each) for each in row.outcome[1:]]
-            events += [self._append(row.sequence, *drawn)] if drawn else []
-            events += twins
-        return events, moves
+        left = list(plan.rows)
+        try:
+            while left:
+                events += self._events(left[0], moves)
+                del left[0]
+        finally:
+            for row in left:
+                row.undo()
+
+    def _events(self, row: PlannedRow, moves: list[SlotMove]) -> list[Event]:
+        try:
+            drawn = self._row(row, moves)
+        except Exception as error:  # is this row's; its twins go on alone
+            return [self._fail(row.sequence, error)]
+        twins = [self._twin(*each) for each in row.outcome[1:]]
+        return [self._append(row.sequence, *drawn), *twins] if drawn else []
 
     def _row(self, row: PlannedRow, moves: list[SlotMove]) -> tuple[Verdict, _End | None] | None:
         """Keep of the row what counts; returns what its sequence has drawn, if anything."""

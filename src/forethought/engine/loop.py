@@ -63,8 +63,8 @@ class Loop:
         """One pass through the network for everyone.
 
         A sequence that cannot go on is closed, its pages are given back, and its event has the
-        error. A step that is interrupted before its end leaves all as they were; one that is
-        interrupted at its very end tells its events in the next.
+        error. A step that is interrupted can be repeated: until it commits, it leaves all sequences
+        as they were, and the events of what it has committed are told by the next one.
         """
         began = time.perf_counter()
         plan, forward_seconds = Plan(), 0.0
@@ -84,10 +84,12 @@ class Loop:
             raise
         for sequence in suspects:
             self._suspect(plan, sequence)
-        events, moves = self._commit(plan)
-        self._events += events
+        moves: list[SlotMove] = []
+        try:
+            self._commit(plan, self._events, moves)
+        finally:
+            self._move_slots(moves)
         self._events += [self._fail(*failure) for failure in plan.failures]
-        self._move_slots(moves)
         if plan.rows:
             self._observe(plan, time.perf_counter() - began)
             self._stats.steps += 1

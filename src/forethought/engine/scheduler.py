@@ -101,7 +101,8 @@ class PlannedRow:
         """
         table, size = self.sequence.table, self.sequence.table.page_size
         copying = self.copies is None or self.copies
-        table.rewind(self.start // size * size if copying else self.start)
+        start = self.start // size * size if copying else self.start
+        table.rewind(min(start, table.length))
 
 
 @dataclass(slots=True)
