@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from engines import drain, engine, expect_empty, load, outputs
 from forethought.decoding import (
     DecodingBaseConfig,
     DraftTargetDecodingConfig,
+    MedusaDecodingConfig,
     NGramDecodingConfig,
     UserProvidedDecodingConfig,
 )
@@ -36,6 +38,7 @@ from forethought.model.runner import Runner
 from forethought.model.sampling import law
 from forethought.params import SamplingParams
 from forethought.speculative.drafter import DraftRequest
+from medusa_heads import random_heads
 from models import VOCAB, prompts, tiny, transformers_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -64,6 +67,17 @@ def bad_prompts() -> list[list[int]]:
     return [[5, 6, 7, poison()], [*[8] * 20, poison()]]
 
 
+@functools.cache
+def _directory() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="heads-")
+
+
+@functools.cache
+def medusa() -> Path:
+    """Heads that read the hidden states of the target, which the forward hands out."""
+    return random_heads(Path(_directory().name))
+
+
 def drafting(name: str, params: str) -> list[DecodingBaseConfig]:
     def truth(request: DraftRequest) -> list[int]:
         said = zip(HEALTHY, undisturbed(params), strict=True)
@@ -90,6 +104,7 @@ def drafting(name: str, params: str) -> list[DecodingBaseConfig]:
         "ngram": lambda: NGramDecodingConfig(max_draft_len=3, max_matching_ngram_size=1),
         "draft model": lambda: model("greedy"),
         "sampled drafts": lambda: model("sampled"),
+        "medusa": lambda: MedusaDecodingConfig(speculative_model=medusa()),
     }
     return [configs[name]()] if name in configs else []
 
@@ -219,13 +234,16 @@ def test_a_request_that_draws_a_token_on_which_the_network_fails_keeps_what_it_h
 
 
 @pytest.mark.parametrize("most", [1, 2])
+@pytest.mark.parametrize("drafter", ["none", "draft model", "medusa"])
 @pytest.mark.parametrize("name", LAWS)
-def test_nobody_fails_where_fewer_rows_at_a_time_come_through(name: str, most: int) -> None:
+def test_nobody_fails_where_fewer_rows_at_a_time_come_through(
+    name: str, drafter: str, most: int
+) -> None:
     def before(batch: Batch) -> None:
         if len(batch.spans) > most:
             raise RuntimeError("out of memory")
 
-    machine = engine()
+    machine = engine(speculative=drafting(drafter, name))
     rig(machine.runner, before=before)
     healthy, _, events = mixed(machine, LAWS[name], [])
     assert not errors_of(events)
@@ -512,6 +530,25 @@ def test_logits_that_are_not_finite_once_cost_no_token(name: str, drafter: str) 
     healthy, _, events = mixed(machine, LAWS[name], [])
     assert not errors_of(events)
     expect_healthy(machine, healthy, name)
+
+
+def test_prompt_logprobs_are_those_of_the_second_time_where_the_first_was_not_finite() -> None:
+    found = []
+    for broken in (None, 0, 1, 2):
+        calls = iter(range(10**6))
+
+        def after(batch: Batch, logits: Tensor) -> Tensor:
+            return logits * math.nan if next(calls) == broken else logits  # noqa: B023
+
+        machine = engine(max_num_tokens=8)
+        rig(machine.runner, after=after)
+        samples = machine.add(HEALTHY[2], GREEDY.replace(prompt_logprobs=0, n=2))
+        assert not errors_of(drain(machine))
+        assert {tuple(sample.output) for sample in samples} == {undisturbed("greedy")[2]}
+        found += [sample.prompt_logprobs for sample in samples]
+        expect_empty(machine)
+    assert len(found[0]) == len(HEALTHY[2])
+    assert all(each == found[0] for each in found)
 
 
 @pytest.mark.parametrize("name", LAWS)

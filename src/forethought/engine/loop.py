@@ -75,10 +75,10 @@ class Loop:
             drafted = time.perf_counter()
             parts = self._forward(plan)
             forward_seconds = time.perf_counter() - drafted
-            suspects = [each for part in parts for each in self._judge(plan, *part)]
+            suspects = dict.fromkeys(s for part in parts for s in self._judge(plan, *part))
         except Exception as error:  # a mistake of our own
             plan.fail_all(error)
-            suspects = []
+            suspects = {}
         except BaseException:
             plan.undo()
             raise
