@@ -16,6 +16,7 @@ Errors of other libraries are translated once, where they enter; ``__cause__`` k
     │   └── DependencyError (ImportError) an optional dependency that is not installed
     ├── TaskError                         a worker failed on a task; raised inside the controller
     ├── RequestError                      a request failed in the engine; others go on
+    │   └── LogitsError                   the model's logits for it are NaN or infinite
     ├── RequestTimeout (TimeoutError)     a deadline passed; the request was aborted
     ├── RequestCancelled                  the request was cancelled by its owner
     ├── BudgetExceeded                    a method wanted more than its budget allows
@@ -135,6 +136,10 @@ class TaskError(ForethoughtError):
 
 class RequestError(ForethoughtError):
     """One request failed in the engine; ``__cause__`` tells how. The other requests go on."""
+
+
+class LogitsError(RequestError):
+    """The model's logits for a request are NaN or infinite, so that no token can be drawn."""
 
 
 class RequestTimeout(ForethoughtError, TimeoutError):

@@ -179,6 +179,11 @@ class SamplingParams(_Given):
                 raise _refuse(name, getattr(self, name), "it must be True or False")
         if not isinstance(self.cache_salt, str):
             raise _refuse("cache_salt", self.cache_salt, "it must be a string")
+        try:
+            self.cache_salt.encode()
+        except UnicodeEncodeError as error:  # a lone surrogate
+            reason = f"it must be text that UTF-8 can encode: {error.reason}"
+            raise _refuse("cache_salt", self.cache_salt, reason) from error
         if not isinstance(self.speculation, SpeculationParams | None):
             raise _refuse("speculation", self.speculation, "it must be SpeculationParams")
         if not isinstance(self.guided_decoding, GuidedDecodingParams | None):

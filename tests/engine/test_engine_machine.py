@@ -1,7 +1,8 @@
 """The engine under arbitrary sequences of calls: every token is the one of plain decoding.
 
 Forks of running, waiting and parked sequences, rewinds, extensions, aborts, samples, priorities and
-a cache that is too small for all of it, in any order, with drafters that are right now and then.
+a cache that is too small for all of it, in any order, with drafters that are right now and then,
+forwards that have no memory for several rows, and one whose logits are NaN.
 """
 
 from __future__ import annotations
@@ -97,6 +98,19 @@ class EngineMachine(RuleBasedStateMachine):
             reuse=reuse,
             speculative=drafting(drafter),
         )
+        self.most_rows, self.stumbles, self.has_stumbled = 99, False, False
+        forward = self.engine.runner.forward
+
+        def unreliable(rows: Any, *readers: Any) -> torch.Tensor:
+            if len(rows) > self.most_rows:
+                raise RuntimeError("out of memory")
+            logits = forward(rows, *readers)
+            if self.stumbles and len(logits):
+                self.stumbles = False
+                return logits * torch.nan
+            return logits
+
+        self.engine.runner.forward = unreliable  # type: ignore[method-assign]
         self.sequences: list[Sequence] = []
         self.checked: dict[int, int] = {}
 
@@ -118,6 +132,15 @@ class EngineMachine(RuleBasedStateMachine):
             for event in self.engine.step():
                 assert event.error is None
         self.check()
+
+    @rule(most=st.sampled_from([1, 2, 99]))
+    def have_memory_for(self, most: int) -> None:
+        self.most_rows = most
+
+    @precondition(lambda self: not self.has_stumbled)
+    @rule()
+    def stumble(self) -> None:
+        self.stumbles = self.has_stumbled = True
 
     @rule(data=st.data(), generate=st.booleans(), suffix=FEW, new=st.integers(1, 8))
     def fork(self, data: Any, generate: bool, suffix: list[int], new: int) -> None:

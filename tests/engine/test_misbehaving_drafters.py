@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import signal
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy
@@ -95,3 +100,141 @@ def test_the_list_of_requests_is_the_drafters_own() -> None:
 def test_tokens_may_come_as_any_kind_of_sequence(kind: Any) -> None:
     drafter = drafters.PerRequest(lambda request: kind(drafters.truth(PLAIN, request)))
     assert accepted_with(drafter) > 0
+
+
+# ---- what is no Exception ----------------------------------------------------------------------
+
+HOOKS = ["prepare_draft_tokens", "nodes", "update", "release"]
+LEAVES: list[Callable[[], Any]] = [sys.exit, lambda: throw(GeneratorExit), lambda: throw(Stop)]
+
+
+class Stop(BaseException):
+    pass
+
+
+def throw(kind: type[BaseException]) -> None:
+    raise kind
+
+
+def leaving(hook: str, leave: Callable[[], Any]) -> Drafter:
+    """Knows the truth, and leaves in one of its methods when it is about the second prompt."""
+    drafter = drafters.oracle(PLAIN)
+    original, calls = getattr(drafter, hook), itertools.count()
+
+    def broken(*args: Any) -> Any:
+        shown, call = args[0], next(calls)
+        requests = [shown] if isinstance(shown, DraftRequest) else []
+        requests += getattr(shown, "generation_requests", [])
+        asked = hook == "nodes" and call > 0  # the first one comes from the configuration
+        if asked or any(one.tokens[:9] == PROMPTS[1] for one in requests):
+            leave()
+        return original(*args)
+
+    setattr(drafter, hook, broken)
+    return drafter
+
+
+@pytest.mark.parametrize("leave", LEAVES, ids=["SystemExit", "GeneratorExit", "BaseException"])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_one_that_leaves_costs_its_request_the_drafts_and_nothing_else(
+    hook: str, leave: Callable[[], Any]
+) -> None:
+    accepted = accepted_with(leaving(hook, leave))
+    assert (accepted > 0) == (hook != "nodes")
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_an_interrupt_in_another_thread_is_the_drafters_own(hook: str) -> None:
+    drafter = leaving(hook, lambda: throw(KeyboardInterrupt))
+    with ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(accepted_with, drafter).result()
+    assert (accepted > 0) == (hook != "nodes")
+
+
+@pytest.mark.parametrize("hook", ["prepare_draft_tokens", "nodes", "update"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_comes_while_drafting_ends_the_call_and_the_engine_goes_on(
+    hook: str, number: signal.Signals
+) -> None:
+    sent: list[int] = []
+
+    def send() -> None:
+        if not sent:
+            sent.append(number)
+            signal.raise_signal(number)
+
+    def leave(number: int, frame: Any) -> None:
+        sys.exit(3)
+
+    config = UserProvidedDecodingConfig(max_draft_len=3, drafter=leaving(hook, send))
+    machine = engine(speculative=[config])
+    samples = [machine.add(prompt, GREEDY)[0] for prompt in PROMPTS]
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit):
+            drain(machine)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    machine.check_integrity()
+    told = {sample.id: len(sample.output) for sample in samples}
+    events = drain(machine)
+    assert outputs(samples) == list(PLAIN.values())
+    assert machine.stats.draft_failures == 0
+    for sample in samples:  # also of the step whose end was interrupted
+        later = sum(len(event.tokens) for event in events if event.sequence is sample)
+        assert later >= len(sample.output) - told[sample.id]
+    expect_empty(machine)
+
+
+def test_events_of_a_step_that_was_interrupted_at_its_end_are_told_by_the_next() -> None:
+    drafter = leaving("update", lambda: throw(KeyboardInterrupt))
+    config = UserProvidedDecodingConfig(max_draft_len=3, drafter=drafter)
+    machine = engine(speculative=[config])
+    [sample] = machine.add(PROMPTS[1], GREEDY)
+    tokens: list[int] = []
+    interrupts = 0
+    while machine.has_work:
+        try:
+            tokens += [token for event in machine.step() for token in event.tokens]
+        except KeyboardInterrupt:
+            interrupts += 1
+    tokens += [token for event in machine.step() for token in event.tokens]
+    assert interrupts > 1
+    assert tokens == sample.output == PLAIN[tuple(PROMPTS[1])]
+    expect_empty(machine)
+
+
+# ---- the table ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "meddle",
+    [
+        lambda request: request.table.release(),
+        lambda request: request.table.rewind(1),
+        lambda request: request.table.append(40),
+        lambda request: request.table.window(2).release(),
+        lambda request: request.table.fork().release(),
+        lambda request: setattr(request.table, "length", 0),
+        lambda request: setattr(request.table, "pages", []),
+        lambda request: request.table.pages.clear(),
+        lambda request: setattr(request, "table", None),
+    ],
+)
+@pytest.mark.parametrize("hook", ["prepare_draft_tokens", "update", "release"])
+def test_one_that_meddles_with_the_page_table_changes_nothing_of_it(
+    hook: str, meddle: Callable[[DraftRequest], Any]
+) -> None:
+    drafter = drafters.oracle(PLAIN)
+    original = getattr(drafter, hook)
+
+    def meddling(*args: Any) -> Any:
+        shown = args[0]
+        requests = getattr(shown, "generation_requests", [shown])
+        for request in requests:
+            if request.tokens[:9] == PROMPTS[1]:
+                meddle(request)
+        return original(*args)
+
+    setattr(drafter, hook, meddling)
+    assert accepted_with(drafter, pages=12) > 0

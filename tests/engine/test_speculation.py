@@ -27,6 +27,7 @@ from forethought.decoding import (
 )
 from forethought.engine import resolve
 from forethought.engine.engine import Engine
+from forethought.errors import RequestError
 from forethought.params import SamplingParams, SpeculationParams
 from forethought.speculative.draft import Draft, DraftKind
 from forethought.speculative.drafter import Drafter, DraftRequest, ResourceManager
@@ -442,18 +443,30 @@ def test_samples_of_one_prompt_draw_the_same_tokens_with_drafts_as_without() -> 
         expect_empty(other)
 
 
-def test_when_planning_itself_fails_the_engine_outlives_it(monkeypatch: Any) -> None:
+def out_of_memory(*args: Any) -> Any:
+    raise MemoryError("no plan")
+
+
+def test_a_step_for_whose_drafts_no_room_can_be_reserved_goes_on_without(monkeypatch: Any) -> None:
     machine = engine(speculative=drafting("oracle"))
+    monkeypatch.setattr(machine.scheduler, "_reserve", out_of_memory)
+    assert run(machine, 2) == list(plain().values())[:2]
+    assert machine.stats.drafted == 0
+
+
+def test_when_planning_itself_fails_the_engine_outlives_it(monkeypatch: Any) -> None:
+    machine = engine(speculative=drafting("oracle"), max_batch_size=1)
     machine.add(PROMPTS[1], GREEDY)
+    machine.add(PROMPTS[2], GREEDY)  # waits
     machine.step()
-
-    def broken(*args: Any) -> Any:
-        raise MemoryError("no plan")
-
     with monkeypatch.context() as patch:
-        patch.setattr(machine.scheduler, "_reserve", broken)
-        [event] = machine.step()
-    assert isinstance(event.error, MemoryError)
+        patch.setattr(machine.scheduler, "_yield_places", out_of_memory)
+        events = machine.step()
+    assert len(events) == 2
+    for event in events:
+        assert isinstance(event.error, RequestError)
+        assert isinstance(event.error.__cause__, MemoryError)
+        assert "All requests of that moment" in str(event.error)
     expect_empty(machine)
     assert run(machine, 2) == list(plain().values())[:2]
 

@@ -25,6 +25,7 @@ from forethought.model.sampling import (
     pick,
     prompt_logprobs,
 )
+from forethought.model.sampling.choice import NO_TOKEN
 from forethought.model.sampling.reference import reference_probs
 from forethought.params import SamplingParams
 
@@ -228,12 +229,31 @@ def test_a_row_whose_every_token_is_forbidden_falls_back_to_the_raw_logits():
 def test_a_broken_row_leaves_its_neighbours_alone():
     logits = torch.tensor([log(0.2, 0.8), [math.nan, math.nan]])
     assert logits_to_probs(logits, [context()] * 2)[0].tolist() == pytest.approx([0.2, 0.8])
-    assert choose(logits, [context(temperature=0.0)] * 2, [0.0, 0.0]).tokens == [1, 0]
+    assert choose(logits, [context(temperature=0.0)] * 2, [0.0, 0.0]).tokens == [1, NO_TOKEN]
 
 
-def test_a_greedy_step_looks_past_what_is_no_number():
-    logits = torch.tensor([[0.0, math.nan, 2.0, 1.0], [0.0, 5.0, 2.0, 1.0]])
-    assert choose(logits, [context(temperature=0.0)] * 2, [0.0, 0.0]).tokens == [2, 1]
+WISHES = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "logit_bias": {1: -100.0}},
+    {"temperature": 0.0, "logprobs": 2},
+    {"temperature": 0.8, "top_k": 2},
+    {"temperature": 0.8, "min_tokens": 1, "stop_token_ids": (1,), "logprobs": 0},
+]
+
+
+@pytest.mark.parametrize("wishes", WISHES)
+def test_no_token_is_drawn_where_the_largest_logit_is_not_finite(wishes):
+    fine = [0.0, 5.0, -math.inf, 9.0]
+    broken = [
+        [math.nan] * 4,
+        [-math.inf] * 4,
+        [0.0, math.nan, 2.0, 9.0],
+        [0.0, math.inf, 2.0, -math.inf],
+    ]
+    logits = torch.tensor([fine, *broken, fine])
+    found = choose(logits, [context(**wishes)] * 6, [0.5] * 6).tokens
+    assert found == [3, *[NO_TOKEN] * 4, 3]
+    assert choose(logits[:1], [context(**wishes)], [0.5]).tokens == [3]
 
 
 @pytest.mark.gpu

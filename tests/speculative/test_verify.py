@@ -19,6 +19,7 @@ from forethought.speculative import verify as verification
 from forethought.speculative.draft import NO_DRAFT, Draft, DraftKind
 from forethought.speculative.reference import Chance, Law, PlainDraft, reference_verify
 from forethought.speculative.rejection import Tossed, settle
+from forethought.speculative.synthetic import SyntheticAcceptance
 from forethought.speculative.tree import TreeChoices
 from forethought.speculative.verify import Candidate, Verdict, verify
 
@@ -426,3 +427,47 @@ def test_a_place_has_a_coin_for_each_use():
     places = itertools.product((0, 9), (0, 1), (0, 5), (0, 1, 2, 257, 258))
     coins = [coin(*place) for place in places]
     assert len(set(coins)) == len(coins)
+
+
+# --- logits that are not finite ------------------------------------------------------------------
+
+BROKEN = [math.nan, math.inf, -math.inf]
+
+
+@pytest.mark.parametrize("value", BROKEN)
+@pytest.mark.parametrize("lost", range(5))
+@pytest.mark.parametrize("params", [GREEDY, PLAIN, replace(PLAIN, logprobs=1, top_k=3)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_walk_ends_before_logits_that_are_not_finite(kind, params, lost, value):
+    """The last accepted token counts as drawn: its node is computed again, as the next root."""
+    logits = certain(11, 12, 13, 14, 15)
+    logits[lost] = value
+    q = None if kind is DraftKind.POINT else certain(11, 12, 13, 14).softmax(-1)
+    found = verdict(logits, Draft([11, 12, 13, 14], None, kind, q), params)
+    assert found.tokens == [11, 12, 13, 14][:lost]
+    assert found.path == list(range(lost - 1))
+    if params.logprobs is not None and lost:
+        assert [min(entry) for entry in found.logprobs] == found.tokens
+
+
+@pytest.mark.parametrize("params", [GREEDY, PLAIN])
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_that_are_not_finite_off_the_path_change_nothing(kind, params):
+    parents, tokens = (-1, -1, 0, 1), [20, 11, 21, 12]
+    q = None if kind is DraftKind.POINT else torch.full((4, 128), 1 / 128)
+    logits = certain(11, 30, 12, 30, 13)
+    whole = verdict(logits, Draft(tokens, parents, kind, q), params)
+    assert (whole.path, whole.tokens) == ([1, 3], [11, 12, 13])
+    logits[1] = logits[3] = math.nan
+    assert verdict(logits, Draft(tokens, parents, kind, q), params) == whole
+
+
+@pytest.mark.parametrize("lost", range(3))
+def test_no_rule_accepts_past_logits_that_are_not_finite(lost):
+    logits = torch.zeros(3, 128)
+    logits[lost] = math.nan
+    accepting = SyntheticAcceptance(1.0)
+    given = replace(candidate(Draft([11, 12]), PLAIN), rule=accepting)
+    [found] = verify(logits, [given])
+    assert found.tokens == [11, 12][:lost]
+    assert found.path == list(range(lost - 1))

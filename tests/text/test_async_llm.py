@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import math
 import threading
 import time
 from contextlib import contextmanager
@@ -12,9 +13,17 @@ from contextlib import contextmanager
 import pytest
 
 from engines import expect_empty
-from forethought.errors import EngineStopped, ParameterError, RequestError, UsageError
+from forethought.decoding import UserProvidedDecodingConfig
+from forethought.errors import (
+    EngineStopped,
+    LogitsError,
+    ParameterError,
+    RequestError,
+    UsageError,
+)
 from forethought.outputs import FinishReason
 from forethought.params import SamplingParams
+from forethought.speculative.drafter import Drafter
 from forethought.text.async_llm import AsyncLLM
 from forethought.text.llm import LLM
 from tokens import speaking
@@ -204,6 +213,49 @@ def test_a_failing_request_does_not_take_later_ones_down(llm, expected):
         assert good.outputs[0] == expected[PROMPTS[0]]
 
     asyncio.run(main())
+
+
+def test_a_failed_forward_fails_the_request_that_it_fails_for_and_says_so(llm, expected):
+    long = "Hello " * 30
+
+    async def main():
+        with failing(llm, lambda rows: any(len(row.tokens) > 20 for row in rows)):
+            calls = [llm.generate(prompt, GREEDY) for prompt in (PROMPTS[0], long, PROMPTS[1])]
+            return await asyncio.gather(*calls, return_exceptions=True)
+
+    first, bad, second = asyncio.run(main())
+    assert (first.outputs[0], second.outputs[0]) == (expected[PROMPTS[0]], expected[PROMPTS[1]])
+    assert isinstance(bad, RequestError)
+    assert "division by zero" in str(bad)
+    assert "no other request fails with it" in str(bad)
+
+
+def test_logits_that_are_not_finite_are_told_as_they_are(llm, monkeypatch):
+    runner = llm._desk.engine.runner
+    forward = runner.forward
+
+    async def main():
+        monkeypatch.setattr(runner, "forward", lambda rows: forward(rows) * math.nan)
+        with pytest.raises(LogitsError, match="not finite"):
+            await llm.generate(PROMPTS[0], SAMPLED)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("leave", [SystemExit, KeyboardInterrupt, GeneratorExit])
+def test_a_drafter_that_would_end_the_program_costs_its_drafts(expected, leave):
+    class Leaving(Drafter):
+        def prepare_draft_tokens(self, scheduled_requests, resource_manager=None):
+            raise leave
+
+    config = UserProvidedDecodingConfig(max_draft_len=2, drafter=Leaving())
+
+    async def main():
+        async with AsyncLLM(speaking(), speculative_config=config, **FIELDS) as drafting:
+            calls = [drafting.generate(prompt, GREEDY) for prompt in PROMPTS]
+            return [output.outputs[0].token_ids for output in await asyncio.gather(*calls)]
+
+    assert asyncio.run(main()) == [expected[prompt].token_ids for prompt in PROMPTS]
 
 
 def test_a_tokenizer_that_fails_on_one_request_leaves_the_others_alone(llm, expected, monkeypatch):

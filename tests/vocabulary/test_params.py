@@ -44,6 +44,7 @@ from forethought.params import SamplingParams, SpeculationParams
         {"stop_token_ids": 5},
         {"cache_salt": None},
         {"cache_salt": 5},
+        {"cache_salt": "a\ud800"},
         {"ignore_eos": "no"},
         {"skip_special_tokens": 1},
         {"stop": [""]},

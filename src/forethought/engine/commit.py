@@ -9,11 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from forethought.engine import kinship
 from forethought.engine.ledger import Ledger
-from forethought.engine.passing import Outcome
 from forethought.engine.scheduler import Plan, PlannedRow, Scheduler
 from forethought.engine.sequence import Sequence, Status
 from forethought.kv.table import SlotMove
@@ -62,61 +59,69 @@ class Commit:
         self._scheduler, self._ledger, self._eos_ids = scheduler, ledger, eos_ids
         self._fail = fail
 
-    def __call__(
-        self, plan: Plan, logits: Tensor, outcomes: list[Outcome]
-    ) -> tuple[list[Event], list[SlotMove]]:
-        """Record the rows of ``plan`` and append what was drawn after each.
+    def __call__(self, plan: Plan, events: list[Event], moves: list[SlotMove]) -> None:
+        """Record the rows of ``plan``, all computed, and append what was drawn after each.
 
         Args:
-            plan: the rows, all computed.
-            logits: [R, V] float32, what ``passing.forward`` returned.
-            outcomes: for each row, what ``passing.judge`` returned.
-
-        Returns:
-            What happened, and the moves to make in the storages before the next step.
+            plan: the rows; where this is interrupted, those that are left are undone.
+            events: what happened is added.
+            moves: those to make in the storages before the next step are added.
         """
-        events: list[Event] = []
-        moves: list[SlotMove] = []
-        begin = 0
-        for row, outcome in zip(plan.rows, outcomes, strict=True):
-            of_known = logits[begin : begin + row.logits]
-            begin += row.logits + len(row.draft)
-            try:
-                events += self._row(row, of_known, outcome, moves)
-            except Exception as error:  # is this row's, and no other one's
-                events.append(self._fail(row.sequence, error))
-        return events, moves
+        left = list(plan.rows)
+        try:
+            while left:
+                events += self._events(left[0], moves)
+                del left[0]
+        finally:
+            for row in left:
+                row.undo()
 
-    def _row(
-        self, row: PlannedRow, logits: Tensor, outcome: Outcome, moves: list[SlotMove]
-    ) -> list[Event]:
-        """Keep of the row what counts, then let its sequence and the twins of it go on."""
-        sequence = row.sequence
-        path: list[int] = []
-        if outcome:
-            own = outcome[0][1]
-            self._cut(sequence, own)
-            path = own.path
+    def _events(self, row: PlannedRow, moves: list[SlotMove]) -> list[Event]:
+        try:
+            drawn = self._row(row, moves)
+        except Exception as error:  # is this row's; its twins go on alone
+            return [self._fail(row.sequence, error)]
+        twins = [self._twin(*each) for each in row.outcome[1:]]
+        return [self._append(row.sequence, *drawn), *twins] if drawn else []
+
+    def _row(self, row: PlannedRow, moves: list[SlotMove]) -> tuple[Verdict, _End | None] | None:
+        """Keep of the row what counts; returns what its sequence has drawn, if anything."""
+        sequence, drawn, path = row.sequence, None, list[int]()
+        if row.outcome:
+            verdict = row.outcome[0][1]
+            drawn = verdict, self._cut(sequence, verdict)
+            path = verdict.path
             if row.decodes:
                 self._ledger.count_draft(row, len(path))
         moves += sequence.table.keep_path(row.stop, path)
         drawn_at = len(sequence.tokens)
         sequence.tokens += [row.draft.tokens[node] for node in path]
-        self._ledger.record(row, logits)
-        del sequence.tokens[drawn_at:]
-        for twin, verdict in outcome[1:]:
-            self._cut(twin, verdict)
+        try:
+            self._ledger.record(row)
+        finally:
+            del sequence.tokens[drawn_at:]
+        return drawn
+
+    def _twin(self, twin: Sequence, verdict: Verdict) -> Event:
+        """Let a twin of a row's sequence go on with a token of its own."""
+        try:
+            end = self._cut(twin, verdict)
             kinship.attach(twin, has_logits=True)
             full = self._scheduler.is_full
             self._scheduler.place(twin, Status.WAITING if full else Status.RUNNING)
-        return [self._append(*drawn) for drawn in outcome]
+            return self._append(twin, verdict, end)
+        except Exception as error:  # is the twin's
+            return self._fail(twin, error)
 
-    def _cut(self, sequence: Sequence, verdict: Verdict) -> None:
-        """Leave out what follows the token that ends the generation."""
+    def _cut(self, sequence: Sequence, verdict: Verdict) -> _End | None:
+        """Leave out what follows the token that ends the generation; how it ends, if it does."""
         tokens, room = verdict.tokens, sequence.limit - len(sequence.tokens)
-        sizes = range(1, min(len(tokens), room) + 1)
-        size = next((n for n in sizes if self._end(sequence, tokens[:n])), sizes[-1])
+        size, end = 0, None
+        while end is None and size < min(len(tokens), room):
+            size += 1
+            end = self._end(sequence, tokens[:size])
         del verdict.tokens[size:], verdict.path[size - 1 :]
+        return end
 
     def _end(self, sequence: Sequence, tokens: list[int]) -> _End | None:
         """How the last one of these new tokens ends the generation, if it does.
@@ -132,10 +137,9 @@ class Commit:
             return _End(None)
         return _End(GRAMMAR_COMPLETE) if complete else None
 
-    def _append(self, sequence: Sequence, verdict: Verdict) -> Event:
+    def _append(self, sequence: Sequence, verdict: Verdict, end: _End | None) -> Event:
         """Drawn tokens join their sequence, and the last one may be its last."""
         begin, tokens, reason = len(sequence.tokens), verdict.tokens, None
-        end = self._end(sequence, tokens)
         sequence.drawn += range(begin, begin + len(tokens))
         sequence.tokens += tokens
         self._ledger.count(sequence, decoded=len(tokens))

@@ -28,7 +28,7 @@ from forethought.kv.pool import PagePool
 from forethought.kv.prefix import PrefixIndex
 from forethought.kv.table import PageTable
 from forethought.model.runner import Runner
-from forethought.model.sampling import Constraints
+from forethought.model.sampling import Constraint, Constraints
 from forethought.outputs import FinishReason, SpeculationMetrics
 from forethought.params import SamplingParams
 
@@ -100,15 +100,15 @@ class Engine:
         """
         self.admission.check(prompt_ids, params)
         self.admission.check_constraints(params, constraints)
-        leader = self._new(list(prompt_ids), keep)
+        made = [constraints() if constraints is not None else None for _ in range(params.n)]
         arrival, seed = next(self._arrivals), self._seed(params)
-        self._start(leader, params, arrival, seed, constraints)
-        samples = [leader]
-        for index in range(1, params.n):
+        samples: list[Sequence] = []
+        for index, constraint in enumerate(made):
             sample = self._new(list(prompt_ids), keep)
             sample.index = index
-            self._start(sample, params, arrival, seed, constraints)
-            kinship.depend(sample, leader, len(prompt_ids))
+            self._start(sample, params, arrival, seed, constraint)
+            if samples:
+                kinship.depend(sample, samples[0], len(prompt_ids))
             samples.append(sample)
         return samples
 
@@ -139,10 +139,11 @@ class Engine:
         """
         self.check_resume(sequence, params)
         self.admission.check_constraints(params, constraints)
+        constraint = constraints() if constraints is not None else None
         if sequence.num_uncomputed == 0:  # the last token's logits are needed once more
             kinship.attach_ready(sequence, all_of_them=True)
             sequence.table.rewind(len(sequence.tokens) - 1)
-        self._start(sequence, params, next(self._arrivals), self._seed(params), constraints)
+        self._start(sequence, params, next(self._arrivals), self._seed(params), constraint)
 
     def extend(self, sequence: Sequence, token_ids: Ids[int]) -> None:
         """Put tokens behind a parked sequence; they are computed when it is resumed."""
@@ -244,7 +245,7 @@ class Engine:
         params: SamplingParams,
         arrival: int,
         seed: int,
-        constraints: Constraints | None,
+        constraint: Constraint | None,
     ) -> None:
         """Let a parked sequence generate."""
         room = self.limits.max_length - len(sequence.tokens)
@@ -252,7 +253,7 @@ class Engine:
         sequence.prompt_length = len(sequence.tokens)
         sequence.limit = len(sequence.tokens) + min(room, params.max_tokens or room)
         sequence.finish_reason = sequence.stop_reason = None
-        sequence.constraint = None if constraints is None else constraints()
+        sequence.constraint, sequence.suspect = constraint, False
         sequence.metrics = SpeculationMetrics()
         self.scheduler.place(sequence, Status.WAITING)
 

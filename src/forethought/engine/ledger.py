@@ -46,8 +46,12 @@ class Ledger:
         self._stats.drafted += size
         self._stats.accepted += accepted
 
-    def record(self, row: PlannedRow, logits: Tensor) -> None:
-        """A row was computed; ``logits`` [row.logits, V] float32 are those of its last tokens.
+    def withdraw(self, sequence: Sequence) -> None:
+        """What is stored of the sequence may be wrong: nobody is to find it."""
+        self._index.withdraw(sequence.table.pages)
+
+    def record(self, row: PlannedRow) -> None:
+        """A row was computed, and has its logits.
 
         Tokens that the sequence did not draw in this generation, or that were computed before, are
         prefilled; the others were counted when they were drawn.
@@ -59,7 +63,8 @@ class Ledger:
         if self._index.enabled:
             self._publish(sequence)
         if sequence.wants_prompt_logprobs:
-            self._add_prompt_logprobs(sequence, logits, row.start)
+            assert row.known_logits is not None, "a computed row has its logits"
+            self._add_prompt_logprobs(sequence, row.known_logits, row.start)
 
     def _publish(self, sequence: Sequence) -> None:
         """Make the full pages of computed tokens findable, for the tenant that had them computed.

@@ -1,16 +1,20 @@
 """A plan's way through the network: from planned rows to logits, from logits to verdicts.
 
-Changes nothing about the sequences.
+What fails for several at once is tried again with half of them, down to single ones, so that an
+error is that of the request that causes it. Changes nothing about the sequences.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as List
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from torch import Tensor
 
 from forethought.engine.kinship import drawers
-from forethought.engine.scheduler import Plan, PlannedRow
+from forethought.engine.scheduler import PlannedRow
 from forethought.engine.sequence import Sequence
 from forethought.model.batch import Row
 from forethought.model.runner import Runner
@@ -21,50 +25,111 @@ from forethought.speculative.verify import Candidate, Verdict, verify
 
 Outcome = list[tuple[Sequence, Verdict]]
 """What was drawn after one row: for its own sequence first, then for its twins."""
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
-def forward(runner: Runner, plan: Plan, readers: List[StateReader] = ()) -> Tensor:
-    """Compute the plan's tokens, and hand their hidden states to those who keep them.
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """A sequence that wants the token that follows a row: the row's own, or a twin of it."""
+
+    row: PlannedRow
+    sequence: Sequence
+    candidate: Candidate
+
+
+def by_halves(
+    items: List[Item],
+    compute: Callable[[List[Item]], Result],
+    on_failure: Callable[[Item, Exception], Item | None],
+) -> list[tuple[List[Item], Result]]:
+    """Compute all items together; where that fails, each half of them apart, and so on.
+
+    Args:
+        items: in order.
+        compute: what does not change the items, so that it can be called again.
+        on_failure: told of an item for which ``compute`` fails alone. It may return another item to
+            try in its place; else nothing is computed for it.
+
+    Returns:
+        In order, the items that were computed together, with what came of it.
+    """
+    done: list[tuple[List[Item], Result]] = []
+    left = [items] if items else []
+    while left:
+        some = left.pop()
+        failure: Exception | None = None
+        try:
+            done.append((some, compute(some)))
+        except Exception as error:
+            failure = error
+        # Outside of the handler, whose traceback keeps the tensors of the failed call alive.
+        if failure is None:
+            continue
+        if len(some) > 1:
+            failure = None
+            middle = len(some) // 2
+            left += [some[middle:], some[:middle]]
+        elif (other := on_failure(some[0], failure)) is not None:
+            left.append([other])
+    return done
+
+
+def forward(runner: Runner, rows: List[PlannedRow], readers: List[StateReader] = ()) -> Tensor:
+    """Compute the rows' tokens, and hand their hidden states to those who keep them.
 
     Returns:
         [R, V] float32 in the order of the rows: of each row its ``logits`` last known tokens, then
         the nodes of its draft.
     """
-    rows = [_row(row) for row in plan.rows]
-    return runner.forward(rows, readers) if readers else runner.forward(rows)
+    packed = [_row(row) for row in rows]
+    return runner.forward(packed, readers) if readers else runner.forward(packed)
 
 
-def judge(plan: Plan, logits: Tensor, eos_ids: frozenset[int]) -> list[Outcome]:
-    """For each row that is its sequence's last one, what follows; nothing for the others.
+def drawings(rows: List[PlannedRow], eos_ids: frozenset[int]) -> list[Drawing]:
+    """Who wants a token behind rows that were computed together.
 
     Args:
-        plan: the rows.
-        logits: [R, V] float32 from ``forward``.
+        rows: in the order of their logits; only those that are their sequence's last one count.
         eos_ids: the model's end-of-sequence ids.
     """
-    drawing: list[list[Sequence]] = []
-    candidates: list[Candidate] = []
+    found: list[Drawing] = []
     begin = 0
-    for row in plan.rows:
+    for row in rows:
         root = begin + row.logits - 1
-        drawing.append(drawers(row.sequence) if row.is_last else [])
-        for sequence in drawing[-1]:
+        for sequence in drawers(row.sequence) if row.is_last else []:
             draft = row.draft if sequence is row.sequence else NO_DRAFT
-            candidates.append(
-                Candidate(
-                    draft=draft,
-                    rows=range(root, root + 1 + len(draft)),
-                    contexts=_contexts(sequence, draft, eos_ids),
-                    seed=sequence.seed,
-                    stream=sequence.index,
-                    position=len(sequence.tokens),
-                    past=sequence.tokens,
-                    rule=row.rule if sequence is row.sequence else None,
-                )
+            candidate = Candidate(
+                draft=draft,
+                rows=range(root, root + 1 + len(draft)),
+                contexts=_contexts(sequence, draft, eos_ids),
+                seed=sequence.seed,
+                stream=sequence.index,
+                position=len(sequence.tokens),
+                past=sequence.tokens,
+                rule=row.rule if sequence is row.sequence else None,
             )
+            found.append(Drawing(row, sequence, candidate))
         begin = root + 1 + len(row.draft)
-    verdicts = iter(verify(logits, candidates))
-    return [[(sequence, next(verdicts)) for sequence in sequences] for sequences in drawing]
+    return found
+
+
+def judge(logits: Tensor, wanted: List[Drawing]) -> list[Verdict]:
+    """What each of them gains; ``logits`` [R, V] float32 are those of ``forward``."""
+    return verify(logits, [each.candidate for each in wanted])
+
+
+def without_draft(drawing: Drawing) -> Drawing:
+    """The same, where the token behind the row alone is drawn."""
+    candidate = drawing.candidate
+    plain = replace(
+        candidate,
+        draft=NO_DRAFT,
+        rows=candidate.rows[:1],
+        contexts=candidate.contexts[:1],
+        rule=None,
+    )
+    return replace(drawing, candidate=plain)
 
 
 def _row(row: PlannedRow) -> Row:

@@ -12,6 +12,7 @@ from waiting ones that still hold some, then from running ones, whose KV is comp
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
@@ -27,7 +28,12 @@ from forethought.outputs import FinishReason
 from forethought.speculative.draft import NO_DRAFT, Draft
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from forethought.engine.passing import Outcome
     from forethought.speculative.rule import AcceptanceRule
+
+log = logging.getLogger(__name__)
 
 Wishes = Callable[[List[Sequence], int], List[int]]
 """How many draft nodes to reserve behind each of these sequences, all of which decode, while so
@@ -67,6 +73,10 @@ class PlannedRow:
     draft: Draft = NO_DRAFT
     rule: AcceptanceRule | None = None
     """What decides about the draft; None: its law, exactly."""
+    known_logits: Tensor | None = None
+    """Filled by the forward: [logits, V] float32, of its last known tokens."""
+    outcome: Outcome = field(default_factory=list)
+    """Filled by verification: what was drawn behind it."""
 
     @property
     def stop(self) -> int:
@@ -84,6 +94,16 @@ class PlannedRow:
         drawn = self.stop > self.sequence.prompt_length
         return drawn and self.count == 1 == self.logits and self.is_last
 
+    def undo(self) -> None:
+        """Take back the room for its tokens: they were not stored.
+
+        A page that was to be copied may be empty, so that one is given back as a whole.
+        """
+        table, size = self.sequence.table, self.sequence.table.page_size
+        copying = self.copies is None or self.copies
+        start = self.start // size * size if copying else self.start
+        table.rewind(min(start, table.length))
+
 
 @dataclass(slots=True)
 class Plan:
@@ -92,6 +112,8 @@ class Plan:
     rows: list[PlannedRow] = field(default_factory=list)
     tokens: int = 0
     """To compute, those of drafts included."""
+    failures: list[tuple[Sequence, Exception]] = field(default_factory=list)
+    """Sequences that cannot go on, to be closed at the end of the step. They have no row."""
 
     @property
     def copies(self) -> list[PageCopy]:
@@ -104,12 +126,32 @@ class Plan:
         self.tokens += row.count
 
     def remove(self, sequence: Sequence) -> None:
-        """Take back the row of a sequence that lost its pages."""
+        """Leave a sequence out of the step: its row, if it has one, is undone."""
         for place, row in enumerate(self.rows):
             if row.sequence is sequence:
+                row.undo()
                 self.tokens -= row.count + row.nodes
                 del self.rows[place]
                 return
+
+    def fail(self, sequence: Sequence, error: Exception) -> None:
+        """Leave a sequence out of this step and have it closed at the end of it."""
+        self.remove(sequence)
+        self.failures.append((sequence, error))
+
+    def fail_all(self, error: Exception) -> None:
+        """As ``fail``, for every row."""
+        for row in list(self.rows):
+            self.fail(row.sequence, error)
+
+    def has_failed(self, sequence: Sequence) -> bool:
+        """Whether it is to be closed at the end of the step."""
+        return any(failed is sequence for failed, _ in self.failures)
+
+    def undo(self) -> None:
+        """Nothing of this step was stored, and nobody fails."""
+        for row in self.rows:
+            row.undo()
 
     def reserve(self, row: PlannedRow, nodes: int) -> None:
         """Make room for a draft, in place of the room that there was; ``nodes`` pages are free."""
@@ -195,6 +237,7 @@ class Scheduler:
 
         Args:
             plan: an empty one, filled row by row, so that it can be undone wherever this stops.
+                What is raised for one sequence ends up in its ``failures``.
             wishes: how many draft nodes the sequences that decode would like.
         """
         self._yield_places()
@@ -203,19 +246,33 @@ class Scheduler:
         prefilling = [sequence for sequence in self.running if sequence.num_uncomputed > 1]
         self._plan_rows(plan, decoding)
         if wishes is not None:
-            self._reserve(plan, wishes)
+            self._try_to_reserve(plan, wishes)
         self._plan_rows(plan, prefilling)
         self.waiting.sort(key=lambda sequence: sequence.rank)
         for sequence in list(self.waiting):
-            if sequence.parent is not None:
+            if sequence.parent is not None or plan.has_failed(sequence):
                 continue
-            if self.is_full or not self._admit(plan, sequence):
-                break
+            try:
+                if self.is_full or not self._admit(plan, sequence):
+                    break
+            except Exception as error:
+                plan.fail(sequence, error)
 
     def _plan_rows(self, plan: Plan, sequences: list[Sequence]) -> None:
         for sequence in sequences:
-            if sequence.status is Status.RUNNING:  # may have lost its pages to an earlier one
-                self._plan_row(plan, sequence)
+            try:
+                if sequence.status is Status.RUNNING:  # may have lost its pages to an earlier one
+                    self._plan_row(plan, sequence)
+            except Exception as error:
+                plan.fail(sequence, error)
+
+    def _try_to_reserve(self, plan: Plan, wishes: Wishes) -> None:
+        """Reserve room for drafts; where that fails, this step has none."""
+        try:
+            self._reserve(plan, wishes)
+        except Exception:
+            log.exception("no room for drafts could be reserved in this step")
+            plan.give_back_nodes()
 
     def _reserve(self, plan: Plan, wishes: Wishes) -> None:
         """Give the decodes room for drafts, the first ones first; nobody loses a page by it."""
@@ -292,7 +349,7 @@ class Scheduler:
 
     def _adopt_prefix(self, sequence: Sequence) -> None:
         """Begin an empty table with the pages of a known prefix; at least one token is left."""
-        if sequence.table.pages or sequence.wants_prompt_logprobs:
+        if sequence.table.pages or sequence.wants_prompt_logprobs or sequence.suspect:
             return
         pages = self._index.match(sequence.tokens[:-1], sequence.params.cache_salt)
         sequence.table.adopt(pages)
@@ -311,12 +368,16 @@ class Scheduler:
         victim = victims[0]
         if victim.status is Status.RUNNING:
             plan.remove(victim)
-            self.place(victim, Status.WAITING)
             self._stats.preemptions += 1
-            victim.table.release()
+            self.restart(victim)
         else:
             self._drop(victim)
         return victim is not needy
+
+    def restart(self, sequence: Sequence) -> None:
+        """A running sequence gives back its pages; its KV is computed again when it is admitted."""
+        self.place(sequence, Status.WAITING)
+        sequence.table.release()
 
     def _drop(self, sequence: Sequence) -> None:
         sequence.table.release()

@@ -74,6 +74,9 @@ class Sequence:
     stop_reason: int | str | None = None
     """The stop token that ended the generation, if it was one of ``stop_token_ids``; or
     ``GRAMMAR_COMPLETE``."""
+    suspect: bool = False
+    """Its logits were not finite in this generation. It is computed again from the first token on,
+    on cleared pages, without drafts; the second time is an error."""
     constraint: Constraint | None = None
     """What the output of the current generation has to keep to."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)

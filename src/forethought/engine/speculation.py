@@ -11,18 +11,21 @@ the step. Knows nothing about how drafts are made or verified.
 from __future__ import annotations
 
 import logging
+import signal
+import threading
 import time
+import traceback
 from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from operator import index
 
-from forethought.engine.passing import Outcome
 from forethought.engine.resources import Resources
 from forethought.engine.scheduler import Plan, PlannedRow
 from forethought.engine.sequence import Sequence
 from forethought.engine.stats import EngineStats
 from forethought.kv.companion import Companion
+from forethought.kv.table import TableView
 from forethought.speculative.check import checked
 from forethought.speculative.draft import NO_DRAFT, Draft
 from forethought.speculative.drafter import (
@@ -161,8 +164,8 @@ class Speculation:
         request.draft, request.max_draft_len = NO_DRAFT, depth
         try:
             return request if self._resources[equipped].take(request) else None
-        except Exception:
-            self._fail(equipped, "its resource manager cannot say what a request needs")
+        except BaseException as error:
+            self._fail(equipped, error, "its resource manager cannot say what a request needs")
             self._lose(equipped, [request])
             return None
 
@@ -174,7 +177,8 @@ class Speculation:
             if not wish.enabled or wish.drafter not in (None, equipped.name):
                 return 0
             depth = depth if wish.max_draft_len is None else min(depth, wish.max_draft_len)
-        return 0 if (equipped, sequence.id) in self._lost else depth
+        lost = sequence.suspect or (equipped, sequence.id) in self._lost
+        return 0 if lost else depth
 
     def _introduced(self, sequence: Sequence) -> DraftRequest:
         """The one object that drafters are shown of a generation."""
@@ -199,8 +203,8 @@ class Speculation:
             lengths = [index(n) for n in equipped.policy.lengths(requests, batch_size)]
             if len(lengths) != len(requests):
                 raise ValueError(f"{len(lengths)} lengths for {len(requests)} requests")
-        except Exception:
-            self._fail(equipped, "its length policy failed, and there are no drafts in this step")
+        except BaseException as error:
+            self._fail(equipped, error, "its length policy failed: no drafts in this step")
             return [0] * len(requests)
         return lengths
 
@@ -208,8 +212,8 @@ class Speculation:
         """Most tokens of a draft of ``depth`` levels; 0 if the drafter cannot say."""
         try:
             return min(index(equipped.drafter.nodes(depth)), equipped.max_nodes)
-        except Exception:
-            self._fail(equipped, "it does not say how large its drafts are")
+        except BaseException as error:
+            self._fail(equipped, error, "it does not say how large its drafts are")
             self._lose(equipped, [request])
             return 0
 
@@ -223,7 +227,7 @@ class Speculation:
             part = self._parts[number]
             if equipped not in part.depths or len(part.draft):
                 continue
-            part.request.table = row.sequence.table
+            part.request.table = TableView(row.sequence.table)
             part.nodes[equipped] = min(row.nodes, part.nodes[equipped])
             part.asked.append(equipped)
             asking.append(part)
@@ -244,7 +248,7 @@ class Speculation:
         for sequence in sequences:
             if self._depth(equipped, sequence, equipped.schedule.most) > 0:
                 request = self._introduced(sequence)
-                request.draft, request.table = NO_DRAFT, sequence.table
+                request.draft, request.table = NO_DRAFT, TableView(sequence.table)
                 request.max_draft_len = request.max_nodes = 0
                 shown.append(request)
         return shown
@@ -255,8 +259,8 @@ class Speculation:
         """Whether the resource manager, if there is one, is ready for them."""
         try:
             self._resources[equipped].prepare(_batch(parts, prefilling))
-        except Exception:
-            self._fail(equipped, "prepare_resources failed")
+        except BaseException as error:
+            self._fail(equipped, error, "prepare_resources failed")
             self._lose(equipped, [part.request for part in parts])
             return False
         return True
@@ -272,8 +276,8 @@ class Speculation:
             equipped.drafter.prepare_draft_tokens(
                 _batch(parts, prefilling), self._resources[equipped].manager
             )
-        except Exception:
-            self._fail(equipped, "it raised")
+        except BaseException as error:
+            self._fail(equipped, error, "it raised")
             return False
         for part in parts:
             self._check(equipped, part)
@@ -287,9 +291,9 @@ class Speculation:
             part.draft = part.request.draft = checked(part.request, self._vocab_size)
             if len(part.draft) < len(drafted.tokens):
                 self._warn_of_ids(equipped, drafted)
-        except Exception:
+        except BaseException as error:
             part.draft = part.request.draft = NO_DRAFT
-            self._fail(equipped, "what it proposed is no draft")
+            self._fail(equipped, error, "what it proposed is no draft")
             self._lose(equipped, [part.request])
 
     def _warn_of_ids(self, equipped: Equipped, drafted: Draft) -> None:
@@ -306,18 +310,15 @@ class Speculation:
 
     # ---- after the commit -------------------------------------------------------------------
 
-    def observe(self, plan: Plan, outcomes: List[Outcome], seconds: float) -> None:
+    def observe(self, plan: Plan, seconds: float) -> None:
         """Tell drafters and policies what became of the drafts.
 
         Args:
-            plan: the step's rows.
-            outcomes: what was drawn after each.
+            plan: the step's rows, with their outcomes.
             seconds: of the whole step.
         """
         accepted = {
-            row.sequence.id: len(outcome[0][1].path)
-            for row, outcome in zip(plan.rows, outcomes, strict=True)
-            if outcome
+            row.sequence.id: len(row.outcome[0][1].path) for row in plan.rows if row.outcome
         }
         forward_seconds = seconds - sum(turn.seconds for turn in self._turns.values())
         for equipped in self._drafters:
@@ -340,8 +341,10 @@ class Speculation:
             )
             try:
                 equipped.policy.observe(record)
-            except Exception:
-                self._fail(equipped, "its length policy did not take in what became of a step")
+            except BaseException as error:
+                self._fail(
+                    equipped, error, "its length policy did not take in what became of a step"
+                )
         self._parts, self._turns = {}, {}
 
     def _update(
@@ -362,13 +365,19 @@ class Speculation:
         try:
             equipped.drafter.update(ScheduledRequests(list(batch), list(shown)))
             self._resources[equipped].update(ScheduledRequests(list(batch), list(shown)))
-        except Exception:
-            self._fail(equipped, "it or its resource manager failed after a step")
+        except BaseException as error:
+            self._fail(equipped, error, "it or its resource manager failed after a step")
             self._lose(equipped, batch)
 
-    def _fail(self, equipped: Equipped, why: str) -> None:
-        """Log and count what was just raised."""
-        log.warning("drafter %r: %s", equipped.name, why, exc_info=True)
+    def _fail(self, equipped: Equipped, error: BaseException, why: str) -> None:
+        """Log and count what a drafter, or what belongs to it, has raised: ``sys.exit()`` as well.
+
+        Raises:
+            BaseException: the error, if it is not the drafter's own; see ``_is_interrupt``.
+        """
+        if _is_interrupt(error):
+            raise error
+        log.warning("drafter %r: %s", equipped.name, why, exc_info=error)
         self._stats.draft_failures += 1
 
     def _lose(self, equipped: Equipped, requests: list[DraftRequest]) -> None:
@@ -376,6 +385,13 @@ class Speculation:
         for request in requests:
             self._lost.add((equipped, request.request_id))
             self._quietly(equipped, self._resources[equipped].free, request)
+
+    def drop(self, sequence: Sequence, error: Exception) -> None:
+        """The target failed on a draft of the sequence, which gets no more of this drafter."""
+        part = self._parts[sequence.id]
+        self._fail(part.asked[-1], error, "the target failed on its draft")
+        self._lose(part.asked[-1], [part.request])
+        part.draft = NO_DRAFT
 
     def release(self, sequence: Sequence) -> None:
         """The generation is over, for better or worse."""
@@ -401,8 +417,23 @@ class Speculation:
     def _quietly(self, equipped: Equipped, call: Callable[..., None], *args: object) -> None:
         try:
             call(*args)
-        except Exception:
-            self._fail(equipped, "it or its resource manager failed at the end")
+        except BaseException as error:
+            self._fail(equipped, error, "it or its resource manager failed at the end")
+
+
+def _is_interrupt(error: BaseException) -> bool:
+    """Whether an error is meant for the program, and only came while a drafter was running.
+
+    Signals are handled in the main thread. There a KeyboardInterrupt is taken for Ctrl-C, and what
+    a signal handler has raised, such as SystemExit on SIGTERM, is the program's as well.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    if isinstance(error, KeyboardInterrupt):
+        return True
+    handlers = map(signal.getsignal, signal.valid_signals())
+    codes = {getattr(handler, "__code__", None) for handler in handlers}
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _batch(parts: list[_Part], prefilling: list[DraftRequest]) -> ScheduledRequests:

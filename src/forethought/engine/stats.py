@@ -34,6 +34,8 @@ class EngineStats:
     """Proposed tokens that the target took; they are in ``decoded`` too."""
     draft_failures: int = 0
     """Times that a drafter, its manager or its length policy raised or answered nonsense."""
+    failed_forwards: int = 0
+    """Forwards that raised; they were made again with fewer rows, or without a draft."""
     failures: int = 0
     """Sequences that ended with an error."""
     forward_seconds: float = 0.0

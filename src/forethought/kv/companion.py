@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from forethought.kv.storage import KvStorage
-from forethought.kv.table import PageCopy, PageTable, SlotMove
+from forethought.kv.table import PageCopy, ReadableTable, SlotMove
 
 
 class Companion:
@@ -49,15 +49,15 @@ class Companion:
             src, dst = [move.src for move in moves], [move.dst for move in moves]
             flat[dst] = flat[src]
 
-    def invalidate(self, table: PageTable, start: int, stop: int) -> None:
+    def invalidate(self, table: ReadableTable, start: int, stop: int) -> None:
         """The target is about to write other tokens at positions ``start`` to ``stop``."""
         self._set(table, start, stop, False)
 
-    def mark(self, table: PageTable, start: int, stop: int) -> None:
+    def mark(self, table: ReadableTable, start: int, stop: int) -> None:
         """The entries of positions ``start`` to ``stop`` have been computed."""
         self._set(table, start, stop, True)
 
-    def ready_length(self, table: PageTable, length: int) -> int:
+    def ready_length(self, table: ReadableTable, length: int) -> int:
         """How many of the first ``length`` positions are filled without a gap."""
         size = self.storage.page_size
         pages = table.pages[: -(-length // size)]
@@ -65,6 +65,6 @@ class Companion:
         first_gap = int(filled.argmin()) if filled.size else 0
         return first_gap if filled.size and not filled[first_gap] else length
 
-    def _set(self, table: PageTable, start: int, stop: int, value: bool) -> None:
+    def _set(self, table: ReadableTable, start: int, stop: int, value: bool) -> None:
         if start < stop:
             self._ready.reshape(-1)[table.slots(start, stop)] = value

@@ -60,6 +60,12 @@ class PrefixIndex:
             self._pool.keep(page)
         return digest
 
+    def withdraw(self, pages: Sequence[int]) -> None:
+        """Have none of these pages found again; who holds them keeps them."""
+        for page in pages:
+            if page in self._digest_of:
+                self._pool.drop(page)
+
     def _forget(self, page: int) -> None:
         digest = self._digest_of.pop(page, None)
         if digest is not None:

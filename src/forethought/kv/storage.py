@@ -123,5 +123,12 @@ class KvStorage:
         for stack in self._stacks:
             stack[:, dst] = stack[:, src]
 
+    def clear_slots(self, slots: Sequence[int]) -> None:
+        """Overwrite single tokens with zeros, all layers."""
+        if slots:
+            cleared = self._indices(list(slots))
+            for stack in self._stacks:
+                stack[:, cleared] = 0
+
     def _indices(self, numbers: list[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=self.device)

@@ -49,6 +49,11 @@ class PageTable:
         self.root = b""
         """The hash of the empty prefix that the first of them continues."""
 
+    @property
+    def page_size(self) -> int:
+        """Tokens in a page."""
+        return self._pool.page_size
+
     def adopt(self, pages: Sequence[int]) -> None:
         """Begin an empty table with full pages that exist already (a prefix hit)."""
         assert not self.pages, "only an empty table can adopt pages"
@@ -191,3 +196,41 @@ class PageTable:
         self._pool.release(tail)
         self._set_pages([*self.pages[:-1], page])
         return [PageCopy(tail, page)]
+
+
+class TableView:
+    """A page table to read and not to write: what a drafter sees of a request's.
+
+    It shows the table as it is now. Lists of pages are copies.
+    """
+
+    __slots__ = ("_table",)
+
+    def __init__(self, table: PageTable) -> None:
+        self._table = table
+
+    @property
+    def pages(self) -> list[int]:
+        """A copy of the page ids, in order."""
+        return list(self._table.pages)
+
+    @property
+    def length(self) -> int:
+        """Tokens stored."""
+        return self._table.length
+
+    def slots(self, start: int, stop: int) -> list[int]:
+        """The slots of the positions ``start`` to ``stop``."""
+        return self._table.slots(start, stop)
+
+    def run(self) -> int | None:
+        """The slot of position 0 if all pages lie side by side, so that slots rise by one."""
+        return self._table.run()
+
+    def window(self, length: int) -> TableView:
+        """A view of the first ``length`` tokens alone."""
+        return TableView(self._table.window(length))
+
+
+ReadableTable = PageTable | TableView
+"""Where a row's tokens lie, for those who only look."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from forethought.kv.table import PageTable
+    from forethought.kv.table import ReadableTable
 
 
 def ancestors(parents: Sequence[int]) -> Tensor:
@@ -55,7 +55,7 @@ class Row:
 
     tokens: list[int]
     start: int
-    table: PageTable
+    table: ReadableTable
     parents: tuple[int, ...] | None = None
     logits_from: int = 0
 

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from forethought.errors import ParameterError
 from forethought.kv.storage import KvStorage
-from forethought.kv.table import PageTable
+from forethought.kv.table import ReadableTable
 from forethought.model import loader
 from forethought.model.attention.base import ForwardPass
 from forethought.model.attention.strands import Strands
@@ -35,7 +35,7 @@ class Past(NamedTuple):
 
     tokens: Sequence[int]
     start: int
-    table: PageTable
+    table: ReadableTable
     """Reaches to their end or further."""
 
 
@@ -98,7 +98,9 @@ class DraftModel:
             return pad(logits, (0, self._missing), value=-torch.inf)
         return logits[:, : self._vocab_size]
 
-    def strands(self, tables: Sequence[PageTable], lengths: Sequence[int], room: int) -> Strands:
+    def strands(
+        self, tables: Sequence[ReadableTable], lengths: Sequence[int], room: int
+    ) -> Strands:
         """Where up to ``room`` tokens of each can be put behind the computed ones of tables."""
         return Strands(self.runner.storage, tables, lengths, room, self.runner.lm.windows)
 

@@ -8,8 +8,9 @@ A drafter in full::
                 request.py_draft_tokens = [request.tokens[-1]] * request.max_draft_len
 
 It proposes; it never decides. Whatever it proposes, the output is what plain decoding gives, and if
-it raises, or proposes what does not exist, its requests go on without. The names are those of
-TensorRT-LLM's developer guide. Knows nothing about the engine.
+it raises, be it ``SystemExit``, or proposes what does not exist, its requests go on without. Only
+Ctrl-C, and what a signal handler raises, end the call in which the drafter was asked. The names are
+those of TensorRT-LLM's developer guide. Knows nothing about the engine.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from forethought.speculative.draft import NO_DRAFT, Draft
 
 if TYPE_CHECKING:
     from forethought.kv.companion import Companion
-    from forethought.kv.table import PageTable
+    from forethought.kv.table import TableView
 
 
 @dataclass(eq=False, slots=True)
@@ -52,9 +53,9 @@ class DraftRequest:
     """Most depth of the draft in this step."""
     max_nodes: int = 0
     """Most tokens of the draft in this step."""
-    table: PageTable | None = None
-    """Where its keys and values lie; reaches ``max_nodes`` tokens behind the root, or, while it
-    prefills, to the last token that this step computes."""
+    table: TableView | None = None
+    """Where its keys and values lie, to read; reaches ``max_nodes`` tokens behind the root, or,
+    while it prefills, to the last token that this step computes."""
     draft: Draft = field(default=NO_DRAFT)
     """The answer."""
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from forethought.kv.companion import Companion
 from forethought.kv.storage import KvStorage, LayerShape
-from forethought.kv.table import PageTable
+from forethought.kv.table import ReadableTable
 
 
 class Features(Companion):
@@ -38,7 +38,7 @@ class Features(Companion):
         self.storage.keys[0].index_copy_(0, slots, wide.unsqueeze(1))
         self._ready.reshape(-1)[slots.cpu().numpy()] = True
 
-    def read(self, table: PageTable, start: int, stop: int) -> Tensor:
+    def read(self, table: ReadableTable, start: int, stop: int) -> Tensor:
         """[stop - start, width] in the model's dtype: those of positions ``start`` to ``stop``."""
         first = table.run()
         stored = self.storage.keys[0]

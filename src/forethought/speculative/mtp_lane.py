@@ -15,7 +15,7 @@ from torch import Tensor
 
 from forethought.kv.companion import Companion
 from forethought.kv.storage import KvStorage
-from forethought.kv.table import PageTable
+from forethought.kv.table import ReadableTable
 from forethought.model.attention.base import PagedPass
 from forethought.model.attention.strands import Strands
 from forethought.model.batch import Batch, Row
@@ -42,7 +42,7 @@ class PairText:
     begin: int
 
     @property
-    def table(self) -> PageTable:
+    def table(self) -> ReadableTable:
         """Where its tokens lie."""
         assert self.request.table is not None
         return self.request.table

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from forethought.kv.companion import Companion
 from forethought.kv.storage import KvStorage
-from forethought.kv.table import PageTable
+from forethought.kv.table import ReadableTable
 from forethought.model.attention.base import ForwardPass, PagedPass
 from forethought.model.attention.strands import Strands, read_alike
 from forethought.model.batch import Batch, Span
@@ -203,11 +203,11 @@ class Pairs:
         return PagedPass(batch, self._storage, self._backend, [None])
 
 
-def _table(request: DraftRequest) -> PageTable:
+def _table(request: DraftRequest) -> ReadableTable:
     assert request.table is not None
     return request.table
 
 
-def _span(table: PageTable, begin: int, size: int, stop: int) -> Span:
+def _span(table: ReadableTable, begin: int, size: int, stop: int) -> Span:
     pages = table.window(stop).pages
     return Span(begin, begin + size, stop, tuple(pages), table.run(), None, seen_from=1)

@@ -13,6 +13,9 @@ probability min(1, p / q); what is left of p after all children of a node were r
 of the token that ends the walk. More tokens are accepted than with points; the law is the same, the
 tokens of one seed are others.
 
+Where the model's logits are not finite no walk goes on, nor is a token drawn: the last accepted
+token is then all that a request gains, and where there is none, nothing.
+
 On a GPU every node's token is drawn and every child judged before the walk begins, so that one
 transfer to the host serves the whole step. Knows nothing about drafters, sequences or pages.
 """
@@ -28,8 +31,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from forethought.model.sampling import TokenContext, coin, logits_to_probs, pick
-from forethought.model.sampling.choice import choose, draw_tokens, report
+from forethought.model.sampling import TokenContext, coin, pick
+from forethought.model.sampling.choice import NO_TOKEN, choose, draw_tokens, report, where_finite
+from forethought.model.sampling.law import law_and_peaks
 from forethought.outputs import TokenLogprobs
 from forethought.speculative.draft import Draft, DraftKind
 from forethought.speculative.rejection import Tossed, settle
@@ -81,7 +85,8 @@ class Verdict:
     path: list[int]
     """The accepted nodes, from the root down."""
     tokens: list[int]
-    """Theirs, and one more that the target drew itself."""
+    """Theirs, and one more that the target drew itself. None at all: the logits behind the root are
+    not finite."""
     logprobs: list[TokenLogprobs] | None = None
     """One entry per token, under the model's own law, if asked for."""
 
@@ -94,7 +99,8 @@ def verify(logits: Tensor, candidates: Sequence[Candidate]) -> list[Verdict]:
         candidates: any number; their tokens are below V. Rows may be shared.
 
     Returns:
-        One verdict each, of 1 to ``draft.depth + 1`` tokens; one of exactly 1 without a draft.
+        One verdict each, of 1 to ``draft.depth + 1`` tokens; of exactly 1 without a draft; of none
+        where the logits behind the root are not finite.
     """
     return [
         verdict
@@ -129,6 +135,8 @@ def _verify_together(logits: Tensor, candidates: Sequence[Candidate]) -> list[Ve
         choice = choose(logits, contexts, _all_coins(candidates))
         return [
             Verdict([], [token], None if entry is None else [entry])
+            if token != NO_TOKEN
+            else Verdict([], [])
             for token, entry in zip(choice.tokens, choice.logprobs, strict=True)
         ]
     drawn, accepted = _decide(logits, contexts, candidates)
@@ -141,7 +149,7 @@ def _verify_together(logits: Tensor, candidates: Sequence[Candidate]) -> list[Ve
         else:
             verdict = _walk(candidate.draft, drawn[begin:end], accepted[begin:end])
         verdicts.append(verdict)
-        origins += [begin, *(begin + 1 + node for node in verdict.path)]
+        origins += [begin, *(begin + 1 + node for node in verdict.path)][: len(verdict.tokens)]
         begin = end
     _add_logprobs(logits, contexts, origins, verdicts)
     return verdicts
@@ -161,9 +169,9 @@ def _decide(
             random.append(Tossed(candidate.draft, begin, _acceptance_coins(candidate)))
         begin += len(candidate.rows)
     if random:
-        laws = logits_to_probs(logits, contexts)
+        laws, peaks = law_and_peaks(logits, contexts)
         settled = settle(laws, random)
-        own = pick(laws, _all_coins(candidates))
+        own = where_finite(pick(laws, _all_coins(candidates)), peaks)
         drawn, stay = torch.stack([own, settled.long()]).tolist()
         accepted = [bool(each) for each in stay]
     else:
@@ -225,7 +233,7 @@ def _walk(draft: Draft, drawn: Sequence[int], accepted: Sequence[bool]) -> Verdi
     Entry 0 of both lists is the root's, entry 1 + n node n's.
     """
     at, path = -1, list[int]()
-    if not any(accepted[1:]):
+    if drawn[0] != NO_TOKEN and not any(accepted[1:]):
         return Verdict(path, [drawn[0]])
     for node in range(len(draft)):  # younger siblings and children come after a node
         if accepted[1 + node] and draft.parent(node) == at:
@@ -235,9 +243,16 @@ def _walk(draft: Draft, drawn: Sequence[int], accepted: Sequence[bool]) -> Verdi
 
 
 def _verdict(draft: Draft, path: list[int], drawn: Sequence[int]) -> Verdict:
-    """The path's tokens, and the one that is drawn behind them."""
-    end = path[-1] if path else -1
-    return Verdict(path, [*(draft.tokens[node] for node in path), drawn[1 + end]])
+    """The path's tokens, and the one that is drawn behind them.
+
+    The path ends where no token can be drawn; its last node then counts as drawn, not as accepted.
+    """
+    nodes = [-1, *path]
+    lost = next((place for place, node in enumerate(nodes) if drawn[1 + node] == NO_TOKEN), None)
+    tokens = [draft.tokens[node] for node in path]
+    if lost is not None:
+        return Verdict(path[: max(lost - 1, 0)], tokens[:lost])
+    return Verdict(path, [*tokens, drawn[1 + nodes[-1]]])
 
 
 def _paths_by_rule(logits: Tensor, candidates: Sequence[Candidate]) -> dict[int, list[int]]:

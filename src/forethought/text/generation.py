@@ -58,7 +58,7 @@ class Generation:
         failure = RequestError(
             "the request failed in the engine",
             f"{type(self._error).__name__}: {self._error}",
-            "Other requests go on; the cause is attached",
+            "The cause is attached; no other request fails with it",
         )
         failure.__cause__ = self._error
         return failure

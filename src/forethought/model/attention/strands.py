@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from forethought.kv.storage import KvStorage
-from forethought.kv.table import PageTable
+from forethought.kv.table import ReadableTable
 from forethought.model.attention.base import ForwardPass, Scoring
 from forethought.model.attention.softmax import softmax_attention
 from forethought.model.batch import Batch
@@ -60,7 +60,7 @@ class Strands:
     def __init__(
         self,
         storage: KvStorage,
-        tables: Sequence[PageTable],
+        tables: Sequence[ReadableTable],
         lengths: Sequence[int],
         room: int,
         windows: Sequence[int | None] = (None,),

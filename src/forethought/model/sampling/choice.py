@@ -1,4 +1,8 @@
-"""The next tokens of the rows of one step. Knows nothing about sequences, pages or text."""
+"""The next tokens of the rows of one step. Knows nothing about sequences, pages or text.
+
+No token follows where the largest of the model's own logits is NaN or infinite: ``NO_TOKEN`` is
+drawn. -inf is a logit like others as long as one is finite.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,14 @@ from forethought.model.sampling import logprobs
 from forethought.model.sampling.draw import pick
 from forethought.model.sampling.law import (
     TokenContext,
-    edit_logits,
-    logits_to_probs,
+    edit_and_peaks,
+    law_and_peaks,
     wants_edits,
 )
 from forethought.outputs import TokenLogprobs
+
+NO_TOKEN = -1
+"""Is drawn where the model's logits are not finite."""
 
 
 @dataclass(slots=True)
@@ -49,7 +56,13 @@ def draw_tokens(logits: Tensor, contexts: Sequence[TokenContext], coins: Sequenc
     """
     if all(context.params.greedy for context in contexts):
         return _likeliest(logits, contexts)
-    return pick(logits_to_probs(logits, contexts), coins)
+    law, peaks = law_and_peaks(logits, contexts)
+    return where_finite(pick(law, coins), peaks)
+
+
+def where_finite(drawn: Tensor, peaks: Tensor) -> Tensor:
+    """The drawn tokens [N] int64, or ``NO_TOKEN`` where the largest logit [N, 1] is not finite."""
+    return drawn.masked_fill_(~torch.isfinite(peaks.squeeze(1)), NO_TOKEN)
 
 
 def _likeliest(logits: Tensor, contexts: Sequence[TokenContext]) -> Tensor:
@@ -57,10 +70,13 @@ def _likeliest(logits: Tensor, contexts: Sequence[TokenContext]) -> Tensor:
     different = {id(context): context for context in contexts}.values()  # nodes often share one
     if logits.device.type == "cpu" and not any(map(wants_edits, different)):
         host = logits.numpy()
-        drawn = host.argmax(axis=-1)  # a tenth of torch's time
-        if np.isfinite(host[np.arange(len(host)), drawn]).all():
-            return torch.from_numpy(drawn)
-    return edit_logits(logits, contexts).max(dim=-1).indices
+        drawn = host.argmax(axis=-1)  # a tenth of torch's time; of NaN and numbers, NaN
+        finite = np.isfinite(host[np.arange(len(host)), drawn])
+        if not finite.all():
+            drawn[~finite] = NO_TOKEN
+        return torch.from_numpy(drawn)
+    edited, peaks = edit_and_peaks(logits, contexts)
+    return where_finite(edited.max(dim=-1).indices, peaks)
 
 
 def report(logits: Tensor, contexts: Sequence[TokenContext], drawn: Tensor) -> Choice:
@@ -69,7 +85,8 @@ def report(logits: Tensor, contexts: Sequence[TokenContext], drawn: Tensor) -> C
     Args:
         logits: [N, V] float32, the model's own.
         contexts: N contexts.
-        drawn: [N] int64, the token of each row.
+        drawn: [N] int64, the token of each row; ``NO_TOKEN`` is reported as any other, with
+            log-probabilities that mean nothing.
     """
     wanted = [context.params.logprobs for context in contexts]
     rows = [row for row, k in enumerate(wanted) if k is not None]
@@ -78,7 +95,7 @@ def report(logits: Tensor, contexts: Sequence[TokenContext], drawn: Tensor) -> C
 
     index = torch.tensor(rows, dtype=torch.int64, device=logits.device)
     most = max(k for k in wanted if k is not None)
-    scores = logprobs.score(logits[index], drawn[index], most)
+    scores = logprobs.score(logits[index], drawn[index].clamp(min=0), most)
     # Token ids are exact in float64, so that one transfer brings everything.
     host = torch.cat([drawn.double(), scores.flatten()]).tolist()
     tokens = [int(token) for token in host[: len(contexts)]]

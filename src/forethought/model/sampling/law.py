@@ -20,11 +20,12 @@ nowhere else, in this order:
    at least ``min_p`` of the likeliest one's probability. The likeliest token always stays. What
    stays is renormalised.
 
-A row without any finite largest logit after step 5 (everything forbidden, or the model returned NaN
-or infinity) falls back to its raw logits with steps 1 to 4 undone, NaN and -inf read as the lowest
-float and +inf as the highest: never NaN, and uniform if there was nothing to go by. Step 5 holds
-there too, so that ``min_tokens`` never breaks a grammar; only a constraint that allows nothing at
-all, which no sequence that goes on has, forbids nothing.
+A row whose largest logit after step 5 is not finite falls back to its raw logits with steps 1 to 4
+undone, NaN and -inf read as the lowest float and +inf as the highest: never NaN, and uniform if
+there was nothing to go by. Either everything was forbidden; then step 5 holds there too, so that
+``min_tokens`` never breaks a grammar, and only a constraint that allows nothing at all, which no
+sequence that goes on has, forbids nothing. Or the model's own logits are NaN or infinite; that law
+serves drafters alone, and ``choice`` draws no token there.
 
 Knows nothing about how a token is drawn from the law.
 """
@@ -70,8 +71,16 @@ def logits_to_probs(logits: Tensor, contexts: Sequence[TokenContext]) -> Tensor:
     Returns:
         [N, V] float32; every row sums to 1 and has no NaN.
     """
-    edited = edit_logits(logits, contexts)
-    shifted = edited - edited.amax(dim=-1, keepdim=True)  # the peak is 0 at any temperature
+    return law_and_peaks(logits, contexts)[0]
+
+
+def law_and_peaks(logits: Tensor, contexts: Sequence[TokenContext]) -> tuple[Tensor, Tensor]:
+    """``logits_to_probs``, and [N, 1] float32: the largest of the model's own logits of each row.
+
+    The law of a row whose largest logit is not finite means nothing.
+    """
+    edited, peaks, own = _edit(logits, contexts)
+    shifted = edited - peaks  # the peak is 0 at any temperature
     temperatures = [context.params.temperature for context in contexts]
     if any(temperature not in (0.0, 1.0) for temperature in temperatures):
         smallest = torch.finfo(torch.float32).tiny  # what rounds to 0 would make 0 / 0
@@ -82,7 +91,7 @@ def logits_to_probs(logits: Tensor, contexts: Sequence[TokenContext]) -> Tensor:
         rows = torch.tensor(greedy, device=logits.device)
         probs[rows] = 0.0
         probs[rows, edited[rows].max(dim=-1).indices] = 1.0  # max gives the first of equals
-    return probs
+    return probs, own
 
 
 def edit_logits(logits: Tensor, contexts: Sequence[TokenContext]) -> Tensor:
@@ -95,7 +104,19 @@ def edit_logits(logits: Tensor, contexts: Sequence[TokenContext]) -> Tensor:
     Returns:
         [N, V] float32, the largest value of each row finite; ``logits`` itself if nothing changed.
     """
+    return _edit(logits, contexts)[0]
+
+
+def edit_and_peaks(logits: Tensor, contexts: Sequence[TokenContext]) -> tuple[Tensor, Tensor]:
+    """``edit_logits``, and [N, 1]: the largest of the model's own logits of each row."""
+    edited, _, own = _edit(logits, contexts)
+    return edited, own
+
+
+def _edit(logits: Tensor, contexts: Sequence[TokenContext]) -> tuple[Tensor, Tensor, Tensor]:
+    """``edit_logits``, its largest value of each row, and that of ``logits``, both [N, 1]."""
     edited, allowed = logits, _allowed(contexts, logits)
+    peaks = own = logits.amax(dim=-1, keepdim=True)
     if any(wants_edits(context) for context in contexts):
         edited = logits.clone()
         _add_bias(edited, contexts)
@@ -103,13 +124,15 @@ def edit_logits(logits: Tensor, contexts: Sequence[TokenContext]) -> Tensor:
         _penalise_output(edited, contexts)
         _forbid_ends(edited, contexts)
         _keep_to(edited, allowed)
-    lost = ~torch.isfinite(edited.amax(dim=-1, keepdim=True))
+        peaks = edited.amax(dim=-1, keepdim=True)
+    lost = ~torch.isfinite(peaks)
     if logits.device.type == "cpu" and not lost.any():  # on a GPU looking would stall the queue
-        return edited
+        return edited, peaks, own
     bounds = torch.finfo(logits.dtype)
     fallback = logits.nan_to_num(nan=bounds.min, posinf=bounds.max, neginf=bounds.min)
     _keep_to(fallback, allowed)
-    return torch.where(lost, fallback, edited)
+    edited = torch.where(lost, fallback, edited)
+    return edited, edited.amax(dim=-1, keepdim=True), own
 
 
 def wants_edits(context: TokenContext) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from forethought.decoding import DraftTargetDecodingConfig
 from forethought.kv.companion import Companion
-from forethought.kv.table import PageTable
+from forethought.kv.table import ReadableTable
 from forethought.model.attention.strands import Strands, read_alike
 from forethought.model.sampling import TokenContext, coin, logits_to_probs, pick
 from forethought.speculative.draft import Draft, DraftKind
@@ -211,7 +211,7 @@ class DraftTargetDrafter(Drafter):
         return positions.clamp(max=self._model.max_positions - 1)
 
 
-def _table(request: DraftRequest) -> PageTable:
+def _table(request: DraftRequest) -> ReadableTable:
     assert request.table is not None
     return request.table
 
