@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
+from inspect import iscoroutinefunction
 from typing import Any
 
 from forethought.errors import ParameterError, TaskError, UsageError, WorkerTagError
@@ -260,7 +261,9 @@ class Frame:
     async def _execute(self, task: Task) -> None:
         """Execute ``task``; raises what goes wrong, unless it is to be dropped."""
         settings.on_failure(task.on_failure)
-        if isinstance(task, ComputeTask):
+        if isinstance(task, ComputeTask) and iscoroutinefunction(task.function):
+            await self._await(task)
+        elif isinstance(task, ComputeTask):
             await self._compute(task)
         else:
             await self._have_executed(task)
@@ -313,6 +316,14 @@ class Frame:
         if isinstance(task, GenerationTask) and not task.usage.completion_tokens:
             task.usage.completion_tokens = task.num_generated  # a worker that does not count
         return status, None
+
+    async def _await(self, task: ComputeTask) -> None:
+        """Await the coroutine of a task on this event loop."""
+        task.status, task.error = TaskStatus.SUCCESS, None
+        try:
+            task.result = await task.function(*task.args, **task.kwargs)
+        except Exception as error:
+            task.status, task.error = TaskStatus.WORKER_EXECEPTION, error
 
     def _stream(self, task: Task, output: Any) -> None:
         if isinstance(output, Delta) and not output.source:
