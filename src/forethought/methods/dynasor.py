@@ -314,11 +314,17 @@ class _Told:
 
 
 class _Tokenizer:
-    """The tokenizer in a directory, loaded when it is first needed; shared by all clones."""
+    """The tokenizer in a directory, loaded when it is first needed; shared by all copies."""
 
     def __init__(self, directory: str | Path) -> None:
         self._directory, self._lock = directory, threading.Lock()
         self._hf: Any = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Tokenizer:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._directory,)
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text that continues another one. Slow the first time.
