@@ -1,5 +1,7 @@
 r"""Which answers make a class, what that costs, and whose work it is."""
 
+from concurrent.futures import Future
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -87,6 +89,23 @@ def test_a_thousand_plain_answers_are_pooled_without_sympy_and_without_comparing
         assert len(pool.groups) == 1000
     assert len(looked_up) == 1000
     assert no_sympy == []
+
+
+def test_all_formulas_of_a_vote_share_one_budget_of_which_one_gets_a_third(monkeypatch):
+    asked = []
+
+    def forms(pool, formulas, seconds, longest):
+        asked.append((list(formulas), seconds, longest))
+        future = Future()
+        future.set_result(sympy_pool.Forms({}, 2.0))
+        return future
+
+    monkeypatch.setattr(sympy_pool.SympyPool, "forms", forms)
+    pool = AnswerPool(MathEquivalence(3.0))
+    for number, answer in enumerate(["a+b", "1+c, a+b", "a+b", "2+d"]):
+        pool.add(number, answer)
+    assert asked == [(["a+b"], 3.0, 1.0), (["1+c", "a+b"], 1.0, 1.0), (["2+d"], -1.0, 1.0)]
+    assert [group.members for group in pool.groups.values()] == [[0, 2], [1], [3]]
 
 
 def test_a_function_of_two_answers_compares_with_the_first_answer_of_each_class():

@@ -63,17 +63,15 @@ def ended(process):
 
 def test_hostile_formulas_share_one_budget_and_leave_a_part_of_it_to_others(pool):
     towers = [f"{n}+{TOWER}" for n in range(5)]
-    found = pool.forms([towers[0], "x+1", *towers[1:]], 3.0).result(120)
+    found = pool.forms([towers[0], "x+1", *towers[1:]], 3.0, 1.0).result(120)
     assert list(found.known) == ["x+1"]
     assert found.seconds < 20.0  # 3, and what a busy machine adds
 
 
-def test_a_hostile_formula_is_not_tried_again(pool, asked):
-    assert pool.forms([TOWER], 0.9).result(60).known == {}
-    assert pool.forms([TOWER], LONG).result(60).known == {}
-    assert pool.forms(["x+1"], LONG).result(60).known
-    assert pool.forms(["x+1"], LONG).result(60).known
-    assert len(asked.processes) == 2
+def test_a_form_is_worked_out_once(pool, asked):
+    first = pool.forms(["x+1"], LONG).result(60)
+    assert pool.forms(["x+1"], LONG).result(60) == (first.known, 0.0)
+    assert len(asked.processes) == 1
 
 
 def test_a_formula_for_which_there_was_too_little_time_is_tried_again(pool):
@@ -168,8 +166,14 @@ def joined(thread):
     return thread.is_alive()
 
 
-def test_requests_share_the_processes_of_their_llm(asked):
-    controller = MajorityVoteController(NativeGenerationController(), 2, early_stop=False)
+class Overridden(MajorityVoteController):
+    def majority_vote(self, candidates_tasks, **kwargs):
+        return super().majority_vote(candidates_tasks)
+
+
+@pytest.mark.parametrize("kind", [MajorityVoteController, Overridden])
+def test_requests_share_the_processes_of_their_llm(kind, asked):
+    controller = kind(NativeGenerationController(), 2, early_stop=False)
     worker = ScriptedWorker(lambda prompt, index: rf"\boxed{{{prompt}+{index % 2}x}}")
     with ScaffoldingLlm(controller, {"generation": worker}, 1) as llm:
         for prompt in "yz":
@@ -187,7 +191,7 @@ pool = sympy_pool.SympyPool()
 pool.forms(["x+1"], 60.0).result()
 print(pool._idle[0]._popen.pid, flush=True)
 if sys.argv[1] != "idle":
-    pool.forms([sys.argv[1]], 15.0)
+    pool.forms([sys.argv[1]], 5.0)
     while not pool._busy:
         pass
     print("busy", flush=True)
@@ -216,7 +220,7 @@ def test_a_process_ends_when_its_parent_is_killed(work):
 
 
 def test_a_hostile_formula_does_not_hold_up_the_end_of_the_interpreter():
-    command, options = run(PARENT.format(end="").replace("15.0", "3000.0"), TOWER)
+    command, options = run(PARENT.format(end="").replace("5.0", "3000.0"), TOWER)
     assert subprocess.run(command, timeout=60, check=True, **options).stdout.endswith("busy\n")
 
 

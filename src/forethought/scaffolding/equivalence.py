@@ -20,6 +20,10 @@ from forethought.scaffolding.sympy_pool import Forms, SympyPool
 from forethought.scaffolding.task import ComputeTask
 
 
+_HOSTILE = 3
+"""So many formulas that take for ever use up the time; fewer leave some of it to the others."""
+
+
 @runtime_checkable
 class Equivalence(Protocol):
     """What decides which answers mean the same, by a key."""
@@ -94,7 +98,8 @@ class AnswerClasses:
         self._known: dict[str, Hashable] = {}
         self._firsts: list[str] = []
         self._is_math = type(equivalence) is MathEquivalence
-        self._seconds = equivalence.time_limit if isinstance(equivalence, MathEquivalence) else 0.0
+        self._seconds = getattr(self._equivalence, "time_limit", 0.0) if self._is_math else 0.0
+        self._longest = self._seconds / _HOSTILE
 
     def of(self, answer: str) -> Hashable:
         """The class of an answer that is not among the ``unknown``."""
@@ -139,7 +144,7 @@ class AnswerClasses:
 
     def _working_out(self, answers: Sequence[str], pool: SympyPool) -> Future[Forms]:
         every = (formula for a in answers for formula in forms.formulas(forms.canonical_form(a)))
-        return pool.forms(dict.fromkeys(every), self._seconds)
+        return pool.forms(dict.fromkeys(every), self._seconds, self._longest)
 
     async def _find_formulas(self, answers: Sequence[str]) -> None:
         """``find`` on the event loop of a request, and cancelled with it."""

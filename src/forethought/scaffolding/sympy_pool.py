@@ -28,8 +28,6 @@ from forethought.scaffolding.canonical_form import Form
 
 _NUM_PROCESSES = 4
 _REMEMBERED = 4096
-_SHARES = 3
-"""A formula gets at most one part in so many of the seconds for all of them."""
 _T = TypeVar("_T")
 
 
@@ -57,22 +55,24 @@ class SympyPool:
         self._idle: list[_Process] = []
         self._busy: set[_Process] = set()
         self._num_processes, self._closed = num_processes, False
-        self._known: dict[str, Form | None] = {}
+        self._known: dict[str, Form] = {}
 
-    def forms(self, formulas: Iterable[str], seconds: float) -> Future[Forms]:
+    def forms(
+        self, formulas: Iterable[str], seconds: float, longest: float | None = None
+    ) -> Future[Forms]:
         """Work out canonical forms.
 
         Args:
             formulas: parts of answers, without repetitions.
-            seconds: for all of them together, of which one formula gets at most a third, so that
-                the others have their chance after a hostile one.
+            seconds: for all of them together.
+            longest: seconds for one of them, so that others have their chance after a hostile one.
 
         Raises:
             DependencyError: (by the future) ``math-verify`` is not installed.
             EngineStopped: (by the future) the pool has been closed.
         """
-        texts = list(formulas)
-        return self._start(lambda job: self._forms(job, texts, seconds))
+        texts, each = list(formulas), seconds if longest is None else longest
+        return self._start(lambda job: self._forms(job, texts, seconds, each))
 
     def verify(self, gold: str, answer: str, seconds: float) -> Future[bool]:
         """Whether math-verify finds two answers equal; not if it takes more than ``seconds``.
@@ -114,26 +114,24 @@ class SympyPool:
         threading.Thread(target=job.run, name="forethought-sympy", daemon=True).start()
         return job.future
 
-    def _forms(self, job: _Job[Any], texts: list[str], seconds: float) -> Forms:
-        found: dict[str, Form | None] = {}
-        left, share = seconds, seconds / _SHARES
+    def _forms(self, job: _Job[Any], texts: list[str], seconds: float, each: float) -> Forms:
+        found, left = dict[str, Form](), seconds
         for text in texts:
-            if text in self._known:
-                found[text] = self._known[text]
-            elif left > 0:
-                limit = min(left, share)
-                reply, took = self._ask(job, {"seconds": limit, "form": text})
+            form = self._known.get(text)
+            if form is None and left > 0:
+                reply, took = self._ask(job, {"seconds": min(left, each), "form": text})
                 left -= took
-                found[text] = None if reply is None else _form(reply)
-                if reply is not None or limit == share:
-                    self._remember(text, found[text])
-        return Forms({t: form for t, form in found.items() if form is not None}, seconds - left)
+                form = None if reply is None else self._remember(text, _form(reply))
+            if form is not None:
+                found[text] = form
+        return Forms(found, seconds - left)
 
-    def _remember(self, text: str, form: Form | None) -> None:
+    def _remember(self, text: str, form: Form) -> Form:
         with self._changed:
             if len(self._known) >= _REMEMBERED:
                 self._known.clear()
             self._known[text] = form
+        return form
 
     def _ask(self, job: _Job[Any], request: dict[str, Any]) -> tuple[Any, float]:
         """What a process answers, None if it ended over it; and the seconds it took."""
