@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forethought.errors import ParameterError, TaskError
+from forethought.errors import BudgetExceeded, ParameterError, TaskError
 from forethought.methods import MajorityVoteController
 from forethought.scaffolding import (
     Controller,
@@ -210,6 +210,28 @@ def test_a_user_may_compare_answers_with_any_function():
     result, _ = vote(["red", "blue", "RED"], equivalence=lambda a, b: a.lower() == b.lower())
     assert result.output.text == boxed("red")
     assert result.output.meta["majority_vote"]["answer"] == "red"
+
+
+def test_votes_that_wait_for_earlier_ones_count_when_the_budget_ends():
+    controller = MajorityVoteController(
+        NativeGenerationController(), 4, equivalence=lambda one, other: one == other
+    )
+    task = GenerationTask(input_str="p")
+    process = controller.process([task])
+    race = next(process)
+    branches = race.new
+    for branch in branches:
+        race.started(branch, Job())
+    for number, said in ((1, "1"), (2, "2"), (3, "2")):
+        branches[number].tasks[0].output_str = boxed(said)
+        race.finished(branches[number])
+        race.take()
+        process.send(branches[number])
+    (finding,) = process.throw(BudgetExceeded("spent"))
+    finding.function(*finding.args)
+    with pytest.raises(StopIteration):
+        process.send(None)
+    assert task.output_str == boxed("2")
 
 
 def test_what_a_users_function_raises_is_raised_by_the_vote():

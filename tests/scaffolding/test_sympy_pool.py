@@ -180,6 +180,7 @@ def test_requests_share_the_processes_of_their_llm(kind, asked):
             llm.generate(prompt)
     assert len(asked.processes) == 4
     assert len(set(map(id, asked.processes))) == 1
+    assert ended(asked.processes[0])
 
 
 # ---- as a process -----------------------------------------------------------------

@@ -121,7 +121,7 @@ class Agreement:
         if finding:
             yield finding
         found = self._classes.of(answer)
-        self.count = self.count + 1 if self.count and found == self._class else 1
+        self.count = self.count + 1 if found == self._class else 1
         self._class = found
 
     def _counts(self, answer: str) -> bool:

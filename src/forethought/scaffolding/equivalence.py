@@ -19,7 +19,6 @@ from forethought.scaffolding.scope import current_scope
 from forethought.scaffolding.sympy_pool import Forms, SympyPool
 from forethought.scaffolding.task import ComputeTask
 
-
 _HOSTILE = 3
 """So many formulas that take for ever use up the time; fewer leave some of it to the others."""
 
