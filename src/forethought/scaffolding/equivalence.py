@@ -8,6 +8,7 @@ classes it makes.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
@@ -142,7 +143,8 @@ class AnswerClasses:
         return answer in self._known
 
     def _working_out(self, answers: Sequence[str], pool: SympyPool) -> Future[Forms]:
-        every = (formula for a in answers for formula in forms.formulas(forms.canonical_form(a)))
+        found = (sorted(forms.formulas(forms.canonical_form(answer))) for answer in answers)
+        every = itertools.chain.from_iterable(found)
         return pool.forms(dict.fromkeys(every), self._seconds, self._longest)
 
     async def _find_formulas(self, answers: Sequence[str]) -> None:
