@@ -93,6 +93,37 @@ def test_grading_looks_into_the_last_box_and_knows_mathematics():
     assert not grade(None, "3")
 
 
+@pytest.mark.parametrize(
+    ("answer", "reference", "right"),
+    [
+        (r"50\%", "50", True),
+        (r"50\%", "0.5", True),
+        ("x = 5", "5", True),
+        (r"\sqrt{8}", r"2\sqrt{2}", True),
+        (r"\sqrt{8}", r"2\sqrt{3}", False),
+        ("", "5", False),
+    ],
+)
+def test_grading_is_as_lenient_as_math_verify(answer, reference, right, grader):
+    assert grader.grade(rf"\boxed{{{answer}}}", reference) is right
+
+
+@pytest.fixture(scope="module")
+def grader():
+    grader = Grader(time_limit=60.0)
+    yield grader
+    grader.close()
+
+
+def test_grading_plain_answers_takes_no_process():
+    grader = Grader()
+    assert grader.grade(r"\boxed{x = 0.50}", "1/2")
+    assert not grader.grade(r"\boxed{0.51}", "1/2")
+    assert not grader.grade(r"\boxed{no}", "yes")
+    assert grader._sympy is None
+    assert Grader(equivalence=lambda one, other: True).grade(r"\boxed{1}", "2")
+
+
 def test_a_comparison_reports_a_table_a_plot_and_one_json_line_last(tmp_path, capsys):
     out = io.StringIO()
     runner = Runner(open_llm, grader=Even())

@@ -195,6 +195,20 @@ def test_answers_agree_by_what_they_mean():
     assert WRITTEN + "1/2" + ANSWER_END in result.output.text
 
 
+def test_probes_agree_in_whatever_way_they_write_an_answer():
+    assert kept(solve(after("7}", r"50\%}", "x = .5}", r"\frac{1}{2}}"))[0]) == 40
+    assert kept(solve(after(r"50\%}", "0.5}", "50}", "50 cm}", "y = 50}"))[0]) == 50
+
+
+def test_any_function_of_two_answers_may_say_whether_they_agree():
+    def near(first, other):
+        return abs(int(first) - int(other)) <= 1
+
+    answers = after("1}", "2}", "3}", "4}", "3}", "9}")
+    result, _ = solve(answers, equivalence=near)  # 1 and 2 are one class, 3 and 4 another
+    assert kept(result) == 50
+
+
 def test_formulas_agree_by_what_they_mean():
     assert kept(solve(after("x+1}", "1+x}", "x+1}"))[0]) == 30
 

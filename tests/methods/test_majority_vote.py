@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forethought.errors import ParameterError, TaskError
+from forethought.errors import BudgetExceeded, ParameterError, TaskError
 from forethought.methods import MajorityVoteController
 from forethought.scaffolding import (
     Controller,
@@ -16,7 +16,7 @@ from forethought.scaffolding import (
     Reply,
     ScriptedWorker,
 )
-from forethought.scaffolding.equivalence import TextEquivalence
+from forethought.scaffolding.equivalence import MathEquivalence, TextEquivalence
 from scripted import answer
 
 
@@ -93,13 +93,11 @@ def test_a_slow_sample_is_waited_for_if_the_output_may_be_its_own():
     assert [call.ended for call in worker.calls] == ["done"] * 3 + ["cancelled"]
 
 
-class Meaning(TextEquivalence):
+class Meaning:
     """Texts such as ``1`` and ``1.0`` mean the same, and say apart who wrote them."""
 
-    def quick(self, one, other):
-        return one.partition(".")[0] == other.partition(".")[0]
-
-    __call__ = quick
+    def canonical_form(self, answer):
+        return answer.partition(".")[0]
 
 
 class Job:
@@ -112,14 +110,17 @@ class Job:
         pass
 
 
-def cast(answers, order, early_stop):
+def cast(answers, order, early_stop, equivalence=None, write="{}.{}".format):
     """What a vote returns if its samples finish in a given order, without a loop or a worker.
 
     Returns:
         The task, and how many samples ended.
     """
     controller = MajorityVoteController(
-        NativeGenerationController(), len(answers), early_stop, equivalence=Meaning()
+        NativeGenerationController(),
+        len(answers),
+        early_stop,
+        equivalence=Meaning() if equivalence is None else equivalence,
     )
     task = GenerationTask(input_str="p")
     process = controller.process([task])
@@ -138,7 +139,7 @@ def cast(answers, order, early_stop):
             number = next(n for n in order if branches[n] in race.pending)
             sample = branches[number].tasks[0]
             said = answers[number]
-            sample.output_str = "none" if said is None else boxed(f"{said}.{number}")
+            sample.output_str = "none" if said is None else boxed(write(said, number))
             race.finished(branches[number])
             race.take()
             ended += 1
@@ -158,6 +159,91 @@ def test_stopping_early_returns_the_same_sample_in_any_order_of_arrival(data):
     told, known = (t.customized_result_fields["majority_vote"] for t in (early, full))
     assert told["answer"] == known["answer"]
     assert told["finished"] == ended <= known["finished"] == len(answers)
+
+
+WRITTEN = (
+    *("7", "7.0", "x=7", "y = 7", r"\frac{14}{2}", "7 cm", r"7\text{ m}", r"700\%", r"\{7\}"),
+    *("50", r"50\%", "50%", ".5", "1/2", "x=50", r"x = 50\%", r"50^\circ", "50 cm"),
+    *("1, 2", r"\{2, 1\}", "x=1,2", "(1,2)", "x=1, y=2", "1 < x < 2", "yes", "Yes", "(A)", "A"),
+)
+
+
+def as_written(said, number):
+    return said
+
+
+@given(data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_stopping_early_changes_nothing_however_answers_are_written(data):
+    few = data.draw(st.lists(st.sampled_from(WRITTEN), min_size=1, max_size=4))
+    answers = data.draw(st.lists(st.sampled_from([None, *few]), min_size=1, max_size=9))
+    agree(answers, data, MathEquivalence(), as_written)
+
+
+@given(data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_stopping_early_changes_nothing_whatever_function_compares_answers(data):
+    """The functions are any: neither symmetric nor transitive, nor is an answer its own equal."""
+    answers = data.draw(st.lists(st.sampled_from([None, *"12345"]), min_size=1, max_size=9))
+    equal = data.draw(st.sets(st.tuples(st.sampled_from("12345"), st.sampled_from("12345"))))
+    agree(answers, data, lambda one, other: (one, other) in equal, as_written)
+
+
+def agree(answers, data, equivalence, write):
+    orders = st.permutations(range(len(answers)))
+    full, _ = cast(answers, data.draw(orders), False, equivalence, write)
+    early, ended = cast(answers, data.draw(orders), True, equivalence, write)
+    assert early.output_str == full.output_str
+    told, known = (t.customized_result_fields["majority_vote"] for t in (early, full))
+    assert told["answer"] == known["answer"]
+    assert told["finished"] == ended <= len(answers)
+
+
+def test_what_a_percentage_means_does_not_depend_on_when_it_comes():
+    answers = ["7", r"50\%", "7", ".5", "50", "50", "7"]
+    for early_stop in (True, False):
+        task, _ = cast(answers, range(7), early_stop, MathEquivalence(), as_written)
+        assert task.output_str == boxed("7")
+
+
+def test_a_user_may_compare_answers_with_any_function():
+    result, _ = vote(["red", "blue", "RED"], equivalence=lambda a, b: a.lower() == b.lower())
+    assert result.output.text == boxed("red")
+    assert result.output.meta["majority_vote"]["answer"] == "red"
+
+
+def test_votes_that_wait_for_earlier_ones_count_when_the_budget_ends():
+    controller = MajorityVoteController(
+        NativeGenerationController(), 4, equivalence=lambda one, other: one == other
+    )
+    task = GenerationTask(input_str="p")
+    process = controller.process([task])
+    race = next(process)
+    branches = race.new
+    for branch in branches:
+        race.started(branch, Job())
+    for number, said in ((1, "1"), (2, "2"), (3, "2")):
+        branches[number].tasks[0].output_str = boxed(said)
+        race.finished(branches[number])
+        race.take()
+        process.send(branches[number])
+    (finding,) = process.throw(BudgetExceeded("spent"))
+    finding.function(*finding.args)
+    with pytest.raises(StopIteration):
+        process.send(None)
+    assert task.output_str == boxed("2")
+
+
+def test_what_a_users_function_raises_is_raised_by_the_vote():
+    with pytest.raises(ZeroDivisionError):
+        vote(["1", "2"], early_stop=False, equivalence=lambda one, other: 1 / 0)
+
+
+def test_formulas_pool_the_same_with_and_without_stopping_early():
+    answers = [r"\sqrt{8}", "3", r"2\sqrt{2}", "x = 3", r"\frac{4}{\sqrt{2}}", "3 cm"]
+    for early_stop in (True, False):
+        result, _ = vote(answers, early_stop=early_stop)
+        assert result.output.text == boxed(r"\sqrt{8}")
 
 
 def test_stopping_early_saves_most_of_what_cannot_matter():

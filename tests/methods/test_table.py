@@ -79,7 +79,6 @@ def test_the_worker_tags_are_those_of_all_controllers_inside():
         ("dynasor", {"streaming": "banana"}),
         ("dynasor", {"generation_dir": "/nope"}),
         ("dynasor", {"generation_dir": 7}),
-        ("dynasor", {"equivalence": lambda one, other: one == other}),
         ("plain", {"streaming": "banana"}),
         ("majority_vote", {"default_sample_num": "x"}),
         ("majority_vote", {"extract_answer": "foo"}),

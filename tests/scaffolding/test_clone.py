@@ -1,15 +1,27 @@
-"""Clones: cheap, of the same class, and with nothing shared that is written to."""
+"""Clones and copies: of the same class, with nothing shared that is written to."""
 
+import copy
+import pickle
 from collections import defaultdict, deque
 
+import pytest
+
+from forethought import methods
 from forethought.methods import BestOfNController, MajorityVoteController
 from forethought.scaffolding import (
     Controller,
+    GenerationTask,
     GenerationTokenCounter,
+    NativeChatController,
     NativeGenerationController,
     NativeRewardController,
+    PRMController,
+    RewardTask,
+    ScaffoldingLlm,
+    ScriptedWorker,
     with_task_collection,
 )
+from tokens import byte_level
 
 
 class Tokenizer:
@@ -115,3 +127,96 @@ def test_a_controller_without_init_of_its_base_can_be_cloned():
 
     assert Bare().clone().x == 1
     assert not Bare().clone().task_collections
+
+
+# ---- deep copies and pickles ---------------------------------------------------------------------
+
+
+class Words:
+    """A tokenizer as far as a process reward model needs one."""
+
+    chat_template, unk_token_id = "words", 0
+
+    def __call__(self, text, **options):
+        return {"input_ids": [1 if word == "<extra_0>" else 2 for word in text.split()]}
+
+    def get_vocab(self):
+        return {"<extra_0>": 1}
+
+    def apply_chat_template(self, messages, tokenize):
+        return messages[-1]["content"].replace("<extra_0>", " <extra_0> ")
+
+
+def dynasor(**settings):
+    return methods.create("dynasor", chunk_size=4, certainty_threshold=2, **settings)
+
+
+MADE = {
+    "plain": lambda: methods.create("plain", sampling_params={"temperature": 0.5}),
+    "dynasor": dynasor,
+    "majority_vote": lambda: methods.create("majority_vote", default_sample_num=3),
+    "best_of_n": lambda: methods.create("best_of_n", reward_controller=NativeRewardController()),
+    "dynasor+majority_vote": lambda: MajorityVoteController(dynasor(), 3),
+    "chat": lambda: NativeChatController(system="Be brief."),
+    "reward": NativeRewardController,
+    "prm": lambda: PRMController(Words()),
+}
+
+
+def test_every_shipped_method_is_copied_here():
+    assert set(methods.names()) <= set(MADE)
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda thing: pickle.loads(pickle.dumps(thing))}
+copied = pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+
+
+def run(controller):
+    """Have this very controller, not a clone of it, work on a task; what comes of it."""
+
+    class Holder(Controller):
+        def clone(self):
+            return self
+
+        def process(self, tasks, **kwargs):
+            yield from controller.process(given)
+            return None
+
+    judges = isinstance(controller, NativeRewardController)
+    given = [GenerationTask(input_str="p")]
+    if judges:
+        given = [RewardTask(input_str="p", output_str="a\n\nb")]
+    worker = ScriptedWorker(
+        lambda prompt, index: r"so \boxed{4}", score=lambda question, answer: 0.5
+    )
+    tags = methods.worker_tags(controller)
+    with ScaffoldingLlm(Holder(), dict.fromkeys(tags, worker)) as llm:
+        llm.generate("q")
+    return controller.scores if judges else given[0].output_str
+
+
+@copied
+@pytest.mark.parametrize("name", MADE)
+def test_every_controller_can_be_copied_in_depth_and_pickled_before_and_after_a_run(name, copied):
+    original = MADE[name]()
+    before = copied(original)
+    result = run(original)
+    after = copied(original)
+    assert result
+    assert type(before) is type(after) is type(original)
+    assert run(before) == run(after) == result
+
+
+@copied
+def test_a_copy_shares_nothing_that_is_written_to(copied):
+    original = MajorityVoteController(NativeGenerationController({"temperature": 0.5}))
+    twin = copied(original)
+    twin.generation_controller.sampling_params["temperature"] = 1.0
+    assert original.generation_controller.sampling_params == {"temperature": 0.5}
+
+
+def test_a_copy_of_dynasor_finds_its_tokenizer(tmp_path):
+    byte_level().save_pretrained(tmp_path)
+    original = dynasor(generation_dir=tmp_path)
+    for copied in COPIES.values():
+        assert copied(original)._tokenizer.encode("ab") == original._tokenizer.encode("ab")

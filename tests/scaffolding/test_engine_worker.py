@@ -1,8 +1,10 @@
 """``EngineWorker``: tasks are live sequences, and what continues keeps its exact tokens."""
 
 import asyncio
+import copy
 import gc
 import json
+import pickle
 import threading
 import time
 
@@ -221,6 +223,34 @@ def test_bad_prompts_are_the_users_mistakes(worker):
 
     with pytest.raises(ParameterError, match="no token ids"):
         played(worker, play)
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda thing: pickle.loads(pickle.dumps(thing))],
+    ids=["deepcopy", "pickle"],
+)
+def test_tasks_that_have_run_are_copied_without_what_the_engine_holds(worker, copied, long):
+    def play(task):
+        done = ask(PROMPT, max_tokens=6, num_logprobs=1, streaming_output_flag=True)
+        stream = ask(PROMPT, StreamGenerationTask, max_tokens=6, streaming_step=2)
+        yield [done, stream]
+        fork = done.fork(" And", max_tokens=4, **GREEDY)
+        twins = [copied(each) for each in (done, stream, fork)]
+        plain = [dict(vars(each)) for each in (*twins, done, stream)]
+        yield [stream, fork, *twins[1:]]
+        return plain, [twin.output_tokens for twin in twins]
+
+    (done, stream, fork, *originals), said = played(worker, play)
+    assert [twin["request_handle"] for twin in (done, stream, fork)] == [None] * 3
+    assert fork["fork_point"].handle is None
+    for twin, original in zip((done, stream), originals, strict=True):
+        own = {name: original[name] for name in ("request_handle", "usage")}  # they go on
+        assert {**twin, **own} == original
+    assert done["output_tokens"] == long.token_ids[:6]
+    assert stream["output_tokens"] == long.token_ids[:2]  # and the copy of it starts anew
+    assert said[1] == long.token_ids[:2]
+    assert len(said[2]) == 4  # a fork goes on from its text
 
 
 def test_token_ids_are_taken_as_they_are(worker, direct, long):

@@ -1,5 +1,8 @@
 """Tasks carry input down and results up; copies, forks and chats of them."""
 
+import copy
+import pickle
+
 import pytest
 
 from forethought.errors import ParameterError
@@ -8,9 +11,13 @@ from forethought.params import SamplingParams
 from forethought.scaffolding import (
     AssistantMessage,
     ChatTask,
+    ComputeTask,
+    Controller,
     GenerationTask,
     OpenAIToolDescription,
+    RewardTask,
     ScaffoldingOutput,
+    ScriptedWorker,
     StreamGenerationTask,
     SystemMessage,
     Task,
@@ -19,6 +26,7 @@ from forethought.scaffolding import (
     UserMessage,
     sampling,
 )
+from scripted import answer
 
 
 def finished(**fields):
@@ -27,6 +35,78 @@ def finished(**fields):
     task.logprobs = [{1: Logprob(-1.0)}, {2: Logprob(-2.0)}]
     task.customized_result_fields["note"] = 1
     return task
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda task: pickle.loads(pickle.dumps(task))}
+KINDS = {
+    "generation": lambda: GenerationTask(input_str="p", stop=["x"], streaming_output_flag=True),
+    "stream": lambda: StreamGenerationTask(input_str="p", streaming_step=2),
+    "chat": lambda: ChatTask.create_from_prompt("p"),
+    "reward": lambda: RewardTask(input_str="p", output_str="a"),
+    "compute": lambda: ComputeTask(max, [1, 2]),
+    "failing": lambda: GenerationTask(input_str="p", on_failure="drop", temperature=-1.0),
+}
+
+
+class Asks(Controller):
+    """Has one task executed, at first step by step."""
+
+    def __init__(self, task):
+        super().__init__()
+        self.task = task
+
+    def clone(self):
+        return self
+
+    def process(self, tasks, **kwargs):
+        self.task.worker_tag = "generation"
+        yield [self.task]
+
+
+class Picky(ScriptedWorker):
+    """Takes no negative temperature."""
+
+    async def run_task(self, task):
+        if getattr(task, "temperature", None) is not None:
+            raise ParameterError("invalid temperature", "it is negative", "Give another")
+        return await super().run_task(task)
+
+
+def execute(task):
+    answer(Asks(task), Picky(lambda prompt, index: "answer", score=lambda one, other: 0.5))
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_task_can_be_copied_in_depth_and_pickled_before_and_after_it_ran(kind, copied):
+    task = KINDS[kind]()
+    twin = copied(task)
+    assert type(twin) is type(task)
+    execute(twin)
+    execute(task)
+    after = copied(task)
+    assert told(after) == told(twin) == told(task)
+    assert getattr(after, "request_handle", None) is None
+    execute(after)
+    for name, value in vars(after).items():
+        if isinstance(value, list | dict | set):
+            assert value is not getattr(task, name), name
+
+
+def told(task):
+    """All that a task holds of its request and results, in writing."""
+    hidden = ("usage", "request_handle", "ttft_s", "latency_s")
+    return {name: str(value) for name, value in vars(task).items() if name not in hidden}
+
+
+def test_a_shallow_copy_of_a_task_keeps_what_it_continues():
+    task = finished()
+    task.request_handle = handle = object()
+    fork = task.fork("!")
+    for twin in (fork.copy(), copy.copy(fork)):
+        assert twin.fork_point.handle is handle
+    assert copy.copy(task).request_handle is handle
+    assert task.copy().request_handle is None
 
 
 def test_result_is_none_before_a_task_has_run():

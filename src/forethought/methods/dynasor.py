@@ -37,7 +37,7 @@ from forethought.errors import (
 from forethought.methods.probes import Agreement, Probe
 from forethought.scaffolding import sampling, settings
 from forethought.scaffolding.controller import Controller, refuse_arguments
-from forethought.scaffolding.equivalence import Equivalence
+from forethought.scaffolding.equivalence import Equivalence, PairwiseEquivalence
 from forethought.scaffolding.output import Delta
 from forethought.scaffolding.parallel import AsCompleted, ParallelProcess, Process
 from forethought.scaffolding.scope import current_scope
@@ -93,7 +93,9 @@ class DynasorGenerationController(Controller):
         temperature: of main chain and probes.
         top_p: of main chain and probes.
         uncertain_words: a probe that says one of them does not count.
-        equivalence: decides which answers agree; mathematical equality by default.
+        equivalence: decides which answers agree: an object with a method
+            ``canonical_form(answer)``, by default ``MathEquivalence()``; or a function of two
+            answers, which is called in a thread.
 
     Raises:
         ParameterError: a number is not a whole one above 0, another setting is of the wrong kind,
@@ -119,7 +121,7 @@ class DynasorGenerationController(Controller):
         temperature: float = 0.6,
         top_p: float = 0.95,
         uncertain_words: Sequence[str] = UNCERTAIN_WORDS,
-        equivalence: Equivalence | None = None,
+        equivalence: Equivalence | PairwiseEquivalence | None = None,
     ) -> None:
         super().__init__()
         threshold, chunk = _effort(effort, certainty_threshold, chunk_size)
@@ -312,11 +314,17 @@ class _Told:
 
 
 class _Tokenizer:
-    """The tokenizer in a directory, loaded when it is first needed; shared by all clones."""
+    """The tokenizer in a directory, loaded when it is first needed; shared by all copies."""
 
     def __init__(self, directory: str | Path) -> None:
         self._directory, self._lock = directory, threading.Lock()
         self._hf: Any = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Tokenizer:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._directory,)
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text that continues another one. Slow the first time.

@@ -15,22 +15,28 @@ group so far, w its lowest number:
 3. Those of P below w run on, so whether they join W is known. If one does, w falls, and 2 holds
    anew. At the end none is left, and w is what a full vote returns.
 
-This takes an equivalence that is one (symmetric and transitive), and samples that do not fail: a
-failure that the vote did not wait for is not raised.
+This takes groups that later samples do not change. Canonical forms make such groups whatever the
+order of arrival. A user's function of two answers need not be transitive: there an answer joins the
+first group whose first member's answer it equals, and answers are counted in the order of their
+numbers, one that has come too early waiting for those before it; then 1 to 3 hold for any function.
+It also takes samples that do not fail: a failure that the vote did not wait for is not raised. And
+it takes that sympy has the time it needs: formulas beyond ``MathEquivalence.time_limit`` are
+compared as text, and which they are depends on the order of arrival.
 
 Paper: Wang et al., "Self-Consistency Improves Chain of Thought Reasoning in Language Models", 2022.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from forethought.errors import BudgetExceeded, ParameterError
 from forethought.scaffolding import sampling, settings
 from forethought.scaffolding.answers import AnswerPool, extract_answer_from_boxed
 from forethought.scaffolding.controller import Controller, expect_controller, refuse_arguments
-from forethought.scaffolding.equivalence import Equivalence
+from forethought.scaffolding.equivalence import Equivalence, PairwiseEquivalence
 from forethought.scaffolding.parallel import AsCompleted, Branch, Process
 from forethought.scaffolding.settings import whole_number
 from forethought.scaffolding.task import ComputeTask, GenerationTask, OnFailure
@@ -54,7 +60,9 @@ class MajorityVoteController(Controller):
         early_stop: end each sample under way once it cannot change the output, which is the same
             as without (see the module for the proof).
         extract_answer: finds the answer in a text; None: the sample does not vote.
-        equivalence: decides which answers mean the same; mathematical equality by default.
+        equivalence: decides which answers mean the same: an object with a method
+            ``canonical_form(answer)``, by default ``MathEquivalence()``; or a function of two
+            answers, which is called in a thread.
         on_failure: ``"raise"`` fails if a sample does; ``"drop"`` votes without it.
 
     Raises:
@@ -68,7 +76,7 @@ class MajorityVoteController(Controller):
         early_stop: bool = True,
         *,
         extract_answer: Callable[[str], str | None] = extract_answer_from_boxed,
-        equivalence: Equivalence | None = None,
+        equivalence: Equivalence | PairwiseEquivalence | None = None,
         on_failure: OnFailure = "raise",
     ) -> None:
         super().__init__()
@@ -119,17 +127,24 @@ class MajorityVoteController(Controller):
         )
         options = {**kwargs, **(generation_kwargs or {})}
         branches = [self._sample(tasks, number, options) for number in range(count)]
-        ended = yield from self._run(branches)
+        pool = AnswerPool(self.equivalence)
+        ended = yield from self._run(branches, pool)
         voters = [branch for branch in branches if branch in ended and branch.error is None]
         if not voters:
             raise ended[0].error or BudgetExceeded("no sample was finished")
-        candidates = [list(branch.tasks) for branch in voters]
-        vote = ComputeTask(self.majority_vote, candidates, **(majority_vote_kwargs or {}))
-        yield [vote]
-        index, answer = vote.result
-        for task, winner in zip(tasks, candidates[index], strict=True):
-            task.result, task.samples = winner.result, []
-            task.request_handle = winner.request_handle
+        if self._overridden:
+            candidates = [list(branch.tasks) for branch in voters]
+            vote = ComputeTask(self.majority_vote, candidates, **(majority_vote_kwargs or {}))
+            yield [vote]
+            index, answer = vote.result
+            chosen = voters[index]
+        else:
+            winner = pool.winner
+            chosen = voters[0] if winner is None else branches[winner.first]
+            answer = None if winner is None else winner.answer
+        for task, sample in zip(tasks, chosen.tasks, strict=True):
+            task.result, task.samples = sample.result, []
+            task.request_handle = sample.request_handle
         tasks[0].customized_result_fields["majority_vote"] = {
             "answer": answer,
             "samples": count,
@@ -137,7 +152,7 @@ class MajorityVoteController(Controller):
         }
 
     def majority_vote(self, candidates_tasks: Candidates, **kwargs: Any) -> tuple[int, str | None]:
-        """Choose among finished samples. Runs in a thread, so it may take its time.
+        """Choose among finished samples. A vote that overrides it runs in a thread.
 
         Args:
             candidates_tasks: the tasks of each sample, in the order of their numbers.
@@ -148,20 +163,23 @@ class MajorityVoteController(Controller):
         """
         pool = AnswerPool(self.equivalence)
         for number, tasks in enumerate(candidates_tasks):
-            answer = self._answer(tasks)
+            answer = self._extracted(tasks)
             if answer is not None:
                 pool.add(number, answer)
         return (0, None) if pool.winner is None else (pool.winner.first, pool.winner.answer)
 
-    def _run(self, branches: list[Branch]) -> Process:
+    def _run(self, branches: list[Branch], pool: AnswerPool) -> Process:
         """Run the samples until all are done, or have been ended as they do not matter any more.
+
+        Args:
+            branches: the samples.
+            pool: where the votes are counted, unless a subclass votes in its own way.
 
         Returns:
             Those that have ended.
         """
-        numbers = {id(branch): number for number, branch in enumerate(branches)}
-        stoppable = self.early_stop and not self._overridden
-        pool, ended = AnswerPool(self.equivalence), list[Branch]()
+        pending = {id(branch): number for number, branch in enumerate(branches)}
+        heard, ended = dict[int, Branch](), list[Branch]()
         with AsCompleted(branches) as running:
             while running:
                 try:
@@ -171,30 +189,43 @@ class MajorityVoteController(Controller):
                         raise
                     break  # vote with what there is
                 ended.append(branch)
-                if stoppable:
-                    yield from self._count(pool, numbers.pop(id(branch)), branch)
-                    if pool.winner is not None and pool.decided(numbers.values()):
-                        first = pool.winner.first
-                        idle = [b for b in running.pending if numbers[id(b)] > first]
-                        if idle:
-                            running.cancel(*idle)
+                if not self._overridden:
+                    heard[pending.pop(id(branch))] = branch
+                    yield from self._count(pool, heard, pending.values())
+                    if self.early_stop and pool.decided([*pending.values(), *heard]):
+                        self._end_idle(running, pending, pool)
+        yield from self._count(pool, heard, ())
         return ended
+
+    def _end_idle(self, running: AsCompleted, pending: Mapping[int, int], pool: AnswerPool) -> None:
+        """End the samples that can no longer be the one that is returned."""
+        winner = pool.winner
+        idle = [b for b in running.pending if winner and pending[id(b)] > winner.first]
+        if idle:
+            running.cancel(*idle)
+
+    def _count(
+        self, pool: AnswerPool, heard: dict[int, Branch], pending: Collection[int]
+    ) -> Process:
+        """Move the votes that can be counted by now from ``heard`` to ``pool``."""
+        last = min(pending) if pending and pool.classes.in_order else math.inf
+        votes = {n: self._answer(heard.pop(n)) for n in sorted(heard) if n < last}
+        given = {n: answer for n, answer in votes.items() if answer is not None}
+        finding = pool.classes.finding(list(given.values()))
+        if finding:
+            yield finding
+        for number, answer in given.items():
+            pool.add(number, answer)
 
     @property
     def _overridden(self) -> bool:
         """Whether a subclass votes in its own way."""
         return type(self).majority_vote is not MajorityVoteController.majority_vote
 
-    def _count(self, pool: AnswerPool, number: int, branch: Branch) -> Process:
-        answer = None if branch.error is not None else self._answer(branch.tasks)
-        if answer is None:
-            return
-        if pool.quick(answer):
-            pool.add(number, answer)
-        else:
-            yield [ComputeTask(pool.add, number, answer)]
+    def _answer(self, branch: Branch) -> str | None:
+        return None if branch.error is not None else self._extracted(branch.tasks)
 
-    def _answer(self, tasks: Sequence[Any]) -> str | None:
+    def _extracted(self, tasks: Sequence[Any]) -> str | None:
         text = tasks[0].output_str
         return None if text is None else self.extract_answer(text)
 

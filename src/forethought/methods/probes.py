@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from forethought.scaffolding.answers import unpaired_brace
-from forethought.scaffolding.equivalence import Equivalence
+from forethought.scaffolding.equivalence import (
+    AnswerClasses,
+    Equivalence,
+    PairwiseEquivalence,
+)
 from forethought.scaffolding.parallel import Process
-from forethought.scaffolding.task import ComputeTask, GenerationTask
+from forethought.scaffolding.task import GenerationTask
 
 _logger = logging.getLogger(__name__)
 
@@ -82,7 +86,7 @@ class Agreement:
     Args:
         needed: answers in a row that settle it.
         uncertain_words: an answer that has one of them, as a word, does not count.
-        equivalence: decides which answers mean the same.
+        equivalence: decides which answers mean the same, see ``AnswerClasses``.
 
     Attributes:
         answers: all judged so far, in order.
@@ -90,10 +94,14 @@ class Agreement:
     """
 
     def __init__(
-        self, needed: int, uncertain_words: Sequence[str], equivalence: Equivalence
+        self,
+        needed: int,
+        uncertain_words: Sequence[str],
+        equivalence: Equivalence | PairwiseEquivalence,
     ) -> None:
         self.needed, self.count, self.answers = needed, 0, list[str]()
-        self._equivalence = equivalence
+        self._classes = AnswerClasses(equivalence)
+        self._class: Hashable = None
         words = "|".join(re.escape(word.lower()) for word in uncertain_words)
         # A word that begins or ends with a sign needs no border there.
         pattern = rf"(?:(?<!\w)|(?!\w))(?:{words})(?:(?<!\w)|(?!\w))"
@@ -106,23 +114,17 @@ class Agreement:
 
     def judge(self, answer: str) -> Process:
         """Take in the next answer; a controller's generator, as comparing may take a while."""
-        last = self.answers[-1] if self.answers else ""
         self.answers.append(answer)
         if not self._counts(answer):
             self.count = 0
-        elif self.count and (yield from self._same(last, answer)):
-            self.count += 1
-        else:
-            self.count = 1
+            return
+        finding = self._classes.finding([answer])
+        if finding:
+            yield finding
+        found = self._classes.of(answer)
+        self.count = self.count + 1 if found == self._class else 1
+        self._class = found
 
     def _counts(self, answer: str) -> bool:
         uncertain = self._uncertain is not None and self._uncertain.search(answer.lower())
         return bool(answer) and not uncertain
-
-    def _same(self, one: str, other: str) -> Process:
-        verdict = self._equivalence.quick(one, other)
-        if verdict is None:
-            comparison = ComputeTask(self._equivalence, one, other)
-            yield [comparison]
-            verdict = bool(comparison.result)
-        return verdict

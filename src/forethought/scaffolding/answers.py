@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from forethought.scaffolding.equivalence import Equivalence, TextEquivalence
+from forethought.scaffolding.equivalence import AnswerClasses, Equivalence, PairwiseEquivalence
 
 _BOX = re.compile(r"\\f?boxed\s*\{|\\boxed\s+(?=[^\s{])")
 _INTEGER = re.compile(r"[+-]?\d+")
@@ -54,7 +54,7 @@ class Group:
     """Samples whose answers mean the same."""
 
     answer: str
-    """As the sample wrote it that came first."""
+    """As the sample with the lowest number wrote it."""
     members: list[int] = field(default_factory=list)
     """Numbers of the samples, in the order in which they came."""
 
@@ -71,36 +71,34 @@ class AnswerPool:
     lowest number: the first seen, whatever the order in which samples finish.
 
     Args:
-        equivalence: decides which answers mean the same; by default equal text does.
+        equivalence: decides which answers mean the same, see ``AnswerClasses``; by default equal
+            text does.
+
+    Attributes:
+        classes: of the answers.
+        groups: by class, in the order in which they came.
     """
 
-    def __init__(self, equivalence: Equivalence | None = None) -> None:
-        self.equivalence: Equivalence = equivalence or TextEquivalence()
-        self.groups: list[Group] = []
-
-    def quick(self, answer: str) -> bool:
-        """Whether ``add`` takes no time for this answer."""
-        for group in self.groups:
-            same = self.equivalence.quick(group.answer, answer)
-            if same is not False:
-                return same is True
-        return True
+    def __init__(self, equivalence: Equivalence | PairwiseEquivalence | None = None) -> None:
+        self.classes = AnswerClasses(equivalence)
+        self.groups: dict[Hashable, Group] = {}
 
     def add(self, number: int, answer: str) -> Group:
-        """Count the vote of sample ``number``; the group that it joins."""
-        for group in self.groups:
-            if self.equivalence(group.answer, answer):
-                break
-        else:
-            group = Group(answer)
-            self.groups.append(group)
+        """Count the vote of sample ``number``; the group that it joins.
+
+        May take a while if the class of ``answer`` is ``unknown`` as yet.
+        """
+        self.classes.find([answer])
+        group = self.groups.setdefault(self.classes.of(answer), Group(answer))
+        if group.members and number < group.first:
+            group.answer = answer
         group.members.append(number)
         return group
 
     @property
     def winner(self) -> Group | None:
         """The winning group so far; None without votes."""
-        return min(self.groups, key=lambda g: (-len(g.members), g.first), default=None)
+        return min(self.groups.values(), key=lambda g: (-len(g.members), g.first), default=None)
 
     def decided(self, pending: Iterable[int]) -> bool:
         """Whether no votes of the ``pending`` samples can make another group win.
@@ -115,7 +113,7 @@ class AnswerPool:
             return True
         if winner is None:
             return False
-        rivals = [group.members for group in self.groups if group is not winner]
+        rivals = [group.members for group in self.groups.values() if group is not winner]
         for members in [*rivals, []]:  # the empty one: an answer that nobody has given yet
             most = len(members) + len(outstanding)
             if most > len(winner.members):

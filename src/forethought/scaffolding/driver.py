@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
+from inspect import iscoroutinefunction
 from typing import Any
 
 from forethought.errors import ParameterError, TaskError, UsageError, WorkerTagError
@@ -297,7 +298,9 @@ class Frame:
         """Execute ``task``; raises what goes wrong, unless it is to be dropped."""
         try:
             settings.on_failure(task.on_failure)
-            if isinstance(task, ComputeTask):
+            if isinstance(task, ComputeTask) and iscoroutinefunction(task.function):
+                await self._await(task)
+            elif isinstance(task, ComputeTask):
                 await self._compute(task)
             else:
                 await self._have_executed(task)
@@ -314,6 +317,17 @@ class Frame:
             isinstance(error, Exception) and not isinstance(error, StopIteration)
         )
         task.error = error if raisable else _failure(task, error)
+
+    async def _await(self, task: ComputeTask) -> None:
+        """Await the coroutine of a task on this event loop."""
+        task.status, task.error = TaskStatus.SUCCESS, None
+        try:
+            task.result = await task.function(*task.args, **task.kwargs)
+        except BaseException as error:
+            if _is_cancelled(error):
+                raise
+            task.status = TaskStatus.WORKER_EXECEPTION
+            task.error = error if isinstance(error, Exception) else _failure(task, error)
 
     async def _have_executed(self, task: Task) -> None:
         """Have a worker execute ``task``, and book what it costs.

@@ -1,204 +1,181 @@
-"""Whether two answers mean the same: ``1/2``, ``0.5`` and ``\\frac{1}{2}`` do.
+"""Which answers mean the same: ``1/2``, ``0.5`` and ``\\frac{1}{2}`` do.
 
-Equal texts and plain numbers are settled at once. For the rest sympy is needed, which can take for
-ever and cannot be interrupted in a thread: a process of its own does it and is killed when the time
-is up. Knows nothing about votes.
+Answers of one canonical form do (``canonical_form``). That makes classes, whatever is compared with
+what and in which order. A function of two answers may take its place; ``AnswerClasses`` says what
+classes it makes.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import queue
-import re
-import subprocess
-import sys
-import threading
-import weakref
-from fractions import Fraction
-from typing import Protocol
+import asyncio
+import itertools
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
-from forethought.errors import DependencyError, ForethoughtError
+from forethought.scaffolding import canonical_form as forms
+from forethought.scaffolding.scope import current_scope
+from forethought.scaffolding.sympy_pool import Forms, SympyPool
+from forethought.scaffolding.task import ComputeTask
 
-_START_SECONDS = 60.0
-_LONGEST = 2000
-"""Characters; longer answers are compared as text."""
-_REMEMBERED = 4096
-_NUMBER = re.compile(r"([+-]? ?)(?=\.?\d)(\d{1,3}([ ,]\d{3})+|\d+)?(\.\d*)?([eE][+-]?\d{1,3})?")
-"""Digits in one piece or in groups of three; no other space may stand between two digits."""
-_FRACTION = re.compile(r"([+-]? ?)\\frac ?{ ?(\d+) ?} ?{ ?(\d+) ?}")
-_RATIO = re.compile(r"([+-]? ?)(\d+) ?/ ?(\d+)")
-_MIXED = re.compile(r"([+-]? ?)(\d+) (\d+ ?/ ?\d+)")
-_SPACED = re.compile(r"[-+./\d ]*\d \d[-+./\d ]*")
-_WORDS = re.compile(r"[A-Za-z]+( [A-Za-z]+)*")
-_SPACING = re.compile(r"\\left|\\right|\\[!,;: ]|\$|\s+")
+_HOSTILE = 3
+"""So many formulas that take for ever use up the time; fewer leave some of it to the others."""
 
 
+@runtime_checkable
 class Equivalence(Protocol):
-    """What decides whether two answers are the same."""
+    """What decides which answers mean the same, by a key."""
 
-    def quick(self, one: str, other: str) -> bool | None:
-        """The verdict if it takes no time; None if ``__call__`` has to work for it."""
-
-    def __call__(self, one: str, other: str) -> bool:
-        """The verdict. May take a while: not for an event loop."""
+    def canonical_form(self, answer: str) -> Hashable:
+        """Equal for two answers if, and only if, they mean the same. May take a while."""
 
 
+PairwiseEquivalence = Callable[[str, str], bool]
+"""Whether two answers mean the same, for instance by asking a model. May take a while."""
+
+
+@dataclass(frozen=True)
 class TextEquivalence:
     """Answers are the same if their texts are, but for spaces around them."""
 
-    def quick(self, one: str, other: str) -> bool | None:
-        """The verdict."""
-        return one.strip() == other.strip()
-
-    def __call__(self, one: str, other: str) -> bool:
-        """The verdict."""
-        return one.strip() == other.strip()
+    def canonical_form(self, answer: str) -> Hashable:
+        """The text without spaces around it."""
+        return answer.strip()
 
 
+@dataclass(frozen=True)
 class MathEquivalence:
-    """Answers are the same if they are mathematically equal, by ``math-verify`` and sympy.
+    """Answers are the same if they are mathematically equal, in the sense of ``canonical_form``.
 
-    Safe to share between threads. The process is started at the first comparison that needs it.
+    Plain numbers, words, and lists, sets and intervals of them take no time. Formulas are worked
+    out by sympy in a process: in a request that of the ``ScaffoldingLlm``, elsewhere one for the
+    call.
 
     Args:
-        time_limit: seconds per comparison; beyond it two answers count as different.
+        time_limit: seconds for all formulas of one vote or one chain of thought together, of which
+            one formula gets at most a third; beyond it formulas are compared as text.
     """
 
-    def __init__(self, time_limit: float = 3.0) -> None:
-        self.time_limit = time_limit
-        self._lock = threading.Lock()
-        self._process: _SympyProcess | None = None
-        self._known: dict[tuple[str, str], bool] = {}
+    time_limit: float = 3.0
 
-    def quick(self, one: str, other: str) -> bool | None:
-        """The verdict on equal texts, two plain numbers or two plain words; else None."""
-        one, other = _tidy(one), _tidy(other)
-        if one == other:
-            return True
-        if max(len(one), len(other)) > _LONGEST or not one or not other:
-            return False
-        read = [(_number(text), text) for text in (one, other)]
-        first, second = read[0][0], read[1][0]
-        if first is not None and second is not None:
-            return first == second
-        if any(value is None and _SPACED.fullmatch(text) for value, text in read):
-            return False  # several numbers, of which a parser would make one, or their product
-        if _WORDS.fullmatch(one) and _WORDS.fullmatch(other):
-            return one.casefold() == other.casefold()
-        return self._known.get(_pair(one, other))
-
-    def __call__(self, one: str, other: str) -> bool:
-        """The verdict.
+    def canonical_form(self, answer: str) -> Hashable:
+        """The form of ``answer``. May take a while if there is a formula in it.
 
         Raises:
-            DependencyError: it takes sympy, and ``math-verify`` is not installed.
+            DependencyError: there is one, and ``math-verify`` is not installed.
         """
-        verdict = self.quick(one, other)
-        if verdict is not None:
-            return verdict
-        pair = _pair(_tidy(one), _tidy(other))
-        with self._lock:
-            if pair not in self._known:
-                if len(self._known) >= _REMEMBERED:
-                    self._known.clear()
-                self._known[pair] = self._work_out(*pair)
-            return self._known[pair]
+        classes = AnswerClasses(self)
+        classes.find([answer])
+        return classes.of(answer)
 
-    def _work_out(self, one: str, other: str) -> bool:
-        if self._process is None:
-            self._process = _SympyProcess()
-        verdict = self._process.compare(_spelt_out(one), _spelt_out(other), self.time_limit)
-        if verdict is None:
-            self._process.end()
-            self._process = None
-        return bool(verdict)
+    def __call__(self, one: str, other: str) -> bool:
+        """Whether two answers have the same form; raises as ``canonical_form`` does."""
+        classes = AnswerClasses(self)
+        classes.find([one, other])
+        return classes.of(one) == classes.of(other)
 
 
-class _SympyProcess:
-    """One ``sympy_process`` and the two pipes to it; not safe to share."""
+class AnswerClasses:
+    """The classes of the answers of one vote, or of one chain of thought.
 
-    def __init__(self) -> None:
-        if importlib.util.find_spec("math_verify") is None:
-            raise DependencyError.missing("math-verify", "comparing formulas", "eval")
-        process = subprocess.Popen(
-            [sys.executable, "-m", "forethought.scaffolding.sympy_process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            encoding="utf-8",
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-        self._process, self._lines = process, queue.SimpleQueue[str]()
-        listener = threading.Thread(target=_listen, args=(process, self._lines), daemon=True)
-        listener.start()
-        self.end = weakref.finalize(self, _end, process, listener)
-        if self._line(_START_SECONDS) is None:
-            self.end()
-            raise ForethoughtError("cannot compare formulas", "the process for it does not start")
+    A class is known by something hashable, equal for the answers in it: their canonical form.
+    Where a function of two answers decides, that need not be transitive: an answer joins the
+    earliest class whose first answer it equals, by ``function(first, answer)``, or else makes a new
+    one. So the classes are a function of the answers in the order in which they are looked for.
 
-    def compare(self, one: str, other: str, seconds: float) -> bool | None:
-        """The verdict; None if it took too long or broke the process."""
-        assert self._process.stdin is not None, "it was opened with a pipe"
-        try:
-            print(json.dumps([one, other]), file=self._process.stdin, flush=True)
-        except OSError:
-            return None
-        line = self._line(seconds)
-        return None if line is None else bool(json.loads(line))
+    Args:
+        equivalence: decides which answers mean the same; by default equal text does.
 
-    def _line(self, seconds: float) -> str | None:
-        try:
-            return self._lines.get(timeout=seconds) or None
-        except queue.Empty:
-            return None
+    Attributes:
+        in_order: whether the classes depend on the order in which answers are looked for.
+    """
+
+    def __init__(self, equivalence: Equivalence | PairwiseEquivalence | None = None) -> None:
+        self._equivalence = equivalence or TextEquivalence()
+        self.in_order = not isinstance(self._equivalence, Equivalence)
+        self._known: dict[str, Hashable] = {}
+        self._firsts: list[str] = []
+        self._is_math = type(equivalence) is MathEquivalence
+        self._seconds = getattr(self._equivalence, "time_limit", 0.0) if self._is_math else 0.0
+        self._longest = self._seconds / _HOSTILE
+
+    def of(self, answer: str) -> Hashable:
+        """The class of an answer that is not among the ``unknown``."""
+        return self._known[answer]
+
+    def unknown(self, answers: Sequence[str]) -> list[str]:
+        """Those of which ``find`` has to work out the classes first; each once."""
+        return [answer for answer in dict.fromkeys(answers) if not self._is_quick(answer)]
+
+    def find(self, answers: Sequence[str]) -> None:
+        """Work out the classes of ``answers``. May take a while: not for an event loop."""
+        unknown = self.unknown(answers)
+        if unknown and self._is_math:
+            with _pool() as pool:
+                self._complete(unknown, self._working_out(unknown, pool).result())
+        else:
+            for answer in unknown:
+                self._known[answer] = self._class(answer)
+
+    def finding(self, answers: Sequence[str]) -> list[ComputeTask]:
+        """``find`` for a controller: what it has to yield before, if anything."""
+        unknown = self.unknown(answers)
+        if not unknown:
+            return []
+        shared = self._is_math and _shared_pool() is not None
+        return [ComputeTask(self._find_formulas if shared else self.find, unknown)]
+
+    # ---- canonical forms ------------------------------------------------------------------------
+
+    def _is_quick(self, answer: str) -> bool:
+        """Whether the class of ``answer`` is known, or takes no time to find."""
+        if answer in self._known:
+            return True
+        if type(self._equivalence) is TextEquivalence:
+            self._known[answer] = answer.strip()
+        elif self._is_math:
+            form = forms.canonical_form(answer)
+            if any(forms.formulas(form)):
+                return False
+            self._known[answer] = form
+        return answer in self._known
+
+    def _working_out(self, answers: Sequence[str], pool: SympyPool) -> Future[Forms]:
+        found = (sorted(forms.formulas(forms.canonical_form(answer))) for answer in answers)
+        every = itertools.chain.from_iterable(found)
+        return pool.forms(dict.fromkeys(every), self._seconds, self._longest)
+
+    async def _find_formulas(self, answers: Sequence[str]) -> None:
+        """``find`` on the event loop of a request, and cancelled with it."""
+        with _pool() as pool:
+            self._complete(answers, await asyncio.wrap_future(self._working_out(answers, pool)))
+
+    def _complete(self, answers: Sequence[str], found: Forms) -> None:
+        self._seconds -= found.seconds
+        for answer in answers:
+            form = forms.canonical_form(answer)
+            self._known[answer] = forms.completed(form, found.known)
+
+    # ---- functions of users ---------------------------------------------------------------------
+
+    def _class(self, answer: str) -> Hashable:
+        if isinstance(self._equivalence, Equivalence):
+            return self._equivalence.canonical_form(answer)
+        for number, first in enumerate(self._firsts):
+            if self._equivalence(first, answer):
+                return number
+        self._firsts.append(answer)
+        return len(self._firsts) - 1
 
 
-def _listen(process: subprocess.Popen[str], lines: queue.SimpleQueue[str]) -> None:
-    assert process.stdout is not None, "it was opened with a pipe"
-    for line in process.stdout:
-        lines.put(line)
-    lines.put("")  # it has ended
+def _shared_pool() -> SympyPool | None:
+    scope = current_scope()
+    return None if scope is None else scope.sympy
 
 
-def _end(process: subprocess.Popen[str], listener: threading.Thread) -> None:
-    process.kill()
-    process.wait()
-    if listener is not threading.current_thread():
-        listener.join()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            pipe.close()
-
-
-def _tidy(answer: str) -> str:
-    """The answer without what only spaces it out."""
-    answer = _SPACING.sub(" ", answer.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac"))
-    return answer.strip().rstrip(".").strip()
-
-
-def _number(answer: str) -> Fraction | None:
-    """The value of a plain number, a fraction or a mixed number; None for anything else."""
-    answer = answer.replace("{,}", ",")
-    if _NUMBER.fullmatch(answer):
-        return Fraction(re.sub("[ ,]", "", answer))
-    if mixed := _MIXED.fullmatch(answer):
-        whole, part = int(mixed[2]), _number(mixed[3])
-        sign = -1 if mixed[1].startswith("-") else 1
-        return None if part is None else sign * (whole + part)
-    found = _FRACTION.fullmatch(answer) or _RATIO.fullmatch(answer)
-    if found is None or int(found[3]) == 0:
-        return None
-    return Fraction(int(found[1].replace(" ", "") + found[2]), int(found[3]))
-
-
-def _spelt_out(answer: str) -> str:
-    """The answer without an exponent behind an ``e``, which a parser would take for Euler's."""
-    value = _number(answer)
-    return answer if value is None or "e" not in answer.lower() else str(value)
-
-
-def _pair(one: str, other: str) -> tuple[str, str]:
-    return min(one, other), max(one, other)
+def _pool() -> AbstractContextManager[SympyPool]:
+    """The pool of the request, or one for as long as it is used."""
+    shared = _shared_pool()
+    return SympyPool() if shared is None else nullcontext(shared)

@@ -133,6 +133,9 @@ class StreamedOutputs(list[Any]):
         super().__init__()
         self._forward = forward
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, ()  # a copy streams to nobody
+
     def append(self, item: Any) -> None:
         """Hand ``item`` on; the list itself stays empty, so that a long stream costs nothing."""
         self._forward(item)

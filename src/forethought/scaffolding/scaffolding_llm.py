@@ -12,6 +12,7 @@ The numbered life of a request:
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import heapq
 import itertools
 import logging
@@ -35,6 +36,7 @@ from forethought.scaffolding.driver import Frame, Routes, Run, controller_quit
 from forethought.scaffolding.output import ScaffoldingOutput
 from forethought.scaffolding.result import ScaffoldingResult
 from forethought.scaffolding.scope import ExecutionScope
+from forethought.scaffolding.sympy_pool import SympyPool
 from forethought.scaffolding.worker import Worker
 
 _logger = logging.getLogger(__name__)
@@ -98,6 +100,7 @@ class ScaffoldingLlm:
         self._arrivals = itertools.count()
         self._stopped = False
         self._pool = ThreadPoolExecutor(_COMPUTE_THREADS, "forethought-compute")
+        self._sympy = SympyPool()
         self._thread: threading.Thread | None = None
         try:
             self.loop = asyncio.get_running_loop()
@@ -267,7 +270,7 @@ class ScaffoldingLlm:
         if request.budget.seconds is not None:
             timer = self.loop.call_later(request.budget.seconds, run.ledger.expire)
         try:
-            scope = ExecutionScope(result.id, "", run.ledger, request.priority)
+            scope = ExecutionScope(result.id, "", run.ledger, request.priority, sympy=self._sympy)
             process = controller.generate(request.prompt, **request.kwargs)
             output = await Frame(run, scope).drive(process)
         finally:
@@ -279,7 +282,8 @@ class ScaffoldingLlm:
         return [] if output is None else [output]
 
     def _compute(self, function: Callable[[], Any]) -> asyncio.Future[Any]:
-        return self.loop.run_in_executor(self._pool, function)
+        context = contextvars.copy_context()  # so that it finds its scope
+        return self.loop.run_in_executor(self._pool, context.run, function)
 
     def _stop(self, request: _Request, reason: Exception) -> None:
         """End a request from outside; it fails with ``reason``."""
@@ -328,6 +332,7 @@ class ScaffoldingLlm:
         if running:
             await asyncio.wait(running)
         self._pool.shutdown(wait=False)
+        self._sympy.close()
         if shutdown_workers:
             for worker in self._routes.workers:
                 await worker.async_shutdown()

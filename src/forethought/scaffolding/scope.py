@@ -6,6 +6,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 from forethought.scaffolding.budget import Ledger
+from forethought.scaffolding.sympy_pool import SympyPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,8 @@ class ExecutionScope:
     """What the whole request has spent and may spend."""
     priority: int = 0
     parent: ExecutionScope | None = None
+    sympy: SympyPool | None = None
+    """What works on formulas; shared by all requests of a ``ScaffoldingLlm``."""
 
     @property
     def scope_id(self) -> str:
@@ -28,7 +31,7 @@ class ExecutionScope:
     def child(self, index: int) -> ExecutionScope:
         """The scope of a branch."""
         path = f"{self.path}.{index}" if self.path else str(index)
-        return ExecutionScope(self.request_id, path, self.ledger, self.priority, self)
+        return ExecutionScope(self.request_id, path, self.ledger, self.priority, self, self.sympy)
 
 
 _current: ContextVar[ExecutionScope | None] = ContextVar("forethought_scope", default=None)

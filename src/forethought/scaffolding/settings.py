@@ -7,7 +7,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 from forethought.errors import ParameterError
-from forethought.scaffolding.equivalence import Equivalence, MathEquivalence
+from forethought.scaffolding.equivalence import (
+    Equivalence,
+    MathEquivalence,
+    PairwiseEquivalence,
+)
 from forethought.scaffolding.task import OnFailure
 
 
@@ -73,17 +77,19 @@ def function(name: str, value: Any) -> Any:
     return value
 
 
-def equivalence(value: Any) -> Equivalence:
+def equivalence(value: Any) -> Equivalence | PairwiseEquivalence:
     """``value``, what decides which answers mean the same; for None mathematical equality does.
 
     Raises:
-        ParameterError: it cannot be called, or has no method ``quick``.
+        ParameterError: it has no method ``canonical_form``, and is no function of two answers.
     """
     if value is None:
         return MathEquivalence()
-    if not callable(value) or not callable(getattr(value, "quick", None)):
-        raise _refuse("equivalence", value, "It must be callable, with a method quick")
-    found: Equivalence = value
+    keyed = callable(getattr(value, "canonical_form", None))
+    if isinstance(value, type) or not (keyed or callable(value)):
+        rule = "Give a function of two answers, or an object with a method canonical_form(answer)"
+        raise _refuse("equivalence", value, rule)
+    found: Equivalence | PairwiseEquivalence = value
     return found
 
 

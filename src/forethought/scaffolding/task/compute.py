@@ -11,7 +11,8 @@ from forethought.scaffolding.task.task import Task
 class ComputeTask(Task):
     """Slow work of a controller, done beside the event loop: ``yield [ComputeTask(f, args)]``.
 
-    No worker is needed: the driver calls ``function(*args, **kwargs)`` in a thread. The return
+    No worker is needed: the driver calls ``function(*args, **kwargs)`` in a thread; a coroutine
+    function is awaited on the event loop instead, and cancelled when the request ends. The return
     value lands in ``result``; what it raises is raised at the ``yield`` as it is.
     """
 

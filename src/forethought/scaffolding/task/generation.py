@@ -37,6 +37,9 @@ class ForkPoint:
     said: ScaffoldingOutput | None = None
     """What had been said there, behind the prompt of the first task of a chain of forks."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (None, self.kept, self.suffix, self.input_str)
+
 
 @dataclass(eq=False)
 class GenerationTask(Task):
@@ -44,6 +47,10 @@ class GenerationTask(Task):
 
     A sampling field that is None (or at its default) leaves the choice to the controller's
     ``sampling_params``, and then to the worker.
+
+    A deep copy or a pickle of a task holds its request and its results, and nothing that lives in
+    a worker: it has no ``request_handle``, a stream on its way starts anew if it is yielded, and a
+    fork continues its text. ``copy`` and ``copy.copy`` keep what a fork continues.
     """
 
     # the prompt: ids win over text
@@ -152,6 +159,14 @@ class GenerationTask(Task):
         twin = super().copy()
         twin.result = None
         return twin
+
+    def __copy__(self) -> Self:
+        twin = object.__new__(type(self))
+        vars(twin).update(vars(self))
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "request_handle": None}
 
     @property
     def result(self) -> ScaffoldingOutput | None:
