@@ -197,9 +197,10 @@ def test_probes_do_not_wait_for_places_that_main_chains_have_taken(plain, monkey
     controller = dynasor(certainty_threshold=1, equivalence=Always(), uncertain_words=[])
     with EngineWorker(LLM(speaking(), max_batch_size=3, **FIELDS)) as worker:
         results = solve(controller, worker, PROMPTS * 3)
+    unprobed = min(len(token_ids) for _, token_ids in plain)
     for result in results:
         assert result.output.meta["dynasor"]["early_exit"]
-        assert result.usage.decoded < 10 + PROBE_LENGTH + 30
+        assert result.usage.decoded < unprobed
 
 
 def test_probes_are_seeded_and_the_whole_is_reproducible(worker):
