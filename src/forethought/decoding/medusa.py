@@ -13,6 +13,7 @@ from pydantic import Field
 from forethought.decoding.base import DecodingBaseConfig
 from forethought.decoding.bounds import MOST_LEVELS
 from forethought.decoding.tree_paths import TreePaths
+from forethought.model_dir import find_model_dir
 
 MEDUSA_CHOICES: tuple[tuple[int, ...], ...] = (
     *((0, 0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 1), (0, 0, 2), (0, 1, 0), (0, 2, 0), (0, 3)),
@@ -126,7 +127,8 @@ class MedusaDecodingConfig(DecodingBaseConfig):
         if self.speculative_model is None:
             return {}
         try:
-            text = (self.speculative_model / "config.json").read_text(encoding="utf-8")
+            directory = find_model_dir(self.speculative_model, self.revision)
+            text = (directory / "config.json").read_text(encoding="utf-8")
             return dict(json.loads(text))
         except (OSError, ValueError):
             return {}
