@@ -251,3 +251,24 @@ def test_gguf_is_called_by_its_name_as_a_file_and_in_a_directory(tmp_path: Path)
     for path in (file, tmp_path):
         with pytest.raises(ModelError, match="GGUF"):
             check_model_dir(find_model_dir(path))
+
+
+def test_the_command_line_generates_with_a_model_and_a_drafter_of_the_hub(
+    hub: HubServer, tmp_path: Path
+) -> None:
+    hub.repositories["org/reasoner"] = {"v1": files_of(reasoner_dir())}
+    hub.repositories["org/drafter"] = {"main": files_of(drafter_dir())}
+    options = ["--model", "org/reasoner", "--revision", "v1", "--draft-model", "org/drafter"]
+    options += ["--speculative", "draft_target", "--dtype", "float32", "--max-tokens", "12"]
+    done = subprocess.run(
+        [sys.executable, "-m", "forethought", "generate", "2 pens", *options, "--json"],
+        env=hub.environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["model"] == "org/reasoner"
+    assert report["metrics"]["drafted"] > 0

@@ -149,7 +149,7 @@ class Trainer:
     ) -> None:
         self.recipe, self.settings, self.directory = recipe, settings, directory
         self._check, self._on_step = check, on_step
-        self._found: dict[str, float] = {}
+        self._found: dict[str, float] | None = None
         self._tokens = 0  # of the batch at hand
         self._groups = recipe.groups()
         self._optimizer = torch.optim.AdamW(
@@ -187,7 +187,7 @@ class Trainer:
                 if checked:
                     with interruption.let_through():
                         self._evaluate()
-        return self._found or self._evaluate()
+        return self._evaluate() if self._found is None else self._found
 
     def _advance(self, pace: _Pace, end: int) -> None:
         """One step, timed and told."""
@@ -205,7 +205,7 @@ class Trainer:
             loss=float(loss),
             tokens_per_second=pace.tokens_per_second,
             seconds_left=(end - self.step) * pace.seconds_per_step,
-            found=self._found,
+            found=self._found or {},
         )
         if logged:
             _log(
@@ -253,6 +253,7 @@ class Trainer:
             self.recipe.save(drafter)
         except SafetensorError as error:
             raise OSError(f"cannot write the drafter in {drafter}: {error}") from error
+        self._found = {}
         if self._check is not None:
             self.recipe.module.eval()
             self._found = self._check(drafter)
@@ -277,9 +278,11 @@ class Trainer:
         try:
             with draft.open("wb") as stream:
                 torch.save(state, stream)
-        except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError
-            reason = error.__cause__ or error.__context__ or error
+        except (OSError, RuntimeError) as error:
             draft.unlink(missing_ok=True)
+            reason: BaseException = error
+            while reason.__context__ is not None:  # torch's writer hides what the disk said
+                reason = reason.__context__
             raise OSError(f"cannot write {self._checkpoint}: {_first_line(reason)}") from error
         replace_file(draft, self._checkpoint)
 
