@@ -48,7 +48,9 @@ def options(asked: Path, out: Path, settings: str, *more: str) -> list[str]:
 def test_the_command_that_is_printed_at_the_end_generates_with_the_drafter(
     kind: str, asked: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["train", kind, *options(asked, tmp_path / "out", SIZES[kind], "--steps", "3")]) == 0
+    assert (
+        main(["train", kind, *options(asked, tmp_path / "out", SIZES[kind], "--steps", "3")]) == 0
+    )
     command = shlex.split(capsys.readouterr().out.splitlines()[-1])
     assert command[0] == "forethought"
     asks = ["--json", "--max-tokens", "12", "--dtype", "float32"]

@@ -83,13 +83,24 @@ def opener(fields: Mapping[str, Any]) -> Callable[[], AsyncLLM]:
     Raises:
         DependencyError: torch or transformers is not installed.
     """
+    check_installed()
+    from forethought.text.async_llm import AsyncLLM
+
+    return lambda: AsyncLLM(**fields)
+
+
+def check_installed() -> None:
+    """Whether a model can run here.
+
+    Raises:
+        DependencyError: torch or transformers is not installed.
+    """
     try:
-        from forethought.text.async_llm import AsyncLLM
+        import forethought.text.async_llm  # noqa: F401
     except ModuleNotFoundError as error:
         raise DependencyError.missing(
             error.name or "torch", "running a model on this machine", "local"
         ) from error
-    return lambda: AsyncLLM(**fields)
 
 
 def label(fields: Mapping[str, Any]) -> str:

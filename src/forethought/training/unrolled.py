@@ -136,8 +136,9 @@ class _Block(NamedTuple):
 
 
 def _blocks(rows: Tensor, width: int, dtype: torch.dtype) -> list[_Block]:
-    """What queries at ``rows`` see of ``width`` rows: where these are the last ones, the rows before
-    them and a triangle, of which the kernel computes one half only.
+    """What queries at ``rows`` see of ``width`` rows.
+
+    Where these are the last ones: those before them, and a triangle, half of which is computed.
     """
     first = width - len(rows)
     if int(rows[0]) == first:
