@@ -99,9 +99,9 @@ def test_eval_compares_methods_on_a_server(server, tmp_path, capsys, monkeypatch
         ("plain", 0.75),
         ("majority_vote", 0.75),
     ]
-    assert [row["tokens_generated"] for row in rows] == [4 * 3, 8 * 3]
-    assert [row["tokens_prefilled"] for row in rows] == [4 * 7, 8 * 7]
-    assert len(server.requests) == 12
+    assert (rows[0]["tokens_generated"], rows[0]["tokens_prefilled"]) == (4 * 3, 4 * 7)
+    assert 4 * 3 <= rows[1]["tokens_generated"] <= 8 * 3  # a vote may be decided early
+    assert 8 < len(server.requests) <= 12
     first = server.requests[0]
     assert (first["model"], first["max_tokens"], first["temperature"]) == ("m", 9, 0.0)
     assert "boxed" in first["messages"][0]["content"]
