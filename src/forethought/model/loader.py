@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.auto import AutoHfQuantizer
 
 from forethought.errors import ModelError, ParameterError
 from forethought.model.attention import BACKENDS
@@ -171,8 +171,7 @@ def _quant_method(directory: Path, config: Any) -> str | None:
         return None
     found = found if isinstance(found, Mapping) else found.to_dict()
     method = str(found.get("quant_method", "an unnamed method"))
-    known = method == "bitsandbytes" or method in AUTO_QUANTIZER_MAPPING
-    if not known:
+    if "quant_method" not in found or not AutoHfQuantizer.supports_quant_method(found):
         why = f"transformers {transformers.__version__} cannot read it"
         raise ModelError(f"the model in {directory} is quantised by {method}", why, _UNQUANTISED)
     return method
