@@ -98,7 +98,9 @@ def test_a_terminal_sees_tokens_per_second_the_time_left_and_the_acceptance(
     given = options(asked, tmp_path / "out", "num_heads: 1, check_every: 2", "--steps", "4")
     assert main(["train", "medusa", *given]) == 0
     shown = capsys.readouterr().err
-    assert re.search(r"4/4 \[.*<.*, loss \d+\.\d+, [\d,]+ tokens/s, \d\.\d\d accepted per", shown)
+    assert re.search(
+        r"4/4 \[.*<.*, loss \d+\.\d+, [\d,]+ tokens/s, acceptance length \d\.\d\d", shown
+    )
 
 
 @pytest.mark.parametrize(

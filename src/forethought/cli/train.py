@@ -127,7 +127,7 @@ class _ProgressBar:
         if progress.tokens_per_second:
             shown.append(f"{progress.tokens_per_second:,.0f} tokens/s")
         if "acceptance_length" in progress.found:
-            shown.append(f"{progress.found['acceptance_length']:.2f} accepted per step")
+            shown.append(f"acceptance length {progress.found['acceptance_length']:.2f}")
         self._bar.set_postfix_str(", ".join(shown), refresh=False)
         self._bar.update()
 
