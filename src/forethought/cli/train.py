@@ -96,7 +96,6 @@ def run(args: argparse.Namespace) -> int:
         raise DependencyError.missing(error.name or "torch", "training", "local") from error
     target = TargetModel(args.target, args.revision, args.dtype, args.device)
     training, source = TrainingRun(args.kind, fields, args.out, target), _source(args)
-    training.check(source, args.held_out)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     with _ProgressBar() as bar:
         found = training(source, args.held_out, bar)
