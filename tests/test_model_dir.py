@@ -20,6 +20,7 @@ from forethought.decoding import MedusaDecodingConfig, NGramDecodingConfig
 from forethought.errors import ModelError, ParameterError
 from forethought.model_dir import check_model_dir, find_model_dir
 from forethought.params import SamplingParams
+from forethought.speculative.heads.checkpoint import Checkpoint
 from hub_server import HubServer, cached, files_of
 from models import tiny
 
@@ -145,11 +146,23 @@ def test_without_a_network_it_is_one_line_with_the_cause(hub: HubServer, tmp_pat
     assert "no such model on the Hugging Face Hub" in find(hub.environment(tmp_path), "org/other")
 
 
-@pytest.mark.parametrize("name", ["/nowhere", "a/b/c", "../model", "model name", ""])
+def test_a_repository_of_gguf_files_and_one_of_an_adapter_are_called_that(
+    hub: HubServer, tmp_path: Path
+) -> None:
+    hub.repositories["org/gguf"] = {"main": {"model.Q4_K_M.gguf": b"GGUF", "README.md": b"#"}}
+    said = find(hub.environment(tmp_path), "org/gguf")
+    assert "org/gguf" in said
+    assert "GGUF" in said
+    adapter = {"adapter_config.json": b'{"peft_type": "LORA"}', "adapter_model.safetensors": b"w"}
+    hub.repositories["org/lora"] = {"main": adapter}
+    with pytest.raises(ModelError, match="an adapter"):
+        check_model_dir(Path(find(hub.environment(tmp_path), "org/lora")))
+
+
+@pytest.mark.parametrize("name", ["/nowhere", "a/b/c", "../model", "model name"])
 def test_what_can_be_no_hub_id_is_refused_without_asking(name: str) -> None:
-    if name:
-        with pytest.raises(ModelError, match="there is no such directory"):
-            find_model_dir(name)
+    with pytest.raises(ModelError, match="there is no such directory"):
+        find_model_dir(name)
 
 
 @pytest.fixture
@@ -231,8 +244,12 @@ def broken(tmp_path: Path, **files: str) -> Path:
 
 def test_a_pointer_of_git_lfs_is_called_one(tmp_path: Path) -> None:
     text = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
-    with pytest.raises(ModelError, match=r"model\.safetensors is a pointer of Git LFS.*lfs pull"):
-        check_model_dir(broken(tmp_path, **{"model.safetensors": text}))
+    directory = broken(tmp_path, **{"model.safetensors": text})
+    for refuse in (check_model_dir, Checkpoint.read):
+        with pytest.raises(
+            ModelError, match=r"model\.safetensors is a pointer of Git LFS.*lfs pull"
+        ):
+            refuse(directory)
 
 
 def test_an_adapter_is_called_one_with_the_model_that_it_belongs_to(tmp_path: Path) -> None:

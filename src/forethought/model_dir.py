@@ -77,6 +77,12 @@ def find_model_dir(
     directory = _download(str(model), revision, wanted)
     if weights and not any(directory.glob("*.safetensors")):
         directory = _download(str(model), revision, [*wanted, *_OTHER_WEIGHTS])
+    if weights and not any(directory.glob("*config.json")):
+        raise ModelError(
+            f"cannot load the model {model}",
+            "its repository on the Hub has no config.json; it may hold GGUF files",
+            "Give the repository of the original model",
+        )
     return directory
 
 
