@@ -46,9 +46,12 @@ class LlmArgs(StrictModel):
     """Everything that ``LLM`` and ``AsyncLLM`` accept."""
 
     model: Path | None = None
-    """Local Hugging Face directory; None: the embedded reasoner."""
+    """Local Hugging Face directory, or Hub id such as ``Qwen/Qwen3-0.6B``; None: the embedded
+    reasoner."""
+    revision: str | None = Field(default=None, min_length=1)
+    """Branch, tag or commit of a model of the Hub; None: its main branch."""
     tokenizer: Path | None = None
-    """Directory of the tokenizer, if it is not the model's."""
+    """Directory or Hub id of the tokenizer, if it is not the model's."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """``auto``: the dtype in the model's config."""
     device: str = "auto"

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from forethought.cli.main import main
+from forethought.model import loader
 from tokens import speaking
 
 COMMON = ["--model", str(speaking("byte_level")), "--dtype", "float32", "--max-tokens", "12"]
@@ -67,10 +68,24 @@ def test_a_configuration_says_which_drafters_and_json_is_all_there_is(capsys, tm
         (["speculation", "--model", "/nowhere"], "/nowhere"),
         (["speculation", "--rounds", "0"], "rounds"),
         (["speculation", "--max-tokens", "0"], "max_tokens"),
+        (["speculation", "--fit-tree", "0"], "at least 1 node"),
+        (["speculation", "--fit-tree", "4", "--batch", "2"], "--batch is for timing"),
+        (["speculation", "--fit-tree", "4", "--lengths", "2"], "--lengths is for timing"),
+        (["speculation", "--fit-tree", "4", "--max-tokens", "0"], "max_tokens"),
+        (["speculation", "--device", "abacus"], "invalid device"),
+        (["speculation", "--speculative", "pearl", "--draft-model", "/no/such/dir"], "/no/such"),
     ],
 )
-def test_what_cannot_be_is_one_line_and_status_2(capsys, tmp_path, monkeypatch, options, said):
+def test_what_cannot_be_is_one_line_before_anything_is_loaded(
+    capsys, tmp_path, monkeypatch, options, said
+):
     monkeypatch.chdir(tmp_path)
+    if "/nowhere" not in options:
+
+        def load(*_, **__):
+            raise AssertionError("a model was loaded")
+
+        monkeypatch.setattr(loader, "load", load)
     assert main(["bench", *options]) == 2
     out, err = capsys.readouterr()
     assert out == ""

@@ -1,9 +1,13 @@
 """``forethought methods``, ``eval`` and ``demo``."""
 
 import json
+import socket
+import subprocess
+import sys
 
 import pytest
 
+import openai_server
 from forethought import methods
 from forethought.cli.main import main
 from tokens import speaking
@@ -71,3 +75,107 @@ def test_the_demo_runs_its_four_methods_on_the_embedded_reasoner(tmp_path, capsy
     assert len(rows) == 4
     assert all(row["tokens_generated"] > 0 for row in rows)
     assert "8/8" in err
+
+
+@pytest.fixture
+def server():
+    with openai_server.serving() as running:
+        running.says = lambda body: ["\\boxed{", "1", "}"]
+        yield running
+
+
+def own_problems(tmp_path):
+    data = tmp_path / "own.jsonl"
+    data.write_text('{"question": "1?", "answer": 1}\n' * 3 + '{"question": "2?", "answer": 2}\n')
+    return ["--data", str(data), "--out", str(tmp_path / "out")]
+
+
+def test_eval_compares_methods_on_a_server(server, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "key of the test")
+    options = ["--url", server.url, "--api-model", "m", "--samples", "2", "--max-tokens", "9"]
+    assert main(["eval", *options, *own_problems(tmp_path)]) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert [(row["method"], row["accuracy"]) for row in rows] == [
+        ("plain", 0.75),
+        ("majority_vote", 0.75),
+    ]
+    assert (rows[0]["tokens_generated"], rows[0]["tokens_prefilled"]) == (4 * 3, 4 * 7)
+    assert 4 * 3 <= rows[1]["tokens_generated"] <= 8 * 3  # a vote may be decided early
+    assert 8 < len(server.requests) <= 12
+    first = server.requests[0]
+    assert (first["model"], first["max_tokens"], first["temperature"]) == ("m", 9, 0.0)
+    assert "boxed" in first["messages"][0]["content"]
+
+
+def test_eval_continues_text_on_a_server_in_the_models_own_format(server, tmp_path, capsys):
+    options = ["--url", server.url, "--api-model", "m", "--max-tokens", "9", "--methods", "dynasor"]
+    options += ["--prompt-format", "<user>{question}<assistant>", "--instruction", ""]
+    assert main(["eval", *options, *own_problems(tmp_path)]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["rows"][0]["accuracy"] == 0.75
+    assert "<user>1?<assistant>" in {body["prompt"] for body in server.requests}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--methods", "dynasor"], "--prompt-format"),
+        (["--prompt-format", "{question}"], "needs --max-tokens"),
+        (["--prompt-format", "question", "--max-tokens", "9"], "has no {question}"),
+        (["--model", "m"], "contradictory options"),
+        (["--url", "nowhere"], "http://host:8000/v1"),
+    ],
+)
+def test_eval_on_a_server_refuses_what_cannot_be(options, said, tmp_path, capsys):
+    common = ["--url", "http://127.0.0.1:1/v1", "--api-model", "m"]
+    assert main(["eval", *common, *own_problems(tmp_path), *options]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert said in err
+
+
+@pytest.mark.parametrize("command", [["generate", "Hello"], ["eval", "--problems", "1"]])
+def test_a_server_that_does_not_answer_is_called_by_its_url(command, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
+    assert main([*command, "--url", url, "--api-model", "m"]) == 1
+    assert f"no server answers at {url}" in capsys.readouterr().err.splitlines()[-1]
+
+
+WITHOUT = """
+import sys
+for name in ("torch", "transformers", "tokenizers", "safetensors"):
+    sys.modules[name] = None
+from forethought.cli.main import main
+for argv in sys.argv[1:]:
+    print("status", main(argv.split()), file=sys.stderr)
+"""
+
+
+def test_without_torch_every_command_says_what_to_install_and_a_server_does_without(
+    server, tmp_path
+):
+    local = ["bench speculation", "bench speculation --fit-tree 4 --speculative medusa"]
+    local += ["generate Hello", "chat", "eval", "demo", "train medusa --data own.jsonl --out out"]
+    on_server = f"--url {server.url} --api-model m"
+    remote = [f"generate Hello {on_server}", f"eval {on_server} --problems 1", "methods"]
+    own_problems(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, *local, *remote],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    lines = [
+        line for line in done.stderr.splitlines() if line.startswith(("forethought", "status"))
+    ]
+    assert "Traceback" not in done.stderr, done.stderr
+    refused = lines[: 2 * len(local)]
+    assert refused[1::2] == ["status 2"] * len(local)
+    for said in refused[::2]:
+        assert "is not installed" in said
+        assert 'pip install "forethought[local]"' in said
+    assert lines[2 * len(local) :] == ["status 0"] * len(remote), done.stderr

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
@@ -161,6 +162,47 @@ def test_a_config_that_is_not_json_is_refused(llama: Path) -> None:
 def test_an_unknown_model_type_is_refused(llama: Path) -> None:
     edit_config(llama, model_type="no-such-model")
     assert "no-such-model" in refusal(llama).why
+
+
+def test_code_that_lies_in_the_directory_is_asked_for_by_name(llama: Path) -> None:
+    edit_config(llama, model_type="own", auto_map={"AutoConfig": "own.OwnConfig"})
+    assert "has no model_type 'own'" in refusal(llama).why
+    assert "trust_remote_code=True" in refusal(llama).fix
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "compressed-tensors"])
+def test_quantised_weights_that_cannot_be_loaded_here_are_called_that(
+    llama: Path, method: str
+) -> None:
+    more = {"load_in_4bit": True} if method == "bitsandbytes" else {"bits": 4}
+    edit_config(llama, quantization_config={"quant_method": method, **more})
+    error = refusal(llama)
+    assert f"quantised by {method}" in error.why
+    assert "16 or 32 bits" in error.fix
+
+
+def test_quantised_weights_that_would_be_read_as_they_stand_are_refused(llama: Path) -> None:
+    weights = llama / "model.safetensors"
+    name = "model.layers.0.mlp.up_proj.weight_scale"
+    save_file({**load_file(weights), name: torch.ones(1)}, weights, metadata={"format": "pt"})
+    assert "is quantised" in refusal(llama).what
+    assert name in refusal(llama).why
+    edit_config(llama, quantization_config={"quant_method": "modelopt"})
+    assert "quantised by modelopt" in refusal(llama).what
+
+
+def test_a_pointer_of_git_lfs_an_adapter_and_gguf_are_called_by_their_names(
+    llama: Path, tmp_path: Path
+) -> None:
+    (llama / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    assert "Git LFS" in refusal(llama).why
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    assert "adapter (LORA)" in refusal(adapter).why
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    assert "GGUF" in refusal(file).why
 
 
 def test_a_directory_without_weights_is_refused(llama: Path) -> None:

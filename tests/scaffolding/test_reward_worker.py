@@ -344,7 +344,7 @@ def test_it_serves_the_native_reward_controller(workers):
 
 
 def test_what_is_no_reward_model_is_refused(tmp_path):
-    with pytest.raises(ModelError, match="nothing is downloaded"):
+    with pytest.raises(ModelError, match="there is no such directory"):
         RewardWorker(tmp_path / "nowhere")
     save(tmp_path / "causal", Qwen2ForCausalLM)
     with pytest.raises(ModelError, match=r"names Qwen2ForCausalLM.*ForTokenClassification"):

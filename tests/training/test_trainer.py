@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from forethought.errors import ParameterError
+from forethought.errors import ParameterError, UsageError
 from forethought.training.trainer import (
     DRAFTER,
     ParameterGroup,
+    Progress,
     Trainer,
     TrainingSettings,
     seeded,
@@ -151,3 +157,127 @@ def test_bf16_products_leave_the_weights_in_float32(tmp_path: Path) -> None:
     exact.run()
     assert weights(trainer) != weights(exact)
     assert weights(trainer) == pytest.approx(weights(exact), abs=0.1)
+
+
+# ---- what is saved, and when ------------------------------------------------------------------
+
+
+def test_a_run_is_saved_every_so_many_seconds_without_being_evaluated(tmp_path: Path) -> None:
+    trainer = make(tmp_path, SETTINGS.model_copy(update={"save_seconds": 1e-9}))
+    saved: list[int] = []
+    trainer._save = lambda: saved.append(trainer.step)  # type: ignore[method-assign]
+    trainer.run()
+    assert saved == list(range(1, 31))
+    assert trainer.recipe.saved == 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_waits_for_the_end_of_the_step_and_the_run_is_saved(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    came: list[int] = []
+    before = signal.signal(number, lambda number, frame: came.append(number))
+    try:
+        whole = make(tmp_path / "whole")
+        whole.run()
+        begun = make(tmp_path / "parts")
+        learn = begun._learn
+
+        def interrupted() -> Tensor:
+            if begun.step == 4:
+                signal.raise_signal(number)
+                assert not came
+            assert not came or begun.step > 4
+            return learn()
+
+        begun._learn = interrupted  # type: ignore[method-assign]
+        begun.run(until=9)
+        assert came == [number]
+        handler = signal.getsignal(number)
+    finally:
+        signal.signal(number, before)
+    assert handler is not before
+    resumed = make(tmp_path / "parts")
+    assert resumed.step == 9
+    resumed.run()
+    assert weights(resumed) == weights(whole)
+
+
+def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
+    trainer = make(tmp_path)
+
+    def endless() -> Tensor:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("it went on")
+
+    trainer._learn = endless  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run()
+    assert trainer.step == 0
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_signal_that_is_ignored_stays_so_and_other_threads_train_as_well(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        trainer = make(tmp_path / "a")
+        learn = trainer._learn
+        trainer._learn = lambda: (signal.raise_signal(signal.SIGINT), learn())[1]  # type: ignore
+        trainer.run()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    other = make(tmp_path / "b")
+    thread = threading.Thread(target=other.run)
+    thread.start()
+    thread.join()
+    assert weights(other) == weights(trainer)
+
+
+def test_each_step_is_told_with_its_loss_its_speed_and_the_time_left(tmp_path: Path) -> None:
+    class Sized(Line):
+        def batch(self, step: int) -> Any:
+            return SimpleNamespace(num_tokens=7, examples=super().batch(step))
+
+        def loss(self, batch: Any) -> Tensor:
+            return super().loss(batch.examples)
+
+    told: list[Progress] = []
+    Trainer(Sized(), SETTINGS, tmp_path, lambda _: {"acceptance_length": 2.5}, told.append).run()
+    assert [progress.step for progress in told] == list(range(1, 31))
+    assert all(progress.tokens_per_second > 0 for progress in told)
+    assert (told[0].seconds_left > 0, told[-1].seconds_left) == (True, 0.0)
+    found = [progress.found for progress in told]
+    assert (found[9], found[10]) == ({}, {"acceptance_length": 2.5})
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_is_told_as_such_and_leaves_the_older_checkpoint(tmp_path: Path) -> None:
+    begun = make(tmp_path)
+    begun.run(until=10)
+    (tmp_path / "checkpoint.tmp").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"cannot write .*checkpoint\.pt: .*No space left"):
+        make(tmp_path).run()
+    assert make(tmp_path).step == 10
+
+
+@pytest.mark.parametrize("content", [b"", b"no checkpoint", None])
+def test_a_broken_checkpoint_is_refused_with_what_to_do(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    make(tmp_path).run(until=10)
+    path = tmp_path / "checkpoint.pt"
+    path.write_bytes(path.read_bytes()[:-200] if content is None else content)
+    with pytest.raises(UsageError, match=r"cannot go on from .*checkpoint\.pt.*Remove it"):
+        make(tmp_path)
+
+
+def test_a_checkpoint_reaches_the_disk_before_it_takes_the_place_of_the_older_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda number: (calls.append("fsync"), fsync(number))[1])
+    monkeypatch.setattr(os, "replace", lambda *paths: (calls.append("replace"), replace(*paths))[1])
+    make(tmp_path)._save()
+    assert calls == ["fsync", "replace", "fsync"]

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from forethought.bench.tree_fit import AcceptanceProfile, ProfileCount, comb
 from forethought.decoding import DecodingBaseConfig
 from forethought.engine import resolve
@@ -20,6 +18,7 @@ from forethought.errors import ParameterError
 from forethought.kv.companion import Companion
 from forethought.kv.storage import KvStorage
 from forethought.model import loader
+from forethought.model.device import find_device
 from forethought.model.runner import Runner
 from forethought.params import SamplingParams
 from forethought.speculative.drafter import (
@@ -83,10 +82,8 @@ def measure_profile(
     Raises:
         UsageError: the drafter has no static trees, or something cannot be loaded.
     """
-    wide = widened(config)
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    lm = loader.load(model_dir, dtype=dtype, device=device)
+    wide = widened(config.with_local_model())
+    lm = loader.load(model_dir, dtype=dtype, device=find_device(device))
     length = min(lm.max_positions, max(map(len, prompts)) + max_tokens)
     tokens = length + wide.max_total_draft_tokens
     pages = len(prompts) * -(-tokens // _PAGE_SIZE)

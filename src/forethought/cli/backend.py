@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forethought import methods
 from forethought.cli import model
 from forethought.errors import DependencyError, ParameterError
 from forethought.guided import GuidedDecodingParams
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from forethought.text.async_llm import AsyncLLM
 
 Message = Mapping[str, Any]
+_CHAT = "forethought.scaffolding.controller:NativeChatController"
+_INNER = "generation_controller"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +66,7 @@ class Turn(NativeChatController):
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options that choose a backend, and those of sampling."""
-    model.configure(parser)
-    parser.add_argument(
-        "--url", help="use the OpenAI-compatible server at this base URL, as in http://host:8000/v1"
-    )
-    parser.add_argument(
-        "--api-model",
-        metavar="NAME",
-        help="name of the model on that server; its key is read from OPENAI_API_KEY",
-    )
+    configure_choice(parser)
     parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of an answer")
     parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
     parser.add_argument("--top-p", type=float, metavar="P", help="keep the likeliest of mass P")
@@ -83,6 +79,47 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--choice", action="append", metavar="TEXT", help="answer with this or another --choice"
     )
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
+
+
+def configure_choice(parser: argparse.ArgumentParser) -> None:
+    """Declare the options that choose a backend: a model on this machine, or a server."""
+    model.configure(parser)
+    parser.add_argument(
+        "--url", help="use the OpenAI-compatible server at this base URL, as in http://host:8000/v1"
+    )
+    parser.add_argument(
+        "--api-model",
+        metavar="NAME",
+        help="name of the model on that server; its key is read from OPENAI_API_KEY",
+    )
+
+
+def wants_server(args: argparse.Namespace) -> bool:
+    """Whether the options choose a server."""
+    return args.url is not None or args.api_model is not None
+
+
+def as_chat(spec: str, settings: Collection[str], instead: str) -> str:
+    """The same stack of methods with a turn of chat where it decodes plainly.
+
+    Args:
+        spec: names of methods, as for ``stack``.
+        settings: names of the settings that are given.
+        instead: what to do about a method that cannot chat.
+
+    Raises:
+        ParameterError: what is innermost is not plain decoding.
+    """
+    first, *others = spec.split("+")
+    if first == "plain":
+        return "+".join([_CHAT, *others])
+    if _INNER in methods.describe(first).parameters and _INNER not in settings:
+        return f"{_CHAT}+{spec}"
+    raise ParameterError(
+        f"method {spec} cannot chat with a server",
+        "it continues text, and only the server knows its model's chat template",
+        instead,
+    )
 
 
 def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -120,8 +157,8 @@ def open_backend(args: argparse.Namespace) -> Iterator[Backend]:
     Raises:
         UsageError: options that contradict each other, or a model that cannot be opened.
     """
-    if args.url is not None or args.api_model is not None:
-        yield _server(args)
+    if wants_server(args):
+        yield Backend(server_opener(args)(), args.api_model)
         return
     fields = model.fields_of(args)
     open_llm = model.opener(fields)
@@ -134,7 +171,13 @@ def open_backend(args: argparse.Namespace) -> Iterator[Backend]:
         llm.shutdown()
 
 
-def _server(args: argparse.Namespace) -> Backend:
+def server_opener(args: argparse.Namespace) -> Callable[[], Worker]:
+    """What builds a worker for the server that the options choose.
+
+    Raises:
+        ParameterError: options that contradict each other, or no URL.
+        DependencyError: the client is not installed.
+    """
     if args.url is None or args.api_model is None or model.is_chosen(args):
         raise ParameterError(
             "contradictory options",
@@ -142,11 +185,17 @@ def _server(args: argparse.Namespace) -> Backend:
             "with them are for this machine",
             "Give --url and --api-model, or --model",
         )
+    if not re.match(r"https?://[^/]", args.url):
+        raise ParameterError(
+            f"invalid --url {args.url!r}",
+            "it does not begin with http:// or https:// and a host",
+            "Write it as in http://host:8000/v1",
+        )
     try:
         from openai import AsyncOpenAI
     except ModuleNotFoundError as error:
         raise DependencyError.missing("openai", "--url", "openai") from error
     from forethought.scaffolding.workers.openai import OpenaiWorker
 
-    client = AsyncOpenAI(base_url=args.url, api_key=os.environ.get("OPENAI_API_KEY", "none"))
-    return Backend(OpenaiWorker(client, args.api_model), args.api_model)
+    key = os.environ.get("OPENAI_API_KEY", "none")
+    return lambda: OpenaiWorker(AsyncOpenAI(base_url=args.url, api_key=key), args.api_model)

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forethought.cli import model, speculation
-from forethought.errors import UsageError
+from forethought.errors import ParameterError, UsageError
+from forethought.params import SamplingParams
 
 if TYPE_CHECKING:
     from forethought.bench.row import Row
@@ -73,6 +74,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, and report."""
+    _check(args)
+    model.check_installed()
+
     from forethought.bench import prompts, variant
     from forethought.bench.speculation import check_batches
     from forethought.evaluation.plot import check_installed
@@ -93,7 +97,6 @@ def run(args: argparse.Namespace) -> int:
     variants = variant.variants_of(configs, args.lengths)
     check_installed()
     _make(args.out)
-    model.opener(fields)  # which says what is not installed
 
     from forethought.bench.progress import ProgressBar
     from forethought.bench.speculation import SpeculationBench
@@ -110,20 +113,38 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check(args: argparse.Namespace) -> None:
+    """Refuse values that cannot be, and those that would be ignored."""
+    SamplingParams(max_tokens=args.max_tokens)
+    if args.rounds < 1:
+        raise ParameterError("invalid --rounds", f"got {args.rounds}", "Run at least 1")
+    if args.fit_tree is None:
+        return
+    if args.fit_tree < 1:
+        raise ParameterError(
+            "invalid --fit-tree", f"got {args.fit_tree}", "A tree has at least 1 node"
+        )
+    for name in ("batch", "lengths"):
+        if getattr(args, name) is not None:
+            raise ParameterError(
+                f"--{name} is for timing", "--fit-tree takes no time", f"Leave out --{name}"
+            )
+
+
 def _fit_tree(args: argparse.Namespace, texts: list[str]) -> int:
     """Fit a tree to the drafter, and report."""
-    fields = model.fields_of(args)
-    model.opener(fields)  # which says what is not installed
-
     from forethought.assets import reasoner_dir
     from forethought.bench.prompts import as_asked
-    from forethought.cli.tree_fit import fit, lines
+    from forethought.cli.tree_fit import drafter_of, fit, lines
+    from forethought.model_dir import find_model_dir
     from forethought.text.tokenizer import Tokenizer
 
-    model_dir = fields.get("model") or reasoner_dir()
+    fields = model.fields_of(args)
+    config = drafter_of(fields.get("speculative_config", ()))
+    model_dir = find_model_dir(fields.get("model") or reasoner_dir(), fields.get("revision"))
     tokenizer = Tokenizer.load(model_dir)
     report = fit(
-        fields.get("speculative_config", ()),
+        config,
         args.fit_tree,
         model_dir,
         [as_asked(text, tokenizer) for text in texts[:_FIT_PROMPTS]],

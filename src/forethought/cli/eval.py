@@ -2,36 +2,45 @@
 
 Problems are JSON lines with the fields 'question' and 'answer'. A method that draws several
 samples does so at --temperature; every other one decodes greedily. Methods stack with '+', the
-inner one first: dynasor+majority_vote.
+inner one first: dynasor+majority_vote. With --url the model is a server's, and each question a chat
+with it; a method that continues its own text needs --prompt-format there.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from forethought.cli import model
+from forethought.cli import backend, model
 from forethought.cli.settings import parse_settings
 from forethought.errors import ParameterError
 from forethought.evaluation import IN_FLIGHT, problems
 from forethought.evaluation.recipe import Recipe, recipe
 from forethought.methods.stack import parameters
 
+if TYPE_CHECKING:
+    from forethought.scaffolding.worker import Worker
+    from forethought.text.async_llm import AsyncLLM
+
+_METHODS, _CHAT_METHODS = "plain,dynasor,majority_vote", "plain,majority_vote"
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    model.configure(parser)
+    backend.configure_choice(parser)
     parser.add_argument(
         "--data", type=Path, metavar="FILE", help="problems (default: those of the reasoner)"
     )
     parser.add_argument("--problems", type=int, metavar="N", help="draw N of them by the seed")
     parser.add_argument(
         "--methods",
-        default="plain,dynasor,majority_vote",
         metavar="A,B,...",
-        help="the first is what the others are compared with (default: %(default)s)",
+        help=f"the first is what the others are compared with (default: {_METHODS}; of a chat with "
+        f"a server: {_CHAT_METHODS})",
     )
     parser.add_argument("--samples", type=int, default=8, help="of a vote (default: 8)")
     parser.add_argument("--temperature", type=float, default=0.8, help="of samples (default: 0.8)")
@@ -44,6 +53,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="put behind every question (default: a wish for a boxed answer; nothing for the "
         "embedded reasoner)",
+    )
+    parser.add_argument(
+        "--prompt-format",
+        metavar="TEXT",
+        help="the prompt in the model's own format, with {question} where the question goes "
+        "(default: the chat template; a server is then asked for completions)",
     )
     parser.add_argument(
         "--in-flight",
@@ -67,36 +82,63 @@ def run(args: argparse.Namespace) -> int:
     given = problems.load(args.data) if args.data else problems.shipped()
     chosen = problems.choose(given, args.problems, args.seed)
     recipes = _recipes(args)
-    fields = model.fields_of(args, max_batch_size=max(1, 2 * args.in_flight))
-    open_llm = model.opener(fields)
+    open_llm: Callable[[], AsyncLLM | Worker]
+    if backend.wants_server(args):
+        open_llm, is_embedded = backend.server_opener(args), False
+    else:
+        fields = model.fields_of(args, max_batch_size=max(1, 2 * args.in_flight))
+        open_llm, is_embedded = model.opener(fields), fields.get("model") is None
 
     from forethought.evaluation.comparison import compare
     from forethought.evaluation.runner import Runner
 
     instruction = args.instruction
     if instruction is None:
-        instruction = BOXED if fields.get("model") else ""
-    runner = Runner(open_llm, seed=args.seed, in_flight=args.in_flight, instruction=instruction)
+        instruction = "" if is_embedded else BOXED
+    runner = Runner(
+        open_llm,
+        seed=args.seed,
+        in_flight=args.in_flight,
+        instruction=instruction,
+        prompt_format=args.prompt_format,
+    )
     compare(recipes, chosen, runner, args.out)
     return 0
 
 
 def _recipes(args: argparse.Namespace) -> list[Recipe]:
     """One recipe per method. A setting goes to every method that has it, and one must."""
-    specs = [spec.strip() for spec in args.methods.split(",")]
+    chats = backend.wants_server(args) and args.prompt_format is None
+    given = args.methods
+    if given is None:
+        given = _CHAT_METHODS if chats else _METHODS
+    if backend.wants_server(args) and not chats and args.max_tokens is None:
+        raise ParameterError(
+            "--prompt-format with --url needs --max-tokens",
+            "servers end a completion after a few tokens unless told otherwise",
+            "Say how long an answer may be",
+        )
+    specs = [spec.strip() for spec in given.split(",")]
     settings = parse_settings(args.set)
     known = {spec: parameters(spec) for spec in specs}
     allowed = {name for taken in known.values() for name in taken}
     unknown = settings.keys() - allowed
     if unknown:
-        raise ParameterError.unknown(f"methods {args.methods!r}", unknown, allowed)
+        raise ParameterError.unknown(f"methods {given!r}", unknown, allowed)
     return [
-        recipe(
-            spec,
-            samples=args.samples,
-            temperature=args.temperature,
-            max_tokens=args.max_tokens,
-            settings={key: value for key, value in settings.items() if key in taken},
-        )
+        _recipe(args, spec, {key: settings[key] for key in settings if key in taken}, chats)
         for spec, taken in known.items()
     ]
+
+
+def _recipe(args: argparse.Namespace, spec: str, settings: dict[str, Any], chats: bool) -> Recipe:
+    """One method, under the name that was given, as turns of chat if it ``chats``."""
+    instead = "Write the prompt in the model's own format: --prompt-format"
+    made = recipe(
+        backend.as_chat(spec, settings, instead) if chats else spec,
+        samples=args.samples,
+        temperature=args.temperature,
+        max_tokens=args.max_tokens,
+        settings=settings,
+    )
+    return replace(made, name=spec)

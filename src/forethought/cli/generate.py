@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
 from contextlib import closing
 from typing import Any
 
@@ -24,9 +23,6 @@ from forethought.cli.settings import parse_settings
 from forethought.errors import ParameterError
 from forethought.methods.stack import stack
 from forethought.scaffolding.controller import Controller
-
-_CHAT = "forethought.scaffolding.controller:NativeChatController"
-_INNER = "generation_controller"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -85,30 +81,13 @@ def _method(args: argparse.Namespace, params: dict[str, Any]) -> Controller:
     if spec == "plain" and args.url is None:
         params.setdefault("temperature", 0.0)
     if args.url is not None and not args.raw:
-        spec = _as_chat(spec, settings)
+        instead = "Write the prompt in the model's own format and give --raw"
+        spec = backend.as_chat(spec, settings, instead)
         if args.system:
             settings["system"] = args.system
     if "streaming" in methods.describe(spec.split("+")[-1]).parameters and not args.json:
         settings.setdefault("streaming", True)
     return stack(spec, **settings)
-
-
-def _as_chat(spec: str, settings: Mapping[str, Any]) -> str:
-    """The same stack of methods with a turn of chat where it decodes plainly.
-
-    Raises:
-        ParameterError: what is innermost is not plain decoding.
-    """
-    first, *others = spec.split("+")
-    if first == "plain":
-        return "+".join([_CHAT, *others])
-    if _INNER in methods.describe(first).parameters and _INNER not in settings:
-        return f"{_CHAT}+{spec}"
-    raise ParameterError(
-        f"--method {spec} cannot chat with a server",
-        "it continues text, and only the server knows its model's chat template",
-        "Write the prompt in the model's own format and give --raw",
-    )
 
 
 def _prompt(args: argparse.Namespace, question: str, chosen: Backend) -> Any:

@@ -17,7 +17,7 @@ from forethought.errors import DependencyError
 if TYPE_CHECKING:
     from forethought.text.async_llm import AsyncLLM
 
-_OPTIONS = ("model", "dtype", "device")
+_OPTIONS = ("model", "revision", "dtype", "device")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -25,9 +25,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         type=Path,
-        metavar="DIR",
-        help="local Hugging Face directory (default: the embedded reasoner)",
+        metavar="DIR|ID",
+        help="local Hugging Face directory, or Hub id such as Qwen/Qwen3-0.6B (default: the "
+        "embedded reasoner)",
     )
+    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hub id")
     parser.add_argument(
         "--dtype",
         choices=["auto", "float32", "bfloat16", "float16"],
@@ -81,13 +83,24 @@ def opener(fields: Mapping[str, Any]) -> Callable[[], AsyncLLM]:
     Raises:
         DependencyError: torch or transformers is not installed.
     """
+    check_installed()
+    from forethought.text.async_llm import AsyncLLM
+
+    return lambda: AsyncLLM(**fields)
+
+
+def check_installed() -> None:
+    """Whether a model can run here.
+
+    Raises:
+        DependencyError: torch or transformers is not installed.
+    """
     try:
-        from forethought.text.async_llm import AsyncLLM
+        import forethought.text.async_llm  # noqa: F401
     except ModuleNotFoundError as error:
         raise DependencyError.missing(
             error.name or "torch", "running a model on this machine", "local"
         ) from error
-    return lambda: AsyncLLM(**fields)
 
 
 def label(fields: Mapping[str, Any]) -> str:

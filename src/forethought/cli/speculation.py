@@ -35,9 +35,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft-model",
         type=Path,
-        metavar="DIR",
-        help="local directory of the smaller model, or of the heads, that --speculative drafts "
-        "with (default: for the embedded reasoner, its own)",
+        metavar="DIR|ID",
+        help="local directory or Hub id of the smaller model, or of the heads, that --speculative "
+        "drafts with (default: for the embedded reasoner, its own)",
     )
     parser.add_argument(
         "--max-draft-len", type=int, metavar="K", help="most tokens to guess in a row"
@@ -81,7 +81,7 @@ def config_of(
             raise ParameterError(
                 f"--speculative {args.speculative} needs --draft-model",
                 "there is nothing to draft with",
-                "Give the directory of a smaller model with the same vocabulary, or of heads",
+                "Give a smaller model with the same vocabulary, or heads: a directory or Hub id",
             )
         if args.max_draft_len is None:
             own = _EMBEDDED_LENS if args.draft_model is None else {}

@@ -4,8 +4,8 @@ forethought train medusa --target DIR --self-distill prompts.txt --out runs/medu
 answers the prompts itself, and the drafter learns what it says. With --data the texts are given.
 Some of the prompts are held out, and now and then the drafter is tried on them: acceptance_length
 is the number of tokens per step that it makes of decoding. Interrupt it at any time; the same
-command goes on. medusa-2 trains the model, too: OUT/model is another model than the target, and
-the drafter is for that one.
+command goes on where it was, which is kept every minute and when it is interrupted. medusa-2 trains
+the model, too: OUT/model is another model than the target, and the drafter is for that one.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ import argparse
 import json
 import logging
 import sys
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from forethought.cli import config_file
 from forethought.errors import DependencyError, ParameterError
 
 if TYPE_CHECKING:
     from forethought.training.run import Source, TrainingRun
+    from forethought.training.trainer import Progress
 
 KINDS = ("draft-model", "eagle3", "medusa", "medusa-2", "mtp", "redrafter")
 """The recipes; see ``training.recipes.table``, which this does without torch."""
@@ -35,10 +37,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target",
         type=Path,
-        metavar="DIR",
-        help="local Hugging Face directory of the model to draft for (default: the embedded "
-        "reasoner)",
+        metavar="DIR|ID",
+        help="local Hugging Face directory, or Hub id, of the model to draft for (default: the "
+        "embedded reasoner)",
     )
+    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hub id")
     parser.add_argument(
         "--data",
         type=Path,
@@ -65,7 +68,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, metavar="N", help="of training")
     parser.add_argument("--seed", type=int, metavar="S", help="of weights and order (default: 0)")
     parser.add_argument("--held-out", type=int, default=32, metavar="N", help="prompts to try on")
-    parser.add_argument("--dtype", default="auto", help="of the target's weights")
+    parser.add_argument(
+        "--dtype",
+        choices=["auto", "float32", "bfloat16", "float16"],
+        default="auto",
+        help="of the target's weights (default: as its config says)",
+    )
     parser.add_argument("--device", default="auto", help="cpu, cuda, ...")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
 
@@ -83,14 +91,14 @@ def run(args: argparse.Namespace) -> int:
         name: value for name in ("steps", "seed") if (value := getattr(args, name)) is not None
     }
     try:
-        from forethought.training.run import TrainingRun
+        from forethought.training.run import TargetModel, TrainingRun
     except ModuleNotFoundError as error:
         raise DependencyError.missing(error.name or "torch", "training", "local") from error
+    target = TargetModel(args.target, args.revision, args.dtype, args.device)
+    training, source = TrainingRun(args.kind, fields, args.out, target), _source(args)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
-    training = TrainingRun(
-        args.kind, fields, args.out, target=args.target, dtype=args.dtype, device=args.device
-    )
-    found = training(_source(args), args.held_out)
+    with _ProgressBar() as bar:
+        found = training(source, args.held_out, bar)
     _report(args, training, found)
     return 0
 
@@ -99,6 +107,49 @@ def _source(args: argparse.Namespace) -> Source:
     from forethought.training.run import Source
 
     return Source(data=args.data, prompts=args.self_distill)
+
+
+class _ProgressBar:
+    """Steps, loss, tokens per second, time left and acceptance, on a terminal; else the log's lines
+    say the same.
+    """
+
+    def __init__(self) -> None:
+        self._open = ExitStack()
+        self._bar: Any = None
+
+    def __call__(self, progress: Progress) -> None:
+        """Move on by a step."""
+        if self._bar is None:
+            self._bar = self._begin(progress)
+        shown = [f"loss {progress.loss:.3f}"]
+        if progress.tokens_per_second:
+            shown.append(f"{progress.tokens_per_second:,.0f} tokens/s")
+        if "acceptance_length" in progress.found:
+            shown.append(f"acceptance length {progress.found['acceptance_length']:.2f}")
+        self._bar.set_postfix_str(", ".join(shown), refresh=False)
+        self._bar.update()
+
+    def _begin(self, progress: Progress) -> Any:
+        from tqdm import tqdm
+        from tqdm.contrib.logging import logging_redirect_tqdm
+
+        bar = tqdm(
+            total=progress.num_steps,
+            initial=progress.step - 1,
+            unit="step",
+            dynamic_ncols=True,
+            disable=None,  # where standard error is no terminal
+        )
+        if not bar.disable:
+            self._open.enter_context(logging_redirect_tqdm())
+        return self._open.enter_context(bar)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
 
 
 def _report(args: argparse.Namespace, training: TrainingRun, found: dict[str, float]) -> None:

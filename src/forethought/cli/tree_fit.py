@@ -17,28 +17,31 @@ _SHOWN = 4
 """Ranks of the profile in the table."""
 
 
-def fit(
-    configs: Sequence[DecodingBaseConfig],
-    nodes: int,
-    model_dir: Path,
-    prompts: Sequence[list[int]],
-    max_tokens: int,
-    **loading: Any,
-) -> dict[str, Any]:
-    """Measure, fit, and say so in plain values.
+def drafter_of(configs: Sequence[DecodingBaseConfig]) -> DecodingBaseConfig:
+    """The drafter that a tree is fitted for.
 
     Raises:
-        ParameterError: not exactly one drafter, no nodes, or a drafter without static trees.
+        ParameterError: not exactly one is configured, or it has no static trees.
     """
-    if nodes < 1:
-        raise ParameterError("invalid --fit-tree", f"got {nodes}", "A tree has at least 1 node")
     if len(configs) != 1:
         raise ParameterError(
             "--fit-tree needs one drafter",
             f"{len(configs)} are configured",
             "Choose it with --speculative",
         )
-    [config] = configs
+    choices_field(configs[0])
+    return configs[0]
+
+
+def fit(
+    config: DecodingBaseConfig,
+    nodes: int,
+    model_dir: Path,
+    prompts: Sequence[list[int]],
+    max_tokens: int,
+    **loading: Any,
+) -> dict[str, Any]:
+    """Measure, fit, and say so in plain values: a tree of so many ``nodes``, at least 1."""
     profile = measure_profile(model_dir, config, prompts, max_tokens=max_tokens, **loading)
     sizes = sorted({nodes, *(size for size in _SIZES if size < nodes)})
     return {

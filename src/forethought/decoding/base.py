@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import pydantic
 from pydantic import AliasChoices, Field
@@ -16,6 +16,7 @@ from forethought.decoding import table
 from forethought.decoding.bounds import MOST_LEVELS, MOST_NODES, MOST_WINDOW, Levels, Nodes
 from forethought.decoding.tree_paths import all_nodes, missing_path
 from forethought.errors import ParameterError
+from forethought.model_dir import find_model_dir
 from forethought.strict_model import StrictModel
 
 
@@ -39,7 +40,9 @@ class DecodingBaseConfig(StrictModel):
     speculative_model: Path | None = Field(
         default=None, validation_alias=AliasChoices("speculative_model", "speculative_model_dir")
     )
-    """Local Hugging Face directory of the draft model."""
+    """Local Hugging Face directory, or Hub id, of the draft model or of heads."""
+    revision: str | None = Field(default=None, min_length=1)
+    """Branch, tag or commit of a ``speculative_model`` of the Hub; None: its main branch."""
     max_concurrency: int | None = Field(default=None, ge=1)
     """No drafts in a step with more running sequences than this, decoding or still prefilling;
     those that wait for a place are not counted. None: no such limit."""
@@ -92,6 +95,8 @@ class DecodingBaseConfig(StrictModel):
             raise self._refuse("speculative_model", None, "drafts come from a model of their own")
         if self.uses_model is False and self.speculative_model is not None:
             raise self._refuse("speculative_model", self.speculative_model, "it has no draft model")
+        if self.revision is not None and self.speculative_model is None:
+            raise self._refuse("revision", self.revision, "there is no speculative_model")
         if bool(self.acceptance_rate_window_size) != (self.acceptance_rate_threshold is not None):
             raise self._refuse(
                 "acceptance_rate_window_size",
@@ -99,6 +104,17 @@ class DecodingBaseConfig(StrictModel):
                 f"acceptance_rate_threshold is {self.acceptance_rate_threshold}; a gate needs both",
             )
         return self
+
+    def with_local_model(self) -> Self:
+        """The same with ``speculative_model`` as a directory, downloaded if it is a Hub id.
+
+        Raises:
+            UsageError: as :func:`~forethought.model_dir.find_model_dir`.
+        """
+        if self.speculative_model is None:
+            return self
+        directory = find_model_dir(self.speculative_model, self.revision)
+        return self.model_copy(update={"speculative_model": directory, "revision": None})
 
     def _settle_lengths(self) -> None:
         if self.max_draft_len < 1:

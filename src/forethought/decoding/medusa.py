@@ -20,6 +20,8 @@ from pydantic import Field
 from forethought.decoding.base import DecodingBaseConfig
 from forethought.decoding.bounds import MOST_LEVELS
 from forethought.decoding.tree_paths import TreePaths, all_nodes
+from forethought.errors import ModelError
+from forethought.model_dir import find_model_dir
 
 MEDUSA_CHOICES: tuple[tuple[int, ...], ...] = all_nodes(
     [
@@ -136,7 +138,8 @@ class MedusaDecodingConfig(DecodingBaseConfig):
 
         Published configs are often wrong about it, and count where the weights cannot be read.
         """
-        found = None if self.speculative_model is None else stored_heads(self.speculative_model)
+        directory = self._directory()
+        found = None if directory is None else stored_heads(directory)
         if found is None:
             stored = self._stored()
             said = stored.get("medusa_num_heads", stored.get("num_heads"))
@@ -146,13 +149,23 @@ class MedusaDecodingConfig(DecodingBaseConfig):
 
     def _stored(self) -> dict[str, Any]:
         """The heads' ``config.json``; whether there has to be one is for who loads them to say."""
-        if self.speculative_model is None:
+        directory = self._directory()
+        if directory is None:
             return {}
         try:
-            text = (self.speculative_model / "config.json").read_text(encoding="utf-8")
+            text = (directory / "config.json").read_text(encoding="utf-8")
             return dict(json.loads(text))
         except (OSError, ValueError):
             return {}
+
+    def _directory(self) -> Path | None:
+        """Where the heads lie; None: nothing says where, or loading them will say what is wrong."""
+        if self.speculative_model is None:
+            return None
+        try:
+            return find_model_dir(self.speculative_model, self.revision)
+        except ModelError:
+            return None
 
 
 _HEAD = re.compile(r"(?:model\.)?(?:medusa_heads?\.)?(?:blocks\.|lm_heads\.)?(\d+)\.")

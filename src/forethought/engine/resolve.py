@@ -47,10 +47,13 @@ def build(args: LlmArgs, model_dir: Path) -> Engine:
         ParameterError: a value that this machine or model cannot honour.
         CapacityError: the KV cache would not hold a single sequence of two tokens.
     """
+    # Before the target is loaded: a draft model that does not exist costs no waiting.
+    configs = [config.with_local_model() for config in args.speculative_config]
+    device = find_device(args.device)
     lm = loader.load(
         model_dir,
         dtype=args.dtype,
-        device=find_device(args.device),
+        device=device,
         attention=args.attention,
         fuse=args.fuse,
         trust_remote_code=args.trust_remote_code,
@@ -58,7 +61,7 @@ def build(args: LlmArgs, model_dir: Path) -> Engine:
     if lm.device.type == "cpu":
         check_threads()
     context = _context(args, lm)
-    _check_lengths(args.speculative_config, context)
+    _check_lengths(configs, context)
     batch_size = min(args.max_batch_size, args.max_num_tokens)  # a decode takes a token each
     # Drafters load their models and say what they store before the pages are counted out.
     runner = Runner(
@@ -66,7 +69,7 @@ def build(args: LlmArgs, model_dir: Path) -> Engine:
         KvStorage(lm.layer_shapes, 1, args.kv_cache_config.tokens_per_block, lm.dtype, lm.device),
     )
     target = Target(runner, args.max_num_tokens)
-    drafters = [equip(config, target, batch_size) for config in args.speculative_config]
+    drafters = [equip(config, target, batch_size) for config in configs]
     capacity = _fill(
         args.kv_cache_config, runner.storage, drafters, (batch_size + PREFIX_ROOM) * context
     )

@@ -14,7 +14,8 @@ class Row:
     """One method on all problems.
 
     ``tokens_generated`` and ``tokens_prefilled`` are the engine's own counters: every token that it
-    decoded or prefilled for this method, probes and abandoned branches included.
+    decoded or prefilled for this method, probes and abandoned branches included. Of a server they
+    are what it reports, without what it found in its prefix cache.
     """
 
     method: str

@@ -1,21 +1,25 @@
 """A local Hugging Face directory becomes a :class:`CausalLM`, or is refused with the reason.
 
 Weights load the way transformers loads them (sharded safetensors, tied weights, quantised
-checkpoints). Nothing is downloaded. What the model asks of attention is found by one small forward
+checkpoints where it can). What the model asks of attention is found by one small forward
 (:mod:`~forethought.model.attention.interface`), never looked up by the model's name.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 import logging
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+import transformers
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.quantizers.auto import AutoHfQuantizer
 
 from forethought.errors import ModelError, ParameterError
 from forethought.model.attention import BACKENDS
@@ -23,6 +27,7 @@ from forethought.model.attention.base import AttentionBackend, Capability
 from forethought.model.attention.interface import ATTENTION, KEYWORD, PROBE, LayerProfile, Probe
 from forethought.model.causal_lm import CausalLM, ModelTraits, Network, TransformersNetwork
 from forethought.model.fused.network import FusedNetwork, is_fusable
+from forethought.model_dir import check_model_dir
 from forethought.silence import without_progress_bars
 
 logger = logging.getLogger(__name__)
@@ -30,6 +35,9 @@ logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 _PROBE_TOKENS = 3
+_SCALES = re.compile(r"\.(weight_scale\w*|input_scale|qweight|qzeros|scales|absmax)$")
+"""Names of tensors that quantised weights come with."""
+_UNQUANTISED = "Give the checkpoint in 16 or 32 bits"
 
 
 def load(
@@ -83,14 +91,10 @@ def load(
 
 def _config(directory: Path, trust_remote_code: bool) -> Any:
     """The configuration, with everything refused that can be told from it."""
-    if not directory.is_dir():
-        raise ModelError(
-            f"no model at {directory}",
-            "there is no such directory",
-            "Give the path of a local Hugging Face model directory; nothing is downloaded",
-        )
-    if not (directory / "config.json").is_file():
-        raise _broken(directory, "it has no config.json")
+    check_model_dir(directory)
+    with _refusing(directory, "reading its config.json"):
+        written = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    _check_model_type(directory, written, trust_remote_code)
     with _refusing(directory, "reading its config.json"):
         config = AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=trust_remote_code
@@ -102,10 +106,26 @@ def _config(directory: Path, trust_remote_code: bool) -> Any:
     return config
 
 
+def _check_model_type(directory: Path, written: Mapping[str, Any], trust_remote_code: bool) -> None:
+    """Refuse a ``model_type`` that neither transformers nor the directory has code for."""
+    name = written.get("model_type")
+    if name in CONFIG_MAPPING or (trust_remote_code and "auto_map" in written):
+        return
+    why = f"transformers {transformers.__version__} has no model_type {name!r}"
+    fix = "Upgrade transformers, or choose another model"
+    if "auto_map" in written:
+        fix = "Its code lies in the directory: read it, then say trust_remote_code=True"
+    if name is None:
+        why, fix = "its config.json has no model_type", "Give a directory that transformers wrote"
+    raise ModelError(f"the model in {directory} is not supported", why, fix)
+
+
 def _module(
     directory: Path, config: Any, dtype: torch.dtype | str, trust_remote_code: bool
 ) -> PreTrainedModel:
-    with _refusing(directory, "loading"), without_progress_bars():
+    quantised = _quant_method(directory, config)
+    doing = "loading" if quantised is None else f"loading weights quantised by {quantised}"
+    with _refusing(directory, doing), without_progress_bars():
         module, report = AutoModelForCausalLM.from_pretrained(
             directory,
             config=config,
@@ -121,6 +141,10 @@ def _module(
             names = sorted(str(name) for name in report[kind])
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise _broken(directory, f"its checkpoint {why} {', '.join(names[:3])}{more}")
+    scales = [name for name in report.get("unexpected_keys", ()) if _SCALES.search(str(name))]
+    if scales:  # of which transformers only warns, and reads the weights without them
+        why = f"its checkpoint has {min(map(str, scales))}, which its config.json does not explain"
+        raise ModelError(f"the model in {directory} is quantised", why, _UNQUANTISED)
     if getattr(module, "_is_stateful", False):
         raise _unsupported(
             directory,
@@ -134,6 +158,23 @@ def _module(
             "the rows of a batch lie one behind the other",
         )
     return module
+
+
+def _quant_method(directory: Path, config: Any) -> str | None:
+    """How the weights are quantised; None: not at all.
+
+    Raises:
+        ModelError: transformers does not know the method, and would read the weights as they stand.
+    """
+    found = getattr(config, "quantization_config", None)
+    if found is None:
+        return None
+    found = found if isinstance(found, Mapping) else found.to_dict()
+    method = str(found.get("quant_method", "an unnamed method"))
+    if "quant_method" not in found or not AutoHfQuantizer.supports_quant_method(found):
+        why = f"transformers {transformers.__version__} cannot read it"
+        raise ModelError(f"the model in {directory} is quantised by {method}", why, _UNQUANTISED)
+    return method
 
 
 def _probe(module: PreTrainedModel, directory: Path) -> tuple[tuple[LayerProfile, ...], int]:
@@ -224,12 +265,13 @@ def _refusing(directory: Path, doing: str) -> Iterator[None]:
         raise _unsupported(directory, why) from error
     except Exception as error:  # transformers, safetensors and remote code raise anything
         reason = str(error).strip().split("\n")[0] or type(error).__name__
-        raise _broken(directory, f"{doing} failed: {reason}") from error
+        fix = f"{_UNQUANTISED}, or install what is missing" if "quantised" in doing else ""
+        raise _broken(directory, f"{doing} failed: {reason}", fix) from error
 
 
-def _broken(directory: Path, why: str) -> ModelError:
+def _broken(directory: Path, why: str, fix: str = "") -> ModelError:
     return ModelError(
-        f"cannot load the model in {directory}", why, "Check that the directory is complete"
+        f"cannot load the model in {directory}", why, fix or "Check that the directory is complete"
     )
 
 

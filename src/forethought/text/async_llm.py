@@ -39,7 +39,7 @@ class AsyncLLM:
     Cancelling a task that waits for a request aborts it and frees its pages.
 
     Args:
-        model: local Hugging Face directory; None: the embedded reasoner.
+        model: local Hugging Face directory, or Hub id; None: the embedded reasoner.
         max_pending: requests that may be unfinished at once; more wait before they begin. Sessions
             are not counted: those that a session's owner waits for could otherwise never begin.
         fields: any field of ``LlmArgs``.

@@ -20,6 +20,7 @@ from forethought.engine.engine import Engine
 from forethought.engine.sequence import Sequence
 from forethought.engine.stats import EngineStats
 from forethought.model.sampling import Constraints
+from forethought.model_dir import find_model_dir
 from forethought.params import SamplingParams
 from forethought.text.generation import Generation
 from forethought.text.guidance import Guidance
@@ -51,16 +52,20 @@ class Desk:
         """Load tokenizer and model.
 
         Args:
-            model: local directory; None: the embedded reasoner.
+            model: local directory or Hub id; None: the embedded reasoner.
             fields: of ``LlmArgs``.
 
         Raises:
             UsageError: an unknown field, a bad value, or a directory that cannot be loaded.
         """
         args = LlmArgs.from_dict({"model": model, **fields})
-        model_dir = args.model or reasoner_dir()
+        code = args.trust_remote_code
+        model_dir = find_model_dir(args.model or reasoner_dir(), args.revision, code=code)
+        spoken = model_dir
+        if args.tokenizer is not None:
+            spoken = find_model_dir(args.tokenizer, weights=False, code=code)
         engine = resolve.build(args, model_dir)  # first: a wrong directory is about the model
-        tokenizer = Tokenizer.load(args.tokenizer or model_dir, args.trust_remote_code)
+        tokenizer = Tokenizer.load(spoken, code)
         lm, config = engine.runner.lm, args.guided_decoding_config
         guidance = Guidance(tokenizer, lm.vocab_size, lm.eos_token_ids, config)
         return cls(engine, tokenizer, model_dir, guidance)

@@ -38,16 +38,16 @@ class LLM:
 
     ::
 
-        llm = LLM()  # the embedded reasoner; or LLM("/path/to/model", dtype="bfloat16")
+        llm = LLM()  # the embedded reasoner; or LLM("/path/to/model"), LLM("Qwen/Qwen3-0.6B")
         print(llm.generate("Hello", SamplingParams(max_tokens=20)).outputs[0].text)
 
     Args:
-        model: local Hugging Face directory; None: the embedded reasoner.
-        fields: any field of ``LlmArgs``: ``dtype``, ``max_num_tokens``, ``kv_cache_config``, ...
+        model: local Hugging Face directory, or Hub id; None: the embedded reasoner.
+        fields: any field of ``LlmArgs``: ``revision``, ``dtype``, ``kv_cache_config``, ...
 
     Raises:
         ParameterError: an unknown field or a bad value.
-        ModelError: the directory is missing, broken, or holds a model that is not supported.
+        ModelError: the model is neither here nor on the Hub, is broken, or is not supported.
         CapacityError: the KV cache would not hold a single sequence.
     """
 

@@ -44,7 +44,7 @@ class Tokenizer:
             raise ModelError(
                 f"no tokenizer at {path}",
                 "there is no such directory",
-                "Give the path of a local Hugging Face directory; nothing is downloaded",
+                "Give the path of a local Hugging Face directory",
             )
         try:
             hf = AutoTokenizer.from_pretrained(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from forethought.errors import ParameterError
+from forethought.errors import ParameterError, UsageError
 from forethought.params import SamplingParams
 from forethought.strict_model import StrictModel
 from forethought.training.teacher import Teacher
@@ -42,6 +42,7 @@ def self_distil(
 
     Raises:
         ParameterError: it holds answers to other prompts.
+        UsageError: it is broken.
     """
     done = _resume(prompts, path) if path.exists() else 0
     while done < len(prompts):
@@ -57,12 +58,22 @@ def self_distil(
 def _resume(prompts: Sequence[list[int]], path: Path) -> int:
     """How many prompts are answered; a part that was not finished is taken back."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    if lines and not lines[-1].endswith("\n"):  # an interrupted write
+        lines.pop()
     if len(lines) < len(prompts):
         lines = lines[: len(lines) // PART * PART]
         path.write_text("".join(lines), encoding="utf-8")
     for prompt, line in zip(prompts, lines, strict=False):
-        record = json.loads(line)
-        if record["token_ids"][: record["prompt_length"]] != prompt:
+        try:
+            record = json.loads(line)
+            answered = record["token_ids"][: record["prompt_length"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UsageError(
+                f"cannot go on from the texts in {path}",
+                f"a line is broken ({type(error).__name__}: {error})",
+                "Remove the file to have the prompts answered anew",
+            ) from error
+        if answered != prompt:
             raise ParameterError(
                 f"the texts in {path} are answers to other prompts",
                 "a run in the same directory had others",

@@ -33,6 +33,11 @@ class Lesson:
     probs: Tensor
     """float32 [R, W, K]: their probabilities at temperature 1; 0 in the filling."""
 
+    @property
+    def num_tokens(self) -> int:
+        """Of the texts, without the filling."""
+        return int(self.lengths.sum())
+
 
 class Lessons:
     """Lessons from texts.

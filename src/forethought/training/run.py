@@ -7,20 +7,24 @@ recipes by name only.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from forethought.assets import reasoner_dir
 from forethought.decoding import DecodingBaseConfig
-from forethought.errors import ParameterError
+from forethought.errors import ParameterError, UsageError
+from forethought.model.device import find_device
+from forethought.model_dir import find_model_dir
 from forethought.training.corpus import DistillationSettings, self_distil
 from forethought.training.recipes.table import recipe
 from forethought.training.shift import LawShift
 from forethought.training.teacher import Teacher
-from forethought.training.text import Text, load_prompts, load_texts
-from forethought.training.trainer import DRAFTER, MODEL, Trainer, seeded
+from forethought.training.text import Text, load_prompts, load_texts, read_records
+from forethought.training.trainer import DRAFTER, MODEL, Progress, Trainer, load_checkpoint, seeded
 from forethought.training.trial import AcceptanceTrial
 
 logger = logging.getLogger(__name__)
@@ -37,6 +41,33 @@ class Source:
     prompts: Path | None = None
     """What the target is to answer."""
 
+    def count(self) -> int:
+        """Texts, or prompts, that there will be at most.
+
+        Raises:
+            UsageError: the file cannot be read.
+        """
+        path, kind = (self.prompts, "prompts") if self.data is None else (self.data, "texts")
+        assert path is not None, "one of the two is given"
+        return len(read_records(path, kind))
+
+
+@dataclass(frozen=True, slots=True)
+class TargetModel:
+    """What a drafter is trained for, and how it is loaded."""
+
+    model: str | Path | None = None
+    """Local Hugging Face directory, or Hub id; None: the embedded reasoner."""
+    revision: str | None = None
+    """Of a Hub id."""
+    dtype: str = "auto"
+    device: str = "auto"
+
+    def load(self, fuse: bool) -> Teacher:
+        """Find it, and load it."""
+        directory = find_model_dir(self.model or reasoner_dir(), self.revision)
+        return Teacher.load(directory, self.dtype, self.device, fuse)
+
 
 class TrainingRun:
     """Trains a drafter for a target.
@@ -45,13 +76,11 @@ class TrainingRun:
         kind: name of the recipe.
         fields: of its settings, and ``temperatures`` and ``max_tokens`` of the target's answers.
         out: for texts, checkpoint and drafter.
-        target: local Hugging Face directory; None: the embedded reasoner.
-        dtype, device: of the target.
+        target: loaded when it is first needed; None: the embedded reasoner.
 
     Raises:
         UnknownNameError: there is no such recipe.
         ParameterError: an unknown field, or a bad value.
-        ModelError: the target cannot be loaded.
     """
 
     def __init__(
@@ -59,20 +88,24 @@ class TrainingRun:
         kind: str,
         fields: Mapping[str, Any],
         out: Path,
-        *,
-        target: Path | None = None,
-        dtype: str = "auto",
-        device: str = "auto",
+        target: TargetModel | None = None,
     ) -> None:
         self._recipe = recipe(kind)
         mine = {name: value for name, value in fields.items() if name not in _DISTILLATION}
         self.settings = self._recipe.Settings(**mine)
         answers = {name: fields[name] for name in _DISTILLATION if name in fields}
         self._answers = DistillationSettings(seed=self.settings.seed, **answers)
-        self._out = out
-        self.teacher = Teacher.load(
-            target or reasoner_dir(), dtype, device, fuse=not self.settings.adapts
-        )
+        self._out, self._target = out, target or TargetModel()
+        find_device(self._target.device)  # which says that there is no such device
+
+    @cached_property
+    def teacher(self) -> Teacher:
+        """The target.
+
+        Raises:
+            ModelError: it cannot be loaded.
+        """
+        return self._target.load(fuse=not self.settings.adapts)
 
     @property
     def drafter(self) -> Path:
@@ -89,34 +122,58 @@ class TrainingRun:
         """How to decode with the drafter."""
         return self._recipe.decoding(self.drafter)
 
-    def __call__(self, source: Source, held_out: int = 32) -> dict[str, float]:
+    def check(self, source: Source, held_out: int) -> None:
+        """Refuse what can be told before the target is loaded.
+
+        Raises:
+            UsageError: there are too few texts, they cannot be read, the directory cannot be
+                written, or holds a run that this one cannot go on from.
+        """
+        _check_held_out(held_out, source.count())
+        try:
+            self._out.mkdir(parents=True, exist_ok=True)
+            writable = os.access(self._out, os.W_OK)
+        except OSError as error:
+            raise _unwritable(self._out, str(error)) from error
+        if not writable:
+            raise _unwritable(self._out, "it may not be written")
+        load_checkpoint(self._out, self.settings)
+
+    def __call__(
+        self,
+        source: Source,
+        held_out: int = 32,
+        on_step: Callable[[Progress], None] | None = None,
+    ) -> dict[str, float]:
         """Train to the end, from wherever an earlier run has got to.
 
         Args:
             source: of the texts.
             held_out: how many of them are not learned from, and tried.
+            on_step: called after each step.
 
         Returns:
             What the last trial measured: see ``AcceptanceTrial``, and ``LawShift`` where the target
             is adapted.
 
         Raises:
-            UsageError: there are too few texts, or they cannot be read.
+            UsageError: as :meth:`check`, or the target cannot be loaded.
+            KeyboardInterrupt: it was interrupted; what is done so far is saved.
+            OSError: something cannot be written.
         """
-        self._out.mkdir(parents=True, exist_ok=True)
+        self.check(source, held_out)
         texts = self._texts(source)
-        if held_out < 1 or len(texts) < 2 * held_out:
-            raise ParameterError(
-                f"{held_out} held-out texts",
-                f"there are {len(texts)} texts in all",
-                "Hold out at least 1 and at most half of them",
-            )
+        _check_held_out(held_out, len(texts))
         tried, learned = texts[:held_out], texts[held_out:]
         logger.info("%d texts, %d tokens", len(learned), sum(map(len, learned)))
         with seeded(self.settings.seed):
             chosen = self._recipe.build(self.settings, learned, self.teacher)
         trainer = Trainer(
-            chosen, self.settings, self._out, lambda directory: self._tried(directory, tried)
+            chosen,
+            self.settings,
+            self._out,
+            lambda directory: self._tried(directory, tried),
+            on_step,
         )
         return trainer.run()
 
@@ -137,3 +194,16 @@ class TrainingRun:
         assert source.prompts is not None
         prompts = load_prompts(source.prompts, self.teacher.tokenizer)
         return self_distil(self.teacher, prompts, self._out / "texts.jsonl", self._answers)
+
+
+def _check_held_out(held_out: int, count: int) -> None:
+    if held_out < 1 or count < 2 * held_out:
+        raise ParameterError(
+            f"{held_out} held-out texts",
+            f"there are {count} texts in all",
+            "Hold out at least 1 and at most half of them",
+        )
+
+
+def _unwritable(folder: Path, why: str) -> UsageError:
+    return UsageError(f"cannot write to {folder}", why, "Give another folder")

@@ -26,6 +26,7 @@ from forethought.kv.table import PageTable
 from forethought.model import loader
 from forethought.model.batch import Row
 from forethought.model.causal_lm import CausalLM, TransformersNetwork
+from forethought.model.device import find_device
 from forethought.model.runner import Runner
 from forethought.outputs import SpeculationMetrics
 from forethought.params import SamplingParams
@@ -78,9 +79,7 @@ class Teacher:
         Raises:
             ModelError: it cannot be loaded.
         """
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        lm = loader.load(directory, dtype=dtype, device=device, fuse=fuse)
+        lm = loader.load(directory, dtype=dtype, device=find_device(device), fuse=fuse)
         return cls(lm, Tokenizer.load(directory), directory)
 
     @property

@@ -49,7 +49,8 @@ def load_texts(path: Path, tokenizer: Tokenizer, longest: int) -> list[Text]:
         UsageError: the file cannot be read, or a line is none of the spellings.
     """
     texts = [
-        _text(record, tokenizer, f"{path}:{number}") for number, record in _records(path, "texts")
+        _text(record, tokenizer, f"{path}:{number}")
+        for number, record in read_records(path, "texts")
     ]
     cut = [Text(text.token_ids[:longest], text.prompt_length) for text in texts]
     kept = [text for text in cut if 0 < text.prompt_length < len(text)]
@@ -69,7 +70,7 @@ def load_prompts(path: Path, tokenizer: Tokenizer) -> list[list[int]]:
         UsageError: the file cannot be read or holds no prompt.
     """
     prompts = []
-    for number, record in _records(path, "prompts"):
+    for number, record in read_records(path, "prompts"):
         where = f"{path}:{number}"
         if isinstance(record, str):
             record = {"prompt": record}
@@ -119,8 +120,16 @@ def _asked(turns: Sequence[dict[str, Any]], tokenizer: Tokenizer) -> list[int]:
     return tokenizer.encode("\n".join(str(turn["content"]) for turn in turns))
 
 
-def _records(path: Path, kind: str) -> list[tuple[int, Any]]:
-    """Line numbers and what stands there."""
+def read_records(path: Path, kind: str) -> list[tuple[int, Any]]:
+    """Line numbers and what stands there: objects, or lines of text.
+
+    Args:
+        path: of the file.
+        kind: what it holds, as messages say it.
+
+    Raises:
+        UsageError: it cannot be read, is empty, or a line that begins as an object is none.
+    """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

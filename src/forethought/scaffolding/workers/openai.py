@@ -265,7 +265,12 @@ class OpenaiWorker(Worker):
                 task.emit(text, (), f"{id(exchange):x}.{number}")
 
         async def chunks() -> AsyncGenerator[Any, None]:
-            answer = await create(**fields)
+            try:
+                answer = await create(**fields)
+            except Exception as error:
+                if type(error).__name__ != "APIConnectionError":
+                    raise
+                raise self._unreachable(error) from error
             if not fields["stream"]:
                 yield answer
                 return
@@ -275,6 +280,11 @@ class OpenaiWorker(Worker):
 
         exchange = Exchange(chunks, sampling.stop_strings(task), hear)
         return exchange
+
+    def _unreachable(self, error: Exception) -> ConnectionError:
+        """What the client calls a connection error, with the address and the system's reason."""
+        url = getattr(self.async_client, "base_url", "an unknown address")
+        return ConnectionError(f"no server answers at {url} ({error.__cause__ or error})")
 
     def _keep(self, exchange: Exchange) -> None:
         scope = current_scope()

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from forethought.errors import EngineStopped, ParameterError
+from forethought.model_dir import find_model_dir
 from forethought.scaffolding.task import RewardTask, TaskStatus
 from forethought.scaffolding.worker import Worker
 from forethought.scaffolding.workers.reward_model import Inquiry, RewardModel, Row, Verdict
@@ -40,16 +41,17 @@ class RewardWorker(Worker):
     Equal tasks under way are judged once. May serve several event loops.
 
     Args:
-        model_dir: local Hugging Face directory; nothing is downloaded.
+        model_dir: local Hugging Face directory, or Hub id.
         dtype: ``"float32"``, ``"bfloat16"``, ``"float16"``, or ``"auto"``: as stored.
         device: such as ``"cuda:1"``; ``"auto"``: the GPU if there is one.
         max_batch_tokens: judged in one pass at most, padding included; a longer one goes alone.
+        revision: branch, tag or commit of a model of the Hub; None: its main branch.
 
     Attributes:
         tokenizer: the model's, for ``PRMController``.
 
     Raises:
-        ModelError: the directory is missing, or holds no such model.
+        ModelError: the model is neither here nor on the Hub, or is of another kind.
         ParameterError: another value out of range.
     """
 
@@ -60,12 +62,13 @@ class RewardWorker(Worker):
         dtype: str = "auto",
         device: str = "auto",
         max_batch_tokens: int = 8192,
+        revision: str | None = None,
     ) -> None:
         if max_batch_tokens < 1:
             raise ParameterError(
                 "invalid max_batch_tokens", f"got {max_batch_tokens}", "Give at least 1"
             )
-        self._model = RewardModel(Path(model_dir), dtype, device)
+        self._model = RewardModel(find_model_dir(model_dir, revision), dtype, device)
         self.tokenizer = self._model.tokenizer
         self._max_batch_tokens = max_batch_tokens
         self._lock = threading.Lock()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from forethought.errors import ContextLengthError, DependencyError, ModelError, ParameterError
+from forethought.model_dir import check_model_dir
 from forethought.silence import without_progress_bars
 
 try:
@@ -70,6 +71,7 @@ class RewardModel:
                 "invalid dtype", f"got {dtype!r}", f"Allowed: {', '.join(_DTYPES)}"
             )
         self.device = _device(device)
+        check_model_dir(directory, "reward model")
         self.by_step = _judges_steps(directory)
         self._model, self.tokenizer = _load(directory, self.by_step, dtype)
         config = self._model.config
@@ -197,7 +199,7 @@ def _judges_steps(directory: Path) -> bool:
         raise ModelError(
             f"no model at {directory}",
             f"its config.json cannot be read ({type(error).__name__})",
-            "Give the path of a local Hugging Face model directory; nothing is downloaded",
+            "Give the path of a local Hugging Face model directory",
         ) from error
     names = config.get("architectures") or ["no architecture"]
     for by_step, head in ((True, "ForTokenClassification"), (False, "ForSequenceClassification")):

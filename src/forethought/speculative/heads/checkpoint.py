@@ -6,7 +6,6 @@ Knows nothing about what the tensors are for.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from forethought.errors import ModelError
+from forethought.model_dir import check_model_dir, replace_file
 
 _FORMATS = ("*.safetensors", "pytorch_model*.bin", "*.pt")
 
@@ -42,12 +42,7 @@ class Checkpoint:
         Raises:
             ModelError: one of them is missing or broken.
         """
-        if not directory.is_dir():
-            raise ModelError(
-                f"no head at {directory}",
-                "there is no such directory",
-                "Give the path of a local directory; nothing is downloaded",
-            )
+        check_model_dir(directory, "head")
         try:
             config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
             files = next(found for form in _FORMATS if (found := sorted(directory.glob(form))))
@@ -69,7 +64,7 @@ class Checkpoint:
         draft = weights.with_suffix(".tmp")
         kept = {name: x.detach().cpu().contiguous() for name, x in self.tensors.items()}
         save_file(kept, draft, metadata={"format": "pt"})
-        os.replace(draft, weights)
+        replace_file(draft, weights)
         weights.chmod(0o644)
 
     def fill(self, module: nn.Module, tensors: Mapping[str, Tensor]) -> None:

@@ -9,7 +9,6 @@ Knows nothing about networks, and of the target no more than ``LLM`` shows.
 
 import logging
 import math
-import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from forethought import LLM, SamplingParams
+from forethought.model_dir import replace_file
 from forethought.outputs import CompletionOutput
 
 from .prompts import probe_suffix, problem_prompts
@@ -162,7 +162,7 @@ def save_samples(samples: Sequence[Sample], path: Path) -> None:
     }
     draft = path.with_suffix(".tmp")
     save_file(tensors, draft)
-    os.replace(draft, path)
+    replace_file(draft, path)
 
 
 def load_samples(path: Path) -> list[Sample]:

@@ -4,12 +4,13 @@ Knows nothing about the schedule or the data.
 """
 
 import json
-import os
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
+
+from forethought.model_dir import replace_file
 
 from .network import Network
 from .vocabulary import END, save_tokenizer
@@ -33,7 +34,7 @@ class Checkpoint:
         }
         draft = self.path.with_suffix(".tmp")
         torch.save(state, draft)
-        os.replace(draft, self.path)
+        replace_file(draft, self.path)
 
     def load(self) -> tuple[int, float]:
         """Restore everything and return (step, seconds); (0, 0.0) where there is no file."""

@@ -36,6 +36,7 @@ from forethought.training.lesson import Lesson, Lessons
 from forethought.training.teacher import Teacher
 from forethought.training.text import Text
 from forethought.training.trainer import ParameterGroup, TrainingSettings, seeded
+from forethought.training.unrolled import Keys, attend_unrolled
 
 CHAIN = 7
 """Levels of the drafts by which a head is measured while it learns."""
@@ -186,8 +187,9 @@ class Eagle3Recipe:
 
     def _sample(self, batch: Lesson, pairs: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         """The places at which the head goes on: a share of those from which it can learn."""
-        if self._settings.unrolled_share == 1.0:
-            return pairs, states
+        if self._settings.unrolled_share == 1.0:  # all from which a later step reaches an answer
+            first = int(batch.taught.any(0).int().argmax()) - 1 - self._settings.unrolled
+            return pairs[max(0, first) :], states[:, max(0, first) :]
         useful = pairs[batch.taught[:, 2:].any(0)]
         count = max(1, round(self._settings.unrolled_share * len(useful)))
         chosen = useful[torch.randperm(len(useful), device=pairs.device)[:count]].sort().values
@@ -252,10 +254,8 @@ class UnrolledAttention:
 
     def __init__(self, rotary: tuple[Tensor, Tensor]) -> None:
         self._cos, self._sin = rotary
-        self._past: tuple[Tensor, Tensor] | None = None
-        self._pairs: Tensor | None = None
-        self._keys: list[Tensor] = []
-        self._values: list[Tensor] = []
+        self._past: Keys | None = None
+        self._own: list[Keys] = []
 
     def __call__(self, pairs: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See ``heads.draft_layer.Attend``.
@@ -265,33 +265,19 @@ class UnrolledAttention:
                 first step are all. From the second step on they stay the same.
             q, k, v: ``[R, S, heads or kv_heads, head_dim]``.
         """
-        positions = pairs + len(self._keys) + (self._past is not None)
+        positions = pairs + len(self._own) + (self._past is not None)
         q, k = self._rotated(q, positions), self._rotated(k, positions)
+        grouped = q.shape[2] // k.shape[2]
+        if grouped > 1:
+            k, v = (x.repeat_interleave(grouped, 2) for x in (k, v))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [R, heads, S, head_dim]
         if self._past is None:
             self._past = k, v
-            grouped = q.shape[1] != k.shape[1]
-            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
-            self._keys.append(k.unsqueeze(2))  # [R, kv_heads, 1, S, head_dim]
-            self._values.append(v.unsqueeze(2))
-            mixed = self._unrolled(pairs, q)
+            self._own.append((k, v))
+            mixed = attend_unrolled(q, self._past, self._own, pairs, q.shape[-1] ** -0.5)
         return mixed.transpose(1, 2)
-
-    def _unrolled(self, pairs: Tensor, q: Tensor) -> Tensor:
-        """q ``[R, heads, S, head_dim]`` -> the same shape."""
-        assert self._past is not None
-        keys, values = self._past
-        grouped = q.unflatten(1, (keys.shape[1], -1))  # [R, kv_heads, heads per one, S, head_dim]
-        seen = torch.arange(keys.shape[2], device=q.device) <= pairs[:, None]
-        past = (grouped @ keys.unsqueeze(2).transpose(-1, -2)).float()
-        scores = [past.masked_fill(~seen, float("-inf"))]
-        scores += [(grouped * own).sum(-1, keepdim=True).float() for own in self._keys]
-        weights = (torch.cat(scores, -1) * q.shape[-1] ** -0.5).softmax(-1).to(values.dtype)
-        mixed = weights[..., : keys.shape[2]] @ values.unsqueeze(2)
-        for step, own in enumerate(self._values, start=keys.shape[2]):
-            mixed = mixed + weights[..., step, None] * own
-        return mixed.flatten(1, 2)
 
     def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
         cos, sin = (table[positions, None].to(x.dtype) for table in (self._cos, self._sin))

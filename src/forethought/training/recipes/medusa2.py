@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from forethought.decoding import MedusaDecodingConfig
 from forethought.errors import ParameterError
 from forethought.model.taps import FINAL
+from forethought.model_dir import find_model_dir
 from forethought.speculative.heads.medusa import MedusaHeads
 from forethought.training.backbone import Backbone, Read
 from forethought.training.batches import Batches
@@ -43,7 +44,7 @@ class Medusa2Settings(MedusaSettings):
     adapts: ClassVar[bool] = True
 
     initial_heads: Path | None = None
-    """Directory of heads to start from, such as those of Medusa-1; they keep their tree."""
+    """Directory or Hub id of heads to start from, such as those of Medusa-1; their tree is kept."""
     heads_first: float = Field(default=0.4, ge=0.0, lt=1.0)
     """Share of the steps in which the heads learn alone."""
     heads_weight: float = Field(default=0.2, gt=0.0)
@@ -66,6 +67,11 @@ class JointBatch:
     texts: Sequence[Text]
     progress: float
     """Of the run, from 0 to 1."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the texts."""
+        return sum(map(len, self.texts))
 
 
 class Medusa2Recipe:
@@ -208,7 +214,7 @@ def _heads(settings: Medusa2Settings, teacher: Teacher) -> MedusaHeads:
     given = settings.initial_heads
     if given is None:
         return new_heads(settings, teacher)
-    heads = MedusaHeads.load(given, teacher.hidden_size, teacher.lm.vocab_size)
+    heads = MedusaHeads.load(find_model_dir(given), teacher.hidden_size, teacher.lm.vocab_size)
     found = (heads.shape.heads, heads.shape.blocks)
     if found != (settings.num_heads, settings.num_layers):
         raise ParameterError(

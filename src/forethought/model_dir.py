@@ -1,0 +1,220 @@
+"""A model's directory: found on this machine or on the Hugging Face Hub, and checked.
+
+Whatever names a model (``LLM``, ``--model``, ``speculative_model``, ``RewardWorker``, ``--target``)
+is a local directory or a Hub id such as ``"Qwen/Qwen3-0.6B"``; :func:`find_model_dir` makes a
+directory of either. :func:`check_model_dir` says what a directory holds where that is no model,
+and :func:`replace_file` puts a file into one that is whole whenever it is read.
+Imports ``huggingface_hub`` only where a Hub id is given.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from forethought.errors import DependencyError, ModelError, ParameterError
+
+_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
+_TEXTS = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
+"""Files of configuration and tokenizer."""
+_SAFETENSORS = ("*.safetensors",)
+_OTHER_WEIGHTS = ("pytorch_model*.bin", "*.pt")
+"""Weights of repositories that have no safetensors."""
+_LEFT_OUT = (
+    *("*/*", "consolidated*"),
+    *("optimizer*", "scheduler*", "rng_state*", "training_args*"),
+)
+"""Duplicates of the weights, in folders or in another layout, and what a trainer left behind."""
+_LFS_HEAD = b"version https://git-lfs"
+_LFS_MOST_BYTES = 1024
+
+
+def find_model_dir(
+    model: str | Path,
+    revision: str | None = None,
+    *,
+    weights: bool = True,
+    code: bool = False,
+) -> Path:
+    """The directory of a model, downloaded into the Hub's cache if it is not there yet.
+
+    An existing path wins over a Hub id of the same name. Cache, offline mode, endpoint and token
+    are those of ``huggingface_hub`` (``HF_HOME``, ``HF_HUB_OFFLINE``, ``HF_ENDPOINT``,
+    ``HF_TOKEN``). Weights are downloaded as safetensors, in other formats only where there are
+    none.
+
+    Args:
+        model: local directory, or Hub id.
+        revision: branch, tag or commit of a Hub id; None: its main branch.
+        weights: False for a tokenizer only.
+        code: whether Python files are wanted, too.
+
+    Raises:
+        ModelError: there is no such directory, and the Hub does not have it, cannot be reached or
+            refuses access.
+        ParameterError: a revision of a local directory.
+        DependencyError: ``huggingface_hub`` is not installed.
+    """
+    path = Path(model)
+    if path.exists():
+        if revision is not None:
+            raise ParameterError(
+                f"invalid revision {revision!r}",
+                f"{path} lies on this machine, and revisions are those of the Hugging Face Hub",
+                "Leave it out",
+            )
+        return path
+    if not _HUB_ID.fullmatch(str(model)):
+        raise ModelError(
+            f"no model at {model}",
+            "there is no such directory",
+            "Give a local Hugging Face directory, or a Hub id such as Qwen/Qwen3-0.6B",
+        )
+    wanted = [*_TEXTS, *(_SAFETENSORS if weights else ()), *(("*.py",) if code else ())]
+    directory = _download(str(model), revision, wanted)
+    if weights and not any(directory.glob("*.safetensors")):
+        directory = _download(str(model), revision, [*wanted, *_OTHER_WEIGHTS])
+    if weights and not any(directory.glob("*config.json")):
+        raise ModelError(
+            f"cannot load the model {model}",
+            "its repository on the Hub has no config.json; it may hold GGUF files",
+            "Give the repository of the original model",
+        )
+    return directory
+
+
+def _download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
+    """The snapshot of a repository with the files that match."""
+    try:
+        import huggingface_hub
+    except ModuleNotFoundError as error:
+        raise DependencyError.missing(
+            "huggingface_hub", f"{name} is no local directory, and a Hub id", "local"
+        ) from error
+    try:
+        found = huggingface_hub.snapshot_download(
+            name,
+            revision=revision,
+            allow_patterns=list(patterns),
+            ignore_patterns=list(_LEFT_OUT),
+        )
+    except Exception as error:  # also what breaks off a download: the network, the disk, ...
+        why, fix = _explain(error, name, revision)
+        raise ModelError(f"cannot get the model {name}", why, fix) from error
+    return Path(found)
+
+
+def _explain(error: Exception, name: str, revision: str | None) -> tuple[str, str]:
+    """Why a download failed, and what can be done about it."""
+    from huggingface_hub import constants, errors
+
+    hub = f"the Hugging Face Hub at {constants.ENDPOINT}"
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        cause = f"{hub} cannot be reached"
+        if constants.HF_HUB_OFFLINE:
+            cause = "HF_HUB_OFFLINE forbids to ask the Hub"
+        return (
+            f"there is no such directory, the Hub's cache does not hold all of it, and {cause}",
+            "Give a local directory, or download it where there is a network",
+        )
+    if isinstance(error, errors.GatedRepoError):
+        return (
+            f"{hub} gives it only to those who have been granted access",
+            f"Ask for access at {constants.ENDPOINT}/{name}, and set HF_TOKEN",
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
+            f"there is no such directory, and no such model on {hub}, or it is private",
+            "Check the name; for a private model set HF_TOKEN",
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"on {hub} it has no revision {revision!r}", "Give a branch, a tag or a commit"
+    reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+    return reason, "Try again: what has been downloaded is kept"
+
+
+def check_model_dir(directory: Path, kind: str = "model") -> None:
+    """Refuse what is no Hugging Face directory, with the cause.
+
+    Args:
+        directory: to be checked; weights are not read.
+        kind: what it should hold, as messages say it.
+
+    Raises:
+        ModelError: it is missing, has no ``config.json``, or holds an adapter, GGUF files or
+            pointers of Git LFS instead of weights.
+    """
+    if not directory.is_dir():
+        why, fix = "there is no such directory", "Give the path of a local Hugging Face directory"
+        if directory.suffix == ".gguf":
+            why, fix = "it is a GGUF file", _GGUF_FIX
+        elif directory.exists():
+            why = "it is a file"
+        raise ModelError(f"no {kind} at {directory}", why, fix)
+    _refuse_adapter(directory, kind)
+    if not (directory / "config.json").is_file():
+        if any(directory.glob("*.gguf")):
+            raise _broken(directory, kind, "it holds GGUF files", _GGUF_FIX)
+        raise _broken(directory, kind, "it has no config.json")
+    for file in sorted(directory.iterdir()):
+        if _is_lfs_pointer(file):
+            raise _broken(
+                directory,
+                kind,
+                f"{file.name} is a pointer of Git LFS to a file that was not fetched",
+                f"Run 'git lfs pull' in {directory}",
+            )
+
+
+def replace_file(written: Path, file: Path) -> None:
+    """Give the finished file ``written`` the name ``file``, whatever has it now.
+
+    Its bytes reach the disk before the name does: a machine that loses power leaves the older file
+    or the newer one, and never an empty one.
+    """
+    for path in (written, file.parent):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        if path is written:
+            os.replace(written, file)
+
+
+_GGUF_FIX = "Give the safetensors that it was made from, as a Hugging Face directory"
+
+
+def _refuse_adapter(directory: Path, kind: str) -> None:
+    """Refuse a directory with weights of an adapter and no others."""
+    written = directory / "adapter_config.json"
+    weights = [*directory.glob("*.safetensors"), *directory.glob("*.bin")]
+    if not written.is_file() or any(not file.name.startswith("adapter_") for file in weights):
+        return
+    try:
+        found = json.loads(written.read_text(encoding="utf-8"))
+        method, base = found.get("peft_type") or "", found.get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError):
+        method, base = "", None
+    raise _broken(
+        directory,
+        kind,
+        f"it holds an adapter ({method or 'adapter_config.json'}), not a whole model",
+        f"Merge it into {base or 'the model that it was trained on'}, and give the result",
+    )
+
+
+def _is_lfs_pointer(file: Path) -> bool:
+    if not file.is_file() or file.stat().st_size > _LFS_MOST_BYTES:
+        return False
+    with file.open("rb") as stream:
+        return stream.read(len(_LFS_HEAD)) == _LFS_HEAD
+
+
+def _broken(directory: Path, kind: str, why: str, fix: str = "") -> ModelError:
+    return ModelError(
+        f"cannot load the {kind} in {directory}", why, fix or "Check that the directory is complete"
+    )
