@@ -468,8 +468,8 @@ def test_tool_calls_are_put_together_from_their_pieces(server):
     message = chat.messages[-1]
     assert message.content is None
     assert message.finish_reason == "tool_calls"
-    function = {"name": "add", "arguments": '{"a": 1}'}
-    assert message.tool_calls == [{"id": "call-1", "type": "function", "function": function}]
+    call = message.tool_calls[0]
+    assert (call.id, call.function.name, call.function.arguments) == ("call-1", "add", '{"a": 1}')
     assert server.requests[0]["tools"][0]["function"]["name"] == "add"
 
 

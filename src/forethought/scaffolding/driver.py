@@ -166,6 +166,12 @@ class Frame:
         if isinstance(wanted, Delta):
             self.run.stream(StreamEvent(self.scope.path, wanted))
             return None
+        if isinstance(wanted, Task | Branch):
+            raise UsageError(
+                f"a controller yielded a bare {type(wanted).__name__}",
+                "what is yielded is a list, of one task too",
+                "Write 'yield [task]'" if isinstance(wanted, Task) else "Use a ParallelProcess",
+            )
         raise UsageError(
             f"a controller yielded {type(wanted).__name__}",
             f"{wanted!r} is nothing that can be run",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType, TracebackType
 from typing import Any, ClassVar, Self
@@ -66,3 +67,13 @@ class Worker:
         trace: TracebackType | None,
     ) -> None:
         self.shutdown()
+
+
+_WORKERS = ("EngineWorker", "OpenaiWorker", "RewardWorker", "TRTLLMWorker", "TRTOpenaiWorker")
+
+
+def __getattr__(name: str) -> Any:
+    """Workers that code written for ``tensorrt_llm.scaffolding`` looks for in this module."""
+    if name not in _WORKERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("forethought.scaffolding"), name)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forethought.outputs import Logprob, TokenLogprobs
+from forethought.scaffolding.messages import ToolCall
 
 _ID_PREFIX = "token_id:"
 
@@ -28,7 +29,7 @@ class Choice:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Ids are negative (-1 the chosen token) where the server does not tell them."""
     reasoning: str = ""
-    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    tool_calls: list[ToolCall] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     """After each token, the length of the text that has come."""
 
@@ -161,18 +162,16 @@ def _thought(delta: Any) -> str:
     return ""
 
 
-def _add_tool_calls(calls: list[dict[str, Any]], pieces: Sequence[Any]) -> None:
+def _add_tool_calls(calls: list[ToolCall], pieces: Sequence[Any]) -> None:
     for piece in pieces:
         place = getattr(piece, "index", len(calls))
         while len(calls) <= place:
-            calls.append(
-                {"id": None, "type": "function", "function": {"name": "", "arguments": ""}}
-            )
+            calls.append(ToolCall())
         call = calls[place]
-        call["id"] = piece.id or call["id"]
+        call.id = piece.id or call.id
         if piece.function is not None:
-            call["function"]["name"] += piece.function.name or ""
-            call["function"]["arguments"] += piece.function.arguments or ""
+            call.function.name += piece.function.name or ""
+            call.function.arguments += piece.function.arguments or ""
 
 
 def _completion_logprobs(logprobs: Any) -> list[TokenLogprobs]:
