@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -96,6 +96,9 @@ def serving() -> Iterator[OpenaiServer]:
     state = OpenaiServer()
 
     class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"  # connections are kept, as by real servers
+        disable_nagle_algorithm = True
+
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             state.requests.append(body)
@@ -107,14 +110,21 @@ def serving() -> Iterator[OpenaiServer]:
         def stream(self, chunks: Iterator[dict[str, Any]]) -> None:
             self.send_response(200)
             self.send_header("Content-Type", "text/event-stream")
+            self.send_header("Transfer-Encoding", "chunked")
             self.end_headers()
             try:
-                for chunk in chunks:
-                    self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
-                    self.wfile.flush()
-                self.wfile.write(b"data: [DONE]\n\n")
+                with closing(chunks):
+                    for chunk in chunks:
+                        self.send(f"data: {json.dumps(chunk)}\n\n".encode())
+                self.send(b"data: [DONE]\n\n")
+                self.send(b"")
             except OSError:
                 state.disconnected += 1
+                self.close_connection = True
+
+        def send(self, data: bytes) -> None:
+            self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
+            self.wfile.flush()
 
         def whole(self, status: int, body: dict[str, Any]) -> None:
             data = json.dumps(body).encode()

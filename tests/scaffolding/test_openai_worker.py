@@ -4,9 +4,9 @@ import asyncio
 import time
 
 import pytest
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-from forethought.errors import BudgetExceeded, ParameterError, TaskError
+from forethought.errors import BudgetExceeded, ParameterError, TaskError, UsageError
 from forethought.guided import GuidedDecodingParams
 from forethought.methods import DynasorGenerationController
 from forethought.methods.dynasor import ANSWER_END, ANSWER_SUFFIX_WITH_MARKER, PROBE_SUFFIX
@@ -72,6 +72,84 @@ def answer(controller, worker, prompt="p", **options):
 
 
 DYNASOR = DynasorGenerationController.WorkerTag.GENERATION
+
+
+@pytest.mark.parametrize("as_function", [False, True])
+def test_one_worker_serves_several_scaffolding_llms_one_after_another_and_at_once(
+    server, as_function
+):
+    """Connections that a closed event loop has left must not be used on the next one."""
+
+    def client():
+        return AsyncOpenAI(base_url=server.url, api_key="key", max_retries=0, timeout=7)
+
+    worker = OpenaiWorker(client if as_function else client(), "tiny")
+    workers = {"generation": worker}
+    for _ in range(3):
+        with ScaffoldingLlm(NativeGenerationController(), workers) as llm:
+            texts = [llm.generate("p").output.text for _ in range(3)]
+        assert texts == ["Hello world"] * 3
+    with (
+        ScaffoldingLlm(NativeGenerationController(), workers) as one,
+        ScaffoldingLlm(NativeChatController(), workers) as other,
+    ):
+        results = [llm.generate_async("p") for llm in (one, other) * 3]
+        assert [result.result(20).output.text for result in results] == ["Hello world"] * 6
+
+
+def test_every_loop_has_a_client_with_the_settings_of_the_one_given(server):
+    given = AsyncOpenAI(base_url=server.url, api_key="key", max_retries=3, timeout=7)
+    worker, used = OpenaiWorker(given, "tiny"), []
+
+    async def use():
+        await worker.run_task(GenerationTask(input_str="p"))
+        used.append(worker._clients.of_this_loop())
+        await worker.async_shutdown()
+
+    for _ in range(2):
+        asyncio.run(use())
+    one, other = used
+    assert one is not other
+    assert not given.is_closed()
+    for client in used:
+        assert client.is_closed()
+        for name in ("api_key", "base_url", "max_retries", "timeout"):
+            assert getattr(client, name) == getattr(given, name)
+
+
+def test_a_scaffolding_llm_that_ends_closes_its_connections_if_nobody_uses_them(server):
+    server.says, server.seconds_per_piece = lambda body: ["x"] * 50, 0.01
+    worker = OpenaiWorker(AsyncOpenAI(base_url=server.url, api_key="key"), "tiny")
+    workers = {"generation": worker}
+
+    async def main():
+        async with ScaffoldingLlm(NativeGenerationController(), workers) as one:
+            async with ScaffoldingLlm(NativeGenerationController(), workers) as other:
+                result = one.generate_async("p")
+                await other.generate_async("p", sampling_params={"max_tokens": 1})
+                client = worker._clients.of_this_loop()
+            await result
+            assert not client.is_closed()
+        assert client.is_closed()
+        return result.output.text
+
+    assert asyncio.run(main()) == "x" * 50
+
+
+def test_a_client_that_cannot_be_copied_is_refused_on_a_second_loop(server):
+    http = DefaultAsyncHttpxClient(timeout=7)
+    given = AsyncOpenAI(base_url=server.url, api_key="key", http_client=http)
+    worker = OpenaiWorker(given, "tiny")
+
+    async def use():
+        await worker.run_task(GenerationTask(input_str="p"))
+        await worker.async_shutdown()
+        assert not given.is_closed()
+        await given.close()
+
+    asyncio.run(use())
+    with pytest.raises(UsageError, match="a function that makes it"):
+        asyncio.run(use())
 
 
 def test_a_completion_has_text_usage_times_and_no_token_ids(server):

@@ -329,6 +329,8 @@ class ScaffoldingLlm:
             for worker in self._routes.workers:
                 await worker.async_shutdown()
                 worker.shutdown()
+        for worker in self._routes.workers:
+            await worker.on_loop_end()
 
     def __enter__(self) -> Self:
         return self

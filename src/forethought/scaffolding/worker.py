@@ -51,6 +51,12 @@ class Worker:
     async def on_scope_end(self, scope_id: str) -> None:
         """A request, or one of its parallel branches, is over: let go of what was kept for it."""
 
+    async def on_loop_end(self) -> None:
+        """A ``ScaffoldingLlm`` on the running event loop has ended, and the loop may end with it.
+
+        What belongs to the loop, such as idle connections, is to be closed here.
+        """
+
     def shutdown(self) -> None:
         """Let go of everything. Called by the owner, from any thread."""
 

@@ -6,12 +6,17 @@ Time limits and retries are those of the client that it is given.
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 import json
+import threading
 import time
-from collections.abc import AsyncGenerator, Collection, Mapping
+from collections import Counter
+from collections.abc import AsyncGenerator, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
-from forethought.errors import ParameterError
+from forethought.errors import ParameterError, UsageError
 from forethought.guided import GuidedDecodingParams
 from forethought.scaffolding import sampling
 from forethought.scaffolding.messages import AssistantMessage
@@ -55,6 +60,61 @@ _CHAT = (
 _COMPLETION = (*_CHAT, "best_of", "echo", "suffix")
 
 
+class _Clients:
+    """A client per event loop, since the connections of a client belong to one loop.
+
+    Args:
+        given: an ``openai.AsyncOpenAI``, of which every loop gets a copy; a double without
+            connections, which serves all loops; or a function that makes a client.
+    """
+
+    def __init__(self, given: Any) -> None:
+        self._given, self._is_taken = given, False
+        self._by_loop: dict[asyncio.AbstractEventLoop, Any] = {}
+        self._lock = threading.Lock()
+
+    def of_this_loop(self) -> Any:
+        """The client of the running loop.
+
+        Raises:
+            UsageError: a client that cannot be copied is wanted on a second loop.
+        """
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            if loop not in self._by_loop:
+                open_loops = [known for known in self._by_loop if not known.is_closed()]
+                self._by_loop = {known: self._by_loop[known] for known in open_loops}
+                self._by_loop[loop] = self._new()
+            return self._by_loop[loop]
+
+    async def close(self) -> None:
+        """Close the client of the running loop, unless it is the one that was given."""
+        with self._lock:
+            client = self._by_loop.pop(asyncio.get_running_loop(), self._given)
+        if client is not self._given:
+            await client.close()
+
+    def _new(self) -> Any:
+        given = self._given
+        if not hasattr(given, "completions") and callable(given):
+            return given()
+        http = getattr(given, "_client", None)
+        if http is None or not hasattr(given, "copy"):
+            return given
+        base = importlib.import_module("openai._base_client")
+        default = getattr(base, "AsyncHttpxClientWrapper", None)
+        if type(http) is default:
+            return given.copy(http_client=default(base_url=given.base_url, timeout=given.timeout))
+        if self._is_taken:
+            raise UsageError(
+                "this client cannot serve a second event loop",
+                "its connections belong to the first, and its http_client was set up by hand",
+                "Give OpenaiWorker a function that makes it: OpenaiWorker(lambda: ..., model)",
+            )
+        self._is_taken = True
+        return given
+
+
 class OpenaiWorker(Worker):
     """Executes generation, stream and chat tasks on a server.
 
@@ -63,7 +123,9 @@ class OpenaiWorker(Worker):
     that ended with ``stop`` is taken to have met it.
 
     Args:
-        async_client: an ``openai.AsyncOpenAI``, or what behaves like one.
+        async_client: an ``openai.AsyncOpenAI``, or what behaves like one, or a function that makes
+            one. The worker uses a copy of it on each event loop, and closes the copies; one whose
+            ``http_client`` was set up by hand serves one event loop alone.
         model: name of the model on the server.
         kv_cache_hint_enabled: must be False: no task asks for hints about the server's KV cache.
         extra_body: further fields of every request.
@@ -92,6 +154,8 @@ class OpenaiWorker(Worker):
                 "Leave it out",
             )
         self.async_client, self.model = async_client, model
+        self._clients = _Clients(async_client)
+        self._num_open: Counter[asyncio.AbstractEventLoop] = Counter()
         self.extra_body = dict(extra_body or {})
         self.extensions = set(self.default_extensions if extensions is None else extensions)
         unknown = self.extensions - set(EXTENSIONS)
@@ -207,7 +271,7 @@ class OpenaiWorker(Worker):
         else:
             why = "Use a ChatTask; or, if the server takes response_format, name it an extension"
             sampling.refuse(task, ["guided_decoding"], "OpenaiWorker, in completions,", why)
-        create = self.async_client.completions.create
+        create = self._clients.of_this_loop().completions.create
         stepwise = isinstance(task, StreamGenerationTask)
         return self._exchange(task, create, {"prompt": prompt, **fields}, stepwise)
 
@@ -222,7 +286,7 @@ class OpenaiWorker(Worker):
             fields["tools"] = [
                 tool if isinstance(tool, Mapping) else tool.to_dict() for tool in task.tools
             ]
-        create = self.async_client.chat.completions.create
+        create = self._clients.of_this_loop().chat.completions.create
         return self._exchange(task, create, {"messages": task.messages_to_dict_content(), **fields})
 
     def _fields(self, task: GenerationTask, names: Collection[str]) -> dict[str, Any]:
@@ -265,16 +329,29 @@ class OpenaiWorker(Worker):
                 task.emit(text, (), f"{id(exchange):x}.{number}")
 
         async def chunks() -> AsyncGenerator[Any, None]:
-            answer = await create(**fields)
-            if not fields["stream"]:
-                yield answer
-                return
-            async with answer:
-                async for chunk in answer:
-                    yield chunk
+            with self._open_request():
+                answer = await create(**fields)
+                if not fields["stream"]:
+                    yield answer
+                    return
+                async with answer:
+                    async for chunk in answer:
+                        yield chunk
 
         exchange = Exchange(chunks, sampling.stop_strings(task), hear)
         return exchange
+
+    @contextmanager
+    def _open_request(self) -> Iterator[None]:
+        """Count a request as open on the running loop."""
+        loop = asyncio.get_running_loop()
+        self._num_open[loop] += 1
+        try:
+            yield
+        finally:
+            self._num_open[loop] -= 1
+            if not self._num_open[loop]:
+                del self._num_open[loop]
 
     def _keep(self, exchange: Exchange) -> None:
         scope = current_scope()
@@ -286,10 +363,16 @@ class OpenaiWorker(Worker):
         for exchange in self._exchanges.pop(scope_id, []):
             await exchange.cancel()
 
+    async def on_loop_end(self) -> None:
+        """Close this loop's connections, unless requests are under way on them."""
+        if not self._num_open[asyncio.get_running_loop()]:
+            await self._clients.close()
+
     async def async_shutdown(self) -> None:
-        """End all streams that are still under way."""
+        """End all streams that are still under way, and close this loop's connections."""
         for scope_id in list(self._exchanges):
             await self.on_scope_end(scope_id)
+        await self._clients.close()
 
 
 class TRTOpenaiWorker(OpenaiWorker):
