@@ -1,14 +1,22 @@
-"""A small OpenAI-compatible server on this machine, for tests of what talks to one."""
+"""A small OpenAI-compatible server on this machine, for tests of what talks to one.
+
+It answers from a script, or with the engine.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import select
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from forethought import AsyncLLM, SamplingParams
 
 Pieces = Callable[[dict[str, Any]], list[str]]
 
@@ -37,14 +45,10 @@ class OpenaiServer:
         self.fail_with: list[int] = []
         self.url = ""
 
-    def chunks(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def chunks(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
+        """The chunks of an answer; None now and then while there is none."""
         chat = path.endswith("/chat/completions")
-        base = {
-            "id": f"request-{len(self.requests)}",
-            "object": "chat.completion.chunk" if chat else "text_completion",
-            "created": 1,
-            "model": body["model"],
-        }
+        base = self.base(chat, body)
         count = 0
         for number in range(body.get("n") or 1):
             pieces = self.says(body)
@@ -63,6 +67,11 @@ class OpenaiServer:
             yield {**base, "choices": [last]}
         usage = {"prompt_tokens": 7, "completion_tokens": count, "total_tokens": 7 + count}
         yield {**base, "choices": [], "usage": usage}
+
+    def base(self, chat: bool, body: dict[str, Any]) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if chat else "text_completion"
+        name = f"request-{len(self.requests)}"
+        return {"id": name, "object": kind, "created": 1, "model": body["model"]}
 
     def choice(self, chat: bool, number: int, text: str, body: dict[str, Any]) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": number, "finish_reason": None, "logprobs": None}
@@ -90,10 +99,51 @@ class OpenaiServer:
             yield {"index": number, "finish_reason": None, "delta": {"tool_calls": [piece]}}
 
 
+class EngineServer(OpenaiServer):
+    """Answers completions with the engine, all requests alike, first come first served.
+
+    A chunk holds what has come since the last one, so now and then several tokens.
+    """
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        super().__init__()
+        self.llm = llm
+
+    def chunks(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
+        names = ("max_tokens", "temperature", "top_p", "seed", "stop")
+        fields = {name: body[name] for name in names if name in body}
+        stream = self.llm.stream(body["prompt"], SamplingParams(**fields))
+        base, told, loop = self.base(False, body), 0, asyncio.new_event_loop()
+        try:
+            while True:
+                waiting = loop.create_task(anext(stream, None))
+                while not loop.run_until_complete(asyncio.wait([waiting], timeout=0.02))[0]:
+                    yield None
+                output = waiting.result()
+                if output is None:
+                    break
+                first = output.outputs[0]
+                choice = self.choice(False, 0, first.text[told:], {})
+                choice["finish_reason"] = first.finish_reason and first.finish_reason.value
+                told = len(first.text)
+                yield {**base, "choices": [choice]}
+                usage = {
+                    "prompt_tokens": len(output.prompt_token_ids),
+                    "completion_tokens": len(first.token_ids),
+                    "total_tokens": len(output.prompt_token_ids) + len(first.token_ids),
+                }
+            yield {**base, "choices": [], "usage": usage}
+        finally:
+            waiting.cancel()
+            loop.run_until_complete(asyncio.wait([waiting]))
+            loop.run_until_complete(stream.aclose())
+            loop.close()
+
+
 @contextmanager
-def serving() -> Iterator[OpenaiServer]:
+def serving(state: OpenaiServer | None = None) -> Iterator[OpenaiServer]:
     """The server, running in threads of its own."""
-    state = OpenaiServer()
+    state = state or OpenaiServer()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"  # connections are kept, as by real servers
@@ -115,12 +165,20 @@ def serving() -> Iterator[OpenaiServer]:
             try:
                 with closing(chunks):
                     for chunk in chunks:
-                        self.send(f"data: {json.dumps(chunk)}\n\n".encode())
+                        if chunk is not None:
+                            self.send(f"data: {json.dumps(chunk)}\n\n".encode())
+                        elif self.is_left():
+                            raise ConnectionError
                 self.send(b"data: [DONE]\n\n")
                 self.send(b"")
             except OSError:
                 state.disconnected += 1
                 self.close_connection = True
+
+        def is_left(self) -> bool:
+            """Whether the client has closed the connection."""
+            readable = select.select([self.connection], [], [], 0)[0]
+            return bool(readable) and not self.connection.recv(1, socket.MSG_PEEK)
 
         def send(self, data: bytes) -> None:
             self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
@@ -137,8 +195,10 @@ def serving() -> Iterator[OpenaiServer]:
         def log_message(self, *_: Any) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
+    class Server(ThreadingHTTPServer):
+        daemon_threads, request_queue_size = True, 128
+
+    server = Server(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     state.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
@@ -150,9 +210,9 @@ def serving() -> Iterator[OpenaiServer]:
         server.server_close()
 
 
-def merged(chunks: Iterator[dict[str, Any]]) -> dict[str, Any]:
+def merged(chunks: Iterator[dict[str, Any] | None]) -> dict[str, Any]:
     """The chunks of a completion as one answer."""
-    found = list(chunks)
+    found = [chunk for chunk in chunks if chunk is not None]
     choices = [choice for chunk in found for choice in chunk["choices"]]
     text = "".join(choice["text"] for choice in choices)
     return {**found[-1], "choices": [{**choices[-1], "text": text}]}

@@ -124,14 +124,14 @@ def test_a_budget_that_is_spent_behind_the_end_of_the_chain_does_not_cost_the_ch
     def script(asked, index):
         if not asked.endswith(PROBE_SUFFIX):
             return THOUGHT[:35]
-        return Reply("1234567890}", seconds_per_token=0.05)
+        return Reply("1234567890}", seconds_per_token=0.02)
 
     def ask(said, tokens):
         controller = DynasorGenerationController(chunk_size=10)
         budget = Budget(tokens=tokens)
         return answer(controller, ScriptedWorker(said), "P: ", budget=budget)
 
-    assert ask(script, 45).output.text == THOUGHT[:35]
+    assert ask(script, 58).output.text == THOUGHT[:35]
     with pytest.raises(BudgetExceeded):
         ask(chain("P: ", THOUGHT, lambda known: "1234567890}"), 24)
 

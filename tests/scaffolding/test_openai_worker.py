@@ -591,7 +591,8 @@ def test_forks_go_out_as_text(server):
 
 def test_dynasor_runs_over_http(server):
     def says(body):
-        return list("42") if PROBE_SUFFIX in body["prompt"] else list("thinking " * 30)
+        chain = body["prompt"].removeprefix("p: ")
+        return list("42") if PROBE_SUFFIX in chain else list(("thinking " * 30)[len(chain) :])
 
     server.says, server.seconds_per_piece = says, 0.002
     controller = DynasorGenerationController(certainty_threshold=2, chunk_size=16)
@@ -602,4 +603,6 @@ def test_dynasor_runs_over_http(server):
     assert result.output.meta["dynasor"]["early_exit"]
     probes = [r["prompt"] for r in server.requests if r["prompt"].endswith(PROBE_SUFFIX)]
     assert probes[:2] == [f"p: {kept[:size]}{PROBE_SUFFIX}" for size in (16, 32)]
-    assert sum(PROBE_SUFFIX not in r["prompt"] for r in server.requests) == 1
+    parts = [r for r in server.requests if PROBE_SUFFIX not in r["prompt"]]
+    assert [r["prompt"] for r in parts[:2]] == ["p: ", f"p: {kept[:16]}"]
+    assert {r["max_tokens"] for r in parts} == {16}

@@ -231,6 +231,14 @@ class StreamGenerationTask(GenerationTask):
     streaming_step: int = 1
     """Come back with exactly so many tokens more, or with the last ones; 0: at once, with whatever
     there is."""
+    tokens_per_request: int | None = None
+    """Most tokens that one request to a server generates. The next request continues the text over
+    the server's prefix cache, once a step asks for more; so the server is never more than so many
+    tokens ahead of the steps. None: one request generates all.
+
+    A prompt of token ids, stop strings, penalties, ``min_tokens`` and a guided shape cannot be
+    continued in another request, so they too make it one. Workers that hold the sequence themselves
+    make no requests."""
     end_flag: bool = field(default=False, init=False)
     """The generation has ended, and all of it is here."""
 

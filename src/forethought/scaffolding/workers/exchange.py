@@ -6,12 +6,12 @@ Knows the shape of completion and chat chunks, and nothing about tasks or reques
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from forethought.outputs import Logprob, TokenLogprobs
+from forethought.outputs import Logprob, TokenLogprobs, Usage
 from forethought.scaffolding.messages import ToolCall
 
 _ID_PREFIX = "token_id:"
@@ -38,6 +38,17 @@ class Choice:
         end = self.ends[min(count, self.count) - 1] if count and self.ends else 0
         return Choice(self.text[:end], min(count, self.count), logprobs=self.logprobs[:count])
 
+    def end_request(self, count: int) -> None:
+        """A request that made it ``count`` tokens long is over, and another one goes on from there.
+
+        Tokens that came in one piece with others are counted now, and half a character, which the
+        next request generates again, is cut off.
+        """
+        self.text = self.text.rstrip("\N{REPLACEMENT CHARACTER}")
+        self.ends = [min(end, len(self.text)) for end in self.ends]
+        self.ends += [len(self.text)] * (count - self.count)
+        self.count, self.finish_reason = max(count, self.count), None
+
     def add(self, text: str, scores: Sequence[TokenLogprobs], thought: bool) -> int:
         """Take in a piece of text, or of thought; returns its number of tokens.
 
@@ -55,33 +66,47 @@ class Choice:
         return number
 
 
+class Requests(Protocol):
+    """The requests that one answer takes."""
+
+    def chunks(self, choice: Choice) -> AsyncGenerator[Any, None]:
+        """The chunks of the request that goes on from ``choice``; leaving them ends it."""
+
+    def goes_on(self, choice: Choice) -> bool:
+        """A request is over: whether another one is to go on from ``choice``."""
+
+    def hear(self, number: int, text: str, tokens: int) -> None:
+        """A new piece has come: number of the choice, text, tokens."""
+
+    def counted(self, usage: Usage, heard: int) -> None:
+        """The server's count of a request that is over, of which ``heard`` tokens were heard."""
+
+
 class Exchange:
-    """Reads the chunks of one answer.
+    """Reads the chunks of one answer, which may take several requests.
 
     Args:
-        chunks: makes the iterator of chunks; leaving it closes the connection.
+        requests: makes the requests, and is told what comes of them.
         stops: the stop strings asked for.
-        hear: called with each new piece: number of the choice, text, tokens.
 
     Attributes:
         choices: by number.
-        usage: the server's own count, once it has sent it.
+        usage: the server's own count of the last request, once it has sent it.
+        counted: that of all requests that are over; None if it counts none.
+        paused: a request is over, and the next one waits for somebody to want more tokens.
         ended: the answer is complete, has failed or was cancelled.
         shown: tokens of the first choice that who follows it step by step has seen.
     """
 
-    def __init__(
-        self,
-        chunks: Callable[[], AsyncGenerator[Any, None]],
-        stops: Sequence[str],
-        hear: Callable[[int, str, int], None],
-    ) -> None:
-        self._chunks, self._stops, self._hear = chunks, stops, hear
+    def __init__(self, requests: Requests, stops: Sequence[str]) -> None:
+        self._requests, self._stops = requests, stops
         self.choices: dict[int, Choice] = {0: Choice()}
         self.usage: Any = None
+        self.counted: Usage | None = None
         self.request_id: str | None = None
-        self.ended, self.shown = False, 0
-        self._news = asyncio.Event()
+        self.paused, self.ended, self.shown = False, False, 0
+        self._heard = self._wanted = 0
+        self._news, self._demand = asyncio.Event(), asyncio.Event()
         self._reading: asyncio.Task[None] | None = None
 
     async def read(self) -> None:
@@ -91,28 +116,67 @@ class Exchange:
             ConnectionError: the answer broke off.
         """
         try:
-            async with aclosing(self._chunks()) as chunks:
-                async for chunk in chunks:
-                    self._take(chunk)
-                    self._news.set()
-            if any(choice.finish_reason is None for choice in self.choices.values()):
-                raise ConnectionError("the answer broke off: the server sent no finish_reason")
+            await self._read_request()
+            while self._requests.goes_on(self.choices[0]):
+                await self._pause()
+                await self._read_request()
         finally:
-            self.ended = True
+            self.paused, self.ended = False, True
             self._news.set()
+
+    async def _read_request(self) -> None:
+        self._heard, self.usage = 0, None
+        async with aclosing(self._requests.chunks(self.choices[0])) as chunks:
+            async for chunk in chunks:
+                self._take(chunk)
+                self._news.set()
+        if any(choice.finish_reason is None for choice in self.choices.values()):
+            raise ConnectionError("the answer broke off: the server sent no finish_reason")
+        if self.usage is not None:
+            counted = _usage(self.usage)
+            self.counted = counted if self.counted is None else self.counted + counted
+            self._requests.counted(counted, self._heard)
+
+    async def _pause(self) -> None:
+        """Until more tokens are wanted than there are."""
+        self.paused = True
+        self._news.set()
+        while self._wanted <= self.choices[0].count:
+            self._demand.clear()
+            await self._demand.wait()
+        self.paused = False
 
     def begin(self) -> None:
         """Read to the end in the background."""
         self._reading = asyncio.create_task(self.read())
+
+    def want(self, count: int) -> None:
+        """Let another request begin if it takes one to make the first choice ``count`` tokens."""
+        self._wanted = max(self._wanted, count)
+        self._demand.set()
 
     async def reach(self, count: int) -> None:
         """Wait until the first choice has ``count`` tokens, or for the end.
 
         Raises what went wrong.
         """
+        self.want(count)
         while not self.ended and self.choices[0].count < count:
             self._news.clear()
             await self._news.wait()
+        await self._raise_failure()
+
+    async def settle(self, count: int) -> None:
+        """Wait until it is known what follows ``count`` tokens: more, another request or the end.
+
+        Raises what went wrong.
+        """
+        while not (self.ended or self.paused) and self.choices[0].count <= count:
+            self._news.clear()
+            await self._news.wait()
+        await self._raise_failure()
+
+    async def _raise_failure(self) -> None:
         if self.ended and self._reading is not None and not self._reading.cancelled():
             await self._reading
 
@@ -142,7 +206,8 @@ class Exchange:
             if piece.finish_reason is not None:
                 choice.finish_reason = piece.finish_reason
                 choice.stop_reason = self._stop_reason(piece)
-            self._hear(piece.index, text, new)
+            self._heard += new
+            self._requests.hear(piece.index, text, new)
 
     def _stop_reason(self, piece: Any) -> int | str | None:
         """What the server says; else the one stop string there is, as most servers do not tell."""
@@ -151,6 +216,19 @@ class Exchange:
             reason: int | str | None = told["stop_reason"]
             return reason
         return self._stops[0] if piece.finish_reason == "stop" and len(self._stops) == 1 else None
+
+
+def _usage(counted: Any) -> Usage:
+    """The server's count of one request."""
+    details = getattr(counted, "prompt_tokens_details", None)
+    cached = getattr(details, "cached_tokens", None) or 0
+    return Usage(
+        prompt_tokens=counted.prompt_tokens,
+        completion_tokens=counted.completion_tokens,
+        prefilled=counted.prompt_tokens - cached,
+        cached=cached,
+        decoded=counted.completion_tokens,
+    )
 
 
 def _thought(delta: Any) -> str:

@@ -7,6 +7,7 @@ Time limits and retries are those of the client that it is given.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import importlib
 import json
 import threading
@@ -18,7 +19,8 @@ from typing import Any, ClassVar
 
 from forethought.errors import ParameterError, UsageError
 from forethought.guided import GuidedDecodingParams
-from forethought.scaffolding import sampling
+from forethought.outputs import Usage
+from forethought.scaffolding import sampling, settings
 from forethought.scaffolding.messages import AssistantMessage
 from forethought.scaffolding.output import ScaffoldingOutput
 from forethought.scaffolding.scope import current_scope
@@ -189,6 +191,7 @@ class OpenaiWorker(Worker):
             if task.cancel_flag:
                 await exchange.cancel()
             elif step == 0:
+                exchange.want(first.count + 1)
                 await exchange.reach(0)
                 _show(task, exchange, first.count)
             else:
@@ -234,11 +237,10 @@ class OpenaiWorker(Worker):
 
     async def _follow(self, task: StreamGenerationTask, exchange: Exchange, count: int) -> None:
         """Show the task ``count`` tokens, once it is known whether more follow."""
-        while not exchange.ended and exchange.choices[0].count <= count:
-            emits = task.streaming_output_flag and exchange.shown < count
-            await exchange.reach(exchange.shown + 1 if emits else count + 1)
+        while not exchange.ended and exchange.choices[0].count < count:
+            await exchange.reach(exchange.shown + 1 if task.streaming_output_flag else count)
             _show(task, exchange, count)
-        await exchange.reach(0)
+        await exchange.settle(count)
         _show(task, exchange, count)
 
     # ---- requests -----------------------------------------------------------------------------
@@ -272,8 +274,7 @@ class OpenaiWorker(Worker):
             why = "Use a ChatTask; or, if the server takes response_format, name it an extension"
             sampling.refuse(task, ["guided_decoding"], "OpenaiWorker, in completions,", why)
         create = self._clients.of_this_loop().completions.create
-        stepwise = isinstance(task, StreamGenerationTask)
-        return self._exchange(task, create, {"prompt": prompt, **fields}, stepwise)
+        return self._exchange(task, create, {"prompt": prompt, **fields})
 
     def _chat(self, task: ChatTask) -> Exchange:
         sampling.refuse(
@@ -308,41 +309,15 @@ class OpenaiWorker(Worker):
         fields["extra_body"] = {**self.extra_body, **extensions}
         return fields
 
-    def _exchange(
-        self, task: GenerationTask, create: Any, fields: dict[str, Any], stepwise: bool = False
-    ) -> Exchange:
+    def _exchange(self, task: GenerationTask, create: Any, fields: dict[str, Any]) -> Exchange:
         fields |= {"model": self.model, "stream": task.best_of is None}
         if fields["stream"]:
             fields["stream_options"] = {"include_usage": True}
-        task.llm_request_params = fields
-        began, scope, usage = time.perf_counter(), current_scope(), task.usage
         task.ttft_s = task.latency_s = None
-
-        def hear(number: int, text: str, tokens: int) -> None:
-            task.latency_s = time.perf_counter() - began
-            task.ttft_s = task.latency_s if task.ttft_s is None else task.ttft_s
-            usage.completion_tokens += tokens
-            usage.decoded += tokens
-            if scope is not None:
-                scope.ledger.record(usage)
-            if not stepwise:
-                task.emit(text, (), f"{id(exchange):x}.{number}")
-
-        async def chunks() -> AsyncGenerator[Any, None]:
-            with self._open_request():
-                answer = await create(**fields)
-                if not fields["stream"]:
-                    yield answer
-                    return
-                async with answer:
-                    async for chunk in answer:
-                        yield chunk
-
-        exchange = Exchange(chunks, sampling.stop_strings(task), hear)
-        return exchange
+        return Exchange(_Requests(self, task, create, fields), sampling.stop_strings(task))
 
     @contextmanager
-    def _open_request(self) -> Iterator[None]:
+    def open_request(self) -> Iterator[None]:
         """Count a request as open on the running loop."""
         loop = asyncio.get_running_loop()
         self._num_open[loop] += 1
@@ -381,6 +356,111 @@ class TRTOpenaiWorker(OpenaiWorker):
     default_extensions = ("top_k",)
 
 
+class _Requests:
+    """The requests for the answer to a task: one, or several for a stream in parts.
+
+    Args:
+        worker: that executes the task.
+        task: the prompt of a stream in parts is text.
+        create: the method of the client that sends a request.
+        fields: of a request for the whole answer.
+
+    Raises:
+        ParameterError: ``tokens_per_request`` is no number of tokens.
+    """
+
+    def __init__(
+        self, worker: OpenaiWorker, task: GenerationTask, create: Any, fields: dict[str, Any]
+    ) -> None:
+        self._worker, self._task, self._create, self._fields = worker, task, create, fields
+        self._began, self._scope, self._usage = time.perf_counter(), current_scope(), task.usage
+        self._size, self._number = _part_size(task), 0
+        self._asked, self._is_last, self._end = 0, True, 0
+        stream = isinstance(task, StreamGenerationTask) and not isinstance(task, ChatTask)
+        self._is_followed = stream  # what it emits is what its steps show
+
+    async def chunks(self, choice: Choice) -> AsyncGenerator[Any, None]:
+        """The chunks of the request that goes on from ``choice``."""
+        fields = self._fields if self._size is None else self._part(self._size, choice)
+        self._task.llm_request_params = fields
+        with self._worker.open_request():
+            answer = await self._create(**fields)
+            if not fields["stream"]:
+                yield answer
+                return
+            async with answer:
+                async for chunk in answer:
+                    yield chunk
+
+    def _part(self, size: int, choice: Choice) -> dict[str, Any]:
+        """The fields of a request for the next ``size`` tokens."""
+        task, number = self._task, self._number
+        left = None if task.max_tokens is None else task.max_tokens - choice.count
+        left = self._scope.ledger.limit(left) if self._scope else left
+        self._asked = size if left is None else max(1, min(size, left))
+        self._is_last = left is not None and left <= size
+        self._end, self._number = choice.count + self._asked, number + 1
+        prompt = self._fields["prompt"] + choice.text
+        fields = {**self._fields, "prompt": prompt, "max_tokens": self._asked}
+        if task.seed is not None and number:  # the same one would draw the same samples again
+            fields["seed"] = sampling.derived_seed(task.seed, number)
+        return fields
+
+    def goes_on(self, choice: Choice) -> bool:
+        """Whether the server has ended a part because it is as long as it may be."""
+        if self._is_last or choice.finish_reason != "length":
+            return False
+        choice.end_request(self._end)
+        return True
+
+    def hear(self, number: int, text: str, tokens: int) -> None:
+        """Book and stream a new piece."""
+        task = self._task
+        task.latency_s = time.perf_counter() - self._began
+        task.ttft_s = task.latency_s if task.ttft_s is None else task.ttft_s
+        self._book(Usage(completion_tokens=tokens, decoded=tokens))
+        if not self._is_followed:
+            task.emit(text, (), f"{id(self):x}.{number}")
+
+    def counted(self, usage: Usage, heard: int) -> None:
+        """Book what the server has counted, in place of what was heard."""
+        if usage.completion_tokens < self._asked:  # the context is full
+            self._is_last = True
+        self._book(usage + Usage(completion_tokens=-heard, decoded=-heard))
+
+    def _book(self, usage: Usage) -> None:
+        for field in dataclasses.fields(Usage):
+            before = getattr(self._usage, field.name)
+            setattr(self._usage, field.name, before + getattr(usage, field.name))
+        if self._scope is not None:
+            self._scope.ledger.record(self._usage)
+
+
+_WHOLE = (
+    "best_of",
+    "echo",
+    "frequency_penalty",
+    "guided_decoding",
+    "min_tokens",
+    "presence_penalty",
+    "repetition_penalty",
+    "stop",
+    "suffix",
+)
+"""Sampling fields whose meaning would change if an answer were generated in parts."""
+
+
+def _part_size(task: GenerationTask) -> int | None:
+    """Tokens of each request for an answer; None: one request is for all of it."""
+    size = getattr(task, "tokens_per_request", None)
+    if size is None or isinstance(task, ChatTask):
+        return None
+    settings.whole_number("tokens_per_request", size)
+    if task.input_tokens is not None or any(sampling.is_set(task, name) for name in _WHOLE):
+        return None
+    return int(size)
+
+
 def _response_format(task: GenerationTask) -> dict[str, Any]:
     """The shape that the task asks for, as OpenAI's API has it; it knows JSON only.
 
@@ -417,21 +497,18 @@ def _fill(
 ) -> None:
     """Leave on the task what has been answered so far, or the part of it that is given."""
     choices = exchange.choices if choices is None else choices
-    counted, usage = exchange.usage, task.usage
-    if counted is not None:
-        details = getattr(counted, "prompt_tokens_details", None)
-        usage.prompt_tokens = counted.prompt_tokens
-        usage.cached = getattr(details, "cached_tokens", None) or 0
-        usage.prefilled = usage.prompt_tokens - usage.cached
-        usage.completion_tokens = usage.decoded = counted.completion_tokens
-        task.usage_prompt_tokens = counted.prompt_tokens
+    counted, usage = exchange.counted, task.usage
     samples = [_output(choice) for _, choice in sorted(choices.items())]
     for output in samples:
         output.usage = usage
     task.result = samples[0]
     task.samples = samples
-    whole = counted is not None and len(samples) == 1 and choices[0] is exchange.choices[0]
-    task.usage_completion_tokens = counted.completion_tokens if whole else choices[0].count
+    whole = len(samples) == 1 and choices[0] is exchange.choices[0]
+    task.usage_completion_tokens = choices[0].count
+    if counted is not None:
+        task.usage_prompt_tokens = counted.prompt_tokens
+        if whole:
+            task.usage_completion_tokens = counted.completion_tokens
     task.request_id = exchange.request_id
 
 
