@@ -150,7 +150,12 @@ def serving(state: OpenaiServer | None = None) -> Iterator[OpenaiServer]:
         disable_nagle_algorithm = True
 
         def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            length = int(self.headers["Content-Length"])
+            data = self.rfile.read(length)
+            if len(data) < length:  # the client went away while it was asking
+                self.close_connection = True
+                return None
+            body = json.loads(data)
             state.requests.append(body)
             if state.fail_with:
                 return self.whole(state.fail_with.pop(0), {"error": {"message": "no"}})

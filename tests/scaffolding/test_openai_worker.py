@@ -604,5 +604,5 @@ def test_dynasor_runs_over_http(server):
     probes = [r["prompt"] for r in server.requests if r["prompt"].endswith(PROBE_SUFFIX)]
     assert probes[:2] == [f"p: {kept[:size]}{PROBE_SUFFIX}" for size in (16, 32)]
     parts = [r for r in server.requests if PROBE_SUFFIX not in r["prompt"]]
-    assert [r["prompt"] for r in parts[:2]] == ["p: ", f"p: {kept[:16]}"]
-    assert {r["max_tokens"] for r in parts} == {16}
+    assert [r["prompt"] for r in parts[:2]] == ["p: ", "p: thinking thinking"]
+    assert [r["max_tokens"] for r in parts[:2]] == [16 + 4, 32 - 17 + 4]

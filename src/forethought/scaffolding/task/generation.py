@@ -232,9 +232,9 @@ class StreamGenerationTask(GenerationTask):
     """Come back with exactly so many tokens more, or with the last ones; 0: at once, with whatever
     there is."""
     tokens_per_request: int | None = None
-    """Most tokens that one request to a server generates. The next request continues the text over
-    the server's prefix cache, once a step asks for more; so the server is never more than so many
-    tokens ahead of the steps. None: one request generates all.
+    """Tokens that one request to a server generates, but for the rest of a word. The next request
+    continues the text over the server's prefix cache, once a step asks for more; so the server is
+    never more than so many tokens ahead of the steps. None: one request generates all.
 
     A prompt of token ids, stop strings, penalties, ``min_tokens`` and a guided shape cannot be
     continued in another request, so they too make it one. Workers that hold the sequence themselves

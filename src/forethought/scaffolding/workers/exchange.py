@@ -38,16 +38,34 @@ class Choice:
         end = self.ends[min(count, self.count) - 1] if count and self.ends else 0
         return Choice(self.text[:end], min(count, self.count), logprobs=self.logprobs[:count])
 
-    def end_request(self, count: int) -> None:
-        """A request that made it ``count`` tokens long is over, and another one goes on from there.
+    def end_request(self, count: int, least: int) -> int:
+        """A request that made it ``count`` tokens long is over; another one is to continue it.
 
-        Tokens that came in one piece with others are counted now, and half a character, which the
-        next request generates again, is cut off.
+        The end of a text may be tokenised in another way than the model has generated it. So it is
+        cut where the last word ends, at ``least`` tokens or behind them if there is such a place,
+        and the next request generates the rest again. Tokens that came in one piece with others
+        are counted now.
+
+        Returns:
+            How many tokens were cut off.
         """
-        self.text = self.text.rstrip("\N{REPLACEMENT CHARACTER}")
-        self.ends = [min(end, len(self.text)) for end in self.ends]
-        self.ends += [len(self.text)] * (count - self.count)
-        self.count, self.finish_reason = max(count, self.count), None
+        missing = max(0, count - self.count)
+        places = range(self.count - 1, max(0, least - missing - 1), -1)
+        kept = next(filter(self._ends_word, places), self.count)
+        dropped = self.count - kept
+        end = self.ends[kept - 1] if kept else 0
+        self.text = self.text[:end].rstrip("\N{REPLACEMENT CHARACTER}")  # half a character
+        self.ends = [min(end, len(self.text)) for end in self.ends[:kept]]
+        self.ends += [len(self.text)] * missing
+        self.logprobs = self.logprobs[:kept]
+        self.count, self.finish_reason = kept + missing, None
+        return dropped
+
+    def _ends_word(self, count: int) -> bool:
+        """Whether a blank begins behind ``count`` tokens."""
+        end = self.ends[count - 1]
+        around = self.text[end - 1 : end + 1] if end else ""
+        return len(around) == 2 and around[1].isspace() and not around[0].isspace()
 
     def add(self, text: str, scores: Sequence[TokenLogprobs], thought: bool) -> int:
         """Take in a piece of text, or of thought; returns its number of tokens.
@@ -67,7 +85,13 @@ class Choice:
 
 
 class Requests(Protocol):
-    """The requests that one answer takes."""
+    """The requests that one answer takes.
+
+    Attributes:
+        certain: tokens of the first choice that no end of the request under way cuts off.
+    """
+
+    certain: float
 
     def chunks(self, choice: Choice) -> AsyncGenerator[Any, None]:
         """The chunks of the request that goes on from ``choice``; leaving them ends it."""
@@ -109,6 +133,12 @@ class Exchange:
         self._news, self._demand = asyncio.Event(), asyncio.Event()
         self._reading: asyncio.Task[None] | None = None
 
+    @property
+    def available(self) -> int:
+        """Tokens of the first choice that are there to stay."""
+        count = self.choices[0].count
+        return count if self.paused or self.ended else int(min(count, self._requests.certain))
+
     async def read(self) -> None:
         """Read to the end.
 
@@ -141,7 +171,7 @@ class Exchange:
         """Until more tokens are wanted than there are."""
         self.paused = True
         self._news.set()
-        while self._wanted <= self.choices[0].count:
+        while self._wanted <= self.available:
             self._demand.clear()
             await self._demand.wait()
         self.paused = False
@@ -161,7 +191,7 @@ class Exchange:
         Raises what went wrong.
         """
         self.want(count)
-        while not self.ended and self.choices[0].count < count:
+        while not self.ended and self.available < count:
             self._news.clear()
             await self._news.wait()
         await self._raise_failure()

@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import importlib
 import json
+import math
 import threading
 import time
 from collections import Counter
@@ -191,7 +192,7 @@ class OpenaiWorker(Worker):
             if task.cancel_flag:
                 await exchange.cancel()
             elif step == 0:
-                exchange.want(first.count + 1)
+                exchange.want(exchange.available + 1)
                 await exchange.reach(0)
                 _show(task, exchange, first.count)
             else:
@@ -237,7 +238,7 @@ class OpenaiWorker(Worker):
 
     async def _follow(self, task: StreamGenerationTask, exchange: Exchange, count: int) -> None:
         """Show the task ``count`` tokens, once it is known whether more follow."""
-        while not exchange.ended and exchange.choices[0].count < count:
+        while not exchange.ended and exchange.available < count:
             await exchange.reach(exchange.shown + 1 if task.streaming_output_flag else count)
             _show(task, exchange, count)
         await exchange.settle(count)
@@ -359,6 +360,9 @@ class TRTOpenaiWorker(OpenaiWorker):
 class _Requests:
     """The requests for the answer to a task: one, or several for a stream in parts.
 
+    The parts end at multiples of ``tokens_per_request``, or a few tokens behind them, where a word
+    ends.
+
     Args:
         worker: that executes the task.
         task: the prompt of a stream in parts is text.
@@ -375,6 +379,7 @@ class _Requests:
         self._worker, self._task, self._create, self._fields = worker, task, create, fields
         self._began, self._scope, self._usage = time.perf_counter(), current_scope(), task.usage
         self._size, self._number = _part_size(task), 0
+        self.certain = math.inf
         self._asked, self._is_last, self._end = 0, True, 0
         stream = isinstance(task, StreamGenerationTask) and not isinstance(task, ChatTask)
         self._is_followed = stream  # what it emits is what its steps show
@@ -393,12 +398,15 @@ class _Requests:
                     yield chunk
 
     def _part(self, size: int, choice: Choice) -> dict[str, Any]:
-        """The fields of a request for the next ``size`` tokens."""
+        """The fields of the request for the next part, which is at most ``size`` tokens long."""
         task, number = self._task, self._number
+        self.certain = choice.count // size * size + size
+        self._asked = int(self.certain) - choice.count + min(_MARGIN, size // 4)
         left = None if task.max_tokens is None else task.max_tokens - choice.count
         left = self._scope.ledger.limit(left) if self._scope else left
-        self._asked = size if left is None else max(1, min(size, left))
-        self._is_last = left is not None and left <= size
+        self._is_last = left is not None and left <= self._asked
+        if left is not None and self._is_last:
+            self._asked, self.certain = max(1, left), math.inf
         self._end, self._number = choice.count + self._asked, number + 1
         prompt = self._fields["prompt"] + choice.text
         fields = {**self._fields, "prompt": prompt, "max_tokens": self._asked}
@@ -410,7 +418,7 @@ class _Requests:
         """Whether the server has ended a part because it is as long as it may be."""
         if self._is_last or choice.finish_reason != "length":
             return False
-        choice.end_request(self._end)
+        self._book(Usage(discarded=choice.end_request(self._end, int(self.certain))))
         return True
 
     def hear(self, number: int, text: str, tokens: int) -> None:
@@ -435,6 +443,9 @@ class _Requests:
         if self._scope is not None:
             self._scope.ledger.record(self._usage)
 
+
+_MARGIN = 8
+"""Tokens in which a word is likely to end."""
 
 _WHOLE = (
     "best_of",
@@ -487,7 +498,7 @@ def _response_format(task: GenerationTask) -> dict[str, Any]:
 def _show(task: StreamGenerationTask, exchange: Exchange, count: int) -> None:
     """Let the task see ``count`` tokens of its stream, as far as they are there."""
     choice = exchange.choices[0]
-    before, now = choice.begin_of(exchange.shown), choice.begin_of(count)
+    before, now = choice.begin_of(exchange.shown), choice.begin_of(min(count, exchange.available))
     exchange.shown = now.count
     task.emit(now.text[len(before.text) :], (), f"{id(exchange):x}.0")
 
