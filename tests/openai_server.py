@@ -29,6 +29,8 @@ class OpenaiServer:
         disconnected: how many clients went away before their answer was complete.
         says: gives the pieces of the answer to a request.
         seconds_per_piece: pause before each piece.
+        tokens_per_chunk: pieces that are sent together.
+        context: pieces after which an answer ends with ``length`` in any case.
         extra_choice: further fields of the last chunk's choice.
         breaks_off: every answer ends before its last chunk.
         fail_with: status to refuse the next requests with.
@@ -39,6 +41,8 @@ class OpenaiServer:
         self.disconnected = 0
         self.says: Pieces = lambda body: ["Hello", " world"]
         self.seconds_per_piece = 0.0
+        self.tokens_per_chunk = 1
+        self.context = 10**9
         self.extra_choice: dict[str, Any] = {}
         self.tool_call: dict[str, Any] | None = None
         self.breaks_off = False
@@ -52,11 +56,13 @@ class OpenaiServer:
         count = 0
         for number in range(body.get("n") or 1):
             pieces = self.says(body)
-            limit = body.get("max_tokens") or len(pieces)
-            for piece in pieces[:limit]:
+            limit = min(body.get("max_tokens") or len(pieces), self.context)
+            said, size = pieces[:limit], self.tokens_per_chunk
+            for place in range(0, len(said), size):
                 time.sleep(self.seconds_per_piece)
-                count += 1
-                yield {**base, "choices": [self.choice(chat, number, piece, body)]}
+                together = said[place : place + size]
+                count += len(together)
+                yield {**base, "choices": [self.choice(chat, number, "".join(together), body)]}
             if self.breaks_off:
                 return
             last = self.choice(chat, number, "", {}) | self.extra_choice

@@ -3,12 +3,17 @@
 import time
 
 import pytest
+from openai import AsyncOpenAI
 
 from engines import expect_empty
-from forethought import LLM, SamplingParams
+from forethought import LLM, AsyncLLM, SamplingParams
 from forethought.assets import drafter_dir, problems
 from forethought.errors import RequestCancelled
-from forethought.methods import DynasorGenerationController, MajorityVoteController
+from forethought.methods import (
+    DynasorGenerationController,
+    MajorityVoteController,
+    worker_tags,
+)
 from forethought.methods.dynasor import ANSWER_END, PROBE_SUFFIX
 from forethought.scaffolding import (
     AsCompleted,
@@ -17,9 +22,12 @@ from forethought.scaffolding import (
     Controller,
     EngineWorker,
     NativeGenerationController,
+    OpenaiWorker,
     ScaffoldingLlm,
+    extract_answer_from_boxed,
 )
 from forethought.scaffolding.equivalence import TextEquivalence
+from openai_server import EngineServer, serving
 from tokens import speaking
 
 PROMPTS = ["Hello world", "How are you? I am fine.", "ok: 你好"]
@@ -298,3 +306,32 @@ def test_a_request_that_is_aborted_in_the_middle_leaves_no_page(guessing, steps)
         for result in results:
             with pytest.raises(RequestCancelled):
                 result.result(20)
+
+
+def test_a_server_decodes_little_more_for_it_than_the_engine():
+    """Eight chains on four places: probes wait, and chains that ran on meanwhile would be lost."""
+    questions = [problem["question"] for problem in problems()[:8]]
+    params = {"temperature": 0.0, "top_p": 1.0, "max_tokens": 400}
+    controller = DynasorGenerationController(certainty_threshold=2, chunk_size=32)
+    plain = NativeGenerationController()
+    answers, decoded = {}, {}
+
+    def ask(name, llm, worker, method):
+        tags = dict.fromkeys(worker_tags(method), worker)
+        before = llm.stats.decoded
+        with ScaffoldingLlm(method, tags) as scaffolding:
+            results = scaffolding.generate(questions, sampling_params=params)
+        answers[name] = [extract_answer_from_boxed(result.output.text) for result in results]
+        decoded[name] = llm.stats.decoded - before
+
+    llm = AsyncLLM(dtype="float32", max_batch_size=4)
+    with serving(EngineServer(llm)) as server:
+        client = AsyncOpenAI(base_url=server.url, api_key="none", max_retries=0)
+        remote = OpenaiWorker(client, "reasoner")
+        ask("plain", llm, remote, plain)
+        ask("server", llm, remote, controller)
+    ask("engine", llm, EngineWorker(llm), controller)
+    llm.shutdown()
+    assert answers["server"] == answers["engine"]
+    assert decoded["engine"] < decoded["server"] < 1.25 * decoded["engine"]
+    assert decoded["server"] < 0.8 * decoded["plain"]

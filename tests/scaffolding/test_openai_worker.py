@@ -397,6 +397,111 @@ def test_a_stream_is_streamed_by_its_steps_as_far_as_they_show_it(server):
     assert result.output.finish_reason == "abort"
 
 
+WORDS = [word if at else f" {word}" for word in ("one", "two", "three") for at in (0, 1)] * 20
+
+
+def continuing(body):
+    """The tokens of a text, from where the prompt has come to."""
+    known, place = body["prompt"].removeprefix("p:"), 0
+    while known:
+        assert known.startswith(WORDS[place]), "only whole tokens are continued"
+        known, place = known.removeprefix(WORDS[place]), place + 1
+    return WORDS[place:]
+
+
+def in_parts(server, step, **fields):
+    """A stream in parts, as seen at its steps, and the tokens asked for until then."""
+    server.says = continuing
+    stream = StreamGenerationTask(
+        input_str="p:", streaming_step=step, tokens_per_request=8, **fields
+    )
+    seen = []
+
+    async def main():
+        worker = Client(server)
+        while not stream.end_flag:
+            await worker.run_task(stream)
+            seen.append((stream.output_str, stream.num_generated))
+        await worker.async_shutdown()
+
+    asyncio.run(main())
+    return stream, seen
+
+
+@pytest.mark.parametrize("step", [1, 3, 8, 20])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_stream_in_parts_says_what_it_says_in_one_piece(server, step, streamed):
+    stream, seen = in_parts(server, step, streaming_output_flag=streamed)
+    assert stream.output_str == "".join(WORDS)
+    assert stream.finish_reason == "stop"
+    counts = [*range(step, len(WORDS), step), len(WORDS)]
+    assert seen[: len(counts)] == [("".join(WORDS[:count]), count) for count in counts]
+    assert len(server.requests) >= len(WORDS) // 10
+    # What is cut off behind the last word is generated again, and counted.
+    assert stream.usage.completion_tokens == len(WORDS) + stream.usage.discarded
+    assert 0 < stream.usage.discarded <= 2 * len(server.requests)
+
+
+@pytest.mark.parametrize("tokens_per_chunk", [1, 4])
+def test_a_server_is_never_a_request_ahead_of_the_steps(server, tokens_per_chunk):
+    server.says, server.tokens_per_chunk = continuing, tokens_per_chunk
+    stream = StreamGenerationTask(input_str="p:", streaming_step=8, tokens_per_request=8)
+
+    async def main():
+        worker = Client(server)
+        for step in range(1, 5):
+            await worker.run_task(stream)
+            await asyncio.sleep(0.02)  # time to run ahead
+            assert len(server.requests) == step
+            assert stream.num_generated == 8 * step
+            asked = len(WORDS) - len(continuing(server.requests[-1]))
+            assert asked + server.requests[-1]["max_tokens"] <= 8 * step + 2
+        stream.cancel_flag = True
+        await worker.run_task(stream)
+        await worker.async_shutdown()
+
+    asyncio.run(main())
+    assert (stream.finish_reason, stream.num_generated) == ("abort", 32)
+
+
+@pytest.mark.parametrize("most", [5, 8, 9, 16, 21])
+def test_a_stream_in_parts_ends_at_its_most_tokens(server, most):
+    stream, _ = in_parts(server, 8, max_tokens=most)
+    assert (stream.output_str, stream.finish_reason) == ("".join(WORDS[:most]), "length")
+    assert stream.num_generated == most
+
+
+def test_a_part_that_the_context_cuts_short_is_the_last(server):
+    server.context = 7
+    stream, _ = in_parts(server, 8)
+    assert (stream.output_str, stream.finish_reason) == ("".join(WORDS[:7]), "length")
+    assert len(server.requests) == 1
+
+
+def test_each_part_draws_with_a_seed_of_its_own(server):
+    in_parts(server, 8, seed=3)
+    seeds = [request["seed"] for request in server.requests]
+    assert seeds[0] == 3
+    assert len(set(seeds)) == len(seeds) > 5
+
+
+@pytest.mark.parametrize(
+    "field", [{"stop": ["x"]}, {"presence_penalty": 0.5}, {"input_tokens": [1]}]
+)
+def test_what_cannot_be_continued_is_generated_in_one_request(server, field):
+    stream = StreamGenerationTask(input_str="p:", streaming_step=8, tokens_per_request=1, **field)
+    server.says = lambda body: WORDS
+    run(Client(server), stream)
+    assert stream.num_generated == 8
+    assert len(server.requests) == 1
+    assert "max_tokens" not in server.requests[0]
+
+
+def test_parts_of_no_tokens_are_refused(server):
+    with pytest.raises(ParameterError, match="tokens_per_request"):
+        run(Client(server), StreamGenerationTask(input_str="p:", tokens_per_request=0))
+
+
 def test_a_stream_that_its_branch_has_left_has_ended(server):
     """It was ended with its branch; who asks for more of it gets what was seen."""
     stream = StreamGenerationTask(input_str="p", worker_tag="generation")

@@ -32,6 +32,8 @@ class Choice:
     tool_calls: list[ToolCall] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     """After each token, the length of the text that has come."""
+    num_dropped: int = 0
+    """Tokens that were cut off between two requests, to be generated again."""
 
     def begin_of(self, count: int) -> Choice:
         """The answer as it was when it had ``count`` tokens."""
@@ -59,6 +61,7 @@ class Choice:
         self.ends += [len(self.text)] * missing
         self.logprobs = self.logprobs[:kept]
         self.count, self.finish_reason = kept + missing, None
+        self.num_dropped += dropped
         return dropped
 
     def _ends_word(self, count: int) -> bool:

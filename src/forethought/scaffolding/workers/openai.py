@@ -519,7 +519,7 @@ def _fill(
     if counted is not None:
         task.usage_prompt_tokens = counted.prompt_tokens
         if whole:
-            task.usage_completion_tokens = counted.completion_tokens
+            task.usage_completion_tokens = counted.completion_tokens - choices[0].num_dropped
     task.request_id = exchange.request_id
 
 
