@@ -21,10 +21,12 @@ from forethought.scaffolding import (
     ComputeTask,
     Controller,
     EngineWorker,
+    GenerationTokenCounter,
     NativeGenerationController,
     OpenaiWorker,
     ScaffoldingLlm,
     extract_answer_from_boxed,
+    with_task_collection,
 )
 from forethought.scaffolding.equivalence import TextEquivalence
 from openai_server import EngineServer, serving
@@ -221,6 +223,18 @@ def test_probes_are_seeded_and_the_whole_is_reproducible(worker):
         **options,
     )
     assert first.output.token_ids == plain.output.token_ids
+
+
+def test_a_token_counter_and_the_usage_of_a_request_agree(worker, monkeypatch):
+    """Chains and probes are cancelled where the engine is ahead of what was seen of them."""
+    monkeypatch.setattr("forethought.methods.probes.Probe.hear", hear_anything)
+    watched = with_task_collection("n", GenerationTokenCounter)(DynasorGenerationController)
+    settings = {"chunk_size": 10, "certainty_threshold": 2, "probe_length": PROBE_LENGTH}
+    controller = watched(equivalence=Always(), uncertain_words=[], **settings)
+    for result in solve(controller, worker):
+        assert result.output.meta["dynasor"]["early_exit"]
+        count = result.task_collections["n"].generation_token_count
+        assert count == result.usage.completion_tokens == result.usage.decoded
 
 
 def test_dynasor_under_a_vote_shares_the_prompt(worker):

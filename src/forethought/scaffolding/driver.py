@@ -316,8 +316,9 @@ class Frame:
             return failed, failure
         if status is not TaskStatus.SUCCESS:
             return status, _unsuccessful(task, status, worker)
-        if isinstance(task, GenerationTask) and not task.usage.completion_tokens:
-            task.usage.completion_tokens = task.num_generated  # a worker that does not count
+        if isinstance(task, GenerationTask):  # its worker may not count
+            known, counted = task.num_generated, task.usage.completion_tokens
+            task.usage.completion_tokens = max(known, counted)
         return status, None
 
     def _stream(self, task: Task, output: Any) -> None:
