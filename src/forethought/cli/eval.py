@@ -2,20 +2,23 @@
 
 Problems are JSON lines with the fields 'question' and 'answer'. A method that draws several
 samples does so at --temperature; every other one decodes greedily. Methods stack with '+', the
-inner one first: dynasor+majority_vote.
+inner one first: dynasor+majority_vote. best_of_n needs a judge: --reward-model DIR, which reads the
+question and each answer.
 """
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
-from forethought.cli import model
+from forethought.cli import backend, model
 from forethought.cli.settings import parse_settings
 from forethought.errors import ParameterError
 from forethought.evaluation import IN_FLIGHT, problems
 from forethought.evaluation.recipe import Recipe, recipe
 from forethought.methods.stack import parameters
+from forethought.scaffolding.controller import NativeRewardController
 
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 
@@ -39,6 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="setting of a method"
     )
+    backend.configure_judge(parser)
     parser.add_argument(
         "--instruction",
         metavar="TEXT",
@@ -66,7 +70,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the comparison."""
     given = problems.load(args.data) if args.data else problems.shipped()
     chosen = problems.choose(given, args.problems, args.seed)
-    recipes = _recipes(args)
+    stand_in = None if args.reward_model is None else NativeRewardController()
+    _recipes(args, stand_in)  # refuses what cannot be before a model is loaded
     fields = model.fields_of(args, max_batch_size=max(1, 2 * args.in_flight))
     open_llm = model.opener(fields)
 
@@ -77,11 +82,15 @@ def run(args: argparse.Namespace) -> int:
     if instruction is None:
         instruction = BOXED if fields.get("model") else ""
     runner = Runner(open_llm, seed=args.seed, in_flight=args.in_flight, instruction=instruction)
-    compare(recipes, chosen, runner, args.out)
+    with backend.open_judge(args) as judge:
+        recipes = _recipes(args, judge.controller if judge else None)
+        if judge is not None:
+            recipes = [replace(recipe, workers=judge.workers) for recipe in recipes]
+        compare(recipes, chosen, runner, args.out)
     return 0
 
 
-def _recipes(args: argparse.Namespace) -> list[Recipe]:
+def _recipes(args: argparse.Namespace, judging: NativeRewardController | None) -> list[Recipe]:
     """One recipe per method. A setting goes to every method that has it, and one must."""
     specs = [spec.strip() for spec in args.methods.split(",")]
     settings = parse_settings(args.set)
@@ -90,13 +99,18 @@ def _recipes(args: argparse.Namespace) -> list[Recipe]:
     unknown = settings.keys() - allowed
     if unknown:
         raise ParameterError.unknown(f"methods {args.methods!r}", unknown, allowed)
-    return [
-        recipe(
-            spec,
+    backend.check_judge(args, specs, settings)
+    recipes = []
+    for spec, taken in known.items():
+        judged = backend.judged_by(spec, judging)
+        own = judged | {key: value for key, value in settings.items() if key in taken}
+        instead = "Name only methods that decode plainly inside best_of_n"
+        made = recipe(
+            backend.as_chat(spec, own, instead) if judged else spec,
             samples=args.samples,
             temperature=args.temperature,
             max_tokens=args.max_tokens,
-            settings={key: value for key, value in settings.items() if key in taken},
+            settings=own,
         )
-        for spec, taken in known.items()
-    ]
+        recipes.append(replace(made, name=spec, is_chat=bool(judged)))
+    return recipes

@@ -86,7 +86,7 @@ class Runner:
         """
         llm = self._open_llm()
         try:
-            prompts = [self._prompt(llm, problem) for problem in problems]
+            prompts = [self._prompt(llm, problem, recipe.is_chat) for problem in problems]
             _warm_up(llm)
             before, began = llm.stats, time.perf_counter()
             right = 0
@@ -111,7 +111,7 @@ class Runner:
     ) -> Iterator[tuple[int, str]]:
         """Number and text of each answer, as they come."""
         worker = EngineWorker(llm)
-        workers = dict.fromkeys(worker_tags(recipe.controller), worker)
+        workers = dict.fromkeys(worker_tags(recipe.controller), worker) | dict(recipe.workers)
         ended: queue.SimpleQueue[int] = queue.SimpleQueue()
         at_once = max(1, self._in_flight // recipe.chains)
         with ScaffoldingLlm(recipe.controller, workers, at_once) as scaffolding:
@@ -126,11 +126,11 @@ class Runner:
                 yield number, (output.text if output else None) or ""
         worker.shutdown()
 
-    def _prompt(self, llm: AsyncLLM, problem: Problem) -> Prompt:
+    def _prompt(self, llm: AsyncLLM, problem: Problem, is_chat: bool) -> Prompt:
         question = problem.question
         if self._instruction:
             question = f"{question}\n\n{self._instruction}"
-        if not llm.tokenizer.chat_template:
+        if is_chat or not llm.tokenizer.chat_template:
             return question
         return llm.chat_prompt([{"role": "user", "content": question}])
 
