@@ -12,6 +12,9 @@ a step of the engine draws:
 2. Probes are judged in the order of their forks, whatever the order in which they answer.
 3. A chain that ends by itself is not probed any more. Those probes that are under way then were
    forked before its end: they are heard, and may still cut it where they were forked.
+4. The chain's next step begins while the oldest probe under way is less than a chunk behind. On a
+   server, which generates the chain in requests of ``chunk_size`` tokens, no more than that is
+   decoded ahead of the probes; the engine, where probes come first, goes on meanwhile.
 
 Paper: Fu et al., "Reasoning Without Self-Doubt: More Efficient Chain-of-Thought Through Certainty
 Probing", 2025. The texts and defaults are those of TensorRT-LLM's blog on scaffolding.
