@@ -142,9 +142,10 @@ def test_a_client_that_cannot_be_copied_is_refused_on_a_second_loop(server):
     worker = OpenaiWorker(given, "tiny")
 
     async def use():
-        await worker.run_task(GenerationTask(input_str="p"))
-        await worker.async_shutdown()
-        assert not given.is_closed()
+        for _ in range(2):
+            assert await worker.run_task(GenerationTask(input_str="p")) is TaskStatus.SUCCESS
+            await worker.async_shutdown()
+            assert not given.is_closed()
         await given.close()
 
     asyncio.run(use())

@@ -92,10 +92,13 @@ class _Clients:
 
     async def close(self) -> None:
         """Close the client of the running loop, unless it is the one that was given."""
+        loop = asyncio.get_running_loop()
         with self._lock:
-            client = self._by_loop.pop(asyncio.get_running_loop(), self._given)
-        if client is not self._given:
-            await client.close()
+            client = self._by_loop.get(loop, self._given)
+            if client is self._given:
+                return
+            del self._by_loop[loop]
+        await client.close()
 
     def _new(self) -> Any:
         given = self._given
@@ -432,7 +435,7 @@ class _Requests:
 
     def counted(self, usage: Usage, heard: int) -> None:
         """Book what the server has counted, in place of what was heard."""
-        if usage.completion_tokens < self._asked:  # the context is full
+        if 0 < usage.completion_tokens < self._asked:  # the context is full
             self._is_last = True
         self._book(usage + Usage(completion_tokens=-heard, decoded=-heard))
 
