@@ -1,14 +1,22 @@
-"""A small OpenAI-compatible server on this machine, for tests of what talks to one."""
+"""A small OpenAI-compatible server on this machine, for tests of what talks to one.
+
+It answers from a script, or with the engine.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import select
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from forethought import AsyncLLM, SamplingParams
 
 Pieces = Callable[[dict[str, Any]], list[str]]
 
@@ -21,6 +29,8 @@ class OpenaiServer:
         disconnected: how many clients went away before their answer was complete.
         says: gives the pieces of the answer to a request.
         seconds_per_piece: pause before each piece.
+        tokens_per_chunk: pieces that are sent together.
+        context: pieces after which an answer ends with ``length`` in any case.
         extra_choice: further fields of the last chunk's choice.
         breaks_off: every answer ends before its last chunk.
         fail_with: status to refuse the next requests with.
@@ -31,28 +41,28 @@ class OpenaiServer:
         self.disconnected = 0
         self.says: Pieces = lambda body: ["Hello", " world"]
         self.seconds_per_piece = 0.0
+        self.tokens_per_chunk = 1
+        self.context = 10**9
         self.extra_choice: dict[str, Any] = {}
         self.tool_call: dict[str, Any] | None = None
         self.breaks_off = False
         self.fail_with: list[int] = []
         self.url = ""
 
-    def chunks(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def chunks(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
+        """The chunks of an answer; None now and then while there is none."""
         chat = path.endswith("/chat/completions")
-        base = {
-            "id": f"request-{len(self.requests)}",
-            "object": "chat.completion.chunk" if chat else "text_completion",
-            "created": 1,
-            "model": body["model"],
-        }
+        base = self.base(chat, body)
         count = 0
         for number in range(body.get("n") or 1):
             pieces = self.says(body)
-            limit = body.get("max_tokens") or len(pieces)
-            for piece in pieces[:limit]:
+            limit = min(body.get("max_tokens") or len(pieces), self.context)
+            said, size = pieces[:limit], self.tokens_per_chunk
+            for place in range(0, len(said), size):
                 time.sleep(self.seconds_per_piece)
-                count += 1
-                yield {**base, "choices": [self.choice(chat, number, piece, body)]}
+                together = said[place : place + size]
+                count += len(together)
+                yield {**base, "choices": [self.choice(chat, number, "".join(together), body)]}
             if self.breaks_off:
                 return
             last = self.choice(chat, number, "", {}) | self.extra_choice
@@ -63,6 +73,11 @@ class OpenaiServer:
             yield {**base, "choices": [last]}
         usage = {"prompt_tokens": 7, "completion_tokens": count, "total_tokens": 7 + count}
         yield {**base, "choices": [], "usage": usage}
+
+    def base(self, chat: bool, body: dict[str, Any]) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if chat else "text_completion"
+        name = f"request-{len(self.requests)}"
+        return {"id": name, "object": kind, "created": 1, "model": body["model"]}
 
     def choice(self, chat: bool, number: int, text: str, body: dict[str, Any]) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": number, "finish_reason": None, "logprobs": None}
@@ -90,14 +105,63 @@ class OpenaiServer:
             yield {"index": number, "finish_reason": None, "delta": {"tool_calls": [piece]}}
 
 
+class EngineServer(OpenaiServer):
+    """Answers completions with the engine, all requests alike, first come first served.
+
+    A chunk holds what has come since the last one, so now and then several tokens.
+    """
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        super().__init__()
+        self.llm = llm
+
+    def chunks(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
+        names = ("max_tokens", "temperature", "top_p", "seed", "stop")
+        fields = {name: body[name] for name in names if name in body}
+        stream = self.llm.stream(body["prompt"], SamplingParams(**fields))
+        base, told, loop = self.base(False, body), 0, asyncio.new_event_loop()
+        try:
+            while True:
+                waiting = loop.create_task(anext(stream, None))
+                while not loop.run_until_complete(asyncio.wait([waiting], timeout=0.02))[0]:
+                    yield None
+                output = waiting.result()
+                if output is None:
+                    break
+                first = output.outputs[0]
+                choice = self.choice(False, 0, first.text[told:], {})
+                choice["finish_reason"] = first.finish_reason and first.finish_reason.value
+                told = len(first.text)
+                yield {**base, "choices": [choice]}
+                usage = {
+                    "prompt_tokens": len(output.prompt_token_ids),
+                    "completion_tokens": len(first.token_ids),
+                    "total_tokens": len(output.prompt_token_ids) + len(first.token_ids),
+                }
+            yield {**base, "choices": [], "usage": usage}
+        finally:
+            waiting.cancel()
+            loop.run_until_complete(asyncio.wait([waiting]))
+            loop.run_until_complete(stream.aclose())
+            loop.close()
+
+
 @contextmanager
-def serving() -> Iterator[OpenaiServer]:
+def serving(state: OpenaiServer | None = None) -> Iterator[OpenaiServer]:
     """The server, running in threads of its own."""
-    state = OpenaiServer()
+    state = state or OpenaiServer()
 
     class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"  # connections are kept, as by real servers
+        disable_nagle_algorithm = True
+
         def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            length = int(self.headers["Content-Length"])
+            data = self.rfile.read(length)
+            if len(data) < length:  # the client went away while it was asking
+                self.close_connection = True
+                return None
+            body = json.loads(data)
             state.requests.append(body)
             if state.fail_with:
                 return self.whole(state.fail_with.pop(0), {"error": {"message": "no"}})
@@ -107,14 +171,29 @@ def serving() -> Iterator[OpenaiServer]:
         def stream(self, chunks: Iterator[dict[str, Any]]) -> None:
             self.send_response(200)
             self.send_header("Content-Type", "text/event-stream")
+            self.send_header("Transfer-Encoding", "chunked")
             self.end_headers()
             try:
-                for chunk in chunks:
-                    self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
-                    self.wfile.flush()
-                self.wfile.write(b"data: [DONE]\n\n")
+                with closing(chunks):
+                    for chunk in chunks:
+                        if chunk is not None:
+                            self.send(f"data: {json.dumps(chunk)}\n\n".encode())
+                        elif self.is_left():
+                            raise ConnectionError
+                self.send(b"data: [DONE]\n\n")
+                self.send(b"")
             except OSError:
                 state.disconnected += 1
+                self.close_connection = True
+
+        def is_left(self) -> bool:
+            """Whether the client has closed the connection."""
+            readable = select.select([self.connection], [], [], 0)[0]
+            return bool(readable) and not self.connection.recv(1, socket.MSG_PEEK)
+
+        def send(self, data: bytes) -> None:
+            self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
+            self.wfile.flush()
 
         def whole(self, status: int, body: dict[str, Any]) -> None:
             data = json.dumps(body).encode()
@@ -127,8 +206,10 @@ def serving() -> Iterator[OpenaiServer]:
         def log_message(self, *_: Any) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
+    class Server(ThreadingHTTPServer):
+        daemon_threads, request_queue_size = True, 128
+
+    server = Server(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     state.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
@@ -140,9 +221,9 @@ def serving() -> Iterator[OpenaiServer]:
         server.server_close()
 
 
-def merged(chunks: Iterator[dict[str, Any]]) -> dict[str, Any]:
+def merged(chunks: Iterator[dict[str, Any] | None]) -> dict[str, Any]:
     """The chunks of a completion as one answer."""
-    found = list(chunks)
+    found = [chunk for chunk in chunks if chunk is not None]
     choices = [choice for chunk in found for choice in chunk["choices"]]
     text = "".join(choice["text"] for choice in choices)
     return {**found[-1], "choices": [{**choices[-1], "text": text}]}

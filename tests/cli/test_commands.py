@@ -6,10 +6,12 @@ import subprocess
 import sys
 
 import pytest
+from transformers import Qwen2ForTokenClassification
 
 import openai_server
 from forethought import methods
 from forethought.cli.main import main
+from reward_models import save
 from tokens import speaking
 
 
@@ -179,3 +181,17 @@ def test_without_torch_every_command_says_what_to_install_and_a_server_does_with
         assert "is not installed" in said
         assert 'pip install "forethought[local]"' in said
     assert lines[2 * len(local) :] == ["status 0"] * len(remote), done.stderr
+
+
+def test_eval_has_best_of_n_judged_by_a_reward_model(tmp_path, capsys):
+    reward_model = str(save(tmp_path / "prm", Qwen2ForTokenClassification))
+    options = ["--problems", "2", "--max-tokens", "40", "--samples", "2", "--out", str(tmp_path)]
+    both = [*options, "--methods", "plain,best_of_n", "--reward-model", reward_model]
+    assert main(["eval", *both]) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert [row["method"] for row in rows] == ["plain", "best_of_n"]
+    assert 40 * 2 < rows[1]["tokens_generated"] <= 40 * 4
+    assert main(["eval", *options, "--methods", "best_of_n"]) == 2
+    assert "Give --reward-model DIR" in capsys.readouterr().err
+    assert main(["eval", *options, "--reward-model", reward_model]) == 2
+    assert "nothing to judge" in capsys.readouterr().err

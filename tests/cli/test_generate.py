@@ -4,11 +4,13 @@ import io
 import json
 
 import pytest
+from transformers import Qwen2ForSequenceClassification, Qwen2ForTokenClassification
 
 from forethought.cli.main import main
 from forethought.params import SamplingParams
 from forethought.text.llm import LLM
 from openai_server import serving
+from reward_models import save
 from tokens import speaking
 
 MODEL = speaking("byte_level")
@@ -131,7 +133,7 @@ def test_without_a_model_the_embedded_reasoner_answers(capsys):
         (["--method", "dynasor", "--set", "chunk_sise=3"], "did you mean 'chunk_size'?"),
         (["--method", "dynasor", "--set", "chunk_size"], "key=value"),
         (["--method", "dynasor", "--set", "chunk_size=0"], "at least 1"),
-        (["--method", "best_of_n"], "reward_controller"),
+        (["--method", "best_of_n"], "--reward-model DIR"),
         (["--temperature", "-1"], "temperature"),
         (["--temperature", "nan"], "temperature"),
         (["--top-p", "0"], "top_p"),
@@ -203,3 +205,50 @@ def test_a_server_that_is_not_there_is_one_line_and_status_1(capsys):
     out, err = capsys.readouterr()
     assert out == ""
     assert err.count("\n") == 1
+
+
+# ---- best of N ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["steps", "answers"])
+def reward_model(request, tmp_path_factory):
+    kind = Qwen2ForTokenClassification
+    if request.param == "answers":
+        kind = Qwen2ForSequenceClassification
+    fields = {} if request.param == "steps" else {"num_labels": 1}
+    return str(save(tmp_path_factory.mktemp("reward") / request.param, kind, **fields))
+
+
+BEST = ["--method", "best_of_n", "--set", "default_sample_num=3", "--temperature", "1"]
+
+
+@pytest.mark.parametrize("options", [[], ["--raw"]])
+def test_best_of_n_is_judged_by_a_reward_model(capsys, reward_model, options):
+    texts = []
+    for _ in range(2):
+        assert generate(*BEST, "--seed", "1", "--reward-model", reward_model, *options) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != "\n"
+    assert generate(*BEST, "--seed", "1", "--reward-model", reward_model, "--json", *options) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["usage"]["decoded"] <= 3 * 12
+    assert texts[0].removesuffix("\n") == report["text"].removesuffix("\n")
+
+
+def test_best_of_n_over_a_server_is_judged_here(capsys, reward_model):
+    with serving() as server:
+        server.says = lambda body: ["short", f" {len(server.requests)}"]
+        url = ["--url", server.url, "--api-model", "tiny"]
+        assert main(["generate", "question", *url, *BEST, "--reward-model", reward_model]) == 0
+    assert capsys.readouterr().out.startswith("short ")
+    assert len(server.requests) == 3
+
+
+def test_a_reward_model_is_asked_for_if_and_only_if_something_is_judged(capsys):
+    assert "Give --reward-model DIR" in refused(capsys, "--method", "best_of_n")
+    assert "nothing to judge" in refused(capsys, "--reward-model", "dir")
+    missing = ["--method", "best_of_n", "--reward-model", "no/such/dir"]
+    assert "no model at no/such/dir" in refused(capsys, *missing)
+    assert "default_samples" in refused(capsys, *missing, "--set", "default_samples=3")
+    stacked = ["--method", "dynasor+best_of_n", "--reward-model", "dir"]
+    assert "give --raw" in refused(capsys, *stacked)

@@ -89,6 +89,34 @@ def test_samples_that_were_dropped_are_not_judged_and_never_win():
         answer(controller, ScriptedWorker([BAD] * 4, score=lambda question, text: 1.0))
 
 
+class Broken(NativeGenerationController):
+    """Its second sample fails in the controller itself; the third in its worker."""
+
+    def process(self, tasks, **kwargs):
+        yield from super().process(tasks, **kwargs)
+        if tasks[0].output_str == "bb":
+            raise ValueError("broken")
+
+
+def test_samples_that_fail_are_raised_or_dropped_as_on_failure_says():
+    def ask(replies, **settings):
+        worker = ScriptedWorker(replies, score=lambda question, text: float(len(text)))
+        controller = BestOfNController(Broken(), NativeRewardController(), 4, **settings)
+        return answer(controller, worker).output
+
+    replies = ["a", "bb", BAD, "ccc"]
+    output = ask(replies, on_failure="drop")
+    assert (output.text, output.meta["best_of_n"]["scores"]) == ("ccc", [1.0, None, None, 3.0])
+    with pytest.raises(TaskError, match="gone"):
+        ask(["a", BAD, "bb", "ccc"])
+    with pytest.raises(ValueError, match="broken"):
+        ask(["a", "bb", "c", "d"])
+    with pytest.raises(ValueError, match="broken"):
+        ask(["bb", BAD, BAD, BAD], on_failure="drop")
+    with pytest.raises(ParameterError, match="on_failure"):
+        ask([], on_failure="ignore")
+
+
 def test_a_reward_controller_that_leaves_no_scores_is_refused():
     controller = BestOfNController(NativeGenerationController(), NativeGenerationController(), 2)
     with pytest.raises(ParameterError, match="no reward controller"):

@@ -124,16 +124,35 @@ def test_a_budget_that_is_spent_behind_the_end_of_the_chain_does_not_cost_the_ch
     def script(asked, index):
         if not asked.endswith(PROBE_SUFFIX):
             return THOUGHT[:35]
-        return Reply("1234567890}", seconds_per_token=0.05)
+        return Reply("1234567890}", seconds_per_token=0.02)
 
     def ask(said, tokens):
         controller = DynasorGenerationController(chunk_size=10)
         budget = Budget(tokens=tokens)
         return answer(controller, ScriptedWorker(said), "P: ", budget=budget)
 
-    assert ask(script, 45).output.text == THOUGHT[:35]
+    assert ask(script, 58).output.text == THOUGHT[:35]
     with pytest.raises(BudgetExceeded):
         ask(chain("P: ", THOUGHT, lambda known: "1234567890}"), 24)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_the_chain_is_never_more_than_a_chunk_ahead_of_its_probes(streamed):
+    """Here a probe takes longer than all of the chain would."""
+    forks, waiting = [], []
+
+    def script(asked, index):
+        if PROBE_SUFFIX not in asked:
+            return THOUGHT
+        forks.append(len(asked.partition(PROBE_SUFFIX)[0].removeprefix("P: ")))
+        waiting.append(sum(call.ended is None for call in worker.calls[1:]) - 1)
+        return Reply(f"{len(forks)}}}", delay=0.05)
+
+    worker = ScriptedWorker(script)
+    controller = DynasorGenerationController(chunk_size=10, streaming=streamed)
+    answer(controller, worker, "P: ", sampling_params={"max_tokens": 55})
+    assert forks == [10, 20, 30, 40, 50]
+    assert max(waiting) == 1  # when a probe begins, only the one before it is under way
 
 
 def test_the_main_chain_is_ended_with_the_decision_and_not_with_the_request():

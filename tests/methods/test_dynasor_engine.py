@@ -3,12 +3,17 @@
 import time
 
 import pytest
+from openai import AsyncOpenAI
 
 from engines import expect_empty
-from forethought import LLM, SamplingParams
+from forethought import LLM, AsyncLLM, SamplingParams
 from forethought.assets import drafter_dir, problems
 from forethought.errors import RequestCancelled
-from forethought.methods import DynasorGenerationController, MajorityVoteController
+from forethought.methods import (
+    DynasorGenerationController,
+    MajorityVoteController,
+    worker_tags,
+)
 from forethought.methods.dynasor import ANSWER_END, PROBE_SUFFIX
 from forethought.scaffolding import (
     AsCompleted,
@@ -16,10 +21,15 @@ from forethought.scaffolding import (
     ComputeTask,
     Controller,
     EngineWorker,
+    GenerationTokenCounter,
     NativeGenerationController,
+    OpenaiWorker,
     ScaffoldingLlm,
+    extract_answer_from_boxed,
+    with_task_collection,
 )
 from forethought.scaffolding.equivalence import TextEquivalence
+from openai_server import EngineServer, serving
 from tokens import speaking
 
 PROMPTS = ["Hello world", "How are you? I am fine.", "ok: 你好"]
@@ -216,6 +226,18 @@ def test_probes_are_seeded_and_the_whole_is_reproducible(worker):
     assert first.output.token_ids == plain.output.token_ids
 
 
+def test_a_token_counter_and_the_usage_of_a_request_agree(worker, monkeypatch):
+    """Chains and probes are cancelled where the engine is ahead of what was seen of them."""
+    monkeypatch.setattr("forethought.methods.probes.Probe.hear", hear_anything)
+    watched = with_task_collection("n", GenerationTokenCounter)(DynasorGenerationController)
+    settings = {"chunk_size": 10, "certainty_threshold": 2, "probe_length": PROBE_LENGTH}
+    controller = watched(equivalence=Always(), uncertain_words=[], **settings)
+    for result in solve(controller, worker):
+        assert result.output.meta["dynasor"]["early_exit"]
+        count = result.task_collections["n"].generation_token_count
+        assert count == result.usage.completion_tokens == result.usage.decoded
+
+
 def test_dynasor_under_a_vote_shares_the_prompt(worker):
     controller = MajorityVoteController(dynasor(), 3, early_stop=False)
     before = worker.llm.stats
@@ -299,3 +321,32 @@ def test_a_request_that_is_aborted_in_the_middle_leaves_no_page(guessing, steps)
         for result in results:
             with pytest.raises(RequestCancelled):
                 result.result(20)
+
+
+def test_a_server_decodes_little_more_for_it_than_the_engine():
+    """Eight chains on four places: probes wait, and chains that ran on meanwhile would be lost."""
+    questions = [problem["question"] for problem in problems()[:8]]
+    params = {"temperature": 0.0, "top_p": 1.0, "max_tokens": 400}
+    controller = DynasorGenerationController(certainty_threshold=2, chunk_size=32)
+    plain = NativeGenerationController()
+    answers, decoded = {}, {}
+
+    def ask(name, llm, worker, method):
+        tags = dict.fromkeys(worker_tags(method), worker)
+        before = llm.stats.decoded
+        with ScaffoldingLlm(method, tags) as scaffolding:
+            results = scaffolding.generate(questions, sampling_params=params)
+        answers[name] = [extract_answer_from_boxed(result.output.text) for result in results]
+        decoded[name] = llm.stats.decoded - before
+
+    llm = AsyncLLM(dtype="float32", max_batch_size=4)
+    with serving(EngineServer(llm)) as server:
+        client = AsyncOpenAI(base_url=server.url, api_key="none", max_retries=0)
+        remote = OpenaiWorker(client, "reasoner")
+        ask("plain", llm, remote, plain)
+        ask("server", llm, remote, controller)
+    ask("engine", llm, EngineWorker(llm), controller)
+    llm.shutdown()
+    assert answers["server"] == answers["engine"]
+    assert decoded["engine"] < decoded["server"] < 1.25 * decoded["engine"]
+    assert decoded["server"] < 0.8 * decoded["plain"]

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import time
 
 import pytest
 
@@ -11,7 +12,9 @@ from forethought.scaffolding import (
     Branch,
     ChatTask,
     ChatTokenCounter,
+    ComputeTask,
     Controller,
+    FirstDone,
     GenerationTask,
     GenerationTokenCounter,
     NativeChatController,
@@ -26,6 +29,7 @@ from forethought.scaffolding import (
     TaskCollection,
     TaskMetricsCollector,
     TaskTimer,
+    Worker,
     with_task_collection,
 )
 from scripted import TAG, answer
@@ -162,6 +166,43 @@ def test_a_task_that_runs_again_is_counted_again():
 
     result = answer(Again(), ScriptedWorker(["abcde", "abc", "abcd"]))
     assert result.task_collections["n"].generation_token_count == 12
+
+
+def test_tokens_of_cancelled_streams_are_counted_as_in_the_usage_of_the_request():
+    @with_task_collection("n", GenerationTokenCounter)
+    class Leaves(Controller):
+        def process(self, tasks, **kwargs):
+            stream = StreamGenerationTask(input_str="p", worker_tag=TAG, streaming_step=4)
+            yield [stream]
+            stream.streaming_step = 1000
+            yield FirstDone([stream, ComputeTask(time.sleep, 0.1)])
+            yield [GenerationTask(input_str="q", worker_tag=TAG)]
+            tasks[0].output_str = stream.output_str
+
+    replies = {"p": Reply("x" * 1000, seconds_per_token=0.002), "q": "abc"}
+    result = answer(Leaves(), ScriptedWorker(replies))
+    count = result.task_collections["n"].generation_token_count
+    assert count == result.usage.completion_tokens > 4 + 3
+
+
+def test_streams_of_a_worker_that_does_not_count_are_counted_by_what_they_bring():
+    class Counting(Worker):
+        async def stream(self, task):
+            task.request_handle, task.output_tokens = self, [*(task.output_tokens or ()), 1, 2]
+            task.end_flag = len(task.output_tokens) == 6
+
+        task_handlers = {StreamGenerationTask: stream}  # noqa: RUF012
+
+    @with_task_collection("n", GenerationTokenCounter)
+    class Steps(Controller):
+        def process(self, tasks, **kwargs):
+            stream = StreamGenerationTask(input_str="p", worker_tag=TAG)
+            while not stream.end_flag:
+                yield [stream]
+
+    result = answer(Steps(), Counting())
+    assert result.task_collections["n"].generation_token_count == 6
+    assert result.usage.completion_tokens == 6
 
 
 def test_samples_of_a_vote_are_counted_from_outside():

@@ -4,9 +4,9 @@ import asyncio
 import time
 
 import pytest
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-from forethought.errors import BudgetExceeded, ParameterError, TaskError
+from forethought.errors import BudgetExceeded, ParameterError, TaskError, UsageError
 from forethought.guided import GuidedDecodingParams
 from forethought.methods import DynasorGenerationController
 from forethought.methods.dynasor import ANSWER_END, ANSWER_SUFFIX_WITH_MARKER, PROBE_SUFFIX
@@ -72,6 +72,85 @@ def answer(controller, worker, prompt="p", **options):
 
 
 DYNASOR = DynasorGenerationController.WorkerTag.GENERATION
+
+
+@pytest.mark.parametrize("as_function", [False, True])
+def test_one_worker_serves_several_scaffolding_llms_one_after_another_and_at_once(
+    server, as_function
+):
+    """Connections that a closed event loop has left must not be used on the next one."""
+
+    def client():
+        return AsyncOpenAI(base_url=server.url, api_key="key", max_retries=0, timeout=7)
+
+    worker = OpenaiWorker(client if as_function else client(), "tiny")
+    workers = {"generation": worker}
+    for _ in range(3):
+        with ScaffoldingLlm(NativeGenerationController(), workers) as llm:
+            texts = [llm.generate("p").output.text for _ in range(3)]
+        assert texts == ["Hello world"] * 3
+    with (
+        ScaffoldingLlm(NativeGenerationController(), workers) as one,
+        ScaffoldingLlm(NativeChatController(), workers) as other,
+    ):
+        results = [llm.generate_async("p") for llm in (one, other) * 3]
+        assert [result.result(20).output.text for result in results] == ["Hello world"] * 6
+
+
+def test_every_loop_has_a_client_with_the_settings_of_the_one_given(server):
+    given = AsyncOpenAI(base_url=server.url, api_key="key", max_retries=3, timeout=7)
+    worker, used = OpenaiWorker(given, "tiny"), []
+
+    async def use():
+        await worker.run_task(GenerationTask(input_str="p"))
+        used.append(worker._clients.of_this_loop())
+        await worker.async_shutdown()
+
+    for _ in range(2):
+        asyncio.run(use())
+    one, other = used
+    assert one is not other
+    assert not given.is_closed()
+    for client in used:
+        assert client.is_closed()
+        for name in ("api_key", "base_url", "max_retries", "timeout"):
+            assert getattr(client, name) == getattr(given, name)
+
+
+def test_a_scaffolding_llm_that_ends_closes_its_connections_if_nobody_uses_them(server):
+    server.says, server.seconds_per_piece = lambda body: ["x"] * 50, 0.01
+    worker = OpenaiWorker(AsyncOpenAI(base_url=server.url, api_key="key"), "tiny")
+    workers = {"generation": worker}
+
+    async def main():
+        async with ScaffoldingLlm(NativeGenerationController(), workers) as one:
+            async with ScaffoldingLlm(NativeGenerationController(), workers) as other:
+                result = one.generate_async("p")
+                await other.generate_async("p", sampling_params={"max_tokens": 1})
+                client = worker._clients.of_this_loop()
+            await result
+            assert not client.is_closed()
+        assert client.is_closed()
+        return result.output.text
+
+    assert asyncio.run(main()) == "x" * 50
+
+
+def test_a_client_that_cannot_be_copied_is_refused_on_a_second_loop(server):
+    http = DefaultAsyncHttpxClient(timeout=7)
+    given = AsyncOpenAI(base_url=server.url, api_key="key", http_client=http)
+    worker = OpenaiWorker(given, "tiny")
+
+    async def use():
+        for _ in range(2):
+            assert await worker.run_task(GenerationTask(input_str="p")) is TaskStatus.SUCCESS
+            await worker.async_shutdown()
+            assert not given.is_closed()
+        await given.close()
+
+    asyncio.run(use())
+    with pytest.raises(UsageError, match="a function that makes it"):
+        asyncio.run(use())
 
 
 def test_a_completion_has_text_usage_times_and_no_token_ids(server):
@@ -319,6 +398,111 @@ def test_a_stream_is_streamed_by_its_steps_as_far_as_they_show_it(server):
     assert result.output.finish_reason == "abort"
 
 
+WORDS = [word if at else f" {word}" for word in ("one", "two", "three") for at in (0, 1)] * 20
+
+
+def continuing(body):
+    """The tokens of a text, from where the prompt has come to."""
+    known, place = body["prompt"].removeprefix("p:"), 0
+    while known:
+        assert known.startswith(WORDS[place]), "only whole tokens are continued"
+        known, place = known.removeprefix(WORDS[place]), place + 1
+    return WORDS[place:]
+
+
+def in_parts(server, step, **fields):
+    """A stream in parts, as seen at its steps, and the tokens asked for until then."""
+    server.says = continuing
+    stream = StreamGenerationTask(
+        input_str="p:", streaming_step=step, tokens_per_request=8, **fields
+    )
+    seen = []
+
+    async def main():
+        worker = Client(server)
+        while not stream.end_flag:
+            await worker.run_task(stream)
+            seen.append((stream.output_str, stream.num_generated))
+        await worker.async_shutdown()
+
+    asyncio.run(main())
+    return stream, seen
+
+
+@pytest.mark.parametrize("step", [1, 3, 8, 20])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_stream_in_parts_says_what_it_says_in_one_piece(server, step, streamed):
+    stream, seen = in_parts(server, step, streaming_output_flag=streamed)
+    assert stream.output_str == "".join(WORDS)
+    assert stream.finish_reason == "stop"
+    counts = [*range(step, len(WORDS), step), len(WORDS)]
+    assert seen[: len(counts)] == [("".join(WORDS[:count]), count) for count in counts]
+    assert len(server.requests) >= len(WORDS) // 10
+    # What is cut off behind the last word is generated again, and counted.
+    assert stream.usage.completion_tokens == len(WORDS) + stream.usage.discarded
+    assert 0 < stream.usage.discarded <= 2 * len(server.requests)
+
+
+@pytest.mark.parametrize("tokens_per_chunk", [1, 4])
+def test_a_server_is_never_a_request_ahead_of_the_steps(server, tokens_per_chunk):
+    server.says, server.tokens_per_chunk = continuing, tokens_per_chunk
+    stream = StreamGenerationTask(input_str="p:", streaming_step=8, tokens_per_request=8)
+
+    async def main():
+        worker = Client(server)
+        for step in range(1, 5):
+            await worker.run_task(stream)
+            await asyncio.sleep(0.02)  # time to run ahead
+            assert len(server.requests) == step
+            assert stream.num_generated == 8 * step
+            asked = len(WORDS) - len(continuing(server.requests[-1]))
+            assert asked + server.requests[-1]["max_tokens"] <= 8 * step + 2
+        stream.cancel_flag = True
+        await worker.run_task(stream)
+        await worker.async_shutdown()
+
+    asyncio.run(main())
+    assert (stream.finish_reason, stream.num_generated) == ("abort", 32)
+
+
+@pytest.mark.parametrize("most", [5, 8, 9, 16, 21])
+def test_a_stream_in_parts_ends_at_its_most_tokens(server, most):
+    stream, _ = in_parts(server, 8, max_tokens=most)
+    assert (stream.output_str, stream.finish_reason) == ("".join(WORDS[:most]), "length")
+    assert stream.num_generated == most
+
+
+def test_a_part_that_the_context_cuts_short_is_the_last(server):
+    server.context = 7
+    stream, _ = in_parts(server, 8)
+    assert (stream.output_str, stream.finish_reason) == ("".join(WORDS[:7]), "length")
+    assert len(server.requests) == 1
+
+
+def test_each_part_draws_with_a_seed_of_its_own(server):
+    in_parts(server, 8, seed=3)
+    seeds = [request["seed"] for request in server.requests]
+    assert seeds[0] == 3
+    assert len(set(seeds)) == len(seeds) > 5
+
+
+@pytest.mark.parametrize(
+    "field", [{"stop": ["x"]}, {"presence_penalty": 0.5}, {"input_tokens": [1]}]
+)
+def test_what_cannot_be_continued_is_generated_in_one_request(server, field):
+    stream = StreamGenerationTask(input_str="p:", streaming_step=8, tokens_per_request=1, **field)
+    server.says = lambda body: WORDS
+    run(Client(server), stream)
+    assert stream.num_generated == 8
+    assert len(server.requests) == 1
+    assert "max_tokens" not in server.requests[0]
+
+
+def test_parts_of_no_tokens_are_refused(server):
+    with pytest.raises(ParameterError, match="tokens_per_request"):
+        run(Client(server), StreamGenerationTask(input_str="p:", tokens_per_request=0))
+
+
 def test_a_stream_that_its_branch_has_left_has_ended(server):
     """It was ended with its branch; who asks for more of it gets what was seen."""
     stream = StreamGenerationTask(input_str="p", worker_tag="generation")
@@ -468,8 +652,8 @@ def test_tool_calls_are_put_together_from_their_pieces(server):
     message = chat.messages[-1]
     assert message.content is None
     assert message.finish_reason == "tool_calls"
-    function = {"name": "add", "arguments": '{"a": 1}'}
-    assert message.tool_calls == [{"id": "call-1", "type": "function", "function": function}]
+    call = message.tool_calls[0]
+    assert (call.id, call.function.name, call.function.arguments) == ("call-1", "add", '{"a": 1}')
     assert server.requests[0]["tools"][0]["function"]["name"] == "add"
 
 
@@ -513,7 +697,8 @@ def test_forks_go_out_as_text(server):
 
 def test_dynasor_runs_over_http(server):
     def says(body):
-        return list("42") if PROBE_SUFFIX in body["prompt"] else list("thinking " * 30)
+        chain = body["prompt"].removeprefix("p: ")
+        return list("42") if PROBE_SUFFIX in chain else list(("thinking " * 30)[len(chain) :])
 
     server.says, server.seconds_per_piece = says, 0.002
     controller = DynasorGenerationController(certainty_threshold=2, chunk_size=16)
@@ -524,4 +709,6 @@ def test_dynasor_runs_over_http(server):
     assert result.output.meta["dynasor"]["early_exit"]
     probes = [r["prompt"] for r in server.requests if r["prompt"].endswith(PROBE_SUFFIX)]
     assert probes[:2] == [f"p: {kept[:size]}{PROBE_SUFFIX}" for size in (16, 32)]
-    assert sum(PROBE_SUFFIX not in r["prompt"] for r in server.requests) == 1
+    parts = [r for r in server.requests if PROBE_SUFFIX not in r["prompt"]]
+    assert [r["prompt"] for r in parts[:2]] == ["p: ", "p: thinking thinking"]
+    assert [r["max_tokens"] for r in parts[:2]] == [16 + 4, 32 - 17 + 4]

@@ -72,11 +72,14 @@ class Respondent:
 
     Args:
         controller: the method.
-        worker: executes all its tasks.
+        worker: executes all its tasks, but for those of ``others``.
+        others: further workers by tag.
     """
 
-    def __init__(self, controller: Controller, worker: Worker) -> None:
-        workers = dict.fromkeys(worker_tags(controller), worker)
+    def __init__(
+        self, controller: Controller, worker: Worker, others: Mapping[Any, Worker] | None = None
+    ) -> None:
+        workers = dict.fromkeys(worker_tags(controller), worker) | dict(others or {})
         self._llm = ScaffoldingLlm(controller, workers)
 
     def answer(

@@ -1,4 +1,6 @@
-"""Where answers come from: the engine on this machine, or a server that speaks OpenAI's API."""
+"""Where answers come from, the engine on this machine or a server that speaks OpenAI's API; and who
+judges them, a reward model on this machine.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +17,23 @@ from forethought import methods
 from forethought.cli import model
 from forethought.errors import DependencyError, ParameterError
 from forethought.guided import GuidedDecodingParams
+from forethought.methods.stack import parameters
 from forethought.params import SamplingParams
 from forethought.scaffolding import sampling
-from forethought.scaffolding.controller import NativeChatController
+from forethought.scaffolding.controller import NativeChatController, NativeRewardController
 from forethought.scaffolding.messages import RoleMessage
 from forethought.scaffolding.parallel import Process
+from forethought.scaffolding.prm_controller import PRMController
 from forethought.scaffolding.task import ChatTask
 from forethought.scaffolding.worker import Worker
 
 if TYPE_CHECKING:
+    from forethought.scaffolding.workers.reward import RewardWorker
     from forethought.text.async_llm import AsyncLLM
 
 Message = Mapping[str, Any]
 _CHAT = "forethought.scaffolding.controller:NativeChatController"
-_INNER = "generation_controller"
+_INNER, _REWARD = "generation_controller", "reward_controller"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,34 @@ class Backend:
     def can_chat(self) -> bool:
         """Whether the model has a chat template, as far as can be known."""
         return self.llm is None or bool(self.llm.tokenizer.chat_template)
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """A reward model, and how methods have it judge."""
+
+    worker: RewardWorker
+
+    @property
+    def controller(self) -> NativeRewardController:
+        """Has steps or whole answers judged, as the model does."""
+        by_step = self.worker.by_step
+        return PRMController(self.worker.tokenizer) if by_step else NativeRewardController()
+
+    @property
+    def workers(self) -> dict[Any, Worker]:
+        """By tag."""
+        return {NativeRewardController.WorkerTag.REWARD: self.worker}
+
+
+def judged_by(spec: str, controller: NativeRewardController | None) -> dict[str, Any]:
+    """The settings by which a stack of methods has ``controller`` judge; none if it has no use."""
+    return {_REWARD: controller} if controller is not None and _REWARD in parameters(spec) else {}
+
+
+def is_judged(settings: Collection[str]) -> bool:
+    """Whether these settings of a method name what scores its answers."""
+    return _REWARD in settings
 
 
 class Turn(NativeChatController):
@@ -99,6 +132,59 @@ def wants_server(args: argparse.Namespace) -> bool:
     return args.url is not None or args.api_model is not None
 
 
+def configure_judge(parser: argparse.ArgumentParser) -> None:
+    """Declare the option that chooses a reward model."""
+    parser.add_argument(
+        "--reward-model",
+        metavar="DIR",
+        help="directory, or Hub id, of the reward model that judges for best_of_n",
+    )
+
+
+def check_judge(args: argparse.Namespace, specs: Sequence[str], given: Collection[str]) -> None:
+    """See that a reward model is chosen if, and only if, a method needs one.
+
+    Args:
+        args: the options.
+        specs: the stacks of methods that are to run.
+        given: names of the methods' settings that are given.
+
+    Raises:
+        ParameterError: it is not so.
+    """
+    judged = [spec for spec in specs if _REWARD in parameters(spec)]
+    if judged and args.reward_model is None and _REWARD not in given:
+        raise ParameterError(
+            f"method {judged[0]} needs a reward model",
+            "it chooses by its scores",
+            "Give --reward-model DIR",
+        )
+    if args.reward_model is not None and not judged:
+        raise ParameterError(
+            "--reward-model has nothing to judge",
+            f"{', '.join(specs)} chooses by no scores",
+            "Leave it out, or use best_of_n",
+        )
+
+
+@contextmanager
+def open_judge(args: argparse.Namespace) -> Iterator[Judge | None]:
+    """The reward model that the options choose, shut down at the end; None if they choose none.
+
+    Raises:
+        UsageError: it cannot be opened.
+    """
+    if args.reward_model is None:
+        yield None
+        return
+    try:
+        from forethought.scaffolding.workers.reward import RewardWorker
+    except ModuleNotFoundError as error:
+        raise DependencyError.missing(error.name or "torch", "--reward-model", "local") from error
+    with RewardWorker(args.reward_model) as worker:
+        yield Judge(worker)
+
+
 def as_chat(spec: str, settings: Collection[str], instead: str) -> str:
     """The same stack of methods with a turn of chat where it decodes plainly.
 
@@ -116,8 +202,8 @@ def as_chat(spec: str, settings: Collection[str], instead: str) -> str:
     if _INNER in methods.describe(first).parameters and _INNER not in settings:
         return f"{_CHAT}+{spec}"
     raise ParameterError(
-        f"method {spec} cannot chat with a server",
-        "it continues text, and only the server knows its model's chat template",
+        f"method {spec} cannot chat with a server, nor be judged by a reward model",
+        "it continues text: the server knows the chat template, and the judge reads no template",
         instead,
     )
 

@@ -3,7 +3,8 @@
 Problems are JSON lines with the fields 'question' and 'answer'. A method that draws several
 samples does so at --temperature; every other one decodes greedily. Methods stack with '+', the
 inner one first: dynasor+majority_vote. With --url the model is a server's, and each question a chat
-with it; a method that continues its own text needs --prompt-format there.
+with it; a method that continues its own text needs --prompt-format there. best_of_n needs a judge:
+--reward-model DIR, which reads the question and each answer.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from forethought.errors import ParameterError
 from forethought.evaluation import IN_FLIGHT, problems
 from forethought.evaluation.recipe import Recipe, recipe
 from forethought.methods.stack import parameters
+from forethought.scaffolding.controller import NativeRewardController
 
 if TYPE_CHECKING:
     from forethought.scaffolding.worker import Worker
@@ -48,6 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="setting of a method"
     )
+    backend.configure_judge(parser)
     parser.add_argument(
         "--instruction",
         metavar="TEXT",
@@ -81,7 +84,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the comparison."""
     given = problems.load(args.data) if args.data else problems.shipped()
     chosen = problems.choose(given, args.problems, args.seed)
-    recipes = _recipes(args)
+    stand_in = None if args.reward_model is None else NativeRewardController()
+    _recipes(args, stand_in)  # refuses what cannot be before a model is loaded
     open_llm: Callable[[], AsyncLLM | Worker]
     if backend.wants_server(args):
         open_llm, is_embedded = backend.server_opener(args), False
@@ -102,11 +106,15 @@ def run(args: argparse.Namespace) -> int:
         instruction=instruction,
         prompt_format=args.prompt_format,
     )
-    compare(recipes, chosen, runner, args.out)
+    with backend.open_judge(args) as judge:
+        recipes = _recipes(args, judge.controller if judge else None)
+        if judge is not None:
+            recipes = [replace(recipe, workers=judge.workers) for recipe in recipes]
+        compare(recipes, chosen, runner, args.out)
     return 0
 
 
-def _recipes(args: argparse.Namespace) -> list[Recipe]:
+def _recipes(args: argparse.Namespace, judging: NativeRewardController | None) -> list[Recipe]:
     """One recipe per method. A setting goes to every method that has it, and one must."""
     chats = backend.wants_server(args) and args.prompt_format is None
     given = args.methods
@@ -125,20 +133,25 @@ def _recipes(args: argparse.Namespace) -> list[Recipe]:
     unknown = settings.keys() - allowed
     if unknown:
         raise ParameterError.unknown(f"methods {given!r}", unknown, allowed)
-    return [
-        _recipe(args, spec, {key: settings[key] for key in settings if key in taken}, chats)
-        for spec, taken in known.items()
-    ]
+    backend.check_judge(args, specs, settings)
+    recipes = []
+    for spec, taken in known.items():
+        own = {key: value for key, value in settings.items() if key in taken}
+        recipes.append(_recipe(args, spec, backend.judged_by(spec, judging) | own, chats))
+    return recipes
 
 
 def _recipe(args: argparse.Namespace, spec: str, settings: dict[str, Any], chats: bool) -> Recipe:
-    """One method, under the name that was given, as turns of chat if it ``chats``."""
+    """One method, under the name that was given, as turns of chat if it ``chats`` or is judged."""
+    judged = backend.is_judged(settings)
     instead = "Write the prompt in the model's own format: --prompt-format"
+    if judged:
+        instead = "Name only methods that decode plainly inside best_of_n"
     made = recipe(
-        backend.as_chat(spec, settings, instead) if chats else spec,
+        backend.as_chat(spec, settings, instead) if chats or judged else spec,
         samples=args.samples,
         temperature=args.temperature,
         max_tokens=args.max_tokens,
         settings=settings,
     )
-    return replace(made, name=spec)
+    return replace(made, name=spec, is_chat=judged)

@@ -4,7 +4,8 @@ on standard error.
 The prompt goes through the model's chat template where it has one. With --url it is a chat with the
 server, each sample of a method too; a method that continues its own text needs --raw there, and a
 prompt in the model's own format, as only the server knows the template. Methods stack with '+', the
-inner one first: --method dynasor+majority_vote.
+inner one first: --method dynasor+majority_vote. Best of N needs a judge: --method best_of_n
+--reward-model DIR, which reads the question and each answer.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import Any
 
 from forethought import methods
@@ -22,7 +23,7 @@ from forethought.cli.backend import Backend
 from forethought.cli.settings import parse_settings
 from forethought.errors import ParameterError
 from forethought.methods.stack import stack
-from forethought.scaffolding.controller import Controller
+from forethought.scaffolding.controller import Controller, NativeRewardController
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--set", action="append", default=[], metavar="KEY=VALUE", help="setting of the method"
     )
     backend.configure(parser)
+    backend.configure_judge(parser)
     parser.add_argument("--raw", action="store_true", help="do not use the chat template")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
 
@@ -40,15 +42,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Generate."""
     params = backend.sampling_of(args)
-    method = _method(args, params)
+    backend.check_judge(args, [args.method or "plain"], parse_settings(args.set))
+    stand_in = None if args.reward_model is None else NativeRewardController()
+    _method(args, {}, stand_in)  # refuses what cannot be before a model is loaded
     question = _question(args.prompt)
     if args.raw and args.system:
         raise ParameterError(
             "--system needs the chat template", "--raw leaves it out", "Put it into the prompt"
         )
-    with backend.open_backend(args) as chosen:
+    with ExitStack() as opened:
+        judge = opened.enter_context(backend.open_judge(args))
+        method = _method(args, params, judge.controller if judge else None)
+        chosen = opened.enter_context(backend.open_backend(args))
         prompt = _prompt(args, question, chosen)
-        with closing(Respondent(method, chosen.worker)) as respondent:
+        respondent = Respondent(method, chosen.worker, judge.workers if judge else None)
+        with closing(respondent):
             answer = respondent.answer(prompt, params, _ignore if args.json else _write)
     if args.json:
         report = {**answer.to_dict(), "method": args.method or "plain", "model": chosen.name}
@@ -75,12 +83,15 @@ def _question(prompt: str) -> str:
     return question
 
 
-def _method(args: argparse.Namespace, params: dict[str, Any]) -> Controller:
+def _method(
+    args: argparse.Namespace, params: dict[str, Any], judging: NativeRewardController | None
+) -> Controller:
     """The method that was chosen; plain decoding, greedy unless told otherwise, if none was."""
     spec, settings = args.method or "plain", parse_settings(args.set)
     if spec == "plain" and args.url is None:
         params.setdefault("temperature", 0.0)
-    if args.url is not None and not args.raw:
+    settings = backend.judged_by(spec, judging) | settings
+    if _chats(args):
         instead = "Write the prompt in the model's own format and give --raw"
         spec = backend.as_chat(spec, settings, instead)
         if args.system:
@@ -90,9 +101,16 @@ def _method(args: argparse.Namespace, params: dict[str, Any]) -> Controller:
     return stack(spec, **settings)
 
 
+def _chats(args: argparse.Namespace) -> bool:
+    """Whether the method is given the question as it is, and makes a chat of it: a server has the
+    chat template, and a reward model reads the question alone.
+    """
+    return not args.raw and (args.url is not None or args.reward_model is not None)
+
+
 def _prompt(args: argparse.Namespace, question: str, chosen: Backend) -> Any:
     """The prompt that the method is to be given."""
-    if args.url is not None:
+    if _chats(args) or args.url is not None:
         return question
     if args.raw or not chosen.can_chat:
         if args.system:

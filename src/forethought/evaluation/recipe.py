@@ -9,6 +9,7 @@ from typing import Any
 from forethought.methods.stack import parameters, stack
 from forethought.params import SamplingParams
 from forethought.scaffolding.controller import Controller
+from forethought.scaffolding.worker import Worker
 
 _SAMPLES = "default_sample_num"
 
@@ -24,6 +25,11 @@ class Recipe:
     """Sampling fields of every task, by name; they win over the controller's own."""
     chains: int = 1
     """Chains of thought that it has under way at once for one problem."""
+    workers: Mapping[Any, Worker] = field(default_factory=dict)
+    """Workers by tag, beside the model's."""
+    is_chat: bool = False
+    """It is given the question itself and makes a chat of it; otherwise, what the chat template
+    makes of the question."""
 
 
 def recipe(

@@ -105,7 +105,7 @@ class Runner:
         opened = self._open_llm()
         source = _Server(opened) if isinstance(opened, Worker) else _Engine(opened)
         try:
-            prompts = [self._prompt(source, problem) for problem in problems]
+            prompts = [self._prompt(source, problem, recipe.is_chat) for problem in problems]
             source.begin()
             began, right, usage = time.perf_counter(), 0, Usage()
             for number, text, used in self._answers(recipe, prompts, source.worker):
@@ -123,7 +123,7 @@ class Runner:
         self, recipe: Recipe, prompts: Sequence[Prompt], worker: Worker
     ) -> Iterator[tuple[int, str, Usage]]:
         """Number, text and tokens of each answer, as they come."""
-        workers = dict.fromkeys(worker_tags(recipe.controller), worker)
+        workers = dict.fromkeys(worker_tags(recipe.controller), worker) | dict(recipe.workers)
         ended: queue.SimpleQueue[int] = queue.SimpleQueue()
         at_once = max(1, self._in_flight // recipe.chains)
         with ScaffoldingLlm(recipe.controller, workers, at_once) as scaffolding:
@@ -137,13 +137,13 @@ class Runner:
                 output = results[number].result().output
                 yield number, (output.text if output else None) or "", results[number].usage
 
-    def _prompt(self, source: _Source, problem: Problem) -> Prompt:
+    def _prompt(self, source: _Source, problem: Problem, is_chat: bool) -> Prompt:
         question = problem.question
         if self._instruction:
             question = f"{question}\n\n{self._instruction}"
         if self._format is not None:
             return self._format.replace(QUESTION, question)
-        return source.ask(question)
+        return question if is_chat else source.ask(question)
 
     def _seed_of(self, number: int) -> int:
         return random.Random(f"{self._seed}/{number}").getrandbits(48)

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from forethought.errors import ParameterError
-from forethought.scaffolding import sampling
+from forethought.scaffolding import sampling, settings
 from forethought.scaffolding.controller import Controller, expect_controller, refuse_arguments
 from forethought.scaffolding.parallel import ParallelProcess, Process
 from forethought.scaffolding.settings import whole_number
-from forethought.scaffolding.task import GenerationTask
+from forethought.scaffolding.task import GenerationTask, OnFailure
 
 
 class BestOfNController(Controller):
@@ -22,9 +22,11 @@ class BestOfNController(Controller):
         generation_controller: cloned for each sample.
         reward_controller: its ``process`` judges the samples' tasks and leaves ``scores``.
         default_sample_num: samples, unless ``process`` is told otherwise.
+        on_failure: ``"drop"`` leaves failed samples out, as long as one does not fail; a judge's
+            failure is raised in any case.
 
     Raises:
-        ParameterError: fewer than one sample.
+        ParameterError: fewer than one sample, or a setting of the wrong kind.
     """
 
     def __init__(
@@ -32,6 +34,8 @@ class BestOfNController(Controller):
         generation_controller: Controller,
         reward_controller: Controller,
         default_sample_num: int = 4,
+        *,
+        on_failure: OnFailure = "raise",
     ) -> None:
         super().__init__()
         self.generation_controller = expect_controller(
@@ -39,6 +43,7 @@ class BestOfNController(Controller):
         )
         self.reward_controller = expect_controller("reward_controller", reward_controller)
         self.default_sample_num = whole_number("default_sample_num", default_sample_num)
+        self.on_failure = settings.on_failure(on_failure)
 
     def process(
         self,
@@ -74,12 +79,7 @@ class BestOfNController(Controller):
             if sample_num is None
             else whole_number("sample_num", sample_num)
         )
-        samples = [task.copy() for _ in range(count)]
-        for number, sample in enumerate(samples):
-            sampling.vary(sample, number)
-        controllers = [self.generation_controller.clone() for _ in samples]
-        options = [{**kwargs, **(generation_kwargs or {})}] * count
-        yield ParallelProcess(controllers, [[sample] for sample in samples], options)
+        samples = yield from self._sample(task, count, {**kwargs, **(generation_kwargs or {})})
         yield from self.reward_controller.process(samples, **(reward_kwargs or {}))
         scores: Any = getattr(self.reward_controller, "scores", None)
         if scores is None or len(scores) != count:
@@ -102,6 +102,22 @@ class BestOfNController(Controller):
             "scores": list(scores),
             "index": scored[place],
         }
+
+    def _sample(self, task: GenerationTask, count: int, options: Mapping[str, Any]) -> Process:
+        """Generate the samples; those that failed and are dropped have their ``error`` set."""
+        samples = [task.copy() for _ in range(count)]
+        for number, sample in enumerate(samples):
+            sampling.vary(sample, number)
+        controllers = [self.generation_controller.clone() for _ in samples]
+        each = [[sample] for sample in samples]
+        process = ParallelProcess(controllers, each, [options] * count, self.on_failure)
+        yield process
+        for sample, branch in zip(samples, process.branches, strict=True):
+            sample.error = sample.error or branch.error
+        failures = [sample.error for sample in samples if sample.error is not None]
+        if len(failures) == count:
+            raise failures[0]
+        return samples
 
     def select_best(
         self, tasks: Sequence[GenerationTask], reward_values: Sequence[float], **kwargs: Any

@@ -12,6 +12,9 @@ a step of the engine draws:
 2. Probes are judged in the order of their forks, whatever the order in which they answer.
 3. A chain that ends by itself is not probed any more. Those probes that are under way then were
    forked before its end: they are heard, and may still cut it where they were forked.
+4. The chain's next step begins while the oldest probe under way is less than a chunk behind. On a
+   server, which generates the chain in requests of ``chunk_size`` tokens, no more than that is
+   decoded ahead of the probes; the engine, where probes come first, goes on meanwhile.
 
 Paper: Fu et al., "Reasoning Without Self-Doubt: More Efficient Chain-of-Thought Through Certainty
 Probing", 2025. The texts and defaults are those of TensorRT-LLM's blog on scaffolding.
@@ -181,13 +184,13 @@ class DynasorGenerationController(Controller):
                     break  # the chain is there, and no more than the probes under way is lost
                 if done is not main:
                     self._hear(probes, done, running)
-                elif not main.end_flag:
-                    running.add(main)
-                    if main.num_generated - forked_at >= self.chunk_size:
-                        forked_at = main.num_generated
-                        probes.append(self._probe(task, main))
-                        running.add(probes[-1].task)
+                elif not main.end_flag and main.num_generated - forked_at >= self.chunk_size:
+                    forked_at = main.num_generated
+                    probes.append(self._probe(task, main))
+                    running.add(probes[-1].task)
                 agreed = yield from self._judge(probes, agreement)
+                if agreed is None and self._goes_on(main, probes, running):
+                    running.add(main)
                 if task.streaming_output_flag and agreed is None:
                     yield from told.tell(main, _certain(main, probes, agreement))
         yield from self._finish(task, main, agreement, agreed)
@@ -201,8 +204,18 @@ class DynasorGenerationController(Controller):
         step = 1 if task.streaming_output_flag else self.chunk_size
         main = StreamGenerationTask.create_from_generation_task(task, step)
         main.worker_tag, main.streaming_output_flag = self.WorkerTag.GENERATION, False
-        main.on_failure = "raise"
+        main.on_failure, main.tokens_per_request = "raise", self.chunk_size
         return main
+
+    def _goes_on(
+        self, main: StreamGenerationTask, probes: Sequence[Probe], running: AsCompleted
+    ) -> bool:
+        """Whether the next step of the main chain is to begin: one at a time, and none that takes
+        the chain further than a chunk beyond the oldest probe under way.
+        """
+        if main.end_flag or any(item is main for item in running.pending):
+            return False
+        return not probes or main.num_generated - probes[0].kept_tokens < self.chunk_size
 
     def _probe(self, task: GenerationTask, main: StreamGenerationTask) -> Probe:
         fields = {name: getattr(task, name) for name in _PROBE_SAMPLING}

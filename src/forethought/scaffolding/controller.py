@@ -7,6 +7,7 @@ the results on the tasks. It never awaits, and knows nothing about workers, loop
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Generator, Mapping, Sequence
 from enum import Enum
 from types import MappingProxyType
@@ -42,6 +43,23 @@ class Controller(Cloneable):
 
     task_collections: Mapping[str, TaskCollection] = MappingProxyType({})
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse a class whose generators are coroutines: nothing could drive them.
+
+        Raises:
+            ParameterError: ``process`` or ``generate`` is an ``async def``.
+        """
+        super().__init_subclass__(**kwargs)
+        for name in ("process", "generate"):
+            method = vars(cls).get(name)
+            if inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
+                raise ParameterError(
+                    f"{cls.__name__}.{name} is an async def",
+                    "a controller is a plain generator; it yields tasks and never awaits",
+                    f"Write def {name}(...), 'yield [task]' instead of await, and put slow work "
+                    "into a ComputeTask",
+                )
+
     def __init__(self) -> None:
         self.task_collections = {}
 
@@ -75,9 +93,11 @@ class NativeGenerationController(Controller):
     Args:
         sampling_params: sampling fields for tasks that do not set them themselves.
         streaming: stream tokens to the caller as they come.
+        custom_sampling_params: an older name of ``sampling_params``.
 
     Raises:
-        ParameterError: a sampling parameter that does not exist, or ``streaming`` is not a bool.
+        ParameterError: a sampling parameter that does not exist, both names of them, or
+            ``streaming`` is not a bool.
     """
 
     class WorkerTag(Enum):
@@ -89,9 +109,18 @@ class NativeGenerationController(Controller):
         self,
         sampling_params: Mapping[str, Any] | SamplingParams | None = None,
         streaming: bool = False,
+        *,
+        custom_sampling_params: Mapping[str, Any] | SamplingParams | None = None,
     ) -> None:
         super().__init__()
-        self.sampling_params = sampling.checked(type(self).__name__, sampling_params)
+        if sampling_params is not None and custom_sampling_params is not None:
+            raise ParameterError(
+                f"{type(self).__name__} is given its sampling parameters twice",
+                "custom_sampling_params is an older name of sampling_params",
+                "Give sampling_params alone",
+            )
+        given = custom_sampling_params if sampling_params is None else sampling_params
+        self.sampling_params = sampling.checked(type(self).__name__, given)
         self.streaming = settings.switch("streaming", streaming)
 
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
@@ -117,9 +146,10 @@ class NativeChatController(NativeGenerationController):
         sampling_params: sampling fields for tasks that do not set them themselves.
         streaming: stream tokens to the caller as they come.
         system: a system prompt, to open the chats that are made of plain tasks.
+        custom_sampling_params: an older name of ``sampling_params``.
 
     Raises:
-        ParameterError: a sampling parameter that does not exist, or ``streaming`` is not a bool.
+        ParameterError: as ``NativeGenerationController``.
     """
 
     def __init__(
@@ -128,8 +158,9 @@ class NativeChatController(NativeGenerationController):
         streaming: bool = False,
         *,
         system: str | None = None,
+        custom_sampling_params: Mapping[str, Any] | SamplingParams | None = None,
     ) -> None:
-        super().__init__(sampling_params, streaming)
+        super().__init__(sampling_params, streaming, custom_sampling_params=custom_sampling_params)
         self.system = system
 
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:

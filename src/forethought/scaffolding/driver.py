@@ -184,6 +184,12 @@ class Frame:
         if isinstance(wanted, Delta):
             self._stream(None, wanted)
             return None
+        if isinstance(wanted, Task | Branch):
+            raise UsageError(
+                f"a controller yielded a bare {type(wanted).__name__}",
+                "what is yielded is a list, of one task too",
+                "Write 'yield [task]'" if isinstance(wanted, Task) else "Use a ParallelProcess",
+            )
         raise UsageError(
             f"a controller yielded {type(wanted).__name__}",
             f"{wanted!r} is nothing that can be run",
@@ -380,8 +386,9 @@ class Frame:
             return failed, _failure(task, error)
         if status is not TaskStatus.SUCCESS:
             return status, _unsuccessful(task, status, worker)
-        if isinstance(task, GenerationTask) and not task.usage.completion_tokens:
-            task.usage.completion_tokens = task.num_generated  # a worker that does not count
+        if isinstance(task, GenerationTask):  # its worker may not count
+            known, counted = task.num_generated, task.usage.completion_tokens
+            task.usage.completion_tokens = max(known, counted)
         return status, None
 
     # ---- streaming ----------------------------------------------------------------------------

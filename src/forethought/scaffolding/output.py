@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -15,11 +15,12 @@ from forethought.outputs import TokenLogprobs, Usage
 class ScaffoldingOutput:
     """One finished text: what a method answers with, or one sample of a generation task.
 
-    ``text`` and ``token_ids`` are also readable under the names that code written for
-    ``tensorrt_llm.scaffolding`` uses: ``output_str``, ``tokens`` and ``output_tokens``.
+    ``text`` and ``token_ids`` also have the names that code written for
+    ``tensorrt_llm.scaffolding`` uses: ``output_str``, ``tokens`` and ``output_tokens``; and
+    ``async for`` over an output yields it once, as over an engine's result that streams.
     """
 
-    text: str | None
+    text: str | None = None
     token_ids: list[int] | None = None
     """Generated ids; None where the worker cannot know them (most HTTP servers)."""
     meta: dict[str, Any] = field(default_factory=dict)
@@ -85,10 +86,18 @@ class ScaffoldingOutput:
         """The text."""
         return self.text
 
+    @output_str.setter
+    def output_str(self, text: str | None) -> None:
+        self.text = text
+
     @property
     def output_tokens(self) -> list[int] | None:
         """The generated ids."""
         return self.token_ids
+
+    @output_tokens.setter
+    def output_tokens(self, token_ids: list[int] | None) -> None:
+        self.token_ids = token_ids
 
     @property
     def tokens(self) -> list[int] | None:
@@ -99,6 +108,9 @@ class ScaffoldingOutput:
     def outputs(self) -> list[ScaffoldingOutput]:
         """Itself, in the shape of an engine's result."""
         return [self]
+
+    async def __aiter__(self) -> AsyncIterator[ScaffoldingOutput]:
+        yield self
 
 
 def _sum(one: Any, other: Any) -> Any:

@@ -111,6 +111,8 @@ def checked(owner: str, params: Mapping[str, Any] | SamplingParams | None) -> di
     unknown = given.keys() - set(FIELDS)
     if unknown:
         raise ParameterError.unknown(owner, unknown, FIELDS)
+    if "stop" in given:
+        _stop_strings(owner, given["stop"])
     return given
 
 
@@ -227,5 +229,22 @@ def to_params(task: GenerationTask, *, priority: int = 0) -> SamplingParams:
 
 
 def stop_strings(task: GenerationTask) -> tuple[str, ...]:
-    """The stop strings, however they are written."""
-    return (task.stop,) if isinstance(task.stop, str) else tuple(task.stop or ())
+    """The stop strings, however they are written.
+
+    Raises:
+        ParameterError: there is something else among them.
+    """
+    return _stop_strings("the task", task.stop)
+
+
+def _stop_strings(owner: str, stop: Any) -> tuple[str, ...]:
+    if isinstance(stop, str):
+        return (stop,)
+    several = isinstance(stop, list | tuple) and all(isinstance(text, str) for text in stop)
+    if stop is not None and not several:
+        raise ParameterError(
+            f"{owner} has an invalid stop",
+            f"got {stop!r}",
+            "Give a string or a list of strings; token ids go into stop_token_ids",
+        )
+    return tuple(stop or ())

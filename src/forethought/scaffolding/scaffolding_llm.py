@@ -37,6 +37,7 @@ from forethought.scaffolding.output import ScaffoldingOutput
 from forethought.scaffolding.result import ScaffoldingResult
 from forethought.scaffolding.scope import ExecutionScope
 from forethought.scaffolding.sympy_pool import SympyPool
+from forethought.scaffolding.task import Task
 from forethought.scaffolding.worker import Worker
 
 _logger = logging.getLogger(__name__)
@@ -277,9 +278,7 @@ class ScaffoldingLlm:
             result.metrics = run.ledger.metrics
             if timer is not None:
                 timer.cancel()
-        if isinstance(output, list):
-            return output
-        return [] if output is None else [output]
+        return _outputs(controller, output)
 
     def _compute(self, function: Callable[[], Any]) -> asyncio.Future[Any]:
         context = contextvars.copy_context()  # so that it finds its scope
@@ -337,6 +336,8 @@ class ScaffoldingLlm:
             for worker in self._routes.workers:
                 await worker.async_shutdown()
                 worker.shutdown()
+        for worker in self._routes.workers:
+            await worker.on_loop_end()
 
     def __enter__(self) -> Self:
         return self
@@ -379,6 +380,25 @@ async def _settle() -> None:
     others = asyncio.all_tasks() - {asyncio.current_task()}
     if others:
         await asyncio.wait(others, timeout=_SETTLE_SECONDS)
+
+
+def _outputs(controller: Controller, output: Any) -> list[ScaffoldingOutput]:
+    """What ``generate`` of a controller returned, as the outputs of the result.
+
+    Raises:
+        UsageError: text or a task is returned instead of an output.
+    """
+    if output is None:
+        return []
+    outputs = output if isinstance(output, list) else [output]
+    for item in outputs:
+        if isinstance(item, str | bytes | Task):
+            raise UsageError(
+                f"{type(controller).__name__}.generate returned {type(item).__name__}",
+                f"got {str(item)[:60]!r}, but the result holds ScaffoldingOutput",
+                "Return task.create_scaffolding_output(), or ScaffoldingOutput(text)",
+            )
+    return outputs
 
 
 def _is_ids(prompt: Any) -> bool:

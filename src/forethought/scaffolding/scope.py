@@ -37,9 +37,17 @@ class ExecutionScope:
 _current: ContextVar[ExecutionScope | None] = ContextVar("forethought_scope", default=None)
 
 
-def current_scope() -> ExecutionScope | None:
-    """The scope that the caller runs in; None outside of a ``ScaffoldingLlm``."""
-    return _current.get()
+class _CurrentScope:
+    """``current_scope()``, or ``current_scope.get()`` as of a ``ContextVar``."""
+
+    def __call__(self) -> ExecutionScope | None:
+        """The scope that the caller runs in; None outside of a ``ScaffoldingLlm``."""
+        return _current.get()
+
+    get = __call__
+
+
+current_scope = _CurrentScope()
 
 
 def enter(scope: ExecutionScope) -> None:

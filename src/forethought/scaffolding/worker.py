@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType, TracebackType
 from typing import Any, ClassVar, Self
@@ -50,6 +51,12 @@ class Worker:
     async def on_scope_end(self, scope_id: str) -> None:
         """A request, or one of its parallel branches, is over: let go of what was kept for it."""
 
+    async def on_loop_end(self) -> None:
+        """A ``ScaffoldingLlm`` on the running event loop has ended, and the loop may end with it.
+
+        What belongs to the loop, such as idle connections, is to be closed here.
+        """
+
     def shutdown(self) -> None:
         """Let go of everything. Called by the owner, from any thread."""
 
@@ -66,3 +73,13 @@ class Worker:
         trace: TracebackType | None,
     ) -> None:
         self.shutdown()
+
+
+_WORKERS = ("EngineWorker", "OpenaiWorker", "RewardWorker", "TRTLLMWorker", "TRTOpenaiWorker")
+
+
+def __getattr__(name: str) -> Any:
+    """Workers that code written for ``tensorrt_llm.scaffolding`` looks for in this module."""
+    if name not in _WORKERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("forethought.scaffolding"), name)

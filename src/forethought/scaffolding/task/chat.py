@@ -54,12 +54,21 @@ class ChatTask(StreamGenerationTask):
 
     @staticmethod
     def create_from_prompt(  # type: ignore[override]  # the established signature
-        user_prompt: str,
+        user_prompt: str | None,
         system_prompts: Sequence[RoleMessage] | None = None,
         tools: Any = None,
     ) -> ChatTask:
-        """A chat that opens with a user's message, after ``system_prompts`` if there are any."""
-        return ChatTask(messages=[*(system_prompts or ()), UserMessage(user_prompt)], tools=tools)
+        """A chat that opens with ``system_prompts`` and a user's message, as far as given.
+
+        Args:
+            user_prompt: text of the user's message; None: the chat has no user's message yet.
+            system_prompts: messages before it.
+            tools: descriptions of the functions that the model may call.
+        """
+        messages = [*(system_prompts or ())]
+        if user_prompt is not None:
+            messages.append(UserMessage(user_prompt))
+        return ChatTask(messages=messages, tools=tools)
 
     @staticmethod
     def create_from_messages(messages: Sequence[RoleMessage], tools: Any = None) -> ChatTask:

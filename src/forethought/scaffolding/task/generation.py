@@ -170,9 +170,13 @@ class GenerationTask(Task):
 
     @property
     def result(self) -> ScaffoldingOutput | None:
-        """All result fields at once. Assigning the ``result`` of another task takes them over.
+        """All result fields at once; None before the task has run.
 
-        None before the task has run.
+        Assigning takes over the ``result`` of another task, a text, or the first of the ``outputs``
+        of an engine's result; None makes the fields blank.
+
+        Raises:
+            ParameterError: something else is assigned.
         """
         if self.output_str is None and self.output_tokens is None and self.finish_reason is None:
             return None
@@ -188,8 +192,8 @@ class GenerationTask(Task):
         )
 
     @result.setter
-    def result(self, result: ScaffoldingOutput | None) -> None:
-        given = result or ScaffoldingOutput(None)
+    def result(self, result: Any) -> None:
+        given = _as_output(result)
         self.output_str, self.output_tokens = given.text, given.token_ids
         self.finish_reason, self.stop_reason = given.finish_reason, given.stop_reason
         self.logprobs, self.cumulative_logprob = given.logprobs, given.cumulative_logprob
@@ -312,6 +316,14 @@ class StreamGenerationTask(GenerationTask):
     streaming_step: int = 1
     """Come back with exactly so many tokens more, or with the last ones; 0: at once, with whatever
     there is."""
+    tokens_per_request: int | None = None
+    """Tokens that one request to a server generates, but for the rest of a word. The next request
+    continues the text over the server's prefix cache, once a step asks for more; so the server is
+    never more than so many tokens ahead of the steps. None: one request generates all.
+
+    A prompt of token ids, stop strings, penalties, ``min_tokens`` and a guided shape cannot be
+    continued in another request, so they too make it one. Workers that hold the sequence themselves
+    make no requests."""
     end_flag: bool = field(default=False, init=False)
     """The generation has ended, and all of it is here."""
 
@@ -348,6 +360,24 @@ class StreamGenerationTask(GenerationTask):
         twin = super().copy()
         twin.cancel_flag = twin.end_flag = False
         return twin
+
+
+def _as_output(result: Any) -> ScaffoldingOutput:
+    """What is assigned to a task's ``result``, as an output."""
+    if isinstance(result, ScaffoldingOutput):
+        return result
+    if result is None or isinstance(result, str):
+        return ScaffoldingOutput(result)
+    outputs = getattr(result, "outputs", None)
+    if not outputs or not hasattr(outputs[0], "text"):
+        raise ParameterError(
+            "invalid result of a task",
+            f"got {result!r}",
+            "Assign the result of another task, a ScaffoldingOutput, or text",
+        )
+    names = ("text", "token_ids", "finish_reason", "stop_reason", "logprobs", "cumulative_logprob")
+    fields: dict[str, Any] = {name: getattr(outputs[0], name, None) for name in names}
+    return ScaffoldingOutput(**fields)
 
 
 def _is_id(value: Any) -> bool:

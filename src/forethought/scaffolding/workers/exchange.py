@@ -6,12 +6,13 @@ Knows the shape of completion and chat chunks, and nothing about tasks or reques
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from forethought.outputs import Logprob, TokenLogprobs
+from forethought.outputs import Logprob, TokenLogprobs, Usage
+from forethought.scaffolding.messages import ToolCall
 
 _ID_PREFIX = "token_id:"
 
@@ -28,14 +29,46 @@ class Choice:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Ids are negative (-1 the chosen token) where the server does not tell them."""
     reasoning: str = ""
-    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    tool_calls: list[ToolCall] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     """After each token, the length of the text that has come."""
+    num_dropped: int = 0
+    """Tokens that were cut off between two requests, to be generated again."""
 
     def begin_of(self, count: int) -> Choice:
         """The answer as it was when it had ``count`` tokens."""
         end = self.ends[min(count, self.count) - 1] if count and self.ends else 0
         return Choice(self.text[:end], min(count, self.count), logprobs=self.logprobs[:count])
+
+    def end_request(self, count: int, least: int) -> int:
+        """A request that made it ``count`` tokens long is over; another one is to continue it.
+
+        The end of a text may be tokenised in another way than the model has generated it. So it is
+        cut where the last word ends, at ``least`` tokens or behind them if there is such a place,
+        and the next request generates the rest again. Tokens that came in one piece with others
+        are counted now.
+
+        Returns:
+            How many tokens were cut off.
+        """
+        missing = max(0, count - self.count)
+        places = range(self.count - 1, max(0, least - missing - 1), -1)
+        kept = next(filter(self._ends_word, places), self.count)
+        dropped = self.count - kept
+        end = self.ends[kept - 1] if kept else 0
+        self.text = self.text[:end].rstrip("\N{REPLACEMENT CHARACTER}")  # half a character
+        self.ends = [min(end, len(self.text)) for end in self.ends[:kept]]
+        self.ends += [len(self.text)] * missing
+        self.logprobs = self.logprobs[:kept]
+        self.count, self.finish_reason = kept + missing, None
+        self.num_dropped += dropped
+        return dropped
+
+    def _ends_word(self, count: int) -> bool:
+        """Whether a blank begins behind ``count`` tokens."""
+        end = self.ends[count - 1]
+        around = self.text[end - 1 : end + 1] if end else ""
+        return len(around) == 2 and around[1].isspace() and not around[0].isspace()
 
     def add(self, text: str, scores: Sequence[TokenLogprobs], thought: bool) -> int:
         """Take in a piece of text, or of thought; returns its number of tokens.
@@ -54,34 +87,60 @@ class Choice:
         return number
 
 
+class Requests(Protocol):
+    """The requests that one answer takes.
+
+    Attributes:
+        certain: tokens of the first choice that no end of the request under way cuts off.
+    """
+
+    certain: float
+
+    def chunks(self, choice: Choice) -> AsyncGenerator[Any, None]:
+        """The chunks of the request that goes on from ``choice``; leaving them ends it."""
+
+    def goes_on(self, choice: Choice) -> bool:
+        """A request is over: whether another one is to go on from ``choice``."""
+
+    def hear(self, number: int, text: str, tokens: int) -> None:
+        """A new piece has come: number of the choice, text, tokens."""
+
+    def counted(self, usage: Usage, heard: int) -> None:
+        """The server's count of a request that is over, of which ``heard`` tokens were heard."""
+
+
 class Exchange:
-    """Reads the chunks of one answer.
+    """Reads the chunks of one answer, which may take several requests.
 
     Args:
-        chunks: makes the iterator of chunks; leaving it closes the connection.
+        requests: makes the requests, and is told what comes of them.
         stops: the stop strings asked for.
-        hear: called with each new piece: number of the choice, text, tokens.
 
     Attributes:
         choices: by number.
-        usage: the server's own count, once it has sent it.
+        usage: the server's own count of the last request, once it has sent it.
+        counted: that of all requests that are over; None if it counts none.
+        paused: a request is over, and the next one waits for somebody to want more tokens.
         ended: the answer is complete, has failed or was cancelled.
         shown: tokens of the first choice that who follows it step by step has seen.
     """
 
-    def __init__(
-        self,
-        chunks: Callable[[], AsyncGenerator[Any, None]],
-        stops: Sequence[str],
-        hear: Callable[[int, str, int], None],
-    ) -> None:
-        self._chunks, self._stops, self._hear = chunks, stops, hear
+    def __init__(self, requests: Requests, stops: Sequence[str]) -> None:
+        self._requests, self._stops = requests, stops
         self.choices: dict[int, Choice] = {0: Choice()}
         self.usage: Any = None
+        self.counted: Usage | None = None
         self.request_id: str | None = None
-        self.ended, self.shown = False, 0
-        self._news = asyncio.Event()
+        self.paused, self.ended, self.shown = False, False, 0
+        self._heard = self._wanted = 0
+        self._news, self._demand = asyncio.Event(), asyncio.Event()
         self._reading: asyncio.Task[None] | None = None
+
+    @property
+    def available(self) -> int:
+        """Tokens of the first choice that are there to stay."""
+        count = self.choices[0].count
+        return count if self.paused or self.ended else int(min(count, self._requests.certain))
 
     async def read(self) -> None:
         """Read to the end.
@@ -90,28 +149,67 @@ class Exchange:
             ConnectionError: the answer broke off.
         """
         try:
-            async with aclosing(self._chunks()) as chunks:
-                async for chunk in chunks:
-                    self._take(chunk)
-                    self._news.set()
-            if any(choice.finish_reason is None for choice in self.choices.values()):
-                raise ConnectionError("the answer broke off: the server sent no finish_reason")
+            await self._read_request()
+            while self._requests.goes_on(self.choices[0]):
+                await self._pause()
+                await self._read_request()
         finally:
-            self.ended = True
+            self.paused, self.ended = False, True
             self._news.set()
+
+    async def _read_request(self) -> None:
+        self._heard, self.usage = 0, None
+        async with aclosing(self._requests.chunks(self.choices[0])) as chunks:
+            async for chunk in chunks:
+                self._take(chunk)
+                self._news.set()
+        if any(choice.finish_reason is None for choice in self.choices.values()):
+            raise ConnectionError("the answer broke off: the server sent no finish_reason")
+        if self.usage is not None:
+            counted = _usage(self.usage)
+            self.counted = counted if self.counted is None else self.counted + counted
+            self._requests.counted(counted, self._heard)
+
+    async def _pause(self) -> None:
+        """Until more tokens are wanted than there are."""
+        self.paused = True
+        self._news.set()
+        while self._wanted <= self.available:
+            self._demand.clear()
+            await self._demand.wait()
+        self.paused = False
 
     def begin(self) -> None:
         """Read to the end in the background."""
         self._reading = asyncio.create_task(self.read())
+
+    def want(self, count: int) -> None:
+        """Let another request begin if it takes one to make the first choice ``count`` tokens."""
+        self._wanted = max(self._wanted, count)
+        self._demand.set()
 
     async def reach(self, count: int) -> None:
         """Wait until the first choice has ``count`` tokens, or for the end.
 
         Raises what went wrong.
         """
-        while not self.ended and self.choices[0].count < count:
+        self.want(count)
+        while not self.ended and self.available < count:
             self._news.clear()
             await self._news.wait()
+        await self._raise_failure()
+
+    async def settle(self, count: int) -> None:
+        """Wait until it is known what follows ``count`` tokens: more, another request or the end.
+
+        Raises what went wrong.
+        """
+        while not (self.ended or self.paused) and self.choices[0].count <= count:
+            self._news.clear()
+            await self._news.wait()
+        await self._raise_failure()
+
+    async def _raise_failure(self) -> None:
         if self.ended and self._reading is not None and not self._reading.cancelled():
             await self._reading
 
@@ -141,7 +239,8 @@ class Exchange:
             if piece.finish_reason is not None:
                 choice.finish_reason = piece.finish_reason
                 choice.stop_reason = self._stop_reason(piece)
-            self._hear(piece.index, text, new)
+            self._heard += new
+            self._requests.hear(piece.index, text, new)
 
     def _stop_reason(self, piece: Any) -> int | str | None:
         """What the server says; else the one stop string there is, as most servers do not tell."""
@@ -150,6 +249,19 @@ class Exchange:
             reason: int | str | None = told["stop_reason"]
             return reason
         return self._stops[0] if piece.finish_reason == "stop" and len(self._stops) == 1 else None
+
+
+def _usage(counted: Any) -> Usage:
+    """The server's count of one request."""
+    details = getattr(counted, "prompt_tokens_details", None)
+    cached = getattr(details, "cached_tokens", None) or 0
+    return Usage(
+        prompt_tokens=counted.prompt_tokens,
+        completion_tokens=counted.completion_tokens,
+        prefilled=counted.prompt_tokens - cached,
+        cached=cached,
+        decoded=counted.completion_tokens,
+    )
 
 
 def _thought(delta: Any) -> str:
@@ -161,18 +273,16 @@ def _thought(delta: Any) -> str:
     return ""
 
 
-def _add_tool_calls(calls: list[dict[str, Any]], pieces: Sequence[Any]) -> None:
+def _add_tool_calls(calls: list[ToolCall], pieces: Sequence[Any]) -> None:
     for piece in pieces:
         place = getattr(piece, "index", len(calls))
         while len(calls) <= place:
-            calls.append(
-                {"id": None, "type": "function", "function": {"name": "", "arguments": ""}}
-            )
+            calls.append(ToolCall())
         call = calls[place]
-        call["id"] = piece.id or call["id"]
+        call.id = piece.id or call.id
         if piece.function is not None:
-            call["function"]["name"] += piece.function.name or ""
-            call["function"]["arguments"] += piece.function.arguments or ""
+            call.function.name += piece.function.name or ""
+            call.function.arguments += piece.function.arguments or ""
 
 
 def _completion_logprobs(logprobs: Any) -> list[TokenLogprobs]:

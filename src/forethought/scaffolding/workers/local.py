@@ -29,6 +29,8 @@ from forethought.scaffolding.task import (
 from forethought.scaffolding.worker import Worker
 from forethought.scaffolding.workers.live import Live, Prompt
 from forethought.scaffolding.workers.parking import Parking, Source
+from forethought.scaffolding.workers.reward import RewardWorker
+from forethought.scaffolding.workers.reward_model import is_reward_model
 from forethought.text.async_llm import AsyncLLM
 from forethought.text.async_session import AsyncSession
 from forethought.text.llm import LLM
@@ -45,15 +47,22 @@ class EngineWorker(Worker):
         llm: the model; an ``LLM`` is taken over until ``shutdown``.
         tokenizer: kept as ``tokenizer`` for controllers that want one; the model's by default.
         max_parked: finished sequences kept per request and branch, to be continued.
+        temperature: of tasks that set none, neither by themselves nor by their controller.
 
     Raises:
-        ParameterError: the tokenizer has another vocabulary than the model's own, or ``max_parked``
-            is no number of sequences.
+        ParameterError: the tokenizer has another vocabulary than the model's own, ``max_parked``
+            is no number of sequences, or ``temperature`` is below zero.
     """
 
     def __init__(
-        self, llm: AsyncLLM | LLM, tokenizer: Any = None, *, max_parked: int = _PARKED
+        self,
+        llm: AsyncLLM | LLM,
+        tokenizer: Any = None,
+        *,
+        max_parked: int = _PARKED,
+        temperature: float | None = None,
     ) -> None:
+        self._temperature = _checked_temperature(temperature)
         if tokenizer is not None and tokenizer.get_vocab() != llm.tokenizer.get_vocab():
             raise ParameterError(
                 "this tokenizer is not the model's",
@@ -76,6 +85,8 @@ class EngineWorker(Worker):
         kv_cache_free_gpu_memory_fraction: float = 0.9,
         disable_overlap_scheduler: bool = False,
         scheduler_config: None = None,
+        *,
+        temperature: float | None = None,
         **fields: Any,
     ) -> Self:
         """A worker with an engine of its own, which ``shutdown`` ends.
@@ -88,11 +99,13 @@ class EngineWorker(Worker):
             kv_cache_free_gpu_memory_fraction: see ``KvCacheConfig``.
             disable_overlap_scheduler: either will do: steps never overlap here.
             scheduler_config: must be None: the scheduler has no variants.
+            temperature: of tasks that set none, neither by themselves nor by their controller.
             **fields: further fields of ``LlmArgs``.
 
         Raises:
             UsageError: another backend, a scheduler config, or as ``AsyncLLM``.
         """
+        _checked_temperature(temperature)
         if backend != "pytorch":
             raise ParameterError("invalid backend", f"got {backend!r}", "Use 'pytorch'")
         if scheduler_config is not None:
@@ -105,7 +118,7 @@ class EngineWorker(Worker):
             "kv_cache_config", {"free_gpu_memory_fraction": kv_cache_free_gpu_memory_fraction}
         )
         sizes = {"max_batch_size": max_batch_size, "max_num_tokens": max_num_tokens}
-        worker = cls(AsyncLLM(model_dir, **sizes, **fields))
+        worker = cls(AsyncLLM(model_dir, **sizes, **fields), temperature=temperature)
         worker._owned = True
         return worker
 
@@ -175,6 +188,8 @@ class EngineWorker(Worker):
         scope = current_scope()
         params = sampling.to_params(task, priority=scope.priority if scope else 0)
         most = scope.ledger.limit(params.max_tokens) if scope else params.max_tokens
+        if task.temperature is None and self._temperature is not None:
+            params = params.replace(temperature=self._temperature)
         seed = params.seed
         if seed is not None and number:  # below zero: copies of the task are numbered from zero
             seed = sampling.derived_seed(seed, -number)
@@ -304,8 +319,31 @@ class EngineWorker(Worker):
             self.llm.shutdown()
 
 
-TRTLLMWorker = EngineWorker
-"""``tensorrt_llm.scaffolding``'s name for it."""
+class TRTLLMWorker(EngineWorker):
+    """``tensorrt_llm.scaffolding``'s name for it, under which reward models are opened as well."""
+
+    @classmethod
+    def init_with_new_llm(
+        cls, model_dir: str | Path | None = None, *args: Any, **fields: Any
+    ) -> Any:
+        """A worker with a model of its own: a ``RewardWorker`` if that is a reward model.
+
+        Args:
+            model_dir: local Hugging Face directory; None: the embedded reasoner.
+            *args: as ``EngineWorker.init_with_new_llm``.
+            **fields: as ``EngineWorker.init_with_new_llm``.
+
+        Raises:
+            UsageError: as ``EngineWorker.init_with_new_llm`` or ``RewardWorker``.
+        """
+        if model_dir is not None and is_reward_model(Path(model_dir)):
+            return RewardWorker.init_with_new_llm(model_dir, *args, **fields)
+        return super().init_with_new_llm(model_dir, *args, **fields)
+
+
+def _checked_temperature(temperature: float | None) -> float | None:
+    """``temperature``, if tasks can be sampled at it."""
+    return None if temperature is None else SamplingParams(temperature=temperature).temperature
 
 
 def _prompt(task: GenerationTask) -> Prompt | None:

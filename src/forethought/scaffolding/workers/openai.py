@@ -6,14 +6,22 @@ Time limits and retries are those of the client that it is given.
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+import importlib
 import json
+import math
+import threading
 import time
-from collections.abc import AsyncGenerator, Collection, Mapping
+from collections import Counter
+from collections.abc import AsyncGenerator, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
-from forethought.errors import ParameterError
+from forethought.errors import ParameterError, UsageError
 from forethought.guided import GuidedDecodingParams
-from forethought.scaffolding import sampling
+from forethought.outputs import Usage
+from forethought.scaffolding import sampling, settings
 from forethought.scaffolding.messages import AssistantMessage
 from forethought.scaffolding.output import ScaffoldingOutput
 from forethought.scaffolding.scope import current_scope
@@ -55,6 +63,64 @@ _CHAT = (
 _COMPLETION = (*_CHAT, "best_of", "echo", "suffix")
 
 
+class _Clients:
+    """A client per event loop, since the connections of a client belong to one loop.
+
+    Args:
+        given: an ``openai.AsyncOpenAI``, of which every loop gets a copy; a double without
+            connections, which serves all loops; or a function that makes a client.
+    """
+
+    def __init__(self, given: Any) -> None:
+        self._given, self._is_taken = given, False
+        self._by_loop: dict[asyncio.AbstractEventLoop, Any] = {}
+        self._lock = threading.Lock()
+
+    def of_this_loop(self) -> Any:
+        """The client of the running loop.
+
+        Raises:
+            UsageError: a client that cannot be copied is wanted on a second loop.
+        """
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            if loop not in self._by_loop:
+                open_loops = [known for known in self._by_loop if not known.is_closed()]
+                self._by_loop = {known: self._by_loop[known] for known in open_loops}
+                self._by_loop[loop] = self._new()
+            return self._by_loop[loop]
+
+    async def close(self) -> None:
+        """Close the client of the running loop, unless it is the one that was given."""
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            client = self._by_loop.get(loop, self._given)
+            if client is self._given:
+                return
+            del self._by_loop[loop]
+        await client.close()
+
+    def _new(self) -> Any:
+        given = self._given
+        if not hasattr(given, "completions") and callable(given):
+            return given()
+        http = getattr(given, "_client", None)
+        if http is None or not hasattr(given, "copy"):
+            return given
+        base = importlib.import_module("openai._base_client")
+        default = getattr(base, "AsyncHttpxClientWrapper", None)
+        if type(http) is default:
+            return given.copy(http_client=default(base_url=given.base_url, timeout=given.timeout))
+        if self._is_taken:
+            raise UsageError(
+                "this client cannot serve a second event loop",
+                "its connections belong to the first, and its http_client was set up by hand",
+                "Give OpenaiWorker a function that makes it: OpenaiWorker(lambda: ..., model)",
+            )
+        self._is_taken = True
+        return given
+
+
 class OpenaiWorker(Worker):
     """Executes generation, stream and chat tasks on a server.
 
@@ -63,7 +129,9 @@ class OpenaiWorker(Worker):
     that ended with ``stop`` is taken to have met it.
 
     Args:
-        async_client: an ``openai.AsyncOpenAI``, or what behaves like one.
+        async_client: an ``openai.AsyncOpenAI``, or what behaves like one, or a function that makes
+            one. The worker uses a copy of it on each event loop, and closes the copies; one whose
+            ``http_client`` was set up by hand serves one event loop alone.
         model: name of the model on the server.
         kv_cache_hint_enabled: must be False: no task asks for hints about the server's KV cache.
         extra_body: further fields of every request.
@@ -92,6 +160,8 @@ class OpenaiWorker(Worker):
                 "Leave it out",
             )
         self.async_client, self.model = async_client, model
+        self._clients = _Clients(async_client)
+        self._num_open: Counter[asyncio.AbstractEventLoop] = Counter()
         self.extra_body = dict(extra_body or {})
         self.extensions = set(self.default_extensions if extensions is None else extensions)
         unknown = self.extensions - set(EXTENSIONS)
@@ -125,6 +195,7 @@ class OpenaiWorker(Worker):
             if task.cancel_flag:
                 await exchange.cancel()
             elif step == 0:
+                exchange.want(exchange.available + 1)
                 await exchange.reach(0)
                 _show(task, exchange, first.count)
             else:
@@ -170,11 +241,10 @@ class OpenaiWorker(Worker):
 
     async def _follow(self, task: StreamGenerationTask, exchange: Exchange, count: int) -> None:
         """Show the task ``count`` tokens, once it is known whether more follow."""
-        while not exchange.ended and exchange.choices[0].count <= count:
-            emits = task.streaming_output_flag and exchange.shown < count
-            await exchange.reach(exchange.shown + 1 if emits else count + 1)
+        while not exchange.ended and exchange.available < count:
+            await exchange.reach(exchange.shown + 1 if task.streaming_output_flag else count)
             _show(task, exchange, count)
-        await exchange.reach(0)
+        await exchange.settle(count)
         _show(task, exchange, count)
 
     # ---- requests -----------------------------------------------------------------------------
@@ -207,9 +277,8 @@ class OpenaiWorker(Worker):
         else:
             why = "Use a ChatTask; or, if the server takes response_format, name it an extension"
             sampling.refuse(task, ["guided_decoding"], "OpenaiWorker, in completions,", why)
-        create = self.async_client.completions.create
-        stepwise = isinstance(task, StreamGenerationTask)
-        return self._exchange(task, create, {"prompt": prompt, **fields}, stepwise)
+        create = self._clients.of_this_loop().completions.create
+        return self._exchange(task, create, {"prompt": prompt, **fields})
 
     def _chat(self, task: ChatTask) -> Exchange:
         sampling.refuse(
@@ -222,7 +291,7 @@ class OpenaiWorker(Worker):
             fields["tools"] = [
                 tool if isinstance(tool, Mapping) else tool.to_dict() for tool in task.tools
             ]
-        create = self.async_client.chat.completions.create
+        create = self._clients.of_this_loop().chat.completions.create
         return self._exchange(task, create, {"messages": task.messages_to_dict_content(), **fields})
 
     def _fields(self, task: GenerationTask, names: Collection[str]) -> dict[str, Any]:
@@ -244,46 +313,28 @@ class OpenaiWorker(Worker):
         fields["extra_body"] = {**self.extra_body, **extensions}
         return fields
 
-    def _exchange(
-        self, task: GenerationTask, create: Any, fields: dict[str, Any], stepwise: bool = False
-    ) -> Exchange:
+    def _exchange(self, task: GenerationTask, create: Any, fields: dict[str, Any]) -> Exchange:
         fields |= {"model": self.model, "stream": task.best_of is None}
         if fields["stream"]:
             fields["stream_options"] = {"include_usage": True}
-        task.llm_request_params = fields
-        began, scope, usage = time.perf_counter(), current_scope(), task.usage
         task.ttft_s = task.latency_s = None
+        return Exchange(_Requests(self, task, create, fields), sampling.stop_strings(task))
 
-        def hear(number: int, text: str, tokens: int) -> None:
-            task.latency_s = time.perf_counter() - began
-            task.ttft_s = task.latency_s if task.ttft_s is None else task.ttft_s
-            usage.completion_tokens += tokens
-            usage.decoded += tokens
-            if scope is not None:
-                scope.ledger.record(usage)
-            if not stepwise:
-                task.emit(text, (), f"{id(exchange):x}.{number}")
+    @contextmanager
+    def open_request(self) -> Iterator[None]:
+        """Count a request as open on the running loop."""
+        loop = asyncio.get_running_loop()
+        self._num_open[loop] += 1
+        try:
+            yield
+        finally:
+            self._num_open[loop] -= 1
+            if not self._num_open[loop]:
+                del self._num_open[loop]
 
-        async def chunks() -> AsyncGenerator[Any, None]:
-            try:
-                answer = await create(**fields)
-            except Exception as error:
-                if type(error).__name__ != "APIConnectionError":
-                    raise
-                raise self._unreachable(error) from error
-            if not fields["stream"]:
-                yield answer
-                return
-            async with answer:
-                async for chunk in answer:
-                    yield chunk
-
-        exchange = Exchange(chunks, sampling.stop_strings(task), hear)
-        return exchange
-
-    def _unreachable(self, error: Exception) -> ConnectionError:
+    def unreachable(self, error: Exception) -> ConnectionError:
         """What the client calls a connection error, with the address and the system's reason."""
-        url = getattr(self.async_client, "base_url", "an unknown address")
+        url = getattr(self._clients.of_this_loop(), "base_url", "an unknown address")
         return ConnectionError(f"no server answers at {url} ({error.__cause__ or error})")
 
     def _keep(self, exchange: Exchange) -> None:
@@ -296,16 +347,142 @@ class OpenaiWorker(Worker):
         for exchange in self._exchanges.pop(scope_id, []):
             await exchange.cancel()
 
+    async def on_loop_end(self) -> None:
+        """Close this loop's connections, unless requests are under way on them."""
+        if not self._num_open[asyncio.get_running_loop()]:
+            await self._clients.close()
+
     async def async_shutdown(self) -> None:
-        """End all streams that are still under way."""
+        """End all streams that are still under way, and close this loop's connections."""
         for scope_id in list(self._exchanges):
             await self.on_scope_end(scope_id)
+        await self._clients.close()
 
 
 class TRTOpenaiWorker(OpenaiWorker):
     """For servers that take ``top_k`` as well, such as TensorRT-LLM's."""
 
     default_extensions = ("top_k",)
+
+
+class _Requests:
+    """The requests for the answer to a task: one, or several for a stream in parts.
+
+    The parts end at multiples of ``tokens_per_request``, or a few tokens behind them, where a word
+    ends.
+
+    Args:
+        worker: that executes the task.
+        task: the prompt of a stream in parts is text.
+        create: the method of the client that sends a request.
+        fields: of a request for the whole answer.
+
+    Raises:
+        ParameterError: ``tokens_per_request`` is no number of tokens.
+    """
+
+    def __init__(
+        self, worker: OpenaiWorker, task: GenerationTask, create: Any, fields: dict[str, Any]
+    ) -> None:
+        self._worker, self._task, self._create, self._fields = worker, task, create, fields
+        self._began, self._scope, self._usage = time.perf_counter(), current_scope(), task.usage
+        self._size, self._number = _part_size(task), 0
+        self.certain = math.inf
+        self._asked, self._is_last, self._end = 0, True, 0
+        stream = isinstance(task, StreamGenerationTask) and not isinstance(task, ChatTask)
+        self._is_followed = stream  # what it emits is what its steps show
+
+    async def chunks(self, choice: Choice) -> AsyncGenerator[Any, None]:
+        """The chunks of the request that goes on from ``choice``."""
+        fields = self._fields if self._size is None else self._part(self._size, choice)
+        self._task.llm_request_params = fields
+        with self._worker.open_request():
+            try:
+                answer = await self._create(**fields)
+            except Exception as error:
+                if type(error).__name__ != "APIConnectionError":
+                    raise
+                raise self._worker.unreachable(error) from error
+            if not fields["stream"]:
+                yield answer
+                return
+            async with answer:
+                async for chunk in answer:
+                    yield chunk
+
+    def _part(self, size: int, choice: Choice) -> dict[str, Any]:
+        """The fields of the request for the next part, which is at most ``size`` tokens long."""
+        task, number = self._task, self._number
+        self.certain = choice.count // size * size + size
+        self._asked = int(self.certain) - choice.count + min(_MARGIN, size // 4)
+        left = None if task.max_tokens is None else task.max_tokens - choice.count
+        left = self._scope.ledger.limit(left) if self._scope else left
+        self._is_last = left is not None and left <= self._asked
+        if left is not None and self._is_last:
+            self._asked, self.certain = max(1, left), math.inf
+        self._end, self._number = choice.count + self._asked, number + 1
+        prompt = self._fields["prompt"] + choice.text
+        fields = {**self._fields, "prompt": prompt, "max_tokens": self._asked}
+        if task.seed is not None and number:  # the same one would draw the same samples again
+            fields["seed"] = sampling.derived_seed(task.seed, number)
+        return fields
+
+    def goes_on(self, choice: Choice) -> bool:
+        """Whether the server has ended a part because it is as long as it may be."""
+        if self._is_last or choice.finish_reason != "length":
+            return False
+        self._book(Usage(discarded=choice.end_request(self._end, int(self.certain))))
+        return True
+
+    def hear(self, number: int, text: str, tokens: int) -> None:
+        """Book and stream a new piece."""
+        task = self._task
+        task.latency_s = time.perf_counter() - self._began
+        task.ttft_s = task.latency_s if task.ttft_s is None else task.ttft_s
+        self._book(Usage(completion_tokens=tokens, decoded=tokens))
+        if not self._is_followed:
+            task.emit(text, (), f"{id(self):x}.{number}")
+
+    def counted(self, usage: Usage, heard: int) -> None:
+        """Book what the server has counted, in place of what was heard."""
+        if 0 < usage.completion_tokens < self._asked:  # the context is full
+            self._is_last = True
+        self._book(usage + Usage(completion_tokens=-heard, decoded=-heard))
+
+    def _book(self, usage: Usage) -> None:
+        for field in dataclasses.fields(Usage):
+            before = getattr(self._usage, field.name)
+            setattr(self._usage, field.name, before + getattr(usage, field.name))
+        if self._scope is not None:
+            self._scope.ledger.record(self._usage)
+
+
+_MARGIN = 8
+"""Tokens in which a word is likely to end."""
+
+_WHOLE = (
+    "best_of",
+    "echo",
+    "frequency_penalty",
+    "guided_decoding",
+    "min_tokens",
+    "presence_penalty",
+    "repetition_penalty",
+    "stop",
+    "suffix",
+)
+"""Sampling fields whose meaning would change if an answer were generated in parts."""
+
+
+def _part_size(task: GenerationTask) -> int | None:
+    """Tokens of each request for an answer; None: one request is for all of it."""
+    size = getattr(task, "tokens_per_request", None)
+    if size is None or isinstance(task, ChatTask):
+        return None
+    settings.whole_number("tokens_per_request", size)
+    if task.input_tokens is not None or any(sampling.is_set(task, name) for name in _WHOLE):
+        return None
+    return int(size)
 
 
 def _response_format(task: GenerationTask) -> dict[str, Any]:
@@ -334,7 +511,7 @@ def _response_format(task: GenerationTask) -> dict[str, Any]:
 def _show(task: StreamGenerationTask, exchange: Exchange, count: int) -> None:
     """Let the task see ``count`` tokens of its stream, as far as they are there."""
     choice = exchange.choices[0]
-    before, now = choice.begin_of(exchange.shown), choice.begin_of(count)
+    before, now = choice.begin_of(exchange.shown), choice.begin_of(min(count, exchange.available))
     exchange.shown = now.count
     task.emit(now.text[len(before.text) :], (), f"{id(exchange):x}.0")
 
@@ -344,21 +521,18 @@ def _fill(
 ) -> None:
     """Leave on the task what has been answered so far, or the part of it that is given."""
     choices = exchange.choices if choices is None else choices
-    counted, usage = exchange.usage, task.usage
-    if counted is not None:
-        details = getattr(counted, "prompt_tokens_details", None)
-        usage.prompt_tokens = counted.prompt_tokens
-        usage.cached = getattr(details, "cached_tokens", None) or 0
-        usage.prefilled = usage.prompt_tokens - usage.cached
-        usage.completion_tokens = usage.decoded = counted.completion_tokens
-        task.usage_prompt_tokens = counted.prompt_tokens
+    counted, usage = exchange.counted, task.usage
     samples = [_output(choice) for _, choice in sorted(choices.items())]
     for output in samples:
         output.usage = usage
     task.result = samples[0]
     task.samples = samples
-    whole = counted is not None and len(samples) == 1 and choices[0] is exchange.choices[0]
-    task.usage_completion_tokens = counted.completion_tokens if whole else choices[0].count
+    whole = len(samples) == 1 and choices[0] is exchange.choices[0]
+    task.usage_completion_tokens = choices[0].count
+    if counted is not None:
+        task.usage_prompt_tokens = counted.prompt_tokens
+        if whole:
+            task.usage_completion_tokens = counted.completion_tokens - choices[0].num_dropped
     task.request_id = exchange.request_id
 
 

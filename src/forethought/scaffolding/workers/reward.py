@@ -12,12 +12,15 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Self
 
 from forethought.errors import EngineStopped, ParameterError
 from forethought.model_dir import find_model_dir
 from forethought.scaffolding.task import RewardTask, TaskStatus
 from forethought.scaffolding.worker import Worker
 from forethought.scaffolding.workers.reward_model import Inquiry, RewardModel, Row, Verdict
+
+_FIELDS = ("dtype", "device", "max_batch_tokens")
 
 
 @dataclass(eq=False)
@@ -49,6 +52,7 @@ class RewardWorker(Worker):
 
     Attributes:
         tokenizer: the model's, for ``PRMController``.
+        by_step: whether the model judges the steps of answers, as ``PRMController`` wants it.
 
     Raises:
         ModelError: the model is neither here nor on the Hub, or is of another kind.
@@ -69,13 +73,51 @@ class RewardWorker(Worker):
                 "invalid max_batch_tokens", f"got {max_batch_tokens}", "Give at least 1"
             )
         self._model = RewardModel(find_model_dir(model_dir, revision), dtype, device)
-        self.tokenizer = self._model.tokenizer
+        self.tokenizer, self.by_step = self._model.tokenizer, self._model.by_step
         self._max_batch_tokens = max_batch_tokens
         self._lock = threading.Lock()
         self._under_way: dict[Inquiry, _Job] = {}
         self._queue: list[_Job] = []
         self._stopped = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="forethought-reward")
+
+    @classmethod
+    def init_with_new_llm(
+        cls,
+        model_dir: str | Path,
+        backend: str = "pytorch",
+        max_batch_size: int | None = None,
+        max_num_tokens: int | None = None,
+        kv_cache_free_gpu_memory_fraction: float | None = None,
+        disable_overlap_scheduler: bool = True,
+        scheduler_config: None = None,
+        **fields: Any,
+    ) -> Self:
+        """A worker by the arguments with which ``tensorrt_llm.scaffolding`` opens a reward model.
+
+        Args:
+            model_dir: local Hugging Face directory.
+            backend: ``"pytorch"``: there is no other.
+            max_batch_size: any will do: passes are bounded by their tokens.
+            max_num_tokens: judged in one pass at most: ``max_batch_tokens``.
+            kv_cache_free_gpu_memory_fraction: any will do: judging keeps no KV cache.
+            disable_overlap_scheduler: either will do: passes never overlap here.
+            scheduler_config: must be None: the scheduler has no variants.
+            **fields: further arguments of ``RewardWorker``.
+
+        Raises:
+            UsageError: another backend, a scheduler config, an argument that does not exist, or as
+                ``RewardWorker``.
+        """
+        if backend != "pytorch":
+            raise ParameterError("invalid backend", f"got {backend!r}", "Use 'pytorch'")
+        unknown = fields.keys() - _FIELDS
+        if scheduler_config is not None or unknown:
+            name = "scheduler_config" if scheduler_config is not None else min(unknown)
+            raise ParameterError.unknown(f"{cls.__name__}.init_with_new_llm", [name], _FIELDS)
+        if max_num_tokens is not None:
+            fields.setdefault("max_batch_tokens", max_num_tokens)
+        return cls(model_dir, **fields)
 
     async def reward_handler(self, task: RewardTask) -> TaskStatus:
         """Judge, and leave ``score`` and ``step_scores`` on the task."""

@@ -21,6 +21,8 @@ try:
 except ModuleNotFoundError as _error:
     raise DependencyError.missing(_error.name or "torch", "RewardWorker", "local") from _error
 
+_HEADS = {"ForTokenClassification": True, "ForSequenceClassification": False}
+"""End of an architecture's name -> whether it judges steps."""
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -72,7 +74,7 @@ class RewardModel:
             )
         self.device = _device(device)
         check_model_dir(directory, "reward model")
-        self.by_step = _judges_steps(directory)
+        self.by_step = judges_steps(directory)
         self._model, self.tokenizer = _load(directory, self.by_step, dtype)
         config = self._model.config
         labels = config.num_labels
@@ -191,25 +193,42 @@ def _device(name: str) -> Any:
     return device
 
 
-def _judges_steps(directory: Path) -> bool:
-    """Whether the checkpoint classifies tokens rather than sequences."""
+def is_reward_model(directory: Path) -> bool:
+    """Whether ``directory`` is a reward model, as its config says."""
+    try:
+        return _architecture(directory).endswith(tuple(_HEADS))
+    except ModelError:
+        return False
+
+
+def judges_steps(directory: Path) -> bool:
+    """Whether the checkpoint classifies tokens rather than sequences.
+
+    Raises:
+        ModelError: there is no checkpoint, or it is no reward model.
+    """
+    name = _architecture(directory)
+    for head, by_step in _HEADS.items():
+        if name.endswith(head):
+            return by_step
+    raise ModelError(
+        f"the model in {directory} is no reward model",
+        f"its config names {name}",
+        "Choose one whose architecture ends in ForSequenceClassification or ForTokenClassification",
+    )
+
+
+def _architecture(directory: Path) -> str:
+    """The first of the architectures that the config names."""
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return str((config.get("architectures") or ["no architecture"])[0])
+    except (OSError, ValueError, AttributeError) as error:
         raise ModelError(
             f"no model at {directory}",
             f"its config.json cannot be read ({type(error).__name__})",
             "Give the path of a local Hugging Face model directory",
         ) from error
-    names = config.get("architectures") or ["no architecture"]
-    for by_step, head in ((True, "ForTokenClassification"), (False, "ForSequenceClassification")):
-        if names[0].endswith(head):
-            return by_step
-    raise ModelError(
-        f"the model in {directory} is no reward model",
-        f"its config names {names[0]}",
-        "Choose one whose architecture ends in ForSequenceClassification or ForTokenClassification",
-    )
 
 
 def _load(directory: Path, by_step: bool, dtype: str) -> tuple[Any, Any]:
