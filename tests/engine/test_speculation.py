@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import drafters
-from eagle_heads import random_head as eagle
+from eagle_heads import random_head as random_eagle
 from engines import drain, engine, expect_empty, outputs
 from forethought.config import LlmArgs
 from forethought.decoding import (
@@ -27,11 +28,12 @@ from forethought.decoding import (
 )
 from forethought.engine import resolve
 from forethought.engine.engine import Engine
+from forethought.model.attention import softmax
 from forethought.params import SamplingParams, SpeculationParams
 from forethought.speculative.draft import Draft, DraftKind
 from forethought.speculative.drafter import Drafter, DraftRequest, ResourceManager
 from medusa_heads import shared_heads
-from models import greedy, prompts, tiny
+from models import greedy, logits_lost, prompts, tiny
 from mtp_modules import saved
 from redrafter_heads import random_head
 
@@ -56,10 +58,13 @@ def provided(drafter: Drafter, length: int = 4, nodes: int | None = None) -> Dec
     )
 
 
-def drafting(name: str) -> list[DecodingBaseConfig]:
-    model = {"max_draft_len": 4, "speculative_model": tiny("llama", seed=7)}
-    same = {"max_draft_len": 4, "speculative_model": tiny("llama")}
-    tree = {"draft_choices": PATHS, "speculative_model": tiny("llama")}
+def drafting(name: str, architecture: str = "llama") -> list[DecodingBaseConfig]:
+    model = {"max_draft_len": 4, "speculative_model": tiny(architecture, seed=7)}
+    same = {"max_draft_len": 4, "speculative_model": tiny(architecture)}
+    tree = {"draft_choices": PATHS, "speculative_model": tiny(architecture)}
+    modules = functools.partial(saved, architecture)
+    sizes = {} if architecture == "llama" else {"num_key_value_heads": 4}
+    eagle = functools.partial(random_eagle, **sizes)
     return {
         "none": list,
         "ngram": lambda: [NGramDecodingConfig(max_draft_len=4, max_matching_ngram_size=3)],
@@ -74,9 +79,9 @@ def drafting(name: str) -> list[DecodingBaseConfig]:
                 speculative_model=shared_heads(), tree="likeliest", min_draft_probability=0.001
             )
         ],
-        "mtp, replayed": lambda: [MTPDecodingConfig(max_draft_len=4, speculative_model=saved())],
+        "mtp, replayed": lambda: [MTPDecodingConfig(max_draft_len=4, speculative_model=modules())],
         "mtp, one per place": lambda: [
-            MTPDecodingConfig(max_draft_len=4, speculative_model=saved(count=2))
+            MTPDecodingConfig(max_draft_len=4, speculative_model=modules(count=2))
         ],
         "redrafter": lambda: [ReDrafterDecodingConfig(speculative_model=random_head())],
         "eagle 1": lambda: [EagleDecodingConfig(max_draft_len=4, speculative_model=eagle("eagle"))],
@@ -147,6 +152,33 @@ def test_every_drafter_gives_the_tokens_of_plain_decoding(
     assert run(machine, batch) == expected
     assert run(machine, batch) == expected  # with whatever the first round has left behind
     expect_empty(machine)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", NAMES[: NAMES.index("oracle")])
+def test_every_drafter_drafts_in_half_precision_where_each_head_has_its_own_keys(
+    name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At batch 1 and 2, on the code path of CPUs with AMX and on that of CPUs without it."""
+    for fewest in (softmax.FEWEST_QUERIES_WITH_AMX, softmax.FEWEST_QUERIES_WITHOUT_AMX):
+        monkeypatch.setattr(softmax, "FEWEST_QUERIES", fewest)
+        machine = engine(
+            "llama_mha", page_size=16, dtype=dtype, speculative=drafting(name, "llama_mha")
+        )
+        for batch in (1, 2):
+            sequences = [machine.add(prompt, GREEDY)[0] for prompt in PROMPTS[2 : 2 + batch]]
+            assert [event.error for event in drain(machine) if event.error] == []
+            for sequence in sequences:
+                lost = logits_lost(
+                    tiny("llama_mha"),
+                    machine.runner.lm.dtype,
+                    sequence.tokens[: sequence.prompt_length],
+                    sequence.output,
+                )
+                assert float(lost.max()) < 0.2
+        assert machine.stats.draft_failures == 0
+        assert name == "none" or machine.stats.drafted > 0
+        expect_empty(machine)
 
 
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, seed=5, max_tokens=40, ignore_eos=True)
