@@ -234,6 +234,27 @@ def test_a_rewound_sequence_continues_as_if_nothing_had_followed() -> None:
     expect_empty(machine)
 
 
+def test_what_follows_a_rewind_is_found_behind_its_own_prefix_and_no_other() -> None:
+    machine = engine(page_size=4, pages=128)
+    (sequence,) = machine.add(PROMPTS[2], GREEDY.replace(max_tokens=24), keep=True)
+    drain(machine)
+    old = list(sequence.tokens)
+    assert len(old) // 4 == 8  # full pages
+    machine.rewind(sequence, 4)
+    machine.extend(sequence, [8, 9, 10, 11, 12])
+    machine.resume(sequence, GREEDY.replace(max_tokens=32))
+    drain(machine)
+    new = list(sequence.tokens)
+    for prompt in ([*new[:40], 5], [*old[:32], *new[32:36], 5], [*old[:8], *new[8:12], 5]):
+        (other,) = machine.add(prompt, GREEDY)
+        drain(machine)
+        assert [other.output] == greedy(tiny("llama"), [prompt], 16)
+        shared = 40 if prompt[:40] == new[:40] else 32 if prompt[:32] == old[:32] else 8
+        assert other.usage.cached == shared
+    machine.close(sequence)
+    expect_empty(machine)
+
+
 def test_rewinding_the_parent_does_not_change_its_forks() -> None:
     machine = engine(page_size=3)
     (parent,) = machine.add(PROMPTS[2], GREEDY, keep=True)
@@ -449,5 +470,11 @@ def test_what_can_never_run_is_refused_by_name() -> None:
     drain(short)
     with pytest.raises(UsageError, match="closed"):
         short.fork(running)
+    (held,) = short.add(PROMPTS[1][:12], GREEDY, keep=True)
+    drain(short)
+    assert len(held.tokens) == 16
+    with pytest.raises(ContextLengthError, match="17"):
+        short.resume(held, GREEDY)
+    short.close(held)
     for machine in (small, short, whole):
         expect_empty(machine)

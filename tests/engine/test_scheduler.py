@@ -153,8 +153,37 @@ def test_a_free_place_is_taken_before_anybody_pauses() -> None:
 
 def test_arrival_alone_takes_no_place_away() -> None:
     queue = Queue(max_batch_size=1)
+    decoding: list[list[int]] = []
+
+    def wishes(sequences: Any, running: int) -> list[int]:
+        decoding.append([sequence.id for sequence in sequences])
+        return [0] * len(sequences)
+
+    queue.wishes = wishes
     early = queue.add(3, new=3, priority=1)
     queue.step()
     late = queue.add(3, priority=1)
     assert set(queue.step()) == {early.id}
     assert late.status is Status.WAITING
+    assert decoding == [[], [early.id]]  # it has not even lost its turn
+
+
+def test_drafts_take_at_most_half_of_what_decodes_leave_to_prefills() -> None:
+    queue = Queue()
+    queue.wishes = lambda sequences, running: [100] * len(sequences)
+    early = queue.add(3, new=20)
+    queue.step()
+    late = queue.add(60, new=3)
+    # Of 16 tokens 1 is decoded, and 7 of the 15 left are for its draft: while the prompt waits,
+    # and while it is being computed.
+    assert [queue.step(), queue.step()] == [{early.id: 1, late.id: 8}] * 2
+
+
+def test_drafts_take_all_that_is_left_where_nobody_prefills() -> None:
+    queue = Queue()
+    queue.wishes = lambda sequences, running: [100] * len(sequences)
+    queue.add(3, new=40)
+    queue.step()
+    plan = Plan()
+    queue.scheduler.plan(plan, queue.wishes)
+    assert plan.tokens == 16

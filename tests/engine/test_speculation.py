@@ -264,6 +264,7 @@ def test_no_token_beyond_max_tokens_or_the_context_is_given(limit: int) -> None:
     [sequence] = machine.add(PROMPTS[1], GREEDY.replace(max_tokens=limit), keep=True)
     drain(machine)
     assert sequence.output == plain()[tuple(PROMPTS[1])][:limit]
+    assert machine.stats.drafted == machine.stats.accepted  # none that could not be taken
     full = engine(speculative=drafting("oracle"), max_length=4 + limit)
     [sequence] = full.add(PROMPTS[1], GREEDY, keep=True)
     drain(full)
@@ -437,6 +438,20 @@ def test_room_for_drafts_is_never_taken_from_anybody() -> None:
     drain(machine)
     assert machine.stats.preemptions <= plainly.stats.preemptions
     assert outputs(sequences) == [answer[:20] for answer in list(plain().values())[:3]]
+    expect_empty(machine)
+
+
+def test_a_draft_model_does_not_take_what_is_stored_for_the_token_that_was_written_anew() -> None:
+    """Its own model being the target's, every token that it drafts is accepted."""
+    machine = engine(page_size=16, speculative=drafting("draft model = target"))
+    [sequence] = machine.add(PROMPTS[2], GREEDY.replace(max_tokens=24), keep=True)
+    drain(machine)
+    machine.rewind(sequence, 12)
+    machine.extend(sequence, [(token + 1) % 101 for token in PROMPTS[3][:10]])
+    machine.resume(sequence, GREEDY.replace(max_tokens=24))
+    drain(machine)
+    assert machine.stats.accepted == machine.stats.drafted > 30
+    machine.close(sequence)
     expect_empty(machine)
 
 

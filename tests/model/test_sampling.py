@@ -155,6 +155,10 @@ def test_min_p_keeps_what_is_likely_enough_beside_the_likeliest():
     assert probs == pytest.approx([0.5 / 0.91, 0.3 / 0.91, 0.11 / 0.91, 0.0], abs=1e-6)
 
 
+def test_min_p_keeps_what_is_just_likely_enough():
+    assert law([1.0, 4.0, 4.0, 2.0], min_p=1.0) == [0.0, 0.5, 0.5, 0.0]
+
+
 def test_temperature_zero_is_the_limit_of_low_temperatures():
     logits = [0.3, 0.9, 0.1]
     assert law(logits, temperature=0.0) == law(logits, temperature=1e-9) == [0.0, 1.0, 0.0]
