@@ -2,11 +2,11 @@
 
 Each mutant replaces a short text that stands exactly once in its file, in a temporary copy of the
 tracked files; the tests named with it run there, up to the first failure. A mutant that no test
-notices is *alive*: either a test is missing, or the line has no effect and can go. An anchor that is
+notices is *alive*: either a test is missing, or the line has no effect and can go. A text that is
 not in its file any more is reported as *not found*, and has to be written anew here.
 
     python scripts/mutants.py                      all of them, one after the other
-    python scripts/mutants.py kv/ scheduler        those whose file has one of these texts in its path
+    python scripts/mutants.py kv/ scheduler        those of files with one of these in the path
     python scripts/mutants.py --jobs 2             two at a time
     python scripts/mutants.py --list               what there is
 
@@ -71,41 +71,156 @@ class Finding:
 
 
 KV = "tests/kv"
+SCHEDULER = "tests/engine/test_scheduler.py"
+ENGINE = "tests/engine/test_engine.py"
+SPECULATION = "tests/engine/test_speculation.py -k 'not every_drafter and not trees_are_exact'"
+HOOKS = "tests/engine/test_speculation_hooks.py tests/engine/test_misbehaving_drafters.py"
+RULES = (
+    "tests/speculative/test_typical.py tests/speculative/test_relaxed.py "
+    "tests/engine/test_acceptance_rules.py"
+)
+VERIFY = "tests/speculative/test_verify.py tests/speculative/test_laws.py"
+LENGTH = "tests/speculative/test_length.py tests/speculative/test_gate.py"
+NGRAM = "tests/speculative/test_ngram.py"
+SUFFIX = "tests/speculative/test_suffix.py"
+DRAFT_MODEL = f"tests/speculative/test_draft_model.py {SPECULATION}"
+PAIRS = "tests/speculative/test_eagle.py tests/speculative/test_mtp.py"
+SAMPLING = "tests/model/test_sampling.py tests/model/test_constraint.py"
+DRIVER = (
+    "tests/scaffolding/test_driver.py tests/scaffolding/test_budget.py "
+    "tests/scaffolding/test_collections.py"
+)
+VOTES = "tests/scaffolding/test_answers.py tests/methods/test_majority_vote.py"
+LIVE = "tests/scaffolding/test_live.py"
+TASKS = "tests/scaffolding/test_clone.py tests/scaffolding/test_tasks.py"
+PRM = "tests/scaffolding/test_prm_controller.py"
+DYNASOR = "tests/methods/test_dynasor.py"
+BEST_OF_N = "tests/methods/test_best_of_n.py"
+
 MUTANTS = [
-    # ---- kv -------------------------------------------------------------------------------------
+    # ---- kv --------------------------------------------------------------------------------------
     Mutant(
         "kv/table.py",
-        "% self._pool.page_size != 0 and self._pool.refs[self.pages[-1]] > 1",
-        "% self._pool.page_size != 0 and self._pool.refs[self.pages[-1]] > 2",
+        "self._pool.refs[self.pages[-1]] > 1",
+        "self._pool.refs[self.pages[-1]] > 2",
         KV,
     ),
     Mutant("kv/table.py", "del self.digests[length // self._pool.page_size :]", "pass", KV),
     Mutant("kv/table.py", " and not self._pool.is_kept(tail)", "", KV),
-    # ---- engine ---------------------------------------------------------------------------------
+    Mutant(
+        "kv/table.py", "self.digests[: length // self._pool.page_size]", "list(self.digests)", KV
+    ),
+    Mutant("kv/table.py", "self._pool.drop(tail)", "pass", KV),
+    Mutant(
+        "kv/table.py",
+        "for page in reversed(self.pages[keep:])",
+        "for page in self.pages[keep:]",
+        KV,
+    ),
+    Mutant("kv/table.py", "self._gaps += near is not None and page != near", "self._gaps += 0", KV),
+    Mutant("kv/pool.py", "min((start + stop) // 2, stop - wanted)", "(start + stop) // 2", KV),
+    Mutant("kv/pool.py", "max(1, len(self._evictable) // 4)", "len(self._evictable)", KV),
+    Mutant(
+        "kv/pool.py", "del self._evictable[page]\n        self.refs", "pass\n        self.refs", KV
+    ),
+    Mutant("kv/pool.py", "self.on_evict(page)\n        if", "if", KV),
+    Mutant("kv/prefix.py", "len(tokens) - size + 1, size", "len(tokens) - size, size", KV),
+    Mutant(
+        "kv/prefix.py",
+        " and page not in self._digest_of",
+        "",
+        "tests/kv tests/engine/test_engine.py -k 'salt or TestPagedLists or found'",
+    ),
+    Mutant(
+        "kv/companion.py",
+        "self._ready[dst] = self._ready[src]",
+        "pass",
+        "tests/model/test_storage.py",
+    ),
+    Mutant(
+        "kv/companion.py",
+        "flat[dst] = flat[src]",
+        "pass",
+        "tests/model/test_storage.py",
+    ),
+    # ---- engine ----------------------------------------------------------------------------------
     Mutant(
         "engine/admission.py",
         "self._check_wishes(params)\n        self._check_length(len(tokens) + 1)",
         "self._check_wishes(params)\n        self._check_length(len(tokens))",
-        "tests/engine/test_engine.py",
+        ENGINE,
     ),
     Mutant(
         "engine/scheduler.py",
         "urgent.params.priority >= last.params.priority",
         "urgent.params.priority > last.params.priority",
-        "tests/engine/test_scheduler.py",
+        SCHEDULER,
     ),
-    Mutant("engine/scheduler.py", "left //= 2", "pass", "tests/engine/test_scheduler.py"),
+    Mutant("engine/scheduler.py", "left //= 2", "pass", SCHEDULER),
     Mutant(
-        "engine/commit.py",
-        "verdict.path[size - 1 :]",
-        "verdict.path[size:]",
-        "tests/engine/test_speculation.py -k 'stop_token or beyond_max_tokens'",
+        "engine/scheduler.py",
+        "self.stop > self.sequence.prompt_length",
+        "self.stop >= self.sequence.prompt_length",
+        SPECULATION,
     ),
     Mutant(
-        "engine/speculation.py",
-        "sequence.limit - len(sequence.tokens) - 1  #",
-        "sequence.limit - len(sequence.tokens)  #",
-        "tests/engine/test_speculation.py -k 'stop_token or beyond_max_tokens'",
+        "engine/scheduler.py",
+        "self.on_end(sequence)\n        if sequence.keep",
+        "if sequence.keep",
+        SPECULATION,
+    ),
+    Mutant("engine/scheduler.py", "kinship.detach(sequence)\n", "", ENGINE),
+    Mutant(
+        "engine/scheduler.py",
+        "other.rank >= needy.rank",
+        "other.rank > needy.rank",
+        "tests/engine/test_scheduler.py tests/engine/test_engine.py",
+    ),
+    Mutant("engine/scheduler.py", "wanted = min(wanted, PROMPT_LOGPROB_ROWS)", "pass", SCHEDULER),
+    Mutant(
+        "engine/scheduler.py",
+        "self._index.match(sequence.tokens[:-1]",
+        "self._index.match(sequence.tokens",
+        ENGINE,
+    ),
+    Mutant(
+        "engine/scheduler.py",
+        "if needed > self._pool.available and self.running:",
+        "if needed > self._pool.available:",
+        "tests/engine/test_scheduler.py tests/engine/test_engine.py",
+    ),
+    Mutant(
+        "engine/scheduler.py",
+        "if sequence.parent is not None:\n                continue",
+        "if sequence.parent is not None:\n                break",
+        ENGINE,
+    ),
+    Mutant(
+        "engine/scheduler.py", "free = -table.length % self._pool.page_size", "free = 0", SCHEDULER
+    ),
+    Mutant("engine/kinship.py", "ready = min(ready, len(child.tokens) - 1)", "pass", ENGINE),
+    Mutant(
+        "engine/kinship.py",
+        "other.shared == len(other.tokens) == length",
+        "len(other.tokens) == length",
+        ENGINE,
+    ),
+    Mutant("engine/commit.py", "verdict.path[size - 1 :]", "verdict.path[size:]", SPECULATION),
+    Mutant(
+        "engine/ledger.py",
+        "max(sequence.prompt_length, sequence.peak)",
+        "sequence.prompt_length",
+        ENGINE,
+    ),
+    Mutant(
+        "engine/ledger.py", "max(sequence.prompt_length, sequence.peak)", "sequence.peak", ENGINE
+    ),
+    Mutant("engine/ledger.py", "sequence.prompt_length - 1)", "sequence.prompt_length)", ENGINE),
+    Mutant(
+        "engine/loop.py",
+        "// size * size if copying else row.start",
+        "if copying else row.start",
+        ENGINE,
     ),
     Mutant(
         "engine/loop.py",
@@ -113,33 +228,281 @@ MUTANTS = [
         "pass",
         "tests/engine/test_speculation.py -k 'written_anew'",
     ),
-    # ---- model/sampling -------------------------------------------------------------------------
+    Mutant(
+        "engine/speculation.py",
+        "sequence.limit - len(sequence.tokens) - 1  #",
+        "sequence.limit - len(sequence.tokens)  #",
+        SPECULATION,
+    ),
+    Mutant("engine/speculation.py", "self._lost.discard((equipped, number))", "pass", HOOKS),
+    Mutant(
+        "engine/engine.py",
+        "needed once more\n            kinship.attach_ready(sequence, all_of_them=True)",
+        "needed once more\n            pass",
+        ENGINE,
+    ),
+    Mutant("engine/engine.py", "sequence.peak = min(sequence.peak, length)", "pass", ENGINE),
+    Mutant("engine/engine.py", "sequence.shared = min(sequence.shared, length)", "pass", ENGINE),
+    Mutant(
+        "engine/engine.py",
+        "self._ledger.count(sequence, discarded=len(sequence.drawn) - kept)",
+        "pass",
+        ENGINE,
+    ),
+    # ---- speculative: verification and acceptance ------------------------------------------------
+    Mutant(
+        "speculative/verify.py",
+        "use = _ACCEPTANCE + (elders[parent] << 8)",
+        "use = _ACCEPTANCE",
+        VERIFY,
+    ),
+    Mutant(
+        "speculative/verify.py",
+        "(candidate.position + depth for depth in depths)",
+        "(candidate.position + depth - 1 for depth in depths)",
+        VERIFY,
+    ),
+    Mutant(
+        "speculative/verify.py", "candidate.rule is not None or _begins_with", "_begins_with", RULES
+    ),
+    Mutant(
+        "speculative/rejection.py",
+        "accepted = coins * chance < law",
+        "accepted = coins * chance <= law",
+        VERIFY,
+    ),
+    Mutant("speculative/rejection.py", "drawn_from[places, taken] = 0.0", "pass", VERIFY),
+    Mutant(
+        "speculative/rejection.py", "torch.where(mass > 0, rest / mass, law)", "rest / mass", VERIFY
+    ),
+    Mutant("speculative/typical.py", "margin > 0 and", "margin >= 0 and", RULES),
+    Mutant(
+        "speculative/typical.py",
+        "scores[node] > best:",
+        "scores[node][0] > best[0]:",
+        RULES,
+    ),
+    Mutant(
+        "speculative/relaxed.py",
+        ".sum(dim=-1, keepdim=True) < self.topk",
+        ".sum(dim=-1, keepdim=True) <= self.topk",
+        RULES,
+    ),
+    Mutant(
+        "speculative/relaxed.py",
+        "near = chance >= top - self.delta",
+        "near = chance > top - self.delta",
+        RULES,
+    ),
+    Mutant(
+        "speculative/check.py",
+        "full = len(depths) > request.max_nodes",
+        "full = len(depths) >= request.max_nodes",
+        "tests/engine/test_speculation_hooks.py tests/engine/test_misbehaving_drafters.py",
+    ),
+    Mutant(
+        "speculative/check.py",
+        "repeats = distinct and (parent, token) in siblings",
+        "repeats = (parent, token) in siblings",
+        "tests/engine/test_speculation_hooks.py tests/engine/test_speculation_law.py",
+    ),
+    Mutant(
+        "speculative/acceptance.py",
+        "tested = np.minimum(accepted + 1, depths)",
+        "tested = depths",
+        LENGTH,
+    ),
+    Mutant("speculative/acceptance.py", "max(capacity, 4 * len(request_ids))", "capacity", LENGTH),
+    Mutant("speculative/gate.py", "rate >= self._threshold", "rate > self._threshold", LENGTH),
+    Mutant("speculative/gate.py", "sum(min(accepted + 1, depth) for", "sum(depth for", LENGTH),
+    Mutant(
+        "speculative/schedule.py",
+        "bisect_right(self._bounds, running) - 1",
+        "bisect_left(self._bounds, running) - 1",
+        LENGTH,
+    ),
+    Mutant(
+        "speculative/backoff.py", "min(2 * self.interval, self._last)", "2 * self.interval", LENGTH
+    ),
+    # ---- speculative: drafters -------------------------------------------------------------------
+    Mutant(
+        "speculative/drafters/ngram.py",
+        "max(0, request.prompt_length - self.max_draft_len)",
+        "request.prompt_length",
+        NGRAM,
+    ),
+    Mutant(
+        "speculative/drafters/ngram.py",
+        "self._learn(request, len(request.tokens) - 1)",
+        "pass",
+        NGRAM,
+    ),
+    Mutant(
+        "speculative/ngram_pool.py",
+        "range(max(0, end - self.max_match), end - 1)",
+        "range(max(0, end - self.max_match) + 1, end - 1)",
+        NGRAM,
+    ),
+    Mutant(
+        "speculative/ngram_pool.py",
+        "patterns.move_to_end(pattern)\n                if match",
+        "if match",
+        NGRAM,
+    ),
+    Mutant("speculative/suffix_index.py", "places[-MOST_PLACES:]", "places", SUFFIX),
+    Mutant(
+        "speculative/suffix_index.py",
+        "if at >= back and text[at - back] == token",
+        "if text[at - back] == token",
+        SUFFIX,
+    ),
+    Mutant(
+        "speculative/drafters/suffix.py",
+        "found.score > best.score",
+        "found.score >= best.score",
+        SUFFIX,
+    ),
+    Mutant("speculative/continuation.py", "if prob < min_prob", "if prob <= min_prob", SUFFIX),
+    Mutant(
+        "speculative/continuation.py", "prob * share >= min_prob", "prob * share > min_prob", SUFFIX
+    ),
+    Mutant(
+        "speculative/past_outputs.py",
+        "1 < len(output) <= self._max_tokens",
+        "1 < len(output) < self._max_tokens",
+        SUFFIX,
+    ),
+    Mutant(
+        "speculative/drafters/draft_target.py",
+        "request.max_draft_len <= longest",
+        "request.max_draft_len < longest",
+        DRAFT_MODEL,
+    ),
+    Mutant(
+        "speculative/drafters/draft_target.py",
+        "[depth - 1 for depth in depths]",
+        "depths",
+        DRAFT_MODEL,
+    ),
+    Mutant("speculative/drafters/draft_target.py", "left[token] = 0.0", "pass", DRAFT_MODEL),
+    Mutant("speculative/pairs.py", "start if start > 1 else 0, stop", "start, stop", PAIRS),
+    Mutant(
+        "speculative/mtp_lane.py",
+        "begin = text.begin + self.lag if text.begin else 0",
+        "begin = text.begin + self.lag",
+        PAIRS,
+    ),
+    # ---- model/sampling --------------------------------------------------------------------------
     Mutant(
         "model/sampling/law.py",
         "torch.searchsorted(rising, min_p * likeliest)",
         "torch.searchsorted(rising, min_p * likeliest, right=True)",
-        "tests/model/test_sampling.py",
+        SAMPLING,
     ),
-    # ---- scaffolding ----------------------------------------------------------------------------
+    Mutant(
+        "model/sampling/law.py",
+        "torch.searchsorted(mass, top_p) + 1",
+        "torch.searchsorted(mass, top_p, right=True) + 1",
+        SAMPLING,
+    ),
+    Mutant(
+        "model/sampling/law.py",
+        "if len(context.output) < params.min_tokens:",
+        "if len(context.output) <= params.min_tokens:",
+        SAMPLING,
+    ),
+    Mutant(
+        "model/sampling/law.py",
+        "equal.cumsum(dim=-1) <= room",
+        "equal.cumsum(dim=-1) < room",
+        SAMPLING,
+    ),
+    Mutant("model/sampling/law.py", "min(p.top_k or width, width)", "p.top_k or width", SAMPLING),
+    Mutant("model/sampling/law.py", "packed[~packed.any(axis=-1)] = 0xFF", "pass", SAMPLING),
+    Mutant(
+        "model/sampling/logprobs.py", "rank = (law > chosen)", "rank = (law >= chosen)", SAMPLING
+    ),
+    # ---- scaffolding -----------------------------------------------------------------------------
     Mutant(
         "scaffolding/driver.py",
         'branch.on_failure == "raise" or self.run.ledger.exhausted is not None',
         'branch.on_failure == "raise"',
-        "tests/scaffolding/test_driver.py tests/scaffolding/test_budget.py",
+        DRIVER,
     ),
-    # ---- methods --------------------------------------------------------------------------------
+    Mutant("scaffolding/driver.py", "item.cancel_flag = True\n", "pass\n", DRIVER),
+    Mutant(
+        "scaffolding/parallel.py",
+        "self._left = [other for other in self._left if other is not item]",
+        "pass",
+        DRIVER,
+    ),
+    Mutant(
+        "scaffolding/budget.py",
+        "self.usage.completion_tokens > limit",
+        "self.usage.completion_tokens >= limit",
+        DRIVER,
+    ),
+    Mutant(
+        "scaffolding/budget.py",
+        "self.calls >= self.budget.calls",
+        "self.calls > self.budget.calls",
+        DRIVER,
+    ),
+    Mutant(
+        "scaffolding/collections.py", "_watch_branches(wanted.branches, collection)", "pass", DRIVER
+    ),
+    Mutant(
+        "scaffolding/answers.py", "for members in [*rivals, []]", "for members in rivals", VOTES
+    ),
+    Mutant(
+        "scaffolding/answers.py",
+        "min([*members, *outstanding]) < winner.first",
+        "min(outstanding) < winner.first",
+        VOTES,
+    ),
+    Mutant(
+        "scaffolding/workers/parking.py",
+        "len(ended) - self._capacity + 1",
+        "len(ended) - self._capacity",
+        LIVE,
+    ),
+    Mutant(
+        "scaffolding/workers/parking.py",
+        'path.startswith(f"{one.path}.")',
+        "path.startswith(one.path)",
+        LIVE,
+    ),
+    Mutant(
+        "scaffolding/sampling.py",
+        "name not in task.chosen and ",
+        "",
+        f"{TASKS} tests/scaffolding/test_compatibility.py",
+    ),
+    Mutant("scaffolding/clone.py", "if id(value) not in memo:", "if True:", TASKS),
+    Mutant(
+        "scaffolding/prm_controller.py", "self._plain(step) + separator", "step + separator", PRM
+    ),
+    # ---- methods ---------------------------------------------------------------------------------
+    Mutant(
+        "methods/dynasor.py", "earliest = probes[missing - 1]", "earliest = probes[-1]", DYNASOR
+    ),
     Mutant(
         "methods/dynasor.py",
-        "earliest = probes[missing - 1]",
-        "earliest = probes[-1]",
-        "tests/methods/test_dynasor.py",
+        "main.num_generated - forked_at >= self.chunk_size",
+        "main.num_generated - forked_at > self.chunk_size",
+        DYNASOR,
     ),
     Mutant(
-        "methods/probes.py",
-        "self._left < 1",
-        "self._left <= 1",
-        "tests/methods/test_dynasor.py",
+        "methods/dynasor.py",
+        'fields["priority"] = usual - 1',
+        'fields["priority"] = usual',
+        DYNASOR,
     ),
+    Mutant("methods/probes.py", "self._left < 1", "self._left <= 1", DYNASOR),
+    Mutant("methods/probes.py", "elif self.count and (yield", "elif (yield", DYNASOR),
+    Mutant("methods/majority_vote.py", "numbers.pop(id(branch))", "numbers[id(branch)]", VOTES),
+    Mutant("methods/majority_vote.py", "numbers[id(b)] > first", "True", VOTES),
+    Mutant("methods/best_of_n.py", '"index": scored[place]', '"index": place', BEST_OF_N),
 ]
 
 
@@ -220,14 +583,14 @@ def _try(copy: Path, mutant: Mutant, passes: bool) -> Finding:
 
 def _pytest(copy: Path, tests: str) -> tuple[int, str]:
     """Run tests up to the first failure: pytest's exit code, and which test failed."""
-    options = ["-x", "-q", "-p", "no:cacheprovider", "--no-header", "-m", "not slow"]
+    options = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=unshrunk"]
     environment = {
         **os.environ,
         "PYTHONPATH": str(copy / "src"),
         "PYTHONDONTWRITEBYTECODE": "1",  # a stale one would hide a mutant of the same size
         "OMP_NUM_THREADS": "1",
     }
-    command = f"{sys.executable} -m pytest {' '.join(map(repr, options))} {tests}"
+    command = f"{sys.executable} -m pytest {' '.join(options)} {tests}"
     try:
         done = subprocess.run(
             command,

@@ -116,6 +116,26 @@ def test_preempted_sequences_compute_again_and_lose_no_token() -> None:
     expect_empty(machine)
 
 
+def test_what_is_computed_again_after_a_preemption_counts_as_prefilled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine, computed = engine(pages=16, page_size=4, reuse=False, max_length=60), [0]
+    forward = machine.runner.forward
+
+    def counted(rows: Any) -> Any:
+        computed[0] += sum(len(row.tokens) for row in rows)
+        return forward(rows)
+
+    monkeypatch.setattr(machine.runner, "forward", counted)
+    for prompt in PROMPTS:
+        machine.add(prompt, GREEDY)
+    drain(machine)
+    assert machine.stats.preemptions > 0
+    assert machine.stats.prefilled > sum(map(len, PROMPTS))
+    # The last token of each is drawn and never computed.
+    assert machine.stats.prefilled + machine.stats.decoded - len(PROMPTS) == computed[0]
+
+
 def test_the_first_comer_finishes_first_when_pages_are_short() -> None:
     machine = engine(pages=12, page_size=4, max_length=48)
     sequences = [machine.add(prompts((20,), seed)[0], GREEDY)[0] for seed in range(4)]
@@ -230,6 +250,7 @@ def test_a_rewound_sequence_continues_as_if_nothing_had_followed() -> None:
     machine.resume(sequence, GREEDY)
     drain(machine)
     assert [sequence.output] == greedy(tiny("llama"), [[*first[:14], 8, 9]], 16)
+    assert sequence.usage.prefilled == 9 + 2  # what is drawn again is decoded again
     machine.close(sequence)
     expect_empty(machine)
 
@@ -286,6 +307,25 @@ def test_a_fork_that_is_resumed_when_its_last_token_has_just_been_computed_goes_
     assert outputs((main, child)) == greedy(tiny("llama"), starts, 16)
     for sequence in (main, child):
         machine.close(sequence)
+    expect_empty(machine)
+
+
+def test_a_fork_that_waits_draws_behind_its_own_tokens_and_not_behind_its_parents() -> None:
+    """Both have as many tokens, and the parent is still computing those that they share."""
+    machine = engine(max_num_tokens=8, pages=200)
+    (parent,) = machine.add(PROMPTS[3], GREEDY)
+    child = machine.fork(parent, 27)
+    machine.extend(child, [token + 1 if token < 100 else 3 for token in PROMPTS[3][27:]])
+    machine.resume(child, GREEDY)
+    for _ in range(3):
+        machine.step()
+    assert child.parent is parent
+    assert len(child.tokens) == len(parent.tokens) == 30
+    assert parent.num_computed == 24
+    drain(machine)
+    starts = [sequence.tokens[: sequence.prompt_length] for sequence in (parent, child)]
+    assert outputs((parent, child)) == greedy(tiny("llama"), starts, 16)
+    machine.close(child)
     expect_empty(machine)
 
 

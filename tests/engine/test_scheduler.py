@@ -10,7 +10,13 @@ from typing import Any
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from forethought.engine.scheduler import Limits, Plan, Scheduler, Wishes
+from forethought.engine.scheduler import (
+    PROMPT_LOGPROB_ROWS,
+    Limits,
+    Plan,
+    Scheduler,
+    Wishes,
+)
 from forethought.engine.sequence import Sequence, Status
 from forethought.engine.stats import EngineStats
 from forethought.kv.pool import PagePool
@@ -177,6 +183,25 @@ def test_drafts_take_at_most_half_of_what_decodes_leave_to_prefills() -> None:
     # Of 16 tokens 1 is decoded, and 7 of the 15 left are for its draft: while the prompt waits,
     # and while it is being computed.
     assert [queue.step(), queue.step()] == [{early.id: 1, late.id: 8}] * 2
+
+
+def test_drafts_fill_the_last_page_where_no_other_is_free() -> None:
+    queue = Queue(pages=2, page_size=8)
+    queue.wishes = lambda sequences, running: [5] * len(sequences)
+    queue.add(9, new=5)
+    queue.step()
+    plan = Plan()
+    queue.scheduler.plan(plan, queue.wishes)
+    assert queue.pool.available == 0
+    assert [row.nodes for row in plan.rows] == [5]
+
+
+def test_logits_of_few_prompt_tokens_are_wanted_in_one_step() -> None:
+    queue = Queue(pages=200, max_num_tokens=600, max_length=700)
+    sequence = queue.add(600)
+    sequence.params = SamplingParams(prompt_logprobs=1)
+    assert queue.step() == {sequence.id: PROMPT_LOGPROB_ROWS}
+    assert PROMPT_LOGPROB_ROWS < 600
 
 
 def test_drafts_take_all_that_is_left_where_nobody_prefills() -> None:

@@ -242,6 +242,36 @@ def test_a_page_that_is_written_to_again_after_a_rewind_is_not_found_any_more() 
     index.check_integrity()
 
 
+def test_a_fork_has_the_hashes_of_its_own_full_pages_alone() -> None:
+    table = PageTable(PagePool(4, 4))
+    table.append(12)
+    table.digests += [b"a", b"b", b"c"]
+    assert [len(table.fork(length).digests) for length in (12, 11, 8, 3)] == [3, 2, 2, 0]
+
+
+def test_of_a_prefix_that_is_evicted_the_end_goes_first() -> None:
+    pool = PagePool(3, 1)
+    index, table = PrefixIndex(pool), PageTable(pool)
+    table.append(3)
+    digest = index.root("")
+    for token, page in enumerate(table.pages):
+        digest = index.publish(digest, [token], page)
+    table.release()
+    for left in (2, 1, 0):
+        pool.take()
+        assert len(index.match([0, 1, 2])) == left
+
+
+def test_a_row_that_needs_many_pages_at_once_gets_them_side_by_side() -> None:
+    pool = PagePool(16, 1)
+    first, second = PageTable(pool), PageTable(pool)
+    first.append(1)
+    second.append(12)
+    assert second.run() is not None
+    first.append(3)
+    assert first.run() is not None
+
+
 def test_rewinding_forgets_the_hashes_of_pages_that_are_not_full_any_more() -> None:
     pool = PagePool(4, 4)
     table = PageTable(pool)

@@ -29,6 +29,7 @@ from forethought.scaffolding import (
     ScaffoldingLlm,
     ScriptedWorker,
 )
+from forethought.scaffolding.equivalence import TextEquivalence
 from scripted import answer, chain
 
 THOUGHT = "".join(f"step {i:02}; " for i in range(20))  # 180 characters
@@ -187,6 +188,18 @@ def test_the_uncertain_words_can_be_chosen():
 def test_one_uncertain_probe_breaks_the_row():
     answers = ["4}", "4}", "wait 4}", "4}", "4}", "4}"]
     assert kept(solve(after(*answers))[0]) == 60
+
+
+def test_an_answer_is_not_compared_with_one_that_did_not_count():
+    compared = []
+
+    class Noting(TextEquivalence):
+        def quick(self, one, other):
+            compared.append((one, other))
+            return super().quick(one, other)
+
+    solve(after("wait 4}", "4}", "5}", "no}", "5}"), THOUGHT[:55], equivalence=Noting())
+    assert compared == [("4", "5")]
 
 
 def test_answers_agree_by_what_they_mean():

@@ -113,9 +113,10 @@ class Commit:
 
     def _cut(self, sequence: Sequence, verdict: Verdict) -> None:
         """Leave out what follows the token that ends the generation."""
-        tokens, room = verdict.tokens, sequence.limit - len(sequence.tokens)
-        sizes = range(1, min(len(tokens), room) + 1)
-        size = next((n for n in sizes if self._end(sequence, tokens[:n])), sizes[-1])
+        tokens = verdict.tokens
+        assert len(tokens) <= sequence.limit - len(sequence.tokens), "drafts are shorter than this"
+        sizes = range(1, len(tokens) + 1)
+        size = next((n for n in sizes if self._end(sequence, tokens[:n])), len(tokens))
         del verdict.tokens[size:], verdict.path[size - 1 :]
 
     def _end(self, sequence: Sequence, tokens: list[int]) -> _End | None:
