@@ -6,7 +6,7 @@ notices is *alive*: either a test is missing, or the line has no effect and can 
 not in its file any more is reported as *not found*, and has to be written anew here.
 
     python scripts/mutants.py                      all of them, one after the other
-    python scripts/mutants.py kv/ scheduler        those of files with one of these in the path
+    python scripts/mutants.py kv/ scheduler        those with one of these in path or broken line
     python scripts/mutants.py --jobs 2             two at a time
     python scripts/mutants.py --list               what there is
 
@@ -74,11 +74,8 @@ KV = "tests/kv"
 SCHEDULER = "tests/engine/test_scheduler.py"
 ENGINE = "tests/engine/test_engine.py"
 SPECULATION = "tests/engine/test_speculation.py -k 'not every_drafter and not trees_are_exact'"
-HOOKS = "tests/engine/test_speculation_hooks.py tests/engine/test_misbehaving_drafters.py"
-RULES = (
-    "tests/speculative/test_typical.py tests/speculative/test_relaxed.py "
-    "tests/engine/test_acceptance_rules.py"
-)
+HOOKS = "tests/engine/test_speculation_hooks.py"
+RULES = "tests/speculative/test_typical.py tests/speculative/test_relaxed.py"
 VERIFY = "tests/speculative/test_verify.py tests/speculative/test_laws.py"
 LENGTH = "tests/speculative/test_length.py tests/speculative/test_gate.py"
 NGRAM = "tests/speculative/test_ngram.py"
@@ -129,7 +126,7 @@ MUTANTS = [
         "kv/prefix.py",
         " and page not in self._digest_of",
         "",
-        "tests/kv tests/engine/test_engine.py -k 'salt or TestPagedLists or found'",
+        "tests/engine/test_engine.py -k 'salt'",
     ),
     Mutant(
         "kv/companion.py",
@@ -148,7 +145,7 @@ MUTANTS = [
         "engine/admission.py",
         "self._check_wishes(params)\n        self._check_length(len(tokens) + 1)",
         "self._check_wishes(params)\n        self._check_length(len(tokens))",
-        ENGINE,
+        "tests/engine/test_engine.py -k 'refused'",
     ),
     Mutant(
         "engine/scheduler.py",
@@ -161,66 +158,89 @@ MUTANTS = [
         "engine/scheduler.py",
         "self.stop > self.sequence.prompt_length",
         "self.stop >= self.sequence.prompt_length",
-        SPECULATION,
+        "tests/engine/test_speculation.py -k 'prompt_token'",
     ),
     Mutant(
         "engine/scheduler.py",
         "self.on_end(sequence)\n        if sequence.keep",
         "if sequence.keep",
-        SPECULATION,
+        "tests/engine/test_speculation.py -k 'generation_ends_whose'",
     ),
-    Mutant("engine/scheduler.py", "kinship.detach(sequence)\n", "", ENGINE),
+    Mutant(
+        "engine/scheduler.py",
+        "kinship.detach(sequence)",
+        "pass",
+        "tests/engine/test_engine.py -k 'fork or sample or abort'",
+    ),
     Mutant(
         "engine/scheduler.py",
         "other.rank >= needy.rank",
         "other.rank > needy.rank",
-        "tests/engine/test_scheduler.py tests/engine/test_engine.py",
+        "tests/engine/test_engine.py -k 'preempted or short'",
     ),
     Mutant("engine/scheduler.py", "wanted = min(wanted, PROMPT_LOGPROB_ROWS)", "pass", SCHEDULER),
     Mutant(
         "engine/scheduler.py",
         "self._index.match(sequence.tokens[:-1]",
         "self._index.match(sequence.tokens",
-        ENGINE,
+        "tests/engine/test_engine.py -k 'tenant or found or prefix'",
     ),
     Mutant(
         "engine/scheduler.py",
         "if needed > self._pool.available and self.running:",
         "if needed > self._pool.available:",
-        "tests/engine/test_scheduler.py tests/engine/test_engine.py",
+        SCHEDULER,
     ),
     Mutant(
         "engine/scheduler.py",
         "if sequence.parent is not None:\n                continue",
         "if sequence.parent is not None:\n                break",
-        ENGINE,
+        "tests/engine/test_engine.py -k 'fork or sample'",
     ),
     Mutant(
         "engine/scheduler.py", "free = -table.length % self._pool.page_size", "free = 0", SCHEDULER
     ),
-    Mutant("engine/kinship.py", "ready = min(ready, len(child.tokens) - 1)", "pass", ENGINE),
+    Mutant(
+        "engine/kinship.py",
+        "ready = min(ready, len(child.tokens) - 1)",
+        "pass",
+        "tests/engine/test_engine.py -k 'fork'",
+    ),
     Mutant(
         "engine/kinship.py",
         "other.shared == len(other.tokens) == length",
         "len(other.tokens) == length",
-        ENGINE,
+        "tests/engine/test_engine.py -k 'fork'",
     ),
-    Mutant("engine/commit.py", "verdict.path[size - 1 :]", "verdict.path[size:]", SPECULATION),
+    Mutant(
+        "engine/commit.py",
+        "verdict.path[size - 1 :]",
+        "verdict.path[size:]",
+        "tests/engine/test_speculation.py -k 'stop_token or beyond'",
+    ),
     Mutant(
         "engine/ledger.py",
         "max(sequence.prompt_length, sequence.peak)",
         "sequence.prompt_length",
-        ENGINE,
+        "tests/engine/test_engine.py -k 'preempt'",
     ),
     Mutant(
-        "engine/ledger.py", "max(sequence.prompt_length, sequence.peak)", "sequence.peak", ENGINE
+        "engine/ledger.py",
+        "max(sequence.prompt_length, sequence.peak)",
+        "sequence.peak",
+        "tests/engine/test_engine.py -k 'preempt'",
     ),
-    Mutant("engine/ledger.py", "sequence.prompt_length - 1)", "sequence.prompt_length)", ENGINE),
+    Mutant(
+        "engine/ledger.py",
+        "sequence.prompt_length - 1)",
+        "sequence.prompt_length)",
+        "tests/engine/test_engine.py -k 'prompt_logprobs'",
+    ),
     Mutant(
         "engine/loop.py",
         "// size * size if copying else row.start",
         "if copying else row.start",
-        ENGINE,
+        "tests/engine/test_engine.py -k 'interrupted'",
     ),
     Mutant(
         "engine/loop.py",
@@ -232,22 +252,32 @@ MUTANTS = [
         "engine/speculation.py",
         "sequence.limit - len(sequence.tokens) - 1  #",
         "sequence.limit - len(sequence.tokens)  #",
-        SPECULATION,
+        "tests/engine/test_speculation.py -k 'stop_token or beyond'",
     ),
     Mutant("engine/speculation.py", "self._lost.discard((equipped, number))", "pass", HOOKS),
     Mutant(
         "engine/engine.py",
         "needed once more\n            kinship.attach_ready(sequence, all_of_them=True)",
         "needed once more\n            pass",
-        ENGINE,
+        "tests/engine/test_engine.py -k 'fork or resumed'",
     ),
-    Mutant("engine/engine.py", "sequence.peak = min(sequence.peak, length)", "pass", ENGINE),
-    Mutant("engine/engine.py", "sequence.shared = min(sequence.shared, length)", "pass", ENGINE),
+    Mutant(
+        "engine/engine.py",
+        "sequence.peak = min(sequence.peak, length)",
+        "pass",
+        "tests/engine/test_engine.py -k 'rewound'",
+    ),
+    Mutant(
+        "engine/engine.py",
+        "sequence.shared = min(sequence.shared, length)",
+        "pass",
+        "tests/engine/test_engine.py -k 'fork'",
+    ),
     Mutant(
         "engine/engine.py",
         "self._ledger.count(sequence, discarded=len(sequence.drawn) - kept)",
         "pass",
-        ENGINE,
+        "tests/engine/test_engine.py -k 'rewound'",
     ),
     # ---- speculative: verification and acceptance ------------------------------------------------
     Mutant(
@@ -263,7 +293,10 @@ MUTANTS = [
         VERIFY,
     ),
     Mutant(
-        "speculative/verify.py", "candidate.rule is not None or _begins_with", "_begins_with", RULES
+        "speculative/verify.py",
+        "candidate.rule is not None or _begins_with",
+        "_begins_with",
+        "tests/speculative/test_typical.py tests/speculative/test_relaxed.py",
     ),
     Mutant(
         "speculative/rejection.py",
@@ -298,13 +331,13 @@ MUTANTS = [
         "speculative/check.py",
         "full = len(depths) > request.max_nodes",
         "full = len(depths) >= request.max_nodes",
-        "tests/engine/test_speculation_hooks.py tests/engine/test_misbehaving_drafters.py",
+        "tests/speculative/test_tree.py",
     ),
     Mutant(
         "speculative/check.py",
         "repeats = distinct and (parent, token) in siblings",
         "repeats = (parent, token) in siblings",
-        "tests/engine/test_speculation_hooks.py tests/engine/test_speculation_law.py",
+        "tests/speculative/test_tree.py",
     ),
     Mutant(
         "speculative/acceptance.py",
@@ -376,21 +409,31 @@ MUTANTS = [
         "speculative/drafters/draft_target.py",
         "request.max_draft_len <= longest",
         "request.max_draft_len < longest",
-        DRAFT_MODEL,
+        "tests/speculative/test_draft_model.py -k context",
     ),
     Mutant(
         "speculative/drafters/draft_target.py",
         "[depth - 1 for depth in depths]",
         "depths",
-        DRAFT_MODEL,
+        "tests/engine/test_speculation.py -k 'written_anew'",
     ),
-    Mutant("speculative/drafters/draft_target.py", "left[token] = 0.0", "pass", DRAFT_MODEL),
-    Mutant("speculative/pairs.py", "start if start > 1 else 0, stop", "start, stop", PAIRS),
+    Mutant(
+        "speculative/drafters/draft_target.py",
+        "left[token] = 0.0",
+        "pass",
+        "tests/speculative/test_draft_model.py -k siblings",
+    ),
+    Mutant(
+        "speculative/pairs.py",
+        "start if start > 1 else 0, stop",
+        "start, stop",
+        "tests/engine/test_speculation.py -k 'not_computed_again'",
+    ),
     Mutant(
         "speculative/mtp_lane.py",
         "begin = text.begin + self.lag if text.begin else 0",
         "begin = text.begin + self.lag",
-        PAIRS,
+        "tests/engine/test_speculation.py -k 'not_computed_again'",
     ),
     # ---- model/sampling --------------------------------------------------------------------------
     Mutant(
@@ -509,20 +552,24 @@ MUTANTS = [
 def main() -> int:
     """Run the mutants that were asked for; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("files", nargs="*", help="only mutants of files whose path has this text")
+    parser.add_argument("texts", nargs="*", help="only those with it in their path or their line")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
+    parser.add_argument(
+        "--unchecked", action="store_true", help="do not run the tests without mutants first"
+    )
     parser.add_argument("--list", action="store_true", help="print the mutants and end")
     arguments = parser.parse_args()
     wanted = [
         mutant
         for mutant in MUTANTS
-        if not arguments.files or any(text in mutant.file for text in arguments.files)
+        if not arguments.texts
+        or any(text in f"{mutant.file}: {mutant.original}" for text in arguments.texts)
     ]
     if arguments.list:
         for mutant in wanted:
             print(f"{mutant.file}: {_line(mutant.original)} -> {_line(mutant.replacement)}")
         return 0
-    findings = run(wanted, max(1, arguments.jobs))
+    findings = run(wanted, max(1, arguments.jobs), arguments.unchecked)
     counts = Counter(finding.outcome for finding in findings)
     for finding in findings:
         if finding.outcome != "killed":
@@ -531,14 +578,22 @@ def main() -> int:
     return int(bool(counts["alive"] or counts["broken tests"]))
 
 
-def run(mutants: Sequence[Mutant], jobs: int) -> list[Finding]:
-    """Try each mutant in one of ``jobs`` copies of the tracked files."""
+def run(mutants: Sequence[Mutant], jobs: int, unchecked: bool) -> list[Finding]:
+    """Try each mutant in one of ``jobs`` copies of the tracked files.
+
+    Args:
+        mutants: what to try.
+        jobs: how many at a time.
+        unchecked: take it that the tests pass where nothing is broken.
+    """
     with tempfile.TemporaryDirectory(prefix="mutants-") as directory:
         copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
         for number in range(jobs):
             copies.put(_copy(Path(directory) / str(number)))
 
-        def judge(tests: str) -> bool:
+        def passes(tests: str) -> bool:
+            if unchecked:
+                return True
             copy = copies.get()
             try:
                 return _pytest(copy, tests)[0] == _NO_TESTS_FAILED
@@ -556,7 +611,7 @@ def run(mutants: Sequence[Mutant], jobs: int) -> list[Finding]:
 
         with ThreadPoolExecutor(jobs) as pool:
             selections = list(dict.fromkeys(mutant.tests for mutant in mutants))
-            passing = dict(zip(selections, pool.map(judge, selections), strict=True))
+            passing = dict(zip(selections, pool.map(passes, selections), strict=True))
             return list(pool.map(attempt, mutants))
 
 
@@ -566,11 +621,13 @@ def _try(copy: Path, mutant: Mutant, passes: bool) -> Finding:
     text = path.read_text() if path.exists() else ""
     if text.count(mutant.original) != 1:
         return Finding(mutant, "not found", 0.0)
+    broken = text.replace(mutant.original, mutant.replacement)
+    compile(broken, str(path), "exec")  # a syntax error would count as killed
     if not passes:
         return Finding(mutant, "broken tests", 0.0, f"without the mutant: {mutant.tests}")
     began = time.perf_counter()
     try:
-        path.write_text(text.replace(mutant.original, mutant.replacement))
+        path.write_text(broken)
         code, detail = _pytest(copy, mutant.tests)
     finally:
         path.write_text(text)

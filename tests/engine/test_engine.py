@@ -83,6 +83,16 @@ def test_samples_of_one_prompt_share_its_prefill() -> None:
     expect_empty(machine)
 
 
+def test_samples_that_wait_for_their_prompt_hold_up_nobody() -> None:
+    machine = engine()
+    machine.add(PROMPTS[3], GREEDY.replace(n=3))
+    (other,) = machine.add(PROMPTS[1], GREEDY)
+    machine.step()
+    assert len(other.output) == 1
+    drain(machine)
+    expect_empty(machine)
+
+
 def test_samples_that_do_not_fit_into_the_batch_come_later() -> None:
     machine = engine(max_batch_size=3)
     samples = machine.add(PROMPTS[1], GREEDY.replace(n=8))

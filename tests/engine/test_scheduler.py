@@ -149,6 +149,18 @@ def test_an_urgent_sequence_takes_the_place_of_a_running_one_which_keeps_its_pag
     assert queue.scheduler._stats.preemptions == queue.scheduler._stats.dropped == 0
 
 
+def test_an_urgent_sequence_runs_although_paused_ones_hold_the_pages_that_it_needs() -> None:
+    queue = Queue(pages=9, page_size=4, max_batch_size=1, max_num_tokens=8)
+    patient = queue.add(24, priority=1)
+    queue.step()
+    queue.step()
+    urgent = queue.add(24, priority=0)
+    assert urgent.table.pages_needed(24) > queue.pool.available
+    assert queue.step() == {urgent.id: 8}
+    while patient.active:
+        assert queue.step(), "somebody waits and nobody runs"
+
+
 def test_a_free_place_is_taken_before_anybody_pauses() -> None:
     queue = Queue(max_batch_size=2)
     first = queue.add(3)

@@ -271,6 +271,26 @@ def test_no_token_beyond_max_tokens_or_the_context_is_given(limit: int) -> None:
     assert sequence.output == plain()[tuple(PROMPTS[1])][:limit]
 
 
+def test_no_draft_follows_a_prompt_token_be_it_the_only_one_that_is_computed() -> None:
+    machine = engine(speculative=drafting("oracle"))
+    [sequence] = machine.add(PROMPTS[0], GREEDY)
+    assert sequence.num_uncomputed == 1
+    machine.step()
+    assert (machine.stats.drafted, sequence.metrics.steps) == (0, 0)
+    drain(machine)
+    assert machine.stats.drafted > 0
+
+
+def test_a_drafter_is_told_that_a_generation_ends_whose_sequence_is_kept() -> None:
+    drafter = drafters.oracle(plain())
+    machine = engine(speculative=[provided(drafter)])
+    [sequence] = machine.add(PROMPTS[1], GREEDY.replace(max_tokens=12), keep=True)
+    drain(machine)
+    assert drafter.released == [sequence.id]  # type: ignore[attr-defined]
+    machine.close(sequence)
+    assert drafter.released == [sequence.id]  # type: ignore[attr-defined]
+
+
 def test_a_stop_token_in_the_middle_of_an_accepted_draft_ends_the_generation_there() -> None:
     answer = plain()[tuple(PROMPTS[1])]
     for stop in set(answer[:12]):
@@ -451,6 +471,21 @@ def test_a_draft_model_does_not_take_what_is_stored_for_the_token_that_was_writt
     machine.resume(sequence, GREEDY.replace(max_tokens=24))
     drain(machine)
     assert machine.stats.accepted == machine.stats.drafted > 30
+    machine.close(sequence)
+    expect_empty(machine)
+
+
+@pytest.mark.parametrize(
+    "name", ["draft model = target", "mtp, replayed", "mtp, one per place", "eagle 1", "eagle 3"]
+)
+def test_what_drafters_have_stored_of_a_prompt_is_not_computed_again(name: str) -> None:
+    machine = engine(page_size=16, speculative=drafting(name))
+    [sequence] = machine.add(PROMPTS[3], GREEDY.replace(max_tokens=20), keep=True)
+    for _ in range(8):
+        machine.step()
+    known = len(PROMPTS[3])
+    for companion in machine.speculation.companions:
+        assert companion.ready_length(sequence.table, known) == known
     machine.close(sequence)
     expect_empty(machine)
 
