@@ -339,6 +339,18 @@ def test_a_fork_that_waits_draws_behind_its_own_tokens_and_not_behind_its_parent
     expect_empty(machine)
 
 
+def test_a_fork_that_is_closed_before_it_has_got_its_pages_never_gets_them() -> None:
+    machine = engine(max_num_tokens=8)
+    (parent,) = machine.add(PROMPTS[3], GREEDY)
+    machine.step()
+    child = machine.fork(parent)
+    assert child.parent is parent
+    machine.close(child)
+    drain(machine)
+    assert child.table.pages == []
+    expect_empty(machine)
+
+
 def test_a_fork_rewound_before_it_has_got_its_pages_shares_only_what_it_kept() -> None:
     machine = engine()
     (main,) = machine.add(PROMPTS[1], GREEDY, keep=True)

@@ -140,7 +140,6 @@ class Engine:
         self.check_resume(sequence, params)
         self.admission.check_constraints(params, constraints)
         if sequence.num_uncomputed == 0:  # the last token's logits are needed once more
-            kinship.attach_ready(sequence, all_of_them=True)
             sequence.table.rewind(len(sequence.tokens) - 1)
         self._start(sequence, params, next(self._arrivals), self._seed(params), constraints)
 
