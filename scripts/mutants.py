@@ -3,7 +3,8 @@
 Each mutant replaces a short text that stands exactly once in its file, in a temporary copy of the
 tracked files; the tests named with it run there, up to the first failure. A mutant that no test
 notices is *alive*: either a test is missing, or the line has no effect and can go. A text that is
-not in its file any more is reported as *not found*, and has to be written anew here.
+not in its file any more, or whose replacement does not compile there, is reported as *not found*,
+and has to be written anew here.
 
     python scripts/mutants.py                      all of them, one after the other
     python scripts/mutants.py kv/ scheduler        those with one of these in path or broken line
@@ -619,7 +620,10 @@ def _try(copy: Path, mutant: Mutant, passes: bool) -> Finding:
     if text.count(mutant.original) != 1:
         return Finding(mutant, "not found", 0.0)
     broken = text.replace(mutant.original, mutant.replacement)
-    compile(broken, str(path), "exec")  # a syntax error would count as killed
+    try:
+        compile(broken, str(path), "exec")  # what does not would count as killed
+    except SyntaxError as error:
+        return Finding(mutant, "not found", 0.0, f"it does not compile: {error}")
     if not passes:
         return Finding(mutant, "broken tests", 0.0, f"without the mutant: {mutant.tests}")
     began = time.perf_counter()

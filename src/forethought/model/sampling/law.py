@@ -214,7 +214,7 @@ def _truncate(probs: Tensor, contexts: Sequence[TokenContext]) -> Tensor:
     min_p = _column([p.min_p for p in wishes], probs)
     mass = rising.flip(-1).cumsum(dim=-1, dtype=torch.float64)  # [R, V] of the likeliest so far
     in_top_p = torch.searchsorted(mass, top_p) + 1  # those that do not reach it, and one more
-    in_min_p = width - torch.searchsorted(rising, min_p * likeliest)  # at most the vocabulary
+    in_min_p = width - torch.searchsorted(rising, min_p * likeliest)  # 1 to V
     keep = torch.minimum(torch.minimum(in_top_p, in_min_p), top_k)  # [R, 1] tokens, at least one
     threshold = rising.gather(1, width - keep)
     probs[index] = _keep_likeliest(law, threshold, keep)
