@@ -16,6 +16,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
 import pytest
+from hypothesis import Phase, settings
+
+settings.register_profile(
+    "unshrunk", phases=[Phase.explicit, Phase.reuse, Phase.generate]
+)  # a failure is enough where nobody reads the example: see scripts/mutants.py
 
 
 class NetworkForbidden(RuntimeError):

@@ -63,11 +63,13 @@ def random_eagle3(seed: int = 0, draft_vocab: int = 60, **traits: Any) -> Eagle3
     return head
 
 
-def random_eagle(seed: int = 0, bias: bool = True, own_embedding: bool = False) -> EagleHead:
+def random_eagle(
+    seed: int = 0, bias: bool = True, own_embedding: bool = False, **sizes: Any
+) -> EagleHead:
     """A head of EAGLE-1's."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        head = EagleHead(LlamaConfig(**SIZES), bias, own_embedding)
+        head = EagleHead(LlamaConfig(**SIZES | sizes), bias, own_embedding)
         scatter(head)
     return head
 
@@ -80,13 +82,13 @@ def scatter(head: nn.Module) -> None:
 
 
 @functools.cache
-def random_head(kind: str = "eagle3", layout: Layout = "eagle3") -> Path:
+def random_head(kind: str = "eagle3", layout: Layout = "eagle3", **sizes: Any) -> Path:
     """Directory of a random head for ``tiny("llama")``; made once per process."""
     path = new_directory()
     if kind == "eagle3":
-        random_eagle3().save(path, layout)
+        random_eagle3(**sizes).save(path, layout)
     else:
-        random_eagle().save(path)
+        random_eagle(**sizes).save(path)
     return path
 
 

@@ -23,9 +23,9 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 
 
 @functools.cache
-def load(architecture: str, device: str = "cpu") -> CausalLM:
-    """The tiny model in float32; it has no state, so engines may share it."""
-    return loader.load(tiny(architecture), dtype="float32", device=device)
+def load(architecture: str, device: str = "cpu", dtype: str = "float32") -> CausalLM:
+    """The tiny model; it has no state, so engines may share it."""
+    return loader.load(tiny(architecture), dtype=dtype, device=device)
 
 
 def engine(
@@ -35,11 +35,12 @@ def engine(
     page_size: int = 4,
     reuse: bool = True,
     device: str = "cpu",
+    dtype: str = "float32",
     speculative: Iterable[DecodingBaseConfig] = (),
     **limits: Any,
 ) -> Engine:
-    """A float32 engine, with drafters if any are configured."""
-    lm = load(architecture, device)
+    """An engine, with drafters if any are configured."""
+    lm = load(architecture, device, dtype)
     storage = KvStorage(lm.layer_shapes, pages, page_size, lm.dtype, lm.device)
     settings = {"max_batch_size": 8, "max_num_tokens": 64, "max_length": 128, **limits}
     runner = Runner(lm, storage)

@@ -40,6 +40,8 @@ _MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attent
 # name -> (transformers model_type, what differs from _BASE)
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
+    "llama_mha": ("llama", {"num_key_value_heads": 4}),
+    "llama_mqa": ("llama", {"num_key_value_heads": 1}),
     "llama_tied_biased": (
         "llama",
         {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
@@ -116,11 +118,19 @@ def _directory() -> tempfile.TemporaryDirectory[str]:
 
 
 @functools.cache
-def tiny(architecture: str, seed: int = 1) -> Path:
-    """Directory of a saved tiny model with random float32 weights; made once per process."""
+def tiny(architecture: str, seed: int = 1, kv_heads: int | None = None) -> Path:
+    """Directory of a saved tiny model with random float32 weights; made once per process.
+
+    Args:
+        architecture: a key of ``ARCHITECTURES``.
+        seed: of the weights.
+        kv_heads: None for the number that the architecture's entry says.
+    """
     model_type, changes = ARCHITECTURES[architecture]
+    if kv_heads is not None:
+        changes = {**changes, "num_key_value_heads": kv_heads}
     settings = {key: value for key, value in {**_BASE, **changes}.items() if value is not None}
-    path = Path(_directory().name) / f"{architecture}-{seed}"
+    path = Path(_directory().name) / f"{architecture}-{seed}-{kv_heads}"
     save_random(CONFIG_MAPPING[model_type](**settings), path, seed)
     return path
 
@@ -138,12 +148,17 @@ def save_random(config: Any, path: Path, seed: int = 0, dtype: torch.dtype = tor
 
 
 @functools.cache
-def transformers_model(path: Path) -> PreTrainedModel:
-    """The same model as transformers runs it, in float32, with its own eager attention."""
+def transformers_model(path: Path, rounded_to: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The same model as transformers runs it, in float32, with its own eager attention.
+
+    Args:
+        path: of the checkpoint.
+        rounded_to: what its weights are rounded to first.
+    """
     module = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        path, dtype=rounded_to, attn_implementation="eager", local_files_only=True
     )
-    return module.eval()
+    return module.float().eval()
 
 
 def greedy(path: Path, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[list[int]]:
@@ -166,6 +181,22 @@ def _greedy(path: Path, prompt: tuple[int, ...], new_tokens: int) -> list[int]:
             pad_token_id=0,
         )
     return output[0, len(prompt) :].tolist()
+
+
+def logits_lost(
+    path: Path, dtype: torch.dtype, prompt: Sequence[int], output: Sequence[int]
+) -> torch.Tensor:
+    """By how much the logit of each generated token lies below the greatest one.
+
+    Returns:
+        In standard deviations of the token's logits, ``[output]``: computed in float32 by
+        transformers, with the weights rounded to ``dtype``.
+    """
+    exact, tokens = transformers_model(path, dtype), torch.tensor([[*prompt, *output]])
+    with torch.inference_mode():
+        logits = exact(tokens).logits[0, len(prompt) - 1 : -1]
+    chosen = logits.gather(1, torch.tensor(output)[:, None])[:, 0]
+    return (logits.amax(-1) - chosen) / logits.std(-1)
 
 
 def prompts(lengths: Sequence[int] = (1, 4, 9, 17, 30), seed: int = 0) -> list[list[int]]:

@@ -83,6 +83,16 @@ def test_samples_of_one_prompt_share_its_prefill() -> None:
     expect_empty(machine)
 
 
+def test_samples_that_wait_for_their_prompt_hold_up_nobody() -> None:
+    machine = engine()
+    machine.add(PROMPTS[3], GREEDY.replace(n=3))
+    (other,) = machine.add(PROMPTS[1], GREEDY)
+    machine.step()
+    assert len(other.output) == 1
+    drain(machine)
+    expect_empty(machine)
+
+
 def test_samples_that_do_not_fit_into_the_batch_come_later() -> None:
     machine = engine(max_batch_size=3)
     samples = machine.add(PROMPTS[1], GREEDY.replace(n=8))
@@ -114,6 +124,26 @@ def test_preempted_sequences_compute_again_and_lose_no_token() -> None:
     assert machine.stats.preemptions > 0
     assert outputs(sequences) == greedy(tiny("llama"), PROMPTS, 16)
     expect_empty(machine)
+
+
+def test_what_is_computed_again_after_a_preemption_counts_as_prefilled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine, computed = engine(pages=16, page_size=4, reuse=False, max_length=60), [0]
+    forward = machine.runner.forward
+
+    def counted(rows: Any) -> Any:
+        computed[0] += sum(len(row.tokens) for row in rows)
+        return forward(rows)
+
+    monkeypatch.setattr(machine.runner, "forward", counted)
+    for prompt in PROMPTS:
+        machine.add(prompt, GREEDY)
+    drain(machine)
+    assert machine.stats.preemptions > 0
+    assert machine.stats.prefilled > sum(map(len, PROMPTS))
+    # The last token of each is drawn and never computed.
+    assert machine.stats.prefilled + machine.stats.decoded - len(PROMPTS) == computed[0]
 
 
 def test_the_first_comer_finishes_first_when_pages_are_short() -> None:
@@ -230,6 +260,28 @@ def test_a_rewound_sequence_continues_as_if_nothing_had_followed() -> None:
     machine.resume(sequence, GREEDY)
     drain(machine)
     assert [sequence.output] == greedy(tiny("llama"), [[*first[:14], 8, 9]], 16)
+    assert sequence.usage.prefilled == 9 + 2  # what is drawn again is decoded again
+    machine.close(sequence)
+    expect_empty(machine)
+
+
+def test_what_follows_a_rewind_is_found_behind_its_own_prefix_and_no_other() -> None:
+    machine = engine(page_size=4, pages=128)
+    (sequence,) = machine.add(PROMPTS[2], GREEDY.replace(max_tokens=24), keep=True)
+    drain(machine)
+    old = list(sequence.tokens)
+    assert len(old) // 4 == 8  # full pages
+    machine.rewind(sequence, 4)
+    machine.extend(sequence, [8, 9, 10, 11, 12])
+    machine.resume(sequence, GREEDY.replace(max_tokens=32))
+    drain(machine)
+    new = list(sequence.tokens)
+    for prompt in ([*new[:40], 5], [*old[:32], *new[32:36], 5], [*old[:8], *new[8:12], 5]):
+        (other,) = machine.add(prompt, GREEDY)
+        drain(machine)
+        assert [other.output] == greedy(tiny("llama"), [prompt], 16)
+        shared = 40 if prompt[:40] == new[:40] else 32 if prompt[:32] == old[:32] else 8
+        assert other.usage.cached == shared
     machine.close(sequence)
     expect_empty(machine)
 
@@ -265,6 +317,37 @@ def test_a_fork_that_is_resumed_when_its_last_token_has_just_been_computed_goes_
     assert outputs((main, child)) == greedy(tiny("llama"), starts, 16)
     for sequence in (main, child):
         machine.close(sequence)
+    expect_empty(machine)
+
+
+def test_a_fork_that_waits_draws_behind_its_own_tokens_and_not_behind_its_parents() -> None:
+    """Both have as many tokens, and the parent is still computing those that they share."""
+    machine = engine(max_num_tokens=8, pages=200)
+    (parent,) = machine.add(PROMPTS[3], GREEDY)
+    child = machine.fork(parent, 27)
+    machine.extend(child, [token + 1 if token < 100 else 3 for token in PROMPTS[3][27:]])
+    machine.resume(child, GREEDY)
+    for _ in range(3):
+        machine.step()
+    assert child.parent is parent
+    assert len(child.tokens) == len(parent.tokens) == 30
+    assert parent.num_computed == 24
+    drain(machine)
+    starts = [sequence.tokens[: sequence.prompt_length] for sequence in (parent, child)]
+    assert outputs((parent, child)) == greedy(tiny("llama"), starts, 16)
+    machine.close(child)
+    expect_empty(machine)
+
+
+def test_a_fork_that_is_closed_before_it_has_got_its_pages_never_gets_them() -> None:
+    machine = engine(max_num_tokens=8)
+    (parent,) = machine.add(PROMPTS[3], GREEDY)
+    machine.step()
+    child = machine.fork(parent)
+    assert child.parent is parent
+    machine.close(child)
+    drain(machine)
+    assert child.table.pages == []
     expect_empty(machine)
 
 
@@ -449,5 +532,11 @@ def test_what_can_never_run_is_refused_by_name() -> None:
     drain(short)
     with pytest.raises(UsageError, match="closed"):
         short.fork(running)
+    (held,) = short.add(PROMPTS[1][:12], GREEDY, keep=True)
+    drain(short)
+    assert len(held.tokens) == 16
+    with pytest.raises(ContextLengthError, match="17"):
+        short.resume(held, GREEDY)
+    short.close(held)
     for machine in (small, short, whole):
         expect_empty(machine)

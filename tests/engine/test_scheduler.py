@@ -10,7 +10,13 @@ from typing import Any
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from forethought.engine.scheduler import Limits, Plan, Scheduler, Wishes
+from forethought.engine.scheduler import (
+    PROMPT_LOGPROB_ROWS,
+    Limits,
+    Plan,
+    Scheduler,
+    Wishes,
+)
 from forethought.engine.sequence import Sequence, Status
 from forethought.engine.stats import EngineStats
 from forethought.kv.pool import PagePool
@@ -143,6 +149,18 @@ def test_an_urgent_sequence_takes_the_place_of_a_running_one_which_keeps_its_pag
     assert queue.scheduler._stats.preemptions == queue.scheduler._stats.dropped == 0
 
 
+def test_an_urgent_sequence_runs_although_paused_ones_hold_the_pages_that_it_needs() -> None:
+    queue = Queue(pages=9, page_size=4, max_batch_size=1, max_num_tokens=8)
+    patient = queue.add(24, priority=1)
+    queue.step()
+    queue.step()
+    urgent = queue.add(24, priority=0)
+    assert urgent.table.pages_needed(24) > queue.pool.available
+    assert queue.step() == {urgent.id: 8}
+    while patient.active:
+        assert queue.step(), "somebody waits and nobody runs"
+
+
 def test_a_free_place_is_taken_before_anybody_pauses() -> None:
     queue = Queue(max_batch_size=2)
     first = queue.add(3)
@@ -153,8 +171,56 @@ def test_a_free_place_is_taken_before_anybody_pauses() -> None:
 
 def test_arrival_alone_takes_no_place_away() -> None:
     queue = Queue(max_batch_size=1)
+    decoding: list[list[int]] = []
+
+    def wishes(sequences: Any, running: int) -> list[int]:
+        decoding.append([sequence.id for sequence in sequences])
+        return [0] * len(sequences)
+
+    queue.wishes = wishes
     early = queue.add(3, new=3, priority=1)
     queue.step()
     late = queue.add(3, priority=1)
     assert set(queue.step()) == {early.id}
     assert late.status is Status.WAITING
+    assert decoding == [[], [early.id]]  # it has not even lost its turn
+
+
+def test_drafts_take_at_most_half_of_what_decodes_leave_to_prefills() -> None:
+    queue = Queue()
+    queue.wishes = lambda sequences, running: [100] * len(sequences)
+    early = queue.add(3, new=20)
+    queue.step()
+    late = queue.add(60, new=3)
+    # Of 16 tokens 1 is decoded, and 7 of the 15 left are for its draft: while the prompt waits,
+    # and while it is being computed.
+    assert [queue.step(), queue.step()] == [{early.id: 1, late.id: 8}] * 2
+
+
+def test_drafts_fill_the_last_page_where_no_other_is_free() -> None:
+    queue = Queue(pages=2, page_size=8)
+    queue.wishes = lambda sequences, running: [5] * len(sequences)
+    queue.add(9, new=5)
+    queue.step()
+    plan = Plan()
+    queue.scheduler.plan(plan, queue.wishes)
+    assert queue.pool.available == 0
+    assert [row.nodes for row in plan.rows] == [5]
+
+
+def test_logits_of_few_prompt_tokens_are_wanted_in_one_step() -> None:
+    queue = Queue(pages=200, max_num_tokens=600, max_length=700)
+    sequence = queue.add(600)
+    sequence.params = SamplingParams(prompt_logprobs=1)
+    assert queue.step() == {sequence.id: PROMPT_LOGPROB_ROWS}
+    assert PROMPT_LOGPROB_ROWS < 600
+
+
+def test_drafts_take_all_that_is_left_where_nobody_prefills() -> None:
+    queue = Queue()
+    queue.wishes = lambda sequences, running: [100] * len(sequences)
+    queue.add(3, new=40)
+    queue.step()
+    plan = Plan()
+    queue.scheduler.plan(plan, queue.wishes)
+    assert plan.tokens == 16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import drafters
-from eagle_heads import random_head as eagle
+from eagle_heads import random_head as random_eagle
 from engines import drain, engine, expect_empty, outputs
 from forethought.config import LlmArgs
 from forethought.decoding import (
@@ -28,11 +29,12 @@ from forethought.decoding import (
 from forethought.engine import resolve
 from forethought.engine.engine import Engine
 from forethought.errors import RequestError
+from forethought.model.attention import softmax
 from forethought.params import SamplingParams, SpeculationParams
 from forethought.speculative.draft import Draft, DraftKind
 from forethought.speculative.drafter import Drafter, DraftRequest, ResourceManager
 from medusa_heads import shared_heads
-from models import greedy, prompts, tiny
+from models import greedy, logits_lost, prompts, tiny
 from mtp_modules import saved
 from redrafter_heads import random_head
 
@@ -57,10 +59,13 @@ def provided(drafter: Drafter, length: int = 4, nodes: int | None = None) -> Dec
     )
 
 
-def drafting(name: str) -> list[DecodingBaseConfig]:
-    model = {"max_draft_len": 4, "speculative_model": tiny("llama", seed=7)}
-    same = {"max_draft_len": 4, "speculative_model": tiny("llama")}
-    tree = {"draft_choices": PATHS, "speculative_model": tiny("llama")}
+def drafting(name: str, architecture: str = "llama") -> list[DecodingBaseConfig]:
+    model = {"max_draft_len": 4, "speculative_model": tiny(architecture, seed=7)}
+    same = {"max_draft_len": 4, "speculative_model": tiny(architecture)}
+    tree = {"draft_choices": PATHS, "speculative_model": tiny(architecture)}
+    modules = functools.partial(saved, architecture)
+    sizes = {} if architecture == "llama" else {"num_key_value_heads": 4}
+    eagle = functools.partial(random_eagle, **sizes)
     return {
         "none": list,
         "ngram": lambda: [NGramDecodingConfig(max_draft_len=4, max_matching_ngram_size=3)],
@@ -75,9 +80,9 @@ def drafting(name: str) -> list[DecodingBaseConfig]:
                 speculative_model=shared_heads(), tree="likeliest", min_draft_probability=0.001
             )
         ],
-        "mtp, replayed": lambda: [MTPDecodingConfig(max_draft_len=4, speculative_model=saved())],
+        "mtp, replayed": lambda: [MTPDecodingConfig(max_draft_len=4, speculative_model=modules())],
         "mtp, one per place": lambda: [
-            MTPDecodingConfig(max_draft_len=4, speculative_model=saved(count=2))
+            MTPDecodingConfig(max_draft_len=4, speculative_model=modules(count=2))
         ],
         "redrafter": lambda: [ReDrafterDecodingConfig(speculative_model=random_head())],
         "eagle 1": lambda: [EagleDecodingConfig(max_draft_len=4, speculative_model=eagle("eagle"))],
@@ -148,6 +153,33 @@ def test_every_drafter_gives_the_tokens_of_plain_decoding(
     assert run(machine, batch) == expected
     assert run(machine, batch) == expected  # with whatever the first round has left behind
     expect_empty(machine)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", NAMES[: NAMES.index("oracle")])
+def test_every_drafter_drafts_in_half_precision_where_each_head_has_its_own_keys(
+    name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At batch 1 and 2, on the code path of CPUs with AMX and on that of CPUs without it."""
+    for fewest in (softmax.FEWEST_QUERIES_WITH_AMX, softmax.FEWEST_QUERIES_WITHOUT_AMX):
+        monkeypatch.setattr(softmax, "FEWEST_QUERIES", fewest)
+        machine = engine(
+            "llama_mha", page_size=16, dtype=dtype, speculative=drafting(name, "llama_mha")
+        )
+        for batch in (1, 2):
+            sequences = [machine.add(prompt, GREEDY)[0] for prompt in PROMPTS[2 : 2 + batch]]
+            assert [event.error for event in drain(machine) if event.error] == []
+            for sequence in sequences:
+                lost = logits_lost(
+                    tiny("llama_mha"),
+                    machine.runner.lm.dtype,
+                    sequence.tokens[: sequence.prompt_length],
+                    sequence.output,
+                )
+                assert float(lost.max()) < 0.2
+        assert machine.stats.draft_failures == 0
+        assert name == "none" or machine.stats.drafted > 0
+        expect_empty(machine)
 
 
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, seed=5, max_tokens=40, ignore_eos=True)
@@ -233,10 +265,31 @@ def test_no_token_beyond_max_tokens_or_the_context_is_given(limit: int) -> None:
     [sequence] = machine.add(PROMPTS[1], GREEDY.replace(max_tokens=limit), keep=True)
     drain(machine)
     assert sequence.output == plain()[tuple(PROMPTS[1])][:limit]
+    assert machine.stats.drafted == machine.stats.accepted  # none that could not be taken
     full = engine(speculative=drafting("oracle"), max_length=4 + limit)
     [sequence] = full.add(PROMPTS[1], GREEDY, keep=True)
     drain(full)
     assert sequence.output == plain()[tuple(PROMPTS[1])][:limit]
+
+
+def test_no_draft_follows_a_prompt_token_be_it_the_only_one_that_is_computed() -> None:
+    machine = engine(speculative=drafting("oracle"))
+    [sequence] = machine.add(PROMPTS[0], GREEDY)
+    assert sequence.num_uncomputed == 1
+    machine.step()
+    assert (machine.stats.drafted, sequence.metrics.steps) == (0, 0)
+    drain(machine)
+    assert machine.stats.drafted > 0
+
+
+def test_a_drafter_is_told_that_a_generation_ends_whose_sequence_is_kept() -> None:
+    drafter = drafters.oracle(plain())
+    machine = engine(speculative=[provided(drafter)])
+    [sequence] = machine.add(PROMPTS[1], GREEDY.replace(max_tokens=12), keep=True)
+    drain(machine)
+    assert drafter.released == [sequence.id]  # type: ignore[attr-defined]
+    machine.close(sequence)
+    assert drafter.released == [sequence.id]  # type: ignore[attr-defined]
 
 
 def test_a_stop_token_in_the_middle_of_an_accepted_draft_ends_the_generation_there() -> None:
@@ -406,6 +459,35 @@ def test_room_for_drafts_is_never_taken_from_anybody() -> None:
     drain(machine)
     assert machine.stats.preemptions <= plainly.stats.preemptions
     assert outputs(sequences) == [answer[:20] for answer in list(plain().values())[:3]]
+    expect_empty(machine)
+
+
+def test_a_draft_model_does_not_take_what_is_stored_for_the_token_that_was_written_anew() -> None:
+    """Its own model being the target's, every token that it drafts is accepted."""
+    machine = engine(page_size=16, speculative=drafting("draft model = target"))
+    [sequence] = machine.add(PROMPTS[2], GREEDY.replace(max_tokens=24), keep=True)
+    drain(machine)
+    machine.rewind(sequence, 12)
+    machine.extend(sequence, [(token + 1) % 101 for token in PROMPTS[3][:10]])
+    machine.resume(sequence, GREEDY.replace(max_tokens=24))
+    drain(machine)
+    assert machine.stats.accepted == machine.stats.drafted > 30
+    machine.close(sequence)
+    expect_empty(machine)
+
+
+@pytest.mark.parametrize(
+    "name", ["draft model = target", "mtp, replayed", "mtp, one per place", "eagle 1", "eagle 3"]
+)
+def test_what_drafters_have_stored_of_a_prompt_is_not_computed_again(name: str) -> None:
+    machine = engine(page_size=16, speculative=drafting(name))
+    [sequence] = machine.add(PROMPTS[3], GREEDY.replace(max_tokens=20), keep=True)
+    for _ in range(8):
+        machine.step()
+    known = len(PROMPTS[3])
+    for companion in machine.speculation.companions:
+        assert companion.ready_length(sequence.table, known) == known
+    machine.close(sequence)
     expect_empty(machine)
 
 

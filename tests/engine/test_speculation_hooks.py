@@ -122,6 +122,7 @@ def test_a_manager_is_told_of_a_step_once_even_if_its_requests_are_asked_for_aga
     assert lost[-2:] == ["prepare", "free"]
     assert ledger.told.index(("free", samples[1].id)) < len(ledger.told) - 5, "freed at once"
     assert ledger.held == set()
+    assert not made.speculation._lost, "nothing is remembered of requests that are over"
     assert samples[0].metrics.accepted == samples[2].metrics.accepted > 0
 
 

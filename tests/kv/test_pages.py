@@ -29,6 +29,8 @@ class PagedLists(RuleBasedStateMachine):
         self.memory: dict[int, int] = {}
         self.rows: list[tuple[PageTable, list[int]]] = []
         self.clock = 0
+        self.prefixes: dict[bytes, list[int]] = {}
+        """All tokens that a published hash stands for."""
 
     @rule()
     def open_row(self) -> None:
@@ -102,11 +104,19 @@ class PagedLists(RuleBasedStateMachine):
     @precondition(lambda self: self.rows)
     @rule(data=st.data())
     def publish(self, data: Any) -> None:
+        """As the engine does: from the first page on that the table has not published yet."""
         table, tokens = data.draw(st.sampled_from(self.rows))
-        size, digest = self.pool.page_size, self.index.root("")
-        for page in range(len(tokens) // size):
+        size, root = self.pool.page_size, self.index.root("")
+        for page in range(len(table.digests), len(tokens) // size):
             run = tokens[page * size : (page + 1) * size]
-            digest = self.index.publish(digest, run, table.pages[page])
+            parent = table.digests[-1] if page else root
+            table.digests.append(self.index.publish(parent, run, table.pages[page]))
+        assert len(table.digests) == len(tokens) // size
+        digest = root
+        for page in range(len(table.digests)):
+            digest = self.index.chain(digest, tokens[page * size : (page + 1) * size])
+            assert table.digests[page] == digest
+            self.prefixes[digest] = tokens[: (page + 1) * size]
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data())
@@ -132,6 +142,15 @@ class PagedLists(RuleBasedStateMachine):
             first = table.run()
             if first is not None:
                 assert slots == list(range(first, first + len(tokens)))
+
+    @invariant()
+    def what_the_index_finds_is_what_was_written(self) -> None:
+        size = self.pool.page_size if hasattr(self, "pool") else 0
+        for digest, tokens in getattr(self, "prefixes", {}).items():
+            pages = self.index.match(tokens)
+            if len(pages) * size == len(tokens):
+                slots = range(pages[-1] * size, (pages[-1] + 1) * size)
+                assert [self.memory[slot] for slot in slots] == tokens[-size:], digest
 
     @invariant()
     def every_page_is_accounted_for(self) -> None:
@@ -195,13 +214,69 @@ def test_equal_pages_behind_different_prefixes_or_tenants_are_different() -> Non
     assert index.match([1, 2, 3, 4], "b") == []
 
 
-def test_an_append_that_does_not_fit_changes_nothing() -> None:
+@pytest.mark.parametrize("count", [4, 7])
+def test_an_append_that_does_not_fit_changes_nothing(count: int) -> None:
+    """One page is free, and is needed for the copy of the shared one."""
     pool = PagePool(3, 4)
     table = PageTable(pool)
     table.append(6)
     fork = table.fork()
     with pytest.raises(OutOfPages):
-        fork.append(7)
+        fork.append(count)
     assert (fork.length, fork.pages) == (6, table.pages)
+    assert pool.available == 1
     assert fork.append(2)  # copies the shared page
     pool.check_integrity()
+
+
+def test_a_page_that_is_written_to_again_after_a_rewind_is_not_found_any_more() -> None:
+    pool = PagePool(4, 4)
+    index, table = PrefixIndex(pool), PageTable(pool)
+    table.append(4)
+    index.publish(index.root(""), [1, 2, 3, 4], table.pages[0])
+    table.rewind(2)
+    assert index.match([1, 2, 3, 4]) == table.pages  # still what it was
+    assert table.append(1) == []
+    assert index.match([1, 2, 3, 4]) == []
+    pool.check_integrity()
+    index.check_integrity()
+
+
+def test_a_fork_has_the_hashes_of_its_own_full_pages_alone() -> None:
+    table = PageTable(PagePool(4, 4))
+    table.append(12)
+    table.digests += [b"a", b"b", b"c"]
+    assert [len(table.fork(length).digests) for length in (12, 11, 8, 3)] == [3, 2, 2, 0]
+
+
+def test_of_a_prefix_that_is_evicted_the_end_goes_first() -> None:
+    pool = PagePool(3, 1)
+    index, table = PrefixIndex(pool), PageTable(pool)
+    table.append(3)
+    digest = index.root("")
+    for token, page in enumerate(table.pages):
+        digest = index.publish(digest, [token], page)
+    table.release()
+    for left in (2, 1, 0):
+        pool.take()
+        assert len(index.match([0, 1, 2])) == left
+
+
+def test_a_row_that_needs_many_pages_at_once_gets_them_side_by_side() -> None:
+    pool = PagePool(16, 1)
+    first, second = PageTable(pool), PageTable(pool)
+    first.append(1)
+    second.append(12)
+    assert second.run() is not None
+    first.append(3)
+    assert first.run() is not None
+
+
+def test_rewinding_forgets_the_hashes_of_pages_that_are_not_full_any_more() -> None:
+    pool = PagePool(4, 4)
+    table = PageTable(pool)
+    table.append(12)
+    table.digests += [b"a", b"b", b"c"]
+    for length, kept in ((12, 3), (11, 2), (8, 2), (5, 1), (0, 0)):
+        table.rewind(length)
+        assert len(table.digests) == kept

@@ -29,6 +29,7 @@ from forethought.scaffolding import (
     ScaffoldingLlm,
     ScriptedWorker,
 )
+from forethought.scaffolding.equivalence import TextEquivalence
 from scripted import answer, chain
 
 THOUGHT = "".join(f"step {i:02}; " for i in range(20))  # 180 characters
@@ -208,6 +209,18 @@ def test_one_uncertain_probe_breaks_the_row():
     assert kept(solve(after(*answers))[0]) == 60
 
 
+def test_an_answer_is_not_compared_with_one_that_did_not_count():
+    compared = []
+
+    class Noting(TextEquivalence):
+        def quick(self, one, other):
+            compared.append((one, other))
+            return super().quick(one, other)
+
+    solve(after("wait 4}", "4}", "5}", "no}", "5}"), THOUGHT[:55], equivalence=Noting())
+    assert compared == [("4", "5")]
+
+
 def test_answers_agree_by_what_they_mean():
     result, _ = solve(after("0.5}", r"\frac{1}{2}}", "1/2}"))
     assert kept(result) == 30
@@ -256,6 +269,13 @@ def test_a_probe_never_generates_more_than_its_length():
             spent[head] = spent.get(head, 0) + call.task.num_generated
     assert spent
     assert max(spent.values()) <= 12
+
+
+def test_a_probe_goes_on_as_long_as_a_token_of_its_length_is_left():
+    """``{1}`` ends at its brace after two tokens, and the third closes the box."""
+    assert solve(after("{1}}"), probe_length=3)[0].output.meta["dynasor"]["early_exit"]
+    told = solve(after("{1}}"), THOUGHT[:35], probe_length=2)[0].output.meta["dynasor"]
+    assert told["answers"] == ["", "", ""]
 
 
 def test_the_main_chain_is_asked_for_once_and_never_sent_again():
@@ -432,6 +452,19 @@ def test_what_is_streamed_is_the_output_and_is_never_taken_back(threshold):
     assert [t for event in events for t in event.token_ids] == result.output.token_ids
     assert kept(result) == {1: 10, 2: 40, 3: 50}[threshold]
     assert len(events) > kept(result) / 2
+
+
+def test_nothing_is_streamed_that_the_first_of_several_probes_under_way_may_cut_off():
+    def script(asked, index):
+        if not asked.endswith(PROBE_SUFFIX):
+            return THOUGHT
+        return Reply("42}", delay=0.05)  # the whole chain is there by then
+
+    controller = DynasorGenerationController(chunk_size=10, certainty_threshold=2, streaming=True)
+    with ScaffoldingLlm(controller, {"generation_with_dynasor_cot": ScriptedWorker(script)}) as llm:
+        result = llm.generate_async("P: ")
+        text = "".join(event.output.text for event in result.events())
+    assert text == result.output.text == THOUGHT[:20] + WRITTEN + "42" + ANSWER_END
 
 
 def test_a_chain_that_ends_by_itself_is_streamed_to_its_end():

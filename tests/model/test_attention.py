@@ -12,7 +12,7 @@ import torch
 from forethought.kv.pool import PagePool
 from forethought.kv.storage import KvStorage, LayerShape
 from forethought.kv.table import PageTable
-from forethought.model.attention import sdpa, sdpa_plan
+from forethought.model.attention import sdpa, sdpa_plan, softmax
 from forethought.model.attention.base import PagedPass, Scoring
 from forethought.model.attention.reference import ReferenceAttention
 from forethought.model.attention.sdpa import SdpaAttention
@@ -114,6 +114,32 @@ def test_sdpa_agrees_with_the_reference(name: str, page_size: int, scattered: bo
             storage = storage_for(case, num_pages, page_size)
             result = attend(SdpaAttention(grouping), case, batch, storage, 2)
             torch.testing.assert_close(result, exact, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("grouping", ["always", "never"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", CASES)
+def test_what_a_backend_returns_is_contiguous_for_any_number_of_rows(
+    name: str, dtype: torch.dtype, grouping: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the fewest queries of CPUs with AMX and of those without it."""
+    case = CASES[name]
+    source = torch.Generator().manual_seed(4)
+    for fewest in (softmax.FEWEST_QUERIES_WITH_AMX, softmax.FEWEST_QUERIES_WITHOUT_AMX):
+        monkeypatch.setattr(softmax, "FEWEST_QUERIES", fewest)
+        for sizes in ([1], [1, 1], [3], [1, 3], [40]):
+            made = tables(PagePool(40, 4), [size + 9 for size in sizes], scattered=False)
+            batch = Batch.build([Row([0] * n, 9, t) for n, t in zip(sizes, made, strict=True)])
+            storage = KvStorage([case.shape], 40, 4, dtype)
+            shapes = [(case.heads, case.shape.key_dim), (case.shape.kv_heads, case.shape.key_dim)]
+            shapes.append((case.shape.kv_heads, case.shape.value_dim))
+            q, k, v = (torch.randn(sum(sizes), *x, generator=source).to(dtype) for x in shapes)
+            forward_pass = PagedPass(batch, storage, SdpaAttention(grouping), [case.window])
+            sinks = torch.zeros(case.heads) if case.sinks else None
+            found = forward_pass.attend(0, q, k, v, Scoring(0.4, case.softcap, sinks))
+            assert found.shape == (sum(sizes), case.heads, case.shape.value_dim)
+            assert found.dtype == dtype
+            assert found.is_contiguous()
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -6,18 +6,21 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
+import torch
 
 import models
 from forethought.kv.pool import PagePool
 from forethought.kv.storage import KvStorage
 from forethought.kv.table import PageTable
+from forethought.model.attention import softmax
 from forethought.model.batch import Row
+from forethought.model.fused.network import FusedNetwork
 from forethought.model.loader import load
 from forethought.model.runner import Runner
 
 NEW_TOKENS = 16
 SLOTS = 960
-FUSED = ["llama", "llama_tied_biased", "mistral", "qwen2", "qwen3"]
+FUSED = ["llama", "llama_mha", "llama_mqa", "llama_tied_biased", "mistral", "qwen2", "qwen3"]
 
 
 @dataclass
@@ -118,6 +121,57 @@ def test_the_plain_forward_of_fused_families_equals_generate(architecture: str) 
     sequences = [Sequence(prompt, PageTable(pool)) for prompt in prompts]
     decode(runner, sequences, chunk=5)
     assert [s.output for s in sequences] == expected(architecture, prompts)
+
+
+KV_HEADS = {"MHA": 4, "GQA": 2, "MQA": 1}
+ROUTED = {"qwen3_moe", "gpt_oss", "deepseek_v3"}
+
+
+def half_precision_matrix() -> list[tuple[str, str, bool]]:
+    """(architecture, layout of the key-value heads, whether the forward is fused)."""
+    cases = []
+    for architecture in models.ARCHITECTURES:
+        if architecture in ("llama_mha", "llama_mqa"):
+            continue  # which are layouts of another one
+        layouts = ["MHA"] if architecture in ("gpt2", "deepseek_v3") else list(KV_HEADS)
+        ways = (True, False) if architecture in FUSED else (False,)
+        cases += [(architecture, layout, fuse) for layout in layouts for fuse in ways]
+    return cases
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("architecture", "layout", "fuse"), half_precision_matrix())
+def test_in_half_precision_each_token_is_the_most_probable_but_for_rounding(
+    architecture: str, layout: str, fuse: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At batch 1 and 2, on the code path of CPUs with AMX and on that of CPUs without it."""
+    path = models.tiny(architecture, kv_heads=KV_HEADS[layout])
+    lm = load(path, dtype=dtype, fuse=fuse)
+    assert isinstance(lm.network, FusedNetwork) == fuse
+    for fewest in (softmax.FEWEST_QUERIES_WITH_AMX, softmax.FEWEST_QUERIES_WITHOUT_AMX):
+        monkeypatch.setattr(softmax, "FEWEST_QUERIES", fewest)
+        for lengths in ((9,), (9, 17)):
+            pool = PagePool(SLOTS // 16, 16)
+            runner = Runner(lm, KvStorage(lm.layer_shapes, pool.num_pages, 16, lm.dtype))
+            sequences = [Sequence(prompt, PageTable(pool)) for prompt in models.prompts(lengths)]
+            decode(runner, sequences, chunk=1000)
+            for sequence in sequences:
+                lost = models.logits_lost(path, lm.dtype, sequence.prompt, sequence.output)
+                # Rounding may choose another expert, which changes all logits of a token.
+                allowed = 2 if architecture in ROUTED else 0
+                assert int((lost > 0.2).sum()) <= allowed, lost
+
+
+def test_tokens_that_stand_one_place_too_late_lose_logits() -> None:
+    """Negative control."""
+    path, prompt = models.tiny("llama"), models.prompts((9,))[0]
+    [best] = models.greedy(path, [prompt], NEW_TOKENS)
+    found = [
+        models.logits_lost(path, torch.float32, prompt, tokens)
+        for tokens in (best, best[-1:] + best[:-1])
+    ]
+    assert float(found[0].max()) == 0.0
+    assert int((found[1] > 0.2).sum()) > NEW_TOKENS // 2
 
 
 def test_the_greedy_outputs_of_the_matrix_are_varied() -> None:

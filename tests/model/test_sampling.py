@@ -156,6 +156,18 @@ def test_min_p_keeps_what_is_likely_enough_beside_the_likeliest():
     assert probs == pytest.approx([0.5 / 0.91, 0.3 / 0.91, 0.11 / 0.91, 0.0], abs=1e-6)
 
 
+def test_top_p_keeps_no_token_behind_exactly_its_mass():
+    assert law([1.0, 1.0, 1.0, 1.0], top_p=0.5) == [0.5, 0.5, 0.0, 0.0]
+
+
+def test_top_k_may_exceed_the_vocabulary():
+    assert law([1.0, 1.0], top_k=50) == [0.5, 0.5]
+
+
+def test_min_p_keeps_what_is_just_likely_enough():
+    assert law([1.0, 4.0, 4.0, 2.0], min_p=1.0) == [0.0, 0.5, 0.5, 0.0]
+
+
 def test_temperature_zero_is_the_limit_of_low_temperatures():
     logits = [0.3, 0.9, 0.1]
     assert law(logits, temperature=0.0) == law(logits, temperature=1e-9) == [0.0, 1.0, 0.0]

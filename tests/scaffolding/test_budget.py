@@ -67,6 +67,18 @@ def test_samples_in_flight_are_stopped_when_together_they_overspend():
     assert 100 < sum(call.task.usage.completion_tokens for call in worker.calls) <= 104
 
 
+def test_a_branch_that_may_fail_does_not_hide_that_the_budget_is_spent():
+    class Two(Controller):
+        def process(self, tasks, **kwargs):
+            copies = [[tasks[0].copy()] for _ in range(2)]
+            yield ParallelProcess([NativeGenerationController()] * 2, copies, None, "drop")
+            tasks[0].output_str = "as if nothing had happened"
+
+    worker = ScriptedWorker(lambda p, i: Reply("x" * 1000, seconds_per_token=0.001))
+    with pytest.raises(BudgetExceeded):
+        answer(Two(), worker, budget=Budget(tokens=50))
+
+
 def test_a_method_may_catch_it_and_answer_with_what_it_has():
     def script(prompt, index):
         text = r"\boxed{7}" if index == 0 else "x" * 1000

@@ -177,6 +177,13 @@ def test_branches_see_what_is_around_them_and_share_prompts_with_those_beside():
     assert found(parking, "P", second) is None
 
 
+def test_a_branch_does_not_see_one_beside_it_whose_number_begins_alike():
+    parking = Parking(8)
+    parking.add(ROOT.child(1), live("P", tokens=[1], text="ab"))
+    assert found(parking, "Pab!", ROOT.child(12)) is None
+    assert found(parking, "Pab!", ROOT.child(1).child(2)) == (6, "!")
+
+
 def test_what_was_not_used_for_longest_leaves_first():
     parking, lives = Parking(2), [live(p, tokens=[1], text="ab") for p in "PQRS"]
     assert parking.add(ROOT, lives[0]) == []

@@ -373,6 +373,13 @@ def test_a_tool_description_is_openais_schema():
 # ---- sampling fields ---------------------------------------------------------------------------
 
 
+def test_a_default_that_was_chosen_is_not_filled_in():
+    task = GenerationTask(input_str="p")
+    sampling.choose(task, {"n": 1, "temperature": None})
+    sampling.fill(task, {"n": 4, "temperature": 0.5, "top_p": 0.9})
+    assert (task.n, task.temperature, task.top_p) == (1, 0.5, 0.9)
+
+
 def test_the_table_of_sampling_fields_is_complete():
     fields = set(vars(GenerationTask()))
     assert set(sampling.FIELDS) <= fields

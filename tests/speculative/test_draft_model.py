@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 from engines import drain, engine
@@ -17,6 +18,10 @@ from forethought.decoding import (
 )
 from forethought.errors import ParameterError
 from forethought.params import SamplingParams
+from forethought.speculative.draft import DraftKind
+from forethought.speculative.drafter import DraftRequest
+from forethought.speculative.drafters.draft_target import Growth
+from forethought.speculative.tree import TreeChoices
 from models import VOCAB, save_random, tiny
 
 LAST = VOCAB - 1
@@ -72,6 +77,47 @@ def test_ids_that_only_one_model_has_fail_nobody(
     assert machine.stats.draft_failures == 0
     if kind != "sampled":
         assert said[0].output == said[1].output
+
+
+def test_a_draft_may_reach_the_end_of_the_draft_models_context_and_no_further(
+    tmp_path: Path,
+) -> None:
+    config = AutoConfig.from_pretrained(tiny("llama"))
+    config.max_position_embeddings = 32
+    save_random(config, tmp_path / "short", seed=7)
+    machine = engine(
+        speculative=[
+            DraftTargetDecodingConfig(max_draft_len=4, speculative_model=tmp_path / "short")
+        ]
+    )
+    drafter, ends = machine.speculation.drafters[0].drafter, []
+    propose = drafter.prepare_draft_tokens
+
+    def watched(scheduled: Any, manager: Any = None) -> None:
+        propose(scheduled, manager)
+        ends.extend(
+            len(request.tokens) + len(request.draft)
+            for request in scheduled.generation_requests
+            if len(request.draft)
+        )
+
+    drafter.prepare_draft_tokens = watched  # type: ignore[method-assign]
+    machine.add([5, 7, 9], SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
+    assert all(event.error is None for event in drain(machine))
+    assert max(ends) == 32
+    assert machine.stats.draft_failures == 0
+
+
+def test_siblings_that_a_draft_model_draws_are_distinct() -> None:
+    law = torch.tensor([[0.7, 0.2, 0.07, 0.03]])
+    for seed in range(20):
+        request = DraftRequest(0, [5], 1, SamplingParams(seed=seed), 0, 0, seed, 1, 3)
+        growth = Growth(request, True, TreeChoices.parse([[0], [1], [2]]))
+        growth.grow(law.log())
+        growth.finish()
+        assert len(set(request.draft.tokens)) == 3
+        assert request.draft.kind is DraftKind.WITHOUT_REPLACEMENT
+        torch.testing.assert_close(request.draft.q, law.expand(3, -1))
 
 
 def test_another_vocabulary_is_refused(tmp_path: Path) -> None:

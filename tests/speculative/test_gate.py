@@ -149,6 +149,21 @@ def test_short_probes_are_judged_by_what_full_drafts_would_be():
     assert opened == 0
 
 
+def test_tokens_behind_a_rejected_one_are_not_counted_as_tested():
+    """All or nothing of two: 2 of 3 tested tokens are accepted, 0.35 of full drafts; not 2 of 4."""
+    guard = AcceptanceGate(window=4, threshold=0.25)
+    for _ in range(4):
+        step(guard, nothing)
+    assert not guard.open
+    turn = 0
+    while not guard.open and turn < 40:
+        lengths = guard.lengths(requests(1), 1)
+        drafts = [(0, k, k * (turn % 2)) for k in lengths if k]
+        turn += len(drafts)
+        guard.observe(record(drafts, 1))
+    assert turn == 4  # the first round of probes
+
+
 def test_it_says_why_it_decided(caplog):
     guard = AcceptanceGate(window=2, threshold=0.5)
     with caplog.at_level(logging.DEBUG, logger="forethought.speculative.gate"):

@@ -227,6 +227,28 @@ def test_past_outputs_are_proposed_and_past_prompts_are_not():
     assert propose(drafter, request([90, 1, 2])) == []
 
 
+def test_of_equal_proposals_that_of_the_text_itself_is_taken():
+    drafter = SuffixDrafter(8)
+    finish(drafter, request([5, 1, 2, 9, 4], prompt_length=1))
+    assert propose(drafter, request([1, 2, 7, 3, 1, 2])) == [7, 3]
+    assert propose(drafter, request([6, 1, 2])) == [9, 4]
+
+
+def test_an_output_of_as_many_tokens_as_may_be_kept_is_kept():
+    past = PastOutputs(2, 3, 8)
+    past.add("", [1, 2, 3])
+    assert (len(past), past.tokens) == (1, 3)
+    past.add("", [1, 2, 3, 4])
+    assert (len(past), past.tokens) == (1, 3)
+
+
+def test_a_path_that_is_just_likely_enough_is_proposed():
+    text = [1, 2, 3, 1, 2, 4]
+    places = [(text, 2), (text, 5)]
+    assert list(chain(places, 1, 0.5).tokens) == [4]
+    assert sorted(tree(places, 1, 2, 0.5).tokens) == [3, 4]
+
+
 def test_tokens_accepted_in_the_last_step_are_remembered():
     drafter = SuffixDrafter(8)
     shown = request([1, 2])

@@ -49,6 +49,10 @@ def test_the_threshold_falls_with_the_entropy_as_the_formula_says():
     assert float(found) == pytest.approx(0.0957, abs=1e-4)
 
 
+def test_a_token_must_be_more_likely_than_the_threshold():
+    assert accepted(TypicalAcceptance(0.5, 1.0), (0.5, 0.5)) == []
+
+
 def judged(draft: Draft, laws: list[tuple[float, ...]]) -> tuple[list[int], list[int]]:
     contexts = [TokenContext(SAMPLED, (), (), frozenset())] * (1 + len(draft))
     rule = TypicalAcceptance(0.09, 0.3)

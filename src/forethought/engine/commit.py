@@ -115,9 +115,9 @@ class Commit:
 
     def _cut(self, sequence: Sequence, verdict: Verdict) -> _End | None:
         """Leave out what follows the token that ends the generation; how it ends, if it does."""
-        tokens, room = verdict.tokens, sequence.limit - len(sequence.tokens)
-        size, end = 0, None
-        while end is None and size < min(len(tokens), room):
+        tokens, size, end = verdict.tokens, 0, None
+        assert len(tokens) <= sequence.limit - len(sequence.tokens), "drafts are shorter than this"
+        while end is None and size < len(tokens):
             size += 1
             end = self._end(sequence, tokens[:size])
         del verdict.tokens[size:], verdict.path[size - 1 :]

@@ -141,7 +141,6 @@ class Engine:
         self.admission.check_constraints(params, constraints)
         constraint = constraints() if constraints is not None else None
         if sequence.num_uncomputed == 0:  # the last token's logits are needed once more
-            kinship.attach_ready(sequence, all_of_them=True)
             sequence.table.rewind(len(sequence.tokens) - 1)
         self._start(sequence, params, next(self._arrivals), self._seed(params), constraint)
 

@@ -49,7 +49,6 @@ def attach(child: Sequence, has_logits: bool = False) -> None:
     if child.active and not has_logits:
         ready = min(ready, len(child.tokens) - 1)
     child.table = parent.table.fork(ready)
-    child.peak = child.table.length
 
 
 def detach(child: Sequence) -> None:

@@ -82,7 +82,7 @@ def _longest(candidate: Candidate, found: Sequence[Sequence[float]]) -> list[int
         before = scores.get(draft.parent(node))
         if margin > 0 and before is not None:
             scores[node] = (before[0] + 1, before[1] + logprob)
-            if scores[node][0] > best[0] or scores[node] > best:
+            if scores[node] > best:
                 best, end = scores[node], node
     path: list[int] = []
     while end >= 0:

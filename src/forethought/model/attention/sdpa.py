@@ -79,7 +79,7 @@ class SdpaAttention:
 def _attend_views(
     q: Tensor, keys: Tensor, values: Tensor, views: Sequence[View], scoring: Scoring
 ) -> Tensor:
-    """q ``[views, heads, key_dim]`` -> ``[views, heads, value_dim]``."""
+    """q ``[views, heads, key_dim]`` -> ``[views, heads, value_dim]``, contiguous."""
     rows, heads, _ = q.shape
     kv_heads = keys.shape[1]
     folded = q.reshape(rows, 1, kv_heads, heads // kv_heads, -1).unbind(0)
@@ -95,7 +95,7 @@ def _attend_views(
         for row, view in enumerate(views)
     ]
     together = attended[0] if rows == 1 else torch.cat(attended)
-    return together.reshape(rows, heads, -1)
+    return together.reshape(rows, heads, -1).contiguous()
 
 
 def _attend_group(q: Tensor, k: Tensor, v: Tensor, mask: FoldedMask, scoring: Scoring) -> Tensor:

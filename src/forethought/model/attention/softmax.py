@@ -11,7 +11,10 @@ from torch import Tensor
 
 from forethought.model.attention.base import Scoring
 
-FEWEST_QUERIES = 1 if torch.cpu._is_amx_tile_supported() else 4
+FEWEST_QUERIES_WITH_AMX, FEWEST_QUERIES_WITHOUT_AMX = 1, 4
+FEWEST_QUERIES = (
+    FEWEST_QUERIES_WITH_AMX if torch.cpu._is_amx_tile_supported() else FEWEST_QUERIES_WITHOUT_AMX
+)
 """Below so many torch's CPU kernel rounds a query otherwise, in 16 bits."""
 
 

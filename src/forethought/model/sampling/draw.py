@@ -48,10 +48,7 @@ def pick(probs: Tensor, coins: Sequence[float] | Tensor) -> Tensor:
         [N] int64; never a token of probability zero, however close to 1 the coin.
     """
     mass = probs.cumsum(dim=-1, dtype=torch.float64)  # [N, V]
-    total = mass[:, -1:]
     coins = torch.as_tensor(coins, dtype=torch.float64, device=probs.device).unsqueeze(1)
-    below_total = torch.nextafter(total, torch.zeros_like(total))
-    # The first token whose cumulative mass exceeds the target has mass of its own.
-    return torch.searchsorted(mass, torch.minimum(coins * total, below_total), right=True).squeeze(
-        1
-    )
+    # A float64 below 1 times the total is below the total after rounding too, and the first token
+    # whose cumulative mass exceeds that has mass of its own.
+    return torch.searchsorted(mass, coins * mass[:, -1:], right=True).squeeze(1)

@@ -232,12 +232,12 @@ def _truncate(probs: Tensor, contexts: Sequence[TokenContext]) -> Tensor:
     law, wishes, width = probs[index], [contexts[row].params for row in rows], probs.shape[1]
     rising = _sorted_rising(law)  # [R, V]
     likeliest = rising[:, -1:]
-    top_k = _index([min(p.top_k or width, width) for p in wishes], probs).unsqueeze(1)
+    top_k = _index([p.top_k or width for p in wishes], probs).unsqueeze(1)
     top_p = _column([p.top_p if p.top_p < 1.0 else 2.0 for p in wishes], probs, torch.float64)
     min_p = _column([p.min_p for p in wishes], probs)
     mass = rising.flip(-1).cumsum(dim=-1, dtype=torch.float64)  # [R, V] of the likeliest so far
     in_top_p = torch.searchsorted(mass, top_p) + 1  # those that do not reach it, and one more
-    in_min_p = width - torch.searchsorted(rising, min_p * likeliest)
+    in_min_p = width - torch.searchsorted(rising, min_p * likeliest)  # 1 to V
     keep = torch.minimum(torch.minimum(in_top_p, in_min_p), top_k)  # [R, 1] tokens, at least one
     threshold = rising.gather(1, width - keep)
     probs[index] = _keep_likeliest(law, threshold, keep)

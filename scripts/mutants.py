@@ -1,0 +1,688 @@
+"""Mutation tests: break one line of the package at a time and see whether its tests notice.
+
+Each mutant replaces a short text that stands exactly once in its file, in a temporary copy of the
+tracked files; the tests named with it run there, up to the first failure. A mutant that no test
+notices is *alive*: either a test is missing, or the line has no effect and can go. A text that is
+not in its file any more, or whose replacement does not compile there, is reported as *not found*,
+and has to be written anew here.
+
+    python scripts/mutants.py                      all of them, one after the other
+    python scripts/mutants.py kv/ scheduler        those with one of these in path or broken line
+    python scripts/mutants.py --jobs 2             two at a time
+    python scripts/mutants.py --list               what there is
+
+Prints one line per mutant and one JSON line last. Leaves 1 if one is alive or its tests do not pass
+without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = Path("src/forethought")
+TIMEOUT_SECONDS = 600
+"""Of one run of tests; a mutant that takes longer counts as killed."""
+_NO_TESTS_FAILED, _SOME_TESTS_FAILED, _INTERRUPTED = 0, 1, 2  # exit codes of pytest
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change of one file.
+
+    Attributes:
+        file: below the package.
+        original: a text that stands there exactly once.
+        replacement: what is written in its place.
+        tests: arguments of pytest that select the tests expected to fail.
+    """
+
+    file: str
+    original: str
+    replacement: str
+    tests: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What became of a mutant: ``outcome`` is killed, alive, not found or broken tests."""
+
+    mutant: Mutant
+    outcome: str
+    seconds: float
+    detail: str = ""
+
+    def __str__(self) -> str:
+        mutant = self.mutant
+        change = f"{_line(mutant.original)} -> {_line(mutant.replacement)}"
+        return f"{self.outcome:12} {self.seconds:5.1f} s  {mutant.file}: {change}  {self.detail}"
+
+
+KV = "tests/kv"
+SCHEDULER = "tests/engine/test_scheduler.py"
+ENGINE = "tests/engine/test_engine.py"
+HOOKS = "tests/engine/test_speculation_hooks.py"
+RULES = "tests/speculative/test_typical.py tests/speculative/test_relaxed.py"
+VERIFY = "tests/speculative/test_verify.py tests/speculative/test_laws.py"
+LENGTH = "tests/speculative/test_length.py tests/speculative/test_gate.py"
+NGRAM = "tests/speculative/test_ngram.py"
+SUFFIX = "tests/speculative/test_suffix.py"
+PAIRS = "tests/speculative/test_eagle.py tests/speculative/test_mtp.py"
+SAMPLING = "tests/model/test_sampling.py tests/model/test_constraint.py"
+DRIVER = (
+    "tests/scaffolding/test_driver.py tests/scaffolding/test_budget.py "
+    "tests/scaffolding/test_collections.py"
+)
+VOTES = "tests/scaffolding/test_answers.py tests/methods/test_majority_vote.py"
+LIVE = "tests/scaffolding/test_live.py"
+TASKS = "tests/scaffolding/test_clone.py tests/scaffolding/test_tasks.py"
+PRM = "tests/scaffolding/test_prm_controller.py"
+DYNASOR = "tests/methods/test_dynasor.py"
+BEST_OF_N = "tests/methods/test_best_of_n.py"
+
+MUTANTS = [
+    # ---- kv --------------------------------------------------------------------------------------
+    Mutant(
+        "kv/table.py",
+        "self._pool.refs[self.pages[-1]] > 1",
+        "self._pool.refs[self.pages[-1]] > 2",
+        KV,
+    ),
+    Mutant("kv/table.py", "del self.digests[length // self._pool.page_size :]", "pass", KV),
+    Mutant("kv/table.py", " and not self._pool.is_kept(tail)", "", KV),
+    Mutant(
+        "kv/table.py", "self.digests[: length // self._pool.page_size]", "list(self.digests)", KV
+    ),
+    Mutant("kv/table.py", "self._pool.drop(tail)", "pass", KV),
+    Mutant(
+        "kv/table.py",
+        "for page in reversed(self.pages[keep:])",
+        "for page in self.pages[keep:]",
+        KV,
+    ),
+    Mutant("kv/table.py", "self._gaps += near is not None and page != near", "self._gaps += 0", KV),
+    Mutant("kv/pool.py", "min((start + stop) // 2, stop - wanted)", "(start + stop) // 2", KV),
+    Mutant("kv/pool.py", "max(1, len(self._evictable) // 4)", "len(self._evictable)", KV),
+    Mutant(
+        "kv/pool.py", "del self._evictable[page]\n        self.refs", "pass\n        self.refs", KV
+    ),
+    Mutant("kv/pool.py", "self.on_evict(page)\n        if", "if", KV),
+    Mutant("kv/prefix.py", "len(tokens) - size + 1, size", "len(tokens) - size, size", KV),
+    Mutant(
+        "kv/prefix.py",
+        " and page not in self._digest_of",
+        "",
+        "tests/engine/test_engine.py -k 'salt'",
+    ),
+    Mutant(
+        "kv/companion.py",
+        "self._ready[dst] = self._ready[src]",
+        "pass",
+        "tests/model/test_storage.py",
+    ),
+    Mutant(
+        "kv/companion.py",
+        "flat[dst] = flat[src]",
+        "pass",
+        "tests/model/test_storage.py",
+    ),
+    # ---- engine ----------------------------------------------------------------------------------
+    Mutant(
+        "engine/admission.py",
+        "self._check_wishes(params)\n        self._check_length(len(tokens) + 1)",
+        "self._check_wishes(params)\n        self._check_length(len(tokens))",
+        "tests/engine/test_engine.py -k 'refused'",
+    ),
+    Mutant(
+        "engine/scheduler.py",
+        "urgent.params.priority >= last.params.priority",
+        "urgent.params.priority > last.params.priority",
+        SCHEDULER,
+    ),
+    Mutant("engine/scheduler.py", "left //= 2", "pass", SCHEDULER),
+    Mutant(
+        "engine/scheduler.py",
+        "self.stop > self.sequence.prompt_length",
+        "self.stop >= self.sequence.prompt_length",
+        "tests/engine/test_speculation.py -k 'prompt_token'",
+    ),
+    Mutant(
+        "engine/scheduler.py",
+        "self.on_end(sequence)\n        if sequence.keep",
+        "if sequence.keep",
+        "tests/engine/test_speculation.py -k 'generation_ends_whose'",
+    ),
+    Mutant(
+        "engine/scheduler.py",
+        "kinship.detach(sequence)",
+        "pass",
+        "tests/engine/test_engine.py -k 'fork or sample or abort'",
+    ),
+    Mutant(
+        "engine/scheduler.py",
+        "other.rank >= needy.rank",
+        "other.rank > needy.rank",
+        "tests/engine/test_engine.py -k 'preempted or short'",
+    ),
+    Mutant("engine/scheduler.py", "wanted = min(wanted, PROMPT_LOGPROB_ROWS)", "pass", SCHEDULER),
+    Mutant(
+        "engine/scheduler.py",
+        "self._index.match(sequence.tokens[:-1]",
+        "self._index.match(sequence.tokens",
+        "tests/engine/test_engine.py -k 'tenant or found or prefix'",
+    ),
+    Mutant(
+        "engine/scheduler.py",
+        "if needed > self._pool.available and self.running:",
+        "if needed > self._pool.available:",
+        SCHEDULER,
+    ),
+    Mutant(
+        "engine/scheduler.py",
+        "if sequence.parent is not None:\n                continue",
+        "if sequence.parent is not None:\n                break",
+        "tests/engine/test_engine.py -k 'fork or sample'",
+    ),
+    Mutant(
+        "engine/scheduler.py", "free = -table.length % self._pool.page_size", "free = 0", SCHEDULER
+    ),
+    Mutant(
+        "engine/kinship.py",
+        "ready = min(ready, len(child.tokens) - 1)",
+        "pass",
+        "tests/engine/test_engine.py -k 'fork'",
+    ),
+    Mutant(
+        "engine/kinship.py",
+        "other.shared == len(other.tokens) == length",
+        "len(other.tokens) == length",
+        "tests/engine/test_engine.py -k 'fork'",
+    ),
+    Mutant(
+        "engine/commit.py",
+        "verdict.path[size - 1 :]",
+        "verdict.path[size:]",
+        "tests/engine/test_speculation.py -k 'stop_token or beyond'",
+    ),
+    Mutant(
+        "engine/ledger.py",
+        "max(sequence.prompt_length, sequence.peak)",
+        "sequence.prompt_length",
+        "tests/engine/test_engine.py -k 'preempt'",
+    ),
+    Mutant(
+        "engine/ledger.py",
+        "max(sequence.prompt_length, sequence.peak)",
+        "sequence.peak",
+        "tests/engine/test_engine.py -k 'preempt'",
+    ),
+    Mutant(
+        "engine/ledger.py",
+        "sequence.prompt_length - 1)",
+        "sequence.prompt_length)",
+        "tests/engine/test_engine.py -k 'prompt_logprobs'",
+    ),
+    Mutant(
+        "engine/loop.py",
+        "// size * size if copying else row.start",
+        "if copying else row.start",
+        "tests/engine/test_engine.py -k 'interrupted'",
+    ),
+    Mutant(
+        "engine/loop.py",
+        "companion.invalidate(row.sequence.table, row.start, row.stop + row.nodes)",
+        "pass",
+        "tests/engine/test_speculation.py -k 'written_anew'",
+    ),
+    Mutant(
+        "engine/speculation.py",
+        "sequence.limit - len(sequence.tokens) - 1  #",
+        "sequence.limit - len(sequence.tokens)  #",
+        "tests/engine/test_speculation.py -k 'stop_token or beyond'",
+    ),
+    Mutant("engine/speculation.py", "self._lost.discard((equipped, number))", "pass", HOOKS),
+    Mutant(
+        "engine/engine.py",
+        "sequence.table.rewind(len(sequence.tokens) - 1)",
+        "pass",
+        "tests/engine/test_engine.py -k 'fork or rewound or resumed'",
+    ),
+    Mutant(
+        "engine/engine.py",
+        "sequence.peak = min(sequence.peak, length)",
+        "pass",
+        "tests/engine/test_engine.py -k 'rewound'",
+    ),
+    Mutant(
+        "engine/engine.py",
+        "sequence.shared = min(sequence.shared, length)",
+        "pass",
+        "tests/engine/test_engine.py -k 'fork'",
+    ),
+    Mutant(
+        "engine/engine.py",
+        "self._ledger.count(sequence, discarded=len(sequence.drawn) - kept)",
+        "pass",
+        "tests/engine/test_engine.py -k 'rewound'",
+    ),
+    # ---- speculative: verification and acceptance ------------------------------------------------
+    Mutant(
+        "speculative/verify.py",
+        "use = _ACCEPTANCE + (elders[parent] << 8)",
+        "use = _ACCEPTANCE",
+        VERIFY,
+    ),
+    Mutant(
+        "speculative/verify.py",
+        "(candidate.position + depth for depth in depths)",
+        "(candidate.position + depth - 1 for depth in depths)",
+        VERIFY,
+    ),
+    Mutant(
+        "speculative/verify.py",
+        "candidate.rule is not None or _begins_with",
+        "_begins_with",
+        "tests/speculative/test_typical.py tests/speculative/test_relaxed.py",
+    ),
+    Mutant(
+        "speculative/rejection.py",
+        "accepted = coins * chance < law",
+        "accepted = coins * chance <= law",
+        VERIFY,
+    ),
+    Mutant("speculative/rejection.py", "drawn_from[places, taken] = 0.0", "pass", VERIFY),
+    Mutant(
+        "speculative/rejection.py", "torch.where(mass > 0, rest / mass, law)", "rest / mass", VERIFY
+    ),
+    Mutant("speculative/typical.py", "margin > 0 and", "margin >= 0 and", RULES),
+    Mutant(
+        "speculative/typical.py",
+        "scores[node] > best:",
+        "scores[node][0] > best[0]:",
+        RULES,
+    ),
+    Mutant(
+        "speculative/relaxed.py",
+        ".sum(dim=-1, keepdim=True) < self.topk",
+        ".sum(dim=-1, keepdim=True) <= self.topk",
+        RULES,
+    ),
+    Mutant(
+        "speculative/relaxed.py",
+        "near = chance >= top - self.delta",
+        "near = chance > top - self.delta",
+        RULES,
+    ),
+    Mutant(
+        "speculative/check.py",
+        "full = len(depths) > request.max_nodes",
+        "full = len(depths) >= request.max_nodes",
+        "tests/speculative/test_tree.py",
+    ),
+    Mutant(
+        "speculative/check.py",
+        "repeats = distinct and (parent, token) in siblings",
+        "repeats = (parent, token) in siblings",
+        "tests/speculative/test_tree.py",
+    ),
+    Mutant(
+        "speculative/acceptance.py",
+        "tested = np.minimum(accepted + 1, depths)",
+        "tested = depths",
+        LENGTH,
+    ),
+    Mutant("speculative/acceptance.py", "max(capacity, 4 * len(request_ids))", "capacity", LENGTH),
+    Mutant("speculative/gate.py", "rate >= self._threshold", "rate > self._threshold", LENGTH),
+    Mutant("speculative/gate.py", "sum(min(accepted + 1, depth) for", "sum(depth for", LENGTH),
+    Mutant(
+        "speculative/schedule.py",
+        "bisect_right(self._bounds, running) - 1",
+        "bisect_left(self._bounds, running) - 1",
+        LENGTH,
+    ),
+    Mutant(
+        "speculative/backoff.py", "min(2 * self.interval, self._last)", "2 * self.interval", LENGTH
+    ),
+    # ---- speculative: drafters -------------------------------------------------------------------
+    Mutant(
+        "speculative/drafters/ngram.py",
+        "max(0, request.prompt_length - self.max_draft_len)",
+        "request.prompt_length",
+        NGRAM,
+    ),
+    Mutant(
+        "speculative/drafters/ngram.py",
+        "self._learn(request, len(request.tokens) - 1)",
+        "pass",
+        NGRAM,
+    ),
+    Mutant(
+        "speculative/ngram_pool.py",
+        "range(max(0, end - self.max_match), end - 1)",
+        "range(max(0, end - self.max_match) + 1, end - 1)",
+        NGRAM,
+    ),
+    Mutant(
+        "speculative/ngram_pool.py",
+        "patterns.move_to_end(pattern)\n                if match",
+        "if match",
+        NGRAM,
+    ),
+    Mutant("speculative/suffix_index.py", "places[-MOST_PLACES:]", "places", SUFFIX),
+    Mutant(
+        "speculative/suffix_index.py",
+        "if at >= back and text[at - back] == token",
+        "if text[at - back] == token",
+        SUFFIX,
+    ),
+    Mutant(
+        "speculative/drafters/suffix.py",
+        "found.score > best.score",
+        "found.score >= best.score",
+        SUFFIX,
+    ),
+    Mutant("speculative/continuation.py", "if prob < min_prob", "if prob <= min_prob", SUFFIX),
+    Mutant(
+        "speculative/continuation.py", "prob * share >= min_prob", "prob * share > min_prob", SUFFIX
+    ),
+    Mutant(
+        "speculative/past_outputs.py",
+        "1 < len(output) <= self._max_tokens",
+        "1 < len(output) < self._max_tokens",
+        SUFFIX,
+    ),
+    Mutant(
+        "speculative/drafters/draft_target.py",
+        "request.max_draft_len <= longest",
+        "request.max_draft_len < longest",
+        "tests/speculative/test_draft_model.py -k context",
+    ),
+    Mutant(
+        "speculative/drafters/draft_target.py",
+        "[depth - 1 for depth in depths]",
+        "depths",
+        "tests/engine/test_speculation.py -k 'written_anew'",
+    ),
+    Mutant(
+        "speculative/drafters/draft_target.py",
+        "left[token] = 0.0",
+        "pass",
+        "tests/speculative/test_draft_model.py -k siblings",
+    ),
+    Mutant(
+        "speculative/pairs.py",
+        "start if start > 1 else 0, stop",
+        "start, stop",
+        "tests/engine/test_speculation.py -k 'not_computed_again'",
+    ),
+    Mutant(
+        "speculative/mtp_lane.py",
+        "begin = text.begin + self.lag if text.begin else 0",
+        "begin = text.begin + self.lag",
+        "tests/engine/test_speculation.py -k 'not_computed_again'",
+    ),
+    # ---- model/sampling --------------------------------------------------------------------------
+    Mutant(
+        "model/sampling/law.py",
+        "torch.searchsorted(rising, min_p * likeliest)",
+        "torch.searchsorted(rising, min_p * likeliest, right=True)",
+        SAMPLING,
+    ),
+    Mutant(
+        "model/sampling/law.py",
+        "torch.searchsorted(mass, top_p) + 1",
+        "torch.searchsorted(mass, top_p, right=True) + 1",
+        SAMPLING,
+    ),
+    Mutant(
+        "model/sampling/law.py",
+        "if len(context.output) < params.min_tokens:",
+        "if len(context.output) <= params.min_tokens:",
+        SAMPLING,
+    ),
+    Mutant(
+        "model/sampling/law.py",
+        "equal.cumsum(dim=-1) <= room",
+        "equal.cumsum(dim=-1) < room",
+        SAMPLING,
+    ),
+    Mutant("model/sampling/law.py", "packed[~packed.any(axis=-1)] = 0xFF", "pass", SAMPLING),
+    Mutant(
+        "model/sampling/logprobs.py", "rank = (law > chosen)", "rank = (law >= chosen)", SAMPLING
+    ),
+    # ---- scaffolding -----------------------------------------------------------------------------
+    Mutant(
+        "scaffolding/driver.py",
+        'branch.on_failure == "raise" or self.run.ledger.exhausted is not None',
+        'branch.on_failure == "raise"',
+        DRIVER,
+    ),
+    Mutant("scaffolding/driver.py", "item.cancel_flag = True\n", "pass\n", DRIVER),
+    Mutant(
+        "scaffolding/parallel.py",
+        "self._left = [other for other in self._left if other is not item]",
+        "pass",
+        DRIVER,
+    ),
+    Mutant(
+        "scaffolding/budget.py",
+        "self.usage.completion_tokens > limit",
+        "self.usage.completion_tokens >= limit",
+        DRIVER,
+    ),
+    Mutant(
+        "scaffolding/budget.py",
+        "self.calls >= self.budget.calls",
+        "self.calls > self.budget.calls",
+        DRIVER,
+    ),
+    Mutant(
+        "scaffolding/collections.py", "_watch_branches(wanted.branches, collection)", "pass", DRIVER
+    ),
+    Mutant(
+        "scaffolding/answers.py", "for members in [*rivals, []]", "for members in rivals", VOTES
+    ),
+    Mutant(
+        "scaffolding/answers.py",
+        "min([*members, *outstanding]) < winner.first",
+        "min(outstanding) < winner.first",
+        VOTES,
+    ),
+    Mutant(
+        "scaffolding/workers/parking.py",
+        "len(ended) - self._capacity + 1",
+        "len(ended) - self._capacity",
+        LIVE,
+    ),
+    Mutant(
+        "scaffolding/workers/parking.py",
+        'path.startswith(f"{one.path}.")',
+        "path.startswith(one.path)",
+        LIVE,
+    ),
+    Mutant(
+        "scaffolding/sampling.py",
+        "name not in task.chosen and ",
+        "",
+        f"{TASKS} tests/scaffolding/test_compatibility.py",
+    ),
+    Mutant("scaffolding/clone.py", "if id(value) not in memo:", "if True:", TASKS),
+    Mutant(
+        "scaffolding/prm_controller.py", "self._plain(step) + separator", "step + separator", PRM
+    ),
+    # ---- methods ---------------------------------------------------------------------------------
+    Mutant(
+        "methods/dynasor.py", "earliest = probes[missing - 1]", "earliest = probes[-1]", DYNASOR
+    ),
+    Mutant(
+        "methods/dynasor.py",
+        "main.num_generated - forked_at >= self.chunk_size",
+        "main.num_generated - forked_at > self.chunk_size",
+        DYNASOR,
+    ),
+    Mutant(
+        "methods/dynasor.py",
+        'fields["priority"] = usual - 1',
+        'fields["priority"] = usual',
+        DYNASOR,
+    ),
+    Mutant("methods/probes.py", "self._left < 1", "self._left <= 1", DYNASOR),
+    Mutant("methods/probes.py", "elif self.count and (yield", "elif (yield", DYNASOR),
+    Mutant("methods/majority_vote.py", "numbers.pop(id(branch))", "numbers[id(branch)]", VOTES),
+    Mutant("methods/majority_vote.py", "numbers[id(b)] > first", "True", VOTES),
+    Mutant("methods/best_of_n.py", '"index": scored[place]', '"index": place', BEST_OF_N),
+]
+
+
+def main() -> int:
+    """Run the mutants that were asked for; the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("texts", nargs="*", help="only those with it in their path or their line")
+    parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
+    parser.add_argument(
+        "--unchecked", action="store_true", help="do not run the tests without mutants first"
+    )
+    parser.add_argument("--list", action="store_true", help="print the mutants and end")
+    arguments = parser.parse_args()
+    wanted = [
+        mutant
+        for mutant in MUTANTS
+        if not arguments.texts
+        or any(text in f"{mutant.file}: {mutant.original}" for text in arguments.texts)
+    ]
+    if arguments.list:
+        for mutant in wanted:
+            print(f"{mutant.file}: {_line(mutant.original)} -> {_line(mutant.replacement)}")
+        return 0
+    findings = run(wanted, max(1, arguments.jobs), arguments.unchecked)
+    counts = Counter(finding.outcome for finding in findings)
+    for finding in findings:
+        if finding.outcome != "killed":
+            print(finding)
+    print(json.dumps({"script": "mutants", "mutants": len(wanted), **counts}))
+    return int(bool(counts["alive"] or counts["broken tests"]))
+
+
+def run(mutants: Sequence[Mutant], jobs: int, unchecked: bool) -> list[Finding]:
+    """Try each mutant in one of ``jobs`` copies of the tracked files.
+
+    Args:
+        mutants: what to try.
+        jobs: how many at a time.
+        unchecked: take it that the tests pass where nothing is broken.
+    """
+    with tempfile.TemporaryDirectory(prefix="mutants-") as directory:
+        copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
+        for number in range(jobs):
+            copies.put(_copy(Path(directory) / str(number)))
+
+        def passes(tests: str) -> bool:
+            if unchecked:
+                return True
+            copy = copies.get()
+            try:
+                return _pytest(copy, tests)[0] == _NO_TESTS_FAILED
+            finally:
+                copies.put(copy)
+
+        def attempt(mutant: Mutant) -> Finding:
+            copy = copies.get()
+            try:
+                finding = _try(copy, mutant, passing[mutant.tests])
+            finally:
+                copies.put(copy)
+            print(finding, flush=True)
+            return finding
+
+        with ThreadPoolExecutor(jobs) as pool:
+            selections = list(dict.fromkeys(mutant.tests for mutant in mutants))
+            passing = dict(zip(selections, pool.map(passes, selections), strict=True))
+            return list(pool.map(attempt, mutants))
+
+
+def _try(copy: Path, mutant: Mutant, passes: bool) -> Finding:
+    """Apply one mutant, run its tests, put the file back."""
+    path = copy / PACKAGE / mutant.file
+    text = path.read_text() if path.exists() else ""
+    if text.count(mutant.original) != 1:
+        return Finding(mutant, "not found", 0.0)
+    broken = text.replace(mutant.original, mutant.replacement)
+    try:
+        compile(broken, str(path), "exec")  # what does not would count as killed
+    except SyntaxError as error:
+        return Finding(mutant, "not found", 0.0, f"it does not compile: {error}")
+    if not passes:
+        return Finding(mutant, "broken tests", 0.0, f"without the mutant: {mutant.tests}")
+    began = time.perf_counter()
+    try:
+        path.write_text(broken)
+        code, detail = _pytest(copy, mutant.tests)
+    finally:
+        path.write_text(text)
+    if code == _NO_TESTS_FAILED:
+        outcome = "alive"
+    else:
+        outcome = "killed" if code in (_SOME_TESTS_FAILED, _INTERRUPTED) else "broken tests"
+    return Finding(mutant, outcome, time.perf_counter() - began, detail)
+
+
+def _pytest(copy: Path, tests: str) -> tuple[int, str]:
+    """Run tests up to the first failure: pytest's exit code, and which test failed."""
+    options = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=unshrunk"]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(copy / "src"),
+        "PYTHONDONTWRITEBYTECODE": "1",  # a stale one would hide a mutant of the same size
+        "OMP_NUM_THREADS": "1",
+    }
+    command = f"{sys.executable} -m pytest {' '.join(options)} {tests}"
+    try:
+        done = subprocess.run(
+            command,
+            cwd=copy,
+            env=environment,
+            shell=True,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return _SOME_TESTS_FAILED, "timed out"
+    failed = [line.split()[1] for line in done.stdout.split("\n") if line.startswith("FAILED ")]
+    return done.returncode, failed[0].partition("::")[2] if failed else ""
+
+
+def _copy(target: Path) -> Path:
+    """The tracked files as they are in the working tree."""
+    names = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True
+    ).stdout
+    for name in filter(None, names.split("\0")):
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name)
+    return target
+
+
+def _line(text: str) -> str:
+    """A text on one line, shortened."""
+    line = " ".join(text.split())
+    return repr(line if len(line) <= 60 else line[:57] + "...")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
