@@ -258,7 +258,7 @@ MUTANTS = [
         "engine/engine.py",
         "sequence.table.rewind(len(sequence.tokens) - 1)",
         "pass",
-        "tests/engine/test_engine.py -k 'fork or rewound or resumed'",
+        "tests/engine/test_engine.py -k 'resumed'",
     ),
     Mutant(
         "engine/engine.py",

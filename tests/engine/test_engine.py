@@ -265,6 +265,24 @@ def test_a_rewound_sequence_continues_as_if_nothing_had_followed() -> None:
     expect_empty(machine)
 
 
+def test_a_sequence_whose_every_token_is_computed_is_resumed_all_the_same() -> None:
+    machine = engine(page_size=3)
+    (sequence,) = machine.add(PROMPTS[2], GREEDY, keep=True)
+    drain(machine)
+    for length in (14, 12):  # within a page, and at its end
+        machine.rewind(sequence, length)
+        assert sequence.num_uncomputed == 0
+        child = machine.fork(sequence)
+        for each in (sequence, child):
+            machine.resume(each, GREEDY)
+        drain(machine, most=100)
+        start = sequence.tokens[:length]
+        assert outputs((sequence, child)) == greedy(tiny("llama"), [start, start], 16)
+        machine.close(child)
+    machine.close(sequence)
+    expect_empty(machine)
+
+
 def test_what_follows_a_rewind_is_found_behind_its_own_prefix_and_no_other() -> None:
     machine = engine(page_size=4, pages=128)
     (sequence,) = machine.add(PROMPTS[2], GREEDY.replace(max_tokens=24), keep=True)
