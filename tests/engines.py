@@ -22,9 +22,13 @@ from models import tiny
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 
 
-@functools.cache
 def load(architecture: str, device: str = "cpu", dtype: str = "float32") -> CausalLM:
     """The tiny model; it has no state, so engines may share it."""
+    return _loaded(architecture, device, dtype)
+
+
+@functools.cache
+def _loaded(architecture: str, device: str, dtype: str) -> CausalLM:
     return loader.load(tiny(architecture), dtype=dtype, device=device)
 
 

@@ -466,7 +466,7 @@ def test_logits_that_are_not_finite_off_the_path_change_nothing(kind, params):
 def test_no_rule_accepts_past_logits_that_are_not_finite(lost):
     logits = torch.zeros(3, 128)
     logits[lost] = math.nan
-    accepting = SyntheticAcceptance(1.0)
+    accepting = SyntheticAcceptance.of_rate(1.0)
     given = replace(candidate(Draft([11, 12]), PLAIN), rule=accepting)
     [found] = verify(logits, [given])
     assert found.tokens == [11, 12][:lost]
