@@ -11,7 +11,12 @@ from forethought.evaluation.grader import Grader
 from forethought.evaluation.problems import Problem
 from forethought.evaluation.recipe import Recipe, recipe
 from forethought.evaluation.runner import Attempt, Runner
-from forethought.scaffolding import NativeGenerationController
+from forethought.scaffolding import (
+    ComputeTask,
+    Controller,
+    NativeGenerationController,
+    StreamGenerationTask,
+)
 from forethought.text.async_llm import AsyncLLM
 from tokens import speaking
 
@@ -73,6 +78,44 @@ def test_how_many_are_in_flight_changes_no_answer(made):
 
 def test_the_seed_decides_what_is_drawn():
     assert run(SAMPLED, seed=1)[1] == run(SAMPLED, seed=1)[1] != run(SAMPLED, seed=2)[1]
+
+
+def spin(turns: int) -> None:
+    """Keep a thread busy."""
+    for _ in range(turns):
+        pass
+
+
+class Hesitant(Controller):
+    """Ends its stream after four tokens, once it has made up its mind, in a thread and outside."""
+
+    WorkerTag = NativeGenerationController.WorkerTag
+
+    def __init__(self, turns: int) -> None:
+        super().__init__()
+        self.turns = turns
+
+    def process(self, tasks, **kwargs):
+        (task,) = tasks
+        stream = StreamGenerationTask.create_from_generation_task(task, 4)
+        stream.worker_tag = self.WorkerTag.GENERATION
+        yield [stream]
+        yield [ComputeTask(spin, self.turns)]
+        spin(self.turns)
+        stream.cancel_flag = True
+        yield [stream]
+        task.result = stream.result
+
+
+@pytest.mark.parametrize("in_flight", [1, 4])
+def test_the_engine_waits_for_the_methods_so_that_token_counts_repeat(in_flight):
+    params = {"temperature": 1.0, "max_tokens": 60, "ignore_eos": True}
+    rows = [
+        run(Recipe("hesitant", Hesitant(turns), params), in_flight=in_flight)[0]
+        for turns in (0, 300_000)
+    ]
+    assert rows[0].tokens_generated == rows[1].tokens_generated < 6 * 12
+    assert rows[0].tokens_prefilled == rows[1].tokens_prefilled
 
 
 def test_the_instruction_is_part_of_every_prompt():

@@ -17,6 +17,7 @@ from functools import partial
 from forethought.errors import ParameterError
 from forethought.evaluation import IN_FLIGHT
 from forethought.evaluation.grader import Grader
+from forethought.evaluation.lockstep import Lockstep
 from forethought.evaluation.problems import Problem
 from forethought.evaluation.recipe import Recipe
 from forethought.evaluation.report import Row
@@ -114,16 +115,24 @@ class Runner:
         workers = dict.fromkeys(worker_tags(recipe.controller), worker)
         ended: queue.SimpleQueue[int] = queue.SimpleQueue()
         at_once = max(1, self._in_flight // recipe.chains)
-        with ScaffoldingLlm(recipe.controller, workers, at_once) as scaffolding:
-            results: list[ScaffoldingResult] = []
+
+        def submit() -> list[ScaffoldingResult]:
+            results = []
             for number, prompt in enumerate(prompts):
                 params = {**recipe.sampling_params, "seed": self._seed_of(number)}
                 results.append(scaffolding.generate_async(prompt, sampling_params=params))
                 results[-1].on_finish(partial(ended.put, number))
-            for _ in results:
-                number = ended.get()
-                output = results[number].result().output
-                yield number, (output.text if output else None) or ""
+            return results
+
+        with Lockstep(llm) as lockstep:
+            with lockstep.call(
+                lambda: ScaffoldingLlm(recipe.controller, workers, at_once)
+            ) as scaffolding:
+                results = lockstep.call(submit)
+                for _ in results:
+                    number = ended.get()
+                    output = results[number].result().output
+                    yield number, (output.text if output else None) or ""
         worker.shutdown()
 
     def _prompt(self, llm: AsyncLLM, problem: Problem) -> Prompt:

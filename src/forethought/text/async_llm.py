@@ -6,7 +6,7 @@ One engine thread runs everybody's requests in the same batches. Knows nothing a
 from __future__ import annotations
 
 import weakref
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +140,19 @@ class AsyncLLM:
     def max_length(self) -> int:
         """Tokens that one sequence may have, prompt and output."""
         return self._desk.engine.limits.max_length
+
+    def set_step_barrier(self, barrier: Callable[[], None] | None) -> None:
+        """Have the engine call ``barrier`` on its thread, and step when that has returned.
+
+        It is called once clients have been told something or have asked for something. The engine
+        does not wait for its clients otherwise, so how far it runs ahead of one that is about to
+        end its request depends on the scheduling of threads. A measurement that is to be repeated
+        exactly waits there until its event loop is idle.
+
+        Args:
+            barrier: None: do not wait any more.
+        """
+        self._thread.barrier = barrier
 
     def shutdown(self) -> None:
         """End the thread after its current step. What is unfinished fails with EngineStopped."""

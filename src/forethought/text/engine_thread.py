@@ -39,6 +39,10 @@ class EngineThread:
         self._cause: BaseException | None = None
         """What the engine died of, if it did."""
         self._stopping = False
+        self.barrier: Callable[[], None] | None = None
+        """Called before a step if a client has been told something, or handed in something, since
+        the step before; see ``AsyncLLM.set_step_barrier``."""
+        self._has_news = False
         self._gate = threading.Lock()  # between handing in an errand and the end of the thread
         self._thread = threading.Thread(target=self._serve, name="forethought-engine", daemon=True)
         self._thread.start()
@@ -118,6 +122,7 @@ class EngineThread:
                 del self._listeners[generation]
         for loop, written in letters.items():
             deliver(loop, written)
+            self._has_news = True
 
     def _begin(self, listener: Listener[Any], start: Callable[[], Generation]) -> None:
         self._listeners[start()] = listener
@@ -135,6 +140,9 @@ class EngineThread:
         try:
             while not self._stopping:
                 self._run_errands()
+                while self._has_news and self.barrier is not None:
+                    self._wait(self.barrier)
+                    self._run_errands()
                 self.tell(self.desk.step())
         except BaseException as error:
             log.exception("the engine died")
@@ -142,12 +150,18 @@ class EngineThread:
         finally:
             self._end()
 
+    def _wait(self, barrier: Callable[[], None]) -> None:
+        """Let the clients react to what they have been told."""
+        self._has_news = False
+        barrier()
+
     def _run_errands(self) -> None:
         """Run what has been handed in; wait for something if there is nothing else to do."""
         while not self._errands.empty() or not (self.desk.has_work or self._stopping):
             errand = self._errands.get()
             if errand is not None:
                 errand()
+                self._has_news = True
             errand = None  # while the thread sleeps, nothing that it has made is kept
 
     def _end(self) -> None:
