@@ -10,7 +10,9 @@ from forethought.evaluation import comparison
 from forethought.evaluation.grader import Grader
 from forethought.evaluation.problems import Problem
 from forethought.evaluation.recipe import Recipe, recipe
+from forethought.evaluation.report import Row
 from forethought.evaluation.runner import Attempt, Runner
+from forethought.evaluation.statistics import Proportion
 from forethought.scaffolding import (
     ComputeTask,
     Controller,
@@ -145,9 +147,38 @@ def test_a_comparison_reports_a_table_a_plot_and_one_json_line_last(tmp_path, ca
     rows = json.loads(last)["rows"]
     assert [row["method"] for row in rows] == ["plain", "majority_vote"]
     assert rows[0]["accuracy"] == 0.5
-    assert "generated" in above[0]
+    assert above[0] == "6 problems, many at once:"
+    assert "generated" in above[2]
     assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "comparison.json").read_text() == last + "\n"
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "12/12" in captured.err
+
+
+def race(drafts: str, texts: dict[str, str], tokens: int) -> comparison._Raced:
+    return comparison._Raced(drafts, Row("plain", Proportion(1, 2), tokens, 8, 1.0), texts)
+
+
+@pytest.mark.parametrize(
+    ("texts", "tokens", "said"),
+    [
+        ({"1": "a", "2": "b"}, 50, "the same answers with ngram drafts, character for character"),
+        ({"1": "a", "2": "b"}, 60, "60 tokens generated for them instead of 50"),
+        ({"1": "a", "2": "c"}, 50, "ngram drafts changed 1 of 2 answers"),
+    ],
+)
+def test_a_race_tells_what_drafts_have_changed_beside_the_time(texts, tokens, said):
+    [note] = comparison._notes([race("", {"1": "a", "2": "b"}, 50), race("ngram", texts, tokens)])
+    assert note.startswith("plain: ")
+    assert said in note
+
+
+def test_a_comparison_shows_its_race_first(tmp_path):
+    out = io.StringIO()
+    runner = Runner(open_llm, grader=Even())
+    races = [comparison.Race(GREEDY, "", runner)]
+    comparison.compare([GREEDY], PROBLEMS[:1], runner, tmp_path, out, races)
+    shown = out.getvalue()
+    assert shown.startswith("1 problem, one at a time:\n")
+    assert shown.index("one at a time") < shown.index("1 problem, many at once")

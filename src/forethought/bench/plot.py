@@ -20,6 +20,7 @@ def save_plot(rows: Sequence[Row], path: Path, title: str = "") -> Path:
     check_installed()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(10.0, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
@@ -43,6 +44,7 @@ def save_plot(rows: Sequence[Row], path: Path, title: str = "") -> Path:
     speed.set_xticks(batches, [str(batch) for batch in batches])
     speed.set_xlabel("batch size")
     speed.set_ylabel("tokens/s, relative to plain decoding")
+    acceptance.xaxis.set_major_locator(MaxNLocator(integer=True))
     acceptance.set_xlabel("position in the draft")
     acceptance.set_ylabel(f"accepted, in % of the decode steps (batch {batches[0]})")
     acceptance.set_ylim(0, 100)

@@ -14,13 +14,14 @@ import asyncio
 import selectors
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar, TypeVarTuple
 
 from forethought.text.async_llm import AsyncLLM
 
 Result = TypeVar("Result")
+Values = TypeVarTuple("Values")
 _POLL_SECONDS = 0.1
 """How often the engine looks whether the event loop that it waits for has ended."""
 _SETTLE_SECONDS = 5.0
@@ -99,7 +100,9 @@ class _IdleLoop(asyncio.SelectorEventLoop):
         """Set ``idle`` as soon as the loop waits for something from outside."""
         self._asked = idle
 
-    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
+    def run_in_executor(
+        self, executor: Executor | None, func: Callable[[*Values], Result], *args: *Values
+    ) -> asyncio.Future[Result]:
         """As any event loop; until it is done the loop is not idle."""
         future = super().run_in_executor(executor, func, *args)
         self._num_computing += 1
