@@ -138,8 +138,8 @@ def _changes(drafted: _Raced, plain: _Raced) -> list[str]:
     if drafted.row.tokens_generated != plain.row.tokens_generated:
         notes[0] += (
             f"; {drafted.row.tokens_generated:,} tokens generated for them instead of "
-            f"{plain.row.tokens_generated:,}, as with several tokens a step more are drawn before "
-            "a probe has ended the chain"
+            f"{plain.row.tokens_generated:,}: a chain that draws several tokens a step is further "
+            "ahead by the time that a probe ends it"
         )
     return notes
 

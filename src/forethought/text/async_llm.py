@@ -8,8 +8,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
+from forethought.config import LlmOptions
 from forethought.engine.stats import EngineStats
 from forethought.errors import ParameterError
 from forethought.outputs import RequestOutput
@@ -48,7 +49,11 @@ class AsyncLLM:
     """
 
     def __init__(
-        self, model: str | Path | None = None, *, max_pending: int = MAX_PENDING, **fields: Any
+        self,
+        model: str | Path | None = None,
+        *,
+        max_pending: int = MAX_PENDING,
+        **fields: Unpack[LlmOptions],
     ) -> None:
         _check(max_pending)
         self._run(Desk.build(model, fields), max_pending)

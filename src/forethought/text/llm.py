@@ -9,8 +9,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Unpack, overload
 
+from forethought.config import LlmOptions
 from forethought.engine.stats import EngineStats
 from forethought.errors import EngineStopped, ParameterError, UsageError
 from forethought.outputs import RequestOutput
@@ -41,7 +42,7 @@ class LLM:
         CapacityError: the KV cache would not hold a single sequence.
     """
 
-    def __init__(self, model: str | Path | None = None, **fields: Any) -> None:
+    def __init__(self, model: str | Path | None = None, **fields: Unpack[LlmOptions]) -> None:
         self._desk: Desk | None = Desk.build(model, fields)
         self.model_dir, self.tokenizer = self._desk.model_dir, self._desk.tokenizer.hf
         self._borrower: str | None = None
