@@ -124,15 +124,17 @@ class Runner:
                 results[-1].on_finish(partial(ended.put, number))
             return results
 
-        with Lockstep(llm) as lockstep:
-            with lockstep.call(
+        with (
+            Lockstep(llm) as lockstep,
+            lockstep.call(
                 lambda: ScaffoldingLlm(recipe.controller, workers, at_once)
-            ) as scaffolding:
-                results = lockstep.call(submit)
-                for _ in results:
-                    number = ended.get()
-                    output = results[number].result().output
-                    yield number, (output.text if output else None) or ""
+            ) as scaffolding,
+        ):
+            results = lockstep.call(submit)
+            for _ in results:
+                number = ended.get()
+                output = results[number].result().output
+                yield number, (output.text if output else None) or ""
         worker.shutdown()
 
     def _prompt(self, llm: AsyncLLM, problem: Problem) -> Prompt:
