@@ -31,7 +31,7 @@ def test_an_example_of_the_readme_runs(code):
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "\\boxed{" in done.stdout
+    assert "\\boxed{6}" in done.stdout, "110 - 84 - 12 - 8"
 
 
 def test_the_guides_own_method_passes_the_guides_own_test():
@@ -39,12 +39,17 @@ def test_the_guides_own_method_passes_the_guides_own_test():
     exec(method + check, {"__name__": "guide"})
 
 
+def test_the_guides_first_method_gives_the_right_answer(capsys):
+    exec(examples(ROOT / "docs" / "methods.md")[0], {"__name__": "guide"})
+    assert "\\boxed{6}" in capsys.readouterr().out
+
+
 def test_the_examples_of_structured_output_run(capsys):
     for code in examples(ROOT / "docs" / "structured-output.md"):
         exec(code, {"__name__": "guide"})
     record, answer = capsys.readouterr().out.strip().split("\n", 1)
-    assert record.endswith("stop grammar")
-    assert re.fullmatch(r"\n*The answer is \\boxed\{[0-9]+\}\.", answer)
+    assert record == "{'answer': 6, 'unit': 'nuts'} stop grammar"
+    assert answer.strip() == "The answer is \\boxed{6}."
 
 
 def test_the_examples_of_speculative_decoding_run(capsys):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from forethought.cli import machine, model, speculation
 from forethought.errors import UsageError
+from forethought.evaluation.report import count_of
 
 if TYPE_CHECKING:
     from forethought.bench.row import Row
@@ -188,7 +189,8 @@ def _notes(rows: list[Row], report: dict[str, Any]) -> list[str]:
     place = where["processor"] if where["device"] == "cpu" else where["device"]
     found = [
         f"{report['model']} in {where['dtype']} on {place}, "
-        f"{where['threads']} threads, torch {where['torch']}; medians of {rounds} rounds; "
+        f"{count_of(where['threads'], 'thread')}, torch {where['torch']}; "
+        f"medians of {count_of(rounds, 'round')}; "
         "ratio: to plain decoding in the same round; by position: of the decode steps"
     ]
     if any(row.identical_share < 1.0 for row in rows):

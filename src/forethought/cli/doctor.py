@@ -17,6 +17,7 @@ from typing import Any
 
 from forethought import __version__
 from forethought.cli import machine
+from forethought.evaluation.report import count_of
 
 _SHOWN = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic")
 _NOT_FOR_USERS = ("dev",)
@@ -76,11 +77,10 @@ def lines(found: dict[str, Any]) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     processor, torch = found["processor"], found["torch"]
     sets = ", ".join(processor["instruction_sets"]) or "unknown"
-    cores = processor["cores"]
     shown = {
         "versions": versions,
         "system": f"{found['system']}; {found['executable']}",
-        "processor": f"{processor['name']}, {cores} {'core' if cores == 1 else 'cores'}",
+        "processor": f"{processor['name']}, {count_of(processor['cores'], 'core')}",
         "instruction sets": sets,
         "torch": found["torch_error"] if torch is None else _torch_line(torch),
         "GPU": "unknown without torch" if torch is None else ", ".join(torch["gpus"]) or "none",
@@ -98,9 +98,8 @@ def lines(found: dict[str, Any]) -> list[str]:
 
 
 def _torch_line(torch: dict[str, Any]) -> str:
-    threads = torch["threads"]
     return (
-        f"{threads} {'thread' if threads == 1 else 'threads'} (OMP_NUM_THREADS sets them), "
+        f"{count_of(torch['threads'], 'thread')} (OMP_NUM_THREADS sets them), "
         f"kernels for {torch['kernels']}"
     )
 

@@ -18,9 +18,9 @@ from typing import Any
 
 from forethought import methods
 from forethought.cli import backend
-from forethought.cli.answer import Respondent
+from forethought.cli.answer import Answer, Respondent
 from forethought.cli.backend import Backend
-from forethought.cli.settings import parse_settings
+from forethought.cli.settings import parse_settings, with_samples
 from forethought.errors import ParameterError
 from forethought.methods.stack import stack
 from forethought.scaffolding.controller import Controller
@@ -53,7 +53,8 @@ def run(args: argparse.Namespace) -> int:
     with backend.open_backend(args) as chosen:
         prompt = _prompt(args, question, chosen)
         with closing(Respondent(method, chosen.worker)) as respondent:
-            answer = respondent.answer(prompt, params, _ignore if args.json else _write)
+            chosen.introduce()
+            answer = _answer(respondent, prompt, params, as_json=args.json)
     if args.json:
         report = {**answer.to_dict(), "method": args.method or "plain", "model": chosen.name}
         print(json.dumps(report, ensure_ascii=False))
@@ -61,6 +62,25 @@ def run(args: argparse.Namespace) -> int:
         _write("" if answer.text.endswith("\n") else "\n")
         print(answer.summary(), file=sys.stderr)
     return 0
+
+
+def _answer(
+    respondent: Respondent, prompt: Any, params: Mapping[str, Any], *, as_json: bool
+) -> Answer:
+    """Have it answered; after Ctrl-C the text so far stays, on a line that is ended."""
+    written = False
+
+    def write(text: str) -> None:
+        nonlocal written
+        _write(text)
+        written = written or bool(text)
+
+    try:
+        return respondent.answer(prompt, params, _ignore if as_json else write)
+    except KeyboardInterrupt:
+        if written:
+            _write("\n")
+        raise
 
 
 def _question(prompt: str) -> str:
@@ -81,7 +101,8 @@ def _question(prompt: str) -> str:
 
 def _method(args: argparse.Namespace, params: dict[str, Any]) -> Controller:
     """The method that was chosen; plain decoding, greedy unless told otherwise, if none was."""
-    spec, settings = args.method or "plain", parse_settings(args.set)
+    spec = args.method or "plain"
+    settings = with_samples(spec, parse_settings(args.set))
     if spec == "plain" and args.url is None:
         params.setdefault("temperature", 0.0)
     if args.url is not None and not args.raw:
@@ -121,6 +142,11 @@ def _prompt(args: argparse.Namespace, question: str, chosen: Backend) -> Any:
                 "--system needs a chat template",
                 f"{chosen.name} has none",
                 "Put it into the prompt",
+            )
+        if not args.raw:
+            print(
+                f"{chosen.name} has no chat template: the prompt is continued as it stands",
+                file=sys.stderr,
             )
         return question
     assert chosen.llm is not None, "what is no server is an engine"

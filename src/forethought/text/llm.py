@@ -7,13 +7,14 @@ many clients at once are ``AsyncLLM``'s business.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack, overload
 
 from forethought.config import LlmOptions
 from forethought.engine.stats import EngineStats
-from forethought.errors import EngineStopped, ParameterError, UsageError
+from forethought.errors import DependencyError, EngineStopped, ParameterError, UsageError
 from forethought.outputs import RequestOutput
 from forethought.params import SamplingParams
 from forethought.text.desk import Desk
@@ -22,6 +23,8 @@ from forethought.text.prompt import Prompt, is_batch
 from forethought.text.session import Session
 
 Params = SamplingParams | Sequence[SamplingParams] | None
+Bar = Callable[[list[Generation]], Iterable[Generation]]
+"""Iterates over generations, and may show how far it is."""
 
 
 class LLM:
@@ -49,31 +52,38 @@ class LLM:
         self._stepping = threading.Lock()
 
     @overload
-    def generate(self, prompts: str | list[int], params: Params = None) -> RequestOutput: ...
+    def generate(
+        self, prompts: str | list[int], params: Params = None, *, use_tqdm: bool = False
+    ) -> RequestOutput: ...
     @overload
     def generate(
-        self, prompts: list[str] | list[list[int]], params: Params = None
+        self, prompts: list[str] | list[list[int]], params: Params = None, *, use_tqdm: bool = False
     ) -> list[RequestOutput]: ...
 
-    def generate(self, prompts: Any, params: Params = None) -> RequestOutput | list[RequestOutput]:
+    def generate(
+        self, prompts: Any, params: Params = None, *, use_tqdm: bool = False
+    ) -> RequestOutput | list[RequestOutput]:
         """Continue one prompt or many.
 
         Args:
             prompts: a string or a list of token ids; or a list of such, for a list of results.
             params: for all prompts, or one for each.
+            use_tqdm: show a bar of the finished prompts, in their order, on standard error.
 
         Raises:
+            DependencyError: ``use_tqdm``, and tqdm is not installed.
             ParameterError: a prompt is empty, of a wrong type or outside the vocabulary.
             ContextLengthError, CapacityError: a prompt leaves no room for an answer.
             RequestError: a request failed in the engine; the others of this call are aborted.
 
         If one prompt of many is refused, none has run and the error gives its index.
         """
+        bar = _bar(use_tqdm)
         if not is_batch(prompts):
-            return self._finish([self._serving().read(prompts, params)])[0]
+            return self._finish([self._serving().read(prompts, params)], bar)[0]
         each = self._params_of_each(params, len(prompts))
         pairs = zip(prompts, each, strict=True)
-        return self._finish([self._read(index, *pair) for index, pair in enumerate(pairs)])
+        return self._finish([self._read(index, *pair) for index, pair in enumerate(pairs)], bar)
 
     def chat(
         self,
@@ -197,17 +207,19 @@ class LLM:
         if len(params) != count:
             raise ParameterError(
                 "params do not match the prompts",
-                f"{len(params)} params for {count} prompts",
+                f"given: params {len(params)}, prompts {count}",
                 "Give one for each, or a single one for all",
             )
         return params
 
-    def _finish(self, requests: list[tuple[Prompt, SamplingParams]]) -> list[RequestOutput]:
+    def _finish(
+        self, requests: list[tuple[Prompt, SamplingParams]], bar: Bar = list
+    ) -> list[RequestOutput]:
         desk, generations = self._serving(), list[Generation]()
         try:
             for request in requests:
                 generations.append(desk.submit(*request))
-            for generation in generations:
+            for generation in bar(generations):
                 for _ in self._run(generation):
                     pass
             return [generation.output() for generation in generations]
@@ -244,3 +256,18 @@ class LLM:
             return desk.step()
         finally:
             self._stepping.release()
+
+
+def _bar(use_tqdm: bool) -> Bar:
+    """tqdm's bar, or none.
+
+    Raises:
+        DependencyError: tqdm is not installed.
+    """
+    if not use_tqdm:
+        return list
+    try:
+        from tqdm import tqdm
+    except ImportError as error:
+        raise DependencyError.missing("tqdm", "use_tqdm", "eval") from error
+    return partial(tqdm, desc="prompts", unit="prompt", dynamic_ncols=True)
