@@ -18,7 +18,7 @@ from typing import Any
 
 from forethought import methods
 from forethought.cli import backend
-from forethought.cli.answer import Answer, Respondent
+from forethought.cli.answer import Respondent
 from forethought.cli.backend import Backend
 from forethought.cli.settings import parse_settings, with_samples
 from forethought.errors import ParameterError
@@ -53,8 +53,9 @@ def run(args: argparse.Namespace) -> int:
     with backend.open_backend(args) as chosen:
         prompt = _prompt(args, question, chosen)
         with closing(Respondent(method, chosen.worker)) as respondent:
-            chosen.introduce()
-            answer = _answer(respondent, prompt, params, as_json=args.json)
+            write = _Writing(chosen, show=not args.json)
+            with write:
+                answer = respondent.answer(prompt, params, write)
     if args.json:
         report = {**answer.to_dict(), "method": args.method or "plain", "model": chosen.name}
         print(json.dumps(report, ensure_ascii=False))
@@ -64,23 +65,33 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _answer(
-    respondent: Respondent, prompt: Any, params: Mapping[str, Any], *, as_json: bool
-) -> Answer:
-    """Have it answered; after Ctrl-C the text so far stays, on a line that is ended."""
-    written = False
+class _Writing:
+    """Writes an answer as it comes, behind what there is to say about the model.
 
-    def write(text: str) -> None:
-        nonlocal written
-        _write(text)
-        written = written or bool(text)
+    After Ctrl-C the text so far stays, on a line that is ended.
 
-    try:
-        return respondent.answer(prompt, params, _ignore if as_json else write)
-    except KeyboardInterrupt:
-        if written:
+    Args:
+        chosen: what answers.
+        show: whether the text is written, and not only awaited.
+    """
+
+    def __init__(self, chosen: Backend, *, show: bool) -> None:
+        self._chosen, self._show, self._begun = chosen, show, False
+
+    def __call__(self, text: str) -> None:
+        """Write another piece."""
+        if not self._begun:
+            self._chosen.introduce()
+        self._begun = True
+        if self._show:
+            _write(text)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is KeyboardInterrupt and self._begun and self._show:
             _write("\n")
-        raise
 
 
 def _question(prompt: str) -> str:
@@ -158,7 +169,3 @@ def _prompt(args: argparse.Namespace, question: str, chosen: Backend) -> Any:
 def _write(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
-
-
-def _ignore(text: str) -> None:
-    """The JSON object will have it."""
