@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forethought.bench.row import Row
 from forethought.bench.variant import PLAIN, Variant
 from forethought.evaluation.plot import check_installed
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def save_plot(rows: Sequence[Row], path: Path, title: str = "") -> Path:
@@ -17,6 +20,12 @@ def save_plot(rows: Sequence[Row], path: Path, title: str = "") -> Path:
     Raises:
         DependencyError: matplotlib is not installed.
     """
+    draw(rows, title).savefig(path, dpi=150)
+    return path
+
+
+def draw(rows: Sequence[Row], title: str = "") -> Figure:
+    """The figure of ``save_plot``."""
     check_installed()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -53,8 +62,7 @@ def save_plot(rows: Sequence[Row], path: Path, title: str = "") -> Path:
         axes.legend(fontsize="small")
     if title:
         figure.suptitle(title)
-    figure.savefig(path, dpi=150)
-    return path
+    return figure
 
 
 def _draw_acceptance(axes: Any, variant: Variant, row: Row, color: str) -> None:
