@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,20 @@ def examples(page: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
 
 
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 LOCAL = [code for code in examples(PAGES[0]) if "localhost" not in code]
+
+
+def test_the_clone_line_has_the_projects_own_address():
+    page = PAGES[0].read_text(encoding="utf-8")
+    assert f"git clone {PROJECT['urls']['Repository']} &&" in page
+
+
+def test_every_extra_for_users_has_an_install_line():
+    page = PAGES[0].read_text(encoding="utf-8")
+    lines = re.findall(r"^\$ pip install \"\.\[([\w,]+)\]\"", page, re.MULTILINE)
+    extras = set(PROJECT["optional-dependencies"]) - {"dev"}
+    assert {extra for line in lines for extra in line.split(",")} == extras
 
 
 def test_there_are_examples_with_and_without_a_server():
