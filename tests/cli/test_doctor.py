@@ -43,17 +43,28 @@ def test_programs_are_told_the_same_in_json(capsys):
     assert found["processor"]["cores"] == machine.num_cores()
 
 
-@pytest.mark.parametrize("option", ["", "'--json'"])
-def test_the_doctor_works_without_torch(option):
+def without(package: str, *options: str) -> str:
+    """What the doctor says where a package cannot be imported."""
     code = (
-        "import sys; sys.modules['torch'] = None; from forethought.cli.main import main;"
-        f"sys.exit(main(['doctor', {option}]))"
+        f"import sys; sys.modules[{package!r}] = None; from forethought.cli.main import main;"
+        f"sys.exit(main({['doctor', *options]!r}))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert "torch cannot be imported" in done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_the_doctor_works_without_torch(options):
+    assert "torch cannot be imported" in without("torch", *options)
+
+
+def test_the_doctor_works_with_torch_alone():
+    shown = without("transformers")
+    assert "torch cannot be imported" not in shown
+    assert "kernels for" in shown
 
 
 def test_what_is_missing_comes_with_what_to_type(monkeypatch):

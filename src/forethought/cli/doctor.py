@@ -131,21 +131,26 @@ def _version(name: str) -> str | None:
 
 
 def _torch_facts() -> dict[str, Any]:
-    """What torch says, and which ways the engine goes; nothing where it cannot be imported."""
+    """What torch says, and which ways the engine goes; None where it cannot be imported."""
     try:
         torch = importlib.import_module("torch")
-        return {
-            "torch": {
-                "threads": torch.get_num_threads(),
-                "kernels": torch.backends.cpu.get_cpu_capability(),
-                "gpus": [_gpu(torch, i) for i in range(torch.cuda.device_count())],
-            },
-            "fast_paths": _fast_paths(torch),
-        }
     except (ImportError, OSError) as error:  # OSError: a library that it needs is broken
-        why = str(error).strip().splitlines()
-        reason = f"torch cannot be imported: {why[0] if why else type(error).__name__}"
+        reason = f"torch cannot be imported: {_first_line(error)}"
         return {"torch": None, "torch_error": reason, "fast_paths": None}
+    facts = {
+        "threads": torch.get_num_threads(),
+        "kernels": torch.backends.cpu.get_cpu_capability(),
+        "gpus": [_gpu(torch, i) for i in range(torch.cuda.device_count())],
+    }
+    try:
+        paths = _fast_paths(torch)
+    except (ImportError, OSError) as error:
+        paths = {"unknown": f"the engine cannot be imported: {_first_line(error)}"}
+    return {"torch": facts, "fast_paths": paths}
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _gpu(torch: Any, number: int) -> str:

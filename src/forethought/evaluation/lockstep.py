@@ -6,6 +6,9 @@ and their number depends on how the operating system schedules the two threads. 
 counts and, in half precision, which sequences share a batch and with it how near-ties are rounded.
 Here the engine steps only while the event loop is idle: every controller has seen what the last
 step brought it, and everything that it asks for in reply has been handed in.
+
+The event loop counts as busy while an executor works for it (``run_in_executor``, as for a
+``ComputeTask``). What it awaits in another way, such as a process or a server, is not waited for.
 """
 
 from __future__ import annotations
