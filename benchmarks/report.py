@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+
+from forethought.cli.machine import processor_name
 
 
 def print_report(benchmark: str, rows: Sequence[dict[str, Any]], **settings: Any) -> None:
@@ -41,7 +41,4 @@ def machine() -> str:
     """The accelerator or the processor, by name."""
     if torch.cuda.is_available():
         return str(torch.cuda.get_device_name())
-    facts = Path("/proc/cpuinfo")
-    lines = facts.read_text().splitlines() if facts.exists() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+    return processor_name()

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,20 @@ def examples(page: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
 
 
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 LOCAL = [code for code in examples(PAGES[0]) if "localhost" not in code]
+
+
+def test_the_clone_line_has_the_projects_own_address():
+    page = PAGES[0].read_text(encoding="utf-8")
+    assert f"git clone {PROJECT['urls']['Repository']} &&" in page
+
+
+def test_every_extra_for_users_has_an_install_line():
+    page = PAGES[0].read_text(encoding="utf-8")
+    lines = re.findall(r"^\$ pip install \"\.\[([\w,]+)\]\"", page, re.MULTILINE)
+    extras = set(PROJECT["optional-dependencies"]) - {"dev"}
+    assert {extra for line in lines for extra in line.split(",")} == extras
 
 
 def test_there_are_examples_with_and_without_a_server():
@@ -32,7 +46,7 @@ def test_an_example_of_the_readme_runs(code):
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "\\boxed{" in done.stdout
+    assert "\\boxed{6}" in done.stdout, "110 - 84 - 12 - 8"
 
 
 def test_the_guides_own_method_passes_the_guides_own_test():
@@ -50,12 +64,17 @@ def test_the_guides_own_method_draws_samples_that_differ_under_a_seed():
     assert len({call.task.seed for call in worker.calls}) == 4
 
 
+def test_the_guides_first_method_gives_the_right_answer(capsys):
+    exec(examples(ROOT / "docs" / "methods.md")[0], {"__name__": "guide"})
+    assert "\\boxed{6}" in capsys.readouterr().out
+
+
 def test_the_examples_of_structured_output_run(capsys):
     for code in examples(ROOT / "docs" / "structured-output.md"):
         exec(code, {"__name__": "guide"})
     record, answer = capsys.readouterr().out.strip().split("\n", 1)
-    assert record.endswith("stop grammar")
-    assert re.fullmatch(r"\n*The answer is \\boxed\{[0-9]+\}\.", answer)
+    assert record == "{'answer': 6, 'unit': 'nuts'} stop grammar"
+    assert answer.strip() == "The answer is \\boxed{6}."
 
 
 def test_the_examples_of_speculative_decoding_run(capsys):

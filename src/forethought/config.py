@@ -5,14 +5,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import pydantic
 from pydantic import AliasChoices, Field, SerializeAsAny
 
 from forethought.decoding import DecodingBaseConfig, read_configs
 from forethought.strict_model import StrictModel
+
+if TYPE_CHECKING:
+    import torch
+
+DtypeName = Literal["auto", "float32", "bfloat16", "float16", "fp32", "bf16", "fp16", "half"]
+"""The names that ``dtype`` may have; ``torch.bfloat16`` and its like will do as well."""
 
 
 class KvCacheConfig(StrictModel):
@@ -102,3 +109,33 @@ class LlmArgs(StrictModel):
     @classmethod
     def _read_speculative(cls, value: Any) -> Any:
         return read_configs(value)
+
+
+class LlmOptions(TypedDict, total=False):
+    """The fields of ``LlmArgs`` beside ``model``, as keyword arguments of ``LLM`` and ``AsyncLLM``.
+
+    For editors and type checkers only: what they mean and which values are allowed stands in
+    ``LlmArgs``, which checks them.
+    """
+
+    revision: str | None
+    tokenizer: str | Path | None
+    dtype: DtypeName | torch.dtype
+    device: str
+    attention: str
+    fuse: bool
+    max_batch_size: int
+    max_num_tokens: int
+    max_seq_len: int | None
+    enable_chunked_prefill: bool
+    kv_cache_config: KvCacheConfig | Mapping[str, Any]
+    seed: int | None
+    trust_remote_code: bool
+    speculative_config: (
+        DecodingBaseConfig
+        | Mapping[str, Any]
+        | Sequence[DecodingBaseConfig | Mapping[str, Any]]
+        | None
+    )
+    guided_decoding_config: GuidedDecodingConfig | Mapping[str, Any]
+    disable_overlap_scheduler: Literal[True]

@@ -1,5 +1,6 @@
 """What a row says, to people and to programs."""
 
+from forethought.bench.plot import draw
 from forethought.bench.row import Row, table
 from forethought.bench.variant import PLAIN, Variant
 from forethought.outputs import SpeculationMetrics
@@ -31,6 +32,15 @@ def test_a_row_is_plain_values():
         "synthetic": False,
         "tokens": 99,
     }
+
+
+def test_the_ticks_of_the_plot_are_whole_numbers():
+    metrics = SpeculationMetrics(8, 24, 10, [6, 3, 1])
+    speed, acceptance = draw(
+        [row(PLAIN, SpeculationMetrics(8)), row(Variant("ngram", 3), metrics)]
+    ).axes
+    assert [text.get_text() for text in speed.get_xticklabels()] == ["4"]
+    assert all(tick == round(tick) for tick in acceptance.get_xticks())
 
 
 def test_the_table_has_a_line_per_row_and_marks_what_is_not_as_it_should_be():

@@ -2,13 +2,15 @@
 
 import pytest
 
-from forethought.cli.answer import Respondent
+from forethought.cli.answer import Answer, Respondent
 from forethought.errors import TaskError
+from forethought.outputs import Usage
 from forethought.scaffolding import (
     Controller,
     Delta,
     NativeGenerationController,
     ParallelProcess,
+    ScaffoldingOutput,
     ScriptedWorker,
 )
 
@@ -79,3 +81,10 @@ def test_an_interrupt_while_writing_ends_the_request():
     with pytest.raises(KeyboardInterrupt):
         respondent.answer("p", {}, interrupt)
     respondent.close()
+
+
+def test_one_token_is_no_plural():
+    one = Answer(ScaffoldingOutput("a", [1], finish_reason="stop"), Usage(decoded=1), 0.5)
+    assert one.summary().startswith("1 token in 0.50 s")
+    two = Answer(ScaffoldingOutput("ab", [1, 2], finish_reason="stop"), Usage(decoded=2), 0.5)
+    assert two.summary().startswith("2 tokens in 0.50 s")

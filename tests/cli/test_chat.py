@@ -1,10 +1,11 @@
 """``forethought chat``: turns, commands, Ctrl-C and Ctrl-D."""
 
 import builtins
+import sys
 
 import pytest
 
-from forethought.cli import chat
+from forethought.cli import chat, model
 from forethought.cli.answer import Respondent
 from forethought.cli.backend import Turn
 from forethought.cli.main import main
@@ -112,6 +113,35 @@ def test_a_conversation_that_is_too_long_is_one_line_and_goes_on(monkeypatch, ca
     chat.Conversation(Full(), {}, None).talk()
     err = capsys.readouterr().err
     assert err.count("too many tokens") == err.count("/clear") == err.count("\n") == 2
+
+
+@pytest.mark.parametrize(
+    ("typed", "shown", "asked", "err"),
+    [
+        (True, True, "> ", ""),
+        (True, False, "", "> "),
+        (False, True, "", ""),
+        (False, False, "", ""),
+    ],
+)
+def test_a_prompt_is_shown_to_a_user_and_never_goes_into_a_pipe(
+    monkeypatch, capsys, typed, shown, asked, err
+):
+    prompts = []
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: typed, raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: shown, raising=False)
+    monkeypatch.setattr(builtins, "input", lambda prompt="": prompts.append(prompt) or "/exit")
+    chat.Conversation(Interrupted(), {}, None).talk()
+    assert prompts == [asked]
+    assert capsys.readouterr() == ("", err)
+
+
+def test_the_embedded_model_says_what_it_is(monkeypatch, capsys):
+    monkeypatch.setattr(builtins, "input", Typed("/exit"))
+    assert main(["chat"]) == 0
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines()[0] == model.INTRODUCTION
 
 
 def test_the_whole_command_talks_to_a_model(monkeypatch, capsys):

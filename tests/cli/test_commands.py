@@ -26,6 +26,20 @@ def test_methods_lists_every_method_with_paper_and_defaults(capsys):
     assert "Self-Consistency" in shown
 
 
+def test_every_setting_of_a_built_in_method_is_explained(capsys):
+    for name in ("plain", "dynasor", "majority_vote", "best_of_n"):
+        method = methods.describe(name)
+        assert method.explanations.keys() == method.parameters.keys(), name
+        assert all(method.explanations.values())
+    assert main(["methods", "dynasor"]) == 0
+    assert "chunk_size=64: tokens of the main chain from one probe" in capsys.readouterr().out
+
+
+def test_the_default_of_a_vote_is_the_command_lines(capsys):
+    assert main(["methods", "majority_vote"]) == 0
+    assert "default_sample_num=8: samples" in capsys.readouterr().out
+
+
 def test_methods_can_show_one(capsys):
     assert main(["methods", "plain"]) == 0
     assert "dynasor" not in capsys.readouterr().out

@@ -2,12 +2,19 @@
 
 import io
 import json
+import math
 
 import pytest
+from safetensors import safe_open
 from transformers import Qwen2ForSequenceClassification, Qwen2ForTokenClassification
 
+from forethought import assets
+from forethought.cli import model
+from forethought.cli.answer import Respondent
 from forethought.cli.main import main
+from forethought.methods import MajorityVoteController
 from forethought.params import SamplingParams
+from forethought.scaffolding import NativeGenerationController
 from forethought.text.llm import LLM
 from openai_server import serving
 from reward_models import save
@@ -121,9 +128,49 @@ def test_the_prompt_can_come_from_standard_input(capsys, monkeypatch, expected):
     assert capsys.readouterr().out.strip("\n") == expected.strip("\n")
 
 
-def test_without_a_model_the_embedded_reasoner_answers(capsys):
-    assert main(["generate", "Tom has 3 pens. He buys 4 more.", "--max-tokens", "5", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["model"] == "embedded reasoner"
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_without_a_model_the_embedded_reasoner_answers_and_says_what_it_is(capsys, options):
+    asked = ["generate", "Tom has 3 pens. He buys 4 more.", "--max-tokens", "5", *options]
+    assert main(asked) == 0
+    out, err = capsys.readouterr()
+    first, *more = err.splitlines()
+    assert first == model.INTRODUCTION
+    assert len(more) == (not options)
+    if options:
+        assert json.loads(out)["model"] == "embedded reasoner"
+
+
+def test_the_embedded_model_has_as_many_parameters_as_it_says():
+    with safe_open(assets.reasoner_dir() / "model.safetensors", "pt") as weights:
+        count = sum(math.prod(weights.get_slice(key).get_shape()) for key in weights.offset_keys())
+    assert f"{count / 1e6:.1f} M parameters" in model.INTRODUCTION
+
+
+def test_a_vote_draws_eight_samples_unless_it_is_told_otherwise(capsys, monkeypatch):
+    seen = []
+    process = MajorityVoteController.process
+
+    def counting(self, tasks, **kwargs):
+        seen.append(self.default_sample_num)
+        return process(self, tasks, **kwargs)
+
+    monkeypatch.setattr(MajorityVoteController, "process", counting)
+    assert generate("--method", "majority_vote") == 0
+    assert generate("--method", "dynasor+majority_vote", "--set", "default_sample_num=2") == 0
+    assert seen == [8, 2]
+    assert MajorityVoteController(NativeGenerationController()).default_sample_num == 1
+
+
+def test_ctrl_c_leaves_the_text_so_far_on_a_line_of_its_own(capsys, monkeypatch):
+    def interrupted(self, prompt, params, write):
+        write("half an ans")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Respondent, "answer", interrupted)
+    assert generate() == 130
+    out, err = capsys.readouterr()
+    assert out == "half an ans\n"
+    assert err == "forethought: interrupted\n"
 
 
 @pytest.mark.parametrize(
@@ -170,8 +217,10 @@ def test_a_model_without_a_chat_template_is_prompted_as_it_stands(capsys):
     answers = []
     for options in ([], ["--raw"]):
         assert main(["generate", QUESTION, *common, *options]) == 0
-        answers.append(capsys.readouterr().out)
-    assert answers[0] == answers[1]
+        answers.append(capsys.readouterr())
+    assert answers[0].out == answers[1].out
+    assert "has no chat template: the prompt is continued as it stands\n" in answers[0].err
+    assert "chat template" not in answers[1].err
     assert "--system" in refused(capsys, "--system", "s", *common)
 
 

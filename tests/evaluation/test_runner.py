@@ -10,8 +10,15 @@ from forethought.evaluation import comparison
 from forethought.evaluation.grader import Grader
 from forethought.evaluation.problems import Problem
 from forethought.evaluation.recipe import Recipe, recipe
+from forethought.evaluation.report import Row
 from forethought.evaluation.runner import Attempt, Runner
-from forethought.scaffolding import NativeGenerationController
+from forethought.evaluation.statistics import Proportion
+from forethought.scaffolding import (
+    ComputeTask,
+    Controller,
+    NativeGenerationController,
+    StreamGenerationTask,
+)
 from forethought.text.async_llm import AsyncLLM
 from tokens import speaking
 
@@ -75,6 +82,44 @@ def test_the_seed_decides_what_is_drawn():
     assert run(SAMPLED, seed=1)[1] == run(SAMPLED, seed=1)[1] != run(SAMPLED, seed=2)[1]
 
 
+def spin(turns: int) -> None:
+    """Keep a thread busy."""
+    for _ in range(turns):
+        pass
+
+
+class Hesitant(Controller):
+    """Ends its stream after four tokens, once it has made up its mind, in a thread and outside."""
+
+    WorkerTag = NativeGenerationController.WorkerTag
+
+    def __init__(self, turns: int) -> None:
+        super().__init__()
+        self.turns = turns
+
+    def process(self, tasks, **kwargs):
+        (task,) = tasks
+        stream = StreamGenerationTask.create_from_generation_task(task, 4)
+        stream.worker_tag = self.WorkerTag.GENERATION
+        yield [stream]
+        yield [ComputeTask(spin, self.turns)]
+        spin(self.turns)
+        stream.cancel_flag = True
+        yield [stream]
+        task.result = stream.result
+
+
+@pytest.mark.parametrize("in_flight", [1, 4])
+def test_the_engine_waits_for_the_methods_so_that_token_counts_repeat(in_flight):
+    params = {"temperature": 1.0, "max_tokens": 60, "ignore_eos": True}
+    rows = [
+        run(Recipe("hesitant", Hesitant(turns), params), in_flight=in_flight)[0]
+        for turns in (0, 300_000)
+    ]
+    assert rows[0].tokens_generated == rows[1].tokens_generated < 6 * 12
+    assert rows[0].tokens_prefilled == rows[1].tokens_prefilled
+
+
 def test_the_instruction_is_part_of_every_prompt():
     assert run(GREEDY, instruction="Answer in a box.")[1] != run(GREEDY)[1]
 
@@ -133,9 +178,38 @@ def test_a_comparison_reports_a_table_a_plot_and_one_json_line_last(tmp_path, ca
     rows = json.loads(last)["rows"]
     assert [row["method"] for row in rows] == ["plain", "majority_vote"]
     assert rows[0]["accuracy"] == 0.5
-    assert "generated" in above[0]
+    assert above[0] == "6 problems, many at once:"
+    assert "generated" in above[2]
     assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "comparison.json").read_text() == last + "\n"
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "12/12" in captured.err
+
+
+def race(drafts: str, texts: dict[str, str], tokens: int) -> comparison._Raced:
+    return comparison._Raced(drafts, Row("plain", Proportion(1, 2), tokens, 8, 1.0), texts)
+
+
+@pytest.mark.parametrize(
+    ("texts", "tokens", "said"),
+    [
+        ({"1": "a", "2": "b"}, 50, "the same answers with ngram drafts, character for character"),
+        ({"1": "a", "2": "b"}, 60, "60 tokens generated for them instead of 50"),
+        ({"1": "a", "2": "c"}, 50, "ngram drafts changed 1 of 2 answers"),
+    ],
+)
+def test_a_race_tells_what_drafts_have_changed_beside_the_time(texts, tokens, said):
+    [note] = comparison._notes([race("", {"1": "a", "2": "b"}, 50), race("ngram", texts, tokens)])
+    assert note.startswith("plain: ")
+    assert said in note
+
+
+def test_a_comparison_shows_its_race_first(tmp_path):
+    out = io.StringIO()
+    runner = Runner(open_llm, grader=Even())
+    races = [comparison.Race(GREEDY, "", runner)]
+    comparison.compare([GREEDY], PROBLEMS[:1], runner, tmp_path, out, races)
+    shown = out.getvalue()
+    assert shown.startswith("1 problem, one at a time:\n")
+    assert shown.index("one at a time") < shown.index("1 problem, many at once")

@@ -29,7 +29,6 @@ from forethought.scaffolding import (
     ScaffoldingLlm,
     ScriptedWorker,
 )
-from forethought.scaffolding.equivalence import TextEquivalence
 from scripted import answer, chain
 
 THOUGHT = "".join(f"step {i:02}; " for i in range(20))  # 180 characters

@@ -21,6 +21,7 @@ from forethought.engine.sequence import Sequence
 from forethought.errors import (
     CapacityError,
     ContextLengthError,
+    DependencyError,
     EngineStopped,
     ModelError,
     ParameterError,
@@ -220,8 +221,24 @@ def test_bad_params_are_refused_before_anything_runs(llm, params, says):
 
 
 def test_as_many_params_as_prompts_are_needed(llm):
-    with pytest.raises(ParameterError, match="1 params for 2 prompts"):
+    with pytest.raises(ParameterError, match="params 1, prompts 2"):
         llm.generate(["a", "b"], [GREEDY])
+
+
+def test_use_tqdm_shows_how_many_prompts_are_done_and_changes_nothing(llm, capfd):
+    expected = [output.outputs for output in llm.generate(["Hello", "world"], GREEDY)]
+    assert capfd.readouterr().err == ""
+    outputs = llm.generate(["Hello", "world"], GREEDY, use_tqdm=True)
+    assert [output.outputs for output in outputs] == expected
+    assert "2/2" in capfd.readouterr().err
+
+
+def test_use_tqdm_without_tqdm_is_told_before_anything_runs(llm, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    before = llm.stats
+    with pytest.raises(DependencyError, match=r"forethought\[eval\]"):
+        llm.generate("Hello", GREEDY, use_tqdm=True)
+    assert llm.stats == before
 
 
 def test_an_unknown_field_is_refused_by_name():

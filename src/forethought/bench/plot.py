@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forethought.bench.row import Row
 from forethought.bench.variant import PLAIN, Variant
 from forethought.evaluation.plot import check_installed
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def save_plot(rows: Sequence[Row], path: Path, title: str = "") -> Path:
@@ -17,9 +20,16 @@ def save_plot(rows: Sequence[Row], path: Path, title: str = "") -> Path:
     Raises:
         DependencyError: matplotlib is not installed.
     """
+    draw(rows, title).savefig(path, dpi=150)
+    return path
+
+
+def draw(rows: Sequence[Row], title: str = "") -> Figure:
+    """The figure of ``save_plot``."""
     check_installed()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(10.0, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
@@ -43,6 +53,7 @@ def save_plot(rows: Sequence[Row], path: Path, title: str = "") -> Path:
     speed.set_xticks(batches, [str(batch) for batch in batches])
     speed.set_xlabel("batch size")
     speed.set_ylabel("tokens/s, relative to plain decoding")
+    acceptance.xaxis.set_major_locator(MaxNLocator(integer=True))
     acceptance.set_xlabel("position in the draft")
     acceptance.set_ylabel(f"accepted, in % of the decode steps (batch {batches[0]})")
     acceptance.set_ylim(0, 100)
@@ -51,8 +62,7 @@ def save_plot(rows: Sequence[Row], path: Path, title: str = "") -> Path:
         axes.legend(fontsize="small")
     if title:
         figure.suptitle(title)
-    figure.savefig(path, dpi=150)
-    return path
+    return figure
 
 
 def _draw_acceptance(axes: Any, variant: Variant, row: Row, color: str) -> None:

@@ -24,7 +24,7 @@ class ProgressBar:
             from tqdm import tqdm
         except ImportError as error:
             raise DependencyError.missing("tqdm", "the progress bar", "eval") from error
-        self._bar: Any = tqdm(total=total, unit="run", dynamic_ncols=True)
+        self._bar: Any = tqdm(total=total, desc="warming up", unit="run", dynamic_ncols=True)
 
     def __call__(self, variant: Variant, batch: int) -> None:
         """Move on by one."""

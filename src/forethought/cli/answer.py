@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from forethought.evaluation.report import count_of
 from forethought.methods import worker_tags
 from forethought.outputs import SpeculationMetrics, Usage
 from forethought.scaffolding.controller import Controller
@@ -43,7 +44,9 @@ class Answer:
         was guessed ahead.
         """
         speed = self.usage.decoded / self.seconds if self.seconds else 0.0
-        line = f"{self.token_count} tokens in {self.seconds:.2f} s ({speed:.0f} tokens/s)"
+        line = (
+            f"{count_of(self.token_count, 'token')} in {self.seconds:.2f} s ({speed:.0f} tokens/s)"
+        )
         beside = self.usage.decoded - self.token_count
         if beside > 0:
             line += f", {self.usage.decoded} generated in all"

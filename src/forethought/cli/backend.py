@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,11 +46,18 @@ class Backend:
     """What the model is called in reports."""
     llm: AsyncLLM | None = None
     """The engine; None for a server."""
+    introduction: str = ""
+    """One line about the model, for who has not chosen it; empty where there is nothing to say."""
 
     @property
     def can_chat(self) -> bool:
         """Whether the model has a chat template, as far as can be known."""
         return self.llm is None or bool(self.llm.tokenizer.chat_template)
+
+    def introduce(self) -> None:
+        """Say on standard error what the model is, if nobody has chosen it."""
+        if self.introduction:
+            print(self.introduction, file=sys.stderr)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +260,7 @@ def open_backend(args: argparse.Namespace) -> Iterator[Backend]:
 
     llm = open_llm()
     try:
-        yield Backend(EngineWorker(llm), model.label(fields), llm)
+        yield Backend(EngineWorker(llm), model.label(fields), llm, model.introduction(fields))
     finally:
         llm.shutdown()
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forethought.cli import model, speculation
+from forethought.cli import machine, model, speculation
 from forethought.errors import ParameterError, UsageError
+from forethought.evaluation.report import count_of
 from forethought.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -206,10 +206,12 @@ def _report(args: argparse.Namespace, fields: dict[str, Any], rows: list[Row]) -
 
 def _notes(rows: list[Row], report: dict[str, Any]) -> list[str]:
     """What the table does not say by itself."""
-    machine, rounds = report["machine"], report["rounds"]
+    where, rounds = report["machine"], report["rounds"]
+    place = where["processor"] if where["device"] == "cpu" else where["device"]
     found = [
-        f"{report['model']} in {machine['dtype']} on {machine['device']}, "
-        f"{machine['threads']} threads, torch {machine['torch']}; medians of {rounds} rounds; "
+        f"{report['model']} in {where['dtype']} on {place}, "
+        f"{count_of(where['threads'], 'thread')}, torch {where['torch']}; "
+        f"medians of {count_of(rounds, 'round')}; "
         "ratio: to plain decoding in the same round; by position: of the decode steps"
     ]
     if any(row.identical_share < 1.0 for row in rows):
@@ -232,7 +234,7 @@ def _machine(fields: dict[str, Any]) -> dict[str, Any]:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return {
         "device": torch.cuda.get_device_name() if device.startswith("cuda") else device,
-        "processor": platform.machine(),
+        "processor": machine.processor_name(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "dtype": fields["dtype"],

@@ -38,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
                 "its tokenizer has no chat template",
                 "Use 'forethought generate', or an instruction-tuned model",
             )
+        chosen.introduce()
         print(f"{chosen.name}: /exit or Ctrl-D leaves, /clear begins anew", file=sys.stderr)
         with closing(Respondent(Turn(streaming=True), chosen.worker)) as respondent:
             Conversation(respondent, params, args.system).talk()
@@ -62,9 +63,10 @@ class Conversation:
         """Read and answer until the user leaves."""
         while True:
             try:
-                said = input("> ").strip()
+                said = _ask().strip()
             except EOFError:
-                print()
+                if _is_interactive():
+                    print()
                 return
             if said == "/exit":
                 return
@@ -95,3 +97,16 @@ class Conversation:
         print()
         print(note, file=sys.stderr)
         self._messages = [*turn, {"role": "assistant", "content": "".join(pieces)}]
+
+
+def _is_interactive() -> bool:
+    """Whether a user types; otherwise the lines come from a file or a program."""
+    return sys.stdin.isatty()
+
+
+def _ask() -> str:
+    """The next line; with a prompt where a user types, which never goes into a pipe."""
+    if _is_interactive() and not sys.stdout.isatty():
+        print("> ", end="", file=sys.stderr, flush=True)
+        return input()
+    return input("> " if _is_interactive() else "")

@@ -20,7 +20,7 @@ from forethought import methods
 from forethought.cli import backend
 from forethought.cli.answer import Respondent
 from forethought.cli.backend import Backend
-from forethought.cli.settings import parse_settings
+from forethought.cli.settings import parse_settings, with_samples
 from forethought.errors import ParameterError
 from forethought.methods.stack import stack
 from forethought.scaffolding.controller import Controller, NativeRewardController
@@ -56,8 +56,9 @@ def run(args: argparse.Namespace) -> int:
         chosen = opened.enter_context(backend.open_backend(args))
         prompt = _prompt(args, question, chosen)
         respondent = Respondent(method, chosen.worker, judge.workers if judge else None)
-        with closing(respondent):
-            answer = respondent.answer(prompt, params, _ignore if args.json else _write)
+        write = _Writing(chosen, show=not args.json)
+        with closing(respondent), write:
+            answer = respondent.answer(prompt, params, write)
     if args.json:
         report = {**answer.to_dict(), "method": args.method or "plain", "model": chosen.name}
         print(json.dumps(report, ensure_ascii=False))
@@ -65,6 +66,35 @@ def run(args: argparse.Namespace) -> int:
         _write("" if answer.text.endswith("\n") else "\n")
         print(answer.summary(), file=sys.stderr)
     return 0
+
+
+class _Writing:
+    """Writes an answer as it comes, behind what there is to say about the model.
+
+    After Ctrl-C the text so far stays, on a line that is ended.
+
+    Args:
+        chosen: what answers.
+        show: whether the text is written, and not only awaited.
+    """
+
+    def __init__(self, chosen: Backend, *, show: bool) -> None:
+        self._chosen, self._show, self._begun = chosen, show, False
+
+    def __call__(self, text: str) -> None:
+        """Write another piece."""
+        if not self._begun:
+            self._chosen.introduce()
+        self._begun = True
+        if self._show:
+            _write(text)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is KeyboardInterrupt and self._begun and self._show:
+            _write("\n")
 
 
 def _question(prompt: str) -> str:
@@ -87,7 +117,8 @@ def _method(
     args: argparse.Namespace, params: dict[str, Any], judging: NativeRewardController | None
 ) -> Controller:
     """The method that was chosen; plain decoding, greedy unless told otherwise, if none was."""
-    spec, settings = args.method or "plain", parse_settings(args.set)
+    spec = args.method or "plain"
+    settings = with_samples(spec, parse_settings(args.set))
     if spec == "plain" and args.url is None:
         params.setdefault("temperature", 0.0)
     settings = backend.judged_by(spec, judging) | settings
@@ -119,6 +150,11 @@ def _prompt(args: argparse.Namespace, question: str, chosen: Backend) -> Any:
                 f"{chosen.name} has none",
                 "Put it into the prompt",
             )
+        if not args.raw:
+            print(
+                f"{chosen.name} has no chat template: the prompt is continued as it stands",
+                file=sys.stderr,
+            )
         return question
     assert chosen.llm is not None, "what is no server is an engine"
     messages = [{"role": "system", "content": args.system}] if args.system else []
@@ -129,7 +165,3 @@ def _prompt(args: argparse.Namespace, question: str, chosen: Backend) -> Any:
 def _write(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
-
-
-def _ignore(text: str) -> None:
-    """The JSON object will have it."""

@@ -30,6 +30,7 @@ COMMANDS = {
     "eval": "compare methods on your own model and problems",
     "bench": "measure what speeds up decoding on this machine",
     "train": "train a drafter for your own model",
+    "doctor": "say what this machine has: versions, processor, GPU, extras, fast paths",
 }
 """Subcommand -> what it does; ``forethought.cli.<subcommand>`` has ``configure`` and ``run``."""
 

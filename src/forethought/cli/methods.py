@@ -1,7 +1,7 @@
 """List the inference-time methods: what each does, the paper it follows, and its settings.
 
-A setting is given as --set name=value; methods stack with '+', the inner one first:
-dynasor+majority_vote.
+A setting is given as --set name=value, and the defaults are those of the command line; methods
+stack with '+', the inner one first: dynasor+majority_vote.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import textwrap
 from typing import Any
 
 from forethought import methods
+from forethought.cli.settings import with_samples
 from forethought.methods import Method
 
 WIDTH = 96
@@ -32,11 +33,18 @@ def _entry(method: Method) -> str:
     lines = [method.name, *_wrapped(method.description)]
     if method.paper:
         lines += _wrapped(f"Paper: {method.paper}")
-    return "\n".join([*lines, *_wrapped(f"Settings: {_settings(method)}")])
+    return "\n".join([*lines, "  Settings:", *_settings(method)])
 
 
-def _settings(method: Method) -> str:
-    return ", ".join(_setting(name, value) for name, value in method.parameters.items())
+def _settings(method: Method) -> list[str]:
+    """Name, default and meaning of each, one below the other."""
+    lines = []
+    defaults = {**method.parameters, **with_samples(method.name, {})}
+    for name, default in defaults.items():
+        meaning = method.explanations.get(name, "")
+        shown = f"{_setting(name, default)}: {meaning}" if meaning else _setting(name, default)
+        lines += textwrap.wrap(shown, WIDTH, initial_indent="    ", subsequent_indent="      ")
+    return lines
 
 
 def _setting(name: str, default: Any) -> str:

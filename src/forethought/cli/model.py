@@ -17,6 +17,11 @@ from forethought.errors import DependencyError
 if TYPE_CHECKING:
     from forethought.text.async_llm import AsyncLLM
 
+INTRODUCTION = (
+    'embedded reasoner: 3.6 M parameters, solves arithmetic word problems such as "Sam has 110 '
+    'nuts. He uses 84. How many nuts does Sam have now?"; --model DIR for a real one'
+)
+"""What the embedded model is, for those who have not chosen another."""
 _OPTIONS = ("model", "revision", "dtype", "device")
 
 
@@ -101,6 +106,11 @@ def check_installed() -> None:
         raise DependencyError.missing(
             error.name or "torch", "running a model on this machine", "local"
         ) from error
+
+
+def introduction(fields: Mapping[str, Any]) -> str:
+    """What there is to say about the chosen model before it answers; empty if it was named."""
+    return INTRODUCTION if fields.get("model") is None else ""
 
 
 def label(fields: Mapping[str, Any]) -> str:

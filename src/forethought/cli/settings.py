@@ -7,6 +7,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from forethought.errors import ParameterError
+from forethought.methods.stack import parameters
+
+SAMPLES = 8
+"""Samples of a vote, unless the user says otherwise."""
 
 
 def parse_settings(pairs: Iterable[str]) -> dict[str, Any]:
@@ -32,6 +36,16 @@ def parse_settings(pairs: Iterable[str]) -> dict[str, Any]:
             )
         settings[key] = _scalar(text)
     return settings
+
+
+def with_samples(spec: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a method, with ``SAMPLES`` samples where it would draw a single one.
+
+    A vote of one sample is TensorRT-LLM's default, which the class keeps, and no vote.
+    """
+    if parameters(spec).get("default_sample_num") != 1:
+        return settings
+    return {"default_sample_num": SAMPLES, **settings}
 
 
 def _scalar(text: str) -> Any:

@@ -62,6 +62,7 @@ def lines(report: dict[str, Any]) -> list[str]:
         shown = "  ".join(f"{100 * chance:5.1f}" for chance in chances[:_SHOWN])
         found.append(f"  level {level}: {shown} ...")
     for size, tree in report["sizes"].items():
-        found.append(f"{size:>4} nodes: {tree['acceptance_length']:.2f} tokens per step")
+        nodes = "node: " if size == "1" else "nodes:"
+        found.append(f"{size:>4} {nodes} {tree['acceptance_length']:.2f} tokens per step")
     choices = json.dumps(report["choices"], separators=(",", ":"))
     return [*found, f"{report['field']}: {choices}"]

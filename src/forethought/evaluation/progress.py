@@ -24,14 +24,19 @@ class ProgressBar:
             from tqdm import tqdm
         except ImportError as error:
             raise DependencyError.missing("tqdm", "the progress bar", "eval") from error
-        self._bar: Any = tqdm(total=total, unit="problem", dynamic_ncols=True)
-        self._method, self._right, self._seen = "", 0, 0
+        self._bar: Any = tqdm(total=total, desc="warming up", unit="problem", dynamic_ncols=True)
+        self._label, self._right, self._seen = "", 0, 0
+
+    def begin(self, label: str) -> None:
+        """The next method is loaded, warmed up and at work on its first problem."""
+        self._label, self._right, self._seen = label, 0, 0
+        self._bar.set_postfix_str("", refresh=False)
+        self._bar.set_description(f"{label}, warming up")
 
     def __call__(self, attempt: Attempt) -> None:
         """Move on by one."""
-        if attempt.method != self._method:
-            self._method, self._right, self._seen = attempt.method, 0, 0
-            self._bar.set_description(attempt.method, refresh=False)
+        if not self._seen:
+            self._bar.set_description(self._label, refresh=False)
         self._right, self._seen = self._right + attempt.correct, self._seen + 1
         self._bar.set_postfix_str(f"{self._right}/{self._seen} right", refresh=False)
         self._bar.update()

@@ -25,10 +25,6 @@ class Row:
     seconds: float
     """Wall time for all problems together, many of them in flight at once."""
 
-    def saved_against(self, other: Row) -> float:
-        """Share of the other's generated tokens that this one saved; negative: it spent more."""
-        return 1.0 - self.tokens_generated / other.tokens_generated
-
     def to_dict(self) -> dict[str, object]:
         """Plain values; the accuracy's interval is Wilson's at 95 %."""
         low, high = self.correct.interval()
@@ -42,34 +38,48 @@ class Row:
         }
 
 
-_HEAD = ("method", "accuracy", "95 % interval", "generated", "prefilled", "seconds", "saved")
+_HEAD = ("method", "accuracy", "95 % interval", "generated", "prefilled", "seconds", "tokens")
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as aligned text; ``saved`` is against the first row, in generated tokens."""
-    return _aligned([_HEAD, *(_cells(row, rows[0]) for row in rows)])
+    """The rows as aligned text; ``tokens`` compares the generated tokens of two methods: those of
+    ``inner+outer`` with those of ``outer`` where that is a row, else with those of the first row.
+    """
+    return _aligned([_HEAD, *(_cells(row, rows) for row in rows)])
 
 
-_RACE_HEAD = ("method", "drafts", "accuracy", "generated", "seconds each", "speed")
+_RACE_HEAD = ("method", "drafts", "right", "generated", "seconds each", "speed")
 
 
 def race_table(rows: Sequence[tuple[str, Row]], problems: int) -> str:
-    """Who drafted and the row, as aligned text; ``speed`` is against the first row of a method."""
-    first: dict[str, Row] = {}
+    """Who drafted and the row, as aligned text; ``speed`` is against the first row."""
     cells: list[tuple[str, ...]] = [_RACE_HEAD]
+    slow = rows[0][1]
     for drafts, row in rows:
-        slow = first.setdefault(row.method, row)
         cells.append(
             (
                 row.method,
                 drafts or "none",
-                f"{row.correct.value:.1%}",
+                f"{row.correct.successes} of {row.correct.trials}",
                 f"{row.tokens_generated:,}",
                 f"{row.seconds / problems:.2f}",
-                "" if row is slow else f"{slow.seconds / row.seconds:.1f}x",
+                "" if row is slow else times(row.seconds, slow.seconds, "slower", "faster"),
             )
         )
     return _aligned(cells)
+
+
+def count_of(number: int, noun: str) -> str:
+    """ "1 problem", "2 problems"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def times(value: float, other: float, more: str, less: str) -> str:
+    """How ``value`` compares with ``other``: "2.1 times less", "7.8 times more", or "the same"."""
+    ratio = 1.0 if value == other else max(value, other) / max(min(value, other), 1e-9)
+    if f"{ratio:.1f}" == "1.0":
+        return "the same"
+    return f"{ratio:.1f} times {more if value > other else less}"
 
 
 def race_row(drafts: str, row: Row, problems: int) -> dict[str, object]:
@@ -103,7 +113,7 @@ def _aligned(cells: Sequence[tuple[str, ...]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _cells(row: Row, first: Row) -> tuple[str, ...]:
+def _cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
     low, high = row.correct.interval()
     return (
         row.method,
@@ -112,8 +122,19 @@ def _cells(row: Row, first: Row) -> tuple[str, ...]:
         f"{row.tokens_generated:,}",
         f"{row.tokens_prefilled:,}",
         f"{row.seconds:.1f}",
-        "" if row is first else f"{row.saved_against(first):+.0%}",
+        "" if row is rows[0] else _against(row, _baseline(row, rows)),
     )
+
+
+def _baseline(row: Row, rows: Sequence[Row]) -> Row:
+    """The row of the outer method alone, if there is one; else the first row."""
+    outer = row.method.partition("+")[2]
+    return next((other for other in rows if other.method == outer), rows[0])
+
+
+def _against(row: Row, other: Row) -> str:
+    compared = times(row.tokens_generated, other.tokens_generated, "more", "fewer")
+    return f"{compared} {'as' if compared == 'the same' else 'than'} {other.method}"
 
 
 def _align(cell: str, width: int, column: int) -> str:

@@ -12,13 +12,15 @@ import queue
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from forethought.errors import ParameterError
 from forethought.evaluation import IN_FLIGHT
 from forethought.evaluation.grader import Grader
+from forethought.evaluation.lockstep import Lockstep
 from forethought.evaluation.problems import Problem
 from forethought.evaluation.recipe import Recipe
 from forethought.evaluation.report import Row
@@ -36,6 +38,10 @@ if TYPE_CHECKING:
 Prompt = str | list[int]
 QUESTION = "{question}"
 """Where a prompt format has the question."""
+
+
+Call = Callable[[Callable[[], Any]], Any]
+"""Calls a function, and returns what it does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +114,7 @@ class Runner:
             prompts = [self._prompt(source, problem, recipe.is_chat) for problem in problems]
             source.begin()
             began, right, usage = time.perf_counter(), 0, Usage()
-            for number, text, used in self._answers(recipe, prompts, source.worker):
+            for number, text, used in self._answers(recipe, prompts, source):
                 problem, usage = problems[number], usage + used
                 correct = self._grader.grade(text, problem.answer)
                 right += correct
@@ -120,18 +126,28 @@ class Runner:
         return Row(recipe.name, Proportion(right, len(problems)), decoded, prefilled, seconds)
 
     def _answers(
-        self, recipe: Recipe, prompts: Sequence[Prompt], worker: Worker
+        self, recipe: Recipe, prompts: Sequence[Prompt], source: _Source
     ) -> Iterator[tuple[int, str, Usage]]:
         """Number, text and tokens of each answer, as they come."""
-        workers = dict.fromkeys(worker_tags(recipe.controller), worker) | dict(recipe.workers)
+        workers = dict.fromkeys(worker_tags(recipe.controller), source.worker) | dict(
+            recipe.workers
+        )
         ended: queue.SimpleQueue[int] = queue.SimpleQueue()
         at_once = max(1, self._in_flight // recipe.chains)
-        with ScaffoldingLlm(recipe.controller, workers, at_once) as scaffolding:
-            results: list[ScaffoldingResult] = []
+
+        def submit() -> list[ScaffoldingResult]:
+            results = []
             for number, prompt in enumerate(prompts):
                 params = {**recipe.sampling_params, "seed": self._seed_of(number)}
                 results.append(scaffolding.generate_async(prompt, sampling_params=params))
                 results[-1].on_finish(partial(ended.put, number))
+            return results
+
+        with (
+            source.calling() as call,
+            call(lambda: ScaffoldingLlm(recipe.controller, workers, at_once)) as scaffolding,
+        ):
+            results = call(submit)
             for _ in results:
                 number = ended.get()
                 output = results[number].result().output
@@ -162,6 +178,9 @@ class _Source(Protocol):
     def begin(self) -> None:
         """From now on tokens are counted."""
 
+    def calling(self) -> AbstractContextManager[Call]:
+        """Calls functions where the event loop of the methods is to run."""
+
     def spent(self, usage: Usage) -> tuple[int, int]:
         """Tokens decoded and prefilled since; ``usage`` is what the requests report themselves."""
 
@@ -187,6 +206,12 @@ class _Engine:
         _warm_up(self._llm)
         self._before = self._llm.stats
 
+    @contextmanager
+    def calling(self) -> Iterator[Call]:
+        """Calls run on an event loop that the engine waits for between its steps."""
+        with Lockstep(self._llm) as lockstep:
+            yield lockstep.call
+
     def spent(self, usage: Usage) -> tuple[int, int]:
         before, after = self._before, self._llm.stats
         return after.decoded - before.decoded, after.prefilled - before.prefilled
@@ -207,6 +232,11 @@ class _Server:
 
     def begin(self) -> None:
         """Nothing to do."""
+
+    @contextmanager
+    def calling(self) -> Iterator[Call]:
+        """Calls run where they are made: a server is not waited for."""
+        yield lambda function: function()
 
     def spent(self, usage: Usage) -> tuple[int, int]:
         return usage.decoded, usage.prefilled

@@ -10,8 +10,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from forethought.errors import ParameterError
@@ -64,6 +64,8 @@ class Method:
     """The paper that it follows; empty if there is none."""
     parameters: Mapping[str, Any]
     """Name -> default; ``REQUIRED`` where there is none."""
+    explanations: Mapping[str, str] = field(default_factory=dict)
+    """Name -> what it means, as the docstring of the class says; those that it explains."""
 
     REQUIRED = inspect.Parameter.empty
 
@@ -80,8 +82,9 @@ def describe(name: str) -> Method:
         UnknownNameError: there is no such method.
     """
     method = _REGISTRY.resolve(name)
-    first_line = (inspect.getdoc(method) or "").partition("\n")[0]
-    return Method(name, first_line, _paper(method), _parameters(method))
+    text, found = inspect.getdoc(method) or "", _parameters(method)
+    first_line = text.partition("\n")[0]
+    return Method(name, first_line, _paper(method), found, _explanations(text, found))
 
 
 def create(spec: str | Controller, **settings: Any) -> Controller:
@@ -148,6 +151,18 @@ def _paper(method: Any) -> str:
     text = inspect.getdoc(inspect.getmodule(method)) or ""
     found = re.search(r"^Paper: (.*?\d{4})\.", text, re.MULTILINE | re.DOTALL)
     return " ".join(found[1].split()) if found else ""
+
+
+def _explanations(docstring: str, parameters: Iterable[str]) -> dict[str, str]:
+    """What the ``Args`` of a docstring say about each parameter that they name."""
+    section = re.search(r"^Args:\n((?:[ \t]+.*\n?|\n)+)", docstring, re.MULTILINE)
+    entries = re.split(r"^    (?=\w+:)", section[1], flags=re.MULTILINE) if section else []
+    found = {}
+    for entry in entries:
+        name, _, meaning = entry.partition(":")
+        if name in parameters:
+            found[name] = " ".join(meaning.split()).replace("``", "")
+    return found
 
 
 def _parameters(method: Any) -> dict[str, Any]:

@@ -91,7 +91,8 @@ class DynasorGenerationController(Controller):
         chunk_size: tokens of the main chain from one probe to the next.
         streaming: stream the output, each token as soon as it is certain to be a part of it; so
             does a task whose ``streaming_output_flag`` is set.
-        effort: a name in ``EFFORT`` for those of the two numbers above that are not given.
+        effort: "mild", "low", "mid", "high" or "crazy": sets ``certainty_threshold`` and
+            ``chunk_size`` where they are not given (see ``EFFORT``).
         probe_length: most tokens of a probe.
         temperature: of main chain and probes.
         top_p: of main chain and probes.

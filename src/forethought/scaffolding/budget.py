@@ -131,7 +131,7 @@ class Ledger:
             self.on_exhausted()
 
     def _exceeded(self, what: str, limit: float | None) -> BudgetExceeded:
-        spent = f"{self.usage.completion_tokens} tokens in {self.calls} calls are spent"
+        spent = f"spent so far: tokens {self.usage.completion_tokens}, calls {self.calls}"
         return BudgetExceeded(
             f"the budget of {limit} {what} is spent", spent, f"Raise Budget({what}=...)"
         )

@@ -6,10 +6,11 @@ One engine thread runs everybody's requests in the same batches. Knows nothing a
 from __future__ import annotations
 
 import weakref
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
+from forethought.config import LlmOptions
 from forethought.engine.stats import EngineStats
 from forethought.errors import ParameterError
 from forethought.model.sampling import Constraints
@@ -49,7 +50,11 @@ class AsyncLLM:
     """
 
     def __init__(
-        self, model: str | Path | None = None, *, max_pending: int = MAX_PENDING, **fields: Any
+        self,
+        model: str | Path | None = None,
+        *,
+        max_pending: int = MAX_PENDING,
+        **fields: Unpack[LlmOptions],
     ) -> None:
         _check(max_pending)
         self._run(Desk.build(model, fields), max_pending)
@@ -144,6 +149,19 @@ class AsyncLLM:
     def max_length(self) -> int:
         """Tokens that one sequence may have, prompt and output."""
         return self._desk.engine.limits.max_length
+
+    def set_step_barrier(self, barrier: Callable[[], None] | None) -> None:
+        """Have the engine call ``barrier`` on its thread, and step when that has returned.
+
+        It is called once clients have been told something or have asked for something. The engine
+        does not wait for its clients otherwise, so how far it runs ahead of one that is about to
+        end its request depends on the scheduling of threads. A measurement that is to be repeated
+        exactly waits there until its event loop is idle.
+
+        Args:
+            barrier: None: do not wait any more.
+        """
+        self._thread.barrier = barrier
 
     def shutdown(self) -> None:
         """End the thread after its current step. What is unfinished fails with EngineStopped."""

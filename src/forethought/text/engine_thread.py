@@ -41,6 +41,10 @@ class EngineThread:
         """What the engine died of, if it did."""
         self._stopping = False
         self._pid = os.getpid()
+        self.barrier: Callable[[], None] | None = None
+        """Called before a step if a client has been told something, or handed in something, since
+        the step before; see ``AsyncLLM.set_step_barrier``."""
+        self._has_news = False
         self._gate = threading.Lock()  # between handing in an errand and the end of the thread
         self._thread = threading.Thread(target=self._serve, name="forethought-engine", daemon=True)
         self._thread.start()
@@ -146,6 +150,7 @@ class EngineThread:
                 self.desk.abort(generation)
         for loop, written in letters.items():
             deliver(loop, written)
+            self._has_news = True
 
     def adopt(self, listener: Listener[Any], start: Callable[[], Generation]) -> None:
         """Start a generation that ``listener`` is told of."""
@@ -165,6 +170,9 @@ class EngineThread:
         try:
             while not self._stopping:
                 self._run_errands()
+                while self._has_news and self.barrier is not None:
+                    self._wait(self.barrier)
+                    self._run_errands()
                 self.tell(self.desk.step())
         except BaseException as error:
             log.exception("the engine died")
@@ -172,12 +180,18 @@ class EngineThread:
         finally:
             self._end()
 
+    def _wait(self, barrier: Callable[[], None]) -> None:
+        """Let the clients react to what they have been told."""
+        self._has_news = False
+        barrier()
+
     def _run_errands(self) -> None:
         """Run what has been handed in; wait for something if there is nothing else to do."""
         while not self._errands.empty() or not (self.desk.has_work or self._stopping):
             errand = self._errands.get()
             if errand is not None:
                 errand()
+                self._has_news = True
             errand = None  # while the thread sleeps, nothing that it has made is kept
 
     def _end(self) -> None:

@@ -10,15 +10,17 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar, Unpack, overload
 
 import torch
 
+from forethought.config import LlmOptions
 from forethought.engine import sequence as engine_sequence
 from forethought.engine.stats import EngineStats
-from forethought.errors import EngineStopped, ParameterError, UsageError
+from forethought.errors import DependencyError, EngineStopped, ParameterError, UsageError
 from forethought.model.sampling import Constraints
 from forethought.outputs import RequestOutput
 from forethought.params import SamplingParams
@@ -31,6 +33,8 @@ from forethought.text.session import Session
 Params = SamplingParams | Sequence[SamplingParams] | None
 Output = TypeVar("Output")
 Request = tuple[Prompt, SamplingParams, Constraints | None]
+Bar = Callable[[list[Generation]], Iterable[Generation]]
+"""Iterates over generations, and may show how far it is."""
 
 
 class LLM:
@@ -51,27 +55,33 @@ class LLM:
         CapacityError: the KV cache would not hold a single sequence.
     """
 
-    def __init__(self, model: str | Path | None = None, **fields: Any) -> None:
+    def __init__(self, model: str | Path | None = None, **fields: Unpack[LlmOptions]) -> None:
         self._desk: Desk | None = Desk.build(model, fields)
         self.model_dir, self.tokenizer = self._desk.model_dir, self._desk.tokenizer.hf
         self._borrower: str | None = None
         self._turns, self._pid = Turns(), os.getpid()
 
     @overload
-    def generate(self, prompts: str | list[int], params: Params = None) -> RequestOutput: ...
+    def generate(
+        self, prompts: str | list[int], params: Params = None, *, use_tqdm: bool = False
+    ) -> RequestOutput: ...
     @overload
     def generate(
-        self, prompts: list[str] | list[list[int]], params: Params = None
+        self, prompts: list[str] | list[list[int]], params: Params = None, *, use_tqdm: bool = False
     ) -> list[RequestOutput]: ...
 
-    def generate(self, prompts: Any, params: Params = None) -> RequestOutput | list[RequestOutput]:
+    def generate(
+        self, prompts: Any, params: Params = None, *, use_tqdm: bool = False
+    ) -> RequestOutput | list[RequestOutput]:
         """Continue one prompt or many.
 
         Args:
             prompts: a string or a list of token ids; or a list of such, for a list of results.
             params: for all prompts, or one for each.
+            use_tqdm: show a bar of the finished prompts, in their order, on standard error.
 
         Raises:
+            DependencyError: ``use_tqdm``, and tqdm is not installed.
             ParameterError: a prompt is empty, of a wrong type or outside the vocabulary.
             ContextLengthError, CapacityError: a prompt leaves no room for an answer.
             RequestTimeout: a grammar of ``guided_decoding`` was not compiled in time.
@@ -79,11 +89,13 @@ class LLM:
 
         If one prompt of many is refused, none has run and the error gives its index.
         """
+        bar = _bar(use_tqdm)
         if not is_batch(prompts):
-            return self._finish([self._read(prompts, params)])[0]
+            return self._finish([self._read(prompts, params)], bar)[0]
         each = self._params_of_each(params, len(prompts))
         pairs = zip(prompts, each, strict=True)
-        return self._finish([self._read_one(index, *pair) for index, pair in enumerate(pairs)])
+        requests = [self._read_one(index, *pair) for index, pair in enumerate(pairs)]
+        return self._finish(requests, bar)
 
     def chat(
         self,
@@ -273,18 +285,18 @@ class LLM:
         if len(params) != count:
             raise ParameterError(
                 "params do not match the prompts",
-                f"{len(params)} params for {count} prompts",
+                f"given: params {len(params)}, prompts {count}",
                 "Give one for each, or a single one for all",
             )
         return params
 
-    def _finish(self, requests: list[Request]) -> list[RequestOutput]:
+    def _finish(self, requests: list[Request], bar: Bar = list) -> list[RequestOutput]:
         generations = list[Generation]()
         try:
             with self._serving() as desk:
                 for request in requests:
                     generations.append(desk.submit(*request))
-            return [self._last(generation, Generation.output) for generation in generations]
+            return [self._last(generation, Generation.output) for generation in bar(generations)]
         finally:
             for generation in generations:
                 self._leave(generation)
@@ -321,3 +333,18 @@ class LLM:
             yield self._last(generation, read)
         finally:
             self._leave(generation)
+
+
+def _bar(use_tqdm: bool) -> Bar:
+    """tqdm's bar, or none.
+
+    Raises:
+        DependencyError: tqdm is not installed.
+    """
+    if not use_tqdm:
+        return list
+    try:
+        from tqdm import tqdm
+    except ImportError as error:
+        raise DependencyError.missing("tqdm", "use_tqdm", "eval") from error
+    return partial(tqdm, desc="prompts", unit="prompt", dynamic_ncols=True)

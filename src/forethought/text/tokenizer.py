@@ -14,6 +14,11 @@ from transformers import AutoTokenizer
 
 from forethought.errors import ModelError, ParameterError, RequestError, UsageError
 
+_NO_FILES = (
+    "The directory needs the tokenizer's files, such as tokenizer.json; if they are in another "
+    "one, name it with tokenizer=..."
+)
+
 
 class Tokenizer:
     """Text to ids and back; safe to use from several threads.
@@ -55,13 +60,13 @@ class Tokenizer:
             raise ModelError(
                 f"cannot load the tokenizer of {path}",
                 reason[0],
-                "The directory needs the tokenizer's files, such as tokenizer.json",
+                _NO_FILES,
             ) from error
         if len(hf.get_vocab()) <= len(hf.added_tokens_decoder):
             raise ModelError(
                 f"cannot load the tokenizer of {path}",
                 "it has no vocabulary, as transformers makes one when it finds no files",
-                "The directory needs the tokenizer's files, such as tokenizer.json",
+                _NO_FILES,
             )
         return cls(hf)
 

@@ -117,7 +117,7 @@ class EngineWorker(Worker):
         fields.setdefault(
             "kv_cache_config", {"free_gpu_memory_fraction": kv_cache_free_gpu_memory_fraction}
         )
-        sizes = {"max_batch_size": max_batch_size, "max_num_tokens": max_num_tokens}
+        sizes: dict[str, Any] = {"max_batch_size": max_batch_size, "max_num_tokens": max_num_tokens}
         worker = cls(AsyncLLM(model_dir, **sizes, **fields), temperature=temperature)
         worker._owned = True
         return worker

@@ -1,0 +1,195 @@
+"""Say what there is on this machine: versions, processor, GPU, what is installed and what is not,
+and which of the engine's fast paths are taken here.
+
+Works without torch; what it cannot find out then it says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import platform
+import re
+import sys
+from importlib import metadata
+from typing import Any
+
+from forethought import __version__
+from forethought.cli import machine
+from forethought.evaluation.report import count_of
+
+_SHOWN = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic")
+_NOT_FOR_USERS = ("dev",)
+"""Extras that only those who work on forethought need."""
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Look around, and print what was found."""
+    found = examine()
+    print(json.dumps(found, ensure_ascii=False) if args.json else "\n".join(lines(found)))
+    return 0
+
+
+def examine() -> dict[str, Any]:
+    """Everything, in plain values; ``torch`` is None where torch cannot be imported."""
+    return {
+        "versions": {"forethought": __version__, "python": platform.python_version()}
+        | {name: version for name in _SHOWN if (version := _version(name)) is not None},
+        "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
+        "executable": sys.executable,
+        "processor": {
+            "name": machine.processor_name(),
+            "cores": machine.num_cores(),
+            "instruction_sets": machine.instruction_sets(),
+        },
+        "extras": missing_by_extra(),
+        **_torch_facts(),
+    }
+
+
+def missing_by_extra() -> dict[str, list[str]] | None:
+    """Extra -> those of its packages that are not installed; None if forethought itself is not."""
+    try:
+        required = metadata.requires("forethought") or []
+    except metadata.PackageNotFoundError:
+        return None
+    found: dict[str, list[str]] = {}
+    for requirement in required:
+        name = re.match(r"[\w.-]+", requirement)
+        extra = re.search(r"extra == ['\"](\w+)['\"]", requirement)
+        if name is None or extra is None or extra[1] in _NOT_FOR_USERS:
+            continue
+        missing = found.setdefault(extra[1], [])
+        if _version(name[0]) is None:
+            missing.append(name[0])
+    return found
+
+
+def lines(found: dict[str, Any]) -> list[str]:
+    """For people."""
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    processor, torch = found["processor"], found["torch"]
+    sets = ", ".join(processor["instruction_sets"]) or "unknown"
+    shown = {
+        "versions": versions,
+        "system": f"{found['system']}; {found['executable']}",
+        "processor": f"{processor['name']}, {count_of(processor['cores'], 'core')}",
+        "instruction sets": sets,
+        "torch": found["torch_error"] if torch is None else _torch_line(torch),
+        "GPU": "unknown without torch" if torch is None else ", ".join(torch["gpus"]) or "none",
+    }
+    width = max(map(len, shown)) + 2
+    return [
+        *(f"{name:<{width}}{value}" for name, value in shown.items()),
+        "",
+        "extras",
+        *_extra_lines(found["extras"]),
+        "",
+        "fast paths",
+        *_path_lines(found["fast_paths"]),
+    ]
+
+
+def _torch_line(torch: dict[str, Any]) -> str:
+    return (
+        f"{count_of(torch['threads'], 'thread')} (OMP_NUM_THREADS sets them), "
+        f"kernels for {torch['kernels']}"
+    )
+
+
+def _extra_lines(extras: dict[str, list[str]] | None) -> list[str]:
+    if extras is None:
+        return ["  unknown: forethought is run from its source and is not installed"]
+    found = []
+    for extra, missing in extras.items():
+        state = "installed"
+        if missing:
+            state = f'missing {", ".join(missing)}: pip install "forethought[{extra}]"'
+        found.append(f"  {extra:<8}{state}")
+    return found
+
+
+def _path_lines(paths: dict[str, str] | None) -> list[str]:
+    if paths is None:
+        return ["  unknown without torch"]
+    width = max(map(len, paths)) + 2
+    return [f"  {name:<{width}}{value}" for name, value in paths.items()]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _torch_facts() -> dict[str, Any]:
+    """What torch says, and which ways the engine goes; None where it cannot be imported."""
+    try:
+        torch = importlib.import_module("torch")
+    except (ImportError, OSError) as error:  # OSError: a library that it needs is broken
+        reason = f"torch cannot be imported: {_first_line(error)}"
+        return {"torch": None, "torch_error": reason, "fast_paths": None}
+    facts = {
+        "threads": torch.get_num_threads(),
+        "kernels": torch.backends.cpu.get_cpu_capability(),
+        "gpus": [_gpu(torch, i) for i in range(torch.cuda.device_count())],
+    }
+    try:
+        paths = _fast_paths(torch)
+    except (ImportError, OSError) as error:
+        paths = {"unknown": f"the engine cannot be imported: {_first_line(error)}"}
+    return {"torch": facts, "fast_paths": paths}
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _gpu(torch: Any, number: int) -> str:
+    facts = torch.cuda.get_device_properties(number)
+    return f"{facts.name} ({facts.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda})"
+
+
+def _fast_paths(torch: Any) -> dict[str, str]:
+    """How the engine computes on this machine's processor, as the engine itself decides."""
+    from forethought.model.attention.softmax import FEWEST_QUERIES
+    from forethought.model.fused.projection import PackedProjection, projection
+
+    found = {}
+    for name in _DTYPES:
+        layer = projection(torch.zeros(64, 64, dtype=getattr(torch, name)))
+        packed = isinstance(layer, PackedProjection)
+        found[f"linear layers, {name}"] = (
+            "oneDNN, weights packed and activations fused" if packed else "torch's own product"
+        )
+    found["attention, 16 bits"] = _attention(FEWEST_QUERIES)
+    found["batch invariance"] = _invariance(FEWEST_QUERIES)
+    found["CUDA"] = _cuda(torch)
+    return found
+
+
+def _attention(fewest: int) -> str:
+    if fewest == 1:
+        return "torch's kernel for AMX, also for single queries"
+    return f"torch's kernel; decodes are padded to {fewest} queries, as there is no AMX"
+
+
+def _invariance(fewest: int) -> str:
+    """Whether a token's result depends on what else is in its batch."""
+    if fewest == 1:
+        return "small models round the same in any batch, also in bfloat16: seeds hold"
+    return "in float32; in 16 bits rounding depends on the batch, as there is no AMX"
+
+
+def _cuda(torch: Any) -> str:
+    if torch.cuda.device_count():
+        return "models run on the GPU unless --device cpu is given"
+    return "not available: models run on the processor"

@@ -1,0 +1,72 @@
+"""The machine that a command runs on: its processor's name, cores and instruction sets."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+_CPUINFO = Path("/proc/cpuinfo")
+_NAMES = ("model name", "Model", "cpu model", "Hardware")
+"""What architectures call the processor's name in ``/proc/cpuinfo``, the best first."""
+_FLAGS = ("flags", "Features")
+_SETS = (
+    *("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
+    *("amx_tile", "amx_bf16", "amx_fp16", "amx_int8"),
+    *("asimd", "asimdhp", "asimddp", "bf16", "i8mm", "sve", "sve2"),
+)
+"""Instruction sets that decide how fast a model runs, as Linux names them."""
+
+
+def processor_name() -> str:
+    """As its maker calls it, such as "AMD EPYC 7763"; the architecture where that is not known."""
+    facts = _facts(_CPUINFO)
+    name = next((facts[key] for key in _NAMES if facts.get(key)), "") or _asked()
+    return name or platform.processor() or platform.machine()
+
+
+def instruction_sets() -> list[str]:
+    """Those of ``_SETS`` that the processor has; empty where the system does not tell."""
+    facts = _facts(_CPUINFO)
+    flags = set(" ".join(facts.get(key, "") for key in _FLAGS).split())
+    return [name for name in _SETS if name in flags]
+
+
+def num_cores() -> int:
+    """Processors that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _facts(path: Path) -> dict[str, str]:
+    """The first processor's lines of ``/proc/cpuinfo``, and those about all; empty elsewhere."""
+    try:
+        lines: Iterable[str] = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return {}
+    found: dict[str, str] = {}
+    for line in lines:
+        key, colon, value = line.partition(":")
+        if colon:
+            found.setdefault(key.strip(), value.strip())
+    return found
+
+
+def _asked() -> str:
+    """What macOS says."""
+    if platform.system() != "Darwin":
+        return ""
+    try:
+        done = subprocess.run(
+            ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"],
+            capture_output=True,
+            text=True,
+            timeout=5,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()

@@ -1,0 +1,111 @@
+"""``forethought doctor``: what this machine has, also where there is hardly anything."""
+
+import json
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from forethought import __version__
+from forethought.cli import doctor, machine
+from forethought.cli.main import main
+
+EPYC = """processor\t: 0
+model name\t: AMD EPYC 7763 64-Core Processor
+flags\t\t: fpu avx2 avx512f amx_tile unheard_of
+
+processor\t: 1
+model name\t: another
+"""
+
+
+def test_the_doctor_names_versions_processor_extras_and_paths(capsys):
+    import torch
+
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert f"forethought {__version__}" in shown
+    assert f"torch {torch.__version__}" in shown
+    assert machine.processor_name() in shown
+    for extra in ("local", "openai", "guided", "eval"):
+        assert f"\n  {extra:<8}" in shown
+    assert "\n  dev" not in shown
+    assert "linear layers, bfloat16" in shown
+
+
+def test_programs_are_told_the_same_in_json(capsys):
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found.keys() >= {"versions", "processor", "extras", "torch", "fast_paths"}
+    assert found["processor"]["cores"] == machine.num_cores()
+
+
+def without(package: str, *options: str) -> str:
+    """What the doctor says where a package cannot be imported."""
+    code = (
+        f"import sys; sys.modules[{package!r}] = None; from forethought.cli.main import main;"
+        f"sys.exit(main({['doctor', *options]!r}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_the_doctor_works_without_torch(options):
+    assert "torch cannot be imported" in without("torch", *options)
+
+
+def test_the_doctor_works_with_torch_alone():
+    shown = without("transformers")
+    assert "torch cannot be imported" not in shown
+    assert "kernels for" in shown
+
+
+def test_what_is_missing_comes_with_what_to_type(monkeypatch):
+    required = [
+        "pydantic>=2.7",
+        "pytest; extra == 'local'",
+        'nowhere-to-be-found>=1; extra == "openai"',
+    ]
+    monkeypatch.setattr(metadata, "requires", lambda name: required)
+    found = doctor.examine()
+    assert found["extras"] == {"local": [], "openai": ["nowhere-to-be-found"]}
+    shown = "\n".join(doctor.lines(found))
+    assert 'missing nowhere-to-be-found: pip install "forethought[openai]"' in shown
+    assert "local   installed" in shown
+
+
+def test_a_source_tree_that_is_not_installed_is_said_to_be_one(monkeypatch):
+    def requires(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "requires", requires)
+    assert "is not installed" in "\n".join(doctor.lines(doctor.examine()))
+
+
+def test_every_extra_for_users_is_looked_for():
+    root = Path(__file__).parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = set(project["optional-dependencies"]) - set(doctor._NOT_FOR_USERS)
+    assert set(doctor.missing_by_extra() or ()) == extras
+
+
+def test_the_processor_is_called_by_its_name_and_not_by_its_architecture(monkeypatch, tmp_path):
+    (tmp_path / "cpuinfo").write_text(EPYC)
+    monkeypatch.setattr(machine, "_CPUINFO", tmp_path / "cpuinfo")
+    assert machine.processor_name() == "AMD EPYC 7763 64-Core Processor"
+    assert machine.instruction_sets() == ["avx2", "avx512f", "amx_tile"]
+
+
+def test_a_machine_that_tells_nothing_has_the_name_of_its_architecture(monkeypatch, tmp_path):
+    monkeypatch.setattr(machine, "_CPUINFO", tmp_path / "nowhere")
+    monkeypatch.setattr(machine, "_asked", lambda: "")
+    monkeypatch.setattr(machine.platform, "processor", lambda: "")
+    assert machine.processor_name() == machine.platform.machine()
+    assert machine.instruction_sets() == []
