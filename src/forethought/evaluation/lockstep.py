@@ -19,9 +19,10 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from types import TracebackType
-from typing import Self, TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, Self, TypeVar, TypeVarTuple
 
-from forethought.text.async_llm import AsyncLLM
+if TYPE_CHECKING:
+    from forethought.text.async_llm import AsyncLLM
 
 Result = TypeVar("Result")
 Values = TypeVarTuple("Values")
