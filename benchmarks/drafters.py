@@ -22,8 +22,7 @@ from benchmarks.report import print_report
 
 from forethought import LLM, SamplingParams
 from forethought.assets import drafter_dir, reasoner_dir
-from forethought.decoding import (
-    DecodingBaseConfig,
+from forethought.config.drafters import (
     DraftTargetDecodingConfig,
     EagleDecodingConfig,
     MedusaDecodingConfig,
@@ -33,7 +32,8 @@ from forethought.decoding import (
     ReDrafterDecodingConfig,
     SuffixDecodingConfig,
 )
-from forethought.evaluation import problems
+from forethought.config.speculation import DecodingBaseConfig
+from forethought.evaluation.problems import shipped
 
 HEADS = reasoner_dir().parent
 PLAIN = "plain"
@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    questions = [problem.question for problem in problems.shipped()]
+    questions = [problem.question for problem in shipped()]
     random.Random(0).shuffle(questions)
     if (args.rounds + 1) * args.prompts > len(questions):
         parser.error(f"there are {len(questions)} problems, too few for new ones in every round")

@@ -30,8 +30,8 @@ from forethought import (
     SuffixDecodingConfig,
 )
 from forethought.assets import drafter_dir
-from forethought.decoding import DecodingBaseConfig
-from forethought.evaluation import problems
+from forethought.config.speculation import DecodingBaseConfig
+from forethought.evaluation.problems import shipped
 
 DRAFTERS: dict[str, DecodingBaseConfig] = {
     "ngram": NGramDecodingConfig(
@@ -67,7 +67,7 @@ def measure(
     """One batch size."""
     plain = LLM(max_batch_size=batch)
     drafting = LLM(max_batch_size=batch, speculative_config=config)
-    questions = [problem.question for problem in problems.shipped()]
+    questions = [problem.question for problem in shipped()]
     random.Random(0).shuffle(questions)
     speeds, ratios, count = list[float](), list[float](), max(8, args.fills * batch)
     for number in range(args.rounds + 1):

@@ -40,7 +40,7 @@ from forethought import (
     SpeculationParams,
 )
 from forethought.assets import drafter_dir, reasoner_dir
-from forethought.evaluation import problems
+from forethought.evaluation.problems import shipped
 
 LAYERS = 3
 """Of the large model's draft."""
@@ -82,7 +82,7 @@ def ours(target: Path, draft: Path, length: int) -> dict[str, Generate]:
             DraftTargetDecodingConfig(max_draft_len=length, speculative_model=draft),
         ],
     )
-    wishes = {
+    requested_nodes = {
         "plain": SpeculationParams(enabled=False),
         "lookup": SpeculationParams(drafter="ngram"),
         "draft model": SpeculationParams(drafter="draft_target"),
@@ -95,7 +95,7 @@ def ours(target: Path, draft: Path, length: int) -> dict[str, Generate]:
 
         return generate
 
-    return {name: way(wish) for name, wish in wishes.items()}
+    return {name: way(wish) for name, wish in requested_nodes.items()}
 
 
 def theirs(target: Path, draft: Path) -> dict[str, Generate]:
@@ -136,7 +136,7 @@ def _eos(module: PreTrainedModel) -> int | list[int] | None:
 def reasoner_prompts(llm_dir: Path, rounds: int, each: int) -> Iterator[list[list[int]]]:
     """Questions of the held-out set, through the chat template; none comes twice."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(llm_dir)
-    questions = [problem.question for problem in problems.shipped()]
+    questions = [problem.question for problem in shipped()]
     random.Random(0).shuffle(questions)
     for number in range(rounds):
         yield [

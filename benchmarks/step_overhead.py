@@ -36,11 +36,13 @@ class Wrong(Drafter):
 
 
 def measure(
-    llm: LLM, law: dict[str, Any], drafts: bool, batch: int, tokens: int
+    llm: LLM, distribution: dict[str, Any], drafts: bool, batch: int, tokens: int
 ) -> tuple[float, float]:
     """Milliseconds per step inside the network, and outside of network and drafter."""
     wish = SpeculationParams(enabled=drafts)
-    params = SamplingParams(max_tokens=tokens, ignore_eos=True, seed=0, speculation=wish, **law)
+    params = SamplingParams(
+        max_tokens=tokens, ignore_eos=True, seed=0, speculation=wish, **distribution
+    )
     prompts = [[5 + row] * 32 for row in range(batch)]
     before = llm.stats
     llm.generate(prompts, params)

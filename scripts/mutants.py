@@ -128,13 +128,13 @@ MUTANTS = [
         "tests/engine/test_engine.py -k 'salt'",
     ),
     Mutant(
-        "kv/companion.py",
+        "kv/draft_cache.py",
         "self._ready[dst] = self._ready[src]",
         "pass",
         "tests/model/test_storage.py",
     ),
     Mutant(
-        "kv/companion.py",
+        "kv/draft_cache.py",
         "flat[dst] = flat[src]",
         "pass",
         "tests/model/test_storage.py",
@@ -142,8 +142,8 @@ MUTANTS = [
     # ---- engine ----------------------------------------------------------------------------------
     Mutant(
         "engine/admission.py",
-        "self._check_wishes(params)\n        self._check_length(len(tokens) + 1)",
-        "self._check_wishes(params)\n        self._check_length(len(tokens))",
+        "self._check_params(params)\n        self._check_length(len(tokens) + 1)",
+        "self._check_params(params)\n        self._check_length(len(tokens))",
         "tests/engine/test_engine.py -k 'refused'",
     ),
     Mutant(
@@ -200,60 +200,60 @@ MUTANTS = [
         "engine/scheduler.py", "free = -table.length % self._pool.page_size", "free = 0", SCHEDULER
     ),
     Mutant(
-        "engine/kinship.py",
+        "engine/sequence.py",
         "ready = min(ready, len(child.tokens) - 1)",
         "pass",
         "tests/engine/test_engine.py -k 'fork'",
     ),
     Mutant(
-        "engine/kinship.py",
+        "engine/sequence.py",
         "other.shared == len(other.tokens) == length",
         "len(other.tokens) == length",
         "tests/engine/test_engine.py -k 'fork'",
     ),
     Mutant(
-        "engine/commit.py",
+        "engine/step.py",
         "verdict.path[size - 1 :]",
         "verdict.path[size:]",
         "tests/engine/test_speculation.py -k 'stop_token or beyond'",
     ),
     Mutant(
-        "engine/ledger.py",
+        "engine/accounting.py",
         "max(sequence.prompt_length, sequence.peak)",
         "sequence.prompt_length",
         "tests/engine/test_engine.py -k 'preempt'",
     ),
     Mutant(
-        "engine/ledger.py",
+        "engine/accounting.py",
         "max(sequence.prompt_length, sequence.peak)",
         "sequence.peak",
         "tests/engine/test_engine.py -k 'preempt'",
     ),
     Mutant(
-        "engine/ledger.py",
+        "engine/accounting.py",
         "sequence.prompt_length - 1)",
         "sequence.prompt_length)",
         "tests/engine/test_engine.py -k 'prompt_logprobs'",
     ),
     Mutant(
-        "engine/loop.py",
+        "engine/step.py",
         "// size * size if copying else row.start",
         "if copying else row.start",
         "tests/engine/test_engine.py -k 'interrupted'",
     ),
     Mutant(
-        "engine/loop.py",
+        "engine/step.py",
         "companion.invalidate(row.sequence.table, row.start, row.stop + row.nodes)",
         "pass",
         "tests/engine/test_speculation.py -k 'written_anew'",
     ),
     Mutant(
-        "engine/speculation.py",
+        "engine/drafting.py",
         "sequence.limit - len(sequence.tokens) - 1  #",
         "sequence.limit - len(sequence.tokens)  #",
         "tests/engine/test_speculation.py -k 'stop_token or beyond'",
     ),
-    Mutant("engine/speculation.py", "self._lost.discard((equipped, number))", "pass", HOOKS),
+    Mutant("engine/drafting.py", "self._lost.discard((equipped, number))", "pass", HOOKS),
     Mutant(
         "engine/engine.py",
         "sequence.table.rewind(len(sequence.tokens) - 1)",
@@ -280,81 +280,93 @@ MUTANTS = [
     ),
     # ---- speculative: verification and acceptance ------------------------------------------------
     Mutant(
-        "speculative/verify.py",
+        "speculative/verify/verify.py",
         "use = _ACCEPTANCE + (elders[parent] << 8)",
         "use = _ACCEPTANCE",
         VERIFY,
     ),
     Mutant(
-        "speculative/verify.py",
+        "speculative/verify/verify.py",
         "(candidate.position + depth for depth in depths)",
         "(candidate.position + depth - 1 for depth in depths)",
         VERIFY,
     ),
     Mutant(
-        "speculative/verify.py",
+        "speculative/verify/verify.py",
         "candidate.rule is not None or _begins_with",
         "_begins_with",
         "tests/speculative/test_typical.py tests/speculative/test_relaxed.py",
     ),
     Mutant(
-        "speculative/rejection.py",
+        "speculative/verify/rejection.py",
         "accepted = coins * chance < law",
         "accepted = coins * chance <= law",
         VERIFY,
     ),
-    Mutant("speculative/rejection.py", "drawn_from[places, taken] = 0.0", "pass", VERIFY),
+    Mutant("speculative/verify/rejection.py", "drawn_from[places, taken] = 0.0", "pass", VERIFY),
     Mutant(
-        "speculative/rejection.py", "torch.where(mass > 0, rest / mass, law)", "rest / mass", VERIFY
+        "speculative/verify/rejection.py",
+        "torch.where(mass > 0, rest / mass, law)",
+        "rest / mass",
+        VERIFY,
     ),
-    Mutant("speculative/typical.py", "margin > 0 and", "margin >= 0 and", RULES),
+    Mutant("speculative/verify/rules.py", "margin > 0 and", "margin >= 0 and", RULES),
     Mutant(
-        "speculative/typical.py",
+        "speculative/verify/rules.py",
         "scores[node] > best:",
         "scores[node][0] > best[0]:",
         RULES,
     ),
     Mutant(
-        "speculative/relaxed.py",
+        "speculative/verify/rules.py",
         ".sum(dim=-1, keepdim=True) < self.topk",
         ".sum(dim=-1, keepdim=True) <= self.topk",
         RULES,
     ),
     Mutant(
-        "speculative/relaxed.py",
+        "speculative/verify/rules.py",
         "near = chance >= top - self.delta",
         "near = chance > top - self.delta",
         RULES,
     ),
     Mutant(
-        "speculative/check.py",
+        "speculative/drafter.py",
         "full = len(depths) > request.max_nodes",
         "full = len(depths) >= request.max_nodes",
         "tests/speculative/test_tree.py",
     ),
     Mutant(
-        "speculative/check.py",
+        "speculative/drafter.py",
         "repeats = distinct and (parent, token) in siblings",
         "repeats = (parent, token) in siblings",
         "tests/speculative/test_tree.py",
     ),
     Mutant(
-        "speculative/acceptance.py",
+        "speculative/length/goodput.py",
         "tested = np.minimum(accepted + 1, depths)",
         "tested = depths",
         LENGTH,
     ),
-    Mutant("speculative/acceptance.py", "max(capacity, 4 * len(request_ids))", "capacity", LENGTH),
-    Mutant("speculative/gate.py", "rate >= self._threshold", "rate > self._threshold", LENGTH),
-    Mutant("speculative/gate.py", "sum(min(accepted + 1, depth) for", "sum(depth for", LENGTH),
     Mutant(
-        "speculative/schedule.py",
+        "speculative/length/goodput.py", "max(capacity, 4 * len(request_ids))", "capacity", LENGTH
+    ),
+    Mutant(
+        "speculative/length/gate.py", "rate >= self._threshold", "rate > self._threshold", LENGTH
+    ),
+    Mutant(
+        "speculative/length/gate.py", "sum(min(accepted + 1, depth) for", "sum(depth for", LENGTH
+    ),
+    Mutant(
+        "speculative/length/base.py",
         "bisect_right(self._bounds, running) - 1",
         "bisect_left(self._bounds, running) - 1",
         LENGTH,
     ),
     Mutant(
-        "speculative/backoff.py", "min(2 * self.interval, self._last)", "2 * self.interval", LENGTH
+        "speculative/length/gate.py",
+        "min(2 * self.interval, self._last)",
+        "2 * self.interval",
+        LENGTH,
     ),
     # ---- speculative: drafters -------------------------------------------------------------------
     Mutant(
@@ -370,20 +382,20 @@ MUTANTS = [
         NGRAM,
     ),
     Mutant(
-        "speculative/ngram_pool.py",
+        "speculative/drafters/ngram.py",
         "range(max(0, end - self.max_match), end - 1)",
         "range(max(0, end - self.max_match) + 1, end - 1)",
         NGRAM,
     ),
     Mutant(
-        "speculative/ngram_pool.py",
+        "speculative/drafters/ngram.py",
         "patterns.move_to_end(pattern)\n                if match",
         "if match",
         NGRAM,
     ),
-    Mutant("speculative/suffix_index.py", "places[-MOST_PLACES:]", "places", SUFFIX),
+    Mutant("speculative/drafters/suffix.py", "places[-MAX_POSITIONS:]", "places", SUFFIX),
     Mutant(
-        "speculative/suffix_index.py",
+        "speculative/drafters/suffix.py",
         "if at >= back and text[at - back] == token",
         "if text[at - back] == token",
         SUFFIX,
@@ -394,12 +406,15 @@ MUTANTS = [
         "found.score >= best.score",
         SUFFIX,
     ),
-    Mutant("speculative/continuation.py", "if prob < min_prob", "if prob <= min_prob", SUFFIX),
+    Mutant("speculative/drafters/suffix.py", "if prob < min_prob", "if prob <= min_prob", SUFFIX),
     Mutant(
-        "speculative/continuation.py", "prob * share >= min_prob", "prob * share > min_prob", SUFFIX
+        "speculative/drafters/suffix.py",
+        "prob * share >= min_prob",
+        "prob * share > min_prob",
+        SUFFIX,
     ),
     Mutant(
-        "speculative/past_outputs.py",
+        "speculative/drafters/suffix.py",
         "1 < len(output) <= self._max_tokens",
         "1 < len(output) < self._max_tokens",
         SUFFIX,
@@ -423,45 +438,47 @@ MUTANTS = [
         "tests/speculative/test_draft_model.py -k siblings",
     ),
     Mutant(
-        "speculative/pairs.py",
+        "speculative/draft_module.py",
         "start if start > 1 else 0, stop",
         "start, stop",
         "tests/engine/test_speculation.py -k 'not_computed_again'",
     ),
     Mutant(
-        "speculative/mtp_lane.py",
+        "speculative/drafters/mtp.py",
         "begin = text.begin + self.lag if text.begin else 0",
         "begin = text.begin + self.lag",
         "tests/engine/test_speculation.py -k 'not_computed_again'",
     ),
     # ---- model/sampling --------------------------------------------------------------------------
     Mutant(
-        "model/sampling/law.py",
+        "model/sampling/distribution.py",
         "torch.searchsorted(rising, min_p * likeliest)",
         "torch.searchsorted(rising, min_p * likeliest, right=True)",
         SAMPLING,
     ),
     Mutant(
-        "model/sampling/law.py",
+        "model/sampling/distribution.py",
         "torch.searchsorted(mass, top_p) + 1",
         "torch.searchsorted(mass, top_p, right=True) + 1",
         SAMPLING,
     ),
     Mutant(
-        "model/sampling/law.py",
+        "model/sampling/distribution.py",
         "if len(context.output) < params.min_tokens:",
         "if len(context.output) <= params.min_tokens:",
         SAMPLING,
     ),
     Mutant(
-        "model/sampling/law.py",
+        "model/sampling/distribution.py",
         "equal.cumsum(dim=-1) <= room",
         "equal.cumsum(dim=-1) < room",
         SAMPLING,
     ),
-    Mutant("model/sampling/law.py", "packed[~packed.any(axis=-1)] = 0xFF", "pass", SAMPLING),
     Mutant(
-        "model/sampling/logprobs.py", "rank = (law > chosen)", "rank = (law >= chosen)", SAMPLING
+        "model/sampling/distribution.py", "packed[~packed.any(axis=-1)] = 0xFF", "pass", SAMPLING
+    ),
+    Mutant(
+        "model/sampling/sampler.py", "rank = (law > chosen)", "rank = (law >= chosen)", SAMPLING
     ),
     # ---- scaffolding -----------------------------------------------------------------------------
     Mutant(
@@ -490,7 +507,10 @@ MUTANTS = [
         DRIVER,
     ),
     Mutant(
-        "scaffolding/collections.py", "_watch_branches(wanted.branches, collection)", "pass", DRIVER
+        "scaffolding/task_collection.py",
+        "_watch_branches(wanted.branches, collection)",
+        "pass",
+        DRIVER,
     ),
     Mutant(
         "scaffolding/answers.py", "for members in [*rivals, []]", "for members in rivals", VOTES
@@ -502,13 +522,13 @@ MUTANTS = [
         VOTES,
     ),
     Mutant(
-        "scaffolding/workers/parking.py",
+        "scaffolding/workers/local.py",
         "len(ended) - self._capacity + 1",
         "len(ended) - self._capacity",
         LIVE,
     ),
     Mutant(
-        "scaffolding/workers/parking.py",
+        "scaffolding/workers/local.py",
         'path.startswith(f"{one.path}.")',
         "path.startswith(one.path)",
         LIVE,
@@ -519,7 +539,7 @@ MUTANTS = [
         "",
         f"{TASKS} tests/scaffolding/test_compatibility.py",
     ),
-    Mutant("scaffolding/clone.py", "if id(value) not in memo:", "if True:", TASKS),
+    Mutant("scaffolding/controller.py", "if id(value) not in memo:", "if True:", TASKS),
     Mutant(
         "scaffolding/prm_controller.py", "self._plain(step) + separator", "step + separator", PRM
     ),
@@ -539,8 +559,8 @@ MUTANTS = [
         'fields["priority"] = usual',
         DYNASOR,
     ),
-    Mutant("methods/probes.py", "self._left < 1", "self._left <= 1", DYNASOR),
-    Mutant("methods/probes.py", "elif self.count and (yield", "elif (yield", DYNASOR),
+    Mutant("methods/dynasor.py", "self._left < 1", "self._left <= 1", DYNASOR),
+    Mutant("methods/dynasor.py", "elif self.count and (yield", "elif (yield", DYNASOR),
     Mutant("methods/majority_vote.py", "numbers.pop(id(branch))", "numbers[id(branch)]", VOTES),
     Mutant("methods/majority_vote.py", "numbers[id(b)] > first", "True", VOTES),
     Mutant("methods/best_of_n.py", '"index": scored[place]', '"index": place', BEST_OF_N),

@@ -6,17 +6,17 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
-from forethought.decoding import DecodingBaseConfig
+from forethought.config.sampling import SamplingParams
+from forethought.config.speculation import DecodingBaseConfig
 from forethought.engine.engine import Engine, Event
-from forethought.engine.resolve import equip
+from forethought.engine.resolve import build_drafter_entry
 from forethought.engine.scheduler import Limits
 from forethought.engine.sequence import Sequence
 from forethought.kv.storage import KvStorage
 from forethought.model import loader
 from forethought.model.causal_lm import CausalLM
 from forethought.model.runner import Runner
-from forethought.params import SamplingParams
-from forethought.speculative.table import Target
+from forethought.speculative.registry import Target
 from models import tiny
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
@@ -49,7 +49,9 @@ def engine(
     settings = {"max_batch_size": 8, "max_num_tokens": 64, "max_length": 128, **limits}
     runner = Runner(lm, storage)
     target = Target(runner, settings["max_num_tokens"])
-    drafters = [equip(config, target, settings["max_batch_size"]) for config in speculative]
+    drafters = [
+        build_drafter_entry(config, target, settings["max_batch_size"]) for config in speculative
+    ]
     return Engine(runner, Limits(**settings), reuse=reuse, seed=0, drafters=drafters)
 
 

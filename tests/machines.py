@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from forethought.speculative.length import LengthPolicy, StepRecord
-from forethought.speculative.step_record import CappedRequest
+from forethought.speculative.length.base import CappedRequest
+from forethought.speculative.length.policy import LengthPolicy, StepRecord
 
 CONTEXT = 2e-7
 """Seconds per token of context."""

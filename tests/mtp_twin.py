@@ -62,9 +62,9 @@ class Watch:
     """Keeps every draft, with the tokens that it was made behind."""
 
     def __init__(self, machine: Any) -> None:
-        [equipped] = machine.speculation._drafters
-        self.drafter, self._inner = equipped.drafter, equipped.drafter.prepare_draft_tokens
-        equipped.drafter.prepare_draft_tokens = self._prepare
+        [entry] = machine.speculation._drafters
+        self.drafter, self._inner = entry.drafter, entry.drafter.prepare_draft_tokens
+        entry.drafter.prepare_draft_tokens = self._prepare
         self.seen: list[tuple[list[int], list[int], int]] = []
 
     def _prepare(self, scheduled: Any, manager: Any = None) -> None:

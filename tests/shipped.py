@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from forethought.assets import drafter_dir, heads_dir, problems
-from forethought.decoding import (
-    DecodingBaseConfig,
+from forethought.config.drafters import (
     DraftTargetDecodingConfig,
     EagleDecodingConfig,
     MedusaDecodingConfig,
@@ -14,6 +13,7 @@ from forethought.decoding import (
     PearlDecodingConfig,
     ReDrafterDecodingConfig,
 )
+from forethought.config.speculation import DecodingBaseConfig
 from forethought.training.reasoner.vocabulary import prompt_text
 
 QUESTIONS = [prompt_text(problem["question"]) for problem in problems()[:8]]

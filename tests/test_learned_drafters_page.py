@@ -10,7 +10,7 @@ import yaml
 
 from forethought.assets import heads_dir
 from forethought.cli.train import KINDS
-from forethought.decoding import DecodingBaseConfig
+from forethought.config.speculation import DecodingBaseConfig
 from forethought.speculative.heads.eagle3 import Eagle3Head
 from forethought.speculative.heads.medusa import MedusaHeads
 from forethought.training.recipes.table import recipe

@@ -15,11 +15,11 @@ import pytest
 import hub_server
 import reward_models
 from forethought.assets import drafter_dir, heads_dir, reasoner_dir
-from forethought.config import LlmArgs
-from forethought.decoding import MedusaDecodingConfig, NGramDecodingConfig
+from forethought.config.drafters import MedusaDecodingConfig, NGramDecodingConfig
+from forethought.config.engine import LlmArgs
+from forethought.config.sampling import SamplingParams
 from forethought.errors import ModelError, ParameterError
 from forethought.model_dir import check_model_dir, find_model_dir
-from forethought.params import SamplingParams
 from forethought.speculative.heads.checkpoint import Checkpoint
 from hub_server import HubServer, cached, files_of
 from models import tiny
@@ -173,7 +173,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_an_engine_and_its_drafters_come_from_the_cache(cache: Path) -> None:
-    from forethought.text.llm import LLM
+    from forethought.llm.llm import LLM
 
     target = cached(cache, "org/reasoner", reasoner_dir())
     cached(cache, "org/drafter", drafter_dir())
@@ -201,8 +201,8 @@ def test_a_tokenizer_a_reward_model_and_a_target_come_from_the_cache(
 ) -> None:
     from transformers import Qwen2ForSequenceClassification
 
+    from forethought.llm.llm import LLM
     from forethought.scaffolding.workers.reward import RewardWorker
-    from forethought.text.llm import LLM
     from forethought.training.run import TargetModel, TrainingRun
 
     cached(cache, "org/reasoner", reasoner_dir())
@@ -217,8 +217,8 @@ def test_a_tokenizer_a_reward_model_and_a_target_come_from_the_cache(
 def test_a_missing_draft_model_is_told_before_the_target_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    from forethought.llm.llm import LLM
     from forethought.model import loader
-    from forethought.text.llm import LLM
 
     monkeypatch.setattr(loader, "load", lambda *_, **__: pytest.fail("the target was loaded"))
     config = {"decoding_type": "Pearl", "max_draft_len": 2, "speculative_model": "/nowhere/at/all"}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from forethought.decoding import DecodingBaseConfig
+from forethought.config.speculation import DecodingBaseConfig
 from forethought.scaffolding import ScaffoldingLlm, ScriptedWorker
 
 ROOT = Path(__file__).parents[1]

@@ -10,8 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from forethought.config import GuidedDecodingConfig, KvCacheConfig, LlmArgs
-    from forethought.decoding import (
+    from forethought.config.drafters import (
         AutoDecodingConfig,
         DraftTargetDecodingConfig,
         Eagle3DecodingConfig,
@@ -24,8 +23,13 @@ if TYPE_CHECKING:
         SuffixDecodingConfig,
         UserProvidedDecodingConfig,
     )
+    from forethought.config.engine import GuidedDecodingConfig, KvCacheConfig, LlmArgs
+    from forethought.config.guided import GuidedDecodingParams
+    from forethought.config.sampling import SamplingParams, SpeculationParams
     from forethought.errors import ForethoughtError
-    from forethought.guided import GuidedDecodingParams
+    from forethought.llm.async_llm import AsyncLLM
+    from forethought.llm.llm import LLM
+    from forethought.llm.session import Session
     from forethought.outputs import (
         CompletionOutput,
         FinishReason,
@@ -33,35 +37,31 @@ if TYPE_CHECKING:
         SpeculationMetrics,
         Usage,
     )
-    from forethought.params import SamplingParams, SpeculationParams
     from forethought.speculative.drafter import Drafter, ResourceManager
-    from forethought.text.async_llm import AsyncLLM
-    from forethought.text.llm import LLM
-    from forethought.text.session import Session
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "LLM": "text.llm",
-    "AsyncLLM": "text.async_llm",
-    "Session": "text.session",
-    "SamplingParams": "params",
-    "GuidedDecodingConfig": "config",
-    "GuidedDecodingParams": "guided",
-    "SpeculationParams": "params",
-    "KvCacheConfig": "config",
-    "LlmArgs": "config",
-    "AutoDecodingConfig": "decoding",
-    "DraftTargetDecodingConfig": "decoding",
-    "EagleDecodingConfig": "decoding",
-    "Eagle3DecodingConfig": "decoding",
-    "MedusaDecodingConfig": "decoding",
-    "MTPDecodingConfig": "decoding",
-    "NGramDecodingConfig": "decoding",
-    "PearlDecodingConfig": "decoding",
-    "ReDrafterDecodingConfig": "decoding",
-    "SuffixDecodingConfig": "decoding",
-    "UserProvidedDecodingConfig": "decoding",
+    "LLM": "llm.llm",
+    "AsyncLLM": "llm.async_llm",
+    "Session": "llm.session",
+    "SamplingParams": "config.sampling",
+    "GuidedDecodingConfig": "config.engine",
+    "GuidedDecodingParams": "config.guided",
+    "SpeculationParams": "config.sampling",
+    "KvCacheConfig": "config.engine",
+    "LlmArgs": "config.engine",
+    "AutoDecodingConfig": "config.drafters",
+    "DraftTargetDecodingConfig": "config.drafters",
+    "EagleDecodingConfig": "config.drafters",
+    "Eagle3DecodingConfig": "config.drafters",
+    "MedusaDecodingConfig": "config.drafters",
+    "MTPDecodingConfig": "config.drafters",
+    "NGramDecodingConfig": "config.drafters",
+    "PearlDecodingConfig": "config.drafters",
+    "ReDrafterDecodingConfig": "config.drafters",
+    "SuffixDecodingConfig": "config.drafters",
+    "UserProvidedDecodingConfig": "config.drafters",
     "Drafter": "speculative.drafter",
     "ResourceManager": "speculative.drafter",
     "CompletionOutput": "outputs",

@@ -10,7 +10,7 @@ def test_a_line_is_a_prompt_or_an_object_that_holds_one(tmp_path):
     path = tmp_path / "prompts.txt"
     lines = ["plain", "", '{"prompt": "p"}', '{"question": "q", "answer": 3}', "plain", "{not json"]
     path.write_text("\n".join(lines), encoding="utf-8")
-    assert prompts.load(path) == ["plain", "p", "q", "{not json"]
+    assert prompts.load_prompts(path) == ["plain", "p", "q", "{not json"]
 
 
 @pytest.mark.parametrize(
@@ -21,13 +21,13 @@ def test_a_file_without_prompts_is_refused_with_the_place(tmp_path, text, said):
     path = tmp_path / "prompts.txt"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(UsageError, match=said):
-        prompts.load(path)
+        prompts.load_prompts(path)
 
 
 def test_a_file_that_is_not_there_is_refused():
     with pytest.raises(UsageError, match=r"/nowhere\.txt"):
-        prompts.load(prompts.Path("/nowhere.txt"))
+        prompts.load_prompts(prompts.Path("/nowhere.txt"))
 
 
 def test_the_shipped_prompts_are_all_different():
-    assert len(set(prompts.shipped())) == len(prompts.shipped()) >= 64
+    assert len(set(prompts.shipped_prompts())) == len(prompts.shipped_prompts()) >= 64

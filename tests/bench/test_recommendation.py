@@ -1,7 +1,6 @@
 """The advice follows from the numbers."""
 
-from forethought.bench.recommendation import recommend
-from forethought.bench.row import Row
+from forethought.bench.report import BenchRow, recommend
 from forethought.bench.variant import PLAIN, Variant
 from forethought.outputs import SpeculationMetrics
 
@@ -12,7 +11,7 @@ def row(variant, batch, ratio, synthetic=False):
     metrics = SpeculationMetrics(10, 40, 15, [8, 4, 2, 1], synthetic)
     if variant == PLAIN:
         metrics = SpeculationMetrics(25)
-    return Row(variant, batch, 100 * ratio, ratio, (ratio, ratio), metrics, 0.1, 0.8, 1.0, 25)
+    return BenchRow(variant, batch, 100 * ratio, ratio, (ratio, ratio), metrics, 0.1, 0.8, 1.0, 25)
 
 
 def rows(**ratios):

@@ -1,13 +1,12 @@
 """What a row says, to people and to programs."""
 
-from forethought.bench.plot import draw
-from forethought.bench.row import Row, table
+from forethought.bench.report import BenchRow, draw, table
 from forethought.bench.variant import PLAIN, Variant
 from forethought.outputs import SpeculationMetrics
 
 
 def row(variant, metrics, identical=1.0):
-    return Row(variant, 4, 1234.56, 1.5, (1.4, 1.6), metrics, 0.125, 0.75, identical, 99)
+    return BenchRow(variant, 4, 1234.56, 1.5, (1.4, 1.6), metrics, 0.125, 0.75, identical, 99)
 
 
 def test_a_row_is_plain_values():

@@ -3,13 +3,12 @@
 import pytest
 
 from forethought.bench import speculation
-from forethought.bench.speculation import FEWEST_PROMPTS, SpeculationBench
-from forethought.bench.trial import Trial
+from forethought.bench.speculation import FEWEST_PROMPTS, BenchRun, SpeculationBench
 from forethought.bench.variant import PLAIN, Variant
-from forethought.decoding import NGramDecodingConfig, SuffixDecodingConfig
+from forethought.config.drafters import NGramDecodingConfig, SuffixDecodingConfig
 from forethought.errors import ParameterError, UnknownNameError
+from forethought.llm.llm import LLM
 from forethought.outputs import SpeculationMetrics
-from forethought.text.llm import LLM
 from tokens import speaking
 
 NGRAM, SUFFIX = Variant("ngram", 3), Variant("suffix", 2)
@@ -35,9 +34,9 @@ def trials(monkeypatch):
     def run(llm, variant, prompts, *, batch, max_tokens, salt):
         seen.append((variant, batch, len(prompts), max_tokens, salt))
         metrics = SpeculationMetrics(4, 8, 2, [2])
-        return Trial(outputs[variant.drafter], metrics, seconds[variant.drafter], 0.25, 0.5)
+        return BenchRun(outputs[variant.drafter], metrics, seconds[variant.drafter], 0.25, 0.5)
 
-    monkeypatch.setattr(speculation, "run_trial", run)
+    monkeypatch.setattr(speculation, "run_once", run)
     return seen
 
 

@@ -8,9 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from forethought.bench.profile import measure_profile, widened
-from forethought.bench.tree_fit import AcceptanceProfile, ProfileCount, comb, fit_tree
-from forethought.decoding import (
+from forethought.bench.tree_fit import (
+    AcceptanceProfile,
+    ProfileCount,
+    comb,
+    fit_tree,
+    measure_profile,
+    widened,
+)
+from forethought.config.drafters import (
     DraftTargetDecodingConfig,
     MedusaDecodingConfig,
     NGramDecodingConfig,

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from forethought.bench.variant import PLAIN, Variant, settled, variants_of, written
-from forethought.decoding import (
+from forethought.config.drafters import (
     AutoDecodingConfig,
-    DecodingBaseConfig,
     DraftTargetDecodingConfig,
     EagleDecodingConfig,
     MedusaDecodingConfig,
@@ -17,6 +16,7 @@ from forethought.decoding import (
     SuffixDecodingConfig,
     UserProvidedDecodingConfig,
 )
+from forethought.config.speculation import DecodingBaseConfig
 from forethought.errors import ParameterError
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from forethought.cli.answer import Answer, Respondent
+from forethought.cli.backend import Answer, Respondent
 from forethought.errors import TaskError
 from forethought.outputs import Usage
 from forethought.scaffolding import (

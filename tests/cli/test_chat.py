@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
-from forethought.cli import chat, model
-from forethought.cli.answer import Respondent
-from forethought.cli.backend import Turn
+from forethought.cli import chat
+from forethought.cli.backend import Respondent, Turn
 from forethought.cli.main import main
+from forethought.cli.options import INTRODUCTION
 from forethought.errors import ContextLengthError
 from forethought.scaffolding import ChatTask, ScriptedWorker
 from tokens import speaking
@@ -141,7 +141,7 @@ def test_the_embedded_model_says_what_it_is(monkeypatch, capsys):
     assert main(["chat"]) == 0
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.splitlines()[0] == model.INTRODUCTION
+    assert err.splitlines()[0] == INTRODUCTION
 
 
 def test_the_whole_command_talks_to_a_model(monkeypatch, capsys):

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from forethought import assets
-from forethought.cli import config_file, model
 from forethought.cli.main import main
-from forethought.config import KvCacheConfig
-from forethought.decoding import (
+from forethought.cli.options import add_model_options, llm_args_of, load_config_file
+from forethought.config.drafters import (
     AutoDecodingConfig,
     DraftTargetDecodingConfig,
     NGramDecodingConfig,
@@ -18,6 +17,7 @@ from forethought.decoding import (
     ReDrafterDecodingConfig,
     SuffixDecodingConfig,
 )
+from forethought.config.engine import KvCacheConfig
 from forethought.errors import UsageError
 from tokens import speaking
 
@@ -44,8 +44,8 @@ def write(tmp_path):
 
 def fields(*options, **defaults):
     parser = argparse.ArgumentParser()
-    model.configure(parser)
-    return model.fields_of(parser.parse_args([str(option) for option in options]), **defaults)
+    add_model_options(parser)
+    return llm_args_of(parser.parse_args([str(option) for option in options]), **defaults)
 
 
 def test_without_options_the_engine_is_left_at_its_defaults():
@@ -127,7 +127,7 @@ def test_the_embedded_reasoner_has_a_draft_model_of_its_own(monkeypatch, tmp_pat
 )
 def test_a_file_that_is_no_configuration_is_refused(write, text, said):
     with pytest.raises(UsageError, match=said):
-        config_file.load(write(text))
+        load_config_file(write(text))
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ from safetensors import safe_open
 from transformers import Qwen2ForSequenceClassification, Qwen2ForTokenClassification
 
 from forethought import assets
-from forethought.cli import model
-from forethought.cli.answer import Respondent
+from forethought.cli.backend import Respondent
 from forethought.cli.main import main
+from forethought.cli.options import INTRODUCTION
+from forethought.config.sampling import SamplingParams
+from forethought.llm.llm import LLM
 from forethought.methods import MajorityVoteController
-from forethought.params import SamplingParams
 from forethought.scaffolding import NativeGenerationController
-from forethought.text.llm import LLM
 from openai_server import serving
 from reward_models import save
 from tokens import speaking
@@ -134,7 +134,7 @@ def test_without_a_model_the_embedded_reasoner_answers_and_says_what_it_is(capsy
     assert main(asked) == 0
     out, err = capsys.readouterr()
     first, *more = err.splitlines()
-    assert first == model.INTRODUCTION
+    assert first == INTRODUCTION
     assert len(more) == (not options)
     if options:
         assert json.loads(out)["model"] == "embedded reasoner"
@@ -143,7 +143,7 @@ def test_without_a_model_the_embedded_reasoner_answers_and_says_what_it_is(capsy
 def test_the_embedded_model_has_as_many_parameters_as_it_says():
     with safe_open(assets.reasoner_dir() / "model.safetensors", "pt") as weights:
         count = sum(math.prod(weights.get_slice(key).get_shape()) for key in weights.offset_keys())
-    assert f"{count / 1e6:.1f} M parameters" in model.INTRODUCTION
+    assert f"{count / 1e6:.1f} M parameters" in INTRODUCTION
 
 
 def test_a_vote_draws_eight_samples_unless_it_is_told_otherwise(capsys, monkeypatch):

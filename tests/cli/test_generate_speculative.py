@@ -15,8 +15,8 @@ import yaml
 
 from forethought.assets import drafter_dir, heads_dir
 from forethought.cli.main import main
-from forethought.cli.speculation import config_of
-from forethought.decoding import MedusaDecodingConfig
+from forethought.cli.options import speculative_config_of
+from forethought.config.drafters import MedusaDecodingConfig
 
 QUESTION = "Tom has 3 pens. He buys 4 more. How many?"
 OPTIONS = ["--json", "--dtype", "float32", "--max-tokens", "60"]
@@ -122,6 +122,6 @@ def test_each_block_written_for_tensorrt_llm_drafts_and_says_the_same(
 
 def test_medusa_drafts_the_likeliest_trees_from_the_command_line() -> None:
     args = argparse.Namespace(speculative="medusa", max_draft_len=None, draft_model=Path(MEDUSA))
-    config = config_of(args)
+    config = speculative_config_of(args)
     assert isinstance(config, MedusaDecodingConfig)
     assert (config.tree, config.max_total_draft_tokens) == ("likeliest", 15)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from forethought.cli.settings import parse_settings
+from forethought.cli.options import parse_settings
 from forethought.errors import ParameterError
 
 

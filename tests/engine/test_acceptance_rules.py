@@ -10,12 +10,9 @@ import pytest
 
 import drafters
 from engines import drain, engine, expect_empty, outputs
-from forethought.decoding import (
-    DecodingBaseConfig,
-    MedusaDecodingConfig,
-    UserProvidedDecodingConfig,
-)
-from forethought.params import SamplingParams, SpeculationParams
+from forethought.config.drafters import MedusaDecodingConfig, UserProvidedDecodingConfig
+from forethought.config.sampling import SamplingParams, SpeculationParams
+from forethought.config.speculation import DecodingBaseConfig
 from medusa_heads import random_heads
 from models import greedy, prompts, tiny
 

@@ -7,14 +7,14 @@ import torch
 
 from forethought import LLM
 from forethought.assets import drafter_dir
-from forethought.decoding import (
-    DecodingBaseConfig,
+from forethought.config.drafters import (
     DraftTargetDecodingConfig,
     NGramDecodingConfig,
     SuffixDecodingConfig,
 )
-from forethought.evaluation import problems
-from forethought.params import SamplingParams
+from forethought.config.sampling import SamplingParams
+from forethought.config.speculation import DecodingBaseConfig
+from forethought.evaluation.problems import shipped
 
 pytestmark = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU multiplies no bf16"
@@ -25,7 +25,7 @@ PARAMS = [
 
 
 def prompts(llm: LLM) -> list[list[int]]:
-    questions = [problem.question for problem in problems.shipped()[: len(PARAMS)]]
+    questions = [problem.question for problem in shipped()[: len(PARAMS)]]
     return [llm.chat_prompt([{"role": "user", "content": each}]) for each in questions]
 
 

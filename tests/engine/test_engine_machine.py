@@ -17,12 +17,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from drafters import PerRequest
 from engines import GREEDY, engine, expect_empty
-from forethought.decoding import (
-    DecodingBaseConfig,
+from forethought.config.drafters import (
     DraftTargetDecodingConfig,
     NGramDecodingConfig,
     UserProvidedDecodingConfig,
 )
+from forethought.config.speculation import DecodingBaseConfig
 from forethought.engine.sequence import Sequence, Status
 from forethought.speculative.draft import Draft
 from forethought.speculative.drafter import DraftRequest

@@ -21,13 +21,14 @@ from torch import Tensor
 
 import drafters
 from engines import drain, engine, expect_empty, load, outputs
-from forethought.decoding import (
-    DecodingBaseConfig,
+from forethought.config.drafters import (
     DraftTargetDecodingConfig,
     MedusaDecodingConfig,
     NGramDecodingConfig,
     UserProvidedDecodingConfig,
 )
+from forethought.config.sampling import SamplingParams
+from forethought.config.speculation import DecodingBaseConfig
 from forethought.engine.engine import Engine, Event
 from forethought.engine.sequence import Sequence as Generated
 from forethought.errors import LogitsError
@@ -35,8 +36,7 @@ from forethought.model import loader
 from forethought.model.batch import Batch
 from forethought.model.causal_lm import CausalLM
 from forethought.model.runner import Runner
-from forethought.model.sampling import law
-from forethought.params import SamplingParams
+from forethought.model.sampling import distribution
 from forethought.speculative.drafter import DraftRequest
 from medusa_heads import random_heads
 from models import VOCAB, prompts, tiny, transformers_model
@@ -369,14 +369,14 @@ def test_pages_that_cannot_be_copied_are_computed_instead(monkeypatch: pytest.Mo
 def test_a_sampler_that_fails_for_one_request_fails_it_alone(
     name: str, drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add_bias = law._add_bias
+    add_bias = distribution._add_bias
 
     def broken(logits: Tensor, contexts: Sequence[Any]) -> None:
         if any(poison() in (context.params.logit_bias or {}) for context in contexts):
             raise FloatingPointError("no law")
         add_bias(logits, contexts)
 
-    monkeypatch.setattr(law, "_add_bias", broken)
+    monkeypatch.setattr(distribution, "_add_bias", broken)
     machine = engine(speculative=drafting(drafter, name))
     healthy = [machine.add(prompt, LAWS[name])[0] for prompt in HEALTHY]
     culprits = machine.add([5, 6, 7], LAWS[name].replace(logit_bias={poison(): 1.0}, n=2))
@@ -472,7 +472,7 @@ def test_logits_that_are_not_finite_are_the_error_of_their_request(
 
 
 @pytest.mark.parametrize(
-    "wishes",
+    "requested_nodes",
     [
         {"logprobs": 3},
         {"logit_bias": {4: 1.0}},
@@ -484,12 +484,12 @@ def test_logits_that_are_not_finite_are_the_error_of_their_request(
 )
 @pytest.mark.parametrize("name", LAWS)
 def test_whatever_is_asked_of_a_request_without_finite_logits_it_fails(
-    name: str, wishes: dict[str, Any]
+    name: str, requested_nodes: dict[str, Any]
 ) -> None:
     machine = engine(max_num_tokens=12)
     rig(machine.runner, after=spoiling(math.nan))
     healthy = [machine.add(prompt, LAWS[name])[0] for prompt in HEALTHY]
-    culprits = machine.add(bad_prompts()[1], LAWS[name].replace(**wishes))
+    culprits = machine.add(bad_prompts()[1], LAWS[name].replace(**requested_nodes))
     expect_failed(machine, culprits, drain(machine), LogitsError)
     expect_healthy(machine, healthy, name)
 

@@ -15,8 +15,8 @@ import torch
 
 import drafters
 from engines import drain, engine, expect_empty, outputs
-from forethought.decoding import UserProvidedDecodingConfig
-from forethought.params import SamplingParams
+from forethought.config.drafters import UserProvidedDecodingConfig
+from forethought.config.sampling import SamplingParams
 from forethought.speculative.drafter import Drafter, DraftRequest
 from models import VOCAB, greedy, prompts, tiny
 

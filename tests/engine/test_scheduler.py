@@ -10,20 +10,19 @@ from typing import Any
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
+from forethought.config.sampling import SamplingParams
 from forethought.engine.scheduler import (
     PROMPT_LOGPROB_ROWS,
     Limits,
     Plan,
+    RequestedNodes,
     Scheduler,
-    Wishes,
 )
 from forethought.engine.sequence import Sequence, Status
-from forethought.engine.stats import EngineStats
 from forethought.kv.pool import PagePool
 from forethought.kv.prefix import PrefixIndex
 from forethought.kv.table import PageTable
-from forethought.outputs import FinishReason
-from forethought.params import SamplingParams
+from forethought.outputs import EngineStats, FinishReason
 
 
 class Queue:
@@ -36,7 +35,7 @@ class Queue:
             self.pool, PrefixIndex(self.pool), Limits(**settings), EngineStats()
         )
         self.numbers = count()
-        self.wishes: Wishes | None = None
+        self.requested_nodes: RequestedNodes | None = None
 
     def add(self, length: int, new: int = 4, priority: int = 0) -> Sequence:
         number = next(self.numbers)
@@ -55,7 +54,7 @@ class Queue:
     def step(self) -> dict[int, int]:
         """Plan and pretend; tokens computed per sequence id."""
         plan = Plan()
-        self.scheduler.plan(plan, self.wishes)
+        self.scheduler.plan(plan, self.requested_nodes)
         assert plan.tokens == sum(row.count + row.nodes for row in plan.rows)
         assert plan.tokens <= self.scheduler.limits.max_num_tokens
         assert len(self.scheduler.running) <= self.scheduler.limits.max_batch_size
@@ -84,7 +83,7 @@ def test_a_plan_counts_its_tokens_whatever_is_reserved_given_back_and_taken_away
     arrivals: list[tuple[int, int]], wish: int, pages: int
 ) -> None:
     queue = Queue(pages=pages)
-    queue.wishes = lambda sequences, running: [wish] * len(sequences)
+    queue.requested_nodes = lambda sequences, running: [wish] * len(sequences)
     for length, priority in arrivals:
         queue.add(length, new=12, priority=priority)
         queue.step()  # which looks at what the plan says of itself
@@ -173,11 +172,11 @@ def test_arrival_alone_takes_no_place_away() -> None:
     queue = Queue(max_batch_size=1)
     decoding: list[list[int]] = []
 
-    def wishes(sequences: Any, running: int) -> list[int]:
+    def requested_nodes(sequences: Any, running: int) -> list[int]:
         decoding.append([sequence.id for sequence in sequences])
         return [0] * len(sequences)
 
-    queue.wishes = wishes
+    queue.requested_nodes = requested_nodes
     early = queue.add(3, new=3, priority=1)
     queue.step()
     late = queue.add(3, priority=1)
@@ -188,7 +187,7 @@ def test_arrival_alone_takes_no_place_away() -> None:
 
 def test_drafts_take_at_most_half_of_what_decodes_leave_to_prefills() -> None:
     queue = Queue()
-    queue.wishes = lambda sequences, running: [100] * len(sequences)
+    queue.requested_nodes = lambda sequences, running: [100] * len(sequences)
     early = queue.add(3, new=20)
     queue.step()
     late = queue.add(60, new=3)
@@ -199,11 +198,11 @@ def test_drafts_take_at_most_half_of_what_decodes_leave_to_prefills() -> None:
 
 def test_drafts_fill_the_last_page_where_no_other_is_free() -> None:
     queue = Queue(pages=2, page_size=8)
-    queue.wishes = lambda sequences, running: [5] * len(sequences)
+    queue.requested_nodes = lambda sequences, running: [5] * len(sequences)
     queue.add(9, new=5)
     queue.step()
     plan = Plan()
-    queue.scheduler.plan(plan, queue.wishes)
+    queue.scheduler.plan(plan, queue.requested_nodes)
     assert queue.pool.available == 0
     assert [row.nodes for row in plan.rows] == [5]
 
@@ -218,9 +217,9 @@ def test_logits_of_few_prompt_tokens_are_wanted_in_one_step() -> None:
 
 def test_drafts_take_all_that_is_left_where_nobody_prefills() -> None:
     queue = Queue()
-    queue.wishes = lambda sequences, running: [100] * len(sequences)
+    queue.requested_nodes = lambda sequences, running: [100] * len(sequences)
     queue.add(3, new=40)
     queue.step()
     plan = Plan()
-    queue.scheduler.plan(plan, queue.wishes)
+    queue.scheduler.plan(plan, queue.requested_nodes)
     assert plan.tokens == 16

@@ -13,18 +13,18 @@ import pytest
 
 from engines import drain, expect_empty, outputs
 from forethought.assets import reasoner_dir
-from forethought.decoding import DecodingBaseConfig
+from forethought.config.sampling import SamplingParams
+from forethought.config.speculation import DecodingBaseConfig
 from forethought.engine.engine import Engine
-from forethought.engine.resolve import equip
+from forethought.engine.resolve import build_drafter_entry
 from forethought.engine.scheduler import Limits
 from forethought.engine.sequence import Sequence
 from forethought.kv.storage import KvStorage
+from forethought.llm.tokenizer import Tokenizer
 from forethought.model import loader
 from forethought.model.causal_lm import CausalLM
 from forethought.model.runner import Runner
-from forethought.params import SamplingParams
-from forethought.speculative.table import Target
-from forethought.text.tokenizer import Tokenizer
+from forethought.speculative.registry import Target
 from models import greedy
 from shipped import POINTS, QUESTIONS, SHIPPED, shipped
 
@@ -68,7 +68,7 @@ def machine(config: DecodingBaseConfig | None, reuse: bool = True, **limits: Any
     lm = reasoner()
     runner = Runner(lm, KvStorage(lm.layer_shapes, 160, 16, lm.dtype))
     target = Target(runner, settings["max_num_tokens"])
-    drafters = [equip(config, target, settings["max_batch_size"])] if config else []
+    drafters = [build_drafter_entry(config, target, settings["max_batch_size"])] if config else []
     return Engine(runner, Limits(**settings), reuse=reuse, seed=0, drafters=drafters)
 
 

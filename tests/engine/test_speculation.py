@@ -13,9 +13,7 @@ import torch
 import drafters
 from eagle_heads import random_head as random_eagle
 from engines import drain, engine, expect_empty, outputs
-from forethought.config import LlmArgs
-from forethought.decoding import (
-    DecodingBaseConfig,
+from forethought.config.drafters import (
     DraftTargetDecodingConfig,
     EagleDecodingConfig,
     MedusaDecodingConfig,
@@ -26,11 +24,13 @@ from forethought.decoding import (
     SuffixDecodingConfig,
     UserProvidedDecodingConfig,
 )
+from forethought.config.engine import LlmArgs
+from forethought.config.sampling import SamplingParams, SpeculationParams
+from forethought.config.speculation import DecodingBaseConfig
 from forethought.engine import resolve
 from forethought.engine.engine import Engine
 from forethought.errors import RequestError
-from forethought.model.attention import softmax
-from forethought.params import SamplingParams, SpeculationParams
+from forethought.model.attention import sdpa
 from forethought.speculative.draft import Draft, DraftKind
 from forethought.speculative.drafter import Drafter, DraftRequest, ResourceManager
 from medusa_heads import shared_heads
@@ -161,8 +161,8 @@ def test_every_drafter_drafts_in_half_precision_where_each_head_has_its_own_keys
     name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At batch 1 and 2, on the code path of CPUs with AMX and on that of CPUs without it."""
-    for fewest in (softmax.FEWEST_QUERIES_WITH_AMX, softmax.FEWEST_QUERIES_WITHOUT_AMX):
-        monkeypatch.setattr(softmax, "FEWEST_QUERIES", fewest)
+    for fewest in (sdpa.FEWEST_QUERIES_WITH_AMX, sdpa.FEWEST_QUERIES_WITHOUT_AMX):
+        monkeypatch.setattr(sdpa, "FEWEST_QUERIES", fewest)
         machine = engine(
             "llama_mha", page_size=16, dtype=dtype, speculative=drafting(name, "llama_mha")
         )
@@ -485,8 +485,8 @@ def test_what_drafters_have_stored_of_a_prompt_is_not_computed_again(name: str) 
     for _ in range(8):
         machine.step()
     known = len(PROMPTS[3])
-    for companion in machine.speculation.companions:
-        assert companion.ready_length(sequence.table, known) == known
+    for draft_cache in machine.speculation.draft_caches:
+        assert draft_cache.ready_length(sequence.table, known) == known
     machine.close(sequence)
     expect_empty(machine)
 

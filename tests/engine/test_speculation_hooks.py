@@ -11,12 +11,12 @@ import torch
 
 import drafters
 from engines import drain, engine, expect_empty, outputs
-from forethought.config import LlmArgs
-from forethought.decoding import UserProvidedDecodingConfig
+from forethought.config.drafters import UserProvidedDecodingConfig
+from forethought.config.engine import LlmArgs
+from forethought.config.sampling import SamplingParams, SpeculationParams
 from forethought.engine import resolve
 from forethought.engine.engine import Engine
 from forethought.errors import ParameterError
-from forethought.params import SamplingParams, SpeculationParams
 from forethought.speculative.drafter import (
     Drafter,
     DraftRequest,
@@ -373,11 +373,11 @@ def test_each_drafters_policy_is_told_the_seconds_of_its_own_drafting(monkeypatc
         for name, drafter in (("idle", taking(10.0, lambda _: ())), ("busy", taking(1.0, truth)))
     ]
     made = engine(speculative=configs)
-    for equipped in made.speculation._drafters:
-        equipped.policy = Policy(
-            observe=lambda record, name=equipped.name: told[name].append(record.draft_seconds)
+    for entry in made.speculation._drafters:
+        entry.policy = Policy(
+            observe=lambda record, name=entry.name: told[name].append(record.draft_seconds)
         )
-    monkeypatch.setattr("forethought.engine.speculation.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("forethought.engine.drafting.time.perf_counter", lambda: clock[0])
     run(made)
     assert set(told["idle"]) <= {0.0, 10.0, 20.0, 30.0}
     assert set(told["busy"]) <= {0.0, 1.0, 2.0, 3.0}

@@ -18,13 +18,10 @@ from scipy.stats import chisquare
 
 import drafters
 from engines import drain, engine, expect_empty, outputs
-from forethought.decoding import (
-    DecodingBaseConfig,
-    DraftTargetDecodingConfig,
-    UserProvidedDecodingConfig,
-)
+from forethought.config.drafters import DraftTargetDecodingConfig, UserProvidedDecodingConfig
+from forethought.config.sampling import SamplingParams
+from forethought.config.speculation import DecodingBaseConfig
 from forethought.model.sampling.reference import reference_probs
-from forethought.params import SamplingParams
 from forethought.speculative.draft import Draft, DraftKind
 from forethought.speculative.drafter import DraftRequest
 from models import VOCAB, tiny, transformers_model
@@ -42,15 +39,15 @@ def next_law(tokens: list[int]) -> list[float]:
 
 @functools.cache
 def exact() -> dict[tuple[int, ...], float]:
-    laws: dict[tuple[int, ...], float] = {(): 1.0}
+    distributions: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(3):
-        laws = {
+        distributions = {
             (*said, token): mass * chance
-            for said, mass in laws.items()
+            for said, mass in distributions.items()
             for token, chance in enumerate(next_law([*PROMPT, *said]))
             if chance > 0
         }
-    return laws
+    return distributions
 
 
 def p_value(config: DecodingBaseConfig) -> float:
@@ -87,9 +84,9 @@ def test_sampled_outputs_follow_the_law_of_plain_decoding(config: DecodingBaseCo
 def test_the_test_finds_a_drafter_that_names_a_law_its_tokens_are_not_from() -> None:
     def liar(request: DraftRequest) -> Draft:
         """The likeliest token, said to be drawn from the flat law of three."""
-        law = torch.tensor(next_law_of(tuple(request.tokens)))
-        flat = (law > 0) / (law > 0).sum()
-        return Draft([int(law.argmax())], None, DraftKind.IID, flat.float()[None])
+        distribution = torch.tensor(next_law_of(tuple(request.tokens)))
+        flat = (distribution > 0) / (distribution > 0).sum()
+        return Draft([int(distribution.argmax())], None, DraftKind.IID, flat.float()[None])
 
     @functools.cache
     def next_law_of(tokens: tuple[int, ...]) -> list[float]:

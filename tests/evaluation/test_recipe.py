@@ -3,8 +3,7 @@
 import pytest
 
 from forethought.errors import ParameterError
-from forethought.evaluation import demo
-from forethought.evaluation.recipe import recipe
+from forethought.evaluation.recipe import demo_recipes, recipe
 
 
 @pytest.mark.parametrize("spec", ["plain", "dynasor"])
@@ -27,5 +26,5 @@ def test_settings_reach_the_method_and_win_over_the_number_of_samples():
 
 
 def test_the_demo_compares_the_four_promised_methods_with_plain_first():
-    names = [made.name for made in demo.recipes()]
+    names = [made.name for made in demo_recipes()]
     assert names == ["plain", "dynasor", "majority_vote", "dynasor+majority_vote"]

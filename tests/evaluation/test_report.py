@@ -4,14 +4,22 @@ import io
 import itertools
 import json
 
-from forethought.evaluation.plot import draw, save_plot
-from forethought.evaluation.report import Row, count_of, json_line, race_table, table, times
-from forethought.evaluation.statistics import Proportion
+from forethought.evaluation.report import (
+    Proportion,
+    ReportRow,
+    count_of,
+    draw,
+    json_line,
+    race_table,
+    save_plot,
+    table,
+    times,
+)
 
 ROWS = [
-    Row("plain", Proportion(15, 20), 50_000, 1_200, 30.25),
-    Row("dynasor", Proportion(14, 20), 20_000, 2_000, 12.0),
-    Row("majority_vote", Proportion(18, 20), 400_000, 1_200, 99.999),
+    ReportRow("plain", Proportion(15, 20), 50_000, 1_200, 30.25),
+    ReportRow("dynasor", Proportion(14, 20), 20_000, 2_000, 12.0),
+    ReportRow("majority_vote", Proportion(18, 20), 400_000, 1_200, 99.999),
 ]
 
 
@@ -27,7 +35,7 @@ def test_the_table_lines_up_and_compares_tokens_in_plain_words():
 
 
 def test_a_method_inside_a_vote_is_compared_with_the_vote():
-    inside = Row("dynasor+majority_vote", Proportion(18, 20), 200_000, 1_200, 50.0)
+    inside = ReportRow("dynasor+majority_vote", Proportion(18, 20), 200_000, 1_200, 50.0)
     assert table([*ROWS, inside]).endswith("2.0 times fewer than majority_vote")
 
 
@@ -45,8 +53,8 @@ def test_one_is_no_plural():
 
 
 def test_a_race_says_how_many_times_faster_than_the_first():
-    slow = Row("plain", Proportion(10, 10), 2_000, 300, 4.0)
-    fast = Row("dynasor", Proportion(9, 10), 1_000, 900, 1.0)
+    slow = ReportRow("plain", Proportion(10, 10), 2_000, 300, 4.0)
+    fast = ReportRow("dynasor", Proportion(9, 10), 1_000, 900, 1.0)
     last = race_table([("", slow), ("ngram", fast)], 10).splitlines()[-1]
     assert "9 of 10" in last
     assert last.endswith("0.10  4.0 times faster")
@@ -73,7 +81,7 @@ def test_the_plot_is_a_png(tmp_path):
 
 
 def test_every_point_of_the_plot_has_a_name_that_covers_no_other():
-    rows = [*ROWS, Row("dynasor+majority_vote", Proportion(18, 20), 200_000, 1_200, 50.0)]
+    rows = [*ROWS, ReportRow("dynasor+majority_vote", Proportion(18, 20), 200_000, 1_200, 50.0)]
     figure = draw(rows, "four methods")
     figure.savefig(io.BytesIO())  # which lays it out
     [axes] = figure.axes

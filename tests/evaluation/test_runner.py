@@ -6,20 +6,17 @@ import json
 import pytest
 
 from forethought.errors import ContextLengthError
-from forethought.evaluation import comparison
-from forethought.evaluation.grader import Grader
-from forethought.evaluation.problems import Problem
+from forethought.evaluation.problems import Grader, Problem
 from forethought.evaluation.recipe import Recipe, recipe
-from forethought.evaluation.report import Row
-from forethought.evaluation.runner import Attempt, Runner
-from forethought.evaluation.statistics import Proportion
+from forethought.evaluation.report import Proportion, ReportRow
+from forethought.evaluation.runner import Attempt, EvaluationRunner, Race, _notes, _Raced, compare
+from forethought.llm.async_llm import AsyncLLM
 from forethought.scaffolding import (
     ComputeTask,
     Controller,
     NativeGenerationController,
     StreamGenerationTask,
 )
-from forethought.text.async_llm import AsyncLLM
 from tokens import speaking
 
 PROBLEMS = [Problem(str(i), f"Hello world, how are {i}?", str(i)) for i in range(6)]
@@ -39,7 +36,7 @@ class Even:
 
 def run(made: Recipe, **settings) -> tuple[object, dict[str, str]]:
     attempts: list[Attempt] = []
-    row = Runner(open_llm, grader=Even(), **settings).run(made, PROBLEMS, attempts.append)
+    row = EvaluationRunner(open_llm, grader=Even(), **settings).run(made, PROBLEMS, attempts.append)
     return row, {attempt.problem.name: attempt.text for attempt in attempts}
 
 
@@ -68,7 +65,7 @@ def test_the_tokens_are_those_that_went_through_the_engine():
 
 
 def test_a_second_run_pays_for_its_prompts_again():
-    runner = Runner(open_llm, grader=Even(), in_flight=1)
+    runner = EvaluationRunner(open_llm, grader=Even(), in_flight=1)
     first, second = runner.run(GREEDY, PROBLEMS), runner.run(GREEDY, PROBLEMS)
     assert first.tokens_prefilled == second.tokens_prefilled > 0
 
@@ -127,7 +124,7 @@ def test_the_instruction_is_part_of_every_prompt():
 def test_a_prompt_that_does_not_fit_ends_the_run_with_its_error():
     long = [*PROBLEMS, Problem("long", "Hello " * 400, "0")]
     with pytest.raises(ContextLengthError):
-        Runner(open_llm).run(GREEDY, long)
+        EvaluationRunner(open_llm).run(GREEDY, long)
 
 
 def test_grading_looks_into_the_last_box_and_knows_mathematics():
@@ -171,9 +168,9 @@ def test_grading_plain_answers_takes_no_process():
 
 def test_a_comparison_reports_a_table_a_plot_and_one_json_line_last(tmp_path, capsys):
     out = io.StringIO()
-    runner = Runner(open_llm, grader=Even())
+    runner = EvaluationRunner(open_llm, grader=Even())
     vote = recipe("majority_vote", samples=2, max_tokens=5)
-    comparison.compare([GREEDY, vote], PROBLEMS, runner, tmp_path, out)
+    compare([GREEDY, vote], PROBLEMS, runner, tmp_path, out)
     *above, last = out.getvalue().splitlines()
     rows = json.loads(last)["rows"]
     assert [row["method"] for row in rows] == ["plain", "majority_vote"]
@@ -187,8 +184,8 @@ def test_a_comparison_reports_a_table_a_plot_and_one_json_line_last(tmp_path, ca
     assert "12/12" in captured.err
 
 
-def race(drafts: str, texts: dict[str, str], tokens: int) -> comparison._Raced:
-    return comparison._Raced(drafts, Row("plain", Proportion(1, 2), tokens, 8, 1.0), texts)
+def race(drafts: str, texts: dict[str, str], tokens: int) -> _Raced:
+    return _Raced(drafts, ReportRow("plain", Proportion(1, 2), tokens, 8, 1.0), texts)
 
 
 @pytest.mark.parametrize(
@@ -200,16 +197,16 @@ def race(drafts: str, texts: dict[str, str], tokens: int) -> comparison._Raced:
     ],
 )
 def test_a_race_tells_what_drafts_have_changed_beside_the_time(texts, tokens, said):
-    [note] = comparison._notes([race("", {"1": "a", "2": "b"}, 50), race("ngram", texts, tokens)])
+    [note] = _notes([race("", {"1": "a", "2": "b"}, 50), race("ngram", texts, tokens)])
     assert note.startswith("plain: ")
     assert said in note
 
 
 def test_a_comparison_shows_its_race_first(tmp_path):
     out = io.StringIO()
-    runner = Runner(open_llm, grader=Even())
-    races = [comparison.Race(GREEDY, "", runner)]
-    comparison.compare([GREEDY], PROBLEMS[:1], runner, tmp_path, out, races)
+    runner = EvaluationRunner(open_llm, grader=Even())
+    races = [Race(GREEDY, "", runner)]
+    compare([GREEDY], PROBLEMS[:1], runner, tmp_path, out, races)
     shown = out.getvalue()
     assert shown.startswith("1 problem, one at a time:\n")
     assert shown.index("one at a time") < shown.index("1 problem, many at once")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forethought.errors import ParameterError
-from forethought.evaluation.statistics import Proportion
+from forethought.evaluation.report import Proportion
 
 Z95 = 1.959963984540054
 

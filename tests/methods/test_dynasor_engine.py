@@ -28,7 +28,7 @@ from forethought.scaffolding import (
     extract_answer_from_boxed,
     with_task_collection,
 )
-from forethought.scaffolding.equivalence import TextEquivalence
+from forethought.scaffolding.answers import TextEquivalence
 from openai_server import EngineServer, serving
 from tokens import speaking
 
@@ -108,7 +108,7 @@ def test_the_work_is_bounded(worker):
 
 def test_an_early_exit_keeps_exactly_the_tokens_up_to_the_last_probe(worker, plain, monkeypatch):
     # A random model closes no brace: take every probe's words for an answer.
-    monkeypatch.setattr("forethought.methods.probes.Probe.hear", hear_anything)
+    monkeypatch.setattr("forethought.methods.dynasor.Probe.hear", hear_anything)
     controller = dynasor(certainty_threshold=2, equivalence=Always(), uncertain_words=[])
     before = worker.llm.stats
     results = solve(controller, worker)
@@ -138,7 +138,7 @@ def decisions(settings, fields=None, count=6):
     controller = DynasorGenerationController(**settings)
     with EngineWorker(llm) as worker:
         results = solve(controller, worker, prompts, temperature=0.0)
-    expect_empty(llm._desk.engine)
+    expect_empty(llm._frontend.engine)
     llm.shutdown()
     return [(r.output.meta["dynasor"], r.output.text, r.output.token_ids) for r in results]
 
@@ -192,7 +192,7 @@ def hear_anything(self):
 
 
 def test_with_a_tokenizer_the_written_answer_has_tokens_too(worker, monkeypatch):
-    monkeypatch.setattr("forethought.methods.probes.Probe.hear", hear_anything)
+    monkeypatch.setattr("forethought.methods.dynasor.Probe.hear", hear_anything)
     controller = dynasor(
         generation_dir=speaking(), certainty_threshold=1, equivalence=Always(), uncertain_words=[]
     )
@@ -203,7 +203,7 @@ def test_with_a_tokenizer_the_written_answer_has_tokens_too(worker, monkeypatch)
 
 
 def test_probes_do_not_wait_for_places_that_main_chains_have_taken(plain, monkeypatch):
-    monkeypatch.setattr("forethought.methods.probes.Probe.hear", hear_anything)
+    monkeypatch.setattr("forethought.methods.dynasor.Probe.hear", hear_anything)
     controller = dynasor(certainty_threshold=1, equivalence=Always(), uncertain_words=[])
     with EngineWorker(LLM(speaking(), max_batch_size=3, **FIELDS)) as worker:
         results = solve(controller, worker, PROMPTS * 3)
@@ -228,7 +228,7 @@ def test_probes_are_seeded_and_the_whole_is_reproducible(worker):
 
 def test_a_token_counter_and_the_usage_of_a_request_agree(worker, monkeypatch):
     """Chains and probes are cancelled where the engine is ahead of what was seen of them."""
-    monkeypatch.setattr("forethought.methods.probes.Probe.hear", hear_anything)
+    monkeypatch.setattr("forethought.methods.dynasor.Probe.hear", hear_anything)
     watched = with_task_collection("n", GenerationTokenCounter)(DynasorGenerationController)
     settings = {"chunk_size": 10, "certainty_threshold": 2, "probe_length": PROBE_LENGTH}
     controller = watched(equivalence=Always(), uncertain_words=[], **settings)
@@ -261,12 +261,12 @@ def guessing():
     llm = LLM(speaking(), speculative_config={"decoding_type": "NGram"}, **FIELDS)
     with EngineWorker(llm, max_parked=2) as worker:
         yield worker
-        scheduler = llm._desk.engine.scheduler
+        scheduler = llm._frontend.engine.scheduler
         deadline = time.perf_counter() + 20
         while worker.llm._thread.call(lambda: list(scheduler)).result():
             assert time.perf_counter() < deadline, "sequences are left"
             time.sleep(0.01)
-    expect_empty(llm._desk.engine)
+    expect_empty(llm._frontend.engine)
 
 
 def test_samples_of_samples_are_distinct_and_drafts_change_none_of_them(worker, guessing):

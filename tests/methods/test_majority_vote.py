@@ -16,7 +16,7 @@ from forethought.scaffolding import (
     Reply,
     ScriptedWorker,
 )
-from forethought.scaffolding.equivalence import MathEquivalence, TextEquivalence
+from forethought.scaffolding.answers import MathEquivalence, TextEquivalence
 from scripted import answer
 
 

@@ -12,7 +12,8 @@ import torch
 from forethought.kv.pool import PagePool
 from forethought.kv.storage import KvStorage, LayerShape
 from forethought.kv.table import PageTable
-from forethought.model.attention import sdpa, sdpa_plan, softmax
+from forethought.model.attention import sdpa, sdpa_plan
+from forethought.model.attention import sdpa as softmax
 from forethought.model.attention.base import PagedPass, Scoring
 from forethought.model.attention.reference import ReferenceAttention
 from forethought.model.attention.sdpa import SdpaAttention

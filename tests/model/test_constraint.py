@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forethought.model.sampling import TokenContext, choose, edit_logits, logits_to_probs
-from forethought.model.sampling.constraint import unpack
+from forethought.config.sampling import SamplingParams
+from forethought.model.sampling import TokenContext, edit_logits, logits_to_probs, sample
+from forethought.model.sampling.distribution import unpack
 from forethought.model.sampling.reference import reference_probs
-from forethought.params import SamplingParams
 
 VOCABULARY = 19  # not a multiple of 8
 EOS = frozenset({1})
@@ -35,7 +35,7 @@ class Table:
         return False
 
 
-def law(logits: list[float], allowed: Sequence[int], **fields: object) -> list[float]:
+def distribution(logits: list[float], allowed: Sequence[int], **fields: object) -> list[float]:
     context = TokenContext(SamplingParams(**fields), (2,), (), EOS, Table(allowed, len(logits)))
     return logits_to_probs(torch.tensor([logits]), [context])[0].tolist()
 
@@ -75,25 +75,25 @@ def test_the_law_under_constraints_agrees_with_the_obvious_one(batch):
 
 
 def test_what_is_not_allowed_has_no_probability_and_the_rest_keeps_its_ratios():
-    probs = law([math.log(p) for p in (0.4, 0.3, 0.2, 0.1)], [1, 3])
+    probs = distribution([math.log(p) for p in (0.4, 0.3, 0.2, 0.1)], [1, 3])
     assert probs == pytest.approx([0.0, 0.75, 0.0, 0.25])
 
 
 def test_the_cuts_are_made_on_what_is_allowed():
     """Cutting to the two likeliest first would leave token 2 alone."""
-    assert law([3.0, 2.0, 1.0, 0.0], [2, 3], top_k=2)[3] > 0
+    assert distribution([3.0, 2.0, 1.0, 0.0], [2, 3], top_k=2)[3] > 0
 
 
 def test_a_constraint_holds_where_min_tokens_leaves_nothing():
-    assert law([9.0, 0.0, 9.0], [1], min_tokens=5) == [0.0, 1.0, 0.0]
+    assert distribution([9.0, 0.0, 9.0], [1], min_tokens=5) == [0.0, 1.0, 0.0]
 
 
 def test_a_constraint_holds_where_the_model_returns_nonsense():
-    assert law([math.nan, math.nan, 1.0, math.nan], [1, 3]) == [0.0, 0.5, 0.0, 0.5]
+    assert distribution([math.nan, math.nan, 1.0, math.nan], [1, 3]) == [0.0, 0.5, 0.0, 0.5]
 
 
 def test_a_constraint_that_allows_nothing_forbids_nothing():
-    assert law([0.0, 0.0, 0.0, 0.0], []) == [0.25] * 4
+    assert distribution([0.0, 0.0, 0.0, 0.0], []) == [0.25] * 4
 
 
 def test_greedy_takes_the_likeliest_allowed_token_and_leaves_the_logits():
@@ -104,7 +104,7 @@ def test_greedy_takes_the_likeliest_allowed_token_and_leaves_the_logits():
         TokenContext(greedy, (2,), (), EOS, Table([1, 2], 4)),
         TokenContext(greedy, (2,), (), EOS),
     ]
-    assert choose(logits, contexts, [0.0, 0.0]).tokens == [2, 0]
+    assert sample(logits, contexts, [0.0, 0.0]).tokens == [2, 0]
     assert torch.equal(logits, before)
 
 

@@ -12,9 +12,9 @@ import models
 from forethought.kv.pool import PagePool
 from forethought.kv.storage import KvStorage
 from forethought.kv.table import PageTable
-from forethought.model.attention import softmax
+from forethought.model.attention import sdpa
 from forethought.model.batch import Row
-from forethought.model.fused.network import FusedNetwork
+from forethought.model.llama.network import FusedNetwork
 from forethought.model.loader import load
 from forethought.model.runner import Runner
 
@@ -148,8 +148,8 @@ def test_in_half_precision_each_token_is_the_most_probable_but_for_rounding(
     path = models.tiny(architecture, kv_heads=KV_HEADS[layout])
     lm = load(path, dtype=dtype, fuse=fuse)
     assert isinstance(lm.network, FusedNetwork) == fuse
-    for fewest in (softmax.FEWEST_QUERIES_WITH_AMX, softmax.FEWEST_QUERIES_WITHOUT_AMX):
-        monkeypatch.setattr(softmax, "FEWEST_QUERIES", fewest)
+    for fewest in (sdpa.FEWEST_QUERIES_WITH_AMX, sdpa.FEWEST_QUERIES_WITHOUT_AMX):
+        monkeypatch.setattr(sdpa, "FEWEST_QUERIES", fewest)
         for lengths in ((9,), (9, 17)):
             pool = PagePool(SLOTS // 16, 16)
             runner = Runner(lm, KvStorage(lm.layer_shapes, pool.num_pages, 16, lm.dtype))

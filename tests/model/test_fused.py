@@ -15,18 +15,18 @@ from forethought.kv.storage import KvStorage
 from forethought.kv.table import PageTable
 from forethought.model.batch import Row
 from forethought.model.causal_lm import CausalLM, TransformersNetwork
-from forethought.model.fused import projection as projections
-from forethought.model.fused.network import FusedNetwork
-from forethought.model.fused.norm import Norm
-from forethought.model.fused.projection import (
-    Abreast,
-    MergedGate,
-    PackedGate,
+from forethought.model.llama import layers as projections
+from forethought.model.llama.layers import (
+    BatchedProjection,
+    MergedGatedActivation,
+    Norm,
+    PackedGatedActivation,
     PackedProjection,
     PlainProjection,
-    gate,
+    gated_activation,
     projection,
 )
+from forethought.model.llama.network import FusedNetwork
 from forethought.model.loader import load
 from forethought.model.runner import Runner
 
@@ -143,7 +143,10 @@ def test_a_packed_gate_equals_the_merged_one(biased: bool) -> None:
     bias = torch.randn(96, generator=source).bfloat16() if biased else None
     if not isinstance(projection(weight), PackedProjection):
         pytest.skip("oneDNN has no fast bfloat16 products on this CPU")
-    packed, merged = PackedGate(weight, bias), MergedGate(PlainProjection(weight, bias))
+    packed, merged = (
+        PackedGatedActivation(weight, bias),
+        MergedGatedActivation(PlainProjection(weight, bias)),
+    )
     for rows in (1, 33):
         x = torch.randn(rows, 32, generator=source).bfloat16()
         torch.testing.assert_close(packed(x), merged(x), rtol=0.03, atol=0.03)
@@ -151,9 +154,11 @@ def test_a_packed_gate_equals_the_merged_one(biased: bool) -> None:
 
 def test_large_gates_are_packed_and_small_ones_merged() -> None:
     small, large = (torch.zeros(2048, width, dtype=torch.bfloat16) for width in (64, 512))
-    assert isinstance(gate(small), MergedGate)
+    assert isinstance(gated_activation(small), MergedGatedActivation)
     packs = isinstance(projection(large), PackedProjection)
-    assert isinstance(gate(large), PackedGate if packs else MergedGate)
+    assert isinstance(
+        gated_activation(large), PackedGatedActivation if packs else MergedGatedActivation
+    )
 
 
 @pytest.mark.parametrize("shape", [(5, 48), (3, 6, 16)])
@@ -187,11 +192,11 @@ def test_products_in_float32_are_plain() -> None:
 def test_products_abreast_are_those_of_each_alone(
     most: int, dtype: torch.dtype, biased: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(projections, "MOST_ABREAST", most)
+    monkeypatch.setattr(projections, "MAX_BATCHED", most)
     torch.manual_seed(0)
     weights = [torch.randn(24, 16).to(dtype) for _ in range(3)]
     biases = [torch.randn(24).to(dtype) for _ in range(3)] if biased else None
-    abreast, x = Abreast(weights, biases), torch.randn(3, 5, 16).to(dtype)
+    abreast, x = BatchedProjection(weights, biases), torch.randn(3, 5, 16).to(dtype)
     for count in (1, 2, 3):
         alone = [
             F.linear(x[each], weights[each], None if biases is None else biases[each])

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from forethought.model.processors import check_threads, usable_processors
-from forethought.text.llm import LLM
+from forethought.llm.llm import LLM
+from forethought.model.device import check_threads, usable_processors
 from tokens import speaking
 
 AFFINITY = float(len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else None

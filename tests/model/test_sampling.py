@@ -16,18 +16,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from forethought.config.sampling import SamplingParams
 from forethought.model.sampling import (
     TokenContext,
-    choose,
-    coin,
     edit_logits,
+    invert_cdf,
     logits_to_probs,
-    pick,
     prompt_logprobs,
+    sample,
+    uniform_at,
 )
-from forethought.model.sampling.choice import NO_TOKEN
 from forethought.model.sampling.reference import reference_probs
-from forethought.params import SamplingParams
+from forethought.model.sampling.sampler import NO_TOKEN
 
 EOS = frozenset({1})
 P_VALUE = 1e-4
@@ -43,7 +43,7 @@ def context(
     return TokenContext(params or SamplingParams(**fields), prompt, output, EOS)
 
 
-def law(logits: list[float], **fields: object) -> list[float]:
+def distribution(logits: list[float], **fields: object) -> list[float]:
     return logits_to_probs(torch.tensor([logits]), [context(**fields)])[0].tolist()
 
 
@@ -56,7 +56,7 @@ def log(*probs: float) -> list[float]:
 VOCABULARY = 12
 grid = st.integers(-16, 16).map(lambda x: x / 4)  # exact in float32, so that equals stay equal
 tokens = st.integers(0, VOCABULARY - 1)
-wishes = st.builds(
+requested_nodes = st.builds(
     SamplingParams,
     temperature=st.sampled_from([0.0, 0.25, 0.6, 1.0, 1.7]),
     top_k=st.integers(0, VOCABULARY + 2),
@@ -72,7 +72,7 @@ wishes = st.builds(
 )
 rows = st.tuples(
     st.lists(grid, min_size=VOCABULARY, max_size=VOCABULARY),
-    wishes,
+    requested_nodes,
     st.lists(tokens, min_size=1, max_size=6),
     st.lists(tokens, max_size=6),
 )
@@ -126,7 +126,7 @@ def test_the_logits_are_left_as_they_were():
         "top_k": 2,
     }
     logits_to_probs(logits, [context(output=(5,), **many) for _ in range(3)])
-    choose(logits, [context(output=(5,), logprobs=2, **many) for _ in range(3)], [0.1, 0.2, 0.3])
+    sample(logits, [context(output=(5,), logprobs=2, **many) for _ in range(3)], [0.1, 0.2, 0.3])
     assert torch.equal(logits, before)
 
 
@@ -137,47 +137,53 @@ def test_rows_that_ask_for_nothing_are_not_even_copied():
 
 def test_top_k_and_top_p_cut_the_same_law():
     """Cutting to top_k and renormalising first would drop the fourth token: .80 / .85 > .82."""
-    probs = law(log(0.35, 0.25, 0.20, 0.05, 0.03, 0.03, 0.03, 0.03, 0.03), top_k=4, top_p=0.82)
+    probs = distribution(
+        log(0.35, 0.25, 0.20, 0.05, 0.03, 0.03, 0.03, 0.03, 0.03), top_k=4, top_p=0.82
+    )
     assert [p > 0 for p in probs] == [True] * 4 + [False] * 5
     assert sum(probs) == pytest.approx(1.0)
 
 
 def test_top_k_keeps_exactly_k_and_prefers_lower_ids_among_equals():
-    assert law([1.0, 2.0, 1.0, 1.0, 1.0], top_k=3)[3:] == [0.0, 0.0]
-    assert sum(p > 0 for p in law([0.0] * 7, top_k=3)) == 3
+    assert distribution([1.0, 2.0, 1.0, 1.0, 1.0], top_k=3)[3:] == [0.0, 0.0]
+    assert sum(p > 0 for p in distribution([0.0] * 7, top_k=3)) == 3
 
 
 def test_top_p_always_leaves_the_likeliest_token():
-    assert law(log(0.3, 0.6, 0.1), top_p=1e-6) == [0.0, 1.0, 0.0]
+    assert distribution(log(0.3, 0.6, 0.1), top_p=1e-6) == [0.0, 1.0, 0.0]
 
 
 def test_min_p_keeps_what_is_likely_enough_beside_the_likeliest():
-    probs = law(log(0.5, 0.3, 0.11, 0.09), min_p=0.21)
+    probs = distribution(log(0.5, 0.3, 0.11, 0.09), min_p=0.21)
     assert probs == pytest.approx([0.5 / 0.91, 0.3 / 0.91, 0.11 / 0.91, 0.0], abs=1e-6)
 
 
 def test_top_p_keeps_no_token_behind_exactly_its_mass():
-    assert law([1.0, 1.0, 1.0, 1.0], top_p=0.5) == [0.5, 0.5, 0.0, 0.0]
+    assert distribution([1.0, 1.0, 1.0, 1.0], top_p=0.5) == [0.5, 0.5, 0.0, 0.0]
 
 
 def test_top_k_may_exceed_the_vocabulary():
-    assert law([1.0, 1.0], top_k=50) == [0.5, 0.5]
+    assert distribution([1.0, 1.0], top_k=50) == [0.5, 0.5]
 
 
 def test_min_p_keeps_what_is_just_likely_enough():
-    assert law([1.0, 4.0, 4.0, 2.0], min_p=1.0) == [0.0, 0.5, 0.5, 0.0]
+    assert distribution([1.0, 4.0, 4.0, 2.0], min_p=1.0) == [0.0, 0.5, 0.5, 0.0]
 
 
 def test_temperature_zero_is_the_limit_of_low_temperatures():
     logits = [0.3, 0.9, 0.1]
-    assert law(logits, temperature=0.0) == law(logits, temperature=1e-9) == [0.0, 1.0, 0.0]
-    assert law(logits, temperature=1e-300) == [0.0, 1.0, 0.0]
+    assert (
+        distribution(logits, temperature=0.0)
+        == distribution(logits, temperature=1e-9)
+        == [0.0, 1.0, 0.0]
+    )
+    assert distribution(logits, temperature=1e-300) == [0.0, 1.0, 0.0]
 
 
 def test_equals_go_to_the_lowest_id_when_greedy():
-    assert law([1.0, 4.0, 4.0, 4.0], temperature=0.0) == [0.0, 1.0, 0.0, 0.0]
+    assert distribution([1.0, 4.0, 4.0, 4.0], temperature=0.0) == [0.0, 1.0, 0.0, 0.0]
     flat = torch.zeros(3, 5000)
-    assert choose(flat, [context(temperature=0.0)] * 3, [0.5] * 3).tokens == [0, 0, 0]
+    assert sample(flat, [context(temperature=0.0)] * 3, [0.5] * 3).tokens == [0, 0, 0]
 
 
 def test_penalties_count_the_prompt_for_repetition_and_only_the_output_otherwise():
@@ -193,7 +199,7 @@ def test_penalties_count_the_prompt_for_repetition_and_only_the_output_otherwise
 
 def test_ends_are_forbidden_until_min_tokens():
     def allowed(output, **fields):
-        probs = law([0.0] * 5, output=output, min_tokens=2, stop_token_ids=(3,), **fields)
+        probs = distribution([0.0] * 5, output=output, min_tokens=2, stop_token_ids=(3,), **fields)
         return [p > 0 for p in probs]
 
     assert allowed((4,)) == [True, False, True, False, True]
@@ -203,7 +209,7 @@ def test_ends_are_forbidden_until_min_tokens():
 
 
 def test_ignore_eos_does_not_change_the_law():
-    assert law([0.0] * 4, ignore_eos=True) == [0.25] * 4
+    assert distribution([0.0] * 4, ignore_eos=True) == [0.25] * 4
 
 
 def test_an_end_of_sequence_id_outside_the_vocabulary_is_harmless():
@@ -223,7 +229,7 @@ def test_an_end_of_sequence_id_outside_the_vocabulary_is_harmless():
     ],
 )
 def test_no_logits_make_a_law_that_is_not_one(logits, temperature):
-    probs = law(logits, temperature=temperature, top_p=0.9, top_k=3)
+    probs = distribution(logits, temperature=temperature, top_p=0.9, top_k=3)
     assert sum(probs) == pytest.approx(1.0)
     assert min(probs) >= 0.0
     expected = reference_probs(
@@ -241,7 +247,7 @@ def test_a_row_whose_every_token_is_forbidden_falls_back_to_the_raw_logits():
 def test_a_broken_row_leaves_its_neighbours_alone():
     logits = torch.tensor([log(0.2, 0.8), [math.nan, math.nan]])
     assert logits_to_probs(logits, [context()] * 2)[0].tolist() == pytest.approx([0.2, 0.8])
-    assert choose(logits, [context(temperature=0.0)] * 2, [0.0, 0.0]).tokens == [1, NO_TOKEN]
+    assert sample(logits, [context(temperature=0.0)] * 2, [0.0, 0.0]).tokens == [1, NO_TOKEN]
 
 
 WISHES = [
@@ -253,8 +259,8 @@ WISHES = [
 ]
 
 
-@pytest.mark.parametrize("wishes", WISHES)
-def test_no_token_is_drawn_where_the_largest_logit_is_not_finite(wishes):
+@pytest.mark.parametrize("requested_nodes", WISHES)
+def test_no_token_is_drawn_where_the_largest_logit_is_not_finite(requested_nodes):
     fine = [0.0, 5.0, -math.inf, 9.0]
     broken = [
         [math.nan] * 4,
@@ -263,9 +269,9 @@ def test_no_token_is_drawn_where_the_largest_logit_is_not_finite(wishes):
         [0.0, math.inf, 2.0, -math.inf],
     ]
     logits = torch.tensor([fine, *broken, fine])
-    found = choose(logits, [context(**wishes)] * 6, [0.5] * 6).tokens
+    found = sample(logits, [context(**requested_nodes)] * 6, [0.5] * 6).tokens
     assert found == [3, *[NO_TOKEN] * 4, 3]
-    assert choose(logits[:1], [context(**wishes)], [0.5]).tokens == [3]
+    assert sample(logits[:1], [context(**requested_nodes)], [0.5]).tokens == [3]
 
 
 @pytest.mark.gpu
@@ -281,10 +287,10 @@ def test_the_law_and_the_choice_are_the_same_on_a_gpu():
         context(min_tokens=2, frequency_penalty=1.0, output=(9,)),
         context(temperature=0.3),
     ]
-    coins = [coin(1, 0, row) for row in range(6)]
+    uniforms = [uniform_at(1, 0, row) for row in range(6)]
     expected = logits_to_probs(logits, contexts)
     torch.testing.assert_close(logits_to_probs(logits.cuda(), contexts).cpu(), expected)
-    host, device = choose(logits, contexts, coins), choose(logits.cuda(), contexts, coins)
+    host, device = sample(logits, contexts, uniforms), sample(logits.cuda(), contexts, uniforms)
     assert device.tokens == host.tokens
     assert next(iter(device.logprobs[0])) == next(iter(host.logprobs[0]))
 
@@ -293,18 +299,18 @@ def test_the_law_and_the_choice_are_the_same_on_a_gpu():
 
 
 def test_a_coin_is_a_pure_function_of_its_place():
-    assert coin(7, 0, 3) == coin(7, 0, 3)
+    assert uniform_at(7, 0, 3) == uniform_at(7, 0, 3)
     places = [(seed, stream, t) for seed in (0, 1) for stream in (0, 1) for t in (0, 1)]
-    assert len({coin(*place) for place in places}) == len(places)
+    assert len({uniform_at(*place) for place in places}) == len(places)
 
 
 def test_coins_are_uniform():
     """Kolmogorov-Smirnov, 20,000 coins: 20 seeds, 10 streams, 100 positions."""
-    coins = [coin(s, k, t) for s in range(20) for k in range(10) for t in range(100)]
-    assert min(coins) >= 0.0
-    assert max(coins) < 1.0
-    assert stats.kstest(coins, "uniform").pvalue > P_VALUE
-    assert stats.kstest([u**1.1 for u in coins], "uniform").pvalue < P_VALUE  # negative control
+    uniforms = [uniform_at(s, k, t) for s in range(20) for k in range(10) for t in range(100)]
+    assert min(uniforms) >= 0.0
+    assert max(uniforms) < 1.0
+    assert stats.kstest(uniforms, "uniform").pvalue > P_VALUE
+    assert stats.kstest([u**1.1 for u in uniforms], "uniform").pvalue < P_VALUE  # negative control
 
 
 @pytest.mark.parametrize("step", [(1, 0, 0), (0, 1, 0), (0, 0, 1)], ids=["seed", "stream", "place"])
@@ -312,8 +318,8 @@ def test_neighbouring_coins_are_independent(step):
     """Chi-square of 8 x 8 cells on 16,000 pairs of neighbours along one argument."""
     ds, dk, dt = step
     places = [(s, k, t) for s in range(0, 40, 2) for k in range(0, 16, 2) for t in range(0, 200, 2)]
-    firsts = [coin(*place) for place in places]
-    seconds = [coin(s + ds, k + dk, t + dt) for s, k, t in places]
+    firsts = [uniform_at(*place) for place in places]
+    seconds = [uniform_at(s + ds, k + dk, t + dt) for s, k, t in places]
     assert joint_p_value(firsts, seconds) > P_VALUE
     leaning = [(u + 0.1 * v) % 1.0 for u, v in zip(seconds, firsts, strict=True)]
     dependent = [0.9 * u + 0.1 * v for u, v in zip(leaning, firsts, strict=True)]
@@ -331,7 +337,7 @@ def joint_p_value(firsts, seconds):
 
 def test_pick_inverts_the_cumulative_law():
     probs = torch.tensor([[0.25, 0.0, 0.5, 0.25]] * 5)
-    assert pick(probs, [0.0, 0.2499, 0.25, 0.7499, 0.75]).tolist() == [0, 0, 2, 2, 3]
+    assert invert_cdf(probs, [0.0, 0.2499, 0.25, 0.7499, 0.75]).tolist() == [0, 0, 2, 2, 3]
 
 
 @settings(max_examples=200, deadline=None)
@@ -341,14 +347,14 @@ def test_pick_inverts_the_cumulative_law():
 )
 def test_pick_never_takes_a_token_of_probability_zero(weights, u):
     if sum(weights) > 0.0:
-        token = int(pick(torch.tensor([weights]), [u]))
+        token = int(invert_cdf(torch.tensor([weights]), [u]))
         assert weights[token] > 0.0
 
 
 def draws(logits, params, seed, count):
     """Tokens drawn for ``count`` positions of one sample."""
-    coins = [coin(seed, 0, position) for position in range(count)]
-    return choose(logits.expand(count, -1), [context(params)] * count, coins).tokens
+    uniforms = [uniform_at(seed, 0, position) for position in range(count)]
+    return sample(logits.expand(count, -1), [context(params)] * count, uniforms).tokens
 
 
 def fit(tokens, probs):
@@ -390,10 +396,11 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_company():
     params = SamplingParams(temperature=0.9, top_p=0.95)
     others = [SamplingParams(temperature=t, top_k=k) for t in (0.0, 0.5, 1.3) for k in (0, 7)]
     alone = [
-        choose(logits[t : t + 1], [context(params)], [coin(5, 0, t)]).tokens[0] for t in range(64)
+        sample(logits[t : t + 1], [context(params)], [uniform_at(5, 0, t)]).tokens[0]
+        for t in range(64)
     ]
     company = [context(params) if row % 2 else context(others[row % 6]) for row in range(64)]
-    together = choose(logits, company, [coin(5, 0, t) for t in range(64)]).tokens
+    together = sample(logits, company, [uniform_at(5, 0, t) for t in range(64)]).tokens
     assert together[1::2] == alone[1::2]
 
 
@@ -402,7 +409,7 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_company():
 
 def test_logprobs_are_of_the_models_own_law_whatever_the_wishes():
     logits = torch.tensor([log(0.5, 0.3, 0.15, 0.05)])
-    choice = choose(logits, [context(logprobs=2, temperature=0.0, logit_bias={3: 90.0})], [0.0])
+    choice = sample(logits, [context(logprobs=2, temperature=0.0, logit_bias={3: 90.0})], [0.0])
     entries = choice.logprobs[0]
     assert choice.tokens == [3]
     assert list(entries) == [3, 0, 1]  # the chosen token first, then the likeliest in order
@@ -412,8 +419,10 @@ def test_logprobs_are_of_the_models_own_law_whatever_the_wishes():
 
 def test_zero_logprobs_are_those_of_the_chosen_token_and_none_is_none():
     logits = torch.tensor([log(0.5, 0.3, 0.2)] * 3)
-    wishes = [SamplingParams(logprobs=k, temperature=0.0) for k in (0, None, 3)]
-    zero, none, three = choose(logits, [context(params) for params in wishes], [0.0] * 3).logprobs
+    requested_nodes = [SamplingParams(logprobs=k, temperature=0.0) for k in (0, None, 3)]
+    zero, none, three = sample(
+        logits, [context(params) for params in requested_nodes], [0.0] * 3
+    ).logprobs
     assert none is None
     assert list(zero) == [0]
     assert list(three) == [0, 1, 2]
@@ -421,12 +430,12 @@ def test_zero_logprobs_are_those_of_the_chosen_token_and_none_is_none():
 
 def test_tokens_that_tie_share_a_rank():
     logits = torch.tensor([[0.0, 1.0, 1.0, -1.0]])
-    (entries,) = choose(logits, [context(logprobs=4, temperature=0.0)], [0.0]).logprobs
+    (entries,) = sample(logits, [context(logprobs=4, temperature=0.0)], [0.0]).logprobs
     assert {token: entry.rank for token, entry in entries.items()} == {1: 1, 2: 1, 0: 3, 3: 4}
 
 
 def test_more_logprobs_than_tokens_gives_all_tokens():
-    (entries,) = choose(torch.zeros(1, 3), [context(logprobs=20)], [0.9]).logprobs
+    (entries,) = sample(torch.zeros(1, 3), [context(logprobs=20)], [0.9]).logprobs
     assert sorted(entries) == [0, 1, 2]
 
 
@@ -443,12 +452,12 @@ def test_prompt_logprobs_score_the_tokens_that_follow():
 
 
 def test_no_rows_give_no_tokens():
-    assert choose(torch.zeros(0, 8), [], []).tokens == []
+    assert sample(torch.zeros(0, 8), [], []).tokens == []
 
 
 def test_draws_do_not_touch_the_random_state_of_torch_or_python():
     states = torch.get_rng_state(), random.getstate()
-    choose(
+    sample(
         torch.randn(2, 9, generator=torch.Generator().manual_seed(0)), [context()] * 2, [0.3, 0.6]
     )
     assert torch.equal(states[0], torch.get_rng_state())

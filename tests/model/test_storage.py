@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from forethought.kv.companion import Companion
+from forethought.kv.draft_cache import DraftKvCache
 from forethought.kv.pool import PagePool
 from forethought.kv.storage import KvStorage, LayerShape
 from forethought.kv.table import PageCopy, PageTable, SlotMove
@@ -79,27 +79,27 @@ def test_no_copies_and_no_moves_do_nothing() -> None:
 
 
 def test_a_companion_knows_what_of_a_copied_page_is_filled() -> None:
-    companion, table = Companion(filled()), PageTable(PagePool(5, PAGE_SIZE))
+    draft_cache, table = DraftKvCache(filled()), PageTable(PagePool(5, PAGE_SIZE))
     table.append(2)
     fork = table.fork()
-    companion.mark(table, 0, 2)
+    draft_cache.mark(table, 0, 2)
     copies = fork.append(1)
-    companion.copy_pages(copies)
-    assert [companion.ready_length(each, each.length) for each in (table, fork)] == [2, 2]
+    draft_cache.copy_pages(copies)
+    assert [draft_cache.ready_length(each, each.length) for each in (table, fork)] == [2, 2]
     other = PageTable(PagePool(5, PAGE_SIZE))
     other.append(5)  # all five slots from page 0 on
-    companion.invalidate(other, 0, 5)
-    companion.mark(fork, 0, 3)
-    companion.copy_pages([PageCopy(table.pages[0], fork.pages[0])])
-    assert companion.ready_length(fork, 3) == 0  # its source is not filled any more
+    draft_cache.invalidate(other, 0, 5)
+    draft_cache.mark(fork, 0, 3)
+    draft_cache.copy_pages([PageCopy(table.pages[0], fork.pages[0])])
+    assert draft_cache.ready_length(fork, 3) == 0  # its source is not filled any more
 
 
 def test_a_companion_knows_what_of_the_moved_tokens_is_filled() -> None:
-    companion, table = Companion(filled()), PageTable(PagePool(5, PAGE_SIZE))
+    draft_cache, table = DraftKvCache(filled()), PageTable(PagePool(5, PAGE_SIZE))
     table.append(6)
-    companion.mark(table, 0, 2)
-    companion.mark(table, 4, 5)
-    companion.move_slots([SlotMove(4, 2), SlotMove(5, 1)])
-    assert companion.ready_length(table, 6) == 1
-    companion.mark(table, 1, 2)
-    assert companion.ready_length(table, 6) == 3
+    draft_cache.mark(table, 0, 2)
+    draft_cache.mark(table, 4, 5)
+    draft_cache.move_slots([SlotMove(4, 2), SlotMove(5, 1)])
+    assert draft_cache.ready_length(table, 6) == 1
+    draft_cache.mark(table, 1, 2)
+    assert draft_cache.ready_length(table, 6) == 3

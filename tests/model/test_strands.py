@@ -11,7 +11,7 @@ from forethought.kv.storage import KvStorage, LayerShape
 from forethought.kv.table import PageTable
 from forethought.model.attention.base import PagedPass, Scoring
 from forethought.model.attention.reference import ReferenceAttention
-from forethought.model.attention.strands import FEW, Strands, read_alike
+from forethought.model.attention.workspace import FEW, KvWorkspace, catch_up_start
 from forethought.model.batch import Batch, Row
 
 # Behind each past two known tokens, then a tree: three children of the last one, and behind them a
@@ -49,17 +49,17 @@ def over_pages(case: Case, storage: KvStorage, made: list[PageTable]) -> torch.T
     return found.view(len(made), SIZE, *found.shape[1:])
 
 
-def on_strands(case: Case, strands: Strands, rows: int) -> torch.Tensor:
+def on_strands(case: Case, workspace: KvWorkspace, rows: int) -> torch.Tensor:
     """The same, level by level."""
     found = []
     for number, level in enumerate(LEVELS):
         q, k, v = (x[:, level].flatten(0, 1) for x in drawn(case, rows))
         ids = torch.zeros(len(q), dtype=torch.int64)
         if number == 0:
-            forward_pass = strands.chain(ids, ids)
+            forward_pass = workspace.chain(ids, ids)
         else:
             seen = SEEN[number - 1].expand(rows, -1, -1)
-            forward_pass = strands.level(ids, ids, number + 1, seen)
+            forward_pass = workspace.level(ids, ids, number + 1, seen)
         part = forward_pass.attend(0, q, k, v, scoring(case))
         found.append(part.view(rows, -1, *part.shape[1:]))
     return torch.cat(found, 1)
@@ -76,28 +76,28 @@ def test_a_tree_on_strands_attends_as_over_pages(
     made = tables(PagePool(num_pages, page_size), [n + SIZE for n in lengths], scattered)
     exact = over_pages(case, storage_for(case, num_pages, page_size), made)
     storage = storage_for(case, num_pages, page_size)
-    strands = Strands(storage, made, lengths, SIZE, [case.window])
-    found = on_strands(case, strands, len(made))
+    workspace = KvWorkspace(storage, made, lengths, SIZE, [case.window])
+    found = on_strands(case, workspace, len(made))
     torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)
 
 
 def test_a_pass_over_a_chain_wants_the_logits_behind_each_sequence_alone() -> None:
     storage = storage_for(CASES["plain"], 20, 3)
     made = tables(PagePool(20, 3), [9, 12], scattered=False)
-    strands = Strands(storage, made, [4, 6], 5)
+    workspace = KvWorkspace(storage, made, [4, 6], 5)
     ids = torch.arange(6)
-    assert strands.chain(ids, ids).batch.logit_index.tolist() == [2, 5]
-    assert strands.level(ids[:4], ids[:4], 3).batch.logit_index.tolist() == [0, 1, 2, 3]
+    assert workspace.chain(ids, ids).batch.logit_index.tolist() == [2, 5]
+    assert workspace.level(ids[:4], ids[:4], 3).batch.logit_index.tolist() == [0, 1, 2, 3]
 
 
 def test_what_is_stored_lies_in_the_slots_behind_the_pasts_and_nothing_else_changes() -> None:
     case = CASES["grouped"]
     storage, before = storage_for(case, 20, 3), storage_for(case, 20, 3)
     made = tables(PagePool(20, 3), [9, 12, 8], scattered=True)
-    strands = Strands(storage, made, [4, 6, 5], SIZE)
-    on_strands(case, strands, 3)
+    workspace = KvWorkspace(storage, made, [4, 6, 5], SIZE)
+    on_strands(case, workspace, 3)
     assert torch.equal(storage.keys[0], before.keys[0]), "nothing is stored unasked"
-    strands.store([2, 4, 1])
+    workspace.store([2, 4, 1])
     _, k, v = drawn(case, 3)
     for row, (table, start, count) in enumerate(zip(made, [4, 6, 5], [2, 4, 1], strict=True)):
         slots = table.slots(start, start + count)
@@ -118,12 +118,12 @@ def test_sequences_that_are_left_out_do_not_change_the_others() -> None:
     ids = torch.zeros(3, dtype=torch.int64)
     found = []
     for rows in (3, 2):
-        strands = Strands(storage, made, [4, 6, 5], 2, [case.window])
+        workspace = KvWorkspace(storage, made, [4, 6, 5], 2, [case.window])
         q, k, v = (x[:, 0] for x in drawn(case, 3))
-        strands.chain(ids, ids).attend(0, q, k, v, scoring(case))
-        strands.keep(rows)
+        workspace.chain(ids, ids).attend(0, q, k, v, scoring(case))
+        workspace.keep(rows)
         q, k, v = (x[:rows, 1] for x in drawn(case, 3))
-        found.append(strands.chain(ids[:rows], ids[:rows]).attend(0, q, k, v, scoring(case)))
+        found.append(workspace.chain(ids[:rows], ids[:rows]).attend(0, q, k, v, scoring(case)))
     torch.testing.assert_close(found[0][:2], found[1])
 
 
@@ -136,8 +136,8 @@ def test_positions_before_the_first_one_seen_do_not_matter(lengths: list[int]) -
         storage = storage_for(case, 20, 3)
         for table in made:
             storage.keys[0][table.slots(0, 2)] += noise
-        strands = Strands(storage, made, lengths, SIZE, seen_from=2)
-        found.append(on_strands(case, strands, len(made)))
+        workspace = KvWorkspace(storage, made, lengths, SIZE, seen_from=2)
+        found.append(on_strands(case, workspace, len(made)))
     assert torch.equal(*found)
 
 
@@ -168,4 +168,4 @@ def test_layers_of_different_shapes_are_gathered_each_in_its_place() -> None:
 def test_a_little_is_read_alike_some_of_it_again(
     starts: list[int], stops: list[int], first: int, alike: list[int] | None
 ) -> None:
-    assert read_alike(starts, stops, first) == alike
+    assert catch_up_start(starts, stops, first) == alike

@@ -10,7 +10,7 @@ from forethought.kv.storage import KvStorage
 from forethought.kv.table import PageTable
 from forethought.model import loader
 from forethought.model.batch import Batch, Row
-from forethought.model.taps import FINAL
+from forethought.model.causal_lm import FINAL
 from models import prompts, tiny, transformers_model
 
 
@@ -29,7 +29,7 @@ def test_states_at_every_place_are_those_of_transformers(architecture: str, fuse
         table.append(len(text))
         rows.append(Row(text, 0, table, logits_from=len(text) - 1))
     places = frozenset([0, 1, 2, FINAL])
-    logits, states = lm.forward_tapped(Batch.build(rows), storage, places)
+    logits, states = lm.forward_with_hidden_states(Batch.build(rows), storage, places)
     assert set(states) == places
     begin = 0
     for number, text in enumerate(texts):
@@ -67,7 +67,7 @@ def test_the_state_that_leaves_the_last_layer_becomes_the_final_one_by_the_norm(
         table.append(len(text))
         batch = Batch.build([Row(text, 0, table, logits_from=7)])
         storage = KvStorage(lm.layer_shapes, 4, 4)
-        _, states = lm.forward_tapped(batch, storage, frozenset([3, FINAL]))
+        _, states = lm.forward_with_hidden_states(batch, storage, frozenset([3, FINAL]))
         norm = getattr(transformers_model(tiny(architecture)).get_decoder(), name)
         with torch.inference_mode():
             assert (norm(states[3]) - states[FINAL]).abs().max() < 1e-5

@@ -24,7 +24,7 @@ from forethought.scaffolding import (
     Worker,
     current_scope,
 )
-from forethought.scaffolding.budget import Ledger
+from forethought.scaffolding.budget import BudgetAccount
 from scripted import TAG, answer
 
 
@@ -139,7 +139,7 @@ def test_a_worker_that_does_not_count_is_counted_by_its_output():
 
 
 def test_recording_the_same_usage_again_counts_only_what_was_added():
-    ledger, usage = Ledger(Budget()), Usage()
+    ledger, usage = BudgetAccount(Budget()), Usage()
     for total in (3, 3, 5):
         usage.completion_tokens = total
         ledger.record(usage)

@@ -210,8 +210,8 @@ def test_every_controller_can_be_copied_in_depth_and_pickled_before_and_after_a_
 @copied
 def test_a_copy_shares_nothing_that_is_written_to(copied):
     original = MajorityVoteController(NativeGenerationController({"temperature": 0.5}))
-    twin = copied(original)
-    twin.generation_controller.sampling_params["temperature"] = 1.0
+    sibling = copied(original)
+    sibling.generation_controller.sampling_params["temperature"] = 1.0
     assert original.generation_controller.sampling_params == {"temperature": 0.5}
 
 

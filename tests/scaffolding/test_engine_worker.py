@@ -12,8 +12,8 @@ import pytest
 
 from engines import expect_empty
 from forethought import LLM, AsyncLLM, SamplingParams
+from forethought.config.guided import GuidedDecodingParams
 from forethought.errors import BudgetExceeded, ContextLengthError, ParameterError, UsageError
-from forethought.guided import GuidedDecodingParams
 from forethought.methods import MajorityVoteController
 from forethought.outputs import GRAMMAR_COMPLETE
 from forethought.scaffolding import (
@@ -73,7 +73,7 @@ def worker(direct, long):
         assert not sequences(worker)
     finally:
         worker.shutdown()
-    expect_empty(direct._desk.engine)
+    expect_empty(direct._frontend.engine)
 
 
 def wait_until(condition, seconds=20.0):
@@ -84,7 +84,7 @@ def wait_until(condition, seconds=20.0):
 
 
 def sequences(worker):
-    scheduler = worker.llm._desk.engine.scheduler
+    scheduler = worker.llm._frontend.engine.scheduler
     return worker.llm._thread.call(lambda: list(scheduler)).result()
 
 
@@ -236,17 +236,17 @@ def test_tasks_that_have_run_are_copied_without_what_the_engine_holds(worker, co
         stream = ask(PROMPT, StreamGenerationTask, max_tokens=6, streaming_step=2)
         yield [done, stream]
         fork = done.fork(" And", max_tokens=4, **GREEDY)
-        twins = [copied(each) for each in (done, stream, fork)]
-        plain = [dict(vars(each)) for each in (*twins, done, stream)]
-        yield [stream, fork, *twins[1:]]
-        return plain, [twin.output_tokens for twin in twins]
+        siblings = [copied(each) for each in (done, stream, fork)]
+        plain = [dict(vars(each)) for each in (*siblings, done, stream)]
+        yield [stream, fork, *siblings[1:]]
+        return plain, [sibling.output_tokens for sibling in siblings]
 
     (done, stream, fork, *originals), said = played(worker, play)
-    assert [twin["request_handle"] for twin in (done, stream, fork)] == [None] * 3
+    assert [sibling["request_handle"] for sibling in (done, stream, fork)] == [None] * 3
     assert fork["fork_point"].handle is None
-    for twin, original in zip((done, stream), originals, strict=True):
+    for sibling, original in zip((done, stream), originals, strict=True):
         own = {name: original[name] for name in ("request_handle", "usage")}  # they go on
-        assert {**twin, **own} == original
+        assert {**sibling, **own} == original
     assert done["output_tokens"] == long.token_ids[:6]
     assert stream["output_tokens"] == long.token_ids[:2]  # and the copy of it starts anew
     assert said[1] == long.token_ids[:2]
@@ -271,7 +271,7 @@ def test_text_can_be_left_out(worker, long):
 
 
 def test_tokens_are_streamed_as_they_come(worker, direct, long, monkeypatch):
-    engine, heard, unheard = direct._desk.engine, threading.Event(), []
+    engine, heard, unheard = direct._frontend.engine, threading.Event(), []
     step = engine.step
 
     def patient_step():
@@ -592,7 +592,7 @@ def test_parked_sequences_are_few(worker):
 
 def ahead(worker):
     """Let the engine go on while nobody waits, to the end of all it is at."""
-    wait_until(lambda: not worker.llm._desk.is_busy)
+    wait_until(lambda: not worker.llm._frontend.is_busy)
 
 
 @pytest.fixture(scope="module")
@@ -939,7 +939,7 @@ def test_a_worker_with_an_llm_of_its_own_honours_or_refuses_each_argument():
     worker = TRTLLMWorker.init_with_new_llm(
         speaking(), "pytorch", 3, 64, 0.5, dtype="float32", kv_cache_config={"max_tokens": 256}
     )
-    limits = worker.llm._desk.engine.limits
+    limits = worker.llm._frontend.engine.limits
     assert (limits.max_batch_size, limits.max_num_tokens) == (3, 64)
     worker.shutdown()
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from forethought.errors import DependencyError, ParameterError
 from forethought.scaffolding import MathEquivalence, sympy_pool
 from forethought.scaffolding import settings as checks
-from forethought.scaffolding.answers import AnswerPool
-from forethought.scaffolding.equivalence import AnswerClasses, TextEquivalence
+from forethought.scaffolding.answers import AnswerClasses, AnswerPool, TextEquivalence
 
 FORMULAS = [
     (r"\sqrt{8}", r"2\sqrt{2}", r"\frac{4}{\sqrt{2}}"),

@@ -4,14 +4,14 @@ import asyncio
 
 import pytest
 
+from forethought.config.sampling import SamplingParams
 from forethought.outputs import CompletionOutput, FinishReason, Logprob, Usage
-from forethought.params import SamplingParams
-from forethought.scaffolding.budget import Budget, Ledger
-from forethought.scaffolding.scope import ExecutionScope
-from forethought.scaffolding.workers.live import Live
-from forethought.scaffolding.workers.parking import Parking
+from forethought.scaffolding.budget import Budget, BudgetAccount
+from forethought.scaffolding.execution_scope import ExecutionScope
+from forethought.scaffolding.workers.live import LiveSession
+from forethought.scaffolding.workers.local import SessionCache
 
-ROOT = ExecutionScope("r", "", Ledger(Budget()))
+ROOT = ExecutionScope("r", "", BudgetAccount(Budget()))
 PIECES = {1: "ab", 2: "c}", 3: "{d", 9: ""}  # by token
 
 
@@ -50,7 +50,7 @@ class Words:
 
 def live(prompt="P", tokens=(), text="", reason=FinishReason.LENGTH, stop=None, **params):
     output = CompletionOutput(0, text, list(tokens), finish_reason=reason, stop_reason=stop)
-    made = Live(Session(output), prompt, Words(), Usage(), None)
+    made = LiveSession(Session(output), prompt, Words(), Usage(), None)
     made.begin(SamplingParams(**params))
     asyncio.run(made.reach(None))
     made.show(None)
@@ -102,7 +102,7 @@ def under_way(tokens, **params):
 
     scores = [{token: Logprob(-float(token), 1)} for token in tokens]
     output = CompletionOutput(0, "all of it", list(tokens), logprobs=scores)
-    made = Live(Session(output), "P", Words(), Usage(), None)
+    made = LiveSession(Session(output), "P", Words(), Usage(), None)
     made.session.stream = lambda given: Going(output)
     made.begin(SamplingParams(**params))
     asyncio.run(made.reach(1))
@@ -131,7 +131,7 @@ def test_a_task_sees_the_end_once_it_has_seen_everything_before():
 
 
 def test_a_sequence_is_not_put_away_before_its_end_was_seen():
-    parking, unseen = Parking(1), live(tokens=[1, 2], text="abc}")
+    parking, unseen = SessionCache(1), live(tokens=[1, 2], text="abc}")
     unseen.shown = CompletionOutput(0)
     others = [live(p, tokens=[1], text="ab") for p in "QRS"]
     assert parking.add(ROOT, unseen) == parking.add(ROOT, others[0]) == []
@@ -146,7 +146,7 @@ def found(parking, prompt, scope=ROOT):
 
 
 def test_the_longest_text_wins_and_the_rest_is_put_behind_it():
-    parking = Parking(8)
+    parking = SessionCache(8)
     parking.add(ROOT, live(tokens=[1], text="ab"))
     parking.add(ROOT, live(tokens=[1, 2], text="abc}"))
     assert found(parking, "Pabc}!") == (7, "!")
@@ -155,7 +155,7 @@ def test_the_longest_text_wins_and_the_rest_is_put_behind_it():
 
 
 def test_a_prompt_is_shared_only_word_for_word():
-    parking = Parking(8)
+    parking = SessionCache(8)
     parking.add(ROOT, live("P1", tokens=[9]))
     parking.add(ROOT, live((4, 5), tokens=[1], text="ab"))
     assert found(parking, "P1") == (5, "")
@@ -165,7 +165,7 @@ def test_a_prompt_is_shared_only_word_for_word():
 
 
 def test_branches_see_what_is_around_them_and_share_prompts_with_those_beside():
-    parking, first, second = Parking(8), ROOT.child(0), ROOT.child(1)
+    parking, first, second = SessionCache(8), ROOT.child(0), ROOT.child(1)
     parking.add(first, live("P", tokens=[1], text="ab"))
     assert found(parking, "Pab!", first) == (6, "!")
     assert found(parking, "Pab!", first.child(3)) == (6, "!")
@@ -178,14 +178,14 @@ def test_branches_see_what_is_around_them_and_share_prompts_with_those_beside():
 
 
 def test_a_branch_does_not_see_one_beside_it_whose_number_begins_alike():
-    parking = Parking(8)
+    parking = SessionCache(8)
     parking.add(ROOT.child(1), live("P", tokens=[1], text="ab"))
     assert found(parking, "Pab!", ROOT.child(12)) is None
     assert found(parking, "Pab!", ROOT.child(1).child(2)) == (6, "!")
 
 
 def test_what_was_not_used_for_longest_leaves_first():
-    parking, lives = Parking(2), [live(p, tokens=[1], text="ab") for p in "PQRS"]
+    parking, lives = SessionCache(2), [live(p, tokens=[1], text="ab") for p in "PQRS"]
     assert parking.add(ROOT, lives[0]) == []
     assert parking.add(ROOT, lives[1]) == []
     assert found(parking, "Pab") == (6, "")  # P is used
@@ -196,9 +196,9 @@ def test_what_was_not_used_for_longest_leaves_first():
 
 
 def test_sequences_of_other_requests_are_never_found():
-    parking = Parking(2)
+    parking = SessionCache(2)
     parking.add(ROOT, live(tokens=[1], text="ab"))
-    other = ExecutionScope("s", "", Ledger(Budget()))
+    other = ExecutionScope("s", "", BudgetAccount(Budget()))
     assert found(parking, "Pab", other) is None
     assert len(parking.clear()) == 1
     assert found(parking, "Pab") is None

@@ -6,8 +6,8 @@ import time
 import pytest
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
+from forethought.config.guided import GuidedDecodingParams
 from forethought.errors import BudgetExceeded, ParameterError, TaskError, UsageError
-from forethought.guided import GuidedDecodingParams
 from forethought.methods import DynasorGenerationController
 from forethought.methods.dynasor import ANSWER_END, ANSWER_SUFFIX_WITH_MARKER, PROBE_SUFFIX
 from forethought.outputs import Logprob
@@ -29,7 +29,7 @@ from forethought.scaffolding import (
     TaskStatus,
     TRTOpenaiWorker,
 )
-from forethought.scaffolding.workers.exchange import Choice
+from forethought.scaffolding.workers.openai import StreamedChoice
 from openai_server import serving
 
 
@@ -367,7 +367,7 @@ def test_a_stream_comes_back_with_exactly_its_step_however_far_the_server_is(ser
 
 def test_the_tokens_of_one_piece_are_told_apart_by_their_log_probabilities():
     def seen(texts, piece):
-        choice = Choice()
+        choice = StreamedChoice()
         choice.add("x", [{-1: Logprob(-1.0, 1, "x")}], False)
         choice.add(piece, [{-1: Logprob(-1.0, 1, text)} for text in texts], False)
         return [choice.begin_of(count).text for count in range(5)]

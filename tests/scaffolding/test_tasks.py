@@ -5,9 +5,9 @@ import pickle
 
 import pytest
 
+from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError
 from forethought.outputs import Logprob, Usage
-from forethought.params import SamplingParams
 from forethought.scaffolding import (
     AssistantMessage,
     ChatTask,
@@ -80,12 +80,12 @@ def execute(task):
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_task_can_be_copied_in_depth_and_pickled_before_and_after_it_ran(kind, copied):
     task = KINDS[kind]()
-    twin = copied(task)
-    assert type(twin) is type(task)
-    execute(twin)
+    sibling = copied(task)
+    assert type(sibling) is type(task)
+    execute(sibling)
     execute(task)
     after = copied(task)
-    assert told(after) == told(twin) == told(task)
+    assert told(after) == told(sibling) == told(task)
     assert getattr(after, "request_handle", None) is None
     execute(after)
     for name, value in vars(after).items():
@@ -103,8 +103,8 @@ def test_a_shallow_copy_of_a_task_keeps_what_it_continues():
     task = finished()
     task.request_handle = handle = object()
     fork = task.fork("!")
-    for twin in (fork.copy(), copy.copy(fork)):
-        assert twin.fork_point.handle is handle
+    for sibling in (fork.copy(), copy.copy(fork)):
+        assert sibling.fork_point.handle is handle
     assert copy.copy(task).request_handle is handle
     assert task.copy().request_handle is None
 

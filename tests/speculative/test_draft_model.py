@@ -11,16 +11,13 @@ import torch
 from transformers import AutoConfig
 
 from engines import drain, engine
-from forethought.decoding import (
-    DecodingBaseConfig,
-    DraftTargetDecodingConfig,
-    PearlDecodingConfig,
-)
+from forethought.config.drafters import DraftTargetDecodingConfig, PearlDecodingConfig
+from forethought.config.sampling import SamplingParams
+from forethought.config.speculation import DecodingBaseConfig
 from forethought.errors import ParameterError
-from forethought.params import SamplingParams
 from forethought.speculative.draft import DraftKind
 from forethought.speculative.drafter import DraftRequest
-from forethought.speculative.drafters.draft_target import Growth
+from forethought.speculative.drafters.draft_target import DraftInProgress
 from forethought.speculative.tree import TreeChoices
 from models import VOCAB, save_random, tiny
 
@@ -109,15 +106,15 @@ def test_a_draft_may_reach_the_end_of_the_draft_models_context_and_no_further(
 
 
 def test_siblings_that_a_draft_model_draws_are_distinct() -> None:
-    law = torch.tensor([[0.7, 0.2, 0.07, 0.03]])
+    distribution = torch.tensor([[0.7, 0.2, 0.07, 0.03]])
     for seed in range(20):
         request = DraftRequest(0, [5], 1, SamplingParams(seed=seed), 0, 0, seed, 1, 3)
-        growth = Growth(request, True, TreeChoices.parse([[0], [1], [2]]))
-        growth.grow(law.log())
+        growth = DraftInProgress(request, True, TreeChoices.parse([[0], [1], [2]]))
+        growth.grow(distribution.log())
         growth.finish()
         assert len(set(request.draft.tokens)) == 3
         assert request.draft.kind is DraftKind.WITHOUT_REPLACEMENT
-        torch.testing.assert_close(request.draft.q, law.expand(3, -1))
+        torch.testing.assert_close(request.draft.q, distribution.expand(3, -1))
 
 
 def test_another_vocabulary_is_refused(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from forethought.speculative.dynamic_tree import DynamicGrowth, Expansion, best, tree_of
+from forethought.speculative.dynamic_tree import DynamicTreeBuilder, Expansion, top_indices, tree_of
 
 
-def laws(*rows: list[float]) -> Tensor:
+def distributions(*rows: list[float]) -> Tensor:
     """Logits of these probabilities."""
     return torch.tensor(rows).log()
 
@@ -26,8 +26,8 @@ def grown(width: int, *levels: Tensor) -> Expansion:
 
 
 # Behind the root a .6, b .3, c .1. Behind a: a .5, b .4; behind b: c .9, a .1.
-ROOT = laws([0.6, 0.3, 0.1])
-SECOND = laws([0.5, 0.4, 0.1], [0.1, 0.0001, 0.8999])
+ROOT = distributions([0.6, 0.3, 0.1])
+SECOND = distributions([0.5, 0.4, 0.1], [0.1, 0.0001, 0.8999])
 
 
 def test_the_best_children_of_all_beams_go_on() -> None:
@@ -39,7 +39,7 @@ def test_the_best_children_of_all_beams_go_on() -> None:
 
 
 def test_both_beams_may_follow_the_same_one() -> None:
-    expansion = grown(2, laws([0.9, 0.05, 0.05]), SECOND)
+    expansion = grown(2, distributions([0.9, 0.05, 0.05]), SECOND)
     assert expansion.above.tolist() == [[0, 0]]
     assert expansion.seen[0].tolist() == [[True, False, True, False], [True, False, False, True]]
 
@@ -66,7 +66,7 @@ def test_of_equal_scores_the_first_wins_so_that_parents_come_before_sure_childre
     for total in (1, 2, 3):
         draft = tree_of(expansion.kept(total, None)[0].tolist(), total)
         assert draft.parents == tuple(range(-1, total - 1))
-    assert best(torch.tensor([[1.0, 2.0, 2.0, 1.0]]), 3).tolist() == [[1, 2, 0]]
+    assert top_indices(torch.tensor([[1.0, 2.0, 2.0, 1.0]]), 3).tolist() == [[1, 2, 0]]
 
 
 def test_a_batch_is_its_requests_one_by_one() -> None:
@@ -107,7 +107,7 @@ def test_what_is_kept_is_a_tree_of_the_best_scores(
 
 
 def test_room_is_for_the_nodes_kept_or_the_beams_read_whichever_are_more() -> None:
-    assert DynamicGrowth(10, 59).nodes(6) == 59
-    assert DynamicGrowth(10, 20).nodes(6) == 50
-    assert DynamicGrowth(3, 30).nodes(1) == 3
-    assert DynamicGrowth(2, 30).nodes(2) == 6
+    assert DynamicTreeBuilder(10, 59).nodes(6) == 59
+    assert DynamicTreeBuilder(10, 20).nodes(6) == 50
+    assert DynamicTreeBuilder(3, 30).nodes(1) == 3
+    assert DynamicTreeBuilder(2, 30).nodes(2) == 6

@@ -27,17 +27,17 @@ from eagle_heads import (
     static_tree,
 )
 from engines import drain, engine, expect_empty, load, outputs
-from forethought.decoding import EagleDecodingConfig
+from forethought.config.drafters import EagleDecodingConfig
+from forethought.config.sampling import SamplingParams, SpeculationParams
 from forethought.engine.engine import Engine
 from forethought.errors import ModelError, ParameterError
 from forethought.kv.storage import KvStorage
 from forethought.model import loader
 from forethought.model.runner import Runner
-from forethought.params import SamplingParams, SpeculationParams
 from forethought.speculative.draft import Draft
 from forethought.speculative.drafter import ScheduledRequests
 from forethought.speculative.drafters.eagle import EagleDrafter
-from forethought.speculative.table import Target
+from forethought.speculative.registry import Target
 from forethought.speculative.tree import TokenTree
 from models import ARCHITECTURES, greedy, prompts, tiny
 
@@ -226,7 +226,7 @@ def test_heads_run_in_float32_where_their_config_asks_for_it(diary: list[Seen]) 
         text = (directory / "config.json").read_text().replace('"float32"', f'"{said}"')
         (directory / "config.json").write_text(text)
         drafter = EagleDrafter.build(config, Target(Runner(lm, storage), 64))
-        features, entries = drafter.companions
+        features, entries = drafter.draft_caches
         assert features.storage.dtype is torch.bfloat16
         assert entries.storage.dtype is dtype
 

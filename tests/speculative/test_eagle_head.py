@@ -15,7 +15,7 @@ from torch import Tensor
 from eagle_heads import new_directory, random_eagle, random_eagle3
 from forethought.errors import ModelError
 from forethought.speculative.heads.eagle import EagleHead
-from forethought.speculative.heads.eagle3 import Eagle3Head, authors_places, default_places
+from forethought.speculative.heads.eagle3 import Eagle3Head, authors_places, default_layer_ids
 
 Tensors = dict[str, Tensor]
 
@@ -233,7 +233,7 @@ def test_a_directory_that_is_none_or_has_no_weights_is_refused(tmp_path: Path) -
 def test_new_heads_capture_the_outputs_of_layers_1_half_minus_1_and_l_minus_4(
     layers: int, places: tuple[int, ...]
 ) -> None:
-    assert default_places(layers) == places
+    assert default_layer_ids(layers) == places
     if layers > 6:  # a layer's output enters the next one
         assert [place - 1 for place in places] == [1, layers // 2 - 1, layers - 4]
         assert authors_places(layers) == places

@@ -3,10 +3,16 @@ from itertools import pairwise
 
 import pytest
 
-from forethought.speculative import gate
-from forethought.speculative.gate import AcceptanceGate
-from forethought.speculative.length import StepRecord
-from forethought.speculative.step_record import CappedRequest
+from forethought.speculative.length.base import CappedRequest
+from forethought.speculative.length.gate import (
+    FIRST_PAUSE,
+    LAST_PAUSE,
+    PROBE_DEPTH,
+    PROBE_DRAFTS,
+    PROBE_REQUESTS,
+    AcceptanceGate,
+)
+from forethought.speculative.length.policy import StepRecord
 
 FULL = 5
 
@@ -72,12 +78,12 @@ def test_steps_without_drafts_change_nothing_while_it_is_open():
 def test_closed_it_probes_with_a_few_short_drafts():
     guard = AcceptanceGate(window=4, threshold=0.5)
     step(guard, nothing, rows=16)
-    seen = [step(guard, nothing, rows=16) for _ in range(gate.FIRST_PAUSE + 20)]
+    seen = [step(guard, nothing, rows=16) for _ in range(FIRST_PAUSE + 20)]
     probes = [lengths for lengths in seen if any(lengths)]
     assert probes
     for lengths in probes:
-        assert sum(map(bool, lengths)) <= gate.PROBE_REQUESTS
-        assert max(lengths) == gate.PROBE_DEPTH
+        assert sum(map(bool, lengths)) <= PROBE_REQUESTS
+        assert max(lengths) == PROBE_DEPTH
 
 
 def test_probes_take_turns_among_the_requests():
@@ -98,7 +104,7 @@ def test_it_opens_again_when_acceptance_recovers():
     while not guard.open:
         step(guard, all_of_it)
         waited += 1
-    assert waited <= 8 * gate.FIRST_PAUSE + gate.PROBE_DRAFTS
+    assert waited <= 8 * FIRST_PAUSE + PROBE_DRAFTS
     assert step(guard, all_of_it) == [FULL]
 
 
@@ -119,7 +125,7 @@ def test_pauses_between_probes_double_up_to_the_longest():
     gaps = [later - earlier for earlier, later in pairwise(begins)]
     assert gaps[0] < gaps[1] < gaps[2]
     assert gaps[-1] == gaps[-2]
-    assert gate.LAST_PAUSE <= gaps[-1] <= gate.LAST_PAUSE + gate.PROBE_DRAFTS
+    assert LAST_PAUSE <= gaps[-1] <= LAST_PAUSE + PROBE_DRAFTS
 
 
 def test_a_drafter_without_drafts_is_not_asked_in_every_step():
@@ -129,7 +135,7 @@ def test_a_drafter_without_drafts_is_not_asked_in_every_step():
     for _ in range(2000):
         asked += any(guard.lengths(requests(2), 2))
         guard.observe(record([], 2))
-    assert 0 < asked <= 12 * gate.PROBE_DRAFTS
+    assert 0 < asked <= 12 * PROBE_DRAFTS
 
 
 def test_short_probes_are_judged_by_what_full_drafts_would_be():
@@ -166,7 +172,7 @@ def test_tokens_behind_a_rejected_one_are_not_counted_as_tested():
 
 def test_it_says_why_it_decided(caplog):
     guard = AcceptanceGate(window=2, threshold=0.5)
-    with caplog.at_level(logging.DEBUG, logger="forethought.speculative.gate"):
+    with caplog.at_level(logging.DEBUG, logger="forethought.speculative.length.gate"):
         step(guard, all_of_it)
         assert guard.reason == "acceptance: open, 1.00 of the drafted tokens are accepted"
         step(guard, nothing)

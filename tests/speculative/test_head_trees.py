@@ -11,9 +11,9 @@ import pytest
 import torch
 from hypothesis import given
 
-from forethought.params import SamplingParams
+from forethought.config.sampling import SamplingParams
 from forethought.speculative.drafter import DraftRequest
-from forethought.speculative.head_trees import LikeliestTrees, StaticTrees, likeliest
+from forethought.speculative.drafters.medusa import StaticTrees, TopTrees, top_nodes
 from forethought.speculative.tree import TreeChoices
 
 LAWS = st.lists(
@@ -52,26 +52,26 @@ def test_a_tree_is_of_the_likeliest_combinations_of_all(
 ) -> None:
     every = all_paths(scores)
     value = {path: total for total, path in every}
-    chosen = paths(likeliest(scores, most))
+    chosen = paths(top_nodes(scores, most))
     assert len(set(chosen)) == len(chosen) == min(most, len(every))
     assert [value[path] for path in chosen] == [total for total, _ in every[:most]]
 
 
 @given(LAWS, st.floats(-9.0, 0.0))
 def test_what_is_too_unlikely_is_left_out(scores: list[list[float]], floor: float) -> None:
-    chosen = paths(likeliest(scores, 99, floor))
+    chosen = paths(top_nodes(scores, 99, floor))
     assert sorted(chosen) == sorted(path for total, path in all_paths(scores) if total >= floor)
 
 
 def test_what_is_impossible_is_left_out() -> None:
-    chosen = paths(likeliest([[0.0, -math.inf], [-math.inf]], 9))
+    chosen = paths(top_nodes([[0.0, -math.inf], [-math.inf]], 9))
     assert chosen == [(0,)]
 
 
 def test_sure_heads_make_a_deep_tree_and_unsure_ones_a_wide_one() -> None:
     sure, unsure = [-0.01, -5.0, -6.0], [-1.0, -1.1, -1.2]
-    assert paths(likeliest([sure, sure, sure], 3)) == [(0,), (0, 0), (0, 0, 0)]
-    assert paths(likeliest([unsure, unsure, unsure], 3)) == [(0,), (1,), (2,)]
+    assert paths(top_nodes([sure, sure, sure], 3)) == [(0,), (0, 0), (0, 0, 0)]
+    assert paths(top_nodes([unsure, unsure, unsure], 3)) == [(0,), (1,), (2,)]
 
 
 def request(**limits: int) -> DraftRequest:
@@ -93,10 +93,10 @@ def request(**limits: int) -> DraftRequest:
 def test_a_request_gets_as_much_of_a_tree_as_it_may(
     limits: dict[str, int], tokens: list[int], parents: tuple[int, ...]
 ) -> None:
-    laws = torch.full((2, 1, 6), 1e-9)
-    laws[0, 0, 3], laws[0, 0, 1], laws[1, 0, 5] = 0.7, 0.3, 1.0
+    distributions = torch.full((2, 1, 6), 1e-9)
+    distributions[0, 0, 3], distributions[0, 0, 1], distributions[1, 0, 5] = 0.7, 0.3, 1.0
     asked = request(**limits)
-    LikeliestTrees(depth=2, most=4, floor=0.01).grow(laws.log(), None, [asked])
+    TopTrees(depth=2, most=4, floor=0.01).grow(distributions.log(), None, [asked])
     assert (list(asked.draft.tokens), asked.draft.parents) == (tokens, parents)
 
 
@@ -123,5 +123,5 @@ def test_each_request_has_a_tree_of_its_own_in_the_target_s_ids() -> None:
     logits: Any = torch.zeros(1, 2, 3)
     logits[0, 0, 2] = logits[0, 1, 1] = 9.0
     asked = [request(depth=1, nodes=1) for _ in range(2)]
-    LikeliestTrees(depth=1, most=3, floor=0.0).grow(logits, torch.tensor([40, 50, 60]), asked)
+    TopTrees(depth=1, most=3, floor=0.0).grow(logits, torch.tensor([40, 50, 60]), asked)
     assert [list(each.draft.tokens) for each in asked] == [[60], [50]]

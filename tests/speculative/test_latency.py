@@ -1,8 +1,7 @@
 import numpy as np
 import pytest
 
-from forethought.speculative.forward_latency import ForwardLatency
-from forethought.speculative.latency import FIRST, LinearLatency
+from forethought.speculative.length.latency import FIRST, ForwardLatency, LinearLatency
 
 TRUE = np.array([0.01, 2e-4, 1e-7])
 

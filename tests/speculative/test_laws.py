@@ -19,19 +19,19 @@ import pytest
 import torch
 from scipy import stats
 
-from forethought.model.sampling import TokenContext, coin, logits_to_probs
-from forethought.params import SamplingParams
+from forethought.config.sampling import SamplingParams
+from forethought.model.sampling import TokenContext, logits_to_probs, uniform_at
 from forethought.speculative.draft import Draft, DraftKind
-from forethought.speculative.reference import (
+from forethought.speculative.verify.reference import (
     Chance,
-    Law,
+    Distribution,
     PlainDraft,
     Rule,
     normalised,
     reference_verify,
     settle_node,
 )
-from forethought.speculative.verify import Candidate, verify
+from forethought.speculative.verify.verify import VerificationRequest, verify
 
 POINT, IID, WITHOUT = DraftKind.POINT, DraftKind.IID, DraftKind.WITHOUT_REPLACEMENT
 
@@ -62,8 +62,8 @@ class Script(Chance):
     def accepts(self, probability: F, depth: int, sibling: int) -> bool:
         return bool(self._next([(1, probability), (0, 1 - probability)]))
 
-    def draws(self, law: Law, depth: int) -> int:
-        return self._next(list(enumerate(law)))
+    def draws(self, distribution: Distribution, depth: int) -> int:
+        return self._next(list(enumerate(distribution)))
 
     def _next(self, answers: list[tuple[int, F]]) -> int:
         answer = next(self._answers, None)
@@ -74,23 +74,23 @@ class Script(Chance):
 
 def outcomes(run: Callable[[Chance], list[int]]) -> Counter[tuple[int, ...]]:
     """The law of what ``run`` returns, by trying every answer of chance."""
-    law: Counter[tuple[int, ...]] = Counter()
+    distribution: Counter[tuple[int, ...]] = Counter()
     branches: list[tuple[tuple[int, ...], F]] = [((), F(1))]
     while branches:
         script, probability = branches.pop()
         try:
-            law[tuple(run(Script(script)))] += probability
+            distribution[tuple(run(Script(script)))] += probability
         except Fork as fork:
             branches += [((*script, a), probability * p) for a, p in fork.answers if p > 0]
-    return law
+    return distribution
 
 
-def emitted(drafts: Drafts, law: Law, rule: Rule = settle_node) -> list[F]:
-    """The law of the first token that comes out, the target's law being ``law`` everywhere."""
-    total = [F(0)] * len(law)
+def emitted(drafts: Drafts, distribution: Distribution, rule: Rule = settle_node) -> list[F]:
+    """The distribution of the first token; the target has ``distribution`` at every node."""
+    total = [F(0)] * len(distribution)
     for probability, draft in drafts:
-        laws = [law] * (1 + len(draft.tokens))
-        run = functools.partial(reference_verify, laws, draft, rule=rule)
+        distributions = [distribution] * (1 + len(draft.tokens))
+        run = functools.partial(reference_verify, distributions, draft, rule=rule)
         for tokens, chance in outcomes(lambda c, run=run: run(c)[1][:1]).items():
             total[tokens[0]] += probability * chance
     assert sum(total) == 1
@@ -102,7 +102,9 @@ def variation(one: Sequence[F], other: Sequence[F]) -> F:
     return sum((abs(a - b) for a, b in zip(one, other, strict=True)), F(0)) / 2
 
 
-def siblings(q: Law, count: int, drawn: DraftKind, told: DraftKind | None = None) -> Drafts:
+def siblings(
+    q: Distribution, count: int, drawn: DraftKind, told: DraftKind | None = None
+) -> Drafts:
     """``count`` children of the root, drawn in one way and told to be drawn in another."""
     drafts: Drafts = []
     for tokens in itertools.product(range(len(q)), repeat=count):
@@ -118,7 +120,7 @@ def siblings(q: Law, count: int, drawn: DraftKind, told: DraftKind | None = None
     return drafts
 
 
-def points(*tokens: int, kind: DraftKind = POINT, q: Law = Q) -> Drafts:
+def points(*tokens: int, kind: DraftKind = POINT, q: Distribution = Q) -> Drafts:
     """Always these children of the root."""
     return [(F(1), PlainDraft(tokens, (-1,) * len(tokens), kind, (q,) * len(tokens)))]
 
@@ -143,31 +145,41 @@ EXACT = {
 
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize(
-    "law", [P, [F(1, 4)] * 4, [F(0), F(2, 3), F(1, 3), F(0)], [F(0), F(0), F(1), F(0)]]
+    "distribution", [P, [F(1, 4)] * 4, [F(0), F(2, 3), F(1, 3), F(0)], [F(0), F(0), F(1), F(0)]]
 )
-def test_what_comes_out_has_the_targets_law_exactly(name: str, law: Law):
-    assert variation(emitted(EXACT[name], law), law) == 0
+def test_what_comes_out_has_the_targets_law_exactly(name: str, distribution: Distribution):
+    assert variation(emitted(EXACT[name], distribution), distribution) == 0
 
 
 def unnormalised(
-    law: Law, children: list[tuple[int, Law]], kind: DraftKind, chance: Chance, depth: int
+    distribution: Distribution,
+    children: list[tuple[int, Distribution]],
+    kind: DraftKind,
+    chance: Chance,
+    depth: int,
 ) -> tuple[int | None, int]:
     """The mistake: what was drawn is taken out of q, and q is not renormalised."""
     gone: list[int] = []
     for place, (token, q) in enumerate(children):
         q = [F(0) if other in gone else weight for other, weight in enumerate(q)]
         gone.append(token)
-        if chance.accepts(min(F(1), law[token] / q[token]), depth, place):
+        if chance.accepts(min(F(1), distribution[token] / q[token]), depth, place):
             return place, token
-        law = normalised([max(p - weight, F(0)) for p, weight in zip(law, q, strict=True)])
-    return None, chance.draws(law, depth)
+        distribution = normalised(
+            [max(p - weight, F(0)) for p, weight in zip(distribution, q, strict=True)]
+        )
+    return None, chance.draws(distribution, depth)
 
 
 def per_path(
-    law: Law, children: list[tuple[int, Law]], kind: DraftKind, chance: Chance, depth: int
+    distribution: Distribution,
+    children: list[tuple[int, Distribution]],
+    kind: DraftKind,
+    chance: Chance,
+    depth: int,
 ) -> tuple[int | None, int]:
     """The mistake: each path draws a token of its own, and the best path wins."""
-    own = [chance.draws(law, depth) for _ in range(max(1, len(children)))]
+    own = [chance.draws(distribution, depth) for _ in range(max(1, len(children)))]
     for place, (token, _) in enumerate(children):
         if own[place] == token:
             return place, token
@@ -204,9 +216,9 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_the_classic_mistakes_are_caught_with_their_known_laws(name: str):
-    drafts, rule, law, distance = WRONG[name]
-    assert emitted(drafts, P, rule) == law
-    assert variation(law, P) == distance
+    drafts, rule, distribution, distance = WRONG[name]
+    assert emitted(drafts, P, rule) == distribution
+    assert variation(distribution, P) == distance
 
 
 def test_the_likelihood_of_acceptance_is_one_minus_the_distance_of_the_laws():
@@ -237,16 +249,18 @@ def grown(parents: Sequence[int], kind: DraftKind) -> Iterator[tuple[F, PlainDra
     size = len(parents)
     for tokens in itertools.product(range(3), repeat=size):
         probability = F(1)
-        laws = [START if p < 0 else GUESS[tokens[p]] for p in parents]
-        laws = [[*law[1:], law[0]] for law in laws]  # not the target's at the root either
+        distributions = [START if p < 0 else GUESS[tokens[p]] for p in parents]
+        distributions = [
+            [*distribution[1:], distribution[0]] for distribution in distributions
+        ]  # not the target's at the root either
         for node in range(size):
-            left = list(laws[node])
+            left = list(distributions[node])
             for elder in range(node):
                 if kind is WITHOUT and parents[elder] == parents[node]:
                     left[tokens[elder]] = F(0)
             probability *= normalised(left)[tokens[node]]
         if probability:
-            yield probability, PlainDraft(tokens, tuple(parents), kind, laws)
+            yield probability, PlainDraft(tokens, tuple(parents), kind, distributions)
 
 
 @pytest.mark.parametrize("kind", [IID, WITHOUT])
@@ -255,8 +269,8 @@ def test_the_joint_law_of_three_tokens_is_exact(shape: str, kind: DraftKind):
     """What the draft does not reach is drawn plainly, as the next step would."""
     joint: Counter[tuple[int, ...]] = Counter()
     for probability, draft in grown(SHAPES[shape], kind):
-        laws = [START, *(TARGET[token] for token in draft.tokens)]
-        found = outcomes(lambda c, d=draft, p=laws: reference_verify(p, d, c)[1][:3])
+        distributions = [START, *(TARGET[token] for token in draft.tokens)]
+        found = outcomes(lambda c, d=draft, p=distributions: reference_verify(p, d, c)[1][:3])
         for tokens, chance in found.items():
             joint[tokens] += probability * chance
     while short := [tokens for tokens in joint if len(tokens) < 3]:
@@ -309,14 +323,16 @@ class Guesser(NamedTuple):
             before = tokens[parent] if parent >= 0 else (output[-1] if output else V)
             sources.append(before)
             left = DRAFTED[before].tolist()
-            elders = [tokens[n] for n in range(node) if self.parents[n] == parent]
-            left = [0.0 if self.drawn is WITHOUT and t in elders else left[t] for t in ids]
+            earlier_siblings = [tokens[n] for n in range(node) if self.parents[n] == parent]
+            left = [
+                0.0 if self.drawn is WITHOUT and t in earlier_siblings else left[t] for t in ids
+            ]
             if self.drawn is POINT:
-                ranked = sorted(ids, key=lambda t, law=left: -law[ids.index(t)])
-                tokens.append(ranked[len(elders)])
+                ranked = sorted(ids, key=lambda t, distribution=left: -distribution[ids.index(t)])
+                tokens.append(ranked[len(earlier_siblings)])
                 continue
             use = self.use + (node << 8) if self.use else 0
-            toss = coin(9, stream, len(output) + depths[node], use) * sum(left)
+            toss = uniform_at(9, stream, len(output) + depths[node], use) * sum(left)
             mass = itertools.accumulate(left)
             tokens.append(next(t for t, m in zip(ids, mass, strict=True) if m > toss))
         if self.told is POINT:
@@ -339,7 +355,7 @@ def generate(guesser: Guesser, params: SamplingParams, length: int = 3) -> Count
                 prefixes.append([*prefixes[1 + draft.parent(node)], token])
             rows = [prefix[-1] if prefix else V for prefix in prefixes]
             contexts = [TokenContext(params, (), prefix, frozenset()) for prefix in prefixes]
-            candidates.append(Candidate(draft, rows, contexts, 9, stream, len(output)))
+            candidates.append(VerificationRequest(draft, rows, contexts, 9, stream, len(output)))
         for stream, verdict in zip(active, verify(LOGITS, candidates), strict=True):
             outputs[stream] += verdict.tokens
     return Counter(tuple(output[:length]) for output in outputs)
@@ -347,26 +363,26 @@ def generate(guesser: Guesser, params: SamplingParams, length: int = 3) -> Count
 
 def joint_law(params: SamplingParams, length: int = 3) -> dict[tuple[int, ...], float]:
     """What plain decoding gives: the product of the laws along each sequence."""
-    law: dict[tuple[int, ...], float] = {(): 1.0}
+    distribution: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(length):
-        contexts = [TokenContext(params, (), prefix, frozenset()) for prefix in law]
-        rows = [prefix[-1] if prefix else V for prefix in law]
+        contexts = [TokenContext(params, (), prefix, frozenset()) for prefix in distribution]
+        rows = [prefix[-1] if prefix else V for prefix in distribution]
         probs = logits_to_probs(LOGITS[rows], contexts).double().tolist()
-        law = {
+        distribution = {
             (*prefix, token): mass * p
-            for (prefix, mass), row in zip(law.items(), probs, strict=True)
+            for (prefix, mass), row in zip(distribution.items(), probs, strict=True)
             for token, p in enumerate(row)
         }
-    return law
+    return distribution
 
 
-def fit(found: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> float:
+def fit(found: Counter[tuple[int, ...]], distribution: dict[tuple[int, ...], float]) -> float:
     """The p-value of chi-square."""
-    assert all(law[cell] > 0 for cell in found)
+    assert all(distribution[cell] > 0 for cell in found)
     total = found.total()
-    large = [cell for cell, p in law.items() if p * total >= 5]
+    large = [cell for cell, p in distribution.items() if p * total >= 5]
     observed = [found[cell] for cell in large]
-    expected = [law[cell] * total for cell in large]
+    expected = [distribution[cell] * total for cell in large]
     if total - sum(expected) > 1e-6 * total:
         observed.append(total - sum(observed))
         expected.append(total - sum(expected))

@@ -4,21 +4,20 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from forethought.decoding import NGramDecodingConfig
-from forethought.speculative.acceptance import Acceptance
-from forethought.speculative.account import ALLOWANCE, CREDIT, SAVINGS, Account
+from forethought.config.drafters import NGramDecodingConfig
 from forethought.speculative.draft import NO_DRAFT, Draft
-from forethought.speculative.gate import AcceptanceGate
-from forethought.speculative.goodput import Goodput
-from forethought.speculative.length import (
-    FixedLength,
-    Shortest,
-    StepRecord,
-    length_policy,
+from forethought.speculative.length.base import CappedRequest, Schedule, schedule
+from forethought.speculative.length.gate import AcceptanceGate
+from forethought.speculative.length.goodput import (
+    ALLOWANCE,
+    CREDIT,
+    SAVINGS,
+    AcceptanceEstimate,
+    Goodput,
+    LossBudget,
 )
-from forethought.speculative.schedule import Schedule, schedule
-from forethought.speculative.step_record import CappedRequest
-from forethought.speculative.synthetic import synthetic_path
+from forethought.speculative.length.policy import FixedLength, Shortest, StepRecord, length_policy
+from forethought.speculative.verify.rules import synthetic_path
 from machines import DRAFTERS, FORWARDS, Machine
 
 
@@ -143,7 +142,7 @@ def test_a_configuration_names_its_policy(fields, kind):
 
 def observed(alpha, steps, rows=4, levels=5, seed=0):
     rng = np.random.default_rng(seed)
-    estimate = Acceptance(levels)
+    estimate = AcceptanceEstimate(levels)
     ids = list(range(rows))
     for _ in range(steps):
         drafts = []
@@ -187,7 +186,7 @@ def test_survival_never_rises_from_level_to_level():
 
 
 def test_a_drafter_that_seldom_has_a_draft_is_known_for_it():
-    estimate = Acceptance(3)
+    estimate = AcceptanceEstimate(3)
     for step in range(200):
         drafts = [(0, 1, 1)] if step % 4 == 0 else []
         estimate.observe({0: 3}, drafts)
@@ -195,7 +194,7 @@ def test_a_drafter_that_seldom_has_a_draft_is_known_for_it():
 
 
 def test_requests_that_are_gone_are_forgotten():
-    estimate = Acceptance(3)
+    estimate = AcceptanceEstimate(3)
     for number in range(5000):
         estimate.observe({number: 3}, [(number, 3, 1)])
     assert len(estimate._slots) <= 64
@@ -207,7 +206,7 @@ def test_requests_that_are_gone_are_forgotten():
 
 def test_no_sequence_of_losses_costs_more_than_the_allowance():
     rng = np.random.default_rng(0)
-    account, lost, worst = Account(), 0.0, 0.0
+    account, lost, worst = LossBudget(), 0.0, 0.0
     for step in range(1, 20_000):
         gained = float(rng.uniform(-3.0, 0.5)) if account.open else 0.0
         account.book(gained)
@@ -217,7 +216,7 @@ def test_no_sequence_of_losses_costs_more_than_the_allowance():
 
 
 def test_gains_are_saved_up_only_so_far():
-    account = Account()
+    account = LossBudget()
     for _ in range(100):
         account.book(1.0)
     assert account.balance == SAVINGS
@@ -537,9 +536,9 @@ def test_synthetic_rates_of_none_and_all():
 def test_synthetic_acceptance_asks_for_one_coin_per_level_tested():
     asked = []
 
-    def coin(depth):
+    def uniform(depth):
         asked.append(depth)
         return 0.6
 
-    assert synthetic_path(Draft([1, 2, 3]), each(0.5), coin) == []
+    assert synthetic_path(Draft([1, 2, 3]), each(0.5), uniform) == []
     assert asked == [0]

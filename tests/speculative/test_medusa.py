@@ -10,16 +10,16 @@ import torch
 from safetensors.torch import load_file
 
 from engines import drain, engine, expect_empty, load, outputs
-from forethought.decoding import MEDUSA_CHOICES, MedusaDecodingConfig
-from forethought.decoding.bounds import MOST_LEVELS
+from forethought.config.drafters import MEDUSA_CHOICES, MedusaDecodingConfig
+from forethought.config.sampling import SamplingParams
+from forethought.config.speculation import MAX_LEVELS
 from forethought.errors import ParameterError
 from forethought.kv.storage import KvStorage
 from forethought.model.runner import Runner
-from forethought.params import SamplingParams
 from forethought.speculative.draft import DraftKind
 from forethought.speculative.drafter import DraftRequest
 from forethought.speculative.drafters.medusa import MedusaDrafter
-from forethought.speculative.table import Target, build
+from forethought.speculative.registry import Target, build
 from medusa_heads import make_heads, random_heads
 from models import greedy, prompts, tiny, transformers_model
 
@@ -161,7 +161,7 @@ def test_a_config_that_misstates_the_heads_does_no_harm(said: Any, tmp_path: Pat
     target = Target(Runner(lm, KvStorage(lm.layer_shapes, 4, 4, lm.dtype, lm.device)), 64)
     for tree in ("choices", "likeliest"):
         config = MedusaDecodingConfig(speculative_model=tmp_path, tree=tree)
-        assert config.max_draft_len <= MOST_LEVELS
+        assert config.max_draft_len <= MAX_LEVELS
         assert build(config, target).nodes(9) > 0
     deep = {"speculative_model": tmp_path, "tree": "likeliest"}
     assert build(MedusaDecodingConfig(max_draft_len=3, **deep), target).nodes(3) == 15
@@ -179,16 +179,16 @@ def test_what_the_heads_hold_unlikely_is_left_out(floor: float, heads: Path) -> 
     machine.add(prompts((9,))[0], GREEDY.replace(max_tokens=8))
     drain(machine)
     for tokens, request, draft in watch.seen:
-        laws = make_heads(3)(final_state(tokens[:-1])).detach().softmax(-1)
+        distributions = make_heads(3)(final_state(tokens[:-1])).detach().softmax(-1)
         chances = []
         for node, token in enumerate(draft.tokens):
             parent = draft.parents[node]
             level = 0 if parent < 0 else chances[parent][0] + 1
             before = 1.0 if parent < 0 else chances[parent][1]
-            chances.append((level, before * float(laws[level, token])))
+            chances.append((level, before * float(distributions[level, token])))
         assert all(chance >= floor for _, chance in chances)
         if len(draft.tokens) < request.max_nodes:  # and nothing else is
-            assert draft.parents.count(-1) == int((laws[0] >= floor).sum())
+            assert draft.parents.count(-1) == int((distributions[0] >= floor).sum())
     assert (len(watch.seen[0][2].tokens) < 15) == bool(floor)
 
 

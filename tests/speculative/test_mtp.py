@@ -10,20 +10,18 @@ import torch
 from torch import Tensor
 
 from engines import drain, engine, expect_empty, load, outputs
-from forethought.decoding import MTPDecodingConfig
+from forethought.config.drafters import MTPDecodingConfig
+from forethought.config.sampling import SamplingParams, SpeculationParams
 from forethought.errors import ModelError, ParameterError
-from forethought.kv.companion import Companion
+from forethought.kv.draft_cache import DraftKvCache, HiddenStateCache
 from forethought.kv.pool import PagePool
 from forethought.kv.storage import KvStorage
 from forethought.kv.table import PageTable
+from forethought.model.causal_lm import FINAL
 from forethought.model.runner import Runner
-from forethought.model.taps import FINAL
-from forethought.params import SamplingParams, SpeculationParams
 from forethought.speculative.drafter import DraftRequest, ScheduledRequests
-from forethought.speculative.drafters.mtp import MTPDrafter
-from forethought.speculative.features import Features
-from forethought.speculative.mtp_lane import Lane
-from forethought.speculative.table import Target
+from forethought.speculative.drafters.mtp import MTPDrafter, MtpModuleCache
+from forethought.speculative.registry import Target
 from models import greedy, prompts, tiny
 from mtp_modules import random_modules, saved
 from mtp_twin import Watch, replayed, vanilla
@@ -143,26 +141,26 @@ class Diary:
         self.vocab_size, self.ids = 32, None
 
     def read(self, states: Tensor, forward_pass: Any) -> Any:
-        from forethought.speculative.heads.mtp import Left
+        from forethought.speculative.heads.mtp import ModuleStates
 
         batch = forward_pass.batch
-        letters = [chr(65 + token) for token in batch.token_ids.tolist()]
+        callbacks = [chr(65 + token) for token in batch.token_ids.tolist()]
         self.entries.append(
             f"{self.name}: "
-            + " ".join(f"{_state(s)}{t}" for s, t in zip(states, letters, strict=True))
+            + " ".join(f"{_state(s)}{t}" for s, t in zip(states, callbacks, strict=True))
         )
         index = batch.logit_index
         coded = states.clone()
         coded[:, 0] = self.name
-        return Left(coded[index], batch.token_ids[index, None].float())
+        return ModuleStates(coded[index], batch.token_ids[index, None].float())
 
     def logits(self, normed: Tensor) -> Tensor:
         return torch.nn.functional.one_hot(normed[:, 0].long() + 1, 32).float()
 
 
 def _state(state: Tensor) -> str:
-    source, letter = state.long().tolist()
-    return f"({'H' if source == 0 else source}{chr(65 + letter)})"
+    source, callback = state.long().tolist()
+    return f"({'H' if source == 0 else source}{chr(65 + callback)})"
 
 
 def _golden(lanes: int, depth: int) -> tuple[list[str], list[int]]:
@@ -173,14 +171,14 @@ def _golden(lanes: int, depth: int) -> tuple[list[str], list[int]]:
     like = KvStorage([LayerShape(1, 2, 2)], 4, 4)
     networks = [Diary(1 + place, LayerShape(1, 2, 2), entries) for place in range(lanes)]
     drafter = MTPDrafter(
-        [Lane(network, lm, like, lag=1 + n) for n, network in enumerate(networks)],
-        Features([FINAL], 2, like),
+        [MtpModuleCache(network, lm, like, lag=1 + n) for n, network in enumerate(networks)],
+        HiddenStateCache([FINAL], 2, like),
         max_num_tokens=64,
     )
     table = PageTable(PagePool(4, 4))
     table.append(5 + depth)
-    features = drafter.companions[0]
-    states = torch.tensor([[0.0, letter] for letter in range(4)])
+    features = drafter.draft_caches[0]
+    states = torch.tensor([[0.0, callback] for callback in range(4)])
     features.write(torch.tensor(table.slots(0, 4)), {FINAL: states})
     request = _request([0, 1, 2, 3, 4], table, depth)
     drafter.prepare_draft_tokens(ScheduledRequests([request]))
@@ -223,12 +221,12 @@ def _one_draft(drafter: MTPDrafter, runner: Runner, tokens: list[int]) -> list[i
     from forethought.model.batch import Row
 
     storage = runner.storage
-    for companion in drafter.companions:
-        assert isinstance(companion, Companion)
-        companion.resize(storage.num_pages)
+    for draft_cache in drafter.draft_caches:
+        assert isinstance(draft_cache, DraftKvCache)
+        draft_cache.resize(storage.num_pages)
     table = PageTable(PagePool(storage.num_pages, storage.page_size))
     table.append(len(tokens) - 1)
-    [features, *_] = drafter.companions
+    [features, *_] = drafter.draft_caches
     runner.forward([Row(tokens[:-1], 0, table)], [features])
     table.append(1 + 4)
     request = _request(tokens, table, 4)

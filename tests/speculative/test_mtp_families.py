@@ -18,17 +18,17 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 
 from engines import drain, expect_empty, outputs
-from forethought.decoding import MTPDecodingConfig
+from forethought.config.drafters import MTPDecodingConfig
+from forethought.config.sampling import SamplingParams
 from forethought.engine.engine import Engine
-from forethought.engine.resolve import equip
+from forethought.engine.resolve import build_drafter_entry
 from forethought.engine.scheduler import Limits
 from forethought.errors import ModelError
 from forethought.kv.storage import KvStorage
 from forethought.model import loader
 from forethought.model.runner import Runner
-from forethought.params import SamplingParams
 from forethought.speculative.heads.mtp import MtpModule, load_modules, save_modules
-from forethought.speculative.table import Target
+from forethought.speculative.registry import Target
 from models import greedy, prompts, save_random, tiny
 from mtp_twin import Watch, replayed
 
@@ -98,7 +98,7 @@ def machine(path: Path, **more: Any) -> Engine:
     lm = loader.load(path, dtype="float32")
     runner = Runner(lm, KvStorage(lm.layer_shapes, 96, 4, lm.dtype))
     config = MTPDecodingConfig(max_draft_len=3, **more)
-    drafters = [equip(config, Target(runner, 64), 8)]
+    drafters = [build_drafter_entry(config, Target(runner, 64), 8)]
     return Engine(runner, Limits(8, 64, 128), seed=0, drafters=drafters)
 
 

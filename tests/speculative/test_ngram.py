@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError
-from forethought.params import SamplingParams
 from forethought.speculative.drafter import DraftRequest, ScheduledRequests
-from forethought.speculative.drafters.ngram import NGramDrafter
-from forethought.speculative.ngram_pool import MOST_MATCHES, NGramPool
+from forethought.speculative.drafters.ngram import MAX_MATCHES, NGramDrafter, NGramPool
 
 LOOP = [1, 2, 3, 4, 1, 2, 5, 1, 2]
 NUMBERS = itertools.count()
@@ -161,7 +160,7 @@ def test_a_common_pattern_keeps_a_bounded_number_of_matches(oldest, answer):
     pool = NGramPool(1, 1, keep_all=True, use_oldest=oldest, max_size=10_000)
     tokens = [token for other in range(200) for token in (1000, other)]
     pool.learn("", tokens, 0, len(tokens) - 1)
-    assert len(pool.matches("", [1000])) == MOST_MATCHES
+    assert len(pool.matches("", [1000])) == MAX_MATCHES
     assert list(pool.look_up("", [7, 1000])) == [answer]
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from engines import drain, engine, expect_empty, outputs
-from forethought.decoding import PearlDecodingConfig
+from forethought.config.drafters import PearlDecodingConfig
+from forethought.config.sampling import SamplingParams
 from forethought.engine.engine import Engine
-from forethought.params import SamplingParams
 from forethought.speculative.drafters import pearl
 from models import greedy, prompts, tiny
 
@@ -41,7 +41,7 @@ def run(made: Engine) -> list[Any]:
 def failing_choice(monkeypatch: pytest.MonkeyPatch, when: Any) -> None:
     choose = pearl._choose
 
-    def guarded(job: pearl.Job, logits: Any) -> int:
+    def guarded(job: pearl.DraftJob, logits: Any) -> int:
         if when(job):
             raise ValueError("there is no choice")
         return choose(job, logits)
@@ -56,7 +56,7 @@ def test_a_request_that_cannot_be_drafted_for_leaves_the_others_their_drafts(
 ) -> None:
     whole = [sample.metrics for sample in run(machine(overlap))]
 
-    def is_second(job: pearl.Job) -> bool:
+    def is_second(job: pearl.DraftJob) -> bool:
         done = len(job.tokens) + len(job.guesses) - job.request.prompt_length
         return job.tokens[: job.request.prompt_length] == PROMPTS[1] and done > after
 

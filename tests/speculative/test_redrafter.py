@@ -15,27 +15,28 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engines import drain, engine, expect_empty, load, outputs
-from forethought.decoding import DecodingBaseConfig, ReDrafterDecodingConfig
+from forethought.config.drafters import ReDrafterDecodingConfig
+from forethought.config.sampling import SamplingParams
+from forethought.config.speculation import DecodingBaseConfig
 from forethought.engine.engine import Engine
 from forethought.errors import ModelError, ParameterError
 from forethought.kv.pool import PagePool
 from forethought.kv.table import PageTable
-from forethought.params import SamplingParams
-from forethought.speculative import table
+from forethought.speculative import registry
 from forethought.speculative.drafter import DraftRequest, ScheduledRequests
 from forethought.speculative.drafters.redrafter import (
     Beams,
     BeamSearch,
     last_beams,
-    likeliest,
     pack,
+    top_beams_tree,
 )
 from forethought.speculative.heads.redrafter import (
     DraftRecurrence,
     ReDrafterHead,
     ReDrafterShape,
 )
-from forethought.speculative.table import Target
+from forethought.speculative.registry import Target
 from models import VOCAB, prompts
 from redrafter_heads import HIDDEN, make_head, random_head
 
@@ -191,11 +192,11 @@ FOUND = Beams(  # 1 2 | 1-3 1-4 | 1-3-5 1-4-5
         (last_beams, 2, 9, [1, 3, 4], (-1, 0, 0)),
         (last_beams, 1, 9, [1, 2], (-1, -1)),
         (last_beams, 7, 9, [1, 3, 5, 4, 5], (-1, 0, 1, 0, 3)),
-        (likeliest, 3, 9, [1, 3, 2, 5, 4, 5], (-1, 0, -1, 1, 0, 4)),
-        (likeliest, 3, 4, [1, 3, 2, 5], (-1, 0, -1, 1)),
-        (likeliest, 2, 9, [1, 3, 2, 4], (-1, 0, -1, 0)),
-        (likeliest, 1, 9, [1, 2], (-1, -1)),
-        (likeliest, 7, 9, [1, 3, 2, 5, 4, 5], (-1, 0, -1, 1, 0, 4)),
+        (top_beams_tree, 3, 9, [1, 3, 2, 5, 4, 5], (-1, 0, -1, 1, 0, 4)),
+        (top_beams_tree, 3, 4, [1, 3, 2, 5], (-1, 0, -1, 1)),
+        (top_beams_tree, 2, 9, [1, 3, 2, 4], (-1, 0, -1, 0)),
+        (top_beams_tree, 1, 9, [1, 2], (-1, -1)),
+        (top_beams_tree, 7, 9, [1, 3, 2, 5, 4, 5], (-1, 0, -1, 1, 0, 4)),
     ],
 )
 def test_trees_of_beams_keep_to_depth_and_size(tree, depth, most, tokens, parents) -> None:
@@ -263,8 +264,8 @@ class Watched:
     def __init__(self, config: DecodingBaseConfig, **sizes: Any) -> None:
         self.machine: Engine = engine(speculative=[config], **sizes)
         self.drafts: list[tuple[list[int], list[int], tuple[int, ...]]] = []
-        [equipped] = self.machine.speculation._drafters
-        propose = equipped.drafter.prepare_draft_tokens
+        [entry] = self.machine.speculation._drafters
+        propose = entry.drafter.prepare_draft_tokens
 
         def noted(scheduled: ScheduledRequests, manager: Any = None) -> None:
             propose(scheduled, manager)
@@ -272,7 +273,7 @@ class Watched:
                 draft = request.draft
                 self.drafts.append((list(request.tokens), draft.tokens, draft.parents))
 
-        equipped.drafter.prepare_draft_tokens = noted
+        entry.drafter.prepare_draft_tokens = noted
 
 
 def test_what_the_head_holds_unlikely_is_left_out_of_drafts() -> None:
@@ -366,11 +367,11 @@ def test_drafts_keep_to_the_depth_and_nodes_of_each_request(tree: Any) -> None:
     config = ReDrafterDecodingConfig(
         speculative_model=random_head(), num_beams=4, draft_len_per_beam=5, tree=tree
     )
-    drafter: Any = table.build(config, target())
+    drafter: Any = registry.build(config, target())
     requests = requests_of((5, 20), (2, 20), (5, 6), (1, 1))
     for request in requests:
         assert request.table is not None
-        drafter.companions[0].mark(request.table, 0, len(request.tokens))
+        drafter.draft_caches[0].mark(request.table, 0, len(request.tokens))
     drafter.prepare_draft_tokens(ScheduledRequests(requests))
     whole, shallow, small, least = (request.draft for request in requests)
     assert (len(shallow) > 2, shallow.depth, len(least)) == (True, 2, 1)
@@ -382,10 +383,10 @@ def test_drafts_keep_to_the_depth_and_nodes_of_each_request(tree: Any) -> None:
 
 def test_a_request_whose_state_is_unknown_gets_no_draft_and_the_others_do() -> None:
     config = ReDrafterDecodingConfig(speculative_model=random_head())
-    drafter: Any = table.build(config, target())
+    drafter: Any = registry.build(config, target())
     unknown, known = requests_of((5, 25), (5, 25))
     assert known.table is not None
-    drafter.companions[0].mark(known.table, 0, len(known.tokens))
+    drafter.draft_caches[0].mark(known.table, 0, len(known.tokens))
     drafter.prepare_draft_tokens(ScheduledRequests([unknown, known]))
     assert not len(unknown.draft)
     assert len(known.draft) > 4
@@ -395,7 +396,7 @@ def test_nodes_are_counted_as_if_no_beams_began_alike_up_to_the_limit() -> None:
     config = ReDrafterDecodingConfig(
         speculative_model=random_head(), num_beams=4, max_total_draft_tokens=10
     )
-    drafter = table.build(config, target())
+    drafter = registry.build(config, target())
     assert [drafter.nodes(depth) for depth in (1, 2, 3, 4)] == [4, 8, 10, 10]
 
 
@@ -417,7 +418,7 @@ def test_another_targets_head_is_refused(tmp_path: Path) -> None:
     for sizes, message in (({"hidden": 16}, "states of 16"), ({"vocab": 300}, "knows 300")):
         make_head(**sizes).save(tmp_path)
         with pytest.raises(ModelError, match=message):
-            table.build(ReDrafterDecodingConfig(speculative_model=tmp_path), target())
+            registry.build(ReDrafterDecodingConfig(speculative_model=tmp_path), target())
 
 
 # ---- the configuration ----------------------------------------------------------------------

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from engines import drain, engine, expect_empty, outputs
-from forethought.decoding import DecodingBaseConfig, MTPDecodingConfig
+from forethought.config.drafters import MTPDecodingConfig
+from forethought.config.sampling import SamplingParams
+from forethought.config.speculation import DecodingBaseConfig
 from forethought.errors import ParameterError
 from forethought.model.sampling import TokenContext
-from forethought.params import SamplingParams
 from forethought.speculative.draft import Draft
-from forethought.speculative.relaxed import RelaxedAcceptance
-from forethought.speculative.rule import rule_of
-from forethought.speculative.verify import Candidate, verify
+from forethought.speculative.verify.rules import RelaxedAcceptance, rule_of
+from forethought.speculative.verify.verify import VerificationRequest, verify
 from models import greedy, prompts, tiny
 from mtp_modules import saved
 
@@ -28,16 +28,16 @@ THINKING, SPEAKING = (5, BEGIN, 6), (BEGIN, 6, END, 7)
 def judged(
     rule: RelaxedAcceptance,
     draft: Draft,
-    laws: Any = None,
+    distributions: Any = None,
     past: tuple[int, ...] = THINKING,
     params: SamplingParams = GREEDY,
 ) -> tuple[list[int], list[int]]:
     """The accepted nodes, and what comes out."""
     contexts = [TokenContext(params, (), (), frozenset())] * (1 + len(draft))
     rows = range(1 + len(draft))
-    candidate = Candidate(draft, rows, contexts, 3, 0, 5, past=past, rule=rule)
+    candidate = VerificationRequest(draft, rows, contexts, 3, 0, 5, past=past, rule=rule)
     wide = torch.full((len(rows), 100), -30.0)
-    wide[:, :4] = torch.tensor(laws or [LAW] * len(rows)).log()
+    wide[:, :4] = torch.tensor(distributions or [LAW] * len(rows)).log()
     [verdict] = verify(wide, [candidate])
     return verdict.path, verdict.tokens
 
@@ -93,14 +93,14 @@ def test_outside_of_the_thinking_only_the_likeliest_token_stands(past, thinks):
 
 def test_thinking_begins_and_ends_within_a_draft():
     rule = RelaxedAcceptance(10, 0.6, "probability", BEGIN, END)
-    laws = torch.full((4, 100), -30.0)
-    laws[:, :4] = torch.tensor(LAW).log()
+    distributions = torch.full((4, 100), -30.0)
+    distributions[:, :4] = torch.tensor(LAW).log()
     for marker, past, path in ((BEGIN, SPEAKING, [0, 1, 2]), (END, THINKING, [0])):
-        first = laws.clone()
+        first = distributions.clone()
         first[0, marker] = 5.0  # the marker is what the target says itself
         contexts = [TokenContext(GREEDY, (), (), frozenset())] * 4
         draft = Draft([marker, 2, 1])
-        candidate = Candidate(draft, range(4), contexts, 3, 0, 5, past=past, rule=rule)
+        candidate = VerificationRequest(draft, range(4), contexts, 3, 0, 5, past=past, rule=rule)
         [verdict] = verify(first, [candidate])
         assert verdict.path == path
 
@@ -188,11 +188,13 @@ def test_where_the_rule_is_left_out_it_is_the_documented_one():
 
 
 def test_the_rule_of_logarithms_is_the_stricter_one():
-    laws = torch.randn(200, 9, generator=torch.Generator().manual_seed(0)).mul(3).softmax(-1)
+    distributions = (
+        torch.randn(200, 9, generator=torch.Generator().manual_seed(0)).mul(3).softmax(-1)
+    )
     tokens = torch.arange(200) % 9
     for delta in (0.0, 0.1, 0.6):
         by_log, by_difference = (
-            RelaxedAcceptance(5, delta, rule, BEGIN, END).tolerable(laws, tokens)
+            RelaxedAcceptance(5, delta, rule, BEGIN, END).tolerable(distributions, tokens)
             for rule in ("log_probability", "probability")
         )
         assert not (by_log & ~by_difference).any()

@@ -10,14 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError
-from forethought.params import SamplingParams
-from forethought.speculative.continuation import chain, tree
 from forethought.speculative.draft import Draft
 from forethought.speculative.drafter import DraftRequest, ScheduledRequests
-from forethought.speculative.drafters.suffix import SuffixDrafter
-from forethought.speculative.past_outputs import PastOutputs
-from forethought.speculative.suffix_index import MOST_PLACES, SuffixIndex
+from forethought.speculative.drafters.suffix import (
+    MAX_POSITIONS,
+    PastOutputs,
+    SuffixDrafter,
+    SuffixIndex,
+    chain,
+    tree,
+)
 
 NUMBERS = itertools.count()
 
@@ -99,7 +103,7 @@ def test_the_index_finds_what_trying_every_place_finds(texts, tokens, depth, gon
     length, places = index.find(tokens)
     expected, all_places = slow_find(texts[gone:], tokens, depth)
     assert length == expected
-    if len(all_places) <= MOST_PLACES and sum(map(len, texts)) <= MOST_PLACES:
+    if len(all_places) <= MAX_POSITIONS and sum(map(len, texts)) <= MAX_POSITIONS:
         assert [(id(text), at) for text, at in places] == [(id(t), at) for t, at in all_places]
     assert all((text, at) in all_places for text, at in places)
 
@@ -122,7 +126,7 @@ def test_a_common_ngram_is_searched_at_its_newest_places_only():
     index.add(text, 0, len(text))
     length, places = index.find([7, 1000])
     assert length == 1
-    assert [text[at] for _, at in places] == list(range(300 - MOST_PLACES, 300))
+    assert [text[at] for _, at in places] == list(range(300 - MAX_POSITIONS, 300))
 
 
 # ---- continuations ------------------------------------------------------------------------------

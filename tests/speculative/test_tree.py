@@ -7,11 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError
-from forethought.params import SamplingParams
-from forethought.speculative.check import checked
 from forethought.speculative.draft import Draft, DraftKind
-from forethought.speculative.drafter import DraftRequest
+from forethought.speculative.drafter import DraftRequest, check_draft
 from forethought.speculative.tree import TokenTree, TreeChoices
 
 #      -1
@@ -143,19 +142,19 @@ def asked(draft: Draft, depth: int = 9, nodes: int = 9) -> DraftRequest:
 @pytest.mark.parametrize(("nodes", "kept"), [(4, 4), (3, 3), (2, 2), (1, 1)])
 def test_a_tree_is_cut_to_as_many_nodes_as_there_is_room_for(nodes: int, kept: int) -> None:
     draft = Draft([1, 2, 3, 4], (-1, -1, 0, 1))
-    found = checked(asked(draft, nodes=nodes), 10)
+    found = check_draft(asked(draft, nodes=nodes), 10)
     assert list(found.tokens) == [1, 2, 3, 4][:kept]
     assert found.parents == (-1, -1, 0, 1)[:kept]
 
 
 def test_points_that_repeat_a_sibling_go_and_tokens_that_were_drawn_stay() -> None:
     parents = (-1, -1, 0, 1)
-    assert list(checked(asked(Draft([5, 5, 6, 7], parents)), 10).tokens) == [5, 6]
+    assert list(check_draft(asked(Draft([5, 5, 6, 7], parents)), 10).tokens) == [5, 6]
     drawn = Draft([5, 5, 6, 7], parents, DraftKind.IID, torch.full((4, 10), 0.1))
-    assert list(checked(asked(drawn), 10).tokens) == [5, 5, 6, 7]
+    assert list(check_draft(asked(drawn), 10).tokens) == [5, 5, 6, 7]
 
 
 def test_nodes_that_are_too_deep_go_with_what_follows_them() -> None:
-    found = checked(asked(Draft([1, 2, 3, 4], (-1, 0, 1, -1)), depth=1), 10)
+    found = check_draft(asked(Draft([1, 2, 3, 4], (-1, 0, 1, -1)), depth=1), 10)
     assert list(found.tokens) == [1, 4]
-    assert list(checked(asked(Draft([1, 2, 3]), depth=2), 10).tokens) == [1, 2]
+    assert list(check_draft(asked(Draft([1, 2, 3]), depth=2), 10).tokens) == [1, 2]

@@ -5,29 +5,31 @@ import math
 import pytest
 import torch
 
+from forethought.config.sampling import SamplingParams
 from forethought.model.sampling import TokenContext
-from forethought.params import SamplingParams
 from forethought.speculative.draft import Draft
-from forethought.speculative.typical import TypicalAcceptance
-from forethought.speculative.verify import Candidate, verify
+from forethought.speculative.verify.rules import TypicalAcceptance
+from forethought.speculative.verify.verify import VerificationRequest, verify
 
 SAMPLED = SamplingParams(temperature=1.0, seed=3)
 LAW = (0.5, 0.3, 0.15, 0.05)
 
 
-def accepted(rule: TypicalAcceptance, law: tuple[float, ...]) -> list[int]:
+def accepted(rule: TypicalAcceptance, distribution: tuple[float, ...]) -> list[int]:
     """Which tokens may follow a prefix with this law, each tried alone."""
-    logits = torch.tensor([law, law]).log()
+    logits = torch.tensor([distribution, distribution]).log()
     context = TokenContext(SAMPLED, (), (), frozenset())
     return [
         token
-        for token in range(len(law))
-        if rule.paths(logits, [Candidate(Draft([token]), range(2), [context] * 2, 3, 0, 5)])[0]
+        for token in range(len(distribution))
+        if rule.paths(
+            logits, [VerificationRequest(Draft([token]), range(2), [context] * 2, 3, 0, 5)]
+        )[0]
     ]
 
 
 @pytest.mark.parametrize(
-    ("law", "threshold", "tokens"),
+    ("distribution", "threshold", "tokens"),
     [
         (LAW, 0.09, [0, 1, 2]),
         ((0.97, 0.01, 0.01, 0.01), 0.09, [0]),
@@ -35,10 +37,12 @@ def accepted(rule: TypicalAcceptance, law: tuple[float, ...]) -> list[int]:
         ((0.01,) * 100, 0.003, list(range(100))),
     ],
 )
-def test_the_threshold_is_the_papers(law, threshold, tokens):
+def test_the_threshold_is_the_papers(distribution, threshold, tokens):
     rule = TypicalAcceptance(0.09, 0.3)
-    assert float(rule.thresholds(torch.tensor([law]))) == pytest.approx(threshold, abs=1e-4)
-    assert accepted(rule, law) == tokens
+    assert float(rule.thresholds(torch.tensor([distribution]))) == pytest.approx(
+        threshold, abs=1e-4
+    )
+    assert accepted(rule, distribution) == tokens
 
 
 def test_the_threshold_falls_with_the_entropy_as_the_formula_says():
@@ -53,11 +57,11 @@ def test_a_token_must_be_more_likely_than_the_threshold():
     assert accepted(TypicalAcceptance(0.5, 1.0), (0.5, 0.5)) == []
 
 
-def judged(draft: Draft, laws: list[tuple[float, ...]]) -> tuple[list[int], list[int]]:
+def judged(draft: Draft, distributions: list[tuple[float, ...]]) -> tuple[list[int], list[int]]:
     contexts = [TokenContext(SAMPLED, (), (), frozenset())] * (1 + len(draft))
     rule = TypicalAcceptance(0.09, 0.3)
-    candidate = Candidate(draft, range(len(laws)), contexts, 3, 0, 5, rule=rule)
-    [verdict] = verify(torch.tensor(laws).log(), [candidate])
+    candidate = VerificationRequest(draft, range(len(distributions)), contexts, 3, 0, 5, rule=rule)
+    [verdict] = verify(torch.tensor(distributions).log(), [candidate])
     return verdict.path, verdict.tokens
 
 
@@ -83,7 +87,7 @@ def test_a_node_behind_one_that_is_not_typical_never_stands():
 
 def test_the_token_behind_the_path_is_the_one_that_plain_decoding_draws_there():
     contexts = [TokenContext(SAMPLED, (), (), frozenset())]
-    plain = Candidate(Draft(()), [0], contexts, 3, 0, 6)
+    plain = VerificationRequest(Draft(()), [0], contexts, 3, 0, 6)
     [verdict] = verify(torch.tensor([LAW]).log(), [plain])
     _, tokens = judged(Draft([0]), [LAW, LAW])
     assert tokens[1:] == verdict.tokens
@@ -91,5 +95,5 @@ def test_the_token_behind_the_path_is_the_one_that_plain_decoding_draws_there():
 
 def test_greedy_requests_are_verified_exactly():
     rule = TypicalAcceptance(0.09, 0.3)
-    assert rule.bends(SAMPLED)
-    assert not rule.bends(SamplingParams(temperature=0.0))
+    assert rule.applies_to(SAMPLED)
+    assert not rule.applies_to(SamplingParams(temperature=0.0))

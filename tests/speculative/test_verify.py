@@ -13,15 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from forethought.model.sampling import TokenContext, choose, coin, logits_to_probs
-from forethought.params import SamplingParams
-from forethought.speculative import verify as verification
+from forethought.config.sampling import SamplingParams
+from forethought.model.sampling import TokenContext, logits_to_probs, sample, uniform_at
 from forethought.speculative.draft import NO_DRAFT, Draft, DraftKind
-from forethought.speculative.reference import Chance, Law, PlainDraft, reference_verify
-from forethought.speculative.rejection import Tossed, settle
-from forethought.speculative.synthetic import SyntheticAcceptance
 from forethought.speculative.tree import TreeChoices
-from forethought.speculative.verify import Candidate, Verdict, verify
+from forethought.speculative.verify import verify as verification
+from forethought.speculative.verify.reference import (
+    Chance,
+    Distribution,
+    PlainDraft,
+    reference_verify,
+)
+from forethought.speculative.verify.rejection import DrawnDraft, settle
+from forethought.speculative.verify.rules import SyntheticAcceptance
+from forethought.speculative.verify.verify import VerificationRequest, VerificationResult, verify
 
 GREEDY = SamplingParams(temperature=0.0)
 PLAIN = SamplingParams()
@@ -31,19 +36,19 @@ RANDOM = [DraftKind.IID, DraftKind.WITHOUT_REPLACEMENT]
 
 def candidate(
     draft: Draft, params: SamplingParams, begin: int = 0, seed: int = 0, position: int = 0
-) -> Candidate:
+) -> VerificationRequest:
     """A candidate whose rows follow each other, each node with its own prefix."""
     prefixes: list[list[int]] = [[]]
     for node, token in enumerate(draft.tokens):
         prefixes.append([*prefixes[1 + draft.parent(node)], token])
     contexts = [TokenContext(params, (), prefix, frozenset({1})) for prefix in prefixes]
     rows = range(begin, begin + 1 + len(draft))
-    return Candidate(draft, rows, contexts, seed, 0, position)
+    return VerificationRequest(draft, rows, contexts, seed, 0, position)
 
 
 def verdict(
     logits: Tensor, draft: Draft, params: SamplingParams = GREEDY, seed: int = 0
-) -> Verdict:
+) -> VerificationResult:
     return verify(logits, [candidate(draft, params, seed=seed)])[0]
 
 
@@ -77,9 +82,13 @@ def test_a_greedy_walk_goes_to_the_child_that_is_likeliest(likeliest, path, toke
 
 def test_no_draft_is_plain_decoding():
     logits = torch.randn(3, 8)
-    wishes = [GREEDY, PLAIN, replace(PLAIN, logprobs=1)]
-    given = [candidate(NO_DRAFT, params, row, seed=row) for row, params in enumerate(wishes)]
-    plain = choose(logits, [c.contexts[0] for c in given], [coin(row, 0, 0) for row in range(3)])
+    requested_nodes = [GREEDY, PLAIN, replace(PLAIN, logprobs=1)]
+    given = [
+        candidate(NO_DRAFT, params, row, seed=row) for row, params in enumerate(requested_nodes)
+    ]
+    plain = sample(
+        logits, [c.contexts[0] for c in given], [uniform_at(row, 0, 0) for row in range(3)]
+    )
     found = verify(logits, given)
     assert [v.tokens for v in found] == [[token] for token in plain.tokens]
     assert [v.path for v in found] == [[], [], []]
@@ -101,13 +110,13 @@ def plainly(params: SamplingParams, seed: int, count: int) -> tuple[list[int], l
     for position in range(count):
         row = TABLE[output[-1] if output else 0].unsqueeze(0)
         context = TokenContext(params, (0,), list(output), frozenset({1}))
-        choice = choose(row, [context], [coin(seed, 0, position)])
+        choice = sample(row, [context], [uniform_at(seed, 0, position)])
         output += choice.tokens
         logprobs += choice.logprobs
     return output, logprobs
 
 
-wishes = st.builds(
+requested_nodes = st.builds(
     SamplingParams,
     temperature=st.sampled_from([0.0, 0.7, 1.0]),
     top_k=st.sampled_from([0, 3]),
@@ -121,7 +130,7 @@ wishes = st.builds(
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(wishes, st.integers(0, 2**32), st.data())
+@given(requested_nodes, st.integers(0, 2**32), st.data())
 def test_points_change_nothing_about_what_is_drawn(params: SamplingParams, seed: int, data):
     """Token for token and figure for figure, whatever is proposed; often the truth is among it."""
     truth, figures = plainly(params, seed, 12)
@@ -163,9 +172,9 @@ def test_laws_behind_the_root_are_made_only_for_drafts_that_begin_well(monkeypat
     rows: list[int] = []
     draw = verification.draw_tokens
 
-    def counted(logits, contexts, coins):
+    def counted(logits, contexts, uniforms):
         rows.append(len(contexts))
-        return draw(logits, contexts, coins)
+        return draw(logits, contexts, uniforms)
 
     monkeypatch.setattr(verification, "draw_tokens", counted)
     params = SamplingParams(temperature=1.0, top_p=0.9)
@@ -173,7 +182,7 @@ def test_laws_behind_the_root_are_made_only_for_drafts_that_begin_well(monkeypat
     good, bad = Draft([5, 6]), Draft([9, 6])
     context = TokenContext(params, (), (), frozenset())
     candidates = [
-        Candidate(draft, range(at, at + 3), [context] * 3, seed=1, stream=0, position=4)
+        VerificationRequest(draft, range(at, at + 3), [context] * 3, seed=1, stream=0, position=4)
         for at, draft in ((0, good), (3, bad))
     ]
     verdicts = verify(logits, candidates)
@@ -204,11 +213,11 @@ class Coins(Chance):
         self._seed, self._position = seed, position
 
     def accepts(self, probability: float, depth: int, sibling: int) -> bool:
-        return coin(self._seed, 0, self._position + depth, 2 + (sibling << 8)) < probability
+        return uniform_at(self._seed, 0, self._position + depth, 2 + (sibling << 8)) < probability
 
-    def draws(self, law: Law, depth: int) -> int:
-        mass = list(itertools.accumulate(law))
-        target = coin(self._seed, 0, self._position + depth) * mass[-1]
+    def draws(self, distribution: Distribution, depth: int) -> int:
+        mass = list(itertools.accumulate(distribution))
+        target = uniform_at(self._seed, 0, self._position + depth) * mass[-1]
         return next(token for token, total in enumerate(mass) if total > target)
 
 
@@ -216,7 +225,7 @@ weights = st.sampled_from([0.0, 0.1, 0.25, 0.5, 1.0, 3.0])
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Tensor, Candidate, PlainDraft]:
+def cases(draw: st.DrawFn) -> tuple[Tensor, VerificationRequest, PlainDraft]:
     """A draft with logits, and the same on lists. Now and then q is no law, or only says so."""
     size = draw(st.integers(0, 6))
     kind = draw(st.sampled_from(KINDS))
@@ -232,13 +241,13 @@ def cases(draw: st.DrawFn) -> tuple[Tensor, Candidate, PlainDraft]:
     if odd is not None and size:
         q[draw(st.integers(0, size - 1))][draw(st.integers(0, columns - 1))] = odd
     wide = [[0.0] * WIDTH for _ in range(size)]
-    for row, law in zip(wide, q, strict=True):
-        for column, weight in enumerate(law):
+    for row, distribution in zip(wide, q, strict=True):
+        for column, weight in enumerate(distribution):
             row[ids[column] if ids else column] = weight
-    laws = None if kind is DraftKind.POINT else torch.tensor(q).reshape(size, columns)
-    draft = Draft(tokens, parents, kind, laws, None if ids is None else torch.tensor(ids))
+    distributions = None if kind is DraftKind.POINT else torch.tensor(q).reshape(size, columns)
+    draft = Draft(tokens, parents, kind, distributions, None if ids is None else torch.tensor(ids))
     seed, position = draw(st.integers(0, 2**32)), draw(st.integers(0, 50))
-    given = candidate(draft, draw(wishes), seed=seed, position=position)
+    given = candidate(draft, draw(requested_nodes), seed=seed, position=position)
     return logits, given, PlainDraft(tokens, parents, kind, wide)
 
 
@@ -246,10 +255,10 @@ def cases(draw: st.DrawFn) -> tuple[Tensor, Candidate, PlainDraft]:
 @given(cases())
 def test_the_vectorised_verdict_agrees_with_the_obvious_one(case):
     logits, given, plain = case
-    laws = logits_to_probs(logits, given.contexts).double().tolist()
+    distributions = logits_to_probs(logits, given.contexts).double().tolist()
     again = [replace(given, seed=given.seed + more) for more in range(12)]
     for one, found in zip(again, verify(logits, again), strict=True):
-        expected = reference_verify(laws, plain, Coins(one.seed, one.position))
+        expected = reference_verify(distributions, plain, Coins(one.seed, one.position))
         assert (found.path, found.tokens) == expected
 
 
@@ -274,8 +283,8 @@ def test_a_draft_has_the_same_verdict_alone_and_in_any_company(several, cached):
 
 def told(kind: DraftKind, tokens: Sequence[int], q: Sequence[float], **fields: object) -> Draft:
     """Children of the root, all drawn from one q."""
-    laws = torch.tensor([list(q)] * len(tokens))
-    return Draft(tokens, (-1,) * len(tokens), kind, laws, **fields)
+    distributions = torch.tensor([list(q)] * len(tokens))
+    return Draft(tokens, (-1,) * len(tokens), kind, distributions, **fields)
 
 
 def log(*probs: float) -> Tensor:
@@ -307,7 +316,7 @@ def test_a_token_that_q_gives_no_mass_is_judged_as_a_point(kind, q):
     """Accepted with its own probability, over 2,000 seeds within four standard deviations."""
     probs = (0.2, 0.3, 0.4, 0.1)
     given = [
-        Candidate(
+        VerificationRequest(
             told(kind, [0], q), [0, 1], [TokenContext(PLAIN, (), (), frozenset())] * 2, s, 0, 0
         )
         for s in range(2000)
@@ -321,16 +330,16 @@ def test_a_token_that_q_gives_no_mass_is_judged_as_a_point(kind, q):
 
 def test_where_the_laws_are_equal_nothing_is_left_but_the_law_itself():
     """Only rounding could reject there, and what is drawn then must still be a token."""
-    laws = torch.tensor([[0.5, 0.25, 0.25, 0.0]] * 2)
-    draft = told(DraftKind.IID, [0], laws[0].tolist())
-    assert settle(laws, [Tossed(draft, 0, [0.999])]).tolist() == [False, True]
-    assert laws.tolist() == [[0.5, 0.25, 0.25, 0.0]] * 2
+    distributions = torch.tensor([[0.5, 0.25, 0.25, 0.0]] * 2)
+    draft = told(DraftKind.IID, [0], distributions[0].tolist())
+    assert settle(distributions, [DrawnDraft(draft, 0, [0.999])]).tolist() == [False, True]
+    assert distributions.tolist() == [[0.5, 0.25, 0.25, 0.0]] * 2
 
 
 def test_not_even_the_lowest_coin_accepts_what_the_target_forbids():
-    laws = torch.tensor([[0.5, 0.5, 0.0]] * 2)
+    distributions = torch.tensor([[0.5, 0.5, 0.0]] * 2)
     draft = told(DraftKind.IID, [2], [0.2, 0.2, 0.6])
-    assert settle(laws, [Tossed(draft, 0, [0.0])]).tolist() == [False, False]
+    assert settle(distributions, [DrawnDraft(draft, 0, [0.0])]).tolist() == [False, False]
 
 
 def test_weights_that_do_not_sum_to_one_are_the_law_that_they_are_in_proportion_to():
@@ -419,14 +428,14 @@ def test_verdicts_are_the_same_on_a_gpu(kind):
 
 def test_the_coin_of_a_token_is_what_it_always_was():
     """Seeded outputs depend on these."""
-    assert coin(7, 0, 3) == coin(7, 0, 3, 0) == 0.32541466495141846
-    assert coin(-1, 2**70 + 1, 5) == 0.0785190984849522
+    assert uniform_at(7, 0, 3) == uniform_at(7, 0, 3, 0) == 0.32541466495141846
+    assert uniform_at(-1, 2**70 + 1, 5) == 0.0785190984849522
 
 
 def test_a_place_has_a_coin_for_each_use():
     places = itertools.product((0, 9), (0, 1), (0, 5), (0, 1, 2, 257, 258))
-    coins = [coin(*place) for place in places]
-    assert len(set(coins)) == len(coins)
+    uniforms = [uniform_at(*place) for place in places]
+    assert len(set(uniforms)) == len(uniforms)
 
 
 # --- logits that are not finite ------------------------------------------------------------------

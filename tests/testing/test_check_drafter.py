@@ -12,8 +12,7 @@ from scipy.stats import chisquare
 
 import drafters
 from eagle_heads import random_head as eagle
-from forethought.decoding import (
-    DecodingBaseConfig,
+from forethought.config.drafters import (
     DraftTargetDecodingConfig,
     EagleDecodingConfig,
     MedusaDecodingConfig,
@@ -23,9 +22,10 @@ from forethought.decoding import (
     ReDrafterDecodingConfig,
     SuffixDecodingConfig,
 )
-from forethought.speculative import drafter as interface
+from forethought.config.speculation import DecodingBaseConfig
 from forethought.speculative.draft import Draft, DraftKind
-from forethought.testing import check_drafter, law
+from forethought.speculative.drafter import Drafter, DraftRequest
+from forethought.testing import check_drafter, distribution
 from forethought.testing import drafter as drafter_suite
 from medusa_heads import shared_heads
 from models import tiny, transformers_model
@@ -79,7 +79,7 @@ def test_every_drafter_of_ours_passes(config: DecodingBaseConfig) -> None:
 
 
 def test_a_drafter_of_ones_own_passes_on_the_embedded_reasoner() -> None:
-    class Repeat(interface.Drafter):
+    class Repeat(Drafter):
         def prepare_draft_tokens(
             self, scheduled_requests: Any, resource_manager: Any = None
         ) -> None:
@@ -90,7 +90,7 @@ def test_a_drafter_of_ones_own_passes_on_the_embedded_reasoner() -> None:
 
 
 def test_a_drafter_that_writes_into_the_tokens_is_found_out() -> None:
-    def meddle(request: interface.DraftRequest) -> list[int]:
+    def meddle(request: DraftRequest) -> list[int]:
         request.tokens[-1] = 7  # type: ignore[index]
         return [7]
 
@@ -101,7 +101,7 @@ def test_a_drafter_that_writes_into_the_tokens_is_found_out() -> None:
 def test_a_drafter_that_keeps_pages_is_found_out() -> None:
     kept = []
 
-    def hoard(request: interface.DraftRequest) -> list[int]:
+    def hoard(request: DraftRequest) -> list[int]:
         assert request.table is not None
         kept.append(request.table.fork())
         return [7]
@@ -121,24 +121,24 @@ def law_after(tokens: tuple[int, ...]) -> torch.Tensor:
     """[V]: the target's own law, of a request as the suite samples it in law."""
     with torch.inference_mode():
         logits = transformers_model(tiny("llama"))(torch.tensor([tokens])).logits[0, -1]
-    best = logits.topk(law.WIDTH)
+    best = logits.topk(distribution.WIDTH)
     return torch.zeros_like(logits).scatter(
-        0, best.indices, (best.values / law.TEMPERATURE).softmax(0)
+        0, best.indices, (best.values / distribution.TEMPERATURE).softmax(0)
     )
 
 
-def drawn(request: interface.DraftRequest, q: torch.Tensor) -> int:
-    coin = random.Random(str((request.seed, request.index, len(request.tokens)))).random()
-    return int(torch.searchsorted(q.cumsum(0), coin).clamp(max=len(q) - 1))
+def drawn(request: DraftRequest, q: torch.Tensor) -> int:
+    uniform = random.Random(str((request.seed, request.index, len(request.tokens)))).random()
+    return int(torch.searchsorted(q.cumsum(0), uniform).clamp(max=len(q) - 1))
 
 
-def silent(request: interface.DraftRequest) -> bool:
+def silent(request: DraftRequest) -> bool:
     """Only the first tokens of sampled requests are drafted, which is enough and does not last."""
     done = len(request.tokens) - request.prompt_length
-    return request.params.greedy or done > law.LENGTH
+    return request.params.greedy or done > distribution.LENGTH
 
 
-def honest(request: interface.DraftRequest) -> Draft | tuple[()]:
+def honest(request: DraftRequest) -> Draft | tuple[()]:
     """A token drawn from a flatter law than the target's."""
     if silent(request):
         return ()
@@ -147,7 +147,7 @@ def honest(request: interface.DraftRequest) -> Draft | tuple[()]:
     return Draft([drawn(request, q)], None, DraftKind.IID, q[None])
 
 
-def liar_about_chance(request: interface.DraftRequest) -> Draft | tuple[()]:
+def liar_about_chance(request: DraftRequest) -> Draft | tuple[()]:
     """The likeliest token, said to be drawn from the law that it is the likeliest of."""
     if silent(request):
         return ()
@@ -155,7 +155,7 @@ def liar_about_chance(request: interface.DraftRequest) -> Draft | tuple[()]:
     return Draft([int(q.argmax())], None, DraftKind.IID, q[None])
 
 
-def liar_about_heat(request: interface.DraftRequest) -> Draft | tuple[()]:
+def liar_about_heat(request: DraftRequest) -> Draft | tuple[()]:
     """A token drawn from a sharper law than the one that is named."""
     if silent(request):
         return ()
@@ -164,7 +164,7 @@ def liar_about_heat(request: interface.DraftRequest) -> Draft | tuple[()]:
     return Draft([drawn(request, sharp / sharp.sum())], None, DraftKind.IID, q[None])
 
 
-def liar_about_siblings(request: interface.DraftRequest) -> Draft | tuple[()]:
+def liar_about_siblings(request: DraftRequest) -> Draft | tuple[()]:
     """All likely tokens in the order of their likelihood, said to be drawn one after the other."""
     if silent(request):
         return ()
@@ -180,7 +180,7 @@ def own(answer: Any) -> drafters.PerRequest:
 
 
 def test_a_drafter_that_draws_and_says_from_what_passes() -> None:
-    assert "sampled outputs have the law of plain decoding" in check_drafter(
+    assert "sampled outputs have the distribution of plain decoding" in check_drafter(
         own(honest), tiny("llama"), PROMPTS
     )
 
@@ -197,7 +197,7 @@ def test_points_that_change_a_sampled_token_are_found_out() -> None:
     suite = drafter_suite._Suite(NGramDecodingConfig(), tiny("llama"), PROMPTS)
     suite._plain[drafter_suite.SAMPLED] = [[0]] * len(PROMPTS)
     with pytest.raises(AssertionError, match="drafts that are points change no token"):
-        suite.sampled_outputs_have_the_law_of_plain_decoding()
+        suite.sampled_outputs_have_the_distribution_of_plain_decoding()
 
 
 def test_the_statistic_of_the_law_is_chi_square() -> None:
@@ -206,8 +206,8 @@ def test_the_statistic_of_the_law_is_chi_square() -> None:
     for counts in ([100, 110, 90, 95, 105, 100], [150, 90, 90, 90, 90, 90]):
         outputs = [(face,) for face, count in enumerate(counts) for _ in range(count)]
         expected = chisquare(counts).pvalue
-        assert law.p_value(outputs, die) == pytest.approx(expected, rel=1e-9)
-    assert law.p_value([(7,)] * 100, die) == 0.0
+        assert distribution.p_value(outputs, die) == pytest.approx(expected, rel=1e-9)
+    assert distribution.p_value([(7,)] * 100, die) == 0.0
 
 
 def test_the_law_of_the_statistic_is_that_of_plain_decoding() -> None:
@@ -215,12 +215,14 @@ def test_the_law_of_the_statistic_is_that_of_plain_decoding() -> None:
     machine = drafter_suite._Suite(NGramDecodingConfig(), tiny("llama"), PROMPTS)._engine(
         drafts=False
     )
-    exact = law.exact_law(machine, PROMPTS[0])
-    assert len(exact) == law.WIDTH**law.LENGTH
+    exact = distribution.exact_distribution(machine, PROMPTS[0])
+    assert len(exact) == distribution.WIDTH**distribution.LENGTH
     assert sum(exact.values()) == pytest.approx(1.0)
     for said in list(exact)[::7]:
         chance = 1.0
         for place, token in enumerate(said):
             chance *= float(law_after((*PROMPTS[0], *said[:place]))[token])
         assert exact[said] == pytest.approx(chance, rel=1e-3)
-    assert min(exact.values()) * law.SAMPLES > law.FEWEST, "no outcome is lumped with others here"
+    assert min(exact.values()) * distribution.SAMPLES > distribution.FEWEST, (
+        "no outcome is lumped with others here"
+    )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from forethought.assets import reasoner_dir
+from forethought.llm.tokenizer import Tokenizer
 from forethought.testing import check_drafter
-from forethought.text.tokenizer import Tokenizer
 from shipped import QUESTIONS, SHIPPED, shipped
 
 

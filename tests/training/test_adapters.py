@@ -11,13 +11,12 @@ from torch import Tensor, nn
 
 from forethought.assets import reasoner_dir
 from forethought.errors import ModelError
+from forethought.llm.tokenizer import Tokenizer
 from forethought.model import loader
-from forethought.text.tokenizer import Tokenizer
-from forethought.training.adapters import Adapters
-from forethought.training.backbone import Backbone
-from forethought.training.shift import LawShift
+from forethought.training.backbone import Backbone, LoraAdapters
+from forethought.training.run import Divergence
 from forethought.training.teacher import Teacher
-from forethought.training.text import Text
+from forethought.training.texts import Text
 from models import ARCHITECTURES, prompts, tiny, transformers_model
 
 TEXTS = prompts((9, 14, 14))
@@ -49,8 +48,8 @@ def tokens() -> Tensor:
     return nn.utils.rnn.pad_sequence([torch.tensor(text) for text in TEXTS], batch_first=True)
 
 
-def law(teacher: Teacher) -> Tensor:
-    return torch.cat(list(teacher.laws(TEXTS))).exp()
+def distribution(teacher: Teacher) -> Tensor:
+    return torch.cat(list(teacher.distributions(TEXTS))).exp()
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -58,15 +57,15 @@ def test_the_written_model_is_the_original_with_its_adapters(
     architecture: str, tmp_path: Path
 ) -> None:
     teacher = teacher_of(tiny(architecture))
-    before, backbone = law(teacher), backbone_of(teacher)
+    before, backbone = distribution(teacher), backbone_of(teacher)
     original = probabilities(backbone.original(tokens()).logits)
     assert torch.allclose(original, before, atol=1e-5)  # read with gradients, or by the engine
     adapted = probabilities(backbone.adapted(tokens()).logits).detach()
     scale = float((adapted - before).abs().max())  # cohere2 scales its logits down: it moves less
     assert scale > (1e-4 if architecture == "cohere2" else 1e-2)
     backbone.save(tmp_path)
-    assert torch.allclose(law(teacher_of(tmp_path)), adapted, atol=1e-3 * scale)
-    assert torch.equal(law(teacher), before)
+    assert torch.allclose(distribution(teacher_of(tmp_path)), adapted, atol=1e-3 * scale)
+    assert torch.equal(distribution(teacher), before)
 
 
 @pytest.mark.parametrize("architecture", ["llama_tied_biased", "gemma2", "gpt2", "qwen3_moe"])
@@ -126,14 +125,14 @@ def test_a_quantised_model_is_refused(told_by: str) -> None:
             if type(layer) is nn.Linear:
                 layer.__class__ = Quantised
     with pytest.raises(ModelError, match="cannot be adapted"):
-        Adapters(module, 4, 8.0)
+        LoraAdapters(module, 4, 8.0)
 
 
 def test_the_shift_is_the_divergence_over_the_answers() -> None:
     """Against transformers' own logits, place by place."""
     one, other = tiny("llama"), tiny("llama", seed=2)
     given = [Text(ids, 3) for ids in TEXTS]
-    found = LawShift(teacher_of(one), given)(teacher_of(other))
+    found = Divergence(teacher_of(one), given)(teacher_of(other))
     divergences, same = list[float](), 0
     for text in given:
         with torch.no_grad():
@@ -146,4 +145,4 @@ def test_the_shift_is_the_divergence_over_the_answers() -> None:
             same += int(p[place].argmax() == q[place].argmax())
     assert found["kl"] == pytest.approx(sum(divergences) / len(divergences), rel=1e-4)
     assert found["same_choice"] == pytest.approx(same / len(divergences))
-    assert LawShift(teacher_of(one), given)(teacher_of(one)) == {"kl": 0.0, "same_choice": 1.0}
+    assert Divergence(teacher_of(one), given)(teacher_of(one)) == {"kl": 0.0, "same_choice": 1.0}

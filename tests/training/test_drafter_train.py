@@ -10,8 +10,8 @@ transformers = pytest.importorskip("transformers")
 
 from forethought.assets import reasoner_dir  # noqa: E402
 from forethought.training.drafter import corpus, train  # noqa: E402
-from forethought.training.drafter.distill import distillation_loss  # noqa: E402
 from forethought.training.reasoner.network import Network, NetworkShape  # noqa: E402
+from forethought.training.recipes.draft_model import distillation_loss  # noqa: E402
 
 TINY = NetworkShape(
     vocab_size=512, hidden_size=16, intermediate_size=32, num_layers=1, num_heads=1, num_kv_heads=1
@@ -63,14 +63,14 @@ def test_the_loss_is_the_cross_entropy_of_the_laws_and_skips_what_has_none(sampl
     torch.manual_seed(0)
     network = Network(TINY)
     batch = corpus.pad(samples, 48)
-    laws = network(batch.tokens).log_softmax(-1).detach()
+    distributions = network(batch.tokens).log_softmax(-1).detach()
     total = mass = 0.0
     for row, sample in enumerate(samples):
         for place in range(len(sample)):
             for choice, prob in zip(
                 sample.choices[place], sample.probs[place].float(), strict=True
             ):
-                total -= float(prob * laws[row, place, int(choice)])
+                total -= float(prob * distributions[row, place, int(choice)])
                 mass += float(prob)
     loss = distillation_loss(network, batch.tokens, batch.choices, batch.probs)
     assert loss.item() == pytest.approx(total / mass, rel=1e-4)

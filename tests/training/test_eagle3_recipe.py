@@ -11,10 +11,10 @@ import torch
 from eagle_heads import Oracle, scatter
 from engines import load
 from forethought.assets import reasoner_dir
+from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError
-from forethought.params import SamplingParams
+from forethought.llm.tokenizer import Tokenizer
 from forethought.speculative.heads.eagle3 import Eagle3Head
-from forethought.text.tokenizer import Tokenizer
 from forethought.training.recipes.eagle3 import (
     Eagle3Recipe,
     Eagle3Settings,
@@ -23,16 +23,21 @@ from forethought.training.recipes.eagle3 import (
     soft_cross_entropy,
 )
 from forethought.training.recipes.table import recipe
+from forethought.training.run import AcceptanceEvaluation
 from forethought.training.teacher import Teacher
-from forethought.training.text import Text
+from forethought.training.texts import Text
 from forethought.training.trainer import DRAFTER, Trainer
-from forethought.training.trial import AcceptanceTrial
 from models import VOCAB, prompts, tiny, transformers_model
 
 PROMPTS = prompts((4, 7, 9, 5, 6, 8))
 PLACES = (1, 2, 3)
 SETTINGS = Eagle3Settings(
-    steps=6, rate=0.01, batch_tokens=256, unrolled=3, law_width=VOCAB, export_dtype="float32"
+    steps=6,
+    rate=0.01,
+    batch_tokens=256,
+    unrolled=3,
+    distribution_width=VOCAB,
+    export_dtype="float32",
 )
 
 
@@ -91,16 +96,16 @@ def test_the_loss_is_the_distance_from_the_targets_laws_within_the_draft_vocabul
         for text in short:
             tokens = text.token_ids
             with torch.inference_mode():
-                laws = module(torch.tensor([tokens])).logits[0].double().softmax(-1)
+                distributions = module(torch.tensor([tokens])).logits[0].double().softmax(-1)
             for pair in range(len(tokens) - 2 - step):
                 guessed = pair + 2 + step
                 if guessed < text.prompt_length:
                     continue
-                law = laws[guessed - 1]
-                if int(law.argmax()) not in ids.tolist():
+                distribution = distributions[guessed - 1]
+                if int(distribution.argmax()) not in ids.tolist():
                     left_out += 1
                     continue
-                kept = law[ids] / law[ids].sum()
+                kept = distribution[ids] / distribution[ids].sum()
                 scores = oracle.logits(tokens[: pair + 2], tokens[pair + 2 : guessed])[ids]
                 losses.append(-(kept * scores.log_softmax(0)).sum())
         expected += 0.8**step * float(sum(losses) / len(losses))
@@ -110,20 +115,20 @@ def test_the_loss_is_the_distance_from_the_targets_laws_within_the_draft_vocabul
 
 def test_laws_are_restricted_to_the_draft_vocabulary() -> None:
     rows = torch.tensor([-1, 0, -1, 1])  # tokens 1 and 3 are known
-    law = restricted(
+    distribution = restricted(
         torch.tensor([[1, 0, 3], [0, 3, 1], [0, 2, 0]]),
         torch.tensor([[0.6, 0.2, 0.2], [0.5, 0.4, 0.1], [0.9, 0.1, 0.0]]),
         rows,
     )
-    assert law.known.tolist() == [True, False, False]
+    assert distribution.known.tolist() == [True, False, False]
     torch.testing.assert_close(
-        law.probs, torch.tensor([[0.75, 0.0, 0.25], [0.0, 0.8, 0.2], [0.0, 0.0, 0.0]])
+        distribution.probs, torch.tensor([[0.75, 0.0, 0.25], [0.0, 0.8, 0.2], [0.0, 0.0, 0.0]])
     )
     even = torch.zeros(3, 2)
     for learned in ([True, False, False], [True, True, False]):
-        loss = soft_cross_entropy(even, law, torch.tensor(learned))
+        loss = soft_cross_entropy(even, distribution, torch.tensor(learned))
         assert float(loss) == pytest.approx(0.6931, abs=1e-4)
-    assert float(soft_cross_entropy(even, law, torch.zeros(3, dtype=torch.bool))) == 0.0
+    assert float(soft_cross_entropy(even, distribution, torch.zeros(3, dtype=torch.bool))) == 0.0
 
 
 def test_the_draft_vocabulary_is_what_answers_hold_most_often() -> None:
@@ -160,7 +165,7 @@ def test_a_tiny_run_drafts_what_it_has_read(
     fields = {"steps": 140, "rate": 0.01, "layout": "speculators", "check_every": 140}
     settings = SETTINGS.model_copy(update=fields)
     kind = recipe("eagle3")
-    trial = AcceptanceTrial(teacher, PROMPTS, max_tokens=40)
+    trial = AcceptanceEvaluation(teacher, PROMPTS, max_tokens=40)
     trainer = Trainer(
         kind.build(settings, texts, teacher),
         settings,

@@ -12,12 +12,12 @@ import torch
 
 from forethought.assets import heads_dir, problems, reasoner_dir
 from forethought.cli.main import main
-from forethought.decoding import MedusaDecodingConfig
+from forethought.config.drafters import MedusaDecodingConfig
+from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError
-from forethought.params import SamplingParams
+from forethought.llm.llm import LLM
 from forethought.speculative.heads.medusa import WEIGHTS, MedusaHeads, MedusaShape
-from forethought.text.llm import LLM
-from forethought.training.backbone import Read
+from forethought.training.backbone import BackboneOutput
 from forethought.training.recipes.medusa import MedusaSettings
 from forethought.training.recipes.medusa2 import (
     JointBatch,
@@ -25,9 +25,9 @@ from forethought.training.recipes.medusa2 import (
     Medusa2Settings,
     backbone_loss,
 )
-from forethought.training.shift import LawShift
+from forethought.training.run import Divergence
 from forethought.training.teacher import Teacher
-from forethought.training.text import Text
+from forethought.training.texts import Text
 from forethought.training.trainer import DRAFTER, MODEL, Trainer, seeded
 from models import greedy, prompts
 from tokens import speaking
@@ -158,11 +158,13 @@ def test_the_joint_loss_is_the_targets_and_the_weighted_heads(backbone_labels: s
     joint = recipe.loss(JointBatch(texts, 0.75)).item()
     own = 0.0
     if backbone_labels == "tokens":
-        laws = torch.cat(list(tiny_teacher().laws([text.token_ids for text in texts])))
+        distributions = torch.cat(
+            list(tiny_teacher().distributions([text.token_ids for text in texts]))
+        )
         ids = [(text.token_ids, text.prompt_length) for text in texts]
         ends = torch.tensor([len(text) for text in texts]).cumsum(0).tolist()
         chosen = [
-            laws[end - len(each) + place - 1, each[place]]
+            distributions[end - len(each) + place - 1, each[place]]
             for end, (each, prompt) in zip(ends, ids, strict=True)
             for place in range(prompt, len(each))
         ]
@@ -174,11 +176,11 @@ def test_the_joint_loss_is_the_targets_and_the_weighted_heads(backbone_labels: s
 def test_the_targets_loss_counts_chosen_tokens_only() -> None:
     source = torch.Generator().manual_seed(0)
     p, q = (torch.randn(1, 5, 7, generator=source) for _ in range(2))
-    read, told = Read(q, q), Read(p, p)
+    read, told = BackboneOutput(q, q), BackboneOutput(p, p)
     tokens = torch.tensor([[1, 2, 3, 4, 0]])
     taught = torch.tensor([[False, False, True, True, False]])  # the last one is filling
-    law, own = p[0, 1:3].softmax(-1), q[0, 1:3].log_softmax(-1)
-    expected = float((law * (law.log() - own)).sum(-1).mean())
+    distribution, own = p[0, 1:3].softmax(-1), q[0, 1:3].log_softmax(-1)
+    expected = float((distribution * (distribution.log() - own)).sum(-1).mean())
     assert float(backbone_loss(read, tokens, taught, told)) == pytest.approx(expected)
     expected = -float(own[[0, 1], [3, 4]].mean())
     assert float(backbone_loss(read, tokens, taught, None)) == pytest.approx(expected)
@@ -236,7 +238,7 @@ def test_a_tiny_run_is_accepted_further_and_stays_near_the_original(tmp_path: Pa
         found = adapted.generate(asked, params, config)
         assert found.token_ids == adapted.generate(asked, params).token_ids
         length = found.metrics.mean_acceptance_length or 0.0
-        return {"acceptance_length": length, **LawShift(reasoner(), sums())(adapted)}
+        return {"acceptance_length": length, **Divergence(reasoner(), sums())(adapted)}
 
     trainer = Trainer(recipe, settings, tmp_path, check)
     before, after = trainer._evaluate(), trainer.run()

@@ -13,15 +13,15 @@ import torch
 from engines import load
 from forethought.assets import heads_dir, problems, reasoner_dir
 from forethought.cli.main import main
-from forethought.decoding import MedusaDecodingConfig
+from forethought.config.drafters import MedusaDecodingConfig
+from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError
-from forethought.model.taps import FINAL
-from forethought.params import SamplingParams
+from forethought.model.causal_lm import FINAL
 from forethought.speculative.heads.medusa import WEIGHTS, MedusaHeads
-from forethought.training.lesson import Lesson, Lessons
+from forethought.training.batches import TrainingBatch, TrainingBatches
 from forethought.training.recipes.medusa import MedusaRecipe, MedusaSettings, head_loss
 from forethought.training.teacher import Teacher
-from forethought.training.text import Text
+from forethought.training.texts import Text
 from forethought.training.trainer import Trainer, seeded
 from models import VOCAB, prompts, tiny, transformers_model
 from tokens import speaking
@@ -48,12 +48,12 @@ def texts(count: int = 12) -> tuple[Text, ...]:
     )
 
 
-def lesson(tokens: list[list[int]], prompt: int) -> Lesson:
+def lesson(tokens: list[list[int]], prompt: int) -> TrainingBatch:
     """A lesson whose states say which token stands at their place, and whose laws are points."""
     ids = torch.tensor(tokens)
     rows, width = ids.shape
     following = torch.cat([ids[:, 1:], torch.zeros(rows, 1, dtype=torch.int64)], 1)
-    return Lesson(
+    return TrainingBatch(
         tokens=ids,
         taught=(torch.arange(width) >= prompt).expand(rows, -1),
         lengths=torch.full((rows,), width),
@@ -95,7 +95,7 @@ def test_only_what_the_target_has_chosen_is_learned() -> None:
 def test_a_lesson_shows_the_targets_own_states_and_laws() -> None:
     reader = Teacher(load("llama"), teacher().tokenizer, tiny("llama"))
     given = [Text(ids, 2) for ids in prompts((9, 4, 17))]
-    found = Lessons(given, reader, [FINAL, 1], tokens=1000, seed=0, width=3)(0)
+    found = TrainingBatches(given, reader, [FINAL, 1], tokens=1000, seed=0, width=3)(0)
     order = [next(t for t in given if t.token_ids[0] == int(row[0])) for row in found.tokens]
     module = transformers_model(tiny("llama"))
     for row, text in enumerate(order):
@@ -117,7 +117,7 @@ def test_a_lesson_shows_the_targets_own_states_and_laws() -> None:
 
 def test_lessons_are_a_function_of_seed_and_step() -> None:
     def order(seed: int, steps: list[int]) -> list[list[int]]:
-        lessons = Lessons(texts(), teacher(), [], tokens=200, seed=seed)
+        lessons = TrainingBatches(texts(), teacher(), [], tokens=200, seed=seed)
         return [lessons(step).tokens.flatten().tolist() for step in steps]
 
     forwards = order(0, list(range(12)))

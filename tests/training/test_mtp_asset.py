@@ -11,14 +11,14 @@ from engines import drain
 from forethought import LLM, MTPDecodingConfig, SamplingParams
 from forethought.assets import heads_dir, problems, reasoner_dir
 from forethought.engine.engine import Engine
-from forethought.engine.resolve import equip
+from forethought.engine.resolve import build_drafter_entry
 from forethought.engine.scheduler import Limits
 from forethought.kv.storage import KvStorage
+from forethought.llm.tokenizer import Tokenizer
 from forethought.model import loader
 from forethought.model.runner import Runner
 from forethought.speculative.heads.mtp import load_modules
-from forethought.speculative.table import Target
-from forethought.text.tokenizer import Tokenizer
+from forethought.speculative.registry import Target
 from forethought.training.reasoner.vocabulary import prompt_text
 from mtp_twin import Watch, replayed, vanilla
 
@@ -55,7 +55,7 @@ def test_pairs_whose_guessed_tokens_were_accepted_stay_right(one_per_place: bool
     )
     lm = loader.load(reasoner_dir(), dtype="float32")
     runner = Runner(lm, KvStorage(lm.layer_shapes, 64, 16, lm.dtype))
-    drafters = [equip(config, Target(runner, 512), 4)]
+    drafters = [build_drafter_entry(config, Target(runner, 512), 4)]
     machine = Engine(runner, Limits(4, 512, 512), drafters=drafters)
     watch = Watch(machine)
     tokens = Tokenizer.load(reasoner_dir()).encode_more(PROMPTS[0])

@@ -12,19 +12,24 @@ from torch import Tensor, nn
 
 from engines import load
 from forethought.assets import reasoner_dir
-from forethought.decoding import MTPDecodingConfig
+from forethought.config.drafters import MTPDecodingConfig
+from forethought.config.sampling import SamplingParams
 from forethought.errors import ModelError
-from forethought.model.taps import FINAL
-from forethought.params import SamplingParams
+from forethought.llm.tokenizer import Tokenizer
+from forethought.model.causal_lm import FINAL
 from forethought.speculative.heads.mtp import MtpModule, load_modules
-from forethought.text.tokenizer import Tokenizer
-from forethought.training.lesson import Lesson, Lessons
-from forethought.training.recipes.mtp import MtpRecipe, MtpSettings
+from forethought.training.batches import TrainingBatch, TrainingBatches
+from forethought.training.recipes.mtp import (
+    ATTENTION,
+    KEYWORD,
+    MtpRecipe,
+    MtpSettings,
+    TrainingTimeTestKeys,
+)
 from forethought.training.recipes.table import recipe
 from forethought.training.teacher import Teacher
-from forethought.training.text import Text
+from forethought.training.texts import Text
 from forethought.training.trainer import DRAFTER, Trainer, seeded
-from forethought.training.unrolled import ATTENTION, KEYWORD, UnrolledKeys
 from models import prompts, tiny
 from mtp_modules import random_modules
 
@@ -68,7 +73,7 @@ def test_unrolled_depths_see_what_a_replayed_module_sees(architecture: str) -> N
     tokens = torch.randn(1, width + 3, hidden, generator=source)  # their embeddings
 
     module.model.set_attn_implementation(ATTENTION)
-    keys, states, unrolled = UnrolledKeys(), target, list[Tensor]()
+    keys, states, unrolled = TrainingTimeTestKeys(), target, list[Tensor]()
     for depth in range(1, 4):
         positions = torch.arange(width)[None] + depth - 1
         left = module(tokens[:, depth : depth + width], states, positions, **{KEYWORD: keys})
@@ -93,23 +98,23 @@ class Stub(nn.Module):
         self.answer, self.given = answer, list[Any]()
 
     def forward(self, embedded: Tensor, states: Tensor, positions: Tensor, **kwargs: Any) -> Any:
-        from forethought.speculative.heads.mtp import Left
+        from forethought.speculative.heads.mtp import ModuleStates
 
         self.given.append((embedded, states, positions, kwargs[KEYWORD]))
         answer = self.answer.expand(*states.shape)
-        return Left(answer, answer)
+        return ModuleStates(answer, answer)
 
 
 def stubbed(teacher: Teacher, stubs: list[Stub], **settings: Any) -> MtpRecipe:
-    lessons = Lessons([Text([1, 2], 1)], teacher, [FINAL], tokens=64, seed=0)
+    lessons = TrainingBatches([Text([1, 2], 1)], teacher, [FINAL], tokens=64, seed=0)
     chosen = SETTINGS.model_copy(update=settings)
     return MtpRecipe(chosen, lessons, nn.ModuleList(stubs), teacher)
 
 
-def lesson(width: int, taught_from: int) -> Lesson:
+def lesson(width: int, taught_from: int) -> TrainingBatch:
     """One text in which the token behind place t is certainly t + 1."""
     tokens = torch.arange(width)[None]
-    return Lesson(
+    return TrainingBatch(
         tokens=tokens,
         taught=tokens >= taught_from,
         lengths=torch.tensor([width]),

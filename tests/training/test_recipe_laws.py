@@ -11,10 +11,10 @@ from torch import Tensor
 
 from engines import load
 from forethought.assets import reasoner_dir
-from forethought.text.tokenizer import Tokenizer
+from forethought.llm.tokenizer import Tokenizer
 from forethought.training.recipes.table import recipe
 from forethought.training.teacher import Teacher
-from forethought.training.text import Text
+from forethought.training.texts import Text
 from forethought.training.trainer import Trainer, seeded
 from models import prompts, tiny
 

@@ -10,16 +10,16 @@ import torch
 
 from engines import load
 from forethought.assets import heads_dir, problems, reasoner_dir
-from forethought.decoding import ReDrafterDecodingConfig
-from forethought.model.taps import FINAL
-from forethought.params import SamplingParams
+from forethought.config.drafters import ReDrafterDecodingConfig
+from forethought.config.sampling import SamplingParams
+from forethought.llm.tokenizer import Tokenizer
+from forethought.model.causal_lm import FINAL
 from forethought.speculative.heads.redrafter import ReDrafterHead, ReDrafterShape
-from forethought.text.tokenizer import Tokenizer
-from forethought.training.lesson import Lesson, Lessons
+from forethought.training.batches import TrainingBatch, TrainingBatches
 from forethought.training.recipes.redrafter import ReDrafterRecipe, ReDrafterSettings
 from forethought.training.recipes.table import recipe
 from forethought.training.teacher import Teacher
-from forethought.training.text import Text
+from forethought.training.texts import Text
 from forethought.training.trainer import DRAFTER, Trainer, seeded
 from models import VOCAB, prompts, tiny
 
@@ -50,10 +50,10 @@ def made(settings: ReDrafterSettings, texts: list[Text], teacher: Teacher) -> Re
         return ReDrafterRecipe.build(settings, texts, teacher)
 
 
-def lesson(tokens: list[int], taught_from: int, **fields: Any) -> Lesson:
+def lesson(tokens: list[int], taught_from: int, **fields: Any) -> TrainingBatch:
     """One text, behind each place of which the next token is certain."""
     width = len(tokens)
-    return Lesson(
+    return TrainingBatch(
         tokens=torch.tensor([tokens]),
         taught=torch.arange(width)[None] >= taught_from,
         lengths=torch.tensor([width]),
@@ -63,9 +63,9 @@ def lesson(tokens: list[int], taught_from: int, **fields: Any) -> Lesson:
     )
 
 
-def loss_of(head: ReDrafterHead, batch: Lesson, teacher: Teacher, unrolled: int) -> float:
+def loss_of(head: ReDrafterHead, batch: TrainingBatch, teacher: Teacher, unrolled: int) -> float:
     settings = SETTINGS.model_copy(update={"unrolled": unrolled})
-    lessons = Lessons([Text([1, 2], 1)], teacher, [FINAL], tokens=64, seed=0)
+    lessons = TrainingBatches([Text([1, 2], 1)], teacher, [FINAL], tokens=64, seed=0)
     with torch.no_grad():
         return float(ReDrafterRecipe(settings, lessons, head, teacher).loss(batch))
 
@@ -114,7 +114,7 @@ def test_only_what_the_target_chose_is_learned_and_nothing_behind_the_end(
     changed = lesson([7, 8, 9, *tokens[3:]], 12)
     assert loss_of(head, changed, teacher, 3) == pytest.approx(alone, rel=1e-4)
     longer = lesson([*tokens, 5, 6, 7], 12)
-    cut = Lesson(
+    cut = TrainingBatch(
         tokens=longer.tokens,
         taught=longer.taught & (torch.arange(23) < 20),
         lengths=torch.tensor([20]),

@@ -9,10 +9,10 @@ import pytest
 from engines import load
 from forethought.assets import reasoner_dir
 from forethought.errors import ParameterError
-from forethought.text.tokenizer import Tokenizer
-from forethought.training import corpus
-from forethought.training.corpus import DistillationSettings, self_distil
+from forethought.llm.tokenizer import Tokenizer
+from forethought.training import texts as corpus
 from forethought.training.teacher import Teacher
+from forethought.training.texts import DistillationSettings, self_distil
 from models import greedy, prompts, tiny
 
 PROMPTS = prompts((1, 4, 9, 17, 5))

@@ -10,8 +10,8 @@ import pytest
 
 from forethought.assets import reasoner_dir
 from forethought.errors import UsageError
-from forethought.text.tokenizer import Tokenizer
-from forethought.training.text import Text, load_prompts, load_texts, save_texts
+from forethought.llm.tokenizer import Tokenizer
+from forethought.training.texts import Text, load_prompts, load_texts, save_texts
 
 TOKENIZER = Tokenizer.load(reasoner_dir())
 

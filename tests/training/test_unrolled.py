@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forethought.training.unrolled import attend_unrolled, attend_unrolled_reference
+from forethought.training.recipes.mtp import attend_unrolled, attend_unrolled_reference
 
 WIDTH = 37
 

@@ -10,17 +10,17 @@ from forethought.errors import UsageError
 from forethought.evaluation import problems
 
 if TYPE_CHECKING:
-    from forethought.text.tokenizer import Tokenizer
+    from forethought.llm.tokenizer import Tokenizer
 
 _FIELDS = ("prompt", "question", "problem")
 
 
-def shipped() -> list[str]:
+def shipped_prompts() -> list[str]:
     """The questions that the embedded reasoner was not trained on, in their fixed order."""
     return [problem.question for problem in problems.shipped()]
 
 
-def load(path: Path) -> list[str]:
+def load_prompts(path: Path) -> list[str]:
     """One prompt per line: as it stands, or in the field ``prompt`` or ``question`` of an object.
 
     Blank lines and repetitions are left out: what was said once already would be drafted at once.

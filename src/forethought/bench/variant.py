@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forethought.decoding import (
+from forethought.config.drafters import (
     AutoDecodingConfig,
-    DecodingBaseConfig,
     DraftTargetDecodingConfig,
     NGramDecodingConfig,
     SuffixDecodingConfig,
 )
+from forethought.config.sampling import SpeculationParams
+from forethought.config.speculation import DecodingBaseConfig
 from forethought.errors import ParameterError
-from forethought.params import SpeculationParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,7 @@
-"""Where answers come from, the engine on this machine or a server that speaks OpenAI's API; and who
+"""One answer at the terminal: printed as it comes, with what it cost.
+
+[backend] Where answers come from, the engine on this machine or a server that speaks OpenAI's
+API; and who
 judges them, a reward model on this machine.
 """
 
@@ -8,29 +11,151 @@ import argparse
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forethought import methods
-from forethought.cli import model
+from forethought.cli import options
+from forethought.config.guided import GuidedDecodingParams
+from forethought.config.sampling import SamplingParams
 from forethought.errors import DependencyError, ParameterError
-from forethought.guided import GuidedDecodingParams
+from forethought.evaluation.report import count_of
+from forethought.methods import worker_tags
 from forethought.methods.stack import parameters
-from forethought.params import SamplingParams
+from forethought.outputs import SpeculationMetrics, Usage
 from forethought.scaffolding import sampling
-from forethought.scaffolding.controller import NativeChatController, NativeRewardController
-from forethought.scaffolding.messages import RoleMessage
+from forethought.scaffolding.controller import (
+    Controller,
+    NativeChatController,
+    NativeRewardController,
+)
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.prm_controller import PRMController
-from forethought.scaffolding.task import ChatTask
+from forethought.scaffolding.result import Delta, ScaffoldingOutput, ScaffoldingResult
+from forethought.scaffolding.scaffolding_llm import ScaffoldingLlm
+from forethought.scaffolding.task import ChatTask, RoleMessage
 from forethought.scaffolding.worker import Worker
 
 if TYPE_CHECKING:
+    from forethought.llm.async_llm import AsyncLLM
     from forethought.scaffolding.workers.reward import RewardWorker
-    from forethought.text.async_llm import AsyncLLM
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A finished answer."""
+
+    output: ScaffoldingOutput
+    usage: Usage
+    """Of everything that was run for it."""
+    seconds: float
+    metrics: SpeculationMetrics = field(default_factory=SpeculationMetrics)
+    """Of everything that was run for it; without steps if a server did."""
+
+    @property
+    def text(self) -> str:
+        """Its text."""
+        return self.output.text or ""
+
+    @property
+    def token_count(self) -> int:
+        """Tokens of the answer itself, as exactly as they are known."""
+        tokens = self.output.token_ids
+        return self.usage.completion_tokens if tokens is None else len(tokens)
+
+    def summary(self) -> str:
+        """One line: tokens, seconds, speed, what was generated beside the answer, and how well it
+        was guessed ahead.
+        """
+        speed = self.usage.decoded / self.seconds if self.seconds else 0.0
+        line = (
+            f"{count_of(self.token_count, 'token')} in {self.seconds:.2f} s ({speed:.0f} tokens/s)"
+        )
+        beside = self.usage.decoded - self.token_count
+        if beside > 0:
+            line += f", {self.usage.decoded} generated in all"
+        if self.metrics.drafted:
+            line += f", {self.metrics.mean_acceptance_length:.1f} tokens per step"
+        if self.metrics.synthetic:
+            line += " (acceptance made up)"
+        elif self.metrics.lossy:
+            line += " (lossy)"
+        return f"{line}, finished by {self.output.finish_reason}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "text": self.text,
+            "token_count": self.token_count,
+            "finish_reason": self.output.finish_reason,
+            "usage": asdict(self.usage),
+            "metrics": self.metrics.to_dict() if self.metrics.steps else None,
+            "seconds": round(self.seconds, 3),
+        }
+
+
+class Respondent:
+    """A method with a worker, ready to answer at the terminal.
+
+    Args:
+        controller: the method.
+        worker: executes all its tasks, but for those of ``others``.
+        others: further workers by tag.
+    """
+
+    def __init__(
+        self, controller: Controller, worker: Worker, others: Mapping[Any, Worker] | None = None
+    ) -> None:
+        workers = dict.fromkeys(worker_tags(controller), worker) | dict(others or {})
+        self._llm = ScaffoldingLlm(controller, workers)
+
+    def answer(
+        self, prompt: Any, params: Mapping[str, Any], write: Callable[[str], None]
+    ) -> Answer:
+        """Answer one prompt.
+
+        Args:
+            prompt: whatever the controller takes.
+            params: sampling fields by name.
+            write: called with each new piece of text; all pieces together are the answer.
+
+        Raises:
+            Exception: what the method failed with. If ``write`` raises, or Ctrl-C is pressed, the
+                request is ended first.
+        """
+        began = time.perf_counter()
+        result = self._llm.generate_async(prompt, sampling_params=params)
+        try:
+            streamed = _print(result, write)
+        except BaseException:
+            result.abort()
+            raise
+        output = result.output or ScaffoldingOutput("")
+        seconds = time.perf_counter() - began
+        answer = Answer(output, result.usage, seconds, result.metrics)
+        # A method that streams nothing, or something else than its answer in the end.
+        whole = answer.text
+        write(whole[len(streamed) :] if whole.startswith(streamed) else f"\n{whole}")
+        return answer
+
+    def close(self) -> None:
+        """End what is under way."""
+        self._llm.shutdown()
+
+
+def _print(result: ScaffoldingResult, write: Callable[[str], None]) -> str:
+    """Write the stream of the request itself, not those of its branches; all of its text."""
+    streamed = ""
+    for event in result.events():
+        if not event.branch and isinstance(event.output, Delta):
+            streamed += event.output.text
+            write(event.output.text)
+    return streamed
+
 
 Message = Mapping[str, Any]
 _CHAT = "forethought.scaffolding.controller:NativeChatController"
@@ -105,7 +230,7 @@ class Turn(NativeChatController):
         return task.create_scaffolding_output()
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def add_backend_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options that choose a backend, and those of sampling."""
     configure_choice(parser)
     parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of an answer")
@@ -124,7 +249,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def configure_choice(parser: argparse.ArgumentParser) -> None:
     """Declare the options that choose a backend: a model on this machine, or a server."""
-    model.configure(parser)
+    options.add_model_options(parser)
     parser.add_argument(
         "--url", help="use the OpenAI-compatible server at this base URL, as in http://host:8000/v1"
     )
@@ -254,13 +379,15 @@ def open_backend(args: argparse.Namespace) -> Iterator[Backend]:
     if wants_server(args):
         yield Backend(server_opener(args)(), args.api_model)
         return
-    fields = model.fields_of(args)
-    open_llm = model.opener(fields)
+    fields = options.llm_args_of(args)
+    open_llm = options.llm_opener(fields)
     from forethought.scaffolding.workers.local import EngineWorker
 
     llm = open_llm()
     try:
-        yield Backend(EngineWorker(llm), model.label(fields), llm, model.introduction(fields))
+        yield Backend(
+            EngineWorker(llm), options.model_label(fields), llm, options.introduction(fields)
+        )
     finally:
         llm.shutdown()
 
@@ -272,7 +399,7 @@ def server_opener(args: argparse.Namespace) -> Callable[[], Worker]:
         ParameterError: options that contradict each other, or no URL.
         DependencyError: the client is not installed.
     """
-    if args.url is None or args.api_model is None or model.is_chosen(args):
+    if args.url is None or args.api_model is None or options.has_model_options(args):
         raise ParameterError(
             "contradictory options",
             "--url and --api-model belong together; --model, --config, --speculative and what goes "

@@ -13,16 +13,18 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forethought.cli import machine, model, speculation
+from forethought.cli import machine
+from forethought.cli import options as model
+from forethought.cli.options import embedded_draft_model
+from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError, UsageError
 from forethought.evaluation.report import count_of
-from forethought.params import SamplingParams
 
 if TYPE_CHECKING:
-    from forethought.bench.row import Row
-    from forethought.bench.trial import Prompt
+    from forethought.bench.report import BenchRow
+    from forethought.bench.speculation import Prompt
     from forethought.bench.variant import Variant
-    from forethought.text.llm import LLM
+    from forethought.llm.llm import LLM
 
 BATCHES = (1, 4, 16, 64)
 _FIT_PROMPTS = 64
@@ -36,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "speculation", help="drafters against plain decoding", description=__doc__
     )
     options.formatter_class = argparse.RawDescriptionHelpFormatter
-    model.configure(options)
+    model.add_model_options(options)
     options.add_argument(
         "--prompts", type=Path, metavar="FILE", help="one per line, as text or as JSON objects"
     )
@@ -79,34 +81,36 @@ def run(args: argparse.Namespace) -> int:
 
     from forethought.bench import prompts, variant
     from forethought.bench.speculation import check_batches
-    from forethought.evaluation.plot import check_installed
+    from forethought.evaluation.report import check_installed
 
-    texts = prompts.shipped() if args.prompts is None else prompts.load(args.prompts)
+    texts = (
+        prompts.shipped_prompts() if args.prompts is None else prompts.load_prompts(args.prompts)
+    )
     if args.fit_tree is not None:
         return _fit_tree(args, texts)
     batches = args.batch or [batch for batch in BATCHES if batch <= len(texts)]
     check_batches(batches, len(texts))
-    fields = model.fields_of(args)
+    fields = model.llm_args_of(args)
     fields["max_batch_size"] = max(batches)
     configs = variant.settled(
         fields.get("speculative_config", ()),
         fields["max_batch_size"],
-        speculation.embedded_draft_model() if fields.get("model") is None else None,
+        embedded_draft_model() if fields.get("model") is None else None,
     )
     fields["speculative_config"] = configs
     variants = variant.variants_of(configs, args.lengths)
     check_installed()
     _make(args.out)
 
-    from forethought.bench.progress import ProgressBar
+    from forethought.bench.report import BenchProgress
     from forethought.bench.speculation import SpeculationBench
-    from forethought.text.llm import LLM
+    from forethought.llm.llm import LLM
 
     with LLM(**fields) as llm:
         chosen = [_prompt(llm, text) for text in texts]
         bench = SpeculationBench(llm, chosen, max_tokens=args.max_tokens, rounds=args.rounds)
         total = bench.trials(variants, batches)
-        with nullcontext(_ignore) if args.json else ProgressBar(total) as bar:
+        with nullcontext(_ignore) if args.json else BenchProgress(total) as bar:
             rows = bench.run(variants, batches, bar)
     fields["dtype"] = _dtype(fields, llm.model_dir)
     _report(args, fields, rows)
@@ -135,15 +139,15 @@ def _fit_tree(args: argparse.Namespace, texts: list[str]) -> int:
     """Fit a tree to the drafter, and report."""
     from forethought.assets import reasoner_dir
     from forethought.bench.prompts import as_asked
-    from forethought.cli.tree_fit import drafter_of, fit, lines
+    from forethought.bench.tree_fit import drafter_of, fit_static_tree, tree_fit_lines
+    from forethought.llm.tokenizer import Tokenizer
     from forethought.model_dir import find_model_dir
-    from forethought.text.tokenizer import Tokenizer
 
-    fields = model.fields_of(args)
+    fields = model.llm_args_of(args)
     config = drafter_of(fields.get("speculative_config", ()))
     model_dir = find_model_dir(fields.get("model") or reasoner_dir(), fields.get("revision"))
     tokenizer = Tokenizer.load(model_dir)
-    report = fit(
+    report = fit_static_tree(
         config,
         args.fit_tree,
         model_dir,
@@ -153,7 +157,7 @@ def _fit_tree(args: argparse.Namespace, texts: list[str]) -> int:
         device=fields.get("device", "auto"),
     )
     if not args.json:
-        print("\n".join(lines(report)))
+        print("\n".join(tree_fit_lines(report)))
     print(json.dumps(report))
     return 0
 
@@ -173,14 +177,12 @@ def _prompt(llm: LLM, text: str) -> Prompt:
     return llm.chat_prompt([{"role": "user", "content": text}])
 
 
-def _report(args: argparse.Namespace, fields: dict[str, Any], rows: list[Row]) -> None:
+def _report(args: argparse.Namespace, fields: dict[str, Any], rows: list[BenchRow]) -> None:
     """Write the files, and print."""
-    from forethought.bench.plot import save_plot
-    from forethought.bench.recommendation import recommend
-    from forethought.bench.row import table
+    from forethought.bench.report import recommend, save_plot, table
     from forethought.bench.variant import written
 
-    advice, name = recommend(rows), model.label(fields)
+    advice, name = recommend(rows), model.model_label(fields)
     block = written(advice.variant, fields["speculative_config"], advice.max_concurrency)
     report = {
         "benchmark": "speculation",
@@ -204,7 +206,7 @@ def _report(args: argparse.Namespace, fields: dict[str, Any], rows: list[Row]) -
     print(line)
 
 
-def _notes(rows: list[Row], report: dict[str, Any]) -> list[str]:
+def _notes(rows: list[BenchRow], report: dict[str, Any]) -> list[str]:
     """What the table does not say by itself."""
     where, rounds = report["machine"], report["rounds"]
     place = where["processor"] if where["device"] == "cpu" else where["device"]

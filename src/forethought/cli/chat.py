@@ -11,27 +11,25 @@ import sys
 from contextlib import closing
 from typing import Any
 
-from forethought.cli import backend
-from forethought.cli.answer import Respondent
-from forethought.cli.backend import Turn
+from forethought.cli.backend import Respondent, Turn, add_backend_options, open_backend, sampling_of
 from forethought.errors import UsageError
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    backend.configure(parser)
+    add_backend_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Talk until the user leaves."""
-    params = backend.sampling_of(args)
+    params = sampling_of(args)
     if args.url is None:
         params.setdefault("temperature", 0.0)
     if sys.stdin is None:
         raise UsageError("there is nobody to talk to", "standard input is closed")
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # makes input() a line editor
-    with backend.open_backend(args) as chosen:
+    with open_backend(args) as chosen:
         if not chosen.can_chat:
             raise UsageError(
                 f"{chosen.name} cannot chat",

@@ -11,8 +11,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from forethought.cli import model, speculation
-from forethought.evaluation import IN_FLIGHT, demo, problems
+from forethought.cli.options import add_speculation_options, llm_opener, speculative_config_of
+from forethought.evaluation import IN_FLIGHT
+from forethought.evaluation.problems import choose, shipped
+from forethought.evaluation.recipe import DRAFTS, demo_recipes
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +27,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="solve N of the 200 problems, drawn by the seed (default: 64)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of choice and sampling (default: 0)")
-    speculation.configure(parser)
+    add_speculation_options(parser)
     parser.add_argument(
         "--out",
         type=Path,
@@ -37,21 +39,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the comparison."""
-    chosen = problems.choose(problems.shipped(), args.problems, args.seed)
-    given = speculation.config_of(args)
+    chosen = choose(shipped(), args.problems, args.seed)
+    given = speculative_config_of(args)
     fields = {"max_batch_size": 2 * IN_FLIGHT}
-    open_llm = model.opener({**fields, "speculative_config": given})
+    open_llm = llm_opener({**fields, "speculative_config": given})
 
-    from forethought.evaluation.comparison import Race, compare
-    from forethought.evaluation.runner import Runner
+    from forethought.evaluation.runner import EvaluationRunner, Race, compare
 
-    recipes, drafts = demo.recipes(), given or demo.DRAFTS
+    recipes, drafts = demo_recipes(), given or DRAFTS
     alone = {
-        "": Runner(model.opener(fields), seed=args.seed, in_flight=1),
-        drafts.name: Runner(
-            model.opener({**fields, "speculative_config": drafts}), seed=args.seed, in_flight=1
+        "": EvaluationRunner(llm_opener(fields), seed=args.seed, in_flight=1),
+        drafts.name: EvaluationRunner(
+            llm_opener({**fields, "speculative_config": drafts}), seed=args.seed, in_flight=1
         ),
     }
     races = [Race(recipe, name, runner) for recipe in recipes[:2] for name, runner in alone.items()]
-    compare(recipes, chosen, Runner(open_llm, seed=args.seed), args.out, races=races)
+    compare(recipes, chosen, EvaluationRunner(open_llm, seed=args.seed), args.out, races=races)
     return 0

@@ -160,8 +160,8 @@ def _gpu(torch: Any, number: int) -> str:
 
 def _fast_paths(torch: Any) -> dict[str, str]:
     """How the engine computes on this machine's processor, as the engine itself decides."""
-    from forethought.model.attention.softmax import FEWEST_QUERIES
-    from forethought.model.fused.projection import PackedProjection, projection
+    from forethought.model.attention.sdpa import FEWEST_QUERIES
+    from forethought.model.llama.layers import PackedProjection, projection
 
     found = {}
     for name in _DTYPES:

@@ -15,8 +15,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forethought.cli import backend, model
-from forethought.cli.settings import parse_settings
+from forethought.cli.backend import (
+    as_chat,
+    check_judge,
+    configure_choice,
+    configure_judge,
+    is_judged,
+    judged_by,
+    open_judge,
+    server_opener,
+    wants_server,
+)
+from forethought.cli.options import llm_args_of, llm_opener, parse_settings
 from forethought.errors import ParameterError
 from forethought.evaluation import IN_FLIGHT, problems
 from forethought.evaluation.recipe import Recipe, recipe
@@ -24,8 +34,8 @@ from forethought.methods.stack import parameters
 from forethought.scaffolding.controller import NativeRewardController
 
 if TYPE_CHECKING:
+    from forethought.llm.async_llm import AsyncLLM
     from forethought.scaffolding.worker import Worker
-    from forethought.text.async_llm import AsyncLLM
 
 _METHODS, _CHAT_METHODS = "plain,dynasor,majority_vote", "plain,majority_vote"
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -33,7 +43,7 @@ BOXED = "Please reason step by step, and put your final answer within \\boxed{}.
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    backend.configure_choice(parser)
+    configure_choice(parser)
     parser.add_argument(
         "--data", type=Path, metavar="FILE", help="problems (default: those of the reasoner)"
     )
@@ -50,7 +60,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="setting of a method"
     )
-    backend.configure_judge(parser)
+    configure_judge(parser)
     parser.add_argument(
         "--instruction",
         metavar="TEXT",
@@ -87,26 +97,25 @@ def run(args: argparse.Namespace) -> int:
     stand_in = None if args.reward_model is None else NativeRewardController()
     _recipes(args, stand_in)  # refuses what cannot be before a model is loaded
     open_llm: Callable[[], AsyncLLM | Worker]
-    if backend.wants_server(args):
-        open_llm, is_embedded = backend.server_opener(args), False
+    if wants_server(args):
+        open_llm, is_embedded = server_opener(args), False
     else:
-        fields = model.fields_of(args, max_batch_size=max(1, 2 * args.in_flight))
-        open_llm, is_embedded = model.opener(fields), fields.get("model") is None
+        fields = llm_args_of(args, max_batch_size=max(1, 2 * args.in_flight))
+        open_llm, is_embedded = llm_opener(fields), fields.get("model") is None
 
-    from forethought.evaluation.comparison import compare
-    from forethought.evaluation.runner import Runner
+    from forethought.evaluation.runner import EvaluationRunner, compare
 
     instruction = args.instruction
     if instruction is None:
         instruction = "" if is_embedded else BOXED
-    runner = Runner(
+    runner = EvaluationRunner(
         open_llm,
         seed=args.seed,
         in_flight=args.in_flight,
         instruction=instruction,
         prompt_format=args.prompt_format,
     )
-    with backend.open_judge(args) as judge:
+    with open_judge(args) as judge:
         recipes = _recipes(args, judge.controller if judge else None)
         if judge is not None:
             recipes = [replace(recipe, workers=judge.workers) for recipe in recipes]
@@ -116,11 +125,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _recipes(args: argparse.Namespace, judging: NativeRewardController | None) -> list[Recipe]:
     """One recipe per method. A setting goes to every method that has it, and one must."""
-    chats = backend.wants_server(args) and args.prompt_format is None
+    chats = wants_server(args) and args.prompt_format is None
     given = args.methods
     if given is None:
         given = _CHAT_METHODS if chats else _METHODS
-    if backend.wants_server(args) and not chats and args.max_tokens is None:
+    if wants_server(args) and not chats and args.max_tokens is None:
         raise ParameterError(
             "--prompt-format with --url needs --max-tokens",
             "servers end a completion after a few tokens unless told otherwise",
@@ -133,22 +142,22 @@ def _recipes(args: argparse.Namespace, judging: NativeRewardController | None) -
     unknown = settings.keys() - allowed
     if unknown:
         raise ParameterError.unknown(f"methods {given!r}", unknown, allowed)
-    backend.check_judge(args, specs, settings)
+    check_judge(args, specs, settings)
     recipes = []
     for spec, taken in known.items():
         own = {key: value for key, value in settings.items() if key in taken}
-        recipes.append(_recipe(args, spec, backend.judged_by(spec, judging) | own, chats))
+        recipes.append(_recipe(args, spec, judged_by(spec, judging) | own, chats))
     return recipes
 
 
 def _recipe(args: argparse.Namespace, spec: str, settings: dict[str, Any], chats: bool) -> Recipe:
     """One method, under the name that was given, as turns of chat if it ``chats`` or is judged."""
-    judged = backend.is_judged(settings)
+    judged = is_judged(settings)
     instead = "Write the prompt in the model's own format: --prompt-format"
     if judged:
         instead = "Name only methods that decode plainly inside best_of_n"
     made = recipe(
-        backend.as_chat(spec, settings, instead) if chats or judged else spec,
+        as_chat(spec, settings, instead) if chats or judged else spec,
         samples=args.samples,
         temperature=args.temperature,
         max_tokens=args.max_tokens,

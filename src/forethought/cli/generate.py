@@ -17,10 +17,19 @@ from contextlib import ExitStack, closing
 from typing import Any
 
 from forethought import methods
-from forethought.cli import backend
-from forethought.cli.answer import Respondent
-from forethought.cli.backend import Backend
-from forethought.cli.settings import parse_settings, with_samples
+from forethought.cli.backend import (
+    Backend,
+    Respondent,
+    add_backend_options,
+    as_chat,
+    check_judge,
+    configure_judge,
+    judged_by,
+    open_backend,
+    open_judge,
+    sampling_of,
+)
+from forethought.cli.options import parse_settings, with_samples
 from forethought.errors import ParameterError
 from forethought.methods.stack import stack
 from forethought.scaffolding.controller import Controller, NativeRewardController
@@ -33,16 +42,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="setting of the method"
     )
-    backend.configure(parser)
-    backend.configure_judge(parser)
+    add_backend_options(parser)
+    configure_judge(parser)
     parser.add_argument("--raw", action="store_true", help="do not use the chat template")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
 
 
 def run(args: argparse.Namespace) -> int:
     """Generate."""
-    params = backend.sampling_of(args)
-    backend.check_judge(args, [args.method or "plain"], parse_settings(args.set))
+    params = sampling_of(args)
+    check_judge(args, [args.method or "plain"], parse_settings(args.set))
     stand_in = None if args.reward_model is None else NativeRewardController()
     _method(args, {}, stand_in)  # refuses what cannot be before a model is loaded
     question = _question(args.prompt)
@@ -51,9 +60,9 @@ def run(args: argparse.Namespace) -> int:
             "--system needs the chat template", "--raw leaves it out", "Put it into the prompt"
         )
     with ExitStack() as opened:
-        judge = opened.enter_context(backend.open_judge(args))
+        judge = opened.enter_context(open_judge(args))
         method = _method(args, params, judge.controller if judge else None)
-        chosen = opened.enter_context(backend.open_backend(args))
+        chosen = opened.enter_context(open_backend(args))
         prompt = _prompt(args, question, chosen)
         respondent = Respondent(method, chosen.worker, judge.workers if judge else None)
         write = _Writing(chosen, show=not args.json)
@@ -121,10 +130,10 @@ def _method(
     settings = with_samples(spec, parse_settings(args.set))
     if spec == "plain" and args.url is None:
         params.setdefault("temperature", 0.0)
-    settings = backend.judged_by(spec, judging) | settings
+    settings = judged_by(spec, judging) | settings
     if _chats(args):
         instead = "Write the prompt in the model's own format and give --raw"
-        spec = backend.as_chat(spec, settings, instead)
+        spec = as_chat(spec, settings, instead)
         if args.system:
             settings["system"] = args.system
     if "streaming" in methods.describe(spec.split("+")[-1]).parameters and not args.json:

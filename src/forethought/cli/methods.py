@@ -11,7 +11,7 @@ import textwrap
 from typing import Any
 
 from forethought import methods
-from forethought.cli.settings import with_samples
+from forethought.cli.options import with_samples
 from forethought.methods import Method
 
 WIDTH = 96

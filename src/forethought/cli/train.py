@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from forethought.cli import config_file
+from forethought.cli.options import load_config_file
 from forethought.errors import DependencyError, ParameterError
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
             "give either --data or --self-distill",
             "With --self-distill the model writes them",
         )
-    fields = config_file.load(args.config) if args.config is not None else {}
+    fields = load_config_file(args.config) if args.config is not None else {}
     fields |= {
         name: value for name in ("steps", "seed") if (value := getattr(args, name)) is not None
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Ids
 
+from forethought.config.sampling import SamplingParams
 from forethought.engine.scheduler import Limits
 from forethought.errors import (
     CapacityError,
@@ -13,7 +14,6 @@ from forethought.errors import (
     UnknownNameError,
 )
 from forethought.model.sampling import Constraints
-from forethought.params import SamplingParams
 
 
 class Admission:
@@ -43,7 +43,7 @@ class Admission:
         if not prompt_ids:
             raise ParameterError("empty prompt", "there is no token to continue", "Give some text")
         self._check_ids("prompt", prompt_ids)
-        self._check_wishes(params)
+        self._check_params(params)
         self._check_length(len(prompt_ids) + 1)
         step = self._limits.max_num_tokens
         if not self._limits.chunked_prefill and len(prompt_ids) > step:
@@ -65,7 +65,7 @@ class Admission:
                 "its earlier tokens are computed already",
                 "Ask for them when generating from a prompt",
             )
-        self._check_wishes(params)
+        self._check_params(params)
         self._check_length(len(tokens) + 1)
 
     @staticmethod
@@ -83,7 +83,7 @@ class Admission:
         self._check_ids("extension", more)
         self._check_length(len(tokens) + len(more))
 
-    def _check_wishes(self, params: SamplingParams) -> None:
+    def _check_params(self, params: SamplingParams) -> None:
         self._check_ids("logit_bias", params.logit_bias or ())
         self._check_ids("stop_token_ids", params.stop_token_ids)
         drafter = params.speculation.drafter if params.speculation is not None else None

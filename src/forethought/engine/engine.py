@@ -14,23 +14,20 @@ from collections import Counter
 from collections.abc import Sequence as Ids
 from dataclasses import replace
 
-from forethought.engine import kinship
+from forethought.config.sampling import SamplingParams
+from forethought.engine.accounting import Accounting
 from forethought.engine.admission import Admission
-from forethought.engine.commit import Event
-from forethought.engine.ledger import Ledger
-from forethought.engine.loop import Loop
+from forethought.engine.drafting import DrafterEntry, Drafting
 from forethought.engine.scheduler import Limits, Scheduler
-from forethought.engine.sequence import Sequence, Status
-from forethought.engine.speculation import Equipped, Speculation
-from forethought.engine.stats import EngineStats
+from forethought.engine.sequence import Sequence, Status, attach_ready_dependents, depend_on
+from forethought.engine.step import Event, Step
 from forethought.errors import UsageError
 from forethought.kv.pool import PagePool
 from forethought.kv.prefix import PrefixIndex
 from forethought.kv.table import PageTable
 from forethought.model.runner import Runner
 from forethought.model.sampling import Constraint, Constraints
-from forethought.outputs import FinishReason, SpeculationMetrics
-from forethought.params import SamplingParams
+from forethought.outputs import EngineStats, FinishReason, SpeculationMetrics
 
 
 class Engine:
@@ -51,20 +48,20 @@ class Engine:
         *,
         reuse: bool = True,
         seed: int | None = None,
-        drafters: Ids[Equipped] = (),
+        drafters: Ids[DrafterEntry] = (),
     ) -> None:
         self.runner, self.stats = runner, EngineStats()
         self.pool = PagePool(runner.storage.num_pages, runner.storage.page_size)
         self.index = PrefixIndex(self.pool, reuse)
         capacity = self.pool.num_pages * self.pool.page_size
         self.limits = replace(limits, max_length=min(limits.max_length, capacity))
-        self.speculation = Speculation(drafters, self.stats, runner.lm.vocab_size)
+        self.speculation = Drafting(drafters, self.stats, runner.lm.vocab_size)
         names = self.speculation.names
         self.admission = Admission(limits, runner.lm.vocab_size, capacity, names)
         self.scheduler = Scheduler(self.pool, self.index, self.limits, self.stats)
         self.scheduler.on_end = self.speculation.release
-        self._ledger = Ledger(self.stats, self.index, self.pool.page_size)
-        self.loop = Loop(runner, self.scheduler, self.speculation, self._ledger, self.stats)
+        self._ledger = Accounting(self.stats, self.index, self.pool.page_size)
+        self.loop = Step(runner, self.scheduler, self.speculation, self._ledger, self.stats)
         self._seeds = random.Random(seed)
         self._ids, self._arrivals = itertools.count(), itertools.count()
 
@@ -108,7 +105,7 @@ class Engine:
             sample.index = index
             self._start(sample, params, arrival, seed, constraint)
             if samples:
-                kinship.depend(sample, samples[0], len(prompt_ids))
+                depend_on(sample, samples[0], len(prompt_ids))
             samples.append(sample)
         return samples
 
@@ -164,7 +161,7 @@ class Engine:
                 "Fork a live sequence at one of its own lengths",
             )
         child = self._new(sequence.tokens[:length], keep=True)
-        kinship.depend(child, sequence, length)
+        depend_on(child, sequence, length)
         return child
 
     def rewind(self, sequence: Sequence, length: int) -> None:
@@ -176,7 +173,7 @@ class Engine:
                 f"length {length} is not between 1 and its {len(sequence.tokens)} tokens",
                 "Rewind to a length that it has had",
             )
-        kinship.attach_ready(sequence, all_of_them=True)
+        attach_ready_dependents(sequence, all_of_them=True)
         kept = bisect_left(sequence.drawn, length)
         self._ledger.count(sequence, discarded=len(sequence.drawn) - kept)
         del sequence.drawn[kept:]

@@ -9,24 +9,24 @@ from pathlib import Path
 
 import torch
 
-from forethought.config import KvCacheConfig, LlmArgs
-from forethought.decoding import AutoDecodingConfig, DecodingBaseConfig
+from forethought.config.drafters import AutoDecodingConfig
+from forethought.config.engine import KvCacheConfig, LlmArgs
+from forethought.config.speculation import DecodingBaseConfig
+from forethought.engine.drafting import DrafterEntry
 from forethought.engine.engine import Engine
 from forethought.engine.scheduler import Limits
-from forethought.engine.speculation import Equipped
 from forethought.errors import CapacityError, ParameterError
+from forethought.kv.draft_cache import HiddenStateCache
 from forethought.kv.storage import KvStorage
 from forethought.model import loader
 from forethought.model.causal_lm import CausalLM
-from forethought.model.device import find_device
-from forethought.model.processors import check_threads
+from forethought.model.device import check_threads, find_device
 from forethought.model.runner import Runner
-from forethought.speculative import table
-from forethought.speculative.features import Features
-from forethought.speculative.length import length_policy
-from forethought.speculative.rule import rule_of
-from forethought.speculative.schedule import schedule
-from forethought.speculative.table import Target
+from forethought.speculative import registry
+from forethought.speculative.length.base import schedule
+from forethought.speculative.length.policy import length_policy
+from forethought.speculative.registry import Target
+from forethought.speculative.verify.rules import rule_of
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def build(args: LlmArgs, model_dir: Path) -> Engine:
         KvStorage(lm.layer_shapes, 1, args.kv_cache_config.tokens_per_block, lm.dtype, lm.device),
     )
     target = Target(runner, args.max_num_tokens)
-    drafters = [equip(config, target, batch_size) for config in configs]
+    drafters = [build_drafter_entry(config, target, batch_size) for config in configs]
     capacity = _fill(
         args.kv_cache_config, runner.storage, drafters, (batch_size + PREFIX_ROOM) * context
     )
@@ -89,7 +89,9 @@ def build(args: LlmArgs, model_dir: Path) -> Engine:
     )
 
 
-def equip(config: DecodingBaseConfig, target: Target, batch_size: int) -> Equipped:
+def build_drafter_entry(
+    config: DecodingBaseConfig, target: Target, batch_size: int
+) -> DrafterEntry:
     """The drafter that ``config`` describes, with all that belongs to it.
 
     Args:
@@ -102,11 +104,11 @@ def equip(config: DecodingBaseConfig, target: Target, batch_size: int) -> Equipp
     """
     if isinstance(config, AutoDecodingConfig):
         config = config.resolve(batch_size)
-    drafter = table.build(config, target)
-    for companion in drafter.companions:
-        if isinstance(companion, Features):
-            target.runner.expect_states(companion.places)
-    return Equipped(
+    drafter = registry.build(config, target)
+    for draft_cache in drafter.draft_caches:
+        if isinstance(draft_cache, HiddenStateCache):
+            target.runner.expect_states(draft_cache.places)
+    return DrafterEntry(
         name=config.name,
         drafter=drafter,
         policy=length_policy(config, drafter.nodes),
@@ -139,7 +141,9 @@ def _check_lengths(configs: Sequence[DecodingBaseConfig], context: int) -> None:
             )
 
 
-def _fill(config: KvCacheConfig, storage: KvStorage, drafters: list[Equipped], useful: int) -> int:
+def _fill(
+    config: KvCacheConfig, storage: KvStorage, drafters: list[DrafterEntry], useful: int
+) -> int:
     """Give the KV cache, and what drafters store beside it, their pages.
 
     Args:

@@ -18,24 +18,31 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from forethought.engine import kinship
-from forethought.engine.sequence import Sequence, Status
-from forethought.engine.stats import EngineStats
+from forethought.engine.sequence import (
+    Sequence,
+    Status,
+    attach_ready_dependents,
+    detach_from_parent,
+)
 from forethought.kv.pool import PagePool
 from forethought.kv.prefix import PrefixIndex
 from forethought.kv.table import PageCopy
-from forethought.outputs import FinishReason
+from forethought.outputs import EngineStats, FinishReason
 from forethought.speculative.draft import NO_DRAFT, Draft
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from forethought.engine.passing import Outcome
-    from forethought.speculative.rule import AcceptanceRule
+    from forethought.speculative.verify.verify import VerificationResult
+
+    Outcome = list[tuple[Sequence, VerificationResult]]
+    # What was sampled after one row: for its own sequence first, then for its siblings.
+
+    from forethought.speculative.verify.rules import AcceptanceRule
 
 log = logging.getLogger(__name__)
 
-Wishes = Callable[[List[Sequence], int], List[int]]
+RequestedNodes = Callable[[List[Sequence], int], List[int]]
 """How many draft nodes to reserve behind each of these sequences, all of which decode, while so
 many run."""
 
@@ -227,12 +234,12 @@ class Scheduler:
         """Give back all pages; the sequence is in no queue afterwards."""
         if sequence.status is not Status.CLOSED:
             self.on_end(sequence)
-            kinship.attach_ready(sequence, all_of_them=True)
-            kinship.detach(sequence)
+            attach_ready_dependents(sequence, all_of_them=True)
+            detach_from_parent(sequence)
             sequence.table.release()
             self.place(sequence, Status.CLOSED)
 
-    def plan(self, plan: Plan, wishes: Wishes | None = None) -> None:
+    def plan(self, plan: Plan, requested_nodes: RequestedNodes | None = None) -> None:
         """Choose the rows of the next step and make room for their tokens.
 
         Args:
@@ -245,8 +252,8 @@ class Scheduler:
         decoding = [sequence for sequence in self.running if sequence.num_uncomputed == 1]
         prefilling = [sequence for sequence in self.running if sequence.num_uncomputed > 1]
         self._plan_rows(plan, decoding)
-        if wishes is not None:
-            self._try_to_reserve(plan, wishes)
+        if requested_nodes is not None:
+            self._try_to_reserve(plan, requested_nodes)
         self._plan_rows(plan, prefilling)
         self.waiting.sort(key=lambda sequence: sequence.rank)
         for sequence in list(self.waiting):
@@ -266,21 +273,21 @@ class Scheduler:
             except Exception as error:
                 plan.fail(sequence, error)
 
-    def _try_to_reserve(self, plan: Plan, wishes: Wishes) -> None:
+    def _try_to_reserve(self, plan: Plan, requested_nodes: RequestedNodes) -> None:
         """Reserve room for drafts; where that fails, this step has none."""
         try:
-            self._reserve(plan, wishes)
+            self._reserve(plan, requested_nodes)
         except Exception:
             log.exception("no room for drafts could be reserved in this step")
             plan.give_back_nodes()
 
-    def _reserve(self, plan: Plan, wishes: Wishes) -> None:
+    def _reserve(self, plan: Plan, requested_nodes: RequestedNodes) -> None:
         """Give the decodes room for drafts, the first ones first; nobody loses a page by it."""
         rows = [row for row in plan.rows if row.decodes]
         left = self.limits.max_num_tokens - plan.tokens
         if len(self.running) > len(rows) or any(s.parent is None for s in self.waiting):
             left //= 2
-        wished = wishes([row.sequence for row in rows], len(self.running))
+        wished = requested_nodes([row.sequence for row in rows], len(self.running))
         for row, wish in zip(rows, wished, strict=True):
             table = row.sequence.table
             free = -table.length % self._pool.page_size

@@ -8,6 +8,12 @@ There are no phases, only counters that catch up::
     to compute                 [ ................... )  num_uncomputed; 1 for a plain decode
 
 When a step has computed the last token, the next one is drawn and appended.
+
+[kinship] Forks that wait for KV which their parent is still computing.
+
+A fork shares the first ``shared`` tokens of its parent. If the parent has computed them, their
+pages are shared at once; else the fork becomes a dependent, and shares them as soon as they are
+there. Nothing is computed twice, and the parent never notices. Knows nothing about queues.
 """
 
 from __future__ import annotations
@@ -16,9 +22,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from forethought.config.sampling import SamplingParams
 from forethought.kv.table import PageTable
 from forethought.outputs import FinishReason, SpeculationMetrics, TokenLogprobs, Usage
-from forethought.params import SamplingParams
 
 if TYPE_CHECKING:
     from forethought.model.sampling import Constraint
@@ -86,7 +92,7 @@ class Sequence:
     """Of the current generation."""
 
     @property
-    def law_has_memory(self) -> bool:
+    def has_stateful_distribution(self) -> bool:
         """Whether the law of the next token depends on the tokens before it but for the logits."""
         params = self.params
         return bool(
@@ -127,3 +133,62 @@ class Sequence:
     def rank(self) -> tuple[int, int, int]:
         """Sorts sequences by who is served first: priority, arrival, sample."""
         return self.params.priority, self.arrival, self.index
+
+
+def depend_on(child: Sequence, parent: Sequence, shared: int) -> None:
+    """``child`` begins with the first ``shared`` tokens of ``parent``."""
+    child.parent, child.shared = parent, shared
+    parent.dependents.append(child)
+    attach_ready_dependents(parent)
+
+
+def attach_ready_dependents(parent: Sequence, all_of_them: bool = False) -> None:
+    """Give dependents the KV they wait for, if it is there or will not come any more.
+
+    Args:
+        parent: whose dependents.
+        all_of_them: give every dependent what there is now; the parent is about to change.
+    """
+    for child in list(parent.dependents):
+        if all_of_them or not parent.active or parent.num_computed >= child.shared:
+            attach_to_parent(child)
+
+
+def attach_to_parent(child: Sequence, has_logits: bool = False) -> None:
+    """Share what the parent has computed of the common prefix, and forget the parent.
+
+    Args:
+        child: a dependent.
+        has_logits: its next token is drawn from the parent's logits; else one that is about to
+            generate has to compute its last token itself.
+    """
+    parent = child.parent
+    assert parent is not None, "only a dependent can be attached"
+    parent.dependents.remove(child)
+    child.parent = None
+    if child.wants_prompt_logprobs:
+        if len(parent.prompt_logprobs) < child.prompt_length:
+            return  # it has to compute its own, from the first token on
+        child.prompt_logprobs = list(parent.prompt_logprobs)
+    ready = min(child.shared, parent.num_computed)
+    if child.active and not has_logits:
+        ready = min(ready, len(child.tokens) - 1)
+    child.table = parent.table.fork(ready)
+
+
+def detach_from_parent(child: Sequence) -> None:
+    """Forget the parent without taking anything from it."""
+    if child.parent is not None:
+        child.parent.dependents.remove(child)
+        child.parent = None
+
+
+def siblings_to_sample(sequence: Sequence) -> list[Sequence]:
+    """The sequence and those forks of it that want their next token after the very same tokens."""
+    length = len(sequence.tokens)
+    siblings = [
+        other
+        for other in sequence.dependents
+        if other.status is Status.WAITING and other.shared == len(other.tokens) == length
+    ]
+    return [sequence, *siblings]

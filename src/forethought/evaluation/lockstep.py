@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar, TypeVarTuple
 
 if TYPE_CHECKING:
-    from forethought.text.async_llm import AsyncLLM
+    from forethought.llm.async_llm import AsyncLLM
 
 Result = TypeVar("Result")
 Values = TypeVarTuple("Values")

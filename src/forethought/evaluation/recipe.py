@@ -1,13 +1,21 @@
-"""A method with its settings, ready to be measured. Knows nothing about problems."""
+"""A method with its settings, ready to be measured. Knows nothing about problems.
+
+[demo] The four recipes that the package shows itself with, tuned to the embedded reasoner.
+
+Greedy decoding, Dynasor-CoT on the same chains, a vote of eight samples, and both together. The
+reasoner's chains are some hundreds of tokens long, so it is probed more often than a large model.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from forethought.config.drafters import NGramDecodingConfig
+from forethought.config.sampling import SamplingParams
 from forethought.methods.stack import parameters, stack
-from forethought.params import SamplingParams
 from forethought.scaffolding.controller import Controller
 from forethought.scaffolding.worker import Worker
 
@@ -61,3 +69,21 @@ def recipe(
         params["max_tokens"] = max_tokens
     SamplingParams(**params)  # refuses values outside their ranges before anything runs
     return Recipe(spec, stack(spec, **given), params, given[_SAMPLES] if several else 1)
+
+
+DRAFTS = NGramDecodingConfig(max_draft_len=8, max_matching_ngram_size=3, is_use_oldest=False)
+"""The reasoner checks its own steps, and so repeats itself: n-grams guess it well."""
+PROBING = {"chunk_size": 16, "certainty_threshold": 2}
+SAMPLES = 8
+TEMPERATURE = 0.8
+
+
+def demo_recipes() -> list[Recipe]:
+    """Plain, Dynasor-CoT, majority vote, and Dynasor-CoT under majority vote."""
+    sampled = partial(recipe, samples=SAMPLES, temperature=TEMPERATURE)
+    return [
+        recipe("plain"),
+        recipe("dynasor", settings=PROBING),
+        sampled("majority_vote"),
+        sampled("dynasor+majority_vote", settings=PROBING),
+    ]

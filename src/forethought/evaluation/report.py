@@ -1,16 +1,64 @@
-"""What a comparison of methods found: rows, a table for people, one line for programs."""
+"""Numbers with their uncertainty. Knows nothing about models or methods.
+
+[report] What a comparison of methods found: rows, a table for people, one line for programs.
+
+[plot] The picture of a comparison: accuracy against tokens, as a PNG. Draws without a display.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from statistics import NormalDist
+from typing import TYPE_CHECKING, Any
 
-from forethought.evaluation.statistics import Proportion
+from forethought.errors import DependencyError, ParameterError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Proportion:
+    """How many of how many, such as right answers of all problems.
+
+    Raises:
+        ParameterError: no trials, or successes outside ``0..trials``.
+    """
+
+    successes: int
+    trials: int
+
+    def __post_init__(self) -> None:
+        if self.trials < 1 or not 0 <= self.successes <= self.trials:
+            raise ParameterError(
+                "invalid proportion",
+                f"got {self.successes} of {self.trials}",
+                "Count at least one trial, and successes from 0 to the trials",
+            )
+
+    @property
+    def value(self) -> float:
+        """The observed share, in [0, 1]."""
+        return self.successes / self.trials
+
+    def interval(self, confidence: float = 0.95) -> tuple[float, float]:
+        """The score interval of Wilson (1927): honest for few trials and for shares near 0 or 1."""
+        z = NormalDist().inv_cdf(0.5 + confidence / 2)
+        n, p = self.trials, self.value
+        centre = (p + z * z / (2 * n)) / (1 + z * z / n)
+        half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+        low = 0.0 if self.successes == 0 else centre - half
+        high = 1.0 if self.successes == n else centre + half
+        return low, high
+
+
+@dataclass(frozen=True, slots=True)
+class ReportRow:
     """One method on all problems.
 
     ``tokens_generated`` and ``tokens_prefilled`` are the engine's own counters: every token that it
@@ -41,7 +89,7 @@ class Row:
 _HEAD = ("method", "accuracy", "95 % interval", "generated", "prefilled", "seconds", "tokens")
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[ReportRow]) -> str:
     """The rows as aligned text; ``tokens`` compares the generated tokens of two methods: those of
     ``inner+outer`` with those of ``outer`` where that is a row, else with those of the first row.
     """
@@ -51,7 +99,7 @@ def table(rows: Sequence[Row]) -> str:
 _RACE_HEAD = ("method", "drafts", "right", "generated", "seconds each", "speed")
 
 
-def race_table(rows: Sequence[tuple[str, Row]], problems: int) -> str:
+def race_table(rows: Sequence[tuple[str, ReportRow]], problems: int) -> str:
     """Who drafted and the row, as aligned text; ``speed`` is against the first row."""
     cells: list[tuple[str, ...]] = [_RACE_HEAD]
     slow = rows[0][1]
@@ -82,7 +130,7 @@ def times(value: float, other: float, more: str, less: str) -> str:
     return f"{ratio:.1f} times {more if value > other else less}"
 
 
-def race_row(drafts: str, row: Row, problems: int) -> dict[str, object]:
+def race_row(drafts: str, row: ReportRow, problems: int) -> dict[str, object]:
     """Plain values of one race."""
     return {
         "method": row.method,
@@ -93,7 +141,7 @@ def race_row(drafts: str, row: Row, problems: int) -> dict[str, object]:
     }
 
 
-def json_line(rows: Sequence[Row], races: Sequence[dict[str, object]] = ()) -> str:
+def json_line(rows: Sequence[ReportRow], races: Sequence[dict[str, object]] = ()) -> str:
     """``{"rows": [...]}`` on one line, with ``"one_at_a_time"`` if there were races."""
     found: dict[str, object] = {"rows": [row.to_dict() for row in rows]}
     if races:
@@ -113,7 +161,7 @@ def _aligned(cells: Sequence[tuple[str, ...]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
+def _cells(row: ReportRow, rows: Sequence[ReportRow]) -> tuple[str, ...]:
     low, high = row.correct.interval()
     return (
         row.method,
@@ -126,16 +174,78 @@ def _cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
     )
 
 
-def _baseline(row: Row, rows: Sequence[Row]) -> Row:
+def _baseline(row: ReportRow, rows: Sequence[ReportRow]) -> ReportRow:
     """The row of the outer method alone, if there is one; else the first row."""
     outer = row.method.partition("+")[2]
     return next((other for other in rows if other.method == outer), rows[0])
 
 
-def _against(row: Row, other: Row) -> str:
+def _against(row: ReportRow, other: ReportRow) -> str:
     compared = times(row.tokens_generated, other.tokens_generated, "more", "fewer")
     return f"{compared} {'as' if compared == 'the same' else 'than'} {other.method}"
 
 
 def _align(cell: str, width: int, column: int) -> str:
     return cell.ljust(width) if column == 0 else cell.rjust(width)
+
+
+def check_installed() -> None:
+    """Find out now rather than after minutes of work.
+
+    Raises:
+        DependencyError: matplotlib is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise DependencyError.missing("matplotlib", "the plot", "eval")
+
+
+def save_plot(rows: Sequence[ReportRow], path: Path, title: str = "") -> Path:
+    """Draw accuracy (with its 95 % interval) against generated tokens per problem.
+
+    Raises:
+        DependencyError: matplotlib is not installed.
+    """
+    draw(rows, title).savefig(path, dpi=150)
+    return path
+
+
+def draw(rows: Sequence[ReportRow], title: str = "") -> Figure:
+    """The figure of ``save_plot``; every point has its method's name beside its interval."""
+    check_installed()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    figure = Figure(figsize=(7.0, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.margins(x=0.2, y=0.15)  # room for the names
+    # Neighbours have their names on different sides of their points.
+    for number, row in enumerate(sorted(rows, key=lambda row: row.tokens_generated)):
+        _draw_row(axes, row, above=number % 2 == 0)
+    axes.set_xlabel("tokens generated per problem, probes and abandoned samples included")
+    axes.set_ylabel("accuracy in %, with 95 % interval")
+    axes.grid(True, alpha=0.25)
+    if title:
+        axes.set_title(title)
+    return figure
+
+
+def _draw_row(axes: Any, row: ReportRow, above: bool) -> None:
+    tokens = row.tokens_generated / row.correct.trials
+    low, high = (100 * bound for bound in row.correct.interval())
+    accuracy = 100 * row.correct.value
+    bars = axes.errorbar(tokens, accuracy, yerr=[[accuracy - low], [high - accuracy]], fmt="o")
+    axes.annotate(
+        row.method,
+        (tokens, high if above else low),
+        xytext=(0, 6 if above else -6),
+        textcoords="offset points",
+        ha="center",
+        va="bottom" if above else "top",
+        color=bars.lines[0].get_color(),
+    )

@@ -3,6 +3,13 @@
 Each method gets an engine of its own: with one for all, the prompts that the first has paid for
 would be in the prefix index for the others, and their tokens would be too few. A server is another
 one's: its tokens are those that it reports.
+
+[progress] A progress bar on standard error: problems solved, and how many of them rightly.
+
+[comparison] Several methods on the same problems: progress while it runs, then tables, a plot, a
+JSON line.
+
+Prints its report, as it is what an application shows; everything else in this folder is silent.
 """
 
 from __future__ import annotations
@@ -10,30 +17,42 @@ from __future__ import annotations
 import asyncio
 import queue
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO
 
-from forethought.errors import ParameterError
+from forethought.config.sampling import SamplingParams
+from forethought.errors import DependencyError, ParameterError, UsageError
 from forethought.evaluation import IN_FLIGHT
-from forethought.evaluation.grader import Grader
 from forethought.evaluation.lockstep import Lockstep
-from forethought.evaluation.problems import Problem
+from forethought.evaluation.problems import Grader, Problem
 from forethought.evaluation.recipe import Recipe
-from forethought.evaluation.report import Row
-from forethought.evaluation.statistics import Proportion
+from forethought.evaluation.report import (
+    Proportion,
+    ReportRow,
+    check_installed,
+    count_of,
+    json_line,
+    race_row,
+    race_table,
+    save_plot,
+    table,
+)
 from forethought.methods import worker_tags
 from forethought.outputs import Usage
-from forethought.params import SamplingParams
 from forethought.scaffolding.result import ScaffoldingResult
 from forethought.scaffolding.scaffolding_llm import ScaffoldingLlm
 from forethought.scaffolding.worker import Worker
 
 if TYPE_CHECKING:
-    from forethought.text.async_llm import AsyncLLM
+    from forethought.llm.async_llm import AsyncLLM
+
 
 Prompt = str | list[int]
 QUESTION = "{question}"
@@ -54,7 +73,7 @@ class Attempt:
     correct: bool
 
 
-class Runner:
+class EvaluationRunner:
     """Runs methods over problems.
 
     Args:
@@ -96,7 +115,7 @@ class Runner:
         recipe: Recipe,
         problems: Sequence[Problem],
         on_attempt: Callable[[Attempt], None] = lambda attempt: None,
-    ) -> Row:
+    ) -> ReportRow:
         """Solve all problems and grade them as they finish.
 
         Args:
@@ -123,7 +142,7 @@ class Runner:
             decoded, prefilled = source.spent(usage)
         finally:
             source.close()
-        return Row(recipe.name, Proportion(right, len(problems)), decoded, prefilled, seconds)
+        return ReportRow(recipe.name, Proportion(right, len(problems)), decoded, prefilled, seconds)
 
     def _answers(
         self, recipe: Recipe, prompts: Sequence[Prompt], source: _Source
@@ -248,3 +267,176 @@ class _Server:
 def _warm_up(llm: AsyncLLM) -> None:
     """Let first-time work happen before the clock starts; one token fills no page."""
     asyncio.run(llm.generate([0], SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)))
+
+
+class EvaluationProgress:
+    """One bar over all methods. Call it with each ``Attempt``.
+
+    Args:
+        total: attempts there will be.
+
+    Raises:
+        DependencyError: tqdm is not installed.
+    """
+
+    def __init__(self, total: int) -> None:
+        try:
+            from tqdm import tqdm
+        except ImportError as error:
+            raise DependencyError.missing("tqdm", "the progress bar", "eval") from error
+        self._bar: Any = tqdm(total=total, desc="warming up", unit="problem", dynamic_ncols=True)
+        self._label, self._right, self._seen = "", 0, 0
+
+    def begin(self, label: str) -> None:
+        """The next method is loaded, warmed up and at work on its first problem."""
+        self._label, self._right, self._seen = label, 0, 0
+        self._bar.set_postfix_str("", refresh=False)
+        self._bar.set_description(f"{label}, warming up")
+
+    def __call__(self, attempt: Attempt) -> None:
+        """Move on by one."""
+        if not self._seen:
+            self._bar.set_description(self._label, refresh=False)
+        self._right, self._seen = self._right + attempt.correct, self._seen + 1
+        self._bar.set_postfix_str(f"{self._right}/{self._seen} right", refresh=False)
+        self._bar.update()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.close()
+
+
+RACE_PROBLEMS = 10
+"""Problems of a race: enough for a figure, few enough for a demo."""
+
+
+@dataclass(frozen=True, slots=True)
+class Race:
+    """A method that solves problems one at a time, with drafts or without."""
+
+    recipe: Recipe
+    drafts: str
+    """Who guesses ahead; empty: nobody."""
+    runner: EvaluationRunner
+    """With one chain in flight."""
+
+
+def compare(
+    recipes: Sequence[Recipe],
+    problems: Sequence[Problem],
+    runner: EvaluationRunner,
+    folder: Path,
+    out: TextIO | None = None,
+    races: Sequence[Race] = (),
+) -> list[ReportRow]:
+    """Run every recipe on all problems and report.
+
+    Args:
+        recipes: the first is what the others' tokens are compared with.
+        problems: solved by each.
+        runner: runs them.
+        folder: where ``comparison.png`` and ``comparison.json`` are written; made if missing.
+        out: where the report goes; None: standard output.
+        races: run and reported first, one problem at a time, for the time that a single user
+            waits.
+
+    Raises:
+        DependencyError: matplotlib or tqdm is not installed.
+        UsageError: the folder cannot be made.
+        Exception: as ``Runner.run``.
+    """
+    out = out or sys.stdout
+    check_installed()
+    _make(folder)
+    single = list(problems)[:RACE_PROBLEMS]
+    with EvaluationProgress(len(recipes) * len(problems) + len(races) * len(single)) as bar:
+        raced = [_run(race, single, bar) for race in races]
+        rows = [_solve(runner, recipe, problems, bar)[0] for recipe in recipes]
+    plot = save_plot(rows, folder / "comparison.png", f"{count_of(len(problems), 'problem')}")
+    line = json_line(rows, [race_row(one.drafts, one.row, len(single)) for one in raced])
+    (folder / "comparison.json").write_text(line + "\n", encoding="utf-8")
+    if raced:
+        table_of = [(one.drafts, one.row) for one in raced]
+        out.write(f"{count_of(len(single), 'problem')}, one at a time:\n\n")
+        out.write(f"{race_table(table_of, len(single))}\n\n")
+        out.writelines(f"{note}\n" for note in _notes(raced))
+        out.write("\n")
+    out.write(f"{count_of(len(problems), 'problem')}, many at once:\n\n{table(rows)}\n\n")
+    out.write(f"plot: {plot}\n{line}\n")
+    return rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Raced:
+    """A race that has been run."""
+
+    drafts: str
+    row: ReportRow
+    texts: dict[str, str]
+    """Answer by problem."""
+
+
+def _run(race: Race, problems: Sequence[Problem], bar: EvaluationProgress) -> _Raced:
+    return _Raced(race.drafts, *_solve(race.runner, race.recipe, problems, bar, race.drafts))
+
+
+def _solve(
+    runner: EvaluationRunner,
+    recipe: Recipe,
+    problems: Sequence[Problem],
+    bar: EvaluationProgress,
+    drafts: str = "",
+) -> tuple[ReportRow, dict[str, str]]:
+    """The row and the answers of one method."""
+    texts: dict[str, str] = {}
+
+    def on_attempt(attempt: Attempt) -> None:
+        texts[attempt.problem.name] = attempt.text
+        bar(attempt)
+
+    bar.begin(f"{recipe.name}, {drafts} drafts" if drafts else recipe.name)
+    return runner.run(recipe, problems, on_attempt), texts
+
+
+def _notes(raced: Sequence[_Raced]) -> list[str]:
+    """What drafts have changed beside the time, for each method that raced with and without."""
+    without = {one.row.method: one for one in raced if not one.drafts}
+    notes = []
+    for one in raced:
+        plain = without.get(one.row.method)
+        if one.drafts and plain is not None:
+            notes += _changes(one, plain)
+    return notes
+
+
+def _changes(drafted: _Raced, plain: _Raced) -> list[str]:
+    """What drafts have changed in the answers of one method and their tokens."""
+    method, count = drafted.row.method, len(plain.texts)
+    changed = sum(drafted.texts[name] != text for name, text in plain.texts.items())
+    if changed:
+        return [
+            f"{method}: {drafted.drafts} drafts changed {changed} of {count} answers: between "
+            "tokens that are nearly as likely rounding decides; in float32 none would change"
+        ]
+    notes = [f"{method}: the same answers with {drafted.drafts} drafts, character for character"]
+    if drafted.row.tokens_generated != plain.row.tokens_generated:
+        notes[0] += (
+            f"; {drafted.row.tokens_generated:,} tokens generated for them instead of "
+            f"{plain.row.tokens_generated:,}: a chain that draws several tokens a step is further "
+            "ahead by the time that a probe ends it"
+        )
+    return notes
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot write to {folder}", str(error), "Give another folder") from error

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from forethought.config.registry import Registry
 from forethought.errors import ParameterError
-from forethought.registry import Registry
 
 if TYPE_CHECKING:
     from forethought.methods.best_of_n import BestOfNController

@@ -1,4 +1,8 @@
-"""Dynasor-CoT: stop thinking once the answer does not change any more.
+"""Probes: forks of a chain of thought that are asked for the answer, and when they agree.
+
+Knows nothing about the chain's own fate.
+
+[dynasor] Dynasor-CoT: stop thinking once the answer does not change any more.
 
 While the main chain goes on, forks of it are asked for the answer every few tokens. As soon as
 several such probes in a row agree, the main chain is ended at the last one's fork point and the
@@ -23,9 +27,11 @@ Probing", 2025. The texts and defaults are those of TensorRT-LLM's blog on scaff
 from __future__ import annotations
 
 import importlib
+import logging
+import re
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -37,14 +43,129 @@ from forethought.errors import (
     ParameterError,
     UnknownNameError,
 )
-from forethought.methods.probes import Agreement, Probe
 from forethought.scaffolding import sampling, settings
+from forethought.scaffolding.answers import (
+    AnswerClasses,
+    Equivalence,
+    PairwiseEquivalence,
+    unpaired_brace,
+)
 from forethought.scaffolding.controller import Controller, refuse_arguments
-from forethought.scaffolding.equivalence import Equivalence, PairwiseEquivalence
-from forethought.scaffolding.output import Delta
+from forethought.scaffolding.execution_scope import current_scope
 from forethought.scaffolding.parallel import AsCompleted, ParallelProcess, Process
-from forethought.scaffolding.scope import current_scope
+from forethought.scaffolding.result import Delta
 from forethought.scaffolding.task import ComputeTask, GenerationTask, StreamGenerationTask
+
+_logger = logging.getLogger(__name__)
+
+_CLOSE = "}"
+
+
+class Probe:
+    r"""A fork whose prompt ends in ``\boxed{``: what it says up to the closing brace is its answer.
+
+    Its task stops at every ``}``. If that one closes a brace of the answer itself, the probe goes
+    on with another task, until ``length`` tokens are spent.
+
+    Args:
+        main: the chain; forked where it is now.
+        suffix: the question.
+        length: most tokens of the answer.
+        fields: sampling fields.
+
+    Attributes:
+        task: to be executed; after ``hear`` it may be another one.
+        kept_text: the chain's text at the fork.
+        kept_tokens: the chain's tokens at the fork.
+        answer: ``""`` if it has said nothing of use; None while it is under way.
+    """
+
+    def __init__(
+        self, main: GenerationTask, suffix: str, length: int, fields: dict[str, Any]
+    ) -> None:
+        self.kept_text, self.kept_tokens = main.output_str or "", main.num_generated
+        self.answer: str | None = None
+        self._said, self._left, self._fields = "", length, fields
+        self.task = self._ask(main, suffix)
+
+    def hear(self) -> None:
+        """The task is done: either there is an answer now, or there is a further task."""
+        task = self.task
+        if task.error is not None:
+            _logger.warning("a probe failed, and counts as one without an answer: %s", task.error)
+        said = self._said + (task.output_str or "")
+        self._left -= task.num_generated
+        if task.error is not None or task.stop_reason != _CLOSE:
+            self.answer = ""
+        elif unpaired_brace(said + _CLOSE) is not None:
+            self.answer = said.strip()
+        elif self._left < 1:
+            self.answer = ""
+        else:
+            self._said = said + _CLOSE
+            self.task = self._ask(task, _CLOSE)
+
+    def _ask(self, task: GenerationTask, suffix: str) -> GenerationTask:
+        return task.fork(
+            suffix,
+            GenerationTask,
+            inherit=False,
+            max_tokens=self._left,
+            stop=[_CLOSE],
+            on_failure="drop",
+            **self._fields,
+        )
+
+
+class Agreement:
+    """How many answers in a row mean the same.
+
+    Args:
+        needed: answers in a row that settle it.
+        uncertain_words: an answer that has one of them, as a word, does not count.
+        equivalence: decides which answers mean the same, see ``AnswerClasses``.
+
+    Attributes:
+        answers: all judged so far, in order.
+        count: length of the present run.
+    """
+
+    def __init__(
+        self,
+        needed: int,
+        uncertain_words: Sequence[str],
+        equivalence: Equivalence | PairwiseEquivalence,
+    ) -> None:
+        self.needed, self.count, self.answers = needed, 0, list[str]()
+        self._classes = AnswerClasses(equivalence)
+        self._class: Hashable = None
+        words = "|".join(re.escape(word.lower()) for word in uncertain_words)
+        # A word that begins or ends with a sign needs no border there.
+        pattern = rf"(?:(?<!\w)|(?!\w))(?:{words})(?:(?<!\w)|(?!\w))"
+        self._uncertain = re.compile(pattern) if words else None
+
+    @property
+    def reached(self) -> bool:
+        """Whether the run is long enough."""
+        return self.count >= self.needed
+
+    def judge(self, answer: str) -> Process:
+        """Take in the next answer; a controller's generator, as comparing may take a while."""
+        self.answers.append(answer)
+        if not self._counts(answer):
+            self.count = 0
+            return
+        finding = self._classes.finding([answer])
+        if finding:
+            yield finding
+        found = self._classes.of(answer)
+        self.count = self.count + 1 if found == self._class else 1
+        self._class = found
+
+    def _counts(self, answer: str) -> bool:
+        uncertain = self._uncertain is not None and self._uncertain.search(answer.lower())
+        return bool(answer) and not uncertain
+
 
 EFFORT = {"mild": (8, 64), "low": (5, 64), "mid": (3, 64), "high": (2, 64), "crazy": (2, 32)}
 """How hard to save tokens, as Dynasor names it: (certainty_threshold, chunk_size)."""
@@ -173,7 +294,7 @@ class DynasorGenerationController(Controller):
         main = self._main_chain(task)
         agreement = Agreement(self.certainty_threshold, self.uncertain_words, self.equivalence)
         probes: deque[Probe] = deque()
-        told = _Told(task)
+        told = _Streamed(task)
         forked_at, agreed = 0, None
         with AsCompleted([main]) as running:
             while running and agreed is None:
@@ -309,7 +430,7 @@ def _certain(
     return main.output_str or "", main.num_generated
 
 
-class _Told:
+class _Streamed:
     """How much of a task's output has been streamed."""
 
     def __init__(self, task: GenerationTask) -> None:

@@ -34,9 +34,13 @@ from typing import Any
 
 from forethought.errors import BudgetExceeded, ParameterError
 from forethought.scaffolding import sampling, settings
-from forethought.scaffolding.answers import AnswerPool, extract_answer_from_boxed
+from forethought.scaffolding.answers import (
+    AnswerPool,
+    Equivalence,
+    PairwiseEquivalence,
+    extract_answer_from_boxed,
+)
 from forethought.scaffolding.controller import Controller, expect_controller, refuse_arguments
-from forethought.scaffolding.equivalence import Equivalence, PairwiseEquivalence
 from forethought.scaffolding.parallel import AsCompleted, Branch, Process
 from forethought.scaffolding.settings import whole_number
 from forethought.scaffolding.task import ComputeTask, GenerationTask, OnFailure

@@ -24,9 +24,15 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from forethought.errors import ModelError, ParameterError
 from forethought.model.attention import BACKENDS
 from forethought.model.attention.base import AttentionBackend, Capability
-from forethought.model.attention.interface import ATTENTION, KEYWORD, PROBE, LayerProfile, Probe
+from forethought.model.attention.interface import (
+    ATTENTION,
+    KEYWORD,
+    PROBE,
+    CapabilityProbe,
+    LayerProfile,
+)
 from forethought.model.causal_lm import CausalLM, ModelTraits, Network, TransformersNetwork
-from forethought.model.fused.network import FusedNetwork, is_fusable
+from forethought.model.llama.network import FusedNetwork, is_fusable
 from forethought.model_dir import check_model_dir
 from forethought.silence import without_progress_bars
 
@@ -179,7 +185,7 @@ def _quant_method(directory: Path, config: Any) -> str | None:
 
 def _probe(module: PreTrainedModel, directory: Path) -> tuple[tuple[LayerProfile, ...], int]:
     """What each layer asks of attention, and the width of the logits."""
-    probe = Probe()
+    probe = CapabilityProbe()
     tokens = torch.arange(_PROBE_TOKENS, device=module.device)[None]
     with torch.inference_mode(), _refusing(directory, "probing"):
         output = module(

@@ -14,8 +14,7 @@ from forethought.kv.pool import PagePool
 from forethought.kv.storage import KvStorage
 from forethought.kv.table import PageTable
 from forethought.model.batch import Batch, Row
-from forethought.model.causal_lm import CausalLM
-from forethought.model.taps import StateReader
+from forethought.model.causal_lm import CausalLM, HiddenStateReader
 
 
 class Runner:
@@ -26,7 +25,7 @@ class Runner:
         assert lm.dtype == storage.dtype
         self.lm, self.storage = lm, storage
 
-    def forward(self, rows: Sequence[Row], readers: Sequence[StateReader] = ()) -> Tensor:
+    def forward(self, rows: Sequence[Row], readers: Sequence[HiddenStateReader] = ()) -> Tensor:
         """float32 ``[R, vocab]``: the logits that the rows want, in order of rows and tokens.
 
         Args:
@@ -37,7 +36,7 @@ class Runner:
         if not readers:
             return self.lm.forward(batch, self.storage)
         taps = frozenset(place for reader in readers for place in reader.places)
-        logits, states = self.lm.forward_tapped(batch, self.storage, taps)
+        logits, states = self.lm.forward_with_hidden_states(batch, self.storage, taps)
         for reader in readers:
             reader.write(batch.slots, states)
         return logits
@@ -57,7 +56,7 @@ class Runner:
         table.append(1)
         batch = Batch.build([Row([0], 0, table)], self.lm.device)
         try:
-            _, states = self.lm.forward_tapped(batch, self.storage, frozenset(places))
+            _, states = self.lm.forward_with_hidden_states(batch, self.storage, frozenset(places))
             shapes = {place: tuple(states[place].shape) for place in places}
         except ModelError:
             raise

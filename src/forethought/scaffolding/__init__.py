@@ -16,49 +16,52 @@ if TYPE_CHECKING:
     from forethought.methods.majority_vote import MajorityVoteController
     from forethought.scaffolding import sampling
     from forethought.scaffolding.answers import (
+        MathEquivalence,
         extract_answer_from_boxed,
         extract_answer_with_regex,
         get_digit_majority_vote_result,
     )
     from forethought.scaffolding.budget import Budget
-    from forethought.scaffolding.collections import TaskCollection, with_task_collection
-    from forethought.scaffolding.collectors import (
-        ChatTokenCounter,
-        GenerationTokenCounter,
-        QueryCollector,
-        TaskMetricsCollector,
-        TaskTimer,
-    )
     from forethought.scaffolding.controller import (
         Controller,
         NativeChatController,
         NativeGenerationController,
         NativeRewardController,
     )
-    from forethought.scaffolding.equivalence import MathEquivalence
-    from forethought.scaffolding.messages import (
+    from forethought.scaffolding.execution_scope import ExecutionScope, current_scope
+    from forethought.scaffolding.parallel import AsCompleted, Branch, FirstDone, ParallelProcess
+    from forethought.scaffolding.prm_controller import PRMController
+    from forethought.scaffolding.result import (
+        Delta,
+        ScaffoldingOutput,
+        ScaffoldingResult,
+        StreamEvent,
+    )
+    from forethought.scaffolding.scaffolding_llm import ScaffoldingLlm
+    from forethought.scaffolding.task import (
         AssistantMessage,
+        ChatTask,
+        ComputeTask,
+        GenerationTask,
         OpenAIToolDescription,
+        RewardTask,
         RoleMessage,
+        StreamGenerationTask,
         SystemMessage,
+        Task,
+        TaskStatus,
         ToolDescription,
         ToolMessage,
         UserMessage,
     )
-    from forethought.scaffolding.output import Delta, ScaffoldingOutput, StreamEvent
-    from forethought.scaffolding.parallel import AsCompleted, Branch, FirstDone, ParallelProcess
-    from forethought.scaffolding.prm_controller import PRMController
-    from forethought.scaffolding.result import ScaffoldingResult
-    from forethought.scaffolding.scaffolding_llm import ScaffoldingLlm
-    from forethought.scaffolding.scope import ExecutionScope, current_scope
-    from forethought.scaffolding.task import (
-        ChatTask,
-        ComputeTask,
-        GenerationTask,
-        RewardTask,
-        StreamGenerationTask,
-        Task,
-        TaskStatus,
+    from forethought.scaffolding.task_collection import (
+        ChatTokenCounter,
+        GenerationTokenCounter,
+        QueryCollector,
+        TaskCollection,
+        TaskMetricsCollector,
+        TaskTimer,
+        with_task_collection,
     )
     from forethought.scaffolding.worker import Worker
     from forethought.scaffolding.workers.local import EngineWorker, TRTLLMWorker
@@ -69,12 +72,12 @@ if TYPE_CHECKING:
 _HOMES = {
     "ScaffoldingLlm": "scaffolding_llm",
     "ScaffoldingResult": "result",
-    "ScaffoldingOutput": "output",
-    "StreamEvent": "output",
-    "Delta": "output",
+    "ScaffoldingOutput": "result",
+    "StreamEvent": "result",
+    "Delta": "result",
     "Budget": "budget",
-    "ExecutionScope": "scope",
-    "current_scope": "scope",
+    "ExecutionScope": "execution_scope",
+    "current_scope": "execution_scope",
     "Controller": "controller",
     "NativeGenerationController": "controller",
     "NativeChatController": "controller",
@@ -93,13 +96,13 @@ _HOMES = {
     "ChatTask": "task",
     "RewardTask": "task",
     "ComputeTask": "task",
-    "RoleMessage": "messages",
-    "SystemMessage": "messages",
-    "UserMessage": "messages",
-    "AssistantMessage": "messages",
-    "ToolMessage": "messages",
-    "ToolDescription": "messages",
-    "OpenAIToolDescription": "messages",
+    "RoleMessage": "task",
+    "SystemMessage": "task",
+    "UserMessage": "task",
+    "AssistantMessage": "task",
+    "ToolMessage": "task",
+    "ToolDescription": "task",
+    "OpenAIToolDescription": "task",
     "Worker": "worker",
     "ScriptedWorker": "workers.scripted",
     "Reply": "workers.scripted",
@@ -108,14 +111,14 @@ _HOMES = {
     "EngineWorker": "workers.local",
     "TRTLLMWorker": "workers.local",
     "RewardWorker": "workers.reward",
-    "TaskCollection": "collections",
-    "with_task_collection": "collections",
-    "GenerationTokenCounter": "collectors",
-    "ChatTokenCounter": "collectors",
-    "TaskTimer": "collectors",
-    "QueryCollector": "collectors",
-    "TaskMetricsCollector": "collectors",
-    "MathEquivalence": "equivalence",
+    "TaskCollection": "task_collection",
+    "with_task_collection": "task_collection",
+    "GenerationTokenCounter": "task_collection",
+    "ChatTokenCounter": "task_collection",
+    "TaskTimer": "task_collection",
+    "QueryCollector": "task_collection",
+    "TaskMetricsCollector": "task_collection",
+    "MathEquivalence": "answers",
     "extract_answer_from_boxed": "answers",
     "extract_answer_with_regex": "answers",
     "get_digit_majority_vote_result": "answers",

@@ -1,12 +1,188 @@
-"""Answers in texts: find them, pool those that mean the same, vote."""
+"""Which answers mean the same: ``1/2``, ``0.5`` and ``\frac{1}{2}`` do.
+
+Answers of one canonical form do (``canonical_form``). That makes classes, whatever is compared with
+what and in which order. A function of two answers may take its place; ``AnswerClasses`` says what
+classes it makes.
+
+[answers] Answers in texts: find them, pool those that mean the same, vote.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
-from forethought.scaffolding.equivalence import AnswerClasses, Equivalence, PairwiseEquivalence
+from forethought.scaffolding import canonical_form as forms
+from forethought.scaffolding.execution_scope import current_scope
+from forethought.scaffolding.sympy_pool import Forms, SympyPool
+from forethought.scaffolding.task import ComputeTask
+
+_HOSTILE = 3
+"""So many formulas that take for ever use up the time; fewer leave some of it to the others."""
+
+
+@runtime_checkable
+class Equivalence(Protocol):
+    """What decides which answers mean the same, by a key."""
+
+    def canonical_form(self, answer: str) -> Hashable:
+        """Equal for two answers if, and only if, they mean the same. May take a while."""
+
+
+PairwiseEquivalence = Callable[[str, str], bool]
+"""Whether two answers mean the same, for instance by asking a model. May take a while."""
+
+
+@dataclass(frozen=True)
+class TextEquivalence:
+    """Answers are the same if their texts are, but for spaces around them."""
+
+    def canonical_form(self, answer: str) -> Hashable:
+        """The text without spaces around it."""
+        return answer.strip()
+
+
+@dataclass(frozen=True)
+class MathEquivalence:
+    """Answers are the same if they are mathematically equal, in the sense of ``canonical_form``.
+
+    Plain numbers, words, and lists, sets and intervals of them take no time. Formulas are worked
+    out by sympy in a process: in a request that of the ``ScaffoldingLlm``, elsewhere one for the
+    call.
+
+    Args:
+        time_limit: seconds for all formulas of one vote or one chain of thought together, of which
+            one formula gets at most a third; beyond it formulas are compared as text.
+    """
+
+    time_limit: float = 3.0
+
+    def canonical_form(self, answer: str) -> Hashable:
+        """The form of ``answer``. May take a while if there is a formula in it.
+
+        Raises:
+            DependencyError: there is one, and ``math-verify`` is not installed.
+        """
+        classes = AnswerClasses(self)
+        classes.find([answer])
+        return classes.of(answer)
+
+    def __call__(self, one: str, other: str) -> bool:
+        """Whether two answers have the same form; raises as ``canonical_form`` does."""
+        classes = AnswerClasses(self)
+        classes.find([one, other])
+        return classes.of(one) == classes.of(other)
+
+
+class AnswerClasses:
+    """The classes of the answers of one vote, or of one chain of thought.
+
+    A class is known by something hashable, equal for the answers in it: their canonical form.
+    Where a function of two answers decides, that need not be transitive: an answer joins the
+    earliest class whose first answer it equals, by ``function(first, answer)``, or else makes a new
+    one. So the classes are a function of the answers in the order in which they are looked for.
+
+    Args:
+        equivalence: decides which answers mean the same; by default equal text does.
+
+    Attributes:
+        in_order: whether the classes depend on the order in which answers are looked for.
+    """
+
+    def __init__(self, equivalence: Equivalence | PairwiseEquivalence | None = None) -> None:
+        self._equivalence = equivalence or TextEquivalence()
+        self.in_order = not isinstance(self._equivalence, Equivalence)
+        self._known: dict[str, Hashable] = {}
+        self._firsts: list[str] = []
+        self._is_math = type(equivalence) is MathEquivalence
+        self._seconds = getattr(self._equivalence, "time_limit", 0.0) if self._is_math else 0.0
+        self._longest = self._seconds / _HOSTILE
+
+    def of(self, answer: str) -> Hashable:
+        """The class of an answer that is not among the ``unknown``."""
+        return self._known[answer]
+
+    def unknown(self, answers: Sequence[str]) -> list[str]:
+        """Those of which ``find`` has to work out the classes first; each once."""
+        return [answer for answer in dict.fromkeys(answers) if not self._is_quick(answer)]
+
+    def find(self, answers: Sequence[str]) -> None:
+        """Work out the classes of ``answers``. May take a while: not for an event loop."""
+        unknown = self.unknown(answers)
+        if unknown and self._is_math:
+            with _pool() as pool:
+                self._complete(unknown, self._working_out(unknown, pool).result())
+        else:
+            for answer in unknown:
+                self._known[answer] = self._class(answer)
+
+    def finding(self, answers: Sequence[str]) -> list[ComputeTask]:
+        """``find`` for a controller: what it has to yield before, if anything."""
+        unknown = self.unknown(answers)
+        if not unknown:
+            return []
+        shared = self._is_math and _shared_pool() is not None
+        return [ComputeTask(self._find_formulas if shared else self.find, unknown)]
+
+    # ---- canonical forms ------------------------------------------------------------------------
+
+    def _is_quick(self, answer: str) -> bool:
+        """Whether the class of ``answer`` is known, or takes no time to find."""
+        if answer in self._known:
+            return True
+        if type(self._equivalence) is TextEquivalence:
+            self._known[answer] = answer.strip()
+        elif self._is_math:
+            form = forms.canonical_form(answer)
+            if any(forms.formulas(form)):
+                return False
+            self._known[answer] = form
+        return answer in self._known
+
+    def _working_out(self, answers: Sequence[str], pool: SympyPool) -> Future[Forms]:
+        found = (sorted(forms.formulas(forms.canonical_form(answer))) for answer in answers)
+        every = itertools.chain.from_iterable(found)
+        return pool.forms(dict.fromkeys(every), self._seconds, self._longest)
+
+    async def _find_formulas(self, answers: Sequence[str]) -> None:
+        """``find`` on the event loop of a request, and cancelled with it."""
+        with _pool() as pool:
+            self._complete(answers, await asyncio.wrap_future(self._working_out(answers, pool)))
+
+    def _complete(self, answers: Sequence[str], found: Forms) -> None:
+        self._seconds -= found.seconds
+        for answer in answers:
+            form = forms.canonical_form(answer)
+            self._known[answer] = forms.completed(form, found.known)
+
+    # ---- functions of users ---------------------------------------------------------------------
+
+    def _class(self, answer: str) -> Hashable:
+        if isinstance(self._equivalence, Equivalence):
+            return self._equivalence.canonical_form(answer)
+        for number, first in enumerate(self._firsts):
+            if self._equivalence(first, answer):
+                return number
+        self._firsts.append(answer)
+        return len(self._firsts) - 1
+
+
+def _shared_pool() -> SympyPool | None:
+    scope = current_scope()
+    return None if scope is None else scope.sympy
+
+
+def _pool() -> AbstractContextManager[SympyPool]:
+    """The pool of the request, or one for as long as it is used."""
+    shared = _shared_pool()
+    return SympyPool() if shared is None else nullcontext(shared)
+
 
 _BOX = re.compile(r"\\f?boxed\s*\{|\\boxed\s+(?=[^\s{])")
 _INTEGER = re.compile(r"[+-]?\d+")

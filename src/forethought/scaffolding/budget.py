@@ -51,7 +51,7 @@ class Budget:
                 )
 
 
-class Ledger:
+class BudgetAccount:
     """What a request has spent, and its limits.
 
     Args:

@@ -1,4 +1,10 @@
-"""Controllers: an inference-time method is a generator that yields what it wants done.
+"""How the prototype of something becomes the one of a single request.
+
+Cloning must be cheap (once per request and per sample) and must not let requests share what they
+write to. So containers and cloneable things are copied, and everything else is shared: tokenizers,
+models, clients, functions.
+
+[controller] Controllers: an inference-time method is a generator that yields what it wants done.
 
 ``process`` yields lists of tasks or the things of ``parallel``; it resumes when they are done, with
 the results on the tasks. It never awaits, and knows nothing about workers, loops or threads.
@@ -6,19 +12,18 @@ the results on the tasks. It never awaits, and knows nothing about workers, loop
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
+from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from enum import Enum
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar, Self, TypeVar
 
+from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError
-from forethought.params import SamplingParams
 from forethought.scaffolding import sampling, settings
-from forethought.scaffolding.clone import Cloneable
-from forethought.scaffolding.collections import TaskCollection
-from forethought.scaffolding.output import ScaffoldingOutput
 from forethought.scaffolding.parallel import (
     AsCompleted,
     Branch,
@@ -26,7 +31,71 @@ from forethought.scaffolding.parallel import (
     ParallelProcess,
     Process,
 )
+from forethought.scaffolding.result import ScaffoldingOutput
 from forethought.scaffolding.task import ChatTask, GenerationTask, RewardTask, SystemMessage, Task
+
+_C = TypeVar("_C", bound="Cloneable")
+
+
+class Cloneable:
+    """Something of which every request gets its own.
+
+    Attributes:
+        clone_shares: names of attributes that clones share although they are containers.
+        clone_copies: names of attributes that each clone gets a deep copy of.
+    """
+
+    clone_shares: ClassVar[tuple[str, ...]] = ()
+    clone_copies: ClassVar[tuple[str, ...]] = ()
+
+    def clone(self) -> Self:
+        """One for a request: the same class, attributes of its own, ``__init__`` not called.
+
+        Containers and cloneable things among the attributes are copied, recursively; everything
+        else is shared, unless ``clone_shares`` or ``clone_copies`` say otherwise.
+        """
+        return _clone(self, {})
+
+
+def _clone(original: _C, memo: dict[int, Any]) -> _C:
+    kind = type(original)
+    sibling = object.__new__(kind)
+    memo[id(original)] = sibling
+    for name, value in vars(original).items():
+        if name in kind.clone_shares:
+            vars(sibling)[name] = value
+        elif name in kind.clone_copies:
+            vars(sibling)[name] = copy.deepcopy(value)
+        else:
+            vars(sibling)[name] = _own(value, memo)
+    return sibling
+
+
+def _own(value: Any, memo: dict[int, Any]) -> Any:
+    """What a clone has in place of ``value``; the same thing twice stays the same thing twice."""
+    if id(value) not in memo:
+        memo[id(value)] = _copied(value, memo)
+    return memo[id(value)]
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    if isinstance(value, Cloneable):
+        overridden = type(value).clone is not Cloneable.clone
+        return value.clone() if overridden else _clone(value, memo)
+    if isinstance(value, dict):
+        sibling = memo[id(value)] = copy.copy(value)
+        for key, item in value.items():
+            sibling[key] = _own(item, memo)
+        return sibling
+    if isinstance(value, list | deque):
+        sequence = memo[id(value)] = copy.copy(value)
+        for index, item in enumerate(value):
+            sequence[index] = _own(item, memo)
+        return sequence
+    if type(value) is tuple:
+        return tuple(_own(item, memo) for item in value)
+    return copy.copy(value) if isinstance(value, set | bytearray) else value
+
 
 _CARRIED = ("streaming_output_flag", "on_failure", "priority", "skip_detokenizer")
 
@@ -41,7 +110,7 @@ class Controller(Cloneable):
     class WorkerTag(Enum):
         """The kinds of worker that a controller needs; each controller class has its own."""
 
-    task_collections: Mapping[str, TaskCollection] = MappingProxyType({})
+    task_collections: Mapping[str, Any] = MappingProxyType({})
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuse a class whose generators are coroutines: nothing could drive them.

@@ -19,16 +19,9 @@ from typing import Any
 
 from forethought.errors import ParameterError, TaskError, UsageError, WorkerTagError
 from forethought.outputs import Usage
-from forethought.scaffolding import scope as scopes
 from forethought.scaffolding import settings
-from forethought.scaffolding.budget import Ledger
-from forethought.scaffolding.output import (
-    Delta,
-    StreamedOutputs,
-    StreamedPart,
-    StreamedText,
-    StreamEvent,
-)
+from forethought.scaffolding.budget import BudgetAccount
+from forethought.scaffolding.execution_scope import ExecutionScope, enter
 from forethought.scaffolding.parallel import (
     AsCompleted,
     Branch,
@@ -38,7 +31,13 @@ from forethought.scaffolding.parallel import (
     ParallelProcess,
     Process,
 )
-from forethought.scaffolding.scope import ExecutionScope
+from forethought.scaffolding.result import (
+    Delta,
+    StreamedOutputs,
+    StreamedPart,
+    StreamedText,
+    StreamEvent,
+)
 from forethought.scaffolding.task import (
     ComputeTask,
     GenerationTask,
@@ -105,7 +104,7 @@ class Run:
     """What all frames of one request share."""
 
     routes: Routes
-    ledger: Ledger
+    ledger: BudgetAccount
     stream: Callable[[StreamEvent | None, Sequence[Delta]], None]
     """Hands something streamed to the caller, and what the text has grown by."""
     compute: Callable[..., Any]
@@ -145,7 +144,7 @@ class Frame:
 
         What fails is thrown into it at its ``yield``; what it does not catch comes out of here.
         """
-        scopes.enter(self.scope)
+        enter(self.scope)
         resume = partial(process.send, None)
         try:
             while True:

@@ -1,5 +1,58 @@
-"""``tensorrt_llm.scaffolding``'s name for ``scope``."""
+"""``tensorrt_llm.scaffolding``'s name for ``scope``.
 
-from forethought.scaffolding.scope import ExecutionScope, current_scope
+[scope] Where in which request some code runs: a request, or one of its parallel branches.
+"""
 
-__all__ = ["ExecutionScope", "current_scope"]
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from forethought.scaffolding.budget import BudgetAccount
+from forethought.scaffolding.sympy_pool import SympyPool
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutionScope:
+    """A request, or one of its parallel branches."""
+
+    request_id: str
+    path: str
+    """``""`` for the request itself, ``"2"`` for a branch, ``"2.0"`` for a branch of that."""
+    ledger: BudgetAccount
+    """What the whole request has spent and may spend."""
+    priority: int = 0
+    parent: ExecutionScope | None = None
+    sympy: SympyPool | None = None
+    """What works on formulas; shared by all requests of a ``ScaffoldingLlm``."""
+
+    @property
+    def scope_id(self) -> str:
+        """``"request"`` or ``"request:2.0"``: what workers know the scope by."""
+        return f"{self.request_id}:{self.path}" if self.path else self.request_id
+
+    def child(self, index: int) -> ExecutionScope:
+        """The scope of a branch."""
+        path = f"{self.path}.{index}" if self.path else str(index)
+        return ExecutionScope(self.request_id, path, self.ledger, self.priority, self, self.sympy)
+
+
+_current: ContextVar[ExecutionScope | None] = ContextVar("forethought_scope", default=None)
+
+
+class _CurrentScope:
+    """``current_scope()``, or ``current_scope.get()`` as of a ``ContextVar``."""
+
+    def __call__(self) -> ExecutionScope | None:
+        """The scope that the caller runs in; None outside of a ``ScaffoldingLlm``."""
+        return _current.get()
+
+    get = __call__
+
+
+current_scope = _CurrentScope()
+
+
+def enter(scope: ExecutionScope) -> None:
+    """Make ``scope`` the one of the running asyncio task, and of those that it will start."""
+    _current.set(scope)

@@ -20,8 +20,8 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError
-from forethought.params import SamplingParams
 
 if TYPE_CHECKING:
     from forethought.scaffolding.task import GenerationTask

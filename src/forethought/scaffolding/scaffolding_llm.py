@@ -27,15 +27,14 @@ from numbers import Integral
 from types import TracebackType
 from typing import Any, Self, overload
 
+from forethought.config.sampling import SamplingParams
 from forethought.errors import EngineStopped, ParameterError, RequestTimeout, UsageError
-from forethought.params import SamplingParams
 from forethought.scaffolding import sampling, settings
-from forethought.scaffolding.budget import Budget, Ledger
+from forethought.scaffolding.budget import Budget, BudgetAccount
 from forethought.scaffolding.controller import Controller
 from forethought.scaffolding.driver import Frame, Routes, Run, controller_quit
-from forethought.scaffolding.output import ScaffoldingOutput
-from forethought.scaffolding.result import ScaffoldingResult
-from forethought.scaffolding.scope import ExecutionScope
+from forethought.scaffolding.execution_scope import ExecutionScope
+from forethought.scaffolding.result import ScaffoldingOutput, ScaffoldingResult
 from forethought.scaffolding.sympy_pool import SympyPool
 from forethought.scaffolding.task import Task
 from forethought.scaffolding.worker import Worker
@@ -264,7 +263,7 @@ class ScaffoldingLlm:
         result = request.result
         controller = self.prototype_controller.clone()
         result.task_collections = controller.task_collections
-        run = Run(self._routes, Ledger(request.budget), result.stream, self._compute)
+        run = Run(self._routes, BudgetAccount(request.budget), result.stream, self._compute)
         run.ledger.on_exhausted = run.stop_executions
         result.usage = run.ledger.usage
         timer = None

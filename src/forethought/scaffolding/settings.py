@@ -7,11 +7,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from forethought.errors import ParameterError
-from forethought.scaffolding.equivalence import (
-    Equivalence,
-    MathEquivalence,
-    PairwiseEquivalence,
-)
+from forethought.scaffolding.answers import Equivalence, MathEquivalence, PairwiseEquivalence
 from forethought.scaffolding.task import OnFailure
 
 

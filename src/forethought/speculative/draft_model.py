@@ -19,12 +19,12 @@ from forethought.kv.storage import KvStorage
 from forethought.kv.table import ReadableTable
 from forethought.model import loader
 from forethought.model.attention.base import ForwardPass
-from forethought.model.attention.strands import Strands
+from forethought.model.attention.workspace import KvWorkspace
 from forethought.model.batch import Row
 from forethought.model.causal_lm import CausalLM
 from forethought.model.device import find_device
 from forethought.model.runner import Runner
-from forethought.speculative.table import Target
+from forethought.speculative.registry import Target
 
 PADDING = 0.02
 """Share of the vocabulary that may be padding in one model and not in the other."""
@@ -98,14 +98,14 @@ class DraftModel:
             return pad(logits, (0, self._missing), value=-torch.inf)
         return logits[:, : self._vocab_size]
 
-    def strands(
+    def workspace(
         self, tables: Sequence[ReadableTable], lengths: Sequence[int], room: int
-    ) -> Strands:
+    ) -> KvWorkspace:
         """Where up to ``room`` tokens of each can be put behind the computed ones of tables."""
-        return Strands(self.runner.storage, tables, lengths, room, self.runner.lm.windows)
+        return KvWorkspace(self.runner.storage, tables, lengths, room, self.runner.lm.windows)
 
     def read(
-        self, strands: Strands, parts: Sequence[Sequence[int]], starts: Sequence[int]
+        self, workspace: KvWorkspace, parts: Sequence[Sequence[int]], starts: Sequence[int]
     ) -> Tensor:
         """Put known tokens, equally many of each sequence, behind strands.
 
@@ -124,7 +124,7 @@ class DraftModel:
             for place in range(len(part))
         ]
         index = torch.tensor([tokens, positions], device=self.runner.lm.device)
-        return self.advance(strands.chain(index[0], index[1]))
+        return self.advance(workspace.chain(index[0], index[1]))
 
     def advance(self, forward_pass: ForwardPass) -> Tensor:
         """float32 ``[R, V]`` over the target's vocabulary: the logits that a pass wants."""

@@ -1,4 +1,9 @@
-"""What a drafter is: the base class of ours and of a user's own, and what it is shown.
+"""Tokens to read and not to write: what a drafter sees of a text that the engine owns.
+
+A view copies nothing and grows with its text. A slice is a new list, made as fast as a list makes
+it. Knows nothing about requests.
+
+[drafter] What a drafter is: the base class of ours and of a user's own, and what it is shown.
 
 A drafter in full::
 
@@ -11,22 +16,89 @@ It proposes; it never decides. Whatever it proposes, the output is what plain de
 it raises, be it ``SystemExit``, or proposes what does not exist, its requests go on without. Only
 Ctrl-C, and what a signal handler raises, end the call in which the drafter was asked. The names are
 those of TensorRT-LLM's developer guide. Knows nothing about the engine.
+
+[check] What a drafter answered, made fit for verification: cut where it goes too far or astray.
+
+Never trusts a drafter's own arithmetic. Knows nothing about who asked.
 """
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from operator import index
+from typing import TYPE_CHECKING, Any, overload
 
+from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError
-from forethought.params import SamplingParams
-from forethought.speculative.draft import NO_DRAFT, Draft
+from forethought.speculative.draft import NO_DRAFT, Draft, DraftKind
 
 if TYPE_CHECKING:
-    from forethought.kv.companion import Companion
+    from forethought.kv.draft_cache import DraftKvCache
     from forethought.kv.table import TableView
+
+
+class TokenView(Sequence[int]):
+    """A list of token ids that cannot be written to; it equals lists with the same ids.
+
+    Args:
+        tokens: the list itself, which may grow and shrink meanwhile.
+    """
+
+    __slots__ = ("_tokens",)
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, tokens: list[int]) -> None:
+        self._tokens = tokens
+
+    @overload
+    def __getitem__(self, place: int) -> int: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[int]: ...
+
+    def __getitem__(self, place: int | slice) -> int | list[int]:
+        return self._tokens[place]
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._tokens)
+
+    def __reversed__(self) -> Iterator[int]:
+        return reversed(self._tokens)
+
+    def __contains__(self, token: object) -> bool:
+        return token in self._tokens
+
+    def index(self, token: int, start: int = 0, stop: int = sys.maxsize) -> int:
+        """The first place of a token in [start, stop).
+
+        Raises:
+            ValueError: it is not there.
+        """
+        return self._tokens.index(token, start, stop)
+
+    def count(self, token: int) -> int:
+        """How often a token stands there."""
+        return self._tokens.count(token)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, TokenView):
+            return self._tokens == other._tokens
+        return self._tokens == other if isinstance(other, list) else NotImplemented
+
+    def __add__(self, more: Sequence[int]) -> list[int]:
+        return [*self._tokens, *more]
+
+    def __radd__(self, before: Sequence[int]) -> list[int]:
+        return [*before, *self._tokens]
+
+    def __repr__(self) -> str:
+        return f"TokenView({self._tokens!r})"
 
 
 @dataclass(eq=False, slots=True)
@@ -139,19 +211,19 @@ class Drafter(ABC):
         return depth
 
     @property
-    def companions(self) -> Sequence[Companion]:
-        """Storages of its own over the target's pages; see ``kv.companion``."""
+    def draft_caches(self) -> Sequence[DraftKvCache]:
+        """Storages of its own over the target's pages; see ``kv.draft_cache``."""
         return ()
 
     @property
     def page_bytes(self) -> int:
         """Bytes that it stores for each page of the target."""
-        return sum(companion.storage.bytes_per_page for companion in self.companions)
+        return sum(draft_cache.storage.bytes_per_page for draft_cache in self.draft_caches)
 
     def resize(self, num_pages: int) -> None:
         """The target has so many pages now; called once, before the first request."""
-        for companion in self.companions:
-            companion.resize(num_pages)
+        for draft_cache in self.draft_caches:
+            draft_cache.resize(num_pages)
 
     def update(self, scheduled_requests: ScheduledRequests) -> None:
         """The step is over: ``tokens`` of each request now include what was accepted.
@@ -203,3 +275,79 @@ class ResourceManager(ABC):
 
     def shutdown(self) -> None:
         """The engine is going away."""
+
+
+def check_draft(request: DraftRequest, vocab_size: int) -> Draft:
+    """The request's draft as far as it can be verified.
+
+    Left out are nodes that are not in the vocabulary, deeper than ``max_draft_len`` or more than
+    ``max_nodes``, points that repeat a sibling, and whatever follows one of these.
+
+    Raises:
+        TypeError, ValueError: it is no draft at all.
+    """
+    draft = request.draft
+    if draft is NO_DRAFT:
+        return draft
+    tokens = [index(token) for token in draft.tokens]
+    parents = None if draft.parents is None else tuple(index(each) for each in draft.parents)
+    if parents is not None and len(parents) != len(tokens):
+        raise ValueError(f"{len(parents)} parents for {len(tokens)} tokens")
+    if draft.kind is not DraftKind.POINT:
+        _check_distribution(draft, len(tokens), vocab_size)
+    bad = {node for node, token in enumerate(tokens) if not 0 <= token < vocab_size}
+    if parents is None:
+        end = min(len(tokens), request.max_nodes, request.max_draft_len, *bad)
+        kept = list(range(end))
+    else:
+        distinct = draft.kind is DraftKind.POINT
+        kept = _kept(tokens, parents, bad, request, distinct)
+    if len(kept) == len(tokens):
+        return Draft(tokens, parents, draft.kind, draft.q, draft.ids)
+    if not kept:
+        return NO_DRAFT
+    place = {-1: -1, **{node: number for number, node in enumerate(kept)}}
+    return Draft(
+        tokens=[tokens[node] for node in kept],
+        parents=None if parents is None else tuple(place[parents[node]] for node in kept),
+        kind=draft.kind,
+        q=None if draft.q is None else draft.q[kept],
+        ids=draft.ids,
+    )
+
+
+def _check_distribution(draft: Draft, count: int, vocab_size: int) -> None:
+    """Refuse a law that is not over the target's vocabulary, or the part of it that ``ids`` name.
+
+    The contents of ``ids`` are trusted: looking would stall a GPU, and its owner made them once.
+    """
+    width = vocab_size if draft.ids is None else len(draft.ids)
+    if draft.q is None or tuple(draft.q.shape) != (count, width) or width > vocab_size:
+        raise ValueError(
+            f"a draft of kind {draft.kind.value} needs the law of each of its {count} tokens, over "
+            f"{width} ids"
+        )
+
+
+def _kept(
+    tokens: list[int],
+    parents: tuple[int, ...],
+    bad: set[int],
+    request: DraftRequest,
+    distinct: bool,
+) -> list[int]:
+    """The nodes of a tree that stay; a node whose parent has gone goes with it."""
+    depths: dict[int, int] = {-1: 0}
+    siblings: set[tuple[int, int]] = set()
+    for node, token in enumerate(tokens):
+        parent = parents[node]
+        if not -1 <= parent < node:
+            raise ValueError(f"node {node} comes before its parent {parent}")
+        depth = depths.get(parent, request.max_draft_len) + 1
+        repeats = distinct and (parent, token) in siblings
+        full = len(depths) > request.max_nodes
+        if node in bad or repeats or full or depth > request.max_draft_len:
+            continue
+        siblings.add((parent, token))
+        depths[node] = depth
+    return [node for node in depths if node >= 0]

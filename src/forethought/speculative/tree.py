@@ -13,7 +13,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from forethought.decoding.tree_paths import all_nodes
+from forethought.config.speculation import all_nodes
 from forethought.errors import ParameterError
 from forethought.model.batch import ancestors
 

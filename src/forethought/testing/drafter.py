@@ -9,7 +9,8 @@
 
 Runs in float32, where equal means equal. A drafter that guesses badly passes; one that changes what
 is said, keeps a page, or raises, does not. Where it draws its drafts by chance, what is said is
-compared in law (``law``). A configuration that asks for other acceptance than the exact one does
+compared in law (``distribution``). A configuration that asks for other acceptance than the exact
+one does
 not pass. A drafter of your own is shut down with each engine that it has drafted for, and used
 again with the next. Knows nothing about how drafters work.
 """
@@ -21,12 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from forethought.assets import reasoner_dir
-from forethought.config import KvCacheConfig, LlmArgs
-from forethought.decoding import DecodingBaseConfig, UserProvidedDecodingConfig
+from forethought.config.drafters import UserProvidedDecodingConfig
+from forethought.config.engine import KvCacheConfig, LlmArgs
+from forethought.config.sampling import SamplingParams
+from forethought.config.speculation import DecodingBaseConfig
 from forethought.engine import resolve
 from forethought.engine.engine import Engine
 from forethought.engine.sequence import Sequence as Live
-from forethought.params import SamplingParams
 from forethought.speculative.draft import DraftKind
 from forethought.speculative.drafter import (
     Drafter,
@@ -34,7 +36,7 @@ from forethought.speculative.drafter import (
     ResourceManager,
     ScheduledRequests,
 )
-from forethought.testing import law
+from forethought.testing import distribution
 
 TOKENS = 32
 """Generated per request."""
@@ -102,7 +104,7 @@ class _Suite:
             self.greedy_tokens_are_those_of_plain_decoding,
             self.penalties_see_the_path_of_each_node,
             self.sampled_tokens_do_not_depend_on_company,
-            self.sampled_outputs_have_the_law_of_plain_decoding,
+            self.sampled_outputs_have_the_distribution_of_plain_decoding,
             self.rewinds_forget,
             self.forks_agree,
             self.limits_and_stop_tokens_hold,
@@ -148,7 +150,7 @@ class _Suite:
             assert sequence.output == said
             self._expect_empty(machine)
 
-    def sampled_outputs_have_the_law_of_plain_decoding(self) -> None:
+    def sampled_outputs_have_the_distribution_of_plain_decoding(self) -> None:
         """Token for token where all drafts are points; in law where any was drawn by chance."""
         machine = self._engine()
         kinds = _witnessed(machine)
@@ -157,11 +159,11 @@ class _Suite:
         if kinds <= {DraftKind.POINT}:
             assert outputs == self._plain[SAMPLED], "drafts that are points change no token"
             return
-        prompt, room = self._prompts[0], WIDE * (len(self._prompts[0]) + law.LENGTH + 32)
-        expected = law.exact_law(self._engine(drafts=False), prompt)
+        prompt, room = self._prompts[0], WIDE * (len(self._prompts[0]) + distribution.LENGTH + 32)
+        expected = distribution.exact_distribution(self._engine(drafts=False), prompt)
         machine = self._engine(tokens=room, batch_size=WIDE)
-        chance = law.p_value(law.sample(machine, prompt), expected)
-        assert chance > law.P_VALUE, f"the law is another one: p = {chance:.1e}"
+        chance = distribution.p_value(distribution.sample(machine, prompt), expected)
+        assert chance > distribution.P_VALUE, f"the law is another one: p = {chance:.1e}"
         self._expect_empty(machine)
 
     def rewinds_forget(self) -> None:
@@ -282,8 +284,8 @@ class _Suite:
 def _witnessed(machine: Engine) -> set[DraftKind]:
     """How the drafts of an engine are drawn, filled while it runs."""
     kinds: set[DraftKind] = set()
-    for equipped in machine.speculation.drafters:
-        equipped.drafter = _Witness(equipped.drafter, kinds)
+    for entry in machine.speculation.drafters:
+        entry.drafter = _Witness(entry.drafter, kinds)
     return kinds
 
 

@@ -1,4 +1,8 @@
-"""Which texts are read in which step.
+"""Lessons: texts in batches, with what the target thought while it read them.
+
+Lesson ``step`` is a function of seed and step alone. Knows nothing about what is learned.
+
+[batches] Which texts are read in which step.
 
 Their order is shuffled anew in each epoch; those of similar length share a batch. Batch ``step`` is
 a function of seed and step alone. Knows nothing about what is learned from them.
@@ -7,9 +11,89 @@ a function of seed and step alone. Knows nothing about what is learned from them
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from forethought.training.text import Text
+import torch
+from torch import Tensor
+
+from forethought.training.teacher import Teacher
+from forethought.training.texts import Text
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingBatch:
+    """R texts of at most W tokens, filled up with token 0."""
+
+    tokens: Tensor
+    """int64 [R, W]."""
+    taught: Tensor
+    """bool [R, W]: whether the token is one that the target chose; prompts and filling are not."""
+    lengths: Tensor
+    """int64 [R]: tokens of each text."""
+    states: Mapping[int, Tensor]
+    """By place (see ``model.taps``): [R, W, hidden] in the target's dtype, 0 in the filling."""
+    choices: Tensor
+    """int64 [R, W, K]: the likeliest tokens behind each place."""
+    probs: Tensor
+    """float32 [R, W, K]: their probabilities at temperature 1; 0 in the filling."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the texts, without the filling."""
+        return int(self.lengths.sum())
+
+
+class TrainingBatches:
+    """Lessons from texts.
+
+    Args:
+        texts: at least one.
+        teacher: reads them.
+        places: the states that are wanted.
+        tokens: of a lesson, filling included; at least one text is in each.
+        seed: of the shuffling.
+        width: K.
+    """
+
+    def __init__(
+        self,
+        texts: Sequence[Text],
+        teacher: Teacher,
+        places: Sequence[int],
+        *,
+        tokens: int,
+        seed: int,
+        width: int = 8,
+    ) -> None:
+        self._teacher, self._places, self._width = teacher, places, width
+        self._batches = Batches(texts, tokens, seed)
+
+    def __call__(self, step: int) -> TrainingBatch:
+        """The lesson of a step, counted from 0."""
+        texts = self._batches(step)
+        seen = self._teacher.observe([t.token_ids for t in texts], self._places, self._width)
+        tokens, taught = laid_out(texts, seen.probs.device)
+        lengths = [len(text) for text in texts]
+        return TrainingBatch(
+            tokens=tokens,
+            taught=taught,
+            lengths=torch.tensor(lengths, device=seen.probs.device),
+            states={place: _padded(all_.split(lengths)) for place, all_ in seen.states.items()},
+            choices=_padded(seen.choices.split(lengths)),
+            probs=_padded(seen.probs.split(lengths)),
+        )
+
+
+def laid_out(texts: Sequence[Text], device: torch.device) -> tuple[Tensor, Tensor]:
+    """``tokens`` and ``taught`` of a lesson: int64 and bool ``[R, W]``, a text in each row."""
+    tokens = [torch.tensor(text.token_ids, device=device) for text in texts]
+    taught = [torch.arange(len(text), device=device) >= text.prompt_length for text in texts]
+    return _padded(tokens), _padded(taught)
+
+
+def _padded(parts: Sequence[Tensor]) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True)
 
 
 class Batches:

@@ -1,4 +1,13 @@
-"""A whole training: texts from a file or from the target itself, the loop, trials on held-out ones.
+"""How far a drafter gets: the engine decodes held-out prompts with it, and counts.
+
+Knows nothing about training.
+
+[shift] How far an adapted model has moved from the original, on texts that it was not trained on.
+
+Knows nothing about training or drafters.
+
+[run] A whole training: texts from a file or from the target itself, the loop, trials on held-out
+ones.
 
 Where the recipe adapts the target, the adapted one is tried, and compared with the original. Knows
 recipes by name only.
@@ -14,18 +23,94 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
 from forethought.assets import reasoner_dir
-from forethought.decoding import DecodingBaseConfig
+from forethought.config.sampling import SamplingParams
+from forethought.config.speculation import DecodingBaseConfig
 from forethought.errors import ParameterError, UsageError
 from forethought.model.device import find_device
 from forethought.model_dir import find_model_dir
-from forethought.training.corpus import DistillationSettings, self_distil
 from forethought.training.recipes.table import recipe
-from forethought.training.shift import LawShift
 from forethought.training.teacher import Teacher
-from forethought.training.text import Text, load_prompts, load_texts, read_records
+from forethought.training.texts import (
+    DistillationSettings,
+    Text,
+    load_prompts,
+    load_texts,
+    read_records,
+    self_distil,
+)
 from forethought.training.trainer import DRAFTER, MODEL, Progress, Trainer, load_checkpoint, seeded
-from forethought.training.trial import AcceptanceTrial
+
+
+class AcceptanceEvaluation:
+    """Greedy answers to some prompts.
+
+    Args:
+        teacher: answers them.
+        prompts: token ids; none of them trained on.
+        max_tokens: of each answer.
+    """
+
+    def __init__(self, teacher: Teacher, prompts: Sequence[list[int]], max_tokens: int) -> None:
+        self._teacher, self._prompts = teacher, prompts
+        self._params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+
+    def __call__(self, drafter: DecodingBaseConfig) -> dict[str, float]:
+        """``acceptance_length``: tokens per step; ``accepted_1`` and so on: share of the steps
+        that accepted so many drafted tokens at least.
+
+        Raises:
+            UsageError: the drafter cannot be loaded.
+        """
+        params = [self._params] * len(self._prompts)
+        metrics = self._teacher.generate(self._prompts, params, drafter).metrics
+        found = {"acceptance_length": metrics.mean_acceptance_length or 1.0}
+        for place, count in enumerate(metrics.accepted_by_position, start=1):
+            found[f"accepted_{place}"] = count / metrics.steps
+        return found
+
+
+class Divergence:
+    """The laws of two models of one vocabulary, compared at every place of some answers.
+
+    Args:
+        original: what the other one was made from.
+        texts: prompts with answers.
+    """
+
+    def __init__(self, original: Teacher, texts: Sequence[Text]) -> None:
+        self._original, self._ids = original, [text.token_ids for text in texts]
+        self._wanted = torch.cat([_before_answer(text) for text in texts])
+
+    def __call__(self, adapted: Teacher) -> dict[str, float]:
+        """``kl``: mean divergence KL(original || adapted) of the laws of the next token, in nats,
+        at temperature 1; ``same_choice``: share of the places where both find the same token the
+        likeliest.
+        """
+        divergence, same, begin = 0.0, 0, 0
+        pairs = zip(
+            self._original.distributions(self._ids), adapted.distributions(self._ids), strict=True
+        )
+        for mine, other in pairs:
+            wanted = self._wanted[begin : begin + len(mine)].to(mine.device)
+            begin += len(mine)
+            mine, other = mine[wanted], other[wanted]  # [N, vocab]
+            divergence += float(F.kl_div(other, mine, reduction="sum", log_target=True))
+            same += int((mine.argmax(-1) == other.argmax(-1)).sum())
+        count = int(self._wanted.sum())
+        # Rounding takes a divergence of nothing below 0.
+        return {"kl": max(0.0, divergence / count), "same_choice": same / count}
+
+
+def _before_answer(text: Text) -> Tensor:
+    """bool ``[T]``: the places behind which a token of the answer stands."""
+    places = torch.arange(len(text))
+    return (places >= text.prompt_length - 1) & (places < len(text) - 1)
+
 
 logger = logging.getLogger(__name__)
 
@@ -182,9 +267,9 @@ class TrainingRun:
         target, found = self.teacher, dict[str, float]()
         if self.model is not None:
             target = Teacher.load(self.model, "auto", str(self.teacher.lm.device), fuse=False)
-            found = LawShift(self.teacher, texts)(target)
+            found = Divergence(self.teacher, texts)(target)
         prompts = [text.prompt for text in texts]
-        trial = AcceptanceTrial(target, prompts, self._answers.max_tokens)
+        trial = AcceptanceEvaluation(target, prompts, self._answers.max_tokens)
         return trial(self._recipe.decoding(drafter)) | found
 
     def _texts(self, source: Source) -> list[Text]:

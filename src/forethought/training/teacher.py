@@ -15,23 +15,23 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from forethought.decoding import DecodingBaseConfig
+from forethought.config.sampling import SamplingParams
+from forethought.config.speculation import DecodingBaseConfig
 from forethought.engine.engine import Engine
-from forethought.engine.resolve import equip
+from forethought.engine.resolve import build_drafter_entry
 from forethought.engine.scheduler import Limits
 from forethought.engine.sequence import Sequence as Live
 from forethought.kv.pool import PagePool
 from forethought.kv.storage import KvStorage
 from forethought.kv.table import PageTable
+from forethought.llm.tokenizer import Tokenizer
 from forethought.model import loader
 from forethought.model.batch import Row
 from forethought.model.causal_lm import CausalLM, TransformersNetwork
 from forethought.model.device import find_device
 from forethought.model.runner import Runner
 from forethought.outputs import SpeculationMetrics
-from forethought.params import SamplingParams
-from forethought.speculative.table import Target
-from forethought.text.tokenizer import Tokenizer
+from forethought.speculative.registry import Target
 
 _PAGE_SIZE = 16
 _FORWARD_TOKENS = 2048
@@ -104,17 +104,17 @@ class Teacher:
             width: K, how many tokens of each law are kept.
         """
         reader = _Reader(places)
-        laws: list[tuple[Tensor, Tensor]] = []
+        distributions: list[tuple[Tensor, Tensor]] = []
         for logits in self._read(texts, reader):
             top = logits.softmax(dim=-1).topk(min(width, logits.shape[-1]))
-            laws.append((top.indices, top.values))
+            distributions.append((top.indices, top.values))
         return Observed(
             {place: torch.cat(found) for place, found in reader.found.items()},
-            torch.cat([indices for indices, _ in laws]),
-            torch.cat([values for _, values in laws]),
+            torch.cat([indices for indices, _ in distributions]),
+            torch.cat([values for _, values in distributions]),
         )
 
-    def laws(self, texts: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+    def distributions(self, texts: Sequence[Sequence[int]]) -> Iterator[Tensor]:
         """What it holds of every token, behind each place of texts, one text after the other.
 
         Yields:
@@ -171,7 +171,7 @@ class Teacher:
         limits = Limits(_BATCH_SIZE, _FORWARD_TOKENS, lm.max_positions)
         drafters = []
         if drafter is not None:
-            drafters = [equip(drafter, Target(runner, _FORWARD_TOKENS), _BATCH_SIZE)]
+            drafters = [build_drafter_entry(drafter, Target(runner, _FORWARD_TOKENS), _BATCH_SIZE)]
         return Engine(runner, limits, drafters=drafters)
 
     def _reading(self, pages: int) -> Runner:

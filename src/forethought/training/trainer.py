@@ -26,9 +26,9 @@ from pydantic import Field
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from forethought.config.base import StrictModel
 from forethought.errors import ParameterError, UsageError
 from forethought.model_dir import replace_file
-from forethought.strict_model import StrictModel
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Attention over paged keys and values: the protocol, the oracle and the backends."""
 
-from forethought.registry import Registry
+from forethought.config.registry import Registry
 
 BACKENDS = Registry(
     "attention",

@@ -70,7 +70,7 @@ class LayerProfile:
 
 
 @dataclass(slots=True)
-class Probe:
+class CapabilityProbe:
     """Collects what arrives during the probing forward, by layer index."""
 
     layers: dict[int, LayerProfile] = field(default_factory=dict)
@@ -124,7 +124,7 @@ def probe(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Record what one attention layer asks for; the result is zeros of the right shape."""
-    found: Probe = kwargs[KEYWORD]
+    found: CapabilityProbe = kwargs[KEYWORD]
     unknown = sorted(
         name for name, given in kwargs.items() if given is not None and name not in _UNDERSTOOD
     )

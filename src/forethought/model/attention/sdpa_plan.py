@@ -29,7 +29,7 @@ from forethought.model.batch import Batch, Span
 SMALL_ROW_BYTES = 320 * 1024
 FEWEST_IN_GROUP = 4
 GROUP_BYTES = 4 * 2**20
-MOST_QUERIES = 32
+MAX_QUERIES = 32
 """New tokens that a row of a group may have; a row with more is a piece."""
 EXACT_QUERIES, EXACT_UP_TO = 16, 512
 """torch's CPU kernel rounds a query's result by how many queries it is given at once, but not from
@@ -137,10 +137,10 @@ class SdpaPlanner:
     def __call__(self, batch: Batch, storage: KvStorage, window: int | None) -> SdpaPlan:
         """Choose for every row how it attends, and build its masks and indices."""
         spans = [part for span in batch.spans for part in _parts(span, storage)]
-        fitting = [span for span in spans if span.length <= MOST_QUERIES]
+        fitting = [span for span in spans if span.length <= MAX_QUERIES]
         alone = self._alone(fitting, window, storage)
         grouped = [span for span in fitting if span.start not in alone]
-        others = [s for s in spans if s.start in alone or s.length > MOST_QUERIES]
+        others = [s for s in spans if s.start in alone or s.length > MAX_QUERIES]
         return SdpaPlan(
             page_size=storage.page_size,
             views=[self._view(span, window, storage) for span in others if _is_viewed(span)],

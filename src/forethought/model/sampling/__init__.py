@@ -1,6 +1,6 @@
 """From logits to tokens: the law, the coin, the draw and what it is reported to have cost.
 
-* ``law.py``         logits and what the caller asked for -> the one probability law
+* ``distribution.py``         logits and what the caller asked for -> the one probability law
 * ``constraint.py``  which tokens a grammar allows, as the law asks for it
 * ``draw.py``        a coin that depends on nothing but its place, and the inverse CDF
 * ``logprobs.py``    log-probabilities under the model's own law
@@ -10,21 +10,30 @@
 Knows nothing about sequences, pages or text.
 """
 
-from forethought.model.sampling.choice import Choice, choose
-from forethought.model.sampling.constraint import Constraint, Constraints
-from forethought.model.sampling.draw import coin, pick
-from forethought.model.sampling.law import TokenContext, edit_logits, logits_to_probs
-from forethought.model.sampling.logprobs import prompt_logprobs
+from forethought.model.sampling.distribution import (
+    Constraint,
+    Constraints,
+    TokenContext,
+    edit_logits,
+    logits_to_probs,
+)
+from forethought.model.sampling.sampler import (
+    SampledTokens,
+    invert_cdf,
+    prompt_logprobs,
+    sample,
+    uniform_at,
+)
 
 __all__ = [
-    "Choice",
     "Constraint",
     "Constraints",
+    "SampledTokens",
     "TokenContext",
-    "choose",
-    "coin",
     "edit_logits",
+    "invert_cdf",
     "logits_to_probs",
-    "pick",
     "prompt_logprobs",
+    "sample",
+    "uniform_at",
 ]

@@ -1,6 +1,6 @@
-"""The law of one row in slow, plain Python: read it to know what ``law.py`` must compute.
+"""The law of one row in slow, plain Python: read it to know what ``distribution.py`` must compute.
 
-Knows nothing about tensors. The order and the meaning of the steps are in ``law.py``.
+Knows nothing about tensors. The order and the meaning of the steps are in ``distribution.py``.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from forethought.model.sampling.constraint import Constraint
-from forethought.params import SamplingParams
+from forethought.config.sampling import SamplingParams
+from forethought.model.sampling.distribution import Constraint
 
 
 def reference_probs(
@@ -36,18 +36,18 @@ def reference_probs(
 
     weights = [math.exp((x - peak) / params.temperature) for x in edited]
     total = math.fsum(weights)
-    law = [weight / total for weight in weights]
+    distribution = [weight / total for weight in weights]
 
     kept, mass_before = [], 0.0
     for place, token in enumerate(order):
         in_top_k = params.top_k == 0 or place < params.top_k
         in_top_p = params.top_p == 1.0 or mass_before < params.top_p
-        in_min_p = law[token] >= params.min_p * law[order[0]]
+        in_min_p = distribution[token] >= params.min_p * distribution[order[0]]
         if place == 0 or (in_top_k and in_top_p and in_min_p):
             kept.append(token)
-        mass_before += law[token]
-    remaining = math.fsum(law[token] for token in kept)
-    return [law[t] / remaining if t in kept else 0.0 for t in range(len(law))]
+        mass_before += distribution[token]
+    remaining = math.fsum(distribution[token] for token in kept)
+    return [distribution[t] / remaining if t in kept else 0.0 for t in range(len(distribution))]
 
 
 def _edited(

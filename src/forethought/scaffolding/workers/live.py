@@ -12,14 +12,13 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
+from forethought.config.sampling import SamplingParams
 from forethought.errors import ForethoughtError
+from forethought.llm.async_session import AsyncSession, SessionStream
+from forethought.llm.detokenizer import Detokenizer, Transcript
+from forethought.llm.tokenizer import Tokenizer
 from forethought.outputs import CompletionOutput, FinishReason, Usage
-from forethought.params import SamplingParams
-from forethought.scaffolding.budget import Ledger
-from forethought.text.async_session import AsyncSession, SessionStream
-from forethought.text.detokenizer import Detokenizer
-from forethought.text.tokenizer import Tokenizer
-from forethought.text.transcript import Transcript
+from forethought.scaffolding.budget import BudgetAccount
 
 Prompt = str | tuple[int, ...]
 
@@ -32,7 +31,7 @@ class Spelled(NamedTuple):
     """Tokens from the start of the prompt."""
 
 
-class Live:
+class LiveSession:
     """One session of the engine and the task that it generates for.
 
     Args:
@@ -55,7 +54,7 @@ class Live:
         prompt: Prompt | None,
         tokenizer: Tokenizer,
         usage: Usage,
-        ledger: Ledger | None,
+        ledger: BudgetAccount | None,
     ) -> None:
         self.session, self.prompt, self.closed = session, prompt, False
         self.prompt_length = len(session.tokens)

@@ -1,4 +1,10 @@
-"""``EngineWorker``: tasks become live sequences of the built-in engine.
+"""The live sequences of each request, for later tasks of the same request to continue.
+
+Two rules, both exact. A prompt that begins with the prompt and output of an earlier task continues
+that task's tokens; of several such tasks, the one that gives the longest text. A prompt that
+another task of the request has too, word for word, shares its prefill.
+
+[local] ``EngineWorker``: tasks become live sequences of the built-in engine.
 
 A task that continues another one keeps its exact tokens and their KV: by handle, if it was made
 with ``fork``; by itself, if a controller only puts strings together, as its prompt then begins with
@@ -11,30 +17,116 @@ import asyncio
 import time
 from collections.abc import Coroutine, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
+from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError, UsageError
+from forethought.llm.async_llm import AsyncLLM
+from forethought.llm.async_session import AsyncSession
+from forethought.llm.llm import LLM
+from forethought.llm.tokenizer import Tokenizer
 from forethought.outputs import CompletionOutput
-from forethought.params import SamplingParams
 from forethought.scaffolding import sampling, settings
-from forethought.scaffolding.messages import AssistantMessage
-from forethought.scaffolding.output import ScaffoldingOutput
-from forethought.scaffolding.scope import current_scope
+from forethought.scaffolding.execution_scope import ExecutionScope, current_scope
+from forethought.scaffolding.result import ScaffoldingOutput
 from forethought.scaffolding.task import (
+    AssistantMessage,
     ChatTask,
     GenerationTask,
     StreamGenerationTask,
     TaskStatus,
 )
 from forethought.scaffolding.worker import Worker
-from forethought.scaffolding.workers.live import Live, Prompt
-from forethought.scaffolding.workers.parking import Parking, Source
-from forethought.scaffolding.workers.reward import RewardWorker
-from forethought.scaffolding.workers.reward_model import is_reward_model
-from forethought.text.async_llm import AsyncLLM
-from forethought.text.async_session import AsyncSession
-from forethought.text.llm import LLM
-from forethought.text.tokenizer import Tokenizer
+from forethought.scaffolding.workers.live import LiveSession, Prompt
+from forethought.scaffolding.workers.reward import RewardWorker, is_reward_model
+
+
+class Source(NamedTuple):
+    """What a task continues."""
+
+    live: LiveSession
+    length: int
+    """Tokens kept, from the start of the prompt."""
+    rest: str
+    """Text to be put behind them."""
+
+
+class _Kept(NamedTuple):
+    path: str
+    """Of the scope it was started in."""
+    live: LiveSession
+
+
+class SessionCache:
+    """Keeps live sequences until their scope is over.
+
+    Args:
+        capacity: sequences per scope that are kept after they have ended; beyond it the one that
+            was not used for longest leaves.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._requests: dict[str, list[_Kept]] = {}
+        """Least recently used first."""
+
+    def add(self, scope: ExecutionScope | None, live: LiveSession) -> list[LiveSession]:
+        """Keep a sequence that has been started. Returns those that have to leave for it."""
+        request, path = _where(scope)
+        kept = self._requests.setdefault(request, [])
+        ended = [one for one in kept if one.path == path and one.live.over]
+        leaving = ended[: max(0, len(ended) - self._capacity + 1)]
+        self._requests[request] = [one for one in kept if one not in leaving] + [_Kept(path, live)]
+        return [one.live for one in leaving]
+
+    def end_scope(self, scope_id: str) -> list[LiveSession]:
+        """A scope is over: the sequences that were kept for it."""
+        request, _, path = scope_id.partition(":")
+        kept = self._requests.pop(request, [])
+        staying = [one for one in kept if path and one.path != path]
+        if staying:
+            self._requests[request] = staying
+        return [one.live for one in kept if one not in staying]
+
+    def clear(self) -> list[LiveSession]:
+        """Everything is over: all sequences that were kept."""
+        lives = [one.live for kept in self._requests.values() for one in kept]
+        self._requests.clear()
+        return lives
+
+    def holds(self, live: LiveSession) -> bool:
+        """Whether the sequence is kept and can be continued."""
+        return not live.closed and any(
+            one.live is live for kept in list(self._requests.values()) for one in kept
+        )
+
+    def find(self, scope: ExecutionScope | None, prompt: Prompt) -> Source | None:
+        """What a task with this prompt continues; None if nothing known fits."""
+        request, path = _where(scope)
+        kept = [one for one in self._requests.get(request, ()) if not one.live.closed]
+        best: tuple[int, _Kept, Source] | None = None
+        for one in kept:
+            # A task goes on from its own branch and those around it, not from those beside it.
+            inside = one.path in ("", path) or path.startswith(f"{one.path}.")
+            spelled = one.live.spelled
+            if inside and spelled is not None and isinstance(prompt, str):
+                size = len(spelled.text)
+                if prompt.startswith(spelled.text) and (best is None or size > best[0]):
+                    best = size, one, Source(one.live, spelled.length, prompt[size:])
+        if best is not None:
+            self._use(request, best[1])
+            return best[2]
+        sibling = next((one for one in kept if one.live.prompt == prompt), None)
+        return None if sibling is None else Source(sibling.live, sibling.live.prompt_length, "")
+
+    def _use(self, request: str, used: _Kept) -> None:
+        others = [one for one in self._requests[request] if one is not used]
+        self._requests[request] = [*others, used]
+
+
+def _where(scope: ExecutionScope | None) -> tuple[str, str]:
+    return ("", "") if scope is None else (scope.request_id, scope.path)
+
 
 _REFUSED = ("best_of", "echo", "suffix", "user", "return_context_logits")
 _PARKED = 8
@@ -73,7 +165,7 @@ class EngineWorker(Worker):
         self.llm = AsyncLLM.over(llm) if isinstance(llm, LLM) else llm
         self.tokenizer = self.llm.tokenizer if tokenizer is None else tokenizer
         self._text = Tokenizer(self.llm.tokenizer)
-        self._parking = Parking(settings.whole_number("max_parked", max_parked, least=0))
+        self._parking = SessionCache(settings.whole_number("max_parked", max_parked, least=0))
 
     @classmethod
     def init_with_new_llm(
@@ -134,7 +226,7 @@ class EngineWorker(Worker):
         """Bring back ``streaming_step`` tokens more than the last time, once they are there."""
         step = task.checked_step
         live = task.request_handle if task.under_way else None
-        if not isinstance(live, Live):
+        if not isinstance(live, LiveSession):
             self._check(task)
             sampling.refuse(task, ["n"], "a stream", "Use a GenerationTask, or fork it")
             live = await self._begin(task, _prompt(task), self._params(task))
@@ -220,7 +312,7 @@ class EngineWorker(Worker):
 
     async def _begin(
         self, task: GenerationTask, prompt: Prompt | None, params: SamplingParams
-    ) -> Live:
+    ) -> LiveSession:
         """A sequence that holds the task's prompt and generates."""
         session = await self._continued(task, prompt)
         if session is None:
@@ -249,7 +341,9 @@ class EngineWorker(Worker):
         task.inserted_tokens = task.num_kept_tokens = None
         if point is not None and point.input_str == task.input_str:
             live = point.handle
-            if isinstance(live, Live) and live.tokenizer is self._text:  # it is of this model
+            if (
+                isinstance(live, LiveSession) and live.tokenizer is self._text
+            ):  # it is of this model
                 length, missing = live.cut(point.kept)
                 source = Source(live, length, missing + point.suffix)
                 task.num_kept_tokens = length - live.prompt_length
@@ -279,16 +373,18 @@ class EngineWorker(Worker):
         # It has left, perhaps in the meantime; which tokens it had is known.
         return self.llm.start(live.session.tokens[: source.length])
 
-    def _live(self, task: GenerationTask, session: AsyncSession, prompt: Prompt | None) -> Live:
+    def _live(
+        self, task: GenerationTask, session: AsyncSession, prompt: Prompt | None
+    ) -> LiveSession:
         scope = current_scope()
         ledger = scope.ledger if scope else None
-        return Live(session, prompt, self._text, task.usage, ledger)
+        return LiveSession(session, prompt, self._text, task.usage, ledger)
 
-    async def _keep(self, live: Live) -> None:
+    async def _keep(self, live: LiveSession) -> None:
         await _close(self._parking.add(current_scope(), live))
 
     async def _follow(
-        self, task: GenerationTask, live: Live, count: int | None, began: float | None = None
+        self, task: GenerationTask, live: LiveSession, count: int | None, began: float | None = None
     ) -> None:
         """Show the task ``count`` generated tokens (None: all), once they are there."""
         scope = current_scope()
@@ -358,7 +454,7 @@ def _prompt(task: GenerationTask) -> Prompt | None:
     return task.input_str
 
 
-def _fill(task: GenerationTask, live: Live) -> None:
+def _fill(task: GenerationTask, live: LiveSession) -> None:
     output = live.shown
     task.output_str = None if task.skip_detokenizer else output.text
     task.output_tokens = output.token_ids
@@ -369,7 +465,7 @@ def _fill(task: GenerationTask, live: Live) -> None:
     task.usage_completion_tokens = len(output.token_ids)
 
 
-def _emit(task: GenerationTask, live: Live, told: CompletionOutput) -> None:
+def _emit(task: GenerationTask, live: LiveSession, told: CompletionOutput) -> None:
     """Stream what has come since ``told``."""
     if task.streaming_output_flag:
         new = live.shown.token_ids[len(told.token_ids) :]
@@ -386,7 +482,7 @@ async def _together(works: Sequence[Coroutine[Any, Any, None]]) -> None:
             job.cancel()
 
 
-async def _close(lives: Iterable[Live]) -> None:
+async def _close(lives: Iterable[LiveSession]) -> None:
     """Close all of them, even if whoever waits for it is cancelled meanwhile."""
 
     async def close() -> None:

@@ -1,4 +1,8 @@
-"""``RewardWorker``: a local reward model judges answers, or the steps of answers.
+"""A reward model: rows of token ids in, scores out.
+
+Knows nothing about tasks, threads and batches.
+
+[reward] ``RewardWorker``: a local reward model judges answers, or the steps of answers.
 
 What arrives while the model is busy is judged together next. Knows nothing about where answers come
 from, nor how they are cut into steps: ``PRMController`` does that.
@@ -7,18 +11,289 @@ from, nor how they are cut into steps: ``PRMController`` does that.
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
-from forethought.errors import EngineStopped, ParameterError
-from forethought.model_dir import find_model_dir
+from forethought.errors import (
+    ContextLengthError,
+    DependencyError,
+    EngineStopped,
+    ModelError,
+    ParameterError,
+)
+from forethought.model_dir import check_model_dir, find_model_dir
 from forethought.scaffolding.task import RewardTask, TaskStatus
 from forethought.scaffolding.worker import Worker
-from forethought.scaffolding.workers.reward_model import Inquiry, RewardModel, Row, Verdict
+from forethought.silence import without_progress_bars
+
+try:
+    import torch
+    import transformers
+except ModuleNotFoundError as _error:
+    raise DependencyError.missing(_error.name or "torch", "RewardWorker", "local") from _error
+
+_HEADS = {"ForTokenClassification": True, "ForSequenceClassification": False}
+"""End of an architecture's name -> whether it judges steps."""
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+class RewardQuery(NamedTuple):
+    """What a reward task asks; equal ones have the same answer."""
+
+    tokens: tuple[int, ...] | None
+    question: str | None
+    answer: str | None
+    positions: tuple[int, ...] | None
+
+
+class ScoringRow(NamedTuple):
+    """One input of the model."""
+
+    ids: list[int]
+    types: list[int] | None
+    """Token types, of models that tell question and answer apart by them."""
+
+
+class RewardScore(NamedTuple):
+    """What the model says."""
+
+    score: float
+    step_scores: list[float]
+    length: int
+    """Tokens of the input."""
+    prefilled: int
+    """Tokens of it that were run for this task: 0 if they were run for an equal one."""
+
+
+class RewardModel:
+    """A classifier: rows of token ids in, verdicts out. Not to be used by two threads at once.
+
+    Args:
+        directory: local Hugging Face directory.
+        dtype: of the weights.
+        device: where they are.
+
+    Raises:
+        ModelError: the directory holds no classifier that gives scores.
+        ParameterError: an unknown dtype or device.
+    """
+
+    def __init__(self, directory: Path, dtype: str, device: str) -> None:
+        if dtype not in _DTYPES:
+            raise ParameterError(
+                "invalid dtype", f"got {dtype!r}", f"Allowed: {', '.join(_DTYPES)}"
+            )
+        self.device = _device(device)
+        check_model_dir(directory, "reward model")
+        self.by_step = judges_steps(directory)
+        self._model, self.tokenizer = _load(directory, self.by_step, dtype)
+        config = self._model.config
+        labels = config.num_labels
+        if labels != 2 and (self.by_step or labels != 1):
+            raise ModelError(
+                f"the model in {directory} gives no scores",
+                f"it tells {labels} labels apart",
+                "Choose a classifier of two labels, or of sequences with one",
+            )
+        config.use_cache = False
+        self._model.to(self.device).eval()
+        text = config.get_text_config()
+        self._context = getattr(text, "max_position_embeddings", None) or math.inf
+        self._vocabulary = self._model.get_input_embeddings().num_embeddings
+
+    def encode(self, inquiry: RewardQuery) -> ScoringRow:
+        """The input for an inquiry.
+
+        Raises:
+            ParameterError: there is none, or the model judges steps and none are named, or the
+                other way round.
+            ContextLengthError: it is too long.
+        """
+        if (inquiry.positions is not None) != self.by_step:
+            raise _misdirected(self.by_step)
+        row = (
+            self._tokenised(inquiry)
+            if inquiry.tokens is None
+            else ScoringRow([*inquiry.tokens], None)
+        )
+        length = len(row.ids)
+        if not length or not all(0 <= token < self._vocabulary for token in row.ids):
+            raise ParameterError(
+                "invalid input_tokens",
+                f"they are to be at least one id from 0 to {self._vocabulary - 1}",
+                "Tokenise with the worker's tokenizer",
+            )
+        if not all(0 <= position < length for position in inquiry.positions or ()):
+            raise ParameterError(
+                "invalid step_positions",
+                f"got {list(inquiry.positions or ())} for {length} tokens",
+                "Give places in input_tokens",
+            )
+        if length > self._context:
+            raise ContextLengthError(
+                "the answer is too long for the reward model",
+                f"it is {length} tokens with its question, and the context holds {self._context}",
+                "Generate fewer tokens, or choose a model with a longer context",
+            )
+        return row
+
+    def judge(
+        self, rows: Sequence[ScoringRow], inquiries: Sequence[RewardQuery]
+    ) -> list[RewardScore]:
+        """Run the model once, over all rows.
+
+        They are padded on the right and masked, so that no row is changed by its company.
+        """
+        with torch.inference_mode():
+            logits = self._logits(rows).float()
+        scores = logits.softmax(-1)[..., 1] if logits.shape[-1] == 2 else logits[..., 0]
+        verdicts = []
+        for row, inquiry, found in zip(rows, inquiries, scores.tolist(), strict=True):
+            steps = [found[position] for position in inquiry.positions or ()]
+            length = len(row.ids)
+            score = math.prod(steps) if self.by_step else found
+            verdicts.append(RewardScore(score, steps, length, length))
+        return verdicts
+
+    def _tokenised(self, inquiry: RewardQuery) -> ScoringRow:
+        """Question and answer as the model was trained to see them."""
+        question, answer = inquiry.question, inquiry.answer
+        if question is None:
+            raise ParameterError(
+                "the task has nothing to judge",
+                "input_str and input_tokens are None",
+                "Give text; token ids of another model cannot be judged",
+            )
+        if answer is not None and self.tokenizer.chat_template:
+            said = [("user", question), ("assistant", answer)]
+            messages = [{"role": role, "content": content} for role, content in said]
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False)
+            encoding = self.tokenizer(text, add_special_tokens=False, verbose=False)
+        else:
+            encoding = self.tokenizer(question, answer, verbose=False)
+        return ScoringRow(list(encoding["input_ids"]), encoding.get("token_type_ids"))
+
+    def _logits(self, rows: Sequence[ScoringRow]) -> Any:
+        """Per row, or per row and position if steps are judged: [rows, (positions,) labels]."""
+        inputs = {
+            "input_ids": self._padded([row.ids for row in rows], self.tokenizer.pad_token_id or 0),
+            "attention_mask": self._padded([[1] * len(row.ids) for row in rows], 0),
+        }
+        if any(row.types for row in rows):
+            types = [row.types or [0] * len(row.ids) for row in rows]
+            inputs["token_type_ids"] = self._padded(types, 0)
+        if self.by_step or not hasattr(self._model, "score"):
+            return self._model(**inputs).logits
+        # A decoder's head reads the last token. Where that is, its own forward guesses from the
+        # padding token, which it may not have, or which may end a text.
+        hidden = self._model.base_model(**inputs).last_hidden_state
+        last = torch.tensor([len(row.ids) - 1 for row in rows], device=self.device)
+        return self._model.score(hidden[torch.arange(len(rows), device=self.device), last])
+
+    def _padded(self, rows: Sequence[list[int]], value: int) -> Any:
+        width = max(map(len, rows))
+        filled = [row + [value] * (width - len(row)) for row in rows]
+        return torch.tensor(filled, device=self.device)
+
+
+def _device(name: str) -> Any:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ParameterError(
+            "invalid device", f"got {name!r}", "Use 'auto', 'cpu' or 'cuda'"
+        ) from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ParameterError("invalid device", "there is no CUDA here", "Use 'auto' or 'cpu'")
+    return device
+
+
+def is_reward_model(directory: Path) -> bool:
+    """Whether ``directory`` is a reward model, as its config says."""
+    try:
+        return _architecture(directory).endswith(tuple(_HEADS))
+    except ModelError:
+        return False
+
+
+def judges_steps(directory: Path) -> bool:
+    """Whether the checkpoint classifies tokens rather than sequences.
+
+    Raises:
+        ModelError: there is no checkpoint, or it is no reward model.
+    """
+    name = _architecture(directory)
+    for head, by_step in _HEADS.items():
+        if name.endswith(head):
+            return by_step
+    raise ModelError(
+        f"the model in {directory} is no reward model",
+        f"its config names {name}",
+        "Choose one whose architecture ends in ForSequenceClassification or ForTokenClassification",
+    )
+
+
+def _architecture(directory: Path) -> str:
+    """The first of the architectures that the config names."""
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        return str((config.get("architectures") or ["no architecture"])[0])
+    except (OSError, ValueError, AttributeError) as error:
+        raise ModelError(
+            f"no model at {directory}",
+            f"its config.json cannot be read ({type(error).__name__})",
+            "Give the path of a local Hugging Face model directory",
+        ) from error
+
+
+def _load(directory: Path, by_step: bool, dtype: str) -> tuple[Any, Any]:
+    """Model and tokenizer."""
+    kind: Any = transformers.AutoModelForSequenceClassification
+    if by_step:
+        kind = transformers.AutoModelForTokenClassification
+    try:
+        with without_progress_bars():
+            model, report = kind.from_pretrained(
+                directory, dtype=dtype, local_files_only=True, output_loading_info=True
+            )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except Exception as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise ModelError(
+            f"cannot load the reward model in {directory}",
+            reason[0],
+            "Check that the directory is complete",
+        ) from error
+    if report["missing_keys"]:
+        raise ModelError(
+            f"cannot load the reward model in {directory}",
+            f"it lacks {', '.join(sorted(report['missing_keys'])[:3])}, which would be random",
+            "Check that the directory is complete",
+        )
+    return model, tokenizer
+
+
+def _misdirected(by_step: bool) -> ParameterError:
+    if by_step:
+        return ParameterError(
+            "this reward model judges steps",
+            "the task has no step_positions",
+            "Use PRMController, or a model that classifies sequences",
+        )
+    return ParameterError(
+        "this reward model judges whole answers",
+        "the task has step_positions",
+        "Use NativeRewardController, or a model that classifies tokens",
+    )
+
 
 _FIELDS = ("dtype", "device", "max_batch_tokens")
 
@@ -27,8 +302,8 @@ _FIELDS = ("dtype", "device", "max_batch_tokens")
 class _Job:
     """One inquiry, and all who wait for the verdict."""
 
-    inquiry: Inquiry
-    waiters: list[Future[Verdict]] = field(default_factory=list)
+    inquiry: RewardQuery
+    waiters: list[Future[RewardScore]] = field(default_factory=list)
 
 
 class RewardWorker(Worker):
@@ -76,7 +351,7 @@ class RewardWorker(Worker):
         self.tokenizer, self.by_step = self._model.tokenizer, self._model.by_step
         self._max_batch_tokens = max_batch_tokens
         self._lock = threading.Lock()
-        self._under_way: dict[Inquiry, _Job] = {}
+        self._under_way: dict[RewardQuery, _Job] = {}
         self._queue: list[_Job] = []
         self._stopped = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="forethought-reward")
@@ -122,7 +397,7 @@ class RewardWorker(Worker):
     async def reward_handler(self, task: RewardTask) -> TaskStatus:
         """Judge, and leave ``score`` and ``step_scores`` on the task."""
         tokens, positions = task.input_tokens, task.step_positions
-        inquiry = Inquiry(
+        inquiry = RewardQuery(
             None if tokens is None else tuple(tokens),
             task.input_str if tokens is None else None,
             task.output_str if tokens is None else None,
@@ -146,8 +421,8 @@ class RewardWorker(Worker):
 
     # ---- asking: on the callers' event loops --------------------------------------------------
 
-    def _ask(self, inquiry: Inquiry) -> Future[Verdict]:
-        waiter: Future[Verdict] = Future()
+    def _ask(self, inquiry: RewardQuery) -> Future[RewardScore]:
+        waiter: Future[RewardScore] = Future()
         with self._lock:
             if self._stopped:
                 raise EngineStopped("the reward worker is shut down", fix="Create another one")
@@ -174,9 +449,11 @@ class RewardWorker(Worker):
         for batch in self._batches(encoded):
             self._judge(batch)
 
-    def _batches(self, encoded: list[tuple[Row, _Job]]) -> Iterator[list[tuple[Row, _Job]]]:
+    def _batches(
+        self, encoded: list[tuple[ScoringRow, _Job]]
+    ) -> Iterator[list[tuple[ScoringRow, _Job]]]:
         """Rows of like length together, as many as fit."""
-        batch: list[tuple[Row, _Job]] = []
+        batch: list[tuple[ScoringRow, _Job]] = []
         for row, job in sorted(encoded, key=lambda pair: len(pair[0].ids)):
             if batch and (len(batch) + 1) * len(row.ids) > self._max_batch_tokens:
                 yield batch
@@ -185,7 +462,7 @@ class RewardWorker(Worker):
         if batch:
             yield batch
 
-    def _judge(self, batch: list[tuple[Row, _Job]]) -> None:
+    def _judge(self, batch: list[tuple[ScoringRow, _Job]]) -> None:
         batch = [(row, job) for row, job in batch if self._wanted(job)]
         if not batch:
             return
@@ -213,7 +490,7 @@ class RewardWorker(Worker):
             self._end(job, EngineStopped("the reward worker was shut down"))
         return wanted and not stopped
 
-    def _end(self, job: _Job, outcome: Verdict | Exception) -> None:
+    def _end(self, job: _Job, outcome: RewardScore | Exception) -> None:
         with self._lock:
             del self._under_way[job.inquiry]
         for waiter in job.waiters:

@@ -15,10 +15,10 @@ from typing import Any
 from forethought.errors import UsageError
 from forethought.outputs import TokenLogprobs
 from forethought.scaffolding import sampling
-from forethought.scaffolding.messages import AssistantMessage
-from forethought.scaffolding.output import ScaffoldingOutput
-from forethought.scaffolding.scope import current_scope
+from forethought.scaffolding.execution_scope import current_scope
+from forethought.scaffolding.result import ScaffoldingOutput
 from forethought.scaffolding.task import (
+    AssistantMessage,
     ChatTask,
     GenerationTask,
     RewardTask,

@@ -17,11 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from forethought.decoding import DraftTargetDecodingConfig
-from forethought.kv.companion import Companion
+from forethought.config.drafters import DraftTargetDecodingConfig
+from forethought.kv.draft_cache import DraftKvCache
 from forethought.kv.table import ReadableTable
-from forethought.model.attention.strands import Strands, read_alike
-from forethought.model.sampling import TokenContext, coin, logits_to_probs, pick
+from forethought.model.attention.workspace import KvWorkspace, catch_up_start
+from forethought.model.sampling import TokenContext, invert_cdf, logits_to_probs, uniform_at
 from forethought.speculative.draft import Draft, DraftKind
 from forethought.speculative.draft_model import DraftModel, Past
 from forethought.speculative.drafter import (
@@ -30,17 +30,17 @@ from forethought.speculative.drafter import (
     ResourceManager,
     ScheduledRequests,
 )
-from forethought.speculative.table import Target
+from forethought.speculative.registry import Target
 from forethought.speculative.tree import TreeChoices
 
 DRAFTING = 1
 """The ``use`` of the coins that drafts are drawn with."""
 
 
-class _Begun(NamedTuple):
+class _Roots(NamedTuple):
     """B drafts at their roots."""
 
-    strands: Strands
+    workspace: KvWorkspace
     """Known tokens are the first behind the pasts."""
     known: int
     """How many of each."""
@@ -61,7 +61,7 @@ class DraftTargetDrafter(Drafter):
     def __init__(
         self, model: DraftModel, *, sampled: bool = False, choices: TreeChoices | None = None
     ) -> None:
-        self._model, self._companion = model, Companion(model.runner.storage)
+        self._model, self._draft_cache = model, DraftKvCache(model.runner.storage)
         self._sampled, self._choices = sampled, choices
 
     @classmethod
@@ -84,9 +84,9 @@ class DraftTargetDrafter(Drafter):
         )
 
     @property
-    def companions(self) -> Sequence[Companion]:
+    def draft_caches(self) -> Sequence[DraftKvCache]:
         """The draft model's keys and values."""
-        return (self._companion,)
+        return (self._draft_cache,)
 
     def nodes(self, depth: int) -> int:
         """Nodes of the tree down to ``depth``."""
@@ -116,7 +116,7 @@ class DraftTargetDrafter(Drafter):
     def _is_sampled(self, request: DraftRequest) -> bool:
         return self._sampled and not request.params.greedy
 
-    def _begin(self, requests: list[DraftRequest], room: int) -> _Begun:
+    def _begin(self, requests: list[DraftRequest], room: int) -> _Roots:
         """Compute what the draft model has not seen yet, the root at least.
 
         Args:
@@ -126,40 +126,40 @@ class DraftTargetDrafter(Drafter):
         tables = [_table(request) for request in requests]
         texts = [request.tokens for request in requests]
         starts = [
-            self._companion.ready_length(table, len(text) - 1)
+            self._draft_cache.ready_length(table, len(text) - 1)
             for table, text in zip(tables, texts, strict=True)
         ]
-        alike = read_alike(starts, list(map(len, texts)), first=1)
+        alike = catch_up_start(starts, list(map(len, texts)), first=1)
         if alike is not None:
             parts = [text[start:] for text, start in zip(texts, alike, strict=True)]
             known = len(parts[0])
-            strands = self._model.strands(tables, alike, known + room)
-            return _Begun(strands, known, self._model.read(strands, parts, alike))
+            workspace = self._model.workspace(tables, alike, known + room)
+            return _Roots(workspace, known, self._model.read(workspace, parts, alike))
         pasts = [Past(*past) for past in zip(texts, starts, tables, strict=True)]
         logits = self._model.compute(pasts)
         for table, start, text in zip(tables, starts, texts, strict=True):
-            self._companion.mark(table, start, len(text))
-        return _Begun(self._model.strands(tables, list(map(len, texts)), room), 0, logits)
+            self._draft_cache.mark(table, start, len(text))
+        return _Roots(self._model.workspace(tables, list(map(len, texts)), room), 0, logits)
 
-    def _keep(self, requests: list[DraftRequest], begun: _Begun, drafted: Sequence[int]) -> None:
+    def _keep(self, requests: list[DraftRequest], begun: _Roots, drafted: Sequence[int]) -> None:
         """Store what was computed: known tokens, and so many drafted ones of each request."""
-        strands, known, _ = begun
+        workspace, known, _ = begun
         counts = [known + count for count in drafted]
         if not any(counts):
             return
-        strands.store(counts)
+        workspace.store(counts)
         for request, count in zip(requests, counts, strict=True):
             start = len(request.tokens) - known
-            self._companion.mark(_table(request), start, start + count)
+            self._draft_cache.mark(_table(request), start, start + count)
 
     def _chains(self, requests: list[DraftRequest]) -> None:
         """The likeliest tokens; they stay on the device until the drafts are complete."""
         depths = [min(request.max_draft_len, request.max_nodes) for request in requests]
-        strands, _, logits = begun = self._begin(requests, max(depths) - 1)
+        workspace, _, logits = begun = self._begin(requests, max(depths) - 1)
         positions = self._positions(requests)
         levels = [logits.argmax(dim=-1)]
         for depth in range(max(depths) - 1):
-            step = strands.chain(levels[-1], self._within(positions + depth))
+            step = workspace.chain(levels[-1], self._within(positions + depth))
             levels.append(self._model.advance(step).argmax(dim=-1))
         self._keep(requests, begun, [depth - 1 for depth in depths])
         drafted = torch.stack(levels, 1).tolist()  # one transfer for all
@@ -172,10 +172,11 @@ class DraftTargetDrafter(Drafter):
         All levels are as wide as the widest; what fills the others up is seen by nobody.
         """
         growths = [
-            Growth(request, self._is_sampled(request), self._choices) for request in requests
+            DraftInProgress(request, self._is_sampled(request), self._choices)
+            for request in requests
         ]
         room = self.nodes(max(request.max_draft_len for request in requests))
-        strands, known, logits = begun = self._begin(requests, room)
+        workspace, known, logits = begun = self._begin(requests, room)
         positions, size = self._positions(requests), 1
         for depth in itertools.count():
             for place, growth in enumerate(growths):
@@ -189,7 +190,7 @@ class DraftTargetDrafter(Drafter):
             if self._choices is not None:
                 seen = torch.tensor([growth.seen(size) for growth in growths])
                 seen = seen.to(logits.device)
-            step = strands.level(
+            step = workspace.level(
                 torch.tensor(tokens, device=logits.device),
                 self._within(positions + depth).repeat_interleave(size),
                 known + depth,
@@ -204,7 +205,7 @@ class DraftTargetDrafter(Drafter):
     def _positions(self, requests: list[DraftRequest]) -> Tensor:
         """int64 ``[B]``: those behind the roots."""
         lengths = [len(request.tokens) for request in requests]
-        return torch.tensor(lengths, device=self._companion.storage.device)
+        return torch.tensor(lengths, device=self._draft_cache.storage.device)
 
     def _within(self, positions: Tensor) -> Tensor:
         """A short draft may be carried along with a longer one, beyond where it could be used."""
@@ -216,7 +217,7 @@ def _table(request: DraftRequest) -> ReadableTable:
     return request.table
 
 
-class Growth:
+class DraftInProgress:
     """One request's draft while it grows, level by level.
 
     Args:
@@ -229,7 +230,7 @@ class Growth:
         self._request, self.sampled, self.choices = request, sampled, choices
         self._depth = 0
         self._tokens: list[int] = []
-        self._laws: list[Tensor] = []
+        self._distributions: list[Tensor] = []
         self._paths = list(self._fitting())
         self._level_start = 0
         self._columns: list[int] = []  # of the nodes that are computed, among all of the request's
@@ -263,17 +264,17 @@ class Growth:
         """Draw the next level from ``logits`` [wanted, V] float32, one row per node of the last."""
         previous, self._level_start = self._level_start, len(self._tokens)
         self._depth += 1
-        laws = self._law(logits, previous) if self.sampled else logits
+        distributions = self._distribution(logits, previous) if self.sampled else logits
         if self.choices is None:
-            self._draw_children(laws[0], [()])
+            self._draw_children(distributions[0], [()])
             return
         parents = self._paths[previous : self._level_start] if self._depth > 1 else [()]
         for place, parent in enumerate(parents):
             children = [p for p in self._paths if len(p) == self._depth and p[:-1] == parent]
             if children:
-                self._draw_children(laws[place], children)
+                self._draw_children(distributions[place], children)
 
-    def _law(self, logits: Tensor, previous: int) -> Tensor:
+    def _distribution(self, logits: Tensor, previous: int) -> Tensor:
         """[wanted, V] float32: what plain decoding of the draft model would draw from."""
         request = self._request
         prompt = request.tokens[: request.prompt_length]
@@ -294,27 +295,27 @@ class Growth:
             node = node - 1 if parents is None else parents[node]
         return path[::-1]
 
-    def _draw_children(self, law: Tensor, paths: list[tuple[int, ...]]) -> None:
-        """Draw the children of one node; ``law`` [V] are logits, or probabilities if sampled."""
+    def _draw_children(self, distribution: Tensor, paths: list[tuple[int, ...]]) -> None:
+        """Draw the children of one node; ``distribution`` [V]: logits, or probs if sampled."""
         if not self.sampled:
             ranks = [path[-1] if path else 0 for path in paths]
-            best = law.topk(min(max(ranks) + 1, len(law))).indices.tolist()
+            best = distribution.topk(min(max(ranks) + 1, len(distribution))).indices.tolist()
             # A rank beyond the vocabulary repeats the last one; repeated siblings are left out.
             self._tokens += [best[min(rank, len(best) - 1)] for rank in ranks]
             return
-        left = law
+        left = distribution
         position = len(self._request.tokens) + self._depth - 1
         for _ in paths:
             place = len(self._tokens)
-            toss = coin(
+            toss = uniform_at(
                 self._request.seed, self._request.index, position, use=DRAFTING + (place << 8)
             )
             if not left.any():  # every token of mass is a sibling already: this node is none
                 self._void.add(place)
-                left = law
-            token = int(pick(left[None], [toss]))
+                left = distribution
+            token = int(invert_cdf(left[None], [toss]))
             self._tokens.append(token)
-            self._laws.append(law)
+            self._distributions.append(distribution)
             left = left.clone()
             left[token] = 0.0
 
@@ -351,6 +352,6 @@ class Growth:
         kind, q = DraftKind.POINT, None
         if self.sampled:
             kind = DraftKind.IID if self.choices is None else DraftKind.WITHOUT_REPLACEMENT
-            q = torch.stack(self._laws)
+            q = torch.stack(self._distributions)
         tokens = [-1 if node in self._void else token for node, token in enumerate(self._tokens)]
         self._request.draft = Draft(tokens, self._parents(), kind, q)

@@ -15,20 +15,17 @@ from pathlib import Path
 
 import torch
 
-from forethought.decoding import EagleDecodingConfig
+from forethought.config.drafters import EagleDecodingConfig
 from forethought.errors import ModelError, ParameterError
-from forethought.kv.companion import Companion
-from forethought.model.causal_lm import CausalLM
-from forethought.model.taps import FINAL
+from forethought.kv.draft_cache import DraftKvCache
+from forethought.model.causal_lm import FINAL, CausalLM
+from forethought.speculative.draft_module import DraftModule, DraftModuleRunner
 from forethought.speculative.drafter import Drafter, ResourceManager, ScheduledRequests
-from forethought.speculative.dynamic_tree import DynamicGrowth
-from forethought.speculative.growth import Growth, StaticGrowth
+from forethought.speculative.dynamic_tree import DynamicTreeBuilder, StaticTreeBuilder, TreeBuilder
 from forethought.speculative.heads.checkpoint import Checkpoint
 from forethought.speculative.heads.eagle import EagleHead, EagleNetwork
 from forethought.speculative.heads.eagle3 import Eagle3Head, Eagle3Network, Eagle3Traits
-from forethought.speculative.heads.pair_head import PairHead
-from forethought.speculative.pairs import Pairs
-from forethought.speculative.table import Target
+from forethought.speculative.registry import Target
 from forethought.speculative.tree import TreeChoices
 
 log = logging.getLogger(__name__)
@@ -42,7 +39,7 @@ class EagleDrafter(Drafter):
         growth: of its drafts.
     """
 
-    def __init__(self, pairs: Pairs, growth: Growth) -> None:
+    def __init__(self, pairs: DraftModuleRunner, growth: TreeBuilder) -> None:
         self._pairs, self._growth = pairs, growth
 
     @classmethod
@@ -55,12 +52,14 @@ class EagleDrafter(Drafter):
         """
         assert config.speculative_model is not None
         head, places = _load(config.speculative_model, config, target.runner.lm)
-        return cls(Pairs(head, places, target), _growth(config, target, head.vocab_size))
+        return cls(
+            DraftModuleRunner(head, places, target), _growth(config, target, head.vocab_size)
+        )
 
     @property
-    def companions(self) -> Sequence[Companion]:
+    def draft_caches(self) -> Sequence[DraftKvCache]:
         """The target's states, and the head's keys and values."""
-        return self._pairs.companions
+        return self._pairs.draft_caches
 
     def nodes(self, depth: int) -> int:
         """Room that a draft of ``depth`` levels takes."""
@@ -81,18 +80,18 @@ class EagleDrafter(Drafter):
             self._growth.grow(self._pairs, requests)
 
 
-def _growth(config: EagleDecodingConfig, target: Target, vocab_size: int) -> Growth:
+def _growth(config: EagleDecodingConfig, target: Target, vocab_size: int) -> TreeBuilder:
     if config.use_dynamic_tree:
         assert config.dynamic_tree_max_topK is not None
-        return DynamicGrowth(config.dynamic_tree_max_topK, config.max_total_draft_tokens)
+        return DynamicTreeBuilder(config.dynamic_tree_max_topK, config.max_total_draft_tokens)
     choices = TreeChoices.parse(config.eagle_choices or [[0] * config.max_draft_len])
     choices.expect_ranks_below(vocab_size, "eagle_choices")
-    return StaticGrowth(choices, target.runner.lm.device)
+    return StaticTreeBuilder(choices, target.runner.lm.device)
 
 
 def _load(
     directory: Path, config: EagleDecodingConfig, lm: CausalLM
-) -> tuple[PairHead, tuple[int, ...]]:
+) -> tuple[DraftModule, tuple[int, ...]]:
     """The head over pages, and where the states are taken that it reads.
 
     It runs in float32 if its config says so, otherwise in the target's dtype.

@@ -1,4 +1,10 @@
-"""Modules of the target's own kind guess further on: multi-token prediction.
+"""One MTP module over keys and values of its own, and the texts whose pairs go through it.
+
+In a lane of lag k, pair i is a state at position i and the token at i + k. Its keys and values lie
+at the slot of that token, and are worth what the token is: what forks, prefix hits and rewinds do
+to tokens they do to pairs. Knows nothing about how lanes follow each other.
+
+[mtp] Modules of the target's own kind guess further on: multi-token prediction.
 
 DeepSeek-V3 (2024, arXiv 2412.19437, section 2.2) in both ways in which modules are used. *Replay*:
 one module steps along the text like a small model; behind the known pairs it reads its own state
@@ -18,18 +24,21 @@ until the drafts are complete. Knows nothing about acceptance.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from forethought.decoding import MTPDecodingConfig
+from forethought.config.drafters import MTPDecodingConfig
 from forethought.errors import ParameterError
-from forethought.kv.companion import Companion
-from forethought.model.attention.strands import Strands, read_alike
-from forethought.model.batch import Row
-from forethought.model.causal_lm import CausalLM
-from forethought.model.taps import FINAL
+from forethought.kv.draft_cache import DraftKvCache, HiddenStateCache
+from forethought.kv.storage import KvStorage
+from forethought.kv.table import ReadableTable
+from forethought.model.attention.base import PagedPass
+from forethought.model.attention.workspace import KvWorkspace, catch_up_start
+from forethought.model.batch import Batch, Row
+from forethought.model.causal_lm import FINAL, CausalLM
 from forethought.speculative.draft import Draft
 from forethought.speculative.drafter import (
     Drafter,
@@ -37,10 +46,139 @@ from forethought.speculative.drafter import (
     ResourceManager,
     ScheduledRequests,
 )
-from forethought.speculative.features import Features
-from forethought.speculative.heads.mtp import Left, MtpNetwork, load_modules
-from forethought.speculative.mtp_lane import Lane, PairText
-from forethought.speculative.table import Target
+from forethought.speculative.heads.mtp import ModuleStates, MtpNetwork, load_modules
+from forethought.speculative.registry import Target
+
+_UNKNOWN = 0
+"""Stands for a token that only the device knows."""
+
+
+@dataclass(eq=False, slots=True)
+class ModuleText:
+    """A request's text of L tokens, the last of which the target has not computed.
+
+    Attributes:
+        request: whose.
+        depth: levels of the draft to be made.
+        begin: the first pair that has to be computed.
+    """
+
+    request: DraftRequest
+    depth: int
+    begin: int
+
+    @property
+    def table(self) -> ReadableTable:
+        """Where its tokens lie."""
+        assert self.request.table is not None
+        return self.request.table
+
+    @property
+    def pairs(self) -> int:
+        """L - 1: how many positions have a state."""
+        return len(self.request.tokens) - 1
+
+
+class MtpModuleCache:
+    """A module over a storage.
+
+    Args:
+        network: the module.
+        lm: its target.
+        like: the target's storage, whose pages this lane's follow.
+        lag: how far behind its state the token of a pair stands.
+    """
+
+    def __init__(self, network: MtpNetwork, lm: CausalLM, like: KvStorage, lag: int) -> None:
+        self.network, self.lag, self._lm = network, lag, lm
+        self.draft_cache = DraftKvCache(
+            KvStorage([network.shape], like.num_pages, like.page_size, like.dtype, like.device)
+        )
+
+    def missing_from(self, request: DraftRequest) -> int:
+        """The first pair of a request that is not stored."""
+        assert request.table is not None
+        ready = self.draft_cache.ready_length(request.table, len(request.tokens))
+        return max(0, ready - self.lag)
+
+    def mark(self, text: ModuleText, stop: int) -> None:
+        """The pairs of a text up to ``stop`` are stored.
+
+        Guessed tokens count: where one is accepted, its pair is what it would have been; where not,
+        the target writes another token at its slot, and the pair is invalid.
+        """
+        begin = text.begin + self.lag if text.begin else 0  # the first slots hold no pair
+        self.draft_cache.mark(text.table, begin, stop + self.lag)
+
+    def rows(self, texts: Sequence[ModuleText], stops: Sequence[int], whole: bool) -> list[Row]:
+        """The missing pairs of each text up to its stop.
+
+        Args:
+            texts: whose.
+            stops: up to ``pairs``.
+            whole: what leaves behind every pair is wanted, not only behind the last ones.
+        """
+        rows = []
+        for text, stop in zip(texts, stops, strict=True):
+            begin, end = text.begin + self.lag, stop + self.lag
+            tokens = list(text.request.tokens[begin:end])
+            tokens += [_UNKNOWN] * (end - begin - len(tokens))
+            rows.append(
+                Row(
+                    tokens,
+                    begin,
+                    text.table.window(end),
+                    logits_from=0 if whole else -1 + len(tokens),
+                )
+            )
+        return rows
+
+    def workspace(self, texts: Sequence[ModuleText], room: int) -> KvWorkspace:
+        """Where pairs from ``begin`` on of each text can be read, at most ``room`` of them."""
+        tables = [text.table for text in texts]
+        lengths = [text.begin + self.lag for text in texts]
+        storage, windows = self.draft_cache.storage, [self.network.window]
+        return KvWorkspace(storage, tables, lengths, room, windows, seen_from=self.lag)
+
+    def read(
+        self, states: Tensor, rows: Sequence[Row], guessed: Sequence[Tensor] = ()
+    ) -> ModuleStates:
+        """Take pairs through the module.
+
+        Args:
+            states: ``[T, hidden]`` of the T pairs.
+            rows: the pairs' tokens.
+            guessed: int64 ``[len(rows)]`` each: the last tokens of the rows.
+        """
+        lm = self._lm
+        packed = Batch.build(rows, lm.device)
+        batch = replace(
+            packed,
+            token_ids=_completed(packed, guessed) if guessed else packed.token_ids,
+            positions=packed.positions - self.lag,
+            spans=tuple(replace(span, seen_from=self.lag) for span in packed.spans),
+        )
+        storage = self.draft_cache.storage
+        forward_pass = PagedPass(batch, storage, lm.backend, [self.network.window])
+        return self.network.read(states, forward_pass)
+
+
+def _completed(batch: Batch, guessed: Sequence[Tensor]) -> Tensor:
+    """int64 ``[T]``: the batch's tokens, the last ones of each row replaced."""
+    places: list[int] = []
+    chosen: list[int] = []
+    for row, span in enumerate(batch.spans):
+        count = min(len(guessed), span.length)
+        places += range(span.stop - count, span.stop)
+        chosen += [level * len(batch.spans) + row for level in range(len(guessed))][-count:]
+    known = torch.cat(list(guessed))
+    if len(places) == len(batch.token_ids):  # single steps
+        return known[: len(places)] if len(guessed) == 1 else known[_index(chosen, known)]
+    return batch.token_ids.index_copy(0, _index(places, known), known[_index(chosen, known)])
+
+
+def _index(places: list[int], like: Tensor) -> Tensor:
+    return torch.tensor(places, device=like.device)
 
 
 class MTPDrafter(Drafter):
@@ -52,7 +190,9 @@ class MTPDrafter(Drafter):
         max_num_tokens: pairs in one forward, unless there are more requests.
     """
 
-    def __init__(self, lanes: Sequence[Lane], features: Features, max_num_tokens: int) -> None:
+    def __init__(
+        self, lanes: Sequence[MtpModuleCache], features: HiddenStateCache, max_num_tokens: int
+    ) -> None:
         assert features.places == (FINAL,)
         self._lanes, self._features, self._most = list(lanes), features, max_num_tokens
 
@@ -73,15 +213,15 @@ class MTPDrafter(Drafter):
         networks = [MtpNetwork(module, lm) for module in modules]
         vanilla = config.use_mtp_vanilla or len(networks) > 1
         lanes = [
-            Lane(networks[place % len(networks)], lm, storage, lag=1 + place)
+            MtpModuleCache(networks[place % len(networks)], lm, storage, lag=1 + place)
             for place in range(config.max_draft_len if vanilla else 1)
         ]
-        return cls(lanes, Features([FINAL], lm.hidden_size, storage), target.max_num_tokens)
+        return cls(lanes, HiddenStateCache([FINAL], lm.hidden_size, storage), target.max_num_tokens)
 
     @property
-    def companions(self) -> Sequence[Companion]:
+    def draft_caches(self) -> Sequence[DraftKvCache]:
         """The target's states, and the keys and values of each lane."""
-        return (self._features, *(lane.companion for lane in self._lanes))
+        return (self._features, *(lane.draft_cache for lane in self._lanes))
 
     def prepare_draft_tokens(
         self,
@@ -110,14 +250,14 @@ class MTPDrafter(Drafter):
         for place, text in enumerate(texts):
             text.request.draft = Draft([drafted[begins[n] + place] for n in range(text.depth)])
 
-    def _text(self, request: DraftRequest) -> PairText:
+    def _text(self, request: DraftRequest) -> ModuleText:
         depth = min(request.max_draft_len, request.max_nodes)
         last = len(request.tokens) - 2  # what leaves behind it is needed in any case
-        return PairText(
+        return ModuleText(
             request, depth, min(last, *(lane.missing_from(request) for lane in self._lanes[:depth]))
         )
 
-    def _catch_up(self, texts: Sequence[PairText]) -> None:
+    def _catch_up(self, texts: Sequence[ModuleText]) -> None:
         """Compute parts of long texts, so that no forward has more pairs than it may."""
         while True:
             missing = [text.pairs - text.begin for text in texts]
@@ -125,7 +265,7 @@ class MTPDrafter(Drafter):
             early = [max(0, count - len(self._lanes)) for count in missing]
             if sum(missing) <= self._most or not any(early):
                 return
-            room, parts, stops = self._most, list[PairText](), list[int]()
+            room, parts, stops = self._most, list[ModuleText](), list[int]()
             for text, count in zip(texts, early, strict=True):
                 if min(room, count):
                     parts.append(text)
@@ -136,8 +276,8 @@ class MTPDrafter(Drafter):
                 text.begin = stop
 
     def _pass(
-        self, texts: Sequence[PairText], stops: Sequence[int], guessing: bool
-    ) -> tuple[list[Tensor], Left]:
+        self, texts: Sequence[ModuleText], stops: Sequence[int], guessing: bool
+    ) -> tuple[list[Tensor], ModuleStates]:
         """Take the missing pairs of texts, the deepest first, through all lanes.
 
         Args:
@@ -150,7 +290,7 @@ class MTPDrafter(Drafter):
             leaves the last lane behind each text.
         """
         levels: list[Tensor] = []
-        left = Left(self._read_features(texts, stops), torch.empty(0))
+        left = ModuleStates(self._read_features(texts, stops), torch.empty(0))
         lanes = self._lanes[: texts[0].depth]
         for level, lane in enumerate(lanes):
             size = sum(text.depth > level for text in texts)
@@ -165,7 +305,7 @@ class MTPDrafter(Drafter):
                 levels.append(lane.network.logits(normed).argmax(-1))
         return levels, left
 
-    def _replay(self, texts: Sequence[PairText]) -> list[Tensor]:
+    def _replay(self, texts: Sequence[ModuleText]) -> list[Tensor]:
         """Let the only module guess, and guess on behind its own guesses.
 
         Args:
@@ -175,43 +315,45 @@ class MTPDrafter(Drafter):
             For each level the tokens int64 ``[n]`` of the first n texts.
         """
         [lane] = self._lanes
-        strands, (states, normed) = self._begin(texts, lane)
+        workspace, (states, normed) = self._begin(texts, lane)
         levels = [lane.network.logits(normed).argmax(-1)]
         places = torch.tensor([text.pairs for text in texts], device=states.device)
         for level in range(1, texts[0].depth):
             size = sum(text.depth > level for text in texts)
-            strands.keep(size)
-            step = strands.chain(levels[-1][:size], places[:size] + (level - 1))
+            workspace.keep(size)
+            step = workspace.chain(levels[-1][:size], places[:size] + (level - 1))
             states, normed = lane.network.read(states[:size], step)
             levels.append(lane.network.logits(normed).argmax(-1))
         return levels
 
-    def _begin(self, texts: Sequence[PairText], lane: Lane) -> tuple[Strands, Left]:
+    def _begin(
+        self, texts: Sequence[ModuleText], lane: MtpModuleCache
+    ) -> tuple[KvWorkspace, ModuleStates]:
         """Read the missing pairs; the strands behind them, and what leaves behind each text."""
         room, stops = texts[0].depth - 1, [text.pairs for text in texts]
-        alike = read_alike([text.begin for text in texts], stops)
+        alike = catch_up_start([text.begin for text in texts], stops)
         if alike is None:
             self._catch_up(texts)
             _, left = self._pass(texts, stops, guessing=False)
         for text, begin in zip(texts, alike or stops, strict=True):
             text.begin = begin
         if alike is None:
-            return lane.strands(texts, room), left
+            return lane.workspace(texts, room), left
         known = stops[0] - alike[0]
-        strands = lane.strands(texts, known + room)
+        workspace = lane.workspace(texts, known + room)
         tokens, positions = list[int](), list[int]()
         for text in texts:
             tokens += text.request.tokens[text.begin + 1 : text.pairs + 1]
             positions += range(text.begin, text.pairs)
         states = self._read_features(texts, stops)
         index = torch.tensor([tokens, positions], device=states.device)
-        left = lane.network.read(states, strands.chain(index[0], index[1]))
-        strands.store([known] * len(texts))
+        left = lane.network.read(states, workspace.chain(index[0], index[1]))
+        workspace.store([known] * len(texts))
         for text in texts:
             lane.mark(text, text.pairs)
-        return strands, left
+        return workspace, left
 
-    def _read_features(self, texts: Sequence[PairText], stops: Sequence[int]) -> Tensor:
+    def _read_features(self, texts: Sequence[ModuleText], stops: Sequence[int]) -> Tensor:
         """``[T, hidden]``: the target's states of the missing pairs."""
         found = [
             self._features.read(text.table, text.begin, stop)

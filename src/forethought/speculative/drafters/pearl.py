@@ -23,11 +23,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from forethought.decoding import PearlDecodingConfig
+from forethought.config.drafters import PearlDecodingConfig
 from forethought.kv.pool import OutOfPages, PagePool
 from forethought.kv.table import PageTable
 from forethought.model.batch import Row
-from forethought.model.sampling import TokenContext, coin, logits_to_probs, pick
+from forethought.model.sampling import TokenContext, invert_cdf, logits_to_probs, uniform_at
 from forethought.speculative.draft_model import DraftModel, Past
 from forethought.speculative.drafter import (
     Drafter,
@@ -35,13 +35,13 @@ from forethought.speculative.drafter import (
     ResourceManager,
     ScheduledRequests,
 )
-from forethought.speculative.table import Target
+from forethought.speculative.registry import Target
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
-class Lane:
+class PearlRequest:
     """How far the draft model is ahead of one request. The thread that drafts writes to it."""
 
     table: PageTable
@@ -72,10 +72,10 @@ class Lane:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class DraftJob:
     """What to draft behind: known tokens, then guesses of before."""
 
-    lane: Lane
+    lane: PearlRequest
     request: DraftRequest
     tokens: list[int]
     count: int
@@ -110,7 +110,7 @@ class PearlDrafter(Drafter):
         self._model, self._block = model, max_draft_len
         self._storage = model.runner.storage
         self._pool = PagePool(self._storage.num_pages, self._storage.page_size)
-        self._lanes: dict[int, Lane] = {}
+        self._lanes: dict[int, PearlRequest] = {}
         self._executor: Executor | None = None
         if overlap:
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pearl")
@@ -154,7 +154,7 @@ class PearlDrafter(Drafter):
         for lane in lanes:
             if lane.failure is not None:
                 raise lane.failure
-        jobs: list[Job] = []
+        jobs: list[DraftJob] = []
         for lane, request in zip(lanes, scheduled_requests.generation_requests, strict=True):
             lane.settle(request.tokens)
             request.py_draft_tokens = lane.ahead[: request.max_draft_len]
@@ -191,20 +191,20 @@ class PearlDrafter(Drafter):
             future, self._future = self._future, None
             future.result()
 
-    def _lane(self, request: DraftRequest) -> Lane:
+    def _lane(self, request: DraftRequest) -> PearlRequest:
         if request.request_id not in self._lanes:
-            self._lanes[request.request_id] = Lane(PageTable(self._pool))
+            self._lanes[request.request_id] = PearlRequest(PageTable(self._pool))
         return self._lanes[request.request_id]
 
-    def _job(self, lane: Lane, request: DraftRequest) -> Job | None:
+    def _job(self, lane: PearlRequest, request: DraftRequest) -> DraftJob | None:
         """The next block of a request; None where the context or the pages end."""
         tokens = [*request.tokens, *lane.ahead]
         count = min(self._block, self._model.max_positions - len(tokens))
-        return Job(lane, request, tokens, count, lane.table.length) if count > 0 else None
+        return DraftJob(lane, request, tokens, count, lane.table.length) if count > 0 else None
 
     # ---- in the thread ----------------------------------------------------------------------
 
-    def _draft(self, jobs: list[Job]) -> None:
+    def _draft(self, jobs: list[DraftJob]) -> None:
         """Add a block to the guesses of each lane.
 
         If that fails, what is not done is begun again for each lane alone, and a failure is that of
@@ -225,7 +225,7 @@ class PearlDrafter(Drafter):
                 job.undo()
             raise
 
-    def _failure_alone(self, job: Job) -> Exception | None:
+    def _failure_alone(self, job: DraftJob) -> Exception | None:
         """Draft for one lane, from what it had; what that raises."""
         job.undo()
         try:
@@ -234,7 +234,7 @@ class PearlDrafter(Drafter):
             return failure
         return None
 
-    def _grow(self, jobs: list[Job]) -> None:
+    def _grow(self, jobs: list[DraftJob]) -> None:
         """Add a block to the guesses of each lane that has the pages for it."""
         pasts = {id(job): past for job in jobs if (past := self._past(job)) is not None}
         growing = [job for job in jobs if id(job) in pasts]
@@ -250,7 +250,7 @@ class PearlDrafter(Drafter):
             if growing:
                 logits = self._model.forward([_next_row(job) for job in growing])
 
-    def _past(self, job: Job) -> Past | None:
+    def _past(self, job: DraftJob) -> Past | None:
         """What the draft model has yet to see; None if its pages do not suffice for the block."""
         table, length = job.lane.table, len(job.tokens)
         start = min(table.length, length - 1)  # the last one's logits are wanted in any case
@@ -262,7 +262,7 @@ class PearlDrafter(Drafter):
         return Past(job.tokens, start, table)
 
 
-def _choose(job: Job, logits: Tensor) -> int:
+def _choose(job: DraftJob, logits: Tensor) -> int:
     """The likeliest token; of a sampled request, the one that the target's own coin would pick.
 
     With the coin in common, draft and target agree as often as their laws let them, and a draft is
@@ -274,10 +274,10 @@ def _choose(job: Job, logits: Tensor) -> int:
     known = [*job.tokens, *job.guesses]
     split = request.prompt_length
     context = TokenContext(request.params, known[:split], known[split:], frozenset())
-    toss = coin(request.seed, request.index, len(known))
-    return int(pick(logits_to_probs(logits, [context]), [toss]))
+    toss = uniform_at(request.seed, request.index, len(known))
+    return int(invert_cdf(logits_to_probs(logits, [context]), [toss]))
 
 
-def _next_row(job: Job) -> Row:
+def _next_row(job: DraftJob) -> Row:
     position = len(job.tokens) + len(job.guesses) - 1
     return Row([job.guesses[-1]], position, job.lane.table.window(position + 1))

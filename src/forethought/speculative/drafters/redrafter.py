@@ -20,9 +20,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from forethought.decoding import ReDrafterDecodingConfig
-from forethought.kv.companion import Companion
-from forethought.model.taps import FINAL
+from forethought.config.drafters import ReDrafterDecodingConfig
+from forethought.kv.draft_cache import DraftKvCache, HiddenStateCache
+from forethought.model.causal_lm import FINAL
 from forethought.speculative.draft import Draft
 from forethought.speculative.drafter import (
     Drafter,
@@ -30,9 +30,8 @@ from forethought.speculative.drafter import (
     ResourceManager,
     ScheduledRequests,
 )
-from forethought.speculative.features import Features
 from forethought.speculative.heads.redrafter import DraftRecurrence, ReDrafterHead
-from forethought.speculative.table import Target
+from forethought.speculative.registry import Target
 
 
 class ReDrafterDrafter(Drafter):
@@ -45,14 +44,14 @@ class ReDrafterDrafter(Drafter):
     """
 
     def __init__(
-        self, search: BeamSearch, features: Features, config: ReDrafterDecodingConfig
+        self, search: BeamSearch, features: HiddenStateCache, config: ReDrafterDecodingConfig
     ) -> None:
         assert features.places == (FINAL,)
         self._search, self._features = search, features
         self._num_beams, self._max_nodes = config.num_beams, config.max_total_draft_tokens
         floor = config.min_draft_probability
         self._floor = math.log(floor) if floor else -math.inf
-        self._tree = likeliest if config.tree == "likeliest" else last_beams
+        self._tree = top_beams_tree if config.tree == "likeliest" else last_beams
 
     @classmethod
     def build(cls, config: ReDrafterDecodingConfig, target: Target) -> ReDrafterDrafter:
@@ -66,12 +65,12 @@ class ReDrafterDrafter(Drafter):
         head = ReDrafterHead.load(config.speculative_model, lm.hidden_size, lm.vocab_size)
         return cls(
             BeamSearch(DraftRecurrence(head, lm.dtype, lm.device), lm.embed),
-            Features([FINAL], lm.hidden_size, target.runner.storage),
+            HiddenStateCache([FINAL], lm.hidden_size, target.runner.storage),
             config,
         )
 
     @property
-    def companions(self) -> Sequence[Companion]:
+    def draft_caches(self) -> Sequence[DraftKvCache]:
         """The target's states."""
         return (self._features,)
 
@@ -164,9 +163,9 @@ class BeamSearch:
         for _ in range(length):
             kept = tokens.shape[1]
             state = self._head.advance(self._embed(tokens.flatten()), state)
-            laws = self._head(contexts, state).log_softmax(-1, dtype=torch.float32)
-            laws = (laws + score.view(-1, 1)).view(count, kept * vocab)
-            score, found = laws.topk(min(width, kept * vocab), dim=-1)
+            distributions = self._head(contexts, state).log_softmax(-1, dtype=torch.float32)
+            distributions = (distributions + score.view(-1, 1)).view(count, kept * vocab)
+            score, found = distributions.topk(min(width, kept * vocab), dim=-1)
             parents, tokens = found // vocab, found % vocab
             levels.append((tokens, parents, score))
             ends.append(ends[-1] + tokens.shape[1])
@@ -199,7 +198,7 @@ class BeamSearch:
         return floor > -math.inf and score.device.type == "cpu" and bool((score < floor).all())
 
 
-def likeliest(beams: Beams, depth: int, most: int) -> Draft:
+def top_beams_tree(beams: Beams, depth: int, most: int) -> Draft:
     """The tree of the likeliest beams of any length.
 
     Args:

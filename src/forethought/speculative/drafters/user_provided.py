@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from forethought.decoding import UserProvidedDecodingConfig
+from forethought.config.drafters import UserProvidedDecodingConfig
 from forethought.errors import ParameterError
 from forethought.speculative.drafter import Drafter, ResourceManager
-from forethought.speculative.table import Target
+from forethought.speculative.registry import Target
 
 
 class UserProvided:

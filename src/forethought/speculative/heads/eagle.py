@@ -19,11 +19,17 @@ from transformers import LlamaConfig
 from forethought.kv.storage import LayerShape
 from forethought.model.attention.base import ForwardPass
 from forethought.model.causal_lm import CausalLM
-from forethought.model.fused.projection import projection
+from forethought.model.llama.layers import projection
+from forethought.speculative.draft_module import ModuleOutput
 from forethought.speculative.heads.checkpoint import Checkpoint
-from forethought.speculative.heads.draft_layer import Attend, DraftLayer, Linear, LlamaLayer
-from forethought.speculative.heads.llama_config import layer_fields, llama_config
-from forethought.speculative.heads.pair_head import Guess
+from forethought.speculative.heads.layers import (
+    Attend,
+    DraftLayer,
+    Linear,
+    LlamaLayer,
+    layer_fields,
+    llama_config,
+)
 
 
 class EagleHead(nn.Module):
@@ -99,10 +105,10 @@ class EagleNetwork:
         """See ``PairHead``: the state is taken as it is."""
         return features.to(self.dtype)
 
-    def __call__(self, states: Tensor, forward_pass: ForwardPass) -> Guess:
+    def __call__(self, states: Tensor, forward_pass: ForwardPass) -> ModuleOutput:
         """See ``PairHead``."""
         token_ids = forward_pass.batch.token_ids
         embedded = self._lm.embed(token_ids) if self._own is None else self._own(token_ids)
         x = self._join(torch.cat([embedded.to(self.dtype), states], -1))
         following = self._layer(x, x, forward_pass)
-        return Guess(following, self._lm.unembed(following.to(self._lm.dtype)))
+        return ModuleOutput(following, self._lm.unembed(following.to(self._lm.dtype)))

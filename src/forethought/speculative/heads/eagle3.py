@@ -20,21 +20,20 @@ from transformers import LlamaConfig
 
 from forethought.kv.storage import LayerShape
 from forethought.model.attention.base import ForwardPass
-from forethought.model.causal_lm import CausalLM
-from forethought.model.fused.norm import Norm
-from forethought.model.fused.projection import projection
-from forethought.model.taps import FINAL
+from forethought.model.causal_lm import FINAL, CausalLM
+from forethought.model.llama.layers import Norm, projection
+from forethought.speculative.draft_module import ModuleOutput
 from forethought.speculative.heads.checkpoint import Checkpoint, refused
-from forethought.speculative.heads.draft_layer import (
+from forethought.speculative.heads.layers import (
     Attend,
     DraftLayer,
     Linear,
     LlamaLayer,
     RmsNorm,
     draft_norm,
+    layer_fields,
+    llama_config,
 )
-from forethought.speculative.heads.llama_config import layer_fields, llama_config
-from forethought.speculative.heads.pair_head import Guess
 
 Layout = Literal["eagle3", "speculators"]
 """The authors' checkpoints, or those of the speculators library, which vLLM loads."""
@@ -43,7 +42,7 @@ _REFUSED = {"fc_norm": False, "parallel_drafting": False}
 """Config keys that change the architecture, and the only value that is computed here."""
 
 
-def default_places(num_layers: int) -> tuple[int, ...]:
+def default_layer_ids(num_layers: int) -> tuple[int, ...]:
     """Where a head that is to be trained captures states: the authors' layers, 2, L // 2 and L - 3.
 
     In a network of few layers these are moved apart as little as possible, within 1 to L.
@@ -257,7 +256,7 @@ class Eagle3Network:
         features = features.to(self.dtype)
         return self._fuse(features if self._enter_norm is None else self._enter_norm(features))
 
-    def __call__(self, states: Tensor, forward_pass: ForwardPass) -> Guess:
+    def __call__(self, states: Tensor, forward_pass: ForwardPass) -> ModuleOutput:
         """See ``PairHead``."""
         token_ids = forward_pass.batch.token_ids
         embedded = self._lm.embed(token_ids) if self._own is None else self._own(token_ids)
@@ -265,7 +264,7 @@ class Eagle3Network:
         residual = normed[:, 1] if self._norm_before_residual else states
         x = self._layer(normed.flatten(1), residual, forward_pass)
         normed = self._norm(x)
-        return Guess(normed if self._norm_output else x, self._logits(normed))
+        return ModuleOutput(normed if self._norm_output else x, self._logits(normed))
 
 
 def _traits(stored: Checkpoint, config: LlamaConfig, tensors: Mapping[str, Tensor]) -> Eagle3Traits:

@@ -34,9 +34,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forethought.model.fused.projection import Abreast, projection
+from forethought.model.llama.layers import BatchedProjection, projection
 from forethought.speculative.heads.checkpoint import Checkpoint, refused
-from forethought.speculative.heads.residual_block import ResidualBlock
+from forethought.speculative.heads.layers import ResidualBlock
 
 log = logging.getLogger(__name__)
 
@@ -175,8 +175,10 @@ class DraftHeads:
                 weights, biases = _weights(blocks[0], dtype, device)
                 bias = None if biases is None else torch.cat(biases)
                 self._first = projection(torch.cat(weights), bias)
-            self._blocks = [Abreast(*_weights(layer, dtype, device)) for layer in blocks[1:]]
-            self._out = Abreast(*_weights(out, dtype, device))
+            self._blocks = [
+                BatchedProjection(*_weights(layer, dtype, device)) for layer in blocks[1:]
+            ]
+            self._out = BatchedProjection(*_weights(out, dtype, device))
 
     def __len__(self) -> int:
         return self._count

@@ -22,12 +22,18 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from forethought.model.attention.base import ForwardPass
-from forethought.model.attention.interface import ATTENTION, KEYWORD, PROBE, LayerProfile, Probe
+from forethought.model.attention.interface import (
+    ATTENTION,
+    KEYWORD,
+    PROBE,
+    CapabilityProbe,
+    LayerProfile,
+)
 from forethought.model.causal_lm import CausalLM
-from forethought.model.fused.network import FusedNetwork, is_fusable
-from forethought.model.fused.norm import Norm
-from forethought.model.fused.projection import projection
+from forethought.model.llama.layers import Norm, projection
+from forethought.model.llama.network import FusedNetwork, is_fusable
 from forethought.silence import without_progress_bars
+from forethought.speculative.draft_module import ModuleOutput
 from forethought.speculative.heads.checkpoint import Checkpoint, refused
 from forethought.speculative.heads.mtp_layout import (
     LAYOUTS,
@@ -37,7 +43,6 @@ from forethought.speculative.heads.mtp_layout import (
     named,
     read_modules,
 )
-from forethought.speculative.heads.pair_head import Guess
 
 Recycled = Literal["normed", "unnormed"]
 """Which state takes the target's place in the next pair: that behind the module's last norm, or the
@@ -45,7 +50,7 @@ block's own output. TensorRT-LLM, SGLang and transformers hand on the normed one
 of DeepSeek's modules; DeepSeek's paper (equations 21 to 23) has the norm within the output head."""
 
 
-class Left(NamedTuple):
+class ModuleStates(NamedTuple):
     """What leaves a module."""
 
     states: Tensor
@@ -91,7 +96,9 @@ class MtpModule(nn.Module):
         joined: Tensor = self.eh_proj(torch.cat(both, -1))
         return joined
 
-    def forward(self, embedded: Tensor, states: Tensor, positions: Tensor, **kwargs: Any) -> Left:
+    def forward(
+        self, embedded: Tensor, states: Tensor, positions: Tensor, **kwargs: Any
+    ) -> ModuleStates:
         """Read R rows of W pairs, each of which sees those before it in its row.
 
         Args:
@@ -115,7 +122,7 @@ class MtpModule(nn.Module):
         finally:
             hook.remove()
         normed = output.last_hidden_state
-        return Left(normed if self.recycled == "normed" else left[0], normed)
+        return ModuleStates(normed if self.recycled == "normed" else left[0], normed)
 
     @classmethod
     def fresh(
@@ -150,7 +157,7 @@ class MtpNetwork:
         """See ``PairHead``: the target's state behind its final norm is read as it is."""
         return features
 
-    def read(self, states: Tensor, forward_pass: ForwardPass) -> Left:
+    def read(self, states: Tensor, forward_pass: ForwardPass) -> ModuleStates:
         """Read T pairs; what leaves behind the R of them whose logits the pass's batch wants.
 
         Args:
@@ -164,16 +171,16 @@ class MtpNetwork:
             return self._fused(embedded, states, forward_pass)
         carried = {KEYWORD: forward_pass}
         left = self._module(embedded[None], states[None], batch.positions[None], **carried)
-        return Left(left.states[0, batch.logit_index], left.normed[0, batch.logit_index])
+        return ModuleStates(left.states[0, batch.logit_index], left.normed[0, batch.logit_index])
 
     def logits(self, normed: Tensor) -> Tensor:
         """``[..., hidden]`` behind the last norm -> ``[..., vocab]``."""
         return self._lm.unembed(normed)
 
-    def __call__(self, states: Tensor, forward_pass: ForwardPass) -> Guess:
+    def __call__(self, states: Tensor, forward_pass: ForwardPass) -> ModuleOutput:
         """See ``PairHead``."""
         left = self.read(states, forward_pass)
-        return Guess(left.states, self.logits(left.normed))
+        return ModuleOutput(left.states, self.logits(left.normed))
 
 
 class _FusedModule:
@@ -193,7 +200,7 @@ class _FusedModule:
         self._project, self._zero_first = projection(module.eh_proj.weight), layout.zero_first
         self._network = FusedNetwork(module.model, max_positions)
 
-    def __call__(self, embedded: Tensor, states: Tensor, forward_pass: ForwardPass) -> Left:
+    def __call__(self, embedded: Tensor, states: Tensor, forward_pass: ForwardPass) -> ModuleStates:
         """embedded, states ``[T, hidden]`` -> ``[R, hidden]`` each; see ``MtpNetwork.read``."""
         if self._zero_first:
             first = forward_pass.batch.positions == 0
@@ -202,7 +209,7 @@ class _FusedModule:
         normed = self._norms(torch.stack([both[place] for place in self._order], 1))
         x = self._network.decode(self._project(normed.flatten(1)), forward_pass, narrow=True)
         exit_ = self._network.norm(x)
-        return Left(exit_ if self._recycled == "normed" else x, exit_)
+        return ModuleStates(exit_ if self._recycled == "normed" else x, exit_)
 
 
 def load_modules(
@@ -362,7 +369,7 @@ def _profile(module: MtpModule) -> LayerProfile:
     hidden, tokens = weight.shape[0], 3
     states = torch.zeros(1, tokens, hidden, dtype=weight.dtype, device=weight.device)
     positions = torch.arange(tokens, device=weight.device)[None]
-    found = Probe()
+    found = CapabilityProbe()
     module.model.set_attn_implementation(PROBE)
     with torch.inference_mode():
         module(states, states, positions, **{KEYWORD: found})

@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forethought.model.fused.projection import Projection, projection
+from forethought.model.llama.layers import Projection, projection
 from forethought.speculative.heads.checkpoint import Checkpoint, refused
-from forethought.speculative.heads.residual_block import ResidualBlock
+from forethought.speculative.heads.layers import ResidualBlock
 
 MODEL_TYPE = "recurrent_drafting_drafter"
 """What ``config.json`` calls it."""

@@ -21,8 +21,7 @@ from torch import Tensor
 from forethought import LLM, SamplingParams
 from forethought.model_dir import replace_file
 from forethought.outputs import CompletionOutput
-
-from .prompts import probe_suffix, problem_prompts
+from forethought.training.drafter.prompts import probe_suffix, problem_prompts
 
 logger = logging.getLogger(__name__)
 
@@ -87,9 +86,9 @@ def _sample(prompt: list[int], output: CompletionOutput) -> Sample:
     length = len(prompt) + len(output.token_ids)
     choices = torch.zeros(length, TOP, dtype=torch.int32)
     probs = torch.zeros(length, TOP, dtype=torch.float16)
-    for place, law in enumerate(output.logprobs, start=len(prompt) - 1):
+    for place, distribution in enumerate(output.logprobs, start=len(prompt) - 1):
         # A token drawn from outside the TOP comes on top of them: the least likely has to go.
-        likeliest = sorted(law.items(), key=lambda item: -item[1].logprob)[:TOP]
+        likeliest = sorted(distribution.items(), key=lambda item: -item[1].logprob)[:TOP]
         choices[place] = torch.tensor([token for token, _ in likeliest])
         probs[place] = torch.tensor([math.exp(entry.logprob) for _, entry in likeliest])
     tokens = torch.tensor(prompt + output.token_ids, dtype=torch.int32)

@@ -16,10 +16,9 @@ from pathlib import Path
 
 from forethought import LLM, SamplingParams
 from forethought.assets import drafter_dir, reasoner_dir
+from forethought.training.drafter.acceptance import Acceptance, replay
 from forethought.training.reasoner.problems import fixed_test_problems
 from forethought.training.reasoner.vocabulary import prompt_text
-
-from .acceptance import Acceptance, replay
 
 DRAFT_LENS = (3, 5, 8)
 LONGEST_OUTPUT = 600
@@ -41,11 +40,11 @@ def first_choices(draft: LLM, texts: Sequence[tuple[list[int], list[int]]]) -> l
     agreements: list[list[bool]] = []
     for (prompt, answer), output in zip(texts, read, strict=True):
         assert output.prompt_logprobs is not None
-        laws = output.prompt_logprobs[len(prompt) :]
+        distributions = output.prompt_logprobs[len(prompt) :]
         agreements.append(
             [
-                law is not None and law[token].rank == 1
-                for token, law in zip(answer, laws, strict=True)
+                distribution is not None and distribution[token].rank == 1
+                for token, distribution in zip(answer, distributions, strict=True)
             ]
         )
     return agreements

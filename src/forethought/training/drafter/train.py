@@ -24,14 +24,21 @@ from transformers import AutoConfig
 
 from forethought import LLM, SamplingParams
 from forethought.assets import reasoner_dir
+from forethought.training.drafter.acceptance import replay
+from forethought.training.drafter.corpus import (
+    LONGEST_OUTPUT,
+    Batches,
+    Sample,
+    answers,
+    encode,
+    pad,
+    write_corpus,
+)
+from forethought.training.drafter.prompts import problem_prompts
 from forethought.training.reasoner.checkpoint import Checkpoint
 from forethought.training.reasoner.network import Network, NetworkShape
 from forethought.training.reasoner.train import make_optimizers, rate_at
-
-from .acceptance import replay
-from .corpus import LONGEST_OUTPUT, Batches, Sample, answers, encode, pad, write_corpus
-from .distill import distillation_loss
-from .prompts import problem_prompts
+from forethought.training.recipes.draft_model import distillation_loss
 
 logger = logging.getLogger(__name__)
 

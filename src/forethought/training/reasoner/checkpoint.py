@@ -11,9 +11,8 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from forethought.model_dir import replace_file
-
-from .network import Network
-from .vocabulary import END, save_tokenizer
+from forethought.training.reasoner.network import Network
+from forethought.training.reasoner.vocabulary import END, save_tokenizer
 
 
 class Checkpoint:

@@ -16,9 +16,20 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from .problems import Problem, calculate, sample_calculation, sample_problem
-from .traces import ANSWER_SUFFIX, CLOSING_SUFFIX, PROBE_SUFFIX, Piece, write_trace
-from .vocabulary import END, THINK_END, prompt_text
+from forethought.training.reasoner.problems import (
+    Problem,
+    calculate,
+    sample_calculation,
+    sample_problem,
+)
+from forethought.training.reasoner.traces import (
+    ANSWER_SUFFIX,
+    CLOSING_SUFFIX,
+    PROBE_SUFFIX,
+    Piece,
+    write_trace,
+)
+from forethought.training.reasoner.vocabulary import END, THINK_END, prompt_text
 
 IGNORED = -100
 SLIP_RATE = 0.25

@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from .problems import fixed_test_problems
-from .traces import PROBE_SUFFIX
-from .vocabulary import prompt_text
+from forethought.training.reasoner.problems import fixed_test_problems
+from forethought.training.reasoner.traces import PROBE_SUFFIX
+from forethought.training.reasoner.vocabulary import prompt_text
 
 Ids = list[int]
 UNCERTAIN = re.compile(r"\b(wait|hold|but|okay|no|hmm)\b", re.IGNORECASE)

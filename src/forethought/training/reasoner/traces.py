@@ -10,7 +10,7 @@ Knows nothing about tokens or models.
 import random
 from dataclasses import dataclass, replace
 
-from .problems import Problem, Step, calculate
+from forethought.training.reasoner.problems import Problem, Step, calculate
 
 UNSURE = "hmm"
 PROBE_SUFFIX = (

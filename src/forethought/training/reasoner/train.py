@@ -23,11 +23,11 @@ import torch.multiprocessing as mp
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from .checkpoint import Checkpoint, export_model
-from .corpus import Example, pack, probed, values_only
-from .network import Network, NetworkShape
-from .problems import sample_problem
-from .vocabulary import train_tokenizer
+from forethought.training.reasoner.checkpoint import Checkpoint, export_model
+from forethought.training.reasoner.corpus import Example, pack, probed, values_only
+from forethought.training.reasoner.network import Network, NetworkShape
+from forethought.training.reasoner.problems import sample_problem
+from forethought.training.reasoner.vocabulary import train_tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,13 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from .problems import sample_problem
-from .traces import ANSWER_SUFFIX, CLOSING_SUFFIX, PROBE_SUFFIX, write_trace
+from forethought.training.reasoner.problems import sample_problem
+from forethought.training.reasoner.traces import (
+    ANSWER_SUFFIX,
+    CLOSING_SUFFIX,
+    PROBE_SUFFIX,
+    write_trace,
+)
 
 SIZE = 512
 END, USER, ASSISTANT = "<|end|>", "<|user|>", "<|assistant|>"

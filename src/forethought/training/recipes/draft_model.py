@@ -1,4 +1,10 @@
-"""A small language model of the target's vocabulary learns to say what the target says.
+"""The loss of a draft model: how far its law of each next token lies from its target's.
+
+Knowledge distillation (Hinton, Vinyals and Dean 2015) at temperature 1, on text that the target
+wrote: where drafts will be made, and where the closeness of the two laws decides how many of them
+are accepted (Leviathan et al. 2023, section 3). Knows nothing about where samples come from.
+
+[draft_model] A small language model of the target's vocabulary learns to say what the target says.
 
 Knowledge distillation (Hinton, Vinyals and Dean, 2015) on texts that the target wrote: the loss is
 the cross entropy from the target's law of each next token to the small model's. Knows nothing about
@@ -17,13 +23,29 @@ from pydantic import Field
 from safetensors.torch import save_file
 from torch import Tensor
 
-from forethought.decoding import DraftTargetDecodingConfig
-from forethought.training.drafter.distill import distillation_loss
-from forethought.training.lesson import Lesson, Lessons
+from forethought.config.drafters import DraftTargetDecodingConfig
+from forethought.training.batches import TrainingBatch, TrainingBatches
 from forethought.training.reasoner.network import Network, NetworkShape
 from forethought.training.teacher import Teacher
-from forethought.training.text import Text
+from forethought.training.texts import Text
 from forethought.training.trainer import ParameterGroup, TrainingSettings
+
+
+def distillation_loss(network: Network, tokens: Tensor, choices: Tensor, probs: Tensor) -> Tensor:
+    """Mean cross entropy, in nats, from the target's laws to the network's.
+
+    Its lower bound is the entropy of the target, which no network changes.
+
+    Args:
+        network: the draft model.
+        tokens: int64 ``[R, W]``.
+        choices: int64 ``[R, W, TOP]``, the target's likeliest tokens behind each place.
+        probs: float32 ``[R, W, TOP]``, their probabilities; a place with nothing but 0 is left out.
+    """
+    logits = network(tokens).float()
+    surprise = logits.logsumexp(-1, keepdim=True) - logits.gather(-1, choices)
+    return (probs * surprise).sum() / probs.sum()
+
 
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _TRIED_DRAFT_LEN = 5
@@ -59,7 +81,7 @@ class DraftModelRecipe:
 
     Settings = DraftModelSettings
 
-    def __init__(self, lessons: Lessons, module: Network, teacher: Teacher) -> None:
+    def __init__(self, lessons: TrainingBatches, module: Network, teacher: Teacher) -> None:
         self._lessons, self._teacher, self.module = lessons, teacher, module
 
     @classmethod
@@ -76,7 +98,9 @@ class DraftModelRecipe:
             num_kv_heads=settings.num_kv_heads,
             max_positions=teacher.lm.max_positions,
         )
-        lessons = Lessons(texts, teacher, (), tokens=settings.batch_tokens, seed=settings.seed)
+        lessons = TrainingBatches(
+            texts, teacher, (), tokens=settings.batch_tokens, seed=settings.seed
+        )
         return cls(lessons, Network(shape).to(teacher.lm.device), teacher)
 
     @staticmethod
@@ -90,11 +114,11 @@ class DraftModelRecipe:
         """All weights."""
         return [ParameterGroup(list(self.module.parameters()))]
 
-    def batch(self, step: int) -> Lesson:
+    def batch(self, step: int) -> TrainingBatch:
         """See :class:`~forethought.training.trainer.Recipe`."""
         return self._lessons(step)
 
-    def loss(self, batch: Lesson) -> Tensor:
+    def loss(self, batch: TrainingBatch) -> Tensor:
         """Mean cross entropy in nats over the places whose next token the target has chosen."""
         behind = batch.taught[:, 1:, None]  # [R, W - 1, 1]
         return distillation_loss(

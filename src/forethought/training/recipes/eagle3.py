@@ -23,20 +23,21 @@ from pydantic import Field
 from torch import Tensor
 from transformers import LlamaConfig
 
-from forethought.decoding import DecodingBaseConfig, EagleDecodingConfig
-from forethought.speculative.heads.draft_layer import head_dim, rotary_tables
+from forethought.config.drafters import EagleDecodingConfig
+from forethought.config.speculation import DecodingBaseConfig
 from forethought.speculative.heads.eagle3 import (
     Eagle3Head,
     Eagle3Traits,
     Layout,
-    default_places,
+    default_layer_ids,
     rising,
 )
-from forethought.training.lesson import Lesson, Lessons
+from forethought.speculative.heads.layers import head_dim, rotary_tables
+from forethought.training.batches import TrainingBatch, TrainingBatches
+from forethought.training.recipes.mtp import Keys, attend_unrolled
 from forethought.training.teacher import Teacher
-from forethought.training.text import Text
+from forethought.training.texts import Text
 from forethought.training.trainer import ParameterGroup, TrainingSettings, seeded
-from forethought.training.unrolled import Keys, attend_unrolled
 
 CHAIN = 7
 """Levels of the drafts by which a head is measured while it learns."""
@@ -51,7 +52,7 @@ class Eagle3Settings(TrainingSettings):
     """Each step's weight, as a share of that of the one before."""
     unrolled_share: float = Field(default=1.0, gt=0.0, le=1.0)
     """Share of the places, drawn anew for each batch, at which steps behind the first are taken."""
-    law_width: int = Field(default=32, ge=1)
+    distribution_width: int = Field(default=32, ge=1)
     """Tokens of the target's law that are learned from."""
     draft_vocab_size: int | None = Field(default=None, ge=1)
     """Most tokens that the head knows: the most frequent ones. None: all that occur."""
@@ -94,7 +95,7 @@ class Eagle3Recipe:
     def __init__(self, teacher: Teacher, texts: Sequence[Text], settings: Eagle3Settings) -> None:
         self._teacher, self._settings = teacher, settings
         lm = teacher.lm
-        self._places = settings.places or default_places(lm.num_layers)
+        self._places = settings.places or default_layer_ids(lm.num_layers)
         with seeded(settings.seed):
             self._head = new_head(teacher, draft_vocabulary(texts, settings), settings)
         self._head.traits = replace(self._head.traits, places=self._places)
@@ -103,13 +104,13 @@ class Eagle3Recipe:
         self._rotary = rotary_tables(
             self._head.config, lm.max_positions + settings.unrolled, self._head.fc.weight
         )
-        self._lessons = Lessons(
+        self._lessons = TrainingBatches(
             texts,
             teacher,
             self._places,
             tokens=settings.batch_tokens,
             seed=settings.seed,
-            width=settings.law_width,
+            width=settings.distribution_width,
         )
 
     @classmethod
@@ -133,11 +134,11 @@ class Eagle3Recipe:
         """All of it."""
         return [ParameterGroup(list(self._head.parameters()))]
 
-    def batch(self, step: int) -> Lesson:
+    def batch(self, step: int) -> TrainingBatch:
         """The lesson of a step."""
         return self._lessons(step)
 
-    def loss(self, batch: Lesson) -> Tensor:
+    def loss(self, batch: TrainingBatch) -> Tensor:
         """Cross entropy in nats, summed over the steps with their weights."""
         loss, device = self._head.fc.weight.new_zeros(()), self._rows.device.type
         # All in one dtype: to convert what goes in and out of a product takes longer than it does.
@@ -146,14 +147,16 @@ class Eagle3Recipe:
         with torch.autocast(device, enabled=False):
             for step, (pairs, logits) in enumerate(self.guesses(batch, dtype)):
                 read = pairs + 1 + step
-                law = restricted(_at(batch.choices, read), _at(batch.probs, read), self._rows)
-                learned = _at(batch.taught, read + 1) & law.known
+                distribution = restricted(
+                    _at(batch.choices, read), _at(batch.probs, read), self._rows
+                )
+                learned = _at(batch.taught, read + 1) & distribution.known
                 weight = self._settings.step_decay**step
-                loss = loss + weight * soft_cross_entropy(logits, law, learned)
+                loss = loss + weight * soft_cross_entropy(logits, distribution, learned)
         return loss
 
     def guesses(
-        self, batch: Lesson, dtype: torch.dtype = torch.float32
+        self, batch: TrainingBatch, dtype: torch.dtype = torch.float32
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """What the head guesses in each step.
 
@@ -170,7 +173,7 @@ class Eagle3Recipe:
         features = torch.cat([batch.states[place] for place in self._places], -1)
         states = self._head.fuse(features[:, :-2].to(dtype))
         pairs = torch.arange(states.shape[1], device=states.device)
-        attention = UnrolledAttention(self._rotary)
+        attention = TrainingTimeTestAttention(self._rotary)
         for step in range(self._settings.unrolled):
             if step == 1:
                 pairs, states = self._sample(batch, pairs, states)
@@ -185,7 +188,7 @@ class Eagle3Recipe:
             return own
         return self._teacher.lm.embed(token_ids)
 
-    def _sample(self, batch: Lesson, pairs: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+    def _sample(self, batch: TrainingBatch, pairs: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         """The places at which the head goes on: a share of those from which it can learn."""
         if self._settings.unrolled_share == 1.0:  # all from which a later step reaches an answer
             first = int(batch.taught.any(0).int().argmax()) - 1 - self._settings.unrolled
@@ -241,7 +244,7 @@ def soft_cross_entropy(logits: Tensor, target: Restricted, learned: Tensor) -> T
     return losses.sum() / learned.sum().clamp_min(1)
 
 
-class UnrolledAttention:
+class TrainingTimeTestAttention:
     """Attention of the training-time test, one call per step.
 
     A pair of the first step sees the pairs before it and itself. Its successor in a later step sees
@@ -323,7 +326,7 @@ def new_head(teacher: Teacher, vocabulary: Tensor, settings: Eagle3Settings) -> 
         rms_norm_eps=getattr(target, "rms_norm_eps", 1e-6),
         rope_parameters=_plain_rope(target),
     )
-    places = settings.places or default_places(lm.num_layers)
+    places = settings.places or default_layer_ids(lm.num_layers)
     traits = Eagle3Traits(
         draft_vocab_size=len(vocabulary),
         target_hidden_size=lm.hidden_size,

@@ -16,12 +16,12 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from forethought.decoding import MedusaDecodingConfig
-from forethought.model.taps import FINAL
+from forethought.config.drafters import MedusaDecodingConfig
+from forethought.model.causal_lm import FINAL
 from forethought.speculative.heads.medusa import MedusaHeads, MedusaShape
-from forethought.training.lesson import Lesson, Lessons
+from forethought.training.batches import TrainingBatch, TrainingBatches
 from forethought.training.teacher import Teacher
-from forethought.training.text import Text
+from forethought.training.texts import Text
 from forethought.training.trainer import ParameterGroup, TrainingSettings
 
 
@@ -51,7 +51,11 @@ class MedusaRecipe:
     Settings = MedusaSettings
 
     def __init__(
-        self, settings: MedusaSettings, lessons: Lessons, module: MedusaHeads, teacher: Teacher
+        self,
+        settings: MedusaSettings,
+        lessons: TrainingBatches,
+        module: MedusaHeads,
+        teacher: Teacher,
     ) -> None:
         self._settings, self._lessons, self._teacher = settings, lessons, teacher
         self.module = module
@@ -62,7 +66,9 @@ class MedusaRecipe:
     ) -> MedusaRecipe:
         """New heads, each of which says what the target itself says."""
         heads = new_heads(settings, teacher)
-        lessons = Lessons(texts, teacher, [FINAL], tokens=settings.batch_tokens, seed=settings.seed)
+        lessons = TrainingBatches(
+            texts, teacher, [FINAL], tokens=settings.batch_tokens, seed=settings.seed
+        )
         return cls(settings, lessons, heads, teacher)
 
     @staticmethod
@@ -74,11 +80,11 @@ class MedusaRecipe:
         """All weights of the heads."""
         return [ParameterGroup(list(self.module.parameters()))]
 
-    def batch(self, step: int) -> Lesson:
+    def batch(self, step: int) -> TrainingBatch:
         """See :class:`~forethought.training.trainer.Recipe`."""
         return self._lessons(step)
 
-    def loss(self, batch: Lesson) -> Tensor:
+    def loss(self, batch: TrainingBatch) -> Tensor:
         """See :func:`heads_loss`."""
         return heads_loss(self.module, batch, self._settings)
 
@@ -103,7 +109,7 @@ def new_heads(settings: MedusaSettings, teacher: Teacher) -> MedusaHeads:
     return heads
 
 
-def heads_loss(heads: MedusaHeads, batch: Lesson, settings: MedusaSettings) -> Tensor:
+def heads_loss(heads: MedusaHeads, batch: TrainingBatch, settings: MedusaSettings) -> Tensor:
     """Mean cross entropy of each head in nats, weighted, summed.
 
     Args:
@@ -119,7 +125,9 @@ def heads_loss(heads: MedusaHeads, batch: Lesson, settings: MedusaSettings) -> T
     return torch.stack(losses).sum()
 
 
-def head_loss(head: nn.Module, states: Tensor, batch: Lesson, ahead: int, labels: str) -> Tensor:
+def head_loss(
+    head: nn.Module, states: Tensor, batch: TrainingBatch, ahead: int, labels: str
+) -> Tensor:
     """Mean cross entropy of one head over the places whose label the target has chosen.
 
     Args:

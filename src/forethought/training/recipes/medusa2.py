@@ -21,20 +21,19 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from forethought.decoding import MedusaDecodingConfig
+from forethought.config.drafters import MedusaDecodingConfig
 from forethought.errors import ParameterError
-from forethought.model.taps import FINAL
+from forethought.model.causal_lm import FINAL
 from forethought.model_dir import find_model_dir
 from forethought.speculative.heads.medusa import MedusaHeads
-from forethought.training.backbone import Backbone, Read
-from forethought.training.batches import Batches
-from forethought.training.lesson import Lesson, laid_out
+from forethought.training.backbone import Backbone, BackboneOutput
+from forethought.training.batches import Batches, TrainingBatch, laid_out
 from forethought.training.recipes.medusa import MedusaSettings, heads_loss, new_heads
 from forethought.training.teacher import Teacher
-from forethought.training.text import Text
+from forethought.training.texts import Text
 from forethought.training.trainer import MODEL, ParameterGroup
 
-_LAW_WIDTH = 8
+_DISTRIBUTION_WIDTH = 8
 """Tokens of the original's law that heads learn from."""
 
 
@@ -166,9 +165,9 @@ class Medusa2Recipe:
         original = self._backbone.original(tokens) if asked or not joint else None
         read = self._backbone.adapted(tokens) if joint else original
         assert read is not None
-        choices, probs = _law(original or read)
+        choices, probs = _distribution(original or read)
         lengths = torch.tensor([len(text) for text in batch.texts], device=tokens.device)
-        lesson = Lesson(tokens, taught, lengths, {FINAL: read.states}, choices, probs)
+        lesson = TrainingBatch(tokens, taught, lengths, {FINAL: read.states}, choices, probs)
         loss = self.heads_weight(batch.progress) * heads_loss(self._heads, lesson, settings)
         if joint:
             told = original if settings.backbone_labels == "laws" else None
@@ -184,7 +183,9 @@ class Medusa2Recipe:
         self._backbone.save(directory.with_name(MODEL))
 
 
-def backbone_loss(adapted: Read, tokens: Tensor, taught: Tensor, original: Read | None) -> Tensor:
+def backbone_loss(
+    adapted: BackboneOutput, tokens: Tensor, taught: Tensor, original: BackboneOutput | None
+) -> Tensor:
     """Mean over the places whose next token was chosen, in nats.
 
     Args:
@@ -198,14 +199,14 @@ def backbone_loss(adapted: Read, tokens: Tensor, taught: Tensor, original: Read 
     logits = adapted.logits[:, :-1][wanted].float()  # [N, vocab]
     if original is None:
         return F.cross_entropy(logits, tokens[:, 1:][wanted])
-    laws = original.logits[:, :-1][wanted].float().log_softmax(-1)
-    return F.kl_div(logits.log_softmax(-1), laws, reduction="batchmean", log_target=True)
+    distributions = original.logits[:, :-1][wanted].float().log_softmax(-1)
+    return F.kl_div(logits.log_softmax(-1), distributions, reduction="batchmean", log_target=True)
 
 
-def _law(read: Read) -> tuple[Tensor, Tensor]:
+def _distribution(read: BackboneOutput) -> tuple[Tensor, Tensor]:
     """``choices`` and ``probs`` of a lesson."""
-    law = read.logits.detach().float().softmax(-1)
-    top = law.topk(min(_LAW_WIDTH, law.shape[-1]))
+    distribution = read.logits.detach().float().softmax(-1)
+    top = distribution.topk(min(_DISTRIBUTION_WIDTH, distribution.shape[-1]))
     return top.indices, top.values
 
 

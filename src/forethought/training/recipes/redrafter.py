@@ -16,12 +16,12 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from forethought.decoding import ReDrafterDecodingConfig
-from forethought.model.taps import FINAL
+from forethought.config.drafters import ReDrafterDecodingConfig
+from forethought.model.causal_lm import FINAL
 from forethought.speculative.heads.redrafter import ReDrafterHead, ReDrafterShape
-from forethought.training.lesson import Lesson, Lessons
+from forethought.training.batches import TrainingBatch, TrainingBatches
 from forethought.training.teacher import Teacher
-from forethought.training.text import Text
+from forethought.training.texts import Text
 from forethought.training.trainer import ParameterGroup, TrainingSettings
 
 
@@ -34,7 +34,7 @@ class ReDrafterSettings(TrainingSettings):
     """Residual blocks."""
     exit_dim: int | None = Field(default=None, ge=1)
     """Their width; None: twice the target's hidden size, and no projection to it."""
-    law_width: int = Field(default=8, ge=1)
+    distribution_width: int = Field(default=8, ge=1)
     """Tokens of the target's law that are learned from."""
     share: float = Field(default=0.5, gt=0.0, le=1.0)
     """Of the places, that is learned from in a step."""
@@ -56,7 +56,7 @@ class ReDrafterRecipe:
     def __init__(
         self,
         settings: ReDrafterSettings,
-        lessons: Lessons,
+        lessons: TrainingBatches,
         module: ReDrafterHead,
         teacher: Teacher,
     ) -> None:
@@ -68,13 +68,13 @@ class ReDrafterRecipe:
         cls, settings: ReDrafterSettings, texts: Sequence[Text], teacher: Teacher
     ) -> ReDrafterRecipe:
         """A new head. See ``recipes.table``."""
-        lessons = Lessons(
+        lessons = TrainingBatches(
             texts,
             teacher,
             [FINAL],
             tokens=settings.batch_tokens,
             seed=settings.seed,
-            width=settings.law_width,
+            width=settings.distribution_width,
         )
         return cls(settings, lessons, new_head(teacher, settings), teacher)
 
@@ -87,11 +87,11 @@ class ReDrafterRecipe:
         """All of its weights."""
         return [ParameterGroup(list(self.module.parameters()))]
 
-    def batch(self, step: int) -> Lesson:
+    def batch(self, step: int) -> TrainingBatch:
         """See :class:`~forethought.training.trainer.Recipe`."""
         return self._lessons(step)
 
-    def loss(self, batch: Lesson) -> Tensor:
+    def loss(self, batch: TrainingBatch) -> Tensor:
         """Mean cross entropy in nats, over places and tokens.
 
         From the state of token t, the head reads token t + 1, and guesses the token at t + 2; then
@@ -112,7 +112,7 @@ class ReDrafterRecipe:
             total, count = total + surprise.sum(), count + len(rows)
         return total / max(1, count)
 
-    def _places(self, batch: Lesson) -> tuple[Tensor, Tensor]:
+    def _places(self, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
         """int64 ``[N]`` each, row and place: a share of those whose next token was chosen."""
         rows, places = batch.taught[:, 1:].nonzero(as_tuple=True)
         kept = torch.randperm(len(rows)).to(rows.device)

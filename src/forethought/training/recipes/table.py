@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from forethought.decoding import DecodingBaseConfig
-from forethought.registry import Registry
+from forethought.config.registry import Registry
+from forethought.config.speculation import DecodingBaseConfig
 from forethought.training.teacher import Teacher
-from forethought.training.text import Text
+from forethought.training.texts import Text
 from forethought.training.trainer import Recipe, TrainingSettings
 
 RECIPES = {

@@ -1,0 +1,305 @@
+"""``--config config.yaml``: fields of the engine's arguments, as they are written in a file.
+
+Knows nothing about what the fields mean.
+
+[settings] ``--set key=value``: settings of a method as they are typed on a command line.
+
+[speculation] ``--speculative``: one way of guessing ahead, chosen by its name on the command line.
+
+[model] The options by which commands choose a model and its engine, and how they open it.
+
+What the command line says wins over what ``--config`` says, and that over the command's defaults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forethought import assets
+from forethought.config.engine import LlmArgs
+from forethought.config.speculation import DecodingBaseConfig
+from forethought.errors import DependencyError, ParameterError, UsageError
+from forethought.methods.stack import parameters
+
+if TYPE_CHECKING:
+    from forethought.llm.async_llm import AsyncLLM
+
+
+def load_config_file(path: Path) -> dict[str, Any]:
+    """The fields in a YAML file, by name; an empty file has none.
+
+    Raises:
+        UsageError: the file cannot be read, is not YAML, names a field twice, or is no mapping.
+        DependencyError: PyYAML is not installed.
+    """
+    try:
+        import yaml
+    except ModuleNotFoundError as error:
+        raise DependencyError.missing("PyYAML", "--config", "local") from error
+    try:
+        with path.open(encoding="utf-8") as stream:
+            values = yaml.load(stream, Loader=_once_each(yaml))  # a SafeLoader
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError(
+            f"cannot read the configuration in {path}", str(error), "Give a YAML file"
+        ) from error
+    if not isinstance(values, dict | None):
+        raise UsageError(
+            f"no configuration in {path}",
+            f"it holds {type(values).__name__}, not fields by name",
+            "Write lines such as 'dtype: bfloat16'",
+        )
+    return {str(name): value for name, value in (values or {}).items()}
+
+
+def _once_each(yaml: Any) -> Any:
+    """YAML's safe loader, which would take the last of several equal names without a word."""
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            names = [key.value for key, _ in node.value]
+            twice = sorted({str(name) for name in names if names.count(name) > 1})
+            if twice:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{twice[0]!r} is given twice", node.start_mark
+                )
+            return super().construct_mapping(node, deep)
+
+    return Loader
+
+
+SAMPLES = 8
+"""Samples of a vote, unless the user says otherwise."""
+
+
+def parse_settings(pairs: Iterable[str]) -> dict[str, Any]:
+    """``["threshold=3", "streaming=true"]`` -> ``{"threshold": 3, "streaming": True}``.
+
+    A value is read as JSON (numbers, ``true``, ``false``, ``null``, quoted text, lists), and as
+    text where it is none.
+
+    Raises:
+        ParameterError: a pair without ``=`` or without a key, or a key given twice.
+    """
+    settings: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        key = key.strip()
+        if not equals or not key:
+            raise ParameterError(
+                f"invalid setting {pair!r}", "it is not key=value", "Write --set key=value"
+            )
+        if key in settings:
+            raise ParameterError(
+                f"setting {key!r} is given twice", f"again as {text!r}", "Give it once"
+            )
+        settings[key] = _scalar(text)
+    return settings
+
+
+def with_samples(spec: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a method, with ``SAMPLES`` samples where it would draw a single one.
+
+    A vote of one sample is TensorRT-LLM's default, which the class keeps, and no vote.
+    """
+    if parameters(spec).get("default_sample_num") != 1:
+        return settings
+    return {"default_sample_num": SAMPLES, **settings}
+
+
+def _scalar(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+_WITH_MODEL = ("draft_target", "pearl")
+_WITH_HEADS = ("eagle3", "medusa", "mtp", "redrafter")
+DRAFTERS = ("ngram", "suffix", *_WITH_MODEL, *_WITH_HEADS, "auto")
+"""What can be chosen without a file; each is also a ``decoding_type``."""
+_IN_TARGET = ("mtp",)
+"""Those whose heads may lie in the directory of the model that they draft for."""
+_DRAFT_LENS = {"draft_target": 4, "eagle3": 5, "mtp": 6, "pearl": 4}
+"""Levels of drafts unless said otherwise; the other ways have defaults."""
+_TREES = {"medusa": "likeliest"}
+"""What trees are made of, where the default is the published way, which suits larger batches."""
+_EMBEDDED_LENS = {"draft_target": 8, "pearl": 8}
+"""The same with the embedded reasoner's own draft model, which is right nearly always."""
+
+
+def add_speculation_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument(
+        "--speculative",
+        choices=DRAFTERS,
+        help="guess ahead and verify: the same text in less time (medusa: with the likeliest "
+        "trees, whatever tree the heads bring)",
+    )
+    parser.add_argument(
+        "--draft-model",
+        type=Path,
+        metavar="DIR|ID",
+        help="local directory or Hub id of the smaller model, or of the heads, that --speculative "
+        "drafts with (default: for the embedded reasoner, its own)",
+    )
+    parser.add_argument(
+        "--max-draft-len", type=int, metavar="K", help="most tokens to guess in a row"
+    )
+
+
+def embedded_draft_model(kind: str | None = "draft_target") -> Path | None:
+    """Directory of what drafts for the embedded reasoner in such a way, where it is installed."""
+    folder = assets.heads_dir(kind) if kind in _WITH_HEADS else assets.drafter_dir()
+    return folder if folder.is_dir() else None
+
+
+def speculative_config_of(
+    args: argparse.Namespace, draft_model: Path | None = None
+) -> DecodingBaseConfig | None:
+    """What the options say; None if they say nothing.
+
+    Args:
+        args: the options.
+        draft_model: what to draft with unless they say otherwise.
+
+    Raises:
+        UsageError: an impossible value, or an option without what it belongs to.
+    """
+    values: dict[str, Any] = {
+        "max_draft_len": args.max_draft_len,
+        "speculative_model": args.draft_model,
+    }
+    if args.speculative is None:
+        given = [name for name, value in values.items() if value is not None]
+        if given:
+            raise ParameterError(
+                "--max-draft-len and --draft-model need --speculative",
+                f"{given[0]} is given, but not how to draft",
+                f"Add --speculative with one of {', '.join(DRAFTERS)}",
+            )
+        return None
+    if args.speculative in (*_WITH_MODEL, *_WITH_HEADS):
+        values["speculative_model"] = args.draft_model or draft_model
+        if values["speculative_model"] is None and args.speculative not in _IN_TARGET:
+            raise ParameterError(
+                f"--speculative {args.speculative} needs --draft-model",
+                "there is nothing to draft with",
+                "Give a smaller model with the same vocabulary, or heads: a directory or Hub id",
+            )
+        if args.max_draft_len is None:
+            own = _EMBEDDED_LENS if args.draft_model is None else {}
+            lengths = {**_DRAFT_LENS, **own}
+            values["max_draft_len"] = lengths.get(args.speculative)
+    if args.speculative in _TREES:
+        values["tree"] = _TREES[args.speculative]
+    config: DecodingBaseConfig = DecodingBaseConfig.from_dict(
+        {"decoding_type": args.speculative, **values}
+    )
+    return config
+
+
+INTRODUCTION = (
+    'embedded reasoner: 3.6 M parameters, solves arithmetic word problems such as "Sam has 110 '
+    'nuts. He uses 84. How many nuts does Sam have now?"; --model DIR for a real one'
+)
+"""What the embedded model is, for those who have not chosen another."""
+_OPTIONS = ("model", "revision", "dtype", "device")
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--model`` and what belongs to it."""
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="DIR|ID",
+        help="local Hugging Face directory, or Hub id such as Qwen/Qwen3-0.6B (default: the "
+        "embedded reasoner)",
+    )
+    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hub id")
+    parser.add_argument(
+        "--dtype",
+        choices=["auto", "float32", "bfloat16", "float16"],
+        help="of the weights (default: as the model's config says)",
+    )
+    parser.add_argument("--device", help="cpu, cuda, ... (default: CUDA where there is one)")
+    parser.add_argument(
+        "--config",
+        "--extra_llm_api_options",
+        type=Path,
+        metavar="FILE",
+        help="YAML with any fields of LlmArgs, speculative_config among them",
+    )
+    add_speculation_options(parser)
+
+
+def has_model_options(args: argparse.Namespace) -> bool:
+    """Whether any of the options is given."""
+    names = (*_OPTIONS, "config", "speculative", "draft_model", "max_draft_len")
+    return any(getattr(args, name) is not None for name in names)
+
+
+def llm_args_of(args: argparse.Namespace, **defaults: Any) -> dict[str, Any]:
+    """The fields of ``LlmArgs`` that the options stand for, checked.
+
+    Args:
+        args: the options.
+        **defaults: fields that the command sets where nothing else does.
+
+    Raises:
+        UsageError: a file that cannot be read, an unknown field, or an impossible value.
+    """
+    fields = defaults | (load_config_file(args.config) if args.config is not None else {})
+    given = {name: getattr(args, name) for name in _OPTIONS}
+    fields |= {name: value for name, value in given.items() if value is not None}
+    embedded = fields.get("model") is None
+    own = embedded_draft_model(args.speculative) if embedded else None
+    config = speculative_config_of(args, own)
+    if config is not None:
+        fields["speculative_config"] = config
+    checked = LlmArgs.from_dict(fields)
+    return {name: getattr(checked, name) for name in checked.model_fields_set}
+
+
+def llm_opener(fields: Mapping[str, Any]) -> Callable[[], AsyncLLM]:
+    """What builds the chosen model.
+
+    Args:
+        fields: of ``LlmArgs``.
+
+    Raises:
+        DependencyError: torch or transformers is not installed.
+    """
+    check_installed()
+    from forethought.llm.async_llm import AsyncLLM
+
+    return lambda: AsyncLLM(**fields)
+
+
+def check_installed() -> None:
+    """Whether a model can run here.
+
+    Raises:
+        DependencyError: torch or transformers is not installed.
+    """
+    try:
+        import forethought.llm.async_llm  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise DependencyError.missing(
+            error.name or "torch", "running a model on this machine", "local"
+        ) from error
+
+
+def introduction(fields: Mapping[str, Any]) -> str:
+    """What there is to say about the chosen model before it answers; empty if it was named."""
+    return INTRODUCTION if fields.get("model") is None else ""
+
+
+def model_label(fields: Mapping[str, Any]) -> str:
+    """What the chosen model is called in reports."""
+    model = fields.get("model")
+    return "embedded reasoner" if model is None else str(model)

@@ -1,0 +1,1 @@
+"""What callers write: sampling, speculation, engine and guided-decoding settings. No torch."""

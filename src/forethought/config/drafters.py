@@ -1,0 +1,636 @@
+"""Drafts from n-grams: how they are configured. Knows nothing about how they are looked up.
+
+[auto] n-grams that are sized after the engine. Knows nothing about engines but their batch size.
+
+[suffix] Drafts from suffixes: how they are configured. Knows nothing about how they are looked up.
+
+[draft_target] Drafts from a draft model: how they are configured. Knows nothing about models.
+
+[pearl] Drafts of the next block meanwhile: how they are configured. Knows nothing about threads.
+
+[eagle] Drafts from EAGLE's heads: how they are configured. Knows nothing about heads.
+
+[mtp] Drafts from multi-token prediction: how they are configured. Knows nothing about modules.
+
+[medusa] Drafts from Medusa's heads: how they are configured.
+
+Of the heads it reads the ``config.json`` and the names of the tensors, which say how many heads
+there are; the weights are loaded by the drafter.
+
+[redrafter] Drafts from ReDrafter's head: how they are configured. Knows nothing about heads.
+
+[user_provided] Drafts from the caller's own drafter. Knows of it only how to load it and how
+large it drafts.
+"""
+
+from __future__ import annotations
+
+import json
+import pickletools
+import re
+import struct
+import zipfile
+from dataclasses import is_dataclass
+from operator import index
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import pydantic
+from pydantic import AliasChoices, Field
+
+from forethought.config.registry import Registry
+from forethought.config.speculation import (
+    MAX_ENTRIES,
+    MAX_FACTOR,
+    MAX_LEVELS,
+    MAX_NGRAM,
+    MAX_NODES,
+    MAX_SUFFIX,
+    DecodingBaseConfig,
+    Levels,
+    Nodes,
+    TreePaths,
+    all_nodes,
+)
+from forethought.errors import ModelError, ParameterError, UsageError
+from forethought.model_dir import find_model_dir
+
+
+class NGramDecodingConfig(DecodingBaseConfig):
+    """Drafts are what followed the last few tokens when they stood there before.
+
+    Prompt lookup decoding: needs no model. See ``speculative.drafters.ngram``.
+    """
+
+    decoding_type: ClassVar[str] = "NGram"
+
+    name: str = Field(default="ngram", min_length=1)
+    max_draft_len: Levels = 5
+    max_matching_ngram_size: int = Field(default=2, ge=1, le=MAX_NGRAM)
+    """Most tokens at the end that are looked up; the longest that is found wins."""
+    is_keep_all: bool = True
+    """Keep every continuation of a pattern; else only one, the longest."""
+    is_use_oldest: bool = True
+    """Propose the oldest continuation of a pattern; else the newest."""
+    is_public_pool: bool = True
+    """Requests look up what others have said, within one ``cache_salt``; else only their own."""
+    max_pool_size: int = Field(default=1 << 17, ge=1, le=MAX_ENTRIES)
+    """Most continuations in all pools, of about 0.4 KB each; the least recently used leave."""
+
+
+class AutoDecodingConfig(DecodingBaseConfig):
+    """An ``NGramDecodingConfig`` whose sizes follow the engine's. Other fields are handed on to it.
+
+    n-grams of 3 and drafts of 5 up to 4 sequences at once, else n-grams of 5 and drafts of 3; none
+    with more than 32 running: TensorRT-LLM's heuristic.
+    """
+
+    decoding_type: ClassVar[str] = "AUTO"
+
+    name: str = Field(default="ngram", min_length=1)
+
+    def resolve(self, max_batch_size: int) -> NGramDecodingConfig:
+        """What it stands for.
+
+        Args:
+            max_batch_size: sequences that the engine runs at once.
+
+        Raises:
+            ParameterError: a field of this one cannot go with the sizes.
+        """
+        few = max_batch_size <= 4
+        chosen: dict[str, Any] = {
+            "max_draft_len": 5 if few else 3,
+            "max_matching_ngram_size": 3 if few else 5,
+        }
+        if self.draft_len_schedule is None and self.length_control == "fixed":
+            chosen["max_concurrency"] = 32
+        fields = type(self).model_fields.items()
+        given = {
+            name: value
+            for name, field in fields
+            if (value := getattr(self, name)) != field.get_default()
+        }
+        return NGramDecodingConfig(**{**chosen, **given})
+
+    def _settle_lengths(self) -> None:
+        """``resolve`` will."""
+
+    def _settle_schedule(self) -> None:
+        """``resolve`` will."""
+
+
+class SuffixDecodingConfig(DecodingBaseConfig):
+    """Drafts are the likeliest continuations of the longest suffix that was seen before.
+
+    SuffixDecoding (Oliaro et al., 2024), over what was said in the request itself, by the other
+    samples of its prompt, and by earlier requests. See ``speculative.drafters.suffix``.
+    """
+
+    decoding_type: ClassVar[str] = "Suffix"
+    branches: ClassVar[bool] = True
+
+    name: str = Field(default="suffix", min_length=1)
+    max_draft_len: Levels = 16
+    max_tree_depth: int = Field(default=24, ge=1, le=MAX_SUFFIX)
+    """Most tokens of a suffix that are compared."""
+    max_spec_factor: float = Field(default=1.0, gt=0.0, le=MAX_FACTOR)
+    """A suffix of n tokens is followed by at most this times n drafted ones."""
+    min_token_prob: float = Field(default=0.1, ge=0.0, le=1.0)
+    """The draft ends where the continuation's estimated probability falls below this."""
+    max_cached_requests: int = Field(default=10_000, ge=0, le=MAX_ENTRIES)
+    """Most past outputs that are remembered, each for its own ``cache_salt``; 0: none."""
+    max_cached_tokens: int = Field(default=1 << 17, ge=0, le=MAX_ENTRIES)
+    """Most tokens of them, of about 0.6 KB each; the oldest outputs leave."""
+
+
+class DraftTargetDecodingConfig(DecodingBaseConfig):
+    """Drafts come from a smaller model with the same vocabulary.
+
+    Speculative decoding (Leviathan et al., 2023; Chen et al., 2023). See
+    ``speculative.drafters.draft_target``.
+    """
+
+    decoding_type: ClassVar[str] = "Draft_Target"
+    uses_model: ClassVar[bool] = True
+    branches: ClassVar[bool] = True
+
+    name: str = Field(default="draft_target", min_length=1)
+    draft_sampling: Literal["greedy", "sampled"] = "greedy"
+    """``greedy``: the likeliest tokens. ``sampled``: drawn from the draft model's law where the
+    request is sampled itself."""
+    draft_choices: TreePaths | None = None
+    """A tree instead of a chain: paths of ranks, ``[1, 0]`` being the likeliest token after the
+    second likeliest. See ``decoding.tree_paths``."""
+
+    def _settle_lengths(self) -> None:
+        """With a tree, its depth and size are the lengths; others beside it are refused."""
+        if self.draft_choices is not None:
+            self._settle_tree("draft_choices", self.draft_choices)
+        elif self.max_total_draft_tokens > self.max_draft_len > 0:
+            reason = "without draft_choices a draft is a chain"
+            raise self._refuse("max_total_draft_tokens", self.max_total_draft_tokens, reason)
+        super()._settle_lengths()
+
+
+class PearlDecodingConfig(DecodingBaseConfig):
+    """A draft model drafts the next block while the target verifies this one.
+
+    PEARL (Liu et al., 2024); pays where the two run on different devices. See
+    ``speculative.drafters.pearl``.
+    """
+
+    decoding_type: ClassVar[str] = "Pearl"
+    uses_model: ClassVar[bool] = True
+
+    name: str = Field(default="pearl", min_length=1)
+    max_draft_len: Levels = 4
+    """Tokens of a block, which PEARL calls gamma."""
+    draft_device: str | None = None
+    """Where the draft model runs; None: where the target does."""
+    overlap: bool = True
+    """Draft in a thread of its own; False drafts the same blocks in turn with the target."""
+
+
+class EagleDecodingConfig(DecodingBaseConfig):
+    """Drafts come from a head that reads the target's hidden states.
+
+    EAGLE-1, 2 and 3 (Li et al., 2024 to 2025); which head it is, its checkpoint says. Drafts are
+    chains, static trees, or EAGLE-2's dynamic trees. See ``speculative.drafters.eagle``.
+    """
+
+    decoding_type: ClassVar[str] = "Eagle"
+    uses_model: ClassVar[bool] = True
+    branches: ClassVar[bool] = True
+
+    name: str = Field(default="eagle", min_length=1)
+    eagle_choices: TreePaths | None = None
+    """A static tree: paths of ranks, ``[1, 0]`` being the likeliest token after the second
+    likeliest. See ``decoding.tree_paths``."""
+    use_dynamic_tree: bool = False
+    """Grow each tree where the head is sure of itself, within ``max_total_draft_tokens``."""
+    dynamic_tree_max_topK: int | None = Field(default=None, ge=1, le=MAX_NODES)
+    """Children of a node of a dynamic tree, and nodes of a level that have any."""
+    eagle3_layers_to_capture: tuple[int, ...] | None = None
+    """Layers of the target whose outputs an EAGLE-3 head reads, -1 being behind the final norm.
+    None: as its checkpoint says, or ``1, L // 2 - 1, L - 4`` of L layers, at least 7."""
+    num_eagle_layers: int | None = Field(default=None, ge=1, le=MAX_LEVELS)
+    """Another name of ``max_draft_len`` in older files; the two must agree."""
+    eagle3_one_model: bool = True
+    """Read and without meaning: there is one engine, and the head drafts in it."""
+    greedy_sampling: Literal[True] = True
+    """Acceptance is exact here, greedy or sampled; ``False`` would mean typical acceptance."""
+    eagle3_model_arch: Literal["llama3"] = "llama3"
+    """Heads are made of Llama's layer."""
+
+    @pydantic.field_validator("eagle3_layers_to_capture", mode="before")
+    @classmethod
+    def _rising(cls, value: Any) -> Any:
+        """A set says which layers; heads read them in rising order, the final norm's last."""
+        if isinstance(value, set | frozenset | list | tuple) and len(set(value)) == len(value):
+            return tuple(sorted(value, key=lambda layer: (layer == -1, layer)))
+        return value
+
+    @property
+    def drafts_chains(self) -> bool:
+        """Whether no draft of it branches, however short."""
+        return not self.use_dynamic_tree and super().drafts_chains
+
+    def _settle_lengths(self) -> None:
+        if self.num_eagle_layers is not None:
+            if self.max_draft_len not in (0, self.num_eagle_layers):
+                reason = f"max_draft_len is {self.max_draft_len}"
+                raise self._refuse("num_eagle_layers", self.num_eagle_layers, reason)
+            self._set("max_draft_len", self.num_eagle_layers)
+        if self.eagle_choices is not None:
+            if self.use_dynamic_tree:
+                reason = "eagle_choices are a static tree"
+                raise self._refuse("use_dynamic_tree", True, reason)
+            self._settle_tree("eagle_choices", self.eagle_choices)
+        self._settle_dynamic_tree()
+        captured = self.eagle3_layers_to_capture
+        if captured is not None and (not captured or min(captured) < -1):
+            reason = "layers are counted from 0, and -1 is the final norm"
+            raise self._refuse("eagle3_layers_to_capture", captured, reason)
+        super()._settle_lengths()
+
+    def _settle_dynamic_tree(self) -> None:
+        """Every node of a dynamic tree is one of the ``topK`` best of its level."""
+        width = self.dynamic_tree_max_topK
+        if self.use_dynamic_tree != (width is not None):
+            reason = "use_dynamic_tree and dynamic_tree_max_topK are given together or not at all"
+            raise self._refuse("dynamic_tree_max_topK", width, reason)
+        if width is None:
+            if self.eagle_choices is None and self.max_total_draft_tokens > self.max_draft_len:
+                reason = "without eagle_choices or use_dynamic_tree a draft is a chain"
+                raise self._refuse("max_total_draft_tokens", self.max_total_draft_tokens, reason)
+            return
+        most = width * self.max_draft_len
+        if self.max_total_draft_tokens > most:
+            reason = f"dynamic_tree_max_topK times max_draft_len is {most}"
+            raise self._refuse("max_total_draft_tokens", self.max_total_draft_tokens, reason)
+        self._set("max_total_draft_tokens", self.max_total_draft_tokens or most)
+
+
+Eagle3DecodingConfig = EagleDecodingConfig
+"""Its name in newer files."""
+
+
+class MTPDecodingConfig(DecodingBaseConfig):
+    """Drafts come from further layers that were trained with the target: multi-token prediction.
+
+    DeepSeek-V3 (2024) and those who followed it. The modules lie in the target's own directory
+    unless ``speculative_model`` names another. See ``speculative.drafters.mtp``.
+    """
+
+    decoding_type: ClassVar[str] = "MTP"
+    uses_model: ClassVar[bool | None] = None
+
+    name: str = Field(default="mtp", min_length=1)
+    num_nextn_predict_layers: int | None = Field(default=None, ge=1, le=MAX_LEVELS)
+    """Use at most so many of the modules; None: all there are. Where ``max_draft_len`` is left out,
+    drafts are as long, or of one token: that is how TensorRT-LLM's files mean it."""
+    use_mtp_vanilla: bool = False
+    """Each place of a draft has keys and values of its own, even if only one module serves them
+    all. Several modules always work so; otherwise a single one is replayed on what it said."""
+    recycled_state: Literal["normed", "unnormed"] = "normed"
+    """What the next guess reads in place of the target's state: what leaves the module's last norm,
+    or what enters it. As the module was trained; the published ones are served in both ways."""
+    use_relaxed_acceptance_for_thinking: bool = False
+    """While a greedy request thinks, accept tokens that the target likes almost as well as its
+    first choice. Changes its output, and marks it."""
+    relaxed_topk: int = Field(default=1, ge=1)
+    """The token must be among so many likeliest ones."""
+    relaxed_delta: float = Field(default=0.0, ge=0.0)
+    """How far it may lie behind the likeliest."""
+    relaxed_rule: Literal["probability", "log_probability"] | None = None
+    """What ``relaxed_delta`` is a difference of: TensorRT-LLM's kernels compare probabilities, its
+    documentation speaks of their logarithms. Left out: ``log_probability``, which is documented,
+    and the stricter one: what it accepts, ``probability`` accepts as well."""
+    begin_thinking_phase_token: int = Field(
+        default=128798,
+        ge=0,
+        validation_alias=AliasChoices("begin_thinking_phase_token", "BEGIN_THINKING_PHASE_TOKEN"),
+    )
+    """Token id that begins the thinking; unless said otherwise DeepSeek-R1's."""
+    end_thinking_phase_token: int = Field(
+        default=128799,
+        ge=0,
+        validation_alias=AliasChoices("end_thinking_phase_token", "END_THINKING_PHASE_TOKEN"),
+    )
+    """Token id that ends it."""
+
+    def _settle_lengths(self) -> None:
+        if self.max_draft_len == 0:
+            self._set("max_draft_len", self.num_nextn_predict_layers or 1)
+        if self.use_relaxed_acceptance_for_thinking and self.relaxed_rule is None:
+            self._set("relaxed_rule", "log_probability")
+        fields = type(self).model_fields
+        names = ("relaxed_delta", "relaxed_rule", "relaxed_topk")
+        relaxed = [name for name in names if getattr(self, name) != fields[name].default]
+        if relaxed and not self.use_relaxed_acceptance_for_thinking:
+            name = relaxed[0]
+            reason = "without use_relaxed_acceptance_for_thinking acceptance is exact"
+            raise self._refuse(name, getattr(self, name), reason)
+        super()._settle_lengths()
+
+
+MEDUSA_CHOICES: tuple[tuple[int, ...], ...] = all_nodes(
+    [
+        *((0, 0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 1), (0, 0, 2), (0, 1, 0), (0, 2, 0), (0, 3)),
+        *((1, 0, 0), (1, 1), (2, 0, 0), (3, 0), (4,), (5,)),
+    ]
+)
+"""A tree of 24 nodes: the best one where a head's first choices are right in 60, 14,
+7, 4, 2 and 2 of 100 places, and each further head in 12 % fewer."""
+
+USUAL_NODES = 15
+"""Of a tree of the likeliest: with the root, as many rows as CPUs multiply at little cost."""
+
+
+class MedusaDecodingConfig(DecodingBaseConfig):
+    """Drafts come from heads beside the target's own, each of which guesses one token further on.
+
+    Medusa (Cai et al., 2024). See ``speculative.drafters.medusa``.
+    """
+
+    decoding_type: ClassVar[str] = "Medusa"
+    uses_model: ClassVar[bool] = True
+    branches: ClassVar[bool] = True
+
+    name: str = Field(default="medusa", min_length=1)
+    medusa_choices: TreePaths | None = None
+    """The tree: paths of ranks, ``[1, 0]`` being the likeliest token of the second head after the
+    second likeliest of the first. See ``decoding.tree_paths``. None: as the heads' ``config.json``
+    says, or one that suits most heads."""
+    tree: Literal["choices", "likeliest"] = "choices"
+    """``choices``: the same tree every time, as published. ``likeliest``: of what the heads hold
+    the likeliest together as they stand, as deep as there are heads, and of 15 tokens unless
+    ``max_total_draft_tokens`` says otherwise. It gets further with fewer tokens."""
+    min_draft_probability: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """What the heads hold less likely than this, together with all before it, is left out of such a
+    tree: verifying costs something, too."""
+    num_medusa_heads: int | None = Field(default=None, ge=1, le=MAX_LEVELS)
+    """How many heads to use; None: as many as there are."""
+    posterior_threshold: float | None = Field(default=None, gt=0.0, le=1.0)
+    """Accept what is typical of the target instead of what it would have drawn: tokens of at least
+    this probability, or fewer where it is unsure. Changes the outputs of sampled requests, and
+    marks them. None: exact. Medusa's authors use 0.09."""
+    posterior_alpha: float | None = Field(default=None, gt=0.0)
+    """How far unsureness lowers that threshold, ``posterior_alpha * exp(-entropy)`` being enough;
+    None: the square root of ``posterior_threshold``."""
+
+    def _settle_lengths(self) -> None:
+        """Settle the tree as well, from which they follow."""
+        if self.posterior_alpha is not None and self.posterior_threshold is None:
+            reason = "posterior_threshold is not given, and without it acceptance is exact"
+            raise self._refuse("posterior_alpha", self.posterior_alpha, reason)
+        if self.posterior_threshold is not None and self.posterior_alpha is None:
+            self._set("posterior_alpha", self.posterior_threshold**0.5)
+        if self.tree == "likeliest":
+            self._settle_top()
+        else:
+            self._settle_choices()
+        super()._settle_lengths()
+
+    def _settle_top(self) -> None:
+        """As deep as there are heads, unless less is wanted."""
+        if self.medusa_choices is not None:
+            reason = "tree is 'likeliest', which is another one every time"
+            raise self._refuse("medusa_choices", self.medusa_choices, reason)
+        heads = self.num_medusa_heads
+        if heads is not None and self.max_draft_len > heads:
+            reason = f"num_medusa_heads is {heads}"
+            raise self._refuse("max_draft_len", self.max_draft_len, reason)
+        depth = self.max_draft_len or self._heads() or max(map(len, MEDUSA_CHOICES))
+        self._set("max_draft_len", depth)
+        usual = max(USUAL_NODES, self.max_draft_len)
+        self._set("max_total_draft_tokens", self.max_total_draft_tokens or usual)
+
+    def _settle_choices(self) -> None:
+        """Depth and size are those of the tree, which is cut to the heads that are used."""
+        if self.min_draft_probability:
+            reason = "tree is 'choices', whose nodes are all tried"
+            raise self._refuse("min_draft_probability", self.min_draft_probability, reason)
+        given = self.medusa_choices
+        if given is None:
+            self._set("medusa_choices", self._default_tree())
+        elif self.num_medusa_heads is not None and max(map(len, given)) > self.num_medusa_heads:
+            reason = f"a path of it is longer than num_medusa_heads, {self.num_medusa_heads}"
+            raise self._refuse("medusa_choices", given, reason)
+        assert self.medusa_choices is not None
+        self._settle_tree("medusa_choices", self.medusa_choices)
+
+    @property
+    def has_usual_tree(self) -> bool:
+        """Whether the tree is the one that it chooses itself where none is given."""
+        return self.tree == "choices" and "medusa_choices" not in self.model_fields_set
+
+    def _default_tree(self) -> tuple[tuple[int, ...], ...]:
+        """What the heads' own configuration says, within the wanted depth and heads."""
+        stored = self._stored().get("medusa_choices") or MEDUSA_CHOICES
+        try:
+            tree = pydantic.TypeAdapter(TreePaths).validate_python(stored)
+        except pydantic.ValidationError as error:
+            reason = f"the config.json in {self.speculative_model} holds no list of paths"
+            raise self._refuse("medusa_choices", stored, reason) from error
+        if all(tree):
+            self._expect_closed("medusa_choices", tree)
+        limits = [limit for limit in (self._heads(), self.max_draft_len) if limit]
+        most = min(limits, default=MAX_LEVELS)
+        return tuple(path for path in all_nodes(tree) if len(path) <= most)
+
+    @property
+    def drafts_chains(self) -> bool:
+        """Whether no draft of it branches, however short."""
+        return self.tree == "choices" and super().drafts_chains
+
+    def _heads(self) -> int | None:
+        """How many are used: what is wanted, of what the weights hold; None if nobody knows.
+
+        Published configs are often wrong about it, and count where the weights cannot be read.
+        """
+        directory = self._directory()
+        found = None if directory is None else stored_heads(directory)
+        if found is None:
+            stored = self._stored()
+            said = stored.get("medusa_num_heads", stored.get("num_heads"))
+            found = said if isinstance(said, int) and said > 0 else None
+        limits = [limit for limit in (self.num_medusa_heads, found, MAX_LEVELS) if limit]
+        return min(limits) if len(limits) > 1 else None
+
+    def _stored(self) -> dict[str, Any]:
+        """The heads' ``config.json``; whether there has to be one is for who loads them to say."""
+        directory = self._directory()
+        if directory is None:
+            return {}
+        try:
+            text = (directory / "config.json").read_text(encoding="utf-8")
+            return dict(json.loads(text))
+        except (OSError, ValueError):
+            return {}
+
+    def _directory(self) -> Path | None:
+        """Where the heads lie; None: nothing says where, or loading them will say what is wrong."""
+        if self.speculative_model is None:
+            return None
+        try:
+            return find_model_dir(self.speculative_model, self.revision)
+        except ModelError:
+            return None
+
+
+_HEAD = re.compile(r"(?:model\.)?(?:medusa_heads?\.)?(?:blocks\.|lm_heads\.)?(\d+)\.")
+"""Begins the names of a head's tensors, in the authors' layout and in vLLM's."""
+
+
+def stored_heads(directory: Path) -> int | None:
+    """How many heads the weights in a directory are those of, by the names of the tensors.
+
+    Reads a few kilobytes; None: there are no weights, or of a format that cannot be read so.
+    """
+    files = sorted(directory.glob("*.safetensors"))
+    files = files or sorted(directory.glob("pytorch_model*.bin")) or sorted(directory.glob("*.pt"))
+    try:
+        names = [name for file in files for name in _tensor_names(file)]
+    except (OSError, ValueError, KeyError, struct.error, zipfile.BadZipFile):
+        return None
+    heads = [int(match[1]) for name in names if (match := _HEAD.match(name))]
+    return 1 + max(heads) if heads else None
+
+
+def _tensor_names(file: Path) -> list[str]:
+    """Of a safetensors file, whose header is JSON, or of what ``torch.save`` wrote.
+
+    The latter is a zip archive with a pickle of the names and the places of the tensors, which is
+    searched for its strings and not executed.
+    """
+    if file.suffix == ".safetensors":
+        with file.open("rb") as stream:
+            (size,) = struct.unpack("<Q", stream.read(8))
+            if size > file.stat().st_size:
+                raise ValueError(f"{file} is cut short")
+            return [str(name) for name in json.loads(stream.read(size))]
+    with zipfile.ZipFile(file) as archive:
+        pickled = next((name for name in archive.namelist() if name.endswith("/data.pkl")), "")
+        operations = pickletools.genops(archive.read(pickled))
+        return [found for _, found, _ in operations if isinstance(found, str)]
+
+
+class ReDrafterDecodingConfig(DecodingBaseConfig):
+    """Drafts come from a small recurrent network that searches ahead with beams.
+
+    ReDrafter (Cheng et al., 2024). See ``speculative.drafters.redrafter``.
+    """
+
+    decoding_type: ClassVar[str] = "ReDrafter"
+    uses_model: ClassVar[bool] = True
+    branches: ClassVar[bool] = True
+
+    name: str = Field(default="redrafter", min_length=1)
+    num_beams: int = Field(default=10, ge=1, le=MAX_NODES)
+    """Continuations that are kept at each length of the search."""
+    draft_len_per_beam: int = Field(default=4, ge=1, le=MAX_LEVELS)
+    """Most tokens of one; ``max_draft_len`` is another name for it."""
+    tree: Literal["likeliest", "beams"] = "likeliest"
+    """``beams``: what is left at the end of the search, as published. ``likeliest``: what was
+    likely at any length, which gets further with fewer tokens: 15 unless
+    ``max_total_draft_tokens`` says otherwise."""
+    min_draft_probability: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """What the head holds less likely than this, together with all before it, is left out of the
+    ``likeliest``: verifying costs something, too."""
+
+    @property
+    def drafts_chains(self) -> bool:
+        """Whether no draft of it branches, however short."""
+        return self.num_beams == 1
+
+    def _settle_lengths(self) -> None:
+        """The depth is that of a beam; the size at most that of beams with nothing in common."""
+        given = "draft_len_per_beam" in self.model_fields_set
+        if not given and self.max_draft_len:
+            self._set("draft_len_per_beam", self.max_draft_len)
+        if self.min_draft_probability and self.tree == "beams":
+            reason = "tree is 'beams', which are all verified"
+            raise self._refuse("min_draft_probability", self.min_draft_probability, reason)
+        length = self.draft_len_per_beam
+        if self.max_draft_len not in (0, length):
+            reason = f"draft_len_per_beam makes it {length}"
+            raise self._refuse("max_draft_len", self.max_draft_len, reason)
+        self._set("max_draft_len", length)
+        most = self.num_beams * length
+        if self.max_total_draft_tokens > most:
+            reason = f"{self.num_beams} beams of {length} have no more than {most}"
+            raise self._refuse("max_total_draft_tokens", self.max_total_draft_tokens, reason)
+        usual = most if self.tree == "beams" else min(most, max(length, 15))
+        self._set("max_total_draft_tokens", self.max_total_draft_tokens or usual)
+        super()._settle_lengths()
+
+
+class UserProvidedDecodingConfig(DecodingBaseConfig):
+    """Drafts come from the caller's own ``Drafter``; see ``speculative.drafter``."""
+
+    decoding_type: ClassVar[str] = "User_Provided"
+    branches: ClassVar[bool] = True
+
+    name: str = Field(default="user_provided", min_length=1)
+    max_total_draft_tokens: Nodes = 0
+    """Most tokens of a draft, all branches together, whatever the drafter's ``nodes`` says. Left
+    out: what ``nodes`` says of a draft of ``max_draft_len`` levels."""
+    drafter: Any
+    """A ``Drafter``: an instance, or ``"module:Name"`` of a class without arguments."""
+    resource_manager: Any = None
+    """A ``ResourceManager``, or ``"module:Name"`` of one, told of each request's life."""
+
+    _names: dict[str, str] = pydantic.PrivateAttr(default_factory=dict)
+    """How the objects were named, if they were: a dump names them so."""
+
+    if not TYPE_CHECKING:  # see DecodingBaseConfig
+
+        def __init__(self, **values: Any) -> None:
+            super().__init__(**values)
+            for name in ("drafter", "resource_manager"):
+                if isinstance(values.get(name), str):
+                    self._names[name] = values[name]
+
+    @pydantic.field_validator("drafter", "resource_manager", mode="after")
+    @classmethod
+    def _load(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
+        kind = str(info.field_name)
+        try:
+            made = Registry(kind, {}).create(value) if isinstance(value, str | type) else value
+        except UsageError:
+            raise
+        except Exception as error:  # of the caller's own code
+            raise ValueError(f"it cannot be made: {type(error).__name__}: {error}") from error
+        method = "prepare_draft_tokens" if kind == "drafter" else "get_max_resource_count"
+        if not callable(getattr(made, method, None)):
+            raise ValueError(f"it has no method {method}")
+        return made
+
+    @pydantic.field_serializer("drafter", "resource_manager")
+    def _dump(self, value: Any, info: pydantic.FieldSerializationInfo) -> Any:
+        """The name that it was given by; an object stays itself where a dump may hold objects."""
+        kept = info.mode == "python" and not is_dataclass(value)  # of which pydantic makes fields
+        if value is None or (kept and info.field_name not in self._names):
+            return value
+        if info.field_name not in self._names:
+            raise ParameterError(
+                f"{info.field_name} cannot be written down",
+                f"it is an object of {type(value).__name__}, and nothing says how to make it",
+                'Give it as "module:Name", of a class without arguments',
+            )
+        return self._names[info.field_name]
+
+    def _settle_lengths(self) -> None:
+        """A draft is as large as the drafter says, unless ``max_total_draft_tokens`` does."""
+        if not self.max_total_draft_tokens and self.max_draft_len:
+            self._set("max_total_draft_tokens", self._own_size())
+        super()._settle_lengths()
+
+    def _own_size(self) -> int:
+        try:
+            size = index(self.drafter.nodes(self.max_draft_len))
+        except Exception:  # of the caller's own code; the engine will see to it
+            return self.max_draft_len
+        return min(max(size, self.max_draft_len), MAX_NODES)

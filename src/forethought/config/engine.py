@@ -1,0 +1,141 @@
+"""How to build an engine: what the caller writes. ``"auto"`` is allowed here and nowhere below.
+
+``engine.resolve`` turns these into settled numbers. Knows nothing about models or devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+import pydantic
+from pydantic import AliasChoices, Field, SerializeAsAny
+
+from forethought.config.base import StrictModel
+from forethought.config.speculation import DecodingBaseConfig, read_configs
+
+if TYPE_CHECKING:
+    import torch
+
+DtypeName = Literal["auto", "float32", "bfloat16", "float16", "fp32", "bf16", "fp16", "half"]
+"""The names that ``dtype`` may have; ``torch.bfloat16`` and its like will do as well."""
+
+
+class KvCacheConfig(StrictModel):
+    """The KV cache: its page size, how large it is, whether prefixes are reused."""
+
+    tokens_per_block: int = Field(
+        default=16, ge=1, le=4096, validation_alias=AliasChoices("tokens_per_block", "page_size")
+    )
+    """Tokens in one page."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Tokens that the cache holds; None: as the memory fractions below allow."""
+    free_gpu_memory_fraction: float = Field(default=0.9, gt=0.0, le=1.0)
+    """On CUDA: the share of the memory left after loading the model."""
+    host_cache_size: int | None = Field(default=None, ge=1)
+    """On CPU: bytes for the cache; None: a tenth of the free memory, at most 4 GiB."""
+    enable_block_reuse: bool = True
+    """Whether full pages are kept and found again by later prompts with the same prefix."""
+
+
+class GuidedDecodingConfig(StrictModel):
+    """What compiling the grammar of one request may cost; see docs/structured-output.md."""
+
+    max_grammar_bytes: int = Field(default=2**20, ge=1, le=2**20)
+    """Bytes of a schema, expression or grammar, or of all choices together. Beyond a megabyte the
+    stack of llguidance's compiler would not be safe."""
+    compile_timeout: float = Field(default=10.0, gt=0.0, le=3600.0)
+    """Seconds until a request whose grammar is not compiled fails."""
+
+
+class LlmArgs(StrictModel):
+    """Everything that ``LLM`` and ``AsyncLLM`` accept."""
+
+    model: Path | None = None
+    """Local Hugging Face directory, or Hub id such as ``Qwen/Qwen3-0.6B``; None: the embedded
+    reasoner."""
+    revision: str | None = Field(default=None, min_length=1)
+    """Branch, tag or commit of a model of the Hub; None: its main branch."""
+    tokenizer: Path | None = None
+    """Directory or Hub id of the tokenizer, if it is not the model's."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """``auto``: the dtype in the model's config."""
+    device: str = "auto"
+    """``auto``: CUDA where torch has it, else CPU."""
+    attention: str = "auto"
+    """Attention backend by name."""
+    fuse: bool = True
+    """Use the fused forward where the architecture allows it; the plain one otherwise."""
+    max_batch_size: int = Field(default=64, ge=1)
+    """Sequences in one step."""
+    max_num_tokens: int = Field(default=2048, ge=1)
+    """Tokens in one step: decodes first, then chunks of prefills."""
+    max_seq_len: int | None = Field(default=None, ge=2)
+    """Prompt and output of one sequence together; None: the model's context."""
+    enable_chunked_prefill: bool = True
+    """Whether a prompt may be prefilled over several steps."""
+    kv_cache_config: KvCacheConfig = Field(default_factory=KvCacheConfig)
+    guided_decoding_config: GuidedDecodingConfig = Field(default_factory=GuidedDecodingConfig)
+    seed: int | None = Field(default=None, ge=0, lt=2**64)
+    """From which the seeds of unseeded requests are drawn; None: from the operating system."""
+    trust_remote_code: bool = False
+    speculative_config: tuple[SerializeAsAny[DecodingBaseConfig], ...] = ()
+    """How to guess ahead: one configuration, or several of which each is asked where those before
+    it have nothing to propose. Dictionaries will do, with ``decoding_type`` as in YAML."""
+    disable_overlap_scheduler: Literal[True] = True
+    """Accepted from configurations that must say so elsewhere: steps never overlap here."""
+
+    @pydantic.field_validator("dtype", mode="before")
+    @classmethod
+    def _dtype_name(cls, value: Any) -> Any:
+        """Accept ``torch.bfloat16`` and the short names as well, without importing torch."""
+        name = str(value).removeprefix("torch.")
+        return {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "float16"}.get(
+            name, name
+        )
+
+    @pydantic.field_validator("kv_cache_config", mode="before")
+    @classmethod
+    def _kv_from_dict(cls, value: Any) -> Any:
+        return KvCacheConfig.from_dict(value) if isinstance(value, dict) else value
+
+    @pydantic.field_validator("guided_decoding_config", mode="before")
+    @classmethod
+    def _guided_from_dict(cls, value: Any) -> Any:
+        return GuidedDecodingConfig.from_dict(value) if isinstance(value, dict) else value
+
+    @pydantic.field_validator("speculative_config", mode="before")
+    @classmethod
+    def _read_speculative(cls, value: Any) -> Any:
+        return read_configs(value)
+
+
+class LlmOptions(TypedDict, total=False):
+    """The fields of ``LlmArgs`` beside ``model``, as keyword arguments of ``LLM`` and ``AsyncLLM``.
+
+    For editors and type checkers only: what they mean and which values are allowed stands in
+    ``LlmArgs``, which checks them.
+    """
+
+    revision: str | None
+    tokenizer: str | Path | None
+    dtype: DtypeName | torch.dtype
+    device: str
+    attention: str
+    fuse: bool
+    max_batch_size: int
+    max_num_tokens: int
+    max_seq_len: int | None
+    enable_chunked_prefill: bool
+    kv_cache_config: KvCacheConfig | Mapping[str, Any]
+    seed: int | None
+    trust_remote_code: bool
+    speculative_config: (
+        DecodingBaseConfig
+        | Mapping[str, Any]
+        | Sequence[DecodingBaseConfig | Mapping[str, Any]]
+        | None
+    )
+    guided_decoding_config: GuidedDecodingConfig | Mapping[str, Any]
+    disable_overlap_scheduler: Literal[True]

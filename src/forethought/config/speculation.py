@@ -1,0 +1,386 @@
+"""How to guess ahead: one configuration class per way of drafting, each in a file of its own.
+
+Names, defaults and ``decoding_type`` strings are those of TensorRT-LLM, so that a
+``speculative_config`` block of a YAML file that was written for it is read here as it stands. After
+construction every length is settled; an impossible or ambiguous one is refused. Knows nothing about
+how drafts are made.
+
+[bounds] How much a configuration may ask for at most, whatever engine it comes to.
+
+Far beyond what pays, and small enough that no table or search of a drafter grows without bound.
+The engine's own limits come on top: a draft is never longer than the context, which is refused when
+the engine is built, nor than the room that a step has left. Knows nothing about drafters.
+
+[tree_paths] A static tree as it is written down: a path of ranks per node.
+
+``[1, 0]`` is the most probable token after the second most probable one. Two spellings are read:
+all nodes, each with what leads to it (``[[0], [1], [1, 0]]``), or the paths to the leaves only
+(``[[0, 0], [1, 0]]``). A list that has a path of one rank is one of all nodes. Either may be the
+text of such a list.
+
+[table] Which class a ``decoding_type`` names. Imports none before it is asked for.
+
+[base] What all ways of drafting have in common. Knows nothing about any one of them.
+
+After construction every length is settled; an impossible or ambiguous one is refused.
+
+[speculative_config] What ``speculative_config`` may be: one way of drafting or several, however
+they are written.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+
+import pydantic
+from pydantic import AliasChoices, BeforeValidator, Field
+
+from forethought.config.base import StrictModel
+from forethought.errors import ParameterError, UnknownNameError
+from forethought.model_dir import find_model_dir
+
+MAX_LEVELS = 256
+"""Levels of a draft."""
+MAX_NODES = 1024
+"""Tokens of a draft, all branches together; also children of a node, and beams of a search."""
+MAX_NGRAM = 64
+"""Tokens of an n-gram that is looked up; an n-gram pool learns as many patterns per token."""
+MAX_SUFFIX = 1024
+"""Tokens that a suffix is compared over."""
+MAX_FACTOR = 256.0
+"""Drafted tokens per token of a suffix that matched."""
+MAX_ENTRIES = 1 << 24
+"""Continuations, outputs or tokens that are remembered: about 10 GB of them."""
+MAX_WINDOW = 1 << 16
+"""Drafts over which a gate averages."""
+
+Levels = Annotated[int, Field(ge=0, le=MAX_LEVELS)]
+Nodes = Annotated[int, Field(ge=0, le=MAX_NODES)]
+
+
+def _from_text(value: Any) -> Any:
+    """A list of paths may be written as the text of one."""
+    try:
+        return ast.literal_eval(value) if isinstance(value, str) else value
+    except (ValueError, SyntaxError) as error:
+        raise ValueError("it is not the text of a list of lists") from error
+
+
+TreePaths = Annotated[tuple[tuple[int, ...], ...], BeforeValidator(_from_text)]
+"""See ``speculative.tree.TreeChoices``."""
+
+
+def all_nodes(paths: Collection[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """Every node that the paths lead through, by length and then by value."""
+    nodes = {path[:end] for path in paths for end in range(1, len(path) + 1)}
+    return tuple(sorted(nodes, key=lambda path: (len(path), path)))
+
+
+def missing_path(paths: Collection[tuple[int, ...]]) -> tuple[int, ...] | None:
+    """A node that a list of all nodes lacks; None: it lacks none, or has the leaves only."""
+    listed, nodes = set(paths), all_nodes(paths)
+    inner = {path[:-1] for path in nodes}
+    if min(map(len, paths)) > 1 and not listed & inner:
+        return None
+    return next((node for node in nodes if node not in listed), None)
+
+
+CONFIGS: Mapping[str, str] = {
+    "AUTO": "AutoDecodingConfig",
+    "Draft_Target": "DraftTargetDecodingConfig",
+    "Eagle": "EagleDecodingConfig",
+    "Medusa": "MedusaDecodingConfig",
+    "MTP": "MTPDecodingConfig",
+    "NGram": "NGramDecodingConfig",
+    "Pearl": "PearlDecodingConfig",
+    "ReDrafter": "ReDrafterDecodingConfig",
+    "Suffix": "SuffixDecodingConfig",
+    "User_Provided": "UserProvidedDecodingConfig",
+}
+"""``decoding_type`` -> class in ``config.drafters``."""
+
+ALIASES: Mapping[str, str] = {"Eagle3": "Eagle"}
+"""Other strings that ``decoding_type`` may be."""
+
+
+def find_config_class(kind: Any) -> type[DecodingBaseConfig]:
+    """The class that a ``decoding_type`` names; case, ``_`` and ``-`` do not matter.
+
+    Raises:
+        UnknownNameError: there is no such ``decoding_type``.
+    """
+    spelled = _plain(str(kind))
+    known = {_plain(name): name for name in CONFIGS}
+    known |= {_plain(alias): name for alias, name in ALIASES.items()}
+    if spelled not in known:
+        raise UnknownNameError("decoding_type", str(kind), CONFIGS)
+    name = CONFIGS[known[spelled]]
+    found: type[DecodingBaseConfig] = getattr(
+        importlib.import_module("forethought.config.drafters"), name
+    )
+    return found
+
+
+def missing_decoding_type() -> ParameterError:
+    """What to raise where nothing says how to draft."""
+    return ParameterError(
+        "speculative_config needs decoding_type",
+        "nothing says how to draft",
+        f"Use one of {', '.join(sorted(CONFIGS))}",
+    )
+
+
+def _plain(kind: str) -> str:
+    return kind.casefold().replace("_", "").replace("-", "")
+
+
+class DecodingBaseConfig(StrictModel):
+    """What all ways of drafting have in common. ``from_dict`` finds the class that is meant."""
+
+    decoding_type: ClassVar[str] = ""
+    """What a dictionary or YAML file calls it; case, ``_`` and ``-`` do not matter there."""
+    uses_model: ClassVar[bool | None] = False
+    """Whether it needs ``speculative_model``; None: it can do without."""
+    branches: ClassVar[bool] = False
+    """Whether a draft may be a tree: have more tokens than levels."""
+
+    name: str = Field(default="", min_length=1)
+    """What ``SpeculationParams.drafter`` and the metrics call it."""
+    max_draft_len: Levels = 0
+    """Most levels of a draft: most tokens that a step can accept; at most ``MAX_LEVELS``."""
+    max_total_draft_tokens: Nodes = 0
+    """Most tokens of a draft, all branches together: for these the KV cache is reserved. Left out:
+    ``max_draft_len``, or the size of the tree; at most ``MAX_NODES``."""
+    speculative_model: Path | None = Field(
+        default=None, validation_alias=AliasChoices("speculative_model", "speculative_model_dir")
+    )
+    """Local Hugging Face directory, or Hub id, of the draft model or of heads."""
+    revision: str | None = Field(default=None, min_length=1)
+    """Branch, tag or commit of a ``speculative_model`` of the Hub; None: its main branch."""
+    max_concurrency: int | None = Field(default=None, ge=1)
+    """No drafts in a step with more running sequences than this, decoding or still prefilling;
+    those that wait for a place are not counted. None: no such limit."""
+    draft_len_schedule: dict[int, int] | None = None
+    """Running sequences, counted as for ``max_concurrency`` -> draft length; see
+    ``draft_len_schedule_bounds``. Kept sorted."""
+    draft_len_schedule_bounds: Literal["upper", "lower"] | None = None
+    """How the keys are meant. ``upper``, where it is left out, as TensorRT-LLM reads them today: up
+    to so many sequences, and no drafts with more than the largest key. ``lower``, as it read them
+    at first: from so many sequences on; the smallest key is 1."""
+    acceptance_rate_window_size: int = Field(default=0, ge=0, le=MAX_WINDOW)
+    """Verified drafts, of all requests together, over which the gate averages: the last so many,
+    once there are as many since it opened. 0: there is no gate."""
+    acceptance_rate_threshold: float | None = Field(default=None, ge=0.0, le=1.0)
+    """The gate closes when a smaller share of the drafted levels than this is accepted."""
+    length_control: Literal["fixed", "goodput"] = "fixed"
+    """``fixed``: as long as the fields above allow. ``goodput``: as long as pays in tokens per
+    second, as measured while running, which may be 0."""
+    synthetic_acceptance: float | None = Field(default=None, ge=0.0, le=1.0)
+    """For studies of speed: each level of a draft is accepted with this probability, whatever it
+    holds. Outputs are then meaningless, and marked."""
+    synthetic_acceptance_length: float | None = Field(default=None, ge=1.0)
+    """The same by length: each step generates so many tokens on average, that of the target itself
+    included: with 2.6 one drafted token is always accepted, and a second one in 60 % of the steps.
+    As vLLM's field of this name and SGLang's ``SGLANG_SIMULATE_ACC_LEN``; TensorRT-LLM's
+    ``TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS`` is less by the target's token. Shorter drafts
+    than that are accepted whole."""
+
+    if not TYPE_CHECKING:  # checkers and editors see pydantic's own, which knows the fields
+
+        def __init__(self, **values: Any) -> None:
+            kind = values.pop("decoding_type", None)  # of a dump
+            if kind is not None:
+                self._expect(kind)
+            super().__init__(**values)
+
+    @pydantic.model_serializer(mode="wrap")
+    def _say_kind(self, dump: pydantic.SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A dump says which class it is of, so that it can be loaded again."""
+        return {"decoding_type": self.decoding_type, **dump(self)}
+
+    @pydantic.model_validator(mode="after")
+    def _settle(self) -> DecodingBaseConfig:
+        if not self.decoding_type:
+            raise missing_decoding_type()
+        self._settle_lengths()
+        self._settle_schedule()
+        self._check_synthetic()
+        if self.uses_model and self.speculative_model is None:
+            raise self._refuse("speculative_model", None, "drafts come from a model of their own")
+        if self.uses_model is False and self.speculative_model is not None:
+            raise self._refuse("speculative_model", self.speculative_model, "it has no draft model")
+        if self.revision is not None and self.speculative_model is None:
+            raise self._refuse("revision", self.revision, "there is no speculative_model")
+        if bool(self.acceptance_rate_window_size) != (self.acceptance_rate_threshold is not None):
+            raise self._refuse(
+                "acceptance_rate_window_size",
+                self.acceptance_rate_window_size,
+                f"acceptance_rate_threshold is {self.acceptance_rate_threshold}; a gate needs both",
+            )
+        return self
+
+    def with_local_model(self) -> Self:
+        """The same with ``speculative_model`` as a directory, downloaded if it is a Hub id.
+
+        Raises:
+            UsageError: as :func:`~forethought.model_dir.find_model_dir`.
+        """
+        if self.speculative_model is None:
+            return self
+        directory = find_model_dir(self.speculative_model, self.revision)
+        return self.model_copy(update={"speculative_model": directory, "revision": None})
+
+    def _settle_lengths(self) -> None:
+        if self.max_draft_len < 1:
+            raise self._refuse("max_draft_len", self.max_draft_len, "a draft has at least 1 level")
+        total = self.max_total_draft_tokens or self.max_draft_len
+        if total < self.max_draft_len or (total > self.max_draft_len and not self.branches):
+            raise self._refuse(
+                "max_total_draft_tokens",
+                total,
+                f"max_draft_len is {self.max_draft_len}"
+                + ("" if self.branches else ", and its drafts do not branch"),
+            )
+        if total > MAX_NODES or self.max_draft_len > MAX_LEVELS:
+            name = "max_total_draft_tokens" if total > MAX_NODES else "max_draft_len"
+            reason = f"a draft has at most {MAX_LEVELS} levels and {MAX_NODES} tokens"
+            raise self._refuse(name, max(total, getattr(self, name)), reason)
+        self._set("max_total_draft_tokens", total)
+
+    @property
+    def drafts_chains(self) -> bool:
+        """Whether no draft of it branches, however short."""
+        return self.max_total_draft_tokens == self.max_draft_len
+
+    def _settle_tree(self, name: str, paths: tuple[tuple[int, ...], ...]) -> None:
+        """Take depth and size from the tree in the field ``name``; refuse others beside it."""
+        if not paths or not all(paths) or min(map(min, paths)) < 0:
+            raise self._refuse(name, paths, "paths are lists of ranks from 0")
+        if len(set(paths)) < len(paths):
+            raise self._refuse(name, paths, "a path stands there twice")
+        self._expect_closed(name, paths)
+        size = len(all_nodes(paths))
+        lengths = {"max_draft_len": max(map(len, paths)), "max_total_draft_tokens": size}
+        for length, value in lengths.items():
+            if getattr(self, length) not in (0, value):
+                raise self._refuse(length, getattr(self, length), f"{name} make it {value}")
+            self._set(length, value)
+
+    def _expect_closed(self, name: str, paths: tuple[tuple[int, ...], ...]) -> None:
+        """Refuse a list that has neither all nodes of a tree nor its leaves only."""
+        missing = missing_path(paths)
+        if missing is not None:
+            reason = (
+                f"{list(missing)} is missing, through which others lead: list all nodes, or the "
+                "leaves only if none of them is a path of one rank"
+            )
+            raise self._refuse(name, [list(path) for path in paths], reason)
+
+    def _settle_schedule(self) -> None:
+        schedule, bounds = self.draft_len_schedule, self.draft_len_schedule_bounds
+        if schedule is None and bounds is not None:
+            reason = "it says how the keys of draft_len_schedule are meant, and there is none"
+            raise self._refuse("draft_len_schedule_bounds", bounds, reason)
+        if schedule is None:
+            return
+        self._set("draft_len_schedule_bounds", bounds or "upper")
+        if self.max_concurrency is not None or self.length_control != "fixed":
+            other = "length_control" if self.max_concurrency is None else "max_concurrency"
+            raise self._refuse(other, getattr(self, other), "draft_len_schedule decides already")
+        if not schedule or min(schedule) < 1 or (bounds == "lower" and min(schedule) > 1):
+            first = "the smallest of these lower bounds must be 1" if bounds == "lower" else ""
+            reason = first or "it must have batch sizes from 1 as keys"
+            raise self._refuse("draft_len_schedule", schedule, reason)
+        if any(not 0 <= length <= self.max_draft_len for length in schedule.values()):
+            reason = f"lengths lie between 0 and max_draft_len, {self.max_draft_len}"
+            raise self._refuse("draft_len_schedule", schedule, reason)
+        self._set("draft_len_schedule", dict(sorted(schedule.items())))
+
+    def _check_synthetic(self) -> None:
+        length = self.synthetic_acceptance_length
+        if length is None:
+            return
+        if self.synthetic_acceptance is not None:
+            reason = "synthetic_acceptance is given, which says it by level"
+            raise self._refuse("synthetic_acceptance_length", length, reason)
+        if length > self.max_draft_len + 1:
+            reason = f"a step has at most max_draft_len + 1 tokens, {self.max_draft_len + 1}"
+            raise self._refuse("synthetic_acceptance_length", length, reason)
+
+    def _set(self, name: str, value: Any) -> None:
+        """Settle a field during construction, after which it is frozen."""
+        self.__dict__[name] = value
+
+    def _refuse(self, name: str, value: Any, reason: str) -> ParameterError:
+        owner = type(self).__name__
+        return ParameterError(
+            f"invalid {name} in {owner}", f"got {value!r}, but {reason}", f"Change {name}"
+        )
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Any:
+        """The configuration that ``values`` describe.
+
+        Args:
+            values: field names and values; ``decoding_type`` names the class, unless it is called
+                on that class.
+
+        Raises:
+            UnknownNameError: there is no such ``decoding_type``.
+            ParameterError: an unknown name, or a value of the wrong type or outside its range.
+        """
+        fields = dict(values)
+        kind = fields.pop("decoding_type", cls.decoding_type)
+        if not kind:
+            raise missing_decoding_type()
+        return cls._expect(kind)(**fields)
+
+    @classmethod
+    def _expect(cls, kind: Any) -> type[DecodingBaseConfig]:
+        """The class that ``kind`` names, which must be this one or one derived from it."""
+        found = find_config_class(kind)
+        if not issubclass(found, cls):
+            raise ParameterError(
+                f"invalid decoding_type in {cls.__name__}",
+                f"got {kind!r}, which is {found.__name__}",
+                f"Call {found.__name__}.from_dict, or leave decoding_type out",
+            )
+        return found
+
+
+def read_configs(value: Any) -> tuple[DecodingBaseConfig, ...]:
+    """One configuration or several, however they are written, in order.
+
+    Args:
+        value: a configuration, a dictionary for ``from_dict``, a list of them, or None.
+
+    Raises:
+        UsageError: something else, a bad dictionary, or two with one name.
+    """
+    items: Sequence[Any] = value if isinstance(value, list | tuple) else [value]
+    configs = [_read(item) for item in items if item is not None]
+    names = [config.name for config in configs]
+    if len(set(names)) < len(names):
+        raise ParameterError(
+            "two entries of speculative_config have one name",
+            f"their names are {', '.join(names)}",
+            "Set name, by which requests choose a drafter",
+        )
+    return tuple(configs)
+
+
+def _read(item: Any) -> DecodingBaseConfig:
+    if isinstance(item, Mapping):
+        config: DecodingBaseConfig = DecodingBaseConfig.from_dict(item)
+        return config
+    if not isinstance(item, DecodingBaseConfig):
+        raise ParameterError(
+            "invalid speculative_config",
+            f"got {item!r}",
+            "Give a configuration such as NGramDecodingConfig(), a dictionary, or a list of them",
+        )
+    return item

@@ -1,0 +1,272 @@
+"""Tokens to text while they arrive: the pieces together are the text of all tokens.
+
+Decoding a token depends on those around it: a character may be spread over several tokens, and a
+sentencepiece tokenizer drops the space in front of a text's first word. So a token is decoded in a
+short window behind its predecessors, and what may still change is held back.
+
+Knows nothing about requests or stop strings.
+
+[stops] Stop strings: where a text ends, and how much of its end may be the start of one.
+
+The result does not depend on how the text was cut into tokens: it is that of matching one character
+at a time. Knows nothing about tokens.
+
+[transcript] The text side of one generation: tokens in, a ``CompletionOutput`` out, at any time.
+
+Cuts at stop strings. Decodes when the text is asked for, or with each token if a stop string may
+end the generation. Knows nothing about engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from forethought.config.sampling import SamplingParams
+from forethought.llm.tokenizer import Tokenizer
+from forethought.outputs import (
+    GRAMMAR_COMPLETE,
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    TokenLogprobs,
+)
+
+UNREADABLE = "\ufffd"
+"""What decoding shows for bytes that are no character, or not yet."""
+
+KEEP = 5
+"""Tokens kept as context: one for the spaces; four bytes for the longest character."""
+
+
+class Detokenizer:
+    """The text that continues ``context``.
+
+    ``decode(context) + (all that push and flush return) == decode(context + pushed)``, but for two
+    things that cannot be: a character that the context leaves unfinished is returned whole, and
+    when one byte of a run of sentencepiece's byte tokens is wrong, decoding makes the whole run
+    unreadable, where characters that were returned before stay.
+    Work per token is bounded: a window of about ``2 * KEEP`` tokens is decoded.
+
+    Args:
+        tokenizer: of the model.
+        context: the tokens before; only the last few are looked at.
+        skip_special_tokens: leave special tokens out of the text.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, context: Sequence[int], skip_special_tokens: bool = True
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
+        tail = context[-8 * KEEP :]
+        self._window = [token for token in tail if token not in self._hidden]
+        self._held_bytes = 0
+        self._shorten()
+        self._shown = len(self._decode().rstrip(UNREADABLE))
+
+    def push(self, tokens: Sequence[int]) -> str:
+        """The text that is certain after ``tokens`` and was not before."""
+        visible = [token for token in tokens if token not in self._hidden]
+        if not visible:
+            return ""
+        if self._tokenizer.byte_values:
+            return "".join([self._advance([token]) for token in visible])
+        return self._advance(visible)
+
+    def flush(self) -> str:
+        """The text held back, as nothing follows."""
+        text = self._decode()
+        rest, self._shown = text[self._shown :], len(text)
+        self._held_bytes = 0
+        return rest
+
+    def _advance(self, tokens: list[int]) -> str:
+        self._window += tokens
+        text = self._decode()
+        certain = self._certain(text, tokens[-1])
+        new = text[self._shown : certain]
+        self._shown = max(self._shown, certain)
+        if len(self._window) > 2 * KEEP and self._held_bytes == 0:
+            unsure = len(text) - self._shown
+            self._shorten()
+            self._shown = len(self._decode()) - unsure
+        return new
+
+    def _certain(self, text: str, last: int) -> int:
+        """How many characters of the window's text no further token can change."""
+        if last in self._tokenizer.byte_values:
+            # The run shows as unreadable until its last character is complete, at most 4 bytes.
+            self._held_bytes = (self._held_bytes + 1) % 4 if text.endswith(UNREADABLE) else 0
+            return self._shown if self._held_bytes else len(text)
+        self._held_bytes = 0
+        return len(text) - 1 if text.endswith(UNREADABLE) else len(text)
+
+    def _shorten(self) -> None:
+        """Drop all but the last few tokens, not starting inside a character of byte tokens."""
+        start = max(0, len(self._window) - KEEP)
+        for _ in range(3):
+            if start and self._tokenizer.byte_values.get(self._window[start], 0) & 0xC0 == 0x80:
+                start -= 1
+        del self._window[:start]
+
+    def _decode(self) -> str:
+        # Special tokens that are to be hidden are not in the window.
+        return self._tokenizer.decode(self._window, skip_special_tokens=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """A stop string found."""
+
+    text: str
+    start: int
+    """Where it begins; the text before is the answer."""
+
+    @property
+    def end(self) -> int:
+        """The position behind it."""
+        return self.start + len(self.text)
+
+
+def find_stop(text: str, known: int, stops: Sequence[str]) -> Stop | None:
+    """The stop string completed first behind ``text[:known]``; of several, the longest.
+
+    Args:
+        text: the text so far.
+        known: how much of it was searched before; a match may begin there but not end.
+        stops: non-empty strings.
+    """
+    found = []
+    for stop in stops:
+        start = text.find(stop, max(0, known - len(stop) + 1))
+        if start >= 0:
+            found.append(Stop(stop, start))
+    return min(found, key=lambda stop: (stop.end, stop.start), default=None)
+
+
+def count_held(text: str, stops: Sequence[str]) -> int:
+    """How many characters at the end of ``text`` may be the beginning of a stop string."""
+    longest = max((len(stop) for stop in stops), default=1)
+    for count in range(min(len(text), longest - 1), 0, -1):
+        if any(len(stop) > count and text.endswith(stop[:count]) for stop in stops):
+            return count
+    return 0
+
+
+class Transcript:
+    """What one sample has said.
+
+    ``token_ids`` are all tokens up to the one that ended it, the token that completed a stop string
+    included; ``text`` ends before the stop string and before an end-of-sequence or stop token,
+    unless ``include_stop_str_in_output``. Stop strings completed before ``min_tokens`` tokens are
+    passed over.
+
+    Args:
+        tokenizer: of the model.
+        params: of the request.
+        context: the tokens before the generation; its text continues theirs.
+        index: which of the ``n`` samples.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, params: SamplingParams, context: Sequence[int], index: int = 0
+    ) -> None:
+        self._tokenizer, self._params, self._index = tokenizer, params, index
+        self._detokenizer = Detokenizer(tokenizer, context, params.skip_special_tokens)
+        self.token_ids: list[int] = []
+        self._undecoded: list[int] = []
+        self._text = ""
+        self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
+        self._cumulative = 0.0
+        self.finish_reason: FinishReason | None = None
+        self._stop_reason: int | str | None = None
+
+    def add(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[TokenLogprobs] | None,
+        finish_reason: FinishReason | None = None,
+        stop_reason: int | str | None = None,
+    ) -> None:
+        """Append what the engine drew.
+
+        A completed stop string ends the transcript; the caller then finds ``finish_reason`` set and
+        tokens behind the completing one left out.
+
+        Args:
+            tokens: in order; the last one ended the generation if ``finish_reason`` is ``STOP``.
+            logprobs: one entry per token, if asked for.
+            finish_reason: of the engine; None: it goes on.
+            stop_reason: of the engine.
+        """
+        ended_by_token = finish_reason is FinishReason.STOP and stop_reason != GRAMMAR_COMPLETE
+        for place, token in enumerate(tokens):
+            self.token_ids.append(token)
+            if self._logprobs is not None and logprobs is not None:
+                self._add_logprobs(token, logprobs[place])
+            is_end = ended_by_token and place == len(tokens) - 1
+            if not is_end or self._params.include_stop_str_in_output:
+                self._undecoded.append(token)
+            if self._params.stop and (stop := self._find_stop()):
+                end = stop.end if self._params.include_stop_str_in_output else stop.start
+                self._text = self._text[:end]
+                self._end(FinishReason.STOP, stop.text)
+                return
+        if finish_reason is not None:
+            self.finish(finish_reason, stop_reason)
+
+    def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """Nothing follows; text that was held back is certain now."""
+        self._decode()
+        self._text += self._detokenizer.flush()
+        self._end(reason, stop_reason)
+
+    @property
+    def text(self) -> str:
+        """The text so far, without what may turn out to be the beginning of a stop string."""
+        self._decode()
+        if self.finish_reason is not None:
+            return self._text
+        return self._text[: len(self._text) - count_held(self._text, self._params.stop)]
+
+    def output(self) -> CompletionOutput:
+        """A copy of everything so far."""
+        return CompletionOutput(
+            index=self._index,
+            text=self.text,
+            token_ids=list(self.token_ids),
+            logprobs=None if self._logprobs is None else list(self._logprobs),
+            cumulative_logprob=None if self._logprobs is None else self._cumulative,
+            finish_reason=self.finish_reason,
+            stop_reason=self._stop_reason,
+        )
+
+    def _end(self, reason: FinishReason, stop_reason: int | str | None) -> None:
+        self._undecoded.clear()
+        self.finish_reason, self._stop_reason = reason, stop_reason
+
+    def _decode(self) -> None:
+        if self._undecoded:
+            self._text += self._detokenizer.push(self._undecoded)
+            self._undecoded.clear()
+
+    def _find_stop(self) -> Stop | None:
+        known = len(self._text)
+        self._decode()
+        if len(self.token_ids) < self._params.min_tokens:
+            return None
+        return find_stop(self._text, known, self._params.stop)
+
+    def _add_logprobs(self, token: int, entries: TokenLogprobs) -> None:
+        assert self._logprobs is not None
+        self._cumulative += entries[token].logprob
+        self._logprobs.append(name_tokens(entries, self._tokenizer))
+
+
+def name_tokens(entries: TokenLogprobs, tokenizer: Tokenizer) -> TokenLogprobs:
+    """The same log-probabilities with the text of each token."""
+    return {
+        token: Logprob(entry.logprob, entry.rank, tokenizer.piece(token))
+        for token, entry in entries.items()
+    }

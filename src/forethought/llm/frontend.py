@@ -1,0 +1,371 @@
+"""One request in flight: its samples in the engine, and what each has said.
+
+Knows nothing about who waits for it.
+
+[desk] The desk between text and engine: prompts go in as tokens, events come out as text.
+
+``LLM`` and ``AsyncLLM`` both work through one. Like the engine it is used by one thread at a time;
+only what stands under "from any thread" may be called at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import deque
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as List
+from pathlib import Path
+from typing import Any
+
+from forethought.assets import reasoner_dir
+from forethought.config.engine import LlmArgs
+from forethought.config.sampling import SamplingParams
+from forethought.engine import resolve
+from forethought.engine.engine import Engine
+from forethought.engine.sequence import Sequence
+from forethought.engine.step import Event
+from forethought.errors import RequestError
+from forethought.llm.detokenizer import Transcript, name_tokens
+from forethought.llm.grammar import GrammarCompiler
+from forethought.llm.tokenizer import Prompt, Tokenizer, read_ids, read_params, read_prompt
+from forethought.model.sampling import Constraints
+from forethought.model_dir import find_model_dir
+from forethought.outputs import CompletionOutput, EngineStats, FinishReason, RequestOutput, Usage
+
+
+class Generation:
+    """The samples of one prompt, or one continuation of a live sequence.
+
+    Args:
+        sequences: the samples, just started.
+        tokenizer: of the model.
+        prompt: what they continue; None for a live sequence, which knows by itself.
+    """
+
+    def __init__(
+        self, sequences: list[Sequence], tokenizer: Tokenizer, prompt: Prompt | None = None
+    ) -> None:
+        self.sequences, self._tokenizer, self._prompt = sequences, tokenizer, prompt
+        self._transcripts = {
+            sequence.id: Transcript(tokenizer, sequence.params, sequence.tokens, sequence.index)
+            for sequence in sequences
+        }
+        self._metrics = {sequence.id: sequence.metrics for sequence in sequences}
+        self._error: Exception | None = None
+        self.num_events = 0
+        """Events of the engine taken in so far."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing more will come, for better or worse."""
+        return self._error is not None or not self.unfinished
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        """The samples that go on."""
+        transcripts = self._transcripts
+        return [s for s in self.sequences if transcripts[s.id].finish_reason is None]
+
+    @property
+    def failure(self) -> RequestError | None:
+        """What the engine could not do for it, if it failed."""
+        if self._error is None or isinstance(self._error, RequestError):
+            return self._error
+        failure = RequestError(
+            "the request failed in the engine",
+            f"{type(self._error).__name__}: {self._error}",
+            "The cause is attached; no other request fails with it",
+        )
+        failure.__cause__ = self._error
+        return failure
+
+    def take(self, event: Event) -> bool:
+        """Take in what a step did to one sample; whether that sample is finished now."""
+        self.num_events += 1
+        transcript, stop_reason = self._transcripts[event.sequence.id], event.sequence.stop_reason
+        try:
+            if event.error is not None:
+                raise event.error
+            transcript.add(event.tokens, event.logprobs, event.finish_reason, stop_reason)
+        except Exception as error:  # is this request's, and no other one's
+            self._error = error
+        return self._error is not None or transcript.finish_reason is not None
+
+    @property
+    def size(self) -> int:
+        """Tokens that the first sample has generated."""
+        return len(self._transcripts[self.sequences[0].id].token_ids)
+
+    def length(self, sequence: Sequence) -> int:
+        """Tokens of a sample up to the one that ended it, prompt and output."""
+        return sequence.prompt_length + len(self._transcripts[sequence.id].token_ids)
+
+    def abort(self) -> None:
+        """Whatever goes on has ended here."""
+        if self._error is not None:
+            return  # it has ended, and what was said may be unreadable
+        try:
+            for sequence in self.unfinished:
+                self._transcripts[sequence.id].finish(FinishReason.ABORT)
+        except Exception as error:
+            self._error = error
+
+    def completion(self) -> CompletionOutput:
+        """A copy of what the first sample has said. Raises as ``output``."""
+        with self._failing():
+            return self._completion(self.sequences[0])
+
+    def output(self) -> RequestOutput:
+        """A copy of everything so far.
+
+        Raises:
+            RequestError: what was said cannot be read; the generation is finished then.
+        """
+        with self._failing():
+            return self._output()
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """What goes wrong inside fails this generation."""
+        try:
+            yield
+        except Exception as error:
+            self._error = self._error or error
+            if isinstance(error, RequestError):
+                raise
+            assert self.failure is not None
+            raise self.failure from error
+
+    def _output(self) -> RequestOutput:
+        assert self._prompt is not None, "a live sequence gives completions only"
+        leader = self.sequences[0]
+        outputs = [self._completion(sequence) for sequence in self.sequences]
+        usage = sum((sequence.usage for sequence in self.sequences), Usage())
+        usage.prompt_tokens = len(self._prompt.token_ids)
+        usage.completion_tokens = sum(len(output.token_ids) for output in outputs)
+        scores = None
+        if leader.params.prompt_logprobs is not None:
+            scores = [s and name_tokens(s, self._tokenizer) for s in leader.prompt_logprobs]
+        return RequestOutput(
+            request_id=f"request-{leader.id}",
+            prompt=self._prompt.text,
+            prompt_token_ids=list(self._prompt.token_ids),
+            outputs=outputs,
+            finished=self.finished,
+            usage=usage,
+            prompt_logprobs=scores,
+        )
+
+    def _completion(self, sequence: Sequence) -> CompletionOutput:
+        output = self._transcripts[sequence.id].output()
+        output.metrics = self._metrics[sequence.id].copy()
+        return output
+
+
+class Frontend:
+    """Starts generations, steps the engine, and hands its events to the generations they are of.
+
+    Args:
+        engine: which no one else uses.
+        tokenizer: of its model.
+        model_dir: where both came from.
+        guidance: compiles grammars for this tokenizer.
+    """
+
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer, model_dir: Path, guidance: GrammarCompiler
+    ) -> None:
+        self.engine, self.tokenizer, self.model_dir = engine, tokenizer, model_dir
+        self.guidance = guidance
+        self._generations: dict[int, Generation] = {}
+        self._live: set[Sequence] = set()
+        self._abandoned: deque[Sequence | Generation] = deque()
+
+    @classmethod
+    def build(cls, model: str | Path | None, fields: Mapping[str, Any]) -> Frontend:
+        """Load tokenizer and model.
+
+        Args:
+            model: local directory or Hub id; None: the embedded reasoner.
+            fields: of ``LlmArgs``.
+
+        Raises:
+            UsageError: an unknown field, a bad value, or a directory that cannot be loaded.
+        """
+        args = LlmArgs.from_dict({"model": model, **fields})
+        code = args.trust_remote_code
+        model_dir = find_model_dir(args.model or reasoner_dir(), args.revision, code=code)
+        spoken = model_dir
+        if args.tokenizer is not None:
+            spoken = find_model_dir(args.tokenizer, weights=False, code=code)
+        engine = resolve.build(args, model_dir)  # first: a wrong directory is about the model
+        tokenizer = Tokenizer.load(spoken, code)
+        lm, config = engine.runner.lm, args.guided_decoding_config
+        guidance = GrammarCompiler(tokenizer, lm.vocab_size, lm.eos_token_ids, config)
+        return cls(engine, tokenizer, model_dir, guidance)
+
+    def another(self) -> Frontend:
+        """A desk over the same engine, for when this one is not used."""
+        return Frontend(self.engine, self.tokenizer, self.model_dir, self.guidance)
+
+    # ---- from any thread --------------------------------------------------------------------
+
+    def read(self, prompt: Any, params: Any) -> tuple[Prompt, SamplingParams]:
+        """A caller's prompt in tokens, and its params, both checked but for the grammar.
+
+        Raises:
+            ParameterError, ContextLengthError, CapacityError: see ``Admission.check``.
+        """
+        read, settled = read_prompt(prompt, self.tokenizer), self.read_params(params)
+        self.engine.admission.check(read.token_ids, settled)
+        return read, settled
+
+    def read_params(self, params: Any) -> SamplingParams:
+        """The params of one generation. ``guidance`` tells whether a grammar can be followed.
+
+        Raises:
+            ParameterError: they are none, or the shape that they ask for is too large.
+        """
+        settled = read_params(params)
+        self.guidance.check(settled)
+        return settled
+
+    def read_more(self, more: str | List[int]) -> list[int]:
+        """The tokens of a text or of ids that continue a live sequence."""
+        return self.tokenizer.encode_more(more) if isinstance(more, str) else read_ids(more)
+
+    def render(
+        self, messages: Any, template_args: Mapping[str, Any] | None
+    ) -> tuple[str, list[int]]:
+        """The prompt of a conversation, as text and in tokens."""
+        text = self.tokenizer.render(messages, template_args)
+        return text, self.tokenizer.encode_more(text)  # the template wrote all special tokens
+
+    def abandon(self, left: Sequence | Generation) -> None:
+        """Nobody holds this live sequence, or waits for this generation, any more: end it with the
+        next ``sweep``.
+
+        May be called by the garbage collector at any moment.
+        """
+        self._abandoned.append(left)
+
+    @property
+    def has_abandoned(self) -> bool:
+        """Whether ``sweep`` would do anything."""
+        return bool(self._abandoned)
+
+    @property
+    def stats(self) -> EngineStats:
+        """A copy of the engine's counts."""
+        return dataclasses.replace(self.engine.stats)
+
+    # ---- from the engine's thread -----------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return self.engine.has_work or self.has_abandoned
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a generation is under way."""
+        return bool(self._generations)
+
+    def submit(
+        self, prompt: Prompt, params: SamplingParams, constraints: Constraints | None
+    ) -> Generation:
+        """Start ``params.n`` samples of a prompt; ``guidance`` makes the constraints."""
+        sequences = self.engine.add(prompt.token_ids, params, constraints=constraints)
+        return self._follow(sequences, prompt)
+
+    def open(self, token_ids: list[int]) -> Sequence:
+        """A live sequence that holds a prompt and generates nothing yet."""
+        return self._keep(self.engine.open(token_ids))
+
+    def resume(
+        self, sequence: Sequence, params: SamplingParams, constraints: Constraints | None
+    ) -> Generation:
+        """Generate from a live sequence."""
+        self.engine.resume(sequence, params, constraints=constraints)
+        return self._follow([sequence])
+
+    def fork(self, sequence: Sequence, length: int | None) -> Sequence:
+        """Another live sequence with the first ``length`` tokens of one."""
+        return self._keep(self.engine.fork(sequence, length))
+
+    def step(self) -> list[Generation]:
+        """One step of the engine. Returns the generations that have got something from it."""
+        changed = dict.fromkeys(self.sweep())  # as a set that keeps its order
+        for event in self.engine.step():
+            generation = self._generations.get(event.sequence.id)
+            if generation is None:
+                continue  # a sibling that failed in this step took it along
+            changed[generation] = None
+            if generation.take(event):
+                self._finish(generation, event.sequence)
+        return list(changed)
+
+    def sweep(self) -> list[Generation]:
+        """End what was abandoned; returns the generations that this ended."""
+        ended = []
+        while self._abandoned:
+            left = self._abandoned.popleft()
+            if isinstance(left, Sequence):
+                ended += self.close(left)
+            else:
+                self.abort(left)
+                ended.append(left)
+        return ended
+
+    def abort(self, generation: Generation) -> None:
+        """End what goes on of a generation, now."""
+        for sequence in generation.unfinished:
+            self._generations.pop(sequence.id, None)
+            self.engine.abort(sequence)
+        generation.abort()
+
+    def stop(self, sequence: Sequence) -> list[Generation]:
+        """End the generation of a live sequence, if there is one, and return it."""
+        generation = self._generations.get(sequence.id)
+        if generation is None:
+            return []
+        self.abort(generation)
+        return [generation]
+
+    def close(self, sequence: Sequence) -> list[Generation]:
+        """Give back the pages of a live sequence; returns the generation that this ended."""
+        ended = self.stop(sequence)
+        self._live.discard(sequence)
+        self.engine.close(sequence)
+        return ended
+
+    def clear(self) -> None:
+        """End every generation and close every live sequence."""
+        for generation in list(self._generations.values()):
+            self.abort(generation)
+        for sequence in list(self._live):
+            self.close(sequence)
+
+    def _finish(self, generation: Generation, sequence: Sequence) -> None:
+        """A sample is over; if by a stop string or a sibling's failure, the engine must be told."""
+        del self._generations[sequence.id]
+        if generation.failure is not None:
+            self.abort(generation)
+            return
+        self.engine.cut(sequence, generation.length(sequence))
+
+    def _follow(self, sequences: list[Sequence], prompt: Prompt | None = None) -> Generation:
+        """The generation of sequences that have just been started."""
+        try:
+            generation = Generation(sequences, self.tokenizer, prompt)
+        except Exception:
+            for sequence in sequences:
+                self.engine.abort(sequence)
+            raise
+        self._generations.update((sequence.id, generation) for sequence in sequences)
+        return generation
+
+    def _keep(self, sequence: Sequence) -> Sequence:
+        self._live.add(sequence)
+        return sequence

@@ -1,0 +1,519 @@
+"""A grammar followed along the tokens of one generation: the engine's ``Constraint``.
+
+Knows nothing about requests, or about where the grammar came from.
+
+[guidance] From the shape that a caller wants an output to have to a constraint that the engine
+can follow.
+
+Everything that can be wrong with a schema, an expression or a grammar is told here, before anything
+runs. llguidance does the work; it is loaded with the first request that needs it.
+
+Compiling may take seconds, so it happens in threads of its own, which leave the GIL alone: no event
+loop and no engine waits for it. A request waits for at most ``compile_timeout`` seconds. The thread
+cannot be stopped then, it ends when llguidance does; there are never more than ``MAX_COMPILERS``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import functools
+import threading
+import time
+import weakref
+from bisect import bisect_left
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forethought.config.engine import GuidedDecodingConfig
+from forethought.config.guided import GuidedDecodingParams
+from forethought.config.sampling import SamplingParams
+from forethought.errors import (
+    DependencyError,
+    ForethoughtError,
+    ParameterError,
+    RequestError,
+    RequestTimeout,
+)
+from forethought.llm.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+
+Bits = NDArray[np.uint8]
+"""[ceil(V / 8)] bytes, a bit for each of the model's V tokens, as ``Constraint.mask`` has them."""
+
+
+class GrammarConstraint:
+    """A ``Constraint`` that asks llguidance's matcher.
+
+    The matcher stands behind one prefix at a time. It is moved to the one asked about by taking
+    back tokens and taking in others, so that what lies near costs little.
+
+    Args:
+        start: a matcher at its beginning; it is copied and never moved.
+        writable: the tokens that may be in an output, or end one, at all.
+        ends: those of them that end one.
+    """
+
+    def __init__(self, start: LLMatcher, writable: Bits, ends: Bits) -> None:
+        self._start, self._writable, self._text = start, writable, writable & ~ends
+        self._matcher = start.deep_copy()
+        self._path: list[int] = []
+        """What the matcher has taken in."""
+        self._mask: Bits | None = None
+        """Behind ``_path``, once somebody has asked."""
+        self._failure = ""
+        """What the matcher last gave up for."""
+        self._stuck: dict[tuple[int, ...], str] = {}
+        """Prefixes that keep to the grammar and cannot go on, and why."""
+
+    def fresh(self) -> GrammarConstraint:
+        """A constraint of the same grammar, for another generation."""
+        sibling = GrammarConstraint(self._start, self._writable, self._writable & ~self._text)
+        sibling._mask = None if self._path else self._mask
+        return sibling
+
+    @property
+    def failure(self) -> str:
+        """What llguidance last gave up for; empty if it never did."""
+        return self._failure
+
+    def mask(self, output: Sequence[int]) -> Bits:
+        """Which tokens may come after ``output``; see ``Constraint``."""
+        if not self._move(list(output)):
+            return np.zeros_like(self._writable)
+        if self._mask is None:
+            self._mask = self._compute_mask()
+        return self._mask
+
+    def is_complete(self, output: Sequence[int]) -> bool:
+        """Whether no text may follow ``output``; see ``Constraint``."""
+        output = list(output)
+        reason = self._stuck.get(tuple(output[:-1])) if self._stuck else None
+        if reason is not None or not self._move(output):
+            raise ParameterError(
+                "the output cannot be kept to its grammar",
+                reason or self._failure or f"token {output[-1]} is not in it",
+                "Use a simpler grammar, and a model whose tokens can write all that it asks for",
+            )
+        return self._matcher.is_accepting() and not (self.mask(output) & self._text).any()
+
+    def _compute_mask(self) -> Bits:
+        found = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        mask = np.zeros_like(self._writable)
+        size = min(len(found), len(mask))
+        mask[:size] = found[:size] & self._writable[:size]
+        if self._matcher.is_error():
+            path = tuple(self._path)
+            self._give_up()
+            self._stuck[path] = self._failure
+            return np.zeros_like(mask)
+        if not mask.any():
+            self._stuck[tuple(self._path)] = "no token of the model may follow"
+        return mask
+
+    def _move(self, output: list[int]) -> bool:
+        """Put the matcher behind ``output``, if that keeps to the grammar."""
+        shared = _shared(self._path, output)
+        if shared < len(self._path):
+            self._matcher.rollback(len(self._path) - shared)
+            del self._path[shared:]
+            self._mask = None
+        more = output[shared:]
+        if not more:
+            return True
+        if not all(self._writable[token // 8] >> token % 8 & 1 for token in more):
+            return False
+        taken = self._matcher.try_consume_tokens(more)
+        if self._matcher.is_error():
+            self._give_up()
+            return False
+        if taken:
+            self._path += more[:taken]
+            self._mask = None
+        return taken == len(more)
+
+    def _give_up(self) -> None:
+        """An error stays with its matcher: begin again with another one."""
+        self._failure = read_error(self._matcher)
+        self._matcher, self._path, self._mask = self._start.deep_copy(), [], None
+
+
+def read_error(matcher: LLMatcher) -> str:
+    """What the matcher says is wrong, in one line; empty if nothing is."""
+    words = matcher.get_error().removesuffix("<non-verbose/>").split()
+    return " ".join(words)[:400]
+
+
+def _shared(path: list[int], output: list[int]) -> int:
+    """The length of their common prefix; slices compare at the speed of C."""
+    size = min(len(path), len(output))
+    if path[:size] == output[:size]:
+        return size
+    return bisect_left(range(size), True, key=lambda end: path[: end + 1] != output[: end + 1])
+
+
+COMPILED = 64
+"""Grammars that are kept for requests to come."""
+MAX_COMPILERS = 2
+"""Grammars that are compiled at the same time; further ones wait in order of arrival."""
+STACK_BYTES = 512 * 2**20
+"""Address space of a compiling thread's stack. llguidance recurses along chains of references; a
+grammar of a megabyte overflowed a usual stack of 8 MiB, which ends the process."""
+EXIT_SECONDS = 10.0
+"""How long the end of the program waits for grammars that are being compiled."""
+MAX_ROW_ITEMS = 50_000
+"""Alternatives that a grammar may have open at once; llguidance's own default is 2,000."""
+
+Make: TypeAlias = Callable[[], GrammarConstraint]
+_Key: TypeAlias = tuple[GuidedDecodingParams, bool]
+
+
+@dataclass(eq=False, slots=True)
+class _Compilation:
+    """A grammar that is compiled, or will be, for all requests that ask for it."""
+
+    key: _Key
+    future: Future[GrammarConstraint] = field(default_factory=Future)
+    num_waiting: int = 0
+    """Requests that wait for it."""
+
+
+class GrammarCompiler:
+    """Compiles grammars for one model; safe to use from several threads.
+
+    Args:
+        tokenizer: of the model.
+        vocab_size: width of the model's logits; may differ from the tokenizer's size.
+        eos_ids: the model's end-of-sequence ids.
+        config: the limits of size and time.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        eos_ids: frozenset[int],
+        config: GuidedDecodingConfig | None = None,
+    ) -> None:
+        self._hf, self._vocab_size = tokenizer.hf, vocab_size
+        self._eos_ids = frozenset(token for token in eos_ids if token < vocab_size)
+        self._config = config or GuidedDecodingConfig()
+        self._lock = threading.RLock()  # the garbage collector may end a wait while it is held
+        self._vocabulary_lock = threading.Lock()
+        self._compilations: OrderedDict[_Key, _Compilation] = OrderedDict()
+        """The least recently used first."""
+        self._queue: deque[_Compilation] = deque()
+        self._compilers: set[threading.Thread] = set()
+        weakref.finalize(self, _await_compilers, self._compilers)
+
+    def check(self, params: SamplingParams) -> None:
+        """Refuse a shape that is too large to be compiled.
+
+        Raises:
+            ParameterError: it is larger than ``max_grammar_bytes``.
+        """
+        shape, most = params.guided_decoding, self._config.max_grammar_bytes
+        if shape is None or (size := _size(shape)) <= most:
+            return
+        raise ParameterError(
+            f"the {shape.kind} in guided_decoding is too large",
+            f"it has {size:,} bytes, and guided_decoding_config.max_grammar_bytes is {most:,}",
+            f"Shorten the {shape.kind}",
+        )
+
+    def constraints(self, params: SamplingParams) -> Make | None:
+        """What makes the constraint of each sample, once it is compiled; None without a shape.
+
+        Raises:
+            ParameterError: the shape is too large, malformed, uses what is not supported, or cannot
+                be written with the model's tokens; or the tokenizer is none that this works with.
+            DependencyError: llguidance is not installed.
+            RequestTimeout: it was not compiled within ``compile_timeout`` seconds.
+        """
+        if params.guided_decoding is None:
+            return None
+        with self._compiling(params) as future:
+            try:
+                return future.result(self._config.compile_timeout).fresh
+            except TimeoutError as error:
+                raise self._late(params.guided_decoding) from error
+
+    async def compiled(self, params: SamplingParams) -> Make | None:
+        """As ``constraints``, for a coroutine, which may be cancelled. Raises the same."""
+        if params.guided_decoding is None:
+            return None
+        with self._compiling(params) as future:
+            try:
+                async with asyncio.timeout(self._config.compile_timeout):
+                    await _done(future)
+            except TimeoutError as error:
+                raise self._late(params.guided_decoding) from error
+            return future.result().fresh
+
+    def find(self, params: SamplingParams) -> Make | None:
+        """What ``constraints`` would return without waiting, if it is compiled."""
+        if params.guided_decoding is None:
+            return None
+        with self._lock:
+            found = self._compilations.get(_key(params))
+            return None if found is None or not found.future.done() else found.future.result().fresh
+
+    # ---- compiling ----------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _compiling(self, params: SamplingParams) -> Iterator[Future[GrammarConstraint]]:
+        """The compilation of a shape, which is given up if nobody waits before it has begun."""
+        self.check(params)
+        with self._lock:
+            compilation = self._find(_key(params))
+            compilation.num_waiting += 1
+        try:
+            yield compilation.future
+        finally:
+            with self._lock:
+                compilation.num_waiting -= 1
+                if not compilation.num_waiting and compilation.future.cancel():
+                    self._queue.remove(compilation)
+                    self._drop(compilation)
+                self._evict()
+
+    def _find(self, key: _Key) -> _Compilation:
+        """Found or started; with the lock held."""
+        found = self._compilations.get(key)
+        if found is None:
+            self._start_compiler()
+            found = self._compilations[key] = _Compilation(key)
+            self._queue.append(found)
+        self._compilations.move_to_end(key)
+        return found
+
+    def _start_compiler(self) -> None:
+        if len(self._compilers) >= MAX_COMPILERS:
+            return
+        thread = threading.Thread(target=self._serve, name="forethought-grammar", daemon=True)
+        self._compilers.add(thread)
+        usual = threading.stack_size(STACK_BYTES)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self._compilers.discard(thread)
+            if not self._compilers:  # else one that runs takes its work
+                raise RequestError(
+                    "the grammar cannot be compiled", f"no thread for it: {error}", "Free memory"
+                ) from error
+        finally:
+            threading.stack_size(usual)
+
+    def _serve(self) -> None:
+        """Compile what is queued, then end."""
+        while (compilation := self._take()) is not None:
+            try:
+                constraint = self._compile(*compilation.key)
+            except BaseException as error:
+                with self._lock:
+                    self._drop(compilation)
+                compilation.future.set_exception(_as_ours(error))
+            else:
+                compilation.future.set_result(constraint)
+                with self._lock:
+                    self._evict()
+            del compilation
+
+    def _take(self) -> _Compilation | None:
+        """The next in the queue; None ends the thread that asks."""
+        with self._lock:
+            if self._queue:
+                compilation = self._queue.popleft()
+                compilation.future.set_running_or_notify_cancel()
+                return compilation
+            self._compilers.discard(threading.current_thread())
+            return None
+
+    def _drop(self, compilation: _Compilation) -> None:
+        if self._compilations.get(compilation.key) is compilation:
+            del self._compilations[compilation.key]
+
+    def _evict(self) -> None:
+        """Keep the latest grammars, and all that are still to come."""
+        done = [
+            c for c in list(self._compilations.values()) if c.future.done() and not c.num_waiting
+        ]
+        for compilation in done[: max(0, len(done) - COMPILED)]:
+            self._drop(compilation)
+
+    def _late(self, shape: GuidedDecodingParams) -> RequestTimeout:
+        return RequestTimeout(
+            f"the {shape.kind} in guided_decoding was not compiled in time",
+            f"guided_decoding_config.compile_timeout is {self._config.compile_timeout:g} seconds"
+            f", and {len(self._compilers)} of at most {MAX_COMPILERS} compilers are busy",
+            f"Use a simpler {shape.kind}, or allow more time",
+        )
+
+    def _compile(self, shape: GuidedDecodingParams, ignore_eos: bool) -> GrammarConstraint:
+        tokens = self._tokens  # first: it tells if llguidance is missing
+        from llguidance import LLMatcher, LLParserLimits
+
+        try:
+            grammar = _grammar(shape)
+        except ValueError as error:
+            raise _refuse(shape, str(error)) from error
+        limits = LLParserLimits(verbose_errors=False, max_items_in_row=MAX_ROW_ITEMS)
+        start = LLMatcher(tokens, grammar, log_level=0, limits=limits)
+        if start.is_error():
+            raise _refuse(shape, _reason(read_error(start)))
+        ends = frozenset() if ignore_eos else self._eos_ids
+        known = range(min(tokens.vocab_size, self._vocab_size))
+        never = {*tokens.eos_tokens, *self._eos_ids} - ends
+        writable = self._pack(token for token in known if token not in never)
+        constraint = GrammarConstraint(start, writable, self._pack(ends))
+        if not constraint.mask([]).any():
+            failure = _reason(constraint.failure)
+            raise _refuse(
+                shape, failure or "no output can be written in it with the model's tokens"
+            )
+        if constraint.is_complete([]):
+            raise _refuse(shape, "only the empty output keeps to it")
+        _check_first_token(shape, constraint)
+        return constraint
+
+    @property
+    def _tokens(self) -> Any:
+        """The vocabulary as llguidance has it, made once."""
+        with self._vocabulary_lock:
+            return self._vocabulary
+
+    @functools.cached_property
+    def _vocabulary(self) -> Any:
+        try:
+            from llguidance.hf import from_tokenizer
+        except ModuleNotFoundError as error:
+            raise DependencyError.missing("llguidance", "guided_decoding", "guided") from error
+        if not self._hf.is_fast:
+            raise ParameterError(
+                "guided_decoding needs a fast tokenizer",
+                f"this model's is a {type(self._hf).__name__}",
+                "Convert it, so that its directory has a tokenizer.json",
+            )
+        hf, size = self._hf, max(self._hf.get_vocab().values()) + 1
+        ends = sorted(token for token in self._eos_ids if token < size)
+        if not ends and hf.eos_token_id is None:  # llguidance does not work without one
+            hf = copy.deepcopy(hf)
+            hf.add_special_tokens({"eos_token": "<|end of output|>"})
+        return from_tokenizer(hf, eos_token=ends or None)
+
+    def _pack(self, ids: Iterable[int]) -> Bits:
+        bits = np.zeros(self._vocab_size, np.bool_)
+        bits[list(ids)] = True
+        return np.packbits(bits, bitorder="little")
+
+
+def _grammar(shape: GuidedDecodingParams) -> str:
+    """In llguidance's own notation.
+
+    Raises:
+        ValueError: it is malformed.
+    """
+    from llguidance import LLMatcher, grammar_from
+
+    if shape.json is not None:
+        return LLMatcher.grammar_from_json_schema(str(shape.json))
+    if shape.json_object:
+        return LLMatcher.grammar_from_json_schema('{"type": "object"}')
+    if shape.regex is not None:
+        return LLMatcher.grammar_from_regex(shape.regex)
+    if shape.grammar is not None:
+        return grammar_from("grammar", shape.grammar)
+    return LLMatcher.grammar_from_regex("|".join(map(_escape, shape.choice or ())))
+
+
+def _escape(text: str) -> str:
+    """A regular expression that matches a text and nothing else."""
+    return "".join(f"\\{char}" if char in _SPECIAL else char for char in text)
+
+
+_SPECIAL = frozenset(r"\.+*?()|[]{}^$#&-~/")
+
+
+def _check_first_token(shape: GuidedDecodingParams, constraint: GrammarConstraint) -> None:
+    """Some limits of llguidance are met only behind the first token: take one, and ask again."""
+    first = int(np.unpackbits(constraint.mask([]), bitorder="little").argmax())
+    probe = constraint.fresh()
+    try:
+        if not probe.is_complete([first]) and not probe.mask([first]).any() and probe.failure:
+            raise _refuse(shape, _reason(probe.failure))
+    except ParameterError as error:
+        raise _refuse(shape, _reason(error.why)) from error
+
+
+def _reason(error: str) -> str:
+    """llguidance's words, but for those about its own insides."""
+    if error.startswith("panic:") or "schema too large" in error:
+        return "llguidance cannot compile it: it has too many parts"
+    if "recursion limit" in error:
+        return f"it is nested too deeply: {error}"
+    if "too big" in error:
+        return f"it is too large to be compiled: {error}"
+    return error
+
+
+def _size(shape: GuidedDecodingParams) -> int:
+    """Bytes of its text, the choices of a list together."""
+    texts = (shape.json, shape.regex, shape.grammar, *(shape.choice or ()))
+    return sum(len(text.encode(errors="surrogatepass")) for text in texts if isinstance(text, str))
+
+
+def _key(params: SamplingParams) -> _Key:
+    assert params.guided_decoding is not None
+    return params.guided_decoding, params.ignore_eos
+
+
+def _as_ours(error: BaseException) -> ForethoughtError:
+    if isinstance(error, ForethoughtError):
+        return error
+    failure = RequestError("the grammar cannot be compiled", f"{type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
+
+
+async def _done(future: Future[Any]) -> None:
+    """Wait until a future is done, whatever the result. Cancelling the wait leaves it alone."""
+    if future.done():
+        return
+    loop = asyncio.get_running_loop()
+    waiter = loop.create_future()
+
+    def tell() -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    def wake(_: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(tell)
+
+    future.add_done_callback(wake)
+    await waiter
+
+
+def _await_compilers(compilers: set[threading.Thread]) -> None:
+    """At the end of the program: a thread that comes back from llguidance while the interpreter is
+    taken down crashes the process."""
+    end = time.monotonic() + EXIT_SECONDS
+    for thread in list(compilers):
+        if thread is not threading.current_thread():
+            thread.join(max(0.0, end - time.monotonic()))
+
+
+def _refuse(shape: GuidedDecodingParams, reason: str) -> ParameterError:
+    return ParameterError(
+        f"invalid {shape.kind} in guided_decoding", reason, f"Change the {shape.kind}"
+    )

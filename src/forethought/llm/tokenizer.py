@@ -1,0 +1,289 @@
+"""A Hugging Face tokenizer, and the little that the rest of this floor asks of one.
+
+Knows nothing about engines or requests.
+
+[prompt] What callers may give as a prompt: text, or token ids. Knows nothing about engines.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from transformers import AutoTokenizer
+
+from forethought.config.sampling import SamplingParams
+from forethought.errors import ModelError, ParameterError, RequestError, UsageError
+
+_NO_FILES = (
+    "The directory needs the tokenizer's files, such as tokenizer.json; if they are in another "
+    "one, name it with tokenizer=..."
+)
+
+
+class Tokenizer:
+    """Text to ids and back; safe to use from several threads.
+
+    Args:
+        hf: the Hugging Face tokenizer, at hand as ``.hf``.
+    """
+
+    def __init__(self, hf: Any) -> None:
+        self.hf = hf
+        self._lock = threading.Lock()  # encoding may reset the tokenizer's padding and truncation
+        added = hf.added_tokens_decoder.items()
+        self.special_ids = frozenset(token for token, entry in added if entry.special)
+        """The ids that ``skip_special_tokens`` leaves out of a text."""
+        self.byte_values = self._find_byte_values()
+        """id -> byte, of the tokens that stand for one raw byte (sentencepiece's fallback)."""
+        self._prepends_space = self.decode([*self._ids("a"), *self._ids("a")]) == "a a"
+        self._pieces: dict[int, str] = {}
+
+    @classmethod
+    def load(cls, path: Path, trust_remote_code: bool = False) -> Tokenizer:
+        """The tokenizer in a local directory.
+
+        Raises:
+            ModelError: there is none, or it cannot be read.
+        """
+        if not path.is_dir():
+            raise ModelError(
+                f"no tokenizer at {path}",
+                "there is no such directory",
+                "Give the path of a local Hugging Face directory",
+            )
+        try:
+            hf = AutoTokenizer.from_pretrained(
+                path, local_files_only=True, trust_remote_code=trust_remote_code
+            )
+        except Exception as error:
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            raise ModelError(
+                f"cannot load the tokenizer of {path}",
+                reason[0],
+                _NO_FILES,
+            ) from error
+        if len(hf.get_vocab()) <= len(hf.added_tokens_decoder):
+            raise ModelError(
+                f"cannot load the tokenizer of {path}",
+                "it has no vocabulary, as transformers makes one when it finds no files",
+                _NO_FILES,
+            )
+        return cls(hf)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a whole text, with the special tokens that the model's own tokenizer adds.
+
+        Raises:
+            ParameterError: the text is not valid Unicode.
+            RequestError: the tokenizer failed.
+        """
+        return self._ids(text, add_special_tokens=True)
+
+    def encode_more(self, text: str) -> list[int]:
+        """Ids of a text that continues another one: nothing is added at its beginning.
+
+        Raises:
+            ParameterError: the text is not valid Unicode.
+            RequestError: the tokenizer failed.
+        """
+        if self._prepends_space:  # as sentencepiece does at the start of a text: encode mid-text
+            head, whole = self._ids("\n"), self._ids("\n" + text)
+            if whole[: len(head)] == head:
+                return whole[len(head) :]
+        return self._ids(text)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of ids, never tidied up afterwards.
+
+        Raises:
+            RequestError: the tokenizer failed.
+        """
+        try:
+            return self._decode(ids, skip_special_tokens)
+        except Exception as error:
+            raise _failure("decode tokens", error) from error
+
+    def _decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        if self.hf.is_fast:
+            text: str = self.hf.backend_tokenizer.decode(
+                ids, skip_special_tokens=skip_special_tokens
+            )
+            return text
+        return str(
+            self.hf.decode(
+                ids,
+                skip_special_tokens=skip_special_tokens,
+                clean_up_tokenization_spaces=False,
+            )
+        )
+
+    def piece(self, token: int) -> str:
+        """The text of one token on its own, special or not."""
+        if token not in self._pieces:
+            self._pieces[token] = self.decode([token], skip_special_tokens=False)
+        return self._pieces[token]
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        template_args: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt that the model's chat template makes of a conversation.
+
+        Args:
+            messages: mappings with ``role`` and ``content``, as OpenAI's API has them.
+            template_args: further arguments of the template; ``add_generation_prompt`` is on unless
+                said otherwise here.
+
+        Raises:
+            UsageError: the model has no chat template, or the template refuses the messages.
+        """
+        if not self.hf.chat_template:
+            raise UsageError(
+                "this model cannot chat",
+                "its tokenizer has no chat template",
+                "Use generate with a plain prompt, or an instruction-tuned model",
+            )
+        if not messages or not all(isinstance(m, Mapping) and "role" in m for m in messages):
+            raise ParameterError(
+                "invalid messages",
+                f"got {messages!r}",
+                "Give a list such as [{'role': 'user', 'content': 'Hello'}]",
+            )
+        arguments = {"add_generation_prompt": True, **(template_args or {})}
+        try:
+            return str(
+                self.hf.apply_chat_template(
+                    [dict(message) for message in messages], tokenize=False, **arguments
+                )
+            )
+        except Exception as error:
+            raise UsageError(
+                "the chat template refuses these messages",
+                str(error).strip() or type(error).__name__,
+                "Check roles, their order and contents",
+            ) from error
+
+    def _ids(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        try:
+            with self._lock:
+                # verbose: the engine itself tells, once, that a text is too long
+                ids: list[int] = self.hf(
+                    text, add_special_tokens=add_special_tokens, verbose=False
+                ).input_ids
+        except (TypeError, UnicodeError) as error:
+            raise ParameterError(
+                "the text cannot be tokenised", _invalidity(text) or str(error), "Give Unicode text"
+            ) from error
+        except Exception as error:
+            raise _failure("encode a text", error) from error
+        return ids
+
+    def _find_byte_values(self) -> dict[int, int]:
+        vocabulary = self.hf.get_vocab()
+        names = [f"<0x{byte:02X}>" for byte in range(256)]
+        if any(name not in vocabulary for name in names):
+            return {}
+        if self.decode([vocabulary["<0x41>"]]) != "A":
+            return {}
+        return {vocabulary[name]: byte for byte, name in enumerate(names)}
+
+
+def _failure(what: str, error: Exception) -> RequestError:
+    return RequestError(
+        f"the tokenizer failed to {what}",
+        f"{type(error).__name__}: {error}",
+        "Other requests go on; the cause is attached",
+    )
+
+
+def _invalidity(text: str) -> str:
+    """What makes a text invalid Unicode; empty if nothing does."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"character {error.start} is half of a surrogate pair"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt in tokens."""
+
+    text: str | None
+    """None if ids were given."""
+    token_ids: list[int]
+
+
+def read_prompt(prompt: Any, tokenizer: Tokenizer) -> Prompt:
+    """The tokens of a prompt: a string or a list of ids. An empty list is left to the engine.
+
+    Raises:
+        ParameterError: it is neither, or an empty string.
+    """
+    if isinstance(prompt, str):
+        if not prompt:
+            raise ParameterError("empty prompt", "there is no text to continue", "Give some text")
+        return Prompt(prompt, tokenizer.encode(prompt))
+    return Prompt(None, read_ids(prompt))
+
+
+def read_ids(ids: Any) -> list[int]:
+    """Token ids as plain integers.
+
+    Raises:
+        ParameterError: it is not a list of integers.
+    """
+    if isinstance(ids, Sequence) and all(map(_is_id, ids)) and not isinstance(ids, bytes):
+        return [int(token) for token in ids]
+    raise ParameterError(
+        "invalid prompt",
+        f"expected a string or a list of token ids, got {type(ids).__name__}: {str(ids)[:60]}",
+        "Call .tolist() on arrays; give several prompts as a list of strings or of lists of ids",
+    )
+
+
+def read_length(length: Any) -> int:
+    """A number of tokens as a plain integer.
+
+    Raises:
+        ParameterError: it is not a whole number.
+    """
+    if not _is_id(length):
+        raise ParameterError("invalid length", f"got {length!r}", "Give a whole number of tokens")
+    return int(length)
+
+
+def is_batch(prompts: Any) -> bool:
+    """Whether a list holds prompts rather than the ids of one."""
+    return (
+        isinstance(prompts, Sequence)
+        and not isinstance(prompts, str | bytes)
+        and not (prompts and all(map(_is_id, prompts)))
+    )
+
+
+def read_params(params: Any) -> SamplingParams:
+    """The params of one prompt; None stands for the defaults.
+
+    Raises:
+        ParameterError: it is something else.
+    """
+    if params is None:
+        return SamplingParams()
+    if not isinstance(params, SamplingParams):
+        raise ParameterError(
+            "invalid params",
+            f"expected SamplingParams, got {type(params).__name__}",
+            "Build them with SamplingParams(...) or SamplingParams.from_dict({...})",
+        )
+    return params
+
+
+def _is_id(value: Any) -> TypeGuard[int]:
+    return isinstance(value, Integral) and not isinstance(value, bool)

@@ -1,0 +1,733 @@
+"""What a controller asks for: tasks carry the input down to a worker and the results back up.
+
+The fields and their names are those of ``tensorrt_llm.scaffolding``; what is added is said so.
+Knows nothing about who executes a task.
+
+[messages] The messages and tool descriptions of a chat, in the form that OpenAI's API speaks.
+
+[task] What all tasks have in common: who executes them, how they fared, what they cost.
+
+[generation] Tasks that generate from a prompt: at once, or coming back to their controller on the
+way.
+
+[chat] The task to take the assistant's next turn in a chat.
+
+[reward] The task to judge an answer.
+
+[compute] Slow work of a controller as a task.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from numbers import Integral
+from typing import Any, Literal, Self, TypeVar
+
+from forethought.config.guided import GuidedDecodingParams
+from forethought.config.sampling import SpeculationParams
+from forethought.errors import ParameterError
+from forethought.outputs import TokenLogprobs, Usage
+from forethought.scaffolding import sampling
+from forethought.scaffolding.result import Delta, ScaffoldingOutput
+
+
+@dataclass
+class RoleMessage:
+    """A message with a role."""
+
+    role: str
+    content: str | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The message as OpenAI's API takes it."""
+        return {"role": self.role, "content": self.content}
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> RoleMessage:
+        """A plain message from ``{"role": ..., "content": ...}``."""
+        return RoleMessage(str(values["role"]), values.get("content"))
+
+
+class UserMessage(RoleMessage):
+    """What the user says."""
+
+    def __init__(self, content: str) -> None:
+        super().__init__("user", content)
+
+
+class SystemMessage(RoleMessage):
+    """What the system prompt says."""
+
+    def __init__(self, content: str) -> None:
+        super().__init__("system", content)
+
+
+@dataclass
+class ToolFunction:
+    """The function that a tool call names."""
+
+    name: str = ""
+    arguments: str = ""
+    """JSON, as the model wrote it."""
+
+
+@dataclass
+class ToolCall:
+    """One call of a tool, with the attributes that the ``openai`` package gives it."""
+
+    id: str | None = None
+    function: ToolFunction = field(default_factory=ToolFunction)
+    type: str = "function"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The call as OpenAI's API takes it."""
+        function = {"name": self.function.name, "arguments": self.function.arguments}
+        return {"id": self.id, "type": self.type, "function": function}
+
+    @staticmethod
+    def create(call: Any) -> ToolCall:
+        """``call`` itself, or the same from a dictionary in OpenAI's form or from an object with
+        the same attributes.
+
+        Raises:
+            ParameterError: it is none of them.
+        """
+        if isinstance(call, ToolCall):
+            return call
+        try:
+            if isinstance(call, Mapping):
+                named = call["function"]
+                function = ToolFunction(str(named["name"]), str(named["arguments"]))
+                return ToolCall(call.get("id"), function)
+            function = ToolFunction(str(call.function.name), str(call.function.arguments))
+            return ToolCall(call.id, function)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ParameterError(
+                "invalid tool call",
+                f"got {call!r}",
+                "Give a ToolCall, or a dictionary in OpenAI's form",
+            ) from error
+
+
+class AssistantMessage(RoleMessage):
+    """What the model said: text, tool calls, or both.
+
+    Args:
+        content: its text; None for a message that only calls tools.
+        reasoning: its thoughts, where the server tells them apart.
+        reasoning_content: the same under the name that some servers use.
+        tool_calls: the calls; dictionaries in OpenAI's form become ``ToolCall``.
+        finish_reason: why it ended.
+
+    Raises:
+        ParameterError: something among ``tool_calls`` is no call.
+    """
+
+    def __init__(
+        self,
+        content: str | None,
+        reasoning: str | None = None,
+        reasoning_content: str | None = None,
+        tool_calls: Sequence[Any] | None = None,
+        finish_reason: str | None = None,
+    ) -> None:
+        super().__init__("assistant", content)
+        self.reasoning, self.reasoning_content = reasoning, reasoning_content
+        self.tool_calls: list[ToolCall] | None = None
+        if tool_calls is not None:
+            self.tool_calls = [ToolCall.create(call) for call in tool_calls]
+        self.finish_reason = finish_reason
+
+    def to_dict(self) -> dict[str, Any]:
+        """The message as OpenAI's API takes it; thoughts stay out, as the API demands."""
+        message = super().to_dict()
+        if self.tool_calls:
+            message["tool_calls"] = [call.to_dict() for call in self.tool_calls]
+        return message
+
+
+class ToolMessage(RoleMessage):
+    """What a tool answered to one call."""
+
+    def __init__(self, content: str, tool_call_id: str) -> None:
+        super().__init__("tool", content)
+        self.tool_call_id = tool_call_id
+
+    def to_dict(self) -> dict[str, Any]:
+        """The message as OpenAI's API takes it."""
+        return {**super().to_dict(), "tool_call_id": self.tool_call_id}
+
+
+@dataclass
+class ToolDescription:
+    """A function that the model may call; ``parameters`` is JSON schema of its properties."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+
+
+class OpenAIToolDescription(ToolDescription):
+    """A tool description that knows OpenAI's form."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The function-tool schema of OpenAI's API."""
+        return {
+            "type": "function",
+            "function": {
+                "name": self.name,
+                "description": self.description,
+                "parameters": {"type": "object", "properties": self.parameters},
+            },
+        }
+
+
+OnFailure = Literal["raise", "drop"]
+"""What becomes of a failure: it is raised in the controller that waits, or only noted."""
+
+
+class TaskStatus(Enum):
+    """How a worker fared with a task."""
+
+    SUCCESS = "success"
+    WORKER_NOT_SUPPORTED = "worker_not_supported"
+    WORKER_EXECEPTION = "worker_exception"
+    """The misspelling is the established name."""
+    WORKER_EXCEPTION = WORKER_EXECEPTION
+
+
+@dataclass(eq=False)
+class Task:
+    """Base of all tasks.
+
+    A subclass need not call ``super().__init__``: the class attributes stand in.
+
+    Attributes:
+        worker_tag: key of the worker that shall execute it, in ``ScaffoldingLlm``'s ``workers``.
+        streaming_output_flag: whether what the worker produces is streamed to the caller.
+        streaming_output_list: where a worker appends what it streams.
+        custom_input_params: for the user's own workers and collections; no built-in one reads it.
+        custom_output_params: the same, on the way back.
+        on_failure: ``"raise"`` throws a failure into the controller at its ``yield``; ``"drop"``
+            only notes it in ``status`` and ``error``.
+        priority: lower runs first where a worker has a queue; None: that of the request.
+        status: how the worker fared; None before.
+        error: why it failed.
+        usage: what the last execution cost, as far as its worker counts it.
+    """
+
+    worker_tag: Any = field(default=None)
+    streaming_output_flag: bool = field(default=False)
+    streaming_output_list: list[Any] = field(default_factory=list)
+    custom_input_params: dict[str, Any] | None = field(default=None)
+    custom_output_params: dict[str, Any] | None = field(default=None)
+    on_failure: OnFailure = field(default="raise", kw_only=True)
+    priority: int | None = field(default=None, kw_only=True)
+    status: TaskStatus | None = field(default=None, init=False, repr=False)
+    error: Exception | None = field(default=None, init=False, repr=False)
+    usage: Usage = field(default_factory=Usage, init=False, repr=False)
+
+    @staticmethod
+    def create_from_prompt(prompt: Any) -> Task:
+        """A task for a prompt; for subclasses to provide."""
+        raise NotImplementedError
+
+    def create_scaffolding_output(self) -> ScaffoldingOutput | None:
+        """What the task gives back to the caller of the method; for subclasses to provide."""
+        return None
+
+    def create_scaffolding_output_stream(self) -> Any:
+        """What the task streams; for subclasses to provide."""
+        return None
+
+    def copy(self) -> Self:
+        """The same request with its results blank: containers copied, contents shared."""
+        sibling = copy.copy(self)
+        for name, value in vars(sibling).items():
+            if isinstance(value, list | dict | set):
+                setattr(sibling, name, copy.copy(value))
+        sibling.status = sibling.error = None
+        sibling.usage, sibling.streaming_output_list = Usage(), []
+        return sibling
+
+    def emit(self, text: str, token_ids: Sequence[int] = (), source: str = "") -> None:
+        """For workers: stream new text and tokens to the caller, if the task is streamed."""
+        if self.streaming_output_flag and (text or token_ids):
+            self.streaming_output_list.append(Delta(text, tuple(token_ids), source))
+
+
+_Generation = TypeVar("_Generation", bound="GenerationTask")
+
+
+@dataclass(frozen=True, slots=True)
+class ForkPoint:
+    """Where another task's sequence is to be continued from.
+
+    A worker that holds the sequence forks it there, token for token; every other one uses
+    ``input_str``, which says the same in text.
+    """
+
+    handle: Any
+    """The ``request_handle`` of the task that is continued."""
+    kept: int | None
+    """Generated tokens of it that are kept, however far it is; None: unknown to its worker."""
+    suffix: str
+    """Text put behind them."""
+    input_str: str | None
+    """The whole as text; once the task's ``input_str`` differs, the fork no longer applies."""
+    said: ScaffoldingOutput | None = None
+    """What had been said there, behind the prompt of the first task of a chain of forks."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (None, self.kept, self.suffix, self.input_str)
+
+
+@dataclass(eq=False)
+class GenerationTask(Task):
+    """Generate text from a prompt.
+
+    A sampling field that is None (or at its default) leaves the choice to the controller's
+    ``sampling_params``, and then to the worker.
+
+    A deep copy or a pickle of a task holds its request and its results, and nothing that lives in
+    a worker: it has no ``request_handle``, a stream on its way starts anew if it is yielded, and a
+    fork continues its text. ``copy`` and ``copy.copy`` keep what a fork continues.
+    """
+
+    # the prompt: ids win over text
+    input_tokens: list[int] | None = None
+    input_str: str | None = None
+    skip_tokenizer: bool = False
+    """The prompt is ``input_tokens`` and nothing else will do."""
+    skip_detokenizer: bool = False
+    """Do not turn the output into text: ``output_str`` stays None."""
+
+    # sampling, in the order of OpenAI's reference
+    best_of: int | None = None
+    echo: bool = False
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
+    num_logprobs: int | None = None
+    """Log-probabilities per token, beside the chosen one's (``logprobs`` holds the result)."""
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    n: int = 1
+    presence_penalty: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] | None = field(default_factory=list)
+    suffix: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    user: str | None = None
+    ignore_eos: bool = False
+
+    # sampling beyond OpenAI's
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[int] = field(default_factory=list)
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    return_context_logits: bool = False
+    guided_decoding: GuidedDecodingParams | None = None
+    """The shape of the output."""
+    speculation: SpeculationParams | None = None
+    """How to guess ahead; changes nothing but the time."""
+
+    chosen: set[str] = field(default_factory=set, init=False, repr=False)
+    """Sampling fields that the request sets, be it to their defaults: no controller fills them."""
+    sample_path: tuple[int, ...] = field(default=(), init=False, repr=False)
+    """Which sample of its prompt it is, of which sample ..., outermost first; what the seed that a
+    controller fills in is varied by."""
+
+    fork_point: ForkPoint | None = field(default=None, repr=False)
+    """Set by ``fork``: the sequence that this task continues."""
+
+    # results
+    output_str: str | None = field(default=None, init=False)
+    output_tokens: list[int] | None = field(default=None, init=False)
+    finish_reason: str | None = field(default=None, init=False)
+    """``"stop"``, ``"length"`` or ``"abort"``; None while a stream goes on."""
+    stop_reason: int | str | None = field(default=None, init=False)
+    """The stop token or stop string that ended it."""
+    logprobs: list[TokenLogprobs] | None = field(default=None, init=False)
+    cumulative_logprob: float | None = field(default=None, init=False)
+    context_logits: Any = field(default=None, init=False, repr=False)
+    samples: list[ScaffoldingOutput] = field(default_factory=list, init=False, repr=False)
+    """All ``n`` of them; the fields above are those of the first."""
+    customized_result_fields: dict[str, Any] = field(default_factory=dict, init=False)
+    llm_request_params: dict[str, Any] | None = field(default=None, init=False, repr=False)
+    """What the worker made of the sampling fields."""
+    request_handle: Any = field(default=None, init=False, repr=False)
+    """The worker's name for the sequence; what ``fork`` continues."""
+    request_id: str | None = field(default=None, init=False)
+    ttft_s: float | None = field(default=None, init=False)
+    """Seconds to the first token."""
+    latency_s: float | None = field(default=None, init=False)
+    """Seconds to the last token."""
+    usage_prompt_tokens: int | None = field(default=None, init=False)
+    usage_completion_tokens: int | None = field(default=None, init=False)
+    inserted_tokens: list[int] | None = field(default=None, init=False, repr=False)
+    """Ids of the text between what this task continues and its own output: a fork's suffix, behind
+    what of the text no whole token makes. None if it continues nothing, or its worker works in
+    text."""
+    num_kept_tokens: int | None = field(default=None, init=False, repr=False)
+    """Of a fork: generated tokens of the forked task in front of them. A token that ended its text
+    is not among them."""
+
+    @staticmethod
+    def create_from_prompt(prompt: str | Sequence[int]) -> GenerationTask:
+        """A task for a prompt given as text or as token ids.
+
+        Raises:
+            ParameterError: it is neither.
+        """
+        if isinstance(prompt, str):
+            return GenerationTask(input_str=prompt)
+        ids = isinstance(prompt, Sequence) and not isinstance(prompt, bytes)
+        if not ids or not all(map(_is_id, prompt)):
+            raise ParameterError(
+                "invalid prompt", f"got {str(prompt)[:60]!r}", "Give text, or a list of token ids"
+            )
+        return GenerationTask(input_tokens=list(map(int, prompt)), skip_tokenizer=True)
+
+    def create_scaffolding_output(self) -> ScaffoldingOutput | None:
+        """The result fields as an output."""
+        return self.result
+
+    def copy(self) -> Self:
+        """The same request with its results blank."""
+        sibling = super().copy()
+        sibling.result = None
+        return sibling
+
+    def __copy__(self) -> Self:
+        sibling = object.__new__(type(self))
+        vars(sibling).update(vars(self))
+        return sibling
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "request_handle": None}
+
+    @property
+    def result(self) -> ScaffoldingOutput | None:
+        """All result fields at once; None before the task has run.
+
+        Assigning takes over the ``result`` of another task, a text, or the first of the ``outputs``
+        of an engine's result; None makes the fields blank.
+
+        Raises:
+            ParameterError: something else is assigned.
+        """
+        if self.output_str is None and self.output_tokens is None and self.finish_reason is None:
+            return None
+        return ScaffoldingOutput(
+            self.output_str,
+            self.output_tokens,
+            self.customized_result_fields,
+            self.finish_reason,
+            self.stop_reason,
+            self.logprobs,
+            self.cumulative_logprob,
+            self.usage,
+        )
+
+    @result.setter
+    def result(self, result: Any) -> None:
+        given = _as_output(result)
+        self.output_str, self.output_tokens = given.text, given.token_ids
+        self.finish_reason, self.stop_reason = given.finish_reason, given.stop_reason
+        self.logprobs, self.cumulative_logprob = given.logprobs, given.cumulative_logprob
+        self.customized_result_fields = dict(given.meta)
+        self.usage = given.usage
+        self.samples = []
+        if result is None:
+            self.context_logits = self.llm_request_params = self.request_handle = None
+            self.request_id = self.ttft_s = self.latency_s = None
+            self.usage_prompt_tokens = self.usage_completion_tokens = None
+            self.inserted_tokens = self.num_kept_tokens = None
+
+    @property
+    def joined(self) -> ScaffoldingOutput | None:
+        """The output of a fork together with all that it continues, as one output.
+
+        Text, ids and log-probabilities of the forked task up to the fork, of the inserted suffix
+        and of this task; of all tasks before, if the forked one is itself a fork. The ids are those
+        that the sequence holds behind the first task's prompt. See ``ScaffoldingOutput.join``.
+
+        None before the task has run; what is no fork is not joined with anything.
+        """
+        result, point = self.result, self.fork_point
+        if result is None or point is None or point.input_str != self.input_str:
+            return result
+        said = point.said or ScaffoldingOutput.inserted("")
+        if self.num_kept_tokens is None:
+            return ScaffoldingOutput.join([said, point.suffix, result])
+        said = said.without_last((point.kept or 0) - self.num_kept_tokens)
+        suffix = ScaffoldingOutput.inserted(point.suffix, self.inserted_tokens)
+        return ScaffoldingOutput.join([said, suffix, result])
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens generated so far, as exactly as the worker knows."""
+        if self.output_tokens is not None:
+            return len(self.output_tokens)
+        return self.usage_completion_tokens or 0
+
+    def samples_of(self, num_samples: int) -> list[Self]:
+        """``num_samples`` copies of this task that differ in what they draw, under a seed too.
+
+        Their seeds are hashes of the seed and the path of sample numbers, so the samples of a
+        sample repeat none, and the same seed draws the same samples again. It does not matter
+        whether the seed is this task's own, or is filled in by a controller later.
+
+        Raises:
+            ParameterError: ``num_samples`` is no whole number above 0.
+        """
+        if not isinstance(num_samples, int) or isinstance(num_samples, bool) or num_samples < 1:
+            raise ParameterError(
+                "invalid num_samples", f"got {num_samples!r}", "Give a whole number above 0"
+            )
+        samples = [self.copy() for _ in range(num_samples)]
+        for number, sample in enumerate(samples):
+            sampling.vary(sample, number)
+        return samples
+
+    def fork(
+        self,
+        suffix: str = "",
+        kind: type[_Generation] | None = None,
+        *,
+        inherit: bool = True,
+        **fields: Any,
+    ) -> _Generation:
+        """A task that continues this one from where it is now, with ``suffix`` put behind it.
+
+        This one is not disturbed and may still be generating. A worker that holds its sequence
+        continues exactly its tokens, KV kept; every other one gets the same in text.
+
+        All sampling fields are taken over, as this task has them: a fork with an empty suffix goes
+        on as this task would. ``max_tokens`` and ``min_tokens`` count the tokens of the fork alone.
+        For several forks that differ: ``task.fork(suffix).samples_of(n)``.
+
+        Args:
+            suffix: text between what there is and what is to be generated.
+            kind: class of the new task; ``GenerationTask`` by default.
+            inherit: whether sampling fields are taken over.
+            **fields: fields of the new task. A sampling field given here wins over this task's and
+                the controller's; None leaves it to the controller.
+
+        Raises:
+            ParameterError: the new task has no such field.
+        """
+        text = None
+        if self.input_str is not None:
+            said = self.output_str or ""
+            text = (said if self.echo and said else self.input_str + said) + suffix
+        kept = 0 if self.output_str is None else None  # nothing has come back yet, or no tokens
+        if self.output_tokens is not None:
+            kept = len(self.output_tokens)
+        new: Any = kind or GenerationTask
+        child: _Generation = new(input_str=text)
+        child.worker_tag = self.worker_tag
+        child.fork_point = ForkPoint(self.request_handle, kept, suffix, text, self.joined)
+        if inherit:
+            sampling.carry(self, child)
+        for name, value in fields.items():
+            if name in sampling.FIELDS:
+                sampling.choose(child, {name: value})
+            elif hasattr(child, name):
+                setattr(child, name, value)
+            else:
+                raise ParameterError.unknown(type(child).__name__, [name], vars(child))
+        return child
+
+
+@dataclass(eq=False)
+class StreamGenerationTask(GenerationTask):
+    """A generation that comes back to its controller on the way.
+
+    The controller yields the same task again and again until ``end_flag``. The generation itself
+    goes on between the yields, and its worker may be ahead: the results, and what ``fork``
+    continues, are those of exactly the tokens that were asked for.
+    """
+
+    cancel_flag: bool = False
+    """Set it and yield once more: the worker ends the generation; the results stay as they are."""
+    streaming_step: int = 1
+    """Come back with exactly so many tokens more, or with the last ones; 0: at once, with whatever
+    there is."""
+    tokens_per_request: int | None = None
+    """Tokens that one request to a server generates, but for the rest of a word. The next request
+    continues the text over the server's prefix cache, once a step asks for more; so the server is
+    never more than so many tokens ahead of the steps. None: one request generates all.
+
+    A prompt of token ids, stop strings, penalties, ``min_tokens`` and a guided shape cannot be
+    continued in another request, so they too make it one. Workers that hold the sequence themselves
+    make no requests."""
+    end_flag: bool = field(default=False, init=False)
+    """The generation has ended, and all of it is here."""
+
+    @classmethod
+    def create_from_generation_task(cls, task: GenerationTask, streaming_step: int = 1) -> Self:
+        """The same request as ``task``, with blank results, as a stream."""
+        stream = cls(streaming_step=streaming_step)
+        vars(stream).update(vars(task.copy()))
+        return stream
+
+    @property
+    def under_way(self) -> bool:
+        """Whether the generation has begun and not ended."""
+        return self.request_handle is not None and not self.end_flag
+
+    @property
+    def checked_step(self) -> int:
+        """``streaming_step``.
+
+        Raises:
+            ParameterError: it is no whole number, or below 0.
+        """
+        step = self.streaming_step
+        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+            raise ParameterError(
+                "invalid streaming_step",
+                f"got {step!r}",
+                "Give a number of tokens, or 0 for whatever there is",
+            )
+        return step
+
+    def copy(self) -> Self:
+        """The same request with its results blank."""
+        sibling = super().copy()
+        sibling.cancel_flag = sibling.end_flag = False
+        return sibling
+
+
+def _as_output(result: Any) -> ScaffoldingOutput:
+    """What is assigned to a task's ``result``, as an output."""
+    if isinstance(result, ScaffoldingOutput):
+        return result
+    if result is None or isinstance(result, str):
+        return ScaffoldingOutput(result)
+    outputs = getattr(result, "outputs", None)
+    if not outputs or not hasattr(outputs[0], "text"):
+        raise ParameterError(
+            "invalid result of a task",
+            f"got {result!r}",
+            "Assign the result of another task, a ScaffoldingOutput, or text",
+        )
+    names = ("text", "token_ids", "finish_reason", "stop_reason", "logprobs", "cumulative_logprob")
+    fields: dict[str, Any] = {name: getattr(outputs[0], name, None) for name in names}
+    return ScaffoldingOutput(**fields)
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+@dataclass(eq=False)
+class ChatTask(StreamGenerationTask):
+    """The assistant's next turn in a chat; the answer is appended to ``messages``."""
+
+    messages: list[RoleMessage] = field(default_factory=list)
+    tools: Any = None
+    """Descriptions of the functions that the model may call."""
+    enable_token_counting: bool = False
+    """Count the tokens of all turns in the three fields below."""
+    prompt_tokens_num: int = field(default=0, init=False)
+    completion_tokens_num: int = field(default=0, init=False)
+    reasoning_tokens_num: int = field(default=0, init=False)
+    unique_id: int | None = None
+
+    @property
+    def under_way(self) -> bool:
+        """False: a turn is generated at once, and has no steps."""
+        return False
+
+    def copy(self) -> Self:
+        """The same chat, free to go on differently, with its results blank."""
+        sibling = super().copy()
+        sibling.prompt_tokens_num = sibling.completion_tokens_num = sibling.reasoning_tokens_num = 0
+        return sibling
+
+    def messages_to_dict_content(self, start_index: int = 0) -> list[dict[str, Any]]:
+        """The messages from ``start_index`` on, as OpenAI's API takes them."""
+        return [message.to_dict() for message in self.messages[start_index:]]
+
+    def add_message(self, message: RoleMessage) -> None:
+        """Append one message."""
+        self.messages.append(message)
+
+    def add_messages(self, messages: Sequence[RoleMessage]) -> None:
+        """Append messages."""
+        self.messages.extend(messages)
+
+    def last_assistant_content(self) -> str | None:
+        """What the assistant said last; None if it has said nothing."""
+        said = [m for m in self.messages if isinstance(m, AssistantMessage)]
+        return said[-1].content if said else None
+
+    @staticmethod
+    def create_from_prompt(  # type: ignore[override]  # the established signature
+        user_prompt: str | None,
+        system_prompts: Sequence[RoleMessage] | None = None,
+        tools: Any = None,
+    ) -> ChatTask:
+        """A chat that opens with ``system_prompts`` and a user's message, as far as given.
+
+        Args:
+            user_prompt: text of the user's message; None: the chat has no user's message yet.
+            system_prompts: messages before it.
+            tools: descriptions of the functions that the model may call.
+        """
+        messages = [*(system_prompts or ())]
+        if user_prompt is not None:
+            messages.append(UserMessage(user_prompt))
+        return ChatTask(messages=messages, tools=tools)
+
+    @staticmethod
+    def create_from_messages(messages: Sequence[RoleMessage], tools: Any = None) -> ChatTask:
+        """A chat that goes on from ``messages``."""
+        return ChatTask(messages=list(messages), tools=tools)
+
+
+@dataclass(eq=False)
+class RewardTask(Task):
+    """Judge an answer.
+
+    ``score`` is the result. Judging several steps of one answer gives ``step_scores`` too, and
+    their product as ``score``.
+    """
+
+    input_tokens: list[int] | None = None
+    input_str: str | None = None
+    """The question."""
+    output_str: str | None = None
+    """The answer to judge."""
+    step_positions: list[int] | None = None
+    """Where steps end: places in ``input_tokens`` at which a process reward model is read."""
+    score: float | None = field(default=None, init=False)
+    step_scores: list[float] = field(default_factory=list, init=False)
+
+    def copy(self) -> Self:
+        """The same request with its results blank."""
+        sibling = super().copy()
+        sibling.score, sibling.step_scores = None, []
+        return sibling
+
+
+class ComputeTask(Task):
+    """Slow work of a controller, done beside the event loop: ``yield [ComputeTask(f, args)]``.
+
+    No worker is needed: the driver calls ``function(*args, **kwargs)`` in a thread; a coroutine
+    function is awaited on the event loop instead, and cancelled when the request ends. The return
+    value lands in ``result``; what it raises is raised at the ``yield`` as it is.
+    """
+
+    def __init__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        self.function, self.args, self.kwargs = function, args, kwargs
+        self.result: Any = None

@@ -1,0 +1,242 @@
+"""The residual block that Medusa's and ReDrafter's heads are made of. Knows neither.
+
+[draft_layer] The decoder layer that drafting heads are made of: Llama's, fed with whatever the
+head feeds it.
+
+Twice the same layer. :class:`LlamaLayer` has the weights under their published names and is what
+training differentiates; :class:`DraftLayer` is its forward over pages in few, large operations.
+Neither knows what its input means, nor who normalises it.
+
+[llama_config] The config of a head's layer, which is Llama's, as different libraries write it.
+
+Refuses other layers. Knows nothing about heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from forethought.kv.storage import LayerShape
+from forethought.model.attention.base import ForwardPass, Scoring
+from forethought.model.llama.layers import Norm, gated_activation, projection
+from forethought.speculative.heads.checkpoint import refused
+
+
+class ResidualBlock(nn.Module):
+    """``x + silu(W x + b)``; new ones pass x on as it is."""
+
+    def __init__(self, width: int, bias: bool = True) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width, bias=bias)
+        for weight in self.linear.parameters():
+            nn.init.zeros_(weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x ``[..., width]`` -> the same shape."""
+        return x + F.silu(self.linear(x))
+
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Queries ``[..., heads, head_dim]``, keys and values ``[..., kv_heads, head_dim]``, none of them
+rotated yet -> what each query has read, ``[..., heads, head_dim]``."""
+
+
+class Linear(nn.Linear):
+    """A product whose weights follow the dtype of its input: no activation is converted."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x ``[..., in]`` -> ``[..., out]`` in the same dtype."""
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), bias)
+
+
+class Attention(nn.Module):
+    """The four projections; how to attend is an argument.
+
+    Args:
+        config: sizes and biases.
+        width: of its input.
+    """
+
+    def __init__(self, config: LlamaConfig, width: int) -> None:
+        super().__init__()
+        self.head_dim, bias = head_dim(config), config.attention_bias
+        queries = config.num_attention_heads * self.head_dim
+        keys = config.num_key_value_heads * self.head_dim
+        self.q_proj = Linear(width, queries, bias=bias)
+        self.k_proj = Linear(width, keys, bias=bias)
+        self.v_proj = Linear(width, keys, bias=bias)
+        self.o_proj = Linear(queries, config.hidden_size, bias=bias)
+
+    def forward(self, x: Tensor, attend: Attend) -> Tensor:
+        """x ``[..., width]`` -> ``[..., hidden]``."""
+        shape = (*x.shape[:-1], -1, self.head_dim)
+        q, k, v = (each(x).view(shape) for each in (self.q_proj, self.k_proj, self.v_proj))
+        return self.o_proj(attend(q, k, v).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    """``down(silu(gate(x)) * up(x))``."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = Linear(hidden, inner, bias=bias)
+        self.up_proj = Linear(hidden, inner, bias=bias)
+        self.down_proj = Linear(inner, hidden, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x ``[..., hidden]`` -> the same shape."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class RmsNorm(nn.RMSNorm):
+    """RMSNorm whose weight follows the dtype of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x ``[..., width]`` -> the same shape and dtype."""
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+class LlamaLayer(nn.Module):
+    """A layer without its first norm: ``residual + attention(x)``, then the feed-forward.
+
+    Args:
+        config: sizes, biases, epsilon.
+        width: of the input of its attention.
+    """
+
+    def __init__(self, config: LlamaConfig, width: int) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, width)
+        self.mlp = FeedForward(config)
+        self.post_attention_layernorm = RmsNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, x: Tensor, residual: Tensor, attend: Attend) -> Tensor:
+        """x ``[..., width]``, residual ``[..., hidden]`` -> ``[..., hidden]``."""
+        x = residual + self.self_attn(x, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class DraftLayer:
+    """A :class:`LlamaLayer` over pages.
+
+    Args:
+        layer: whose weights are taken, in their dtype and on their device.
+        config: the layer's.
+        max_positions: tokens that a sequence may have.
+    """
+
+    def __init__(self, layer: LlamaLayer, config: LlamaConfig, max_positions: int) -> None:
+        attention, feed = layer.self_attn, layer.mlp
+        self.head_dim, self.scoring = attention.head_dim, Scoring(attention.head_dim**-0.5)
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.shape = LayerShape(self.kv_heads, self.head_dim, self.head_dim)
+        self.qkv = projection(*merged(attention.q_proj, attention.k_proj, attention.v_proj))
+        self.out = projection(attention.o_proj.weight, attention.o_proj.bias)
+        self.feed_norm = draft_norm(layer.post_attention_layernorm)
+        self.gate = gated_activation(*merged(feed.gate_proj, feed.up_proj))
+        self.down = projection(feed.down_proj.weight, feed.down_proj.bias)
+        cos, sin = rotary_tables(config, max_positions, attention.o_proj.weight)
+        half = self.head_dim // 2
+        sin = torch.cat([-sin[:, :half], sin[:, half:]], -1)
+        self.rotary = torch.stack([cos, sin], 1).unsqueeze(2)
+        """[max_positions, 2, 1, head_dim]: cosines and sines, the first half of these negated."""
+
+    def __call__(self, x: Tensor, residual: Tensor, forward_pass: ForwardPass) -> Tensor:
+        """x ``[T, width]``, residual ``[T, hidden]`` -> ``[R, hidden]``.
+
+        R are the tokens of the pass's batch whose logits are wanted. Layer 0 of its storage.
+        """
+        batch, tokens = forward_pass.batch, x.shape[0]
+        cos, sin = self.rotary[batch.positions].unbind(1)
+        qkv = self.qkv(x).view(tokens, -1, self.head_dim)
+        qk, v = qkv.split_with_sizes([self.heads + self.kv_heads, self.kv_heads], 1)
+        qk = torch.addcmul(qk * cos, qk.roll(self.head_dim // 2, -1), sin)
+        q, k = qk.split_with_sizes([self.heads, self.kv_heads], 1)
+        mixed = forward_pass.attend(0, q, k, v, self.scoring).view(tokens, -1)
+        if len(batch.logit_index) < tokens:  # what follows concerns each token alone
+            mixed, residual = mixed[batch.logit_index], residual[batch.logit_index]
+        x = self.out.plus(mixed, residual)
+        return self.down.plus(self.gate(self.feed_norm(x)), x)
+
+
+def head_dim(config: LlamaConfig) -> int:
+    """Width of one attention head."""
+    stated = getattr(config, "head_dim", None)
+    return int(stated or config.hidden_size // config.num_attention_heads)
+
+
+def draft_norm(norm: nn.RMSNorm) -> Norm:
+    """The same norm in few operations."""
+    return Norm(norm.weight, float(norm.eps or 0.0))
+
+
+def merged(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of one linear whose outputs are those of ``linears``, side by side."""
+    weight = torch.cat([linear.weight for linear in linears])
+    biases = [linear.bias for linear in linears]
+    return weight, None if biases[0] is None else torch.cat(biases)
+
+
+def rotary_tables(config: LlamaConfig, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines ``[length, head_dim]`` of the positions from 0, whatever the scaling."""
+    rotary = LlamaRotaryEmbedding(config).to(like.device)
+    with torch.no_grad():
+        cos, sin = rotary(like, torch.arange(length, device=like.device)[None])
+    return cos[0], sin[0]
+
+
+_ONLY = {"model_type": "llama", "hidden_act": "silu", "num_hidden_layers": 1}
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
+_MORE_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps")
+
+
+def llama_config(directory: Path, config: dict[str, Any]) -> LlamaConfig:
+    """Read it from a head's config: at the top, or under ``transformer_layer_config``.
+
+    Raises:
+        ModelError: a size is missing, or the layer is none of Llama's.
+    """
+    fields = dict(config.get("transformer_layer_config") or config)
+    for name, value in _ONLY.items():
+        if fields.get(name, value) != value:
+            raise refused(
+                directory,
+                f"its layer has {name}={fields[name]!r}, and only {value!r} is supported",
+                "Choose a head with one Llama layer",
+            )
+    missing = [name for name in _SIZES if name not in fields]
+    if missing:
+        raise refused(directory, f"its config lacks {', '.join(missing)}")
+    windows = set(fields.get("layer_types") or ()) - {"full_attention"}
+    if windows or fields.get("use_sliding_window"):
+        raise refused(directory, "its layer attends through a sliding window")
+    known = set(LlamaConfig().to_dict()) | {"rope_theta", "rope_scaling"}
+    return LlamaConfig(**{name: fields[name] for name in fields if name in known})
+
+
+def layer_fields(config: LlamaConfig) -> dict[str, Any]:
+    """What :func:`llama_config` reads, and other libraries read as a Llama's config."""
+    fields = {name: getattr(config, name) for name in (*_SIZES, *_MORE_SIZES)}
+    rope = dict(config.rope_parameters or {})
+    theta = rope.pop("rope_theta", 10_000.0)
+    scaling = None if rope.get("rope_type", "default") == "default" else rope
+    return {
+        "model_type": "llama",
+        **fields,
+        **_ONLY,
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "attention_bias": config.attention_bias,
+        "mlp_bias": config.mlp_bias,
+        "tie_word_embeddings": False,
+    }

@@ -1,0 +1,1 @@
+"""Draft length control: fixed, scheduled, gated by acceptance, or chosen for goodput."""

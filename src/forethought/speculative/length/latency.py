@@ -1,0 +1,234 @@
+"""How long a step takes: a linear model that is fitted while it is used.
+
+Recursive least squares with exponential forgetting, and three changes that a running machine asks
+for. Errors count relative to the prediction, since noise grows with what it disturbs. A residual
+counts for no more than a few times the usual one, so that a hiccup is not a lesson. And along each
+axis a little information is never forgotten, so that a thousand steps of one kind neither wipe out
+what is known about the others nor leave the fit at the mercy of the next. Knows nothing about what
+the terms mean.
+
+[forward_latency] How long the target's forward takes, by its tokens and its context.
+
+The linear model c0 + c1 tokens + c2 context says what happens at sizes that were not tried.
+Machines are not linear: they are flat until their units are busy, and jump at the borders of tiles.
+So what was really measured at a size outweighs the model there and, in proportion, between measured
+sizes, for as long as it is fresh. Knows nothing about rows or drafts.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections import deque
+from collections.abc import Sequence
+from math import log2
+
+import numpy as np
+from numpy.typing import NDArray
+
+Vector = NDArray[np.float64]
+
+FIRST = 5
+"""Observations before the first fit, which starts with their median."""
+CLIP = 3.0
+"""Usual residuals that one residual counts for at most."""
+KEPT = 0.3
+"""Observations' worth of information about each coefficient that is never forgotten."""
+SETTLED, EVERY = 32, 4
+"""After so many observations only every so manieth is learned from, to save time."""
+LEAST_RESIDUAL, FIRST_RESIDUAL = 0.01, 0.2
+"""Relative: what is usual at least, and what is taken for usual at first."""
+
+
+class LinearLatency:
+    """Seconds as a sum of terms, each a coefficient of at least 0 times a known number.
+
+    Args:
+        shares: how the seconds of the first observation are shared out among the terms; sums to 1.
+            Every share is above 0.
+        forgetting: weight that an observation keeps when another one comes.
+    """
+
+    def __init__(self, shares: Sequence[float], forgetting: float = 0.96) -> None:
+        self._shares = np.asarray(shares, dtype=np.float64)
+        self._forgotten = 1.0 - forgetting
+        self._information = np.zeros((len(shares), len(shares)))
+        self._usual = FIRST_RESIDUAL
+        self._waiting: list[tuple[Vector, float]] = []
+        self.observations = 0
+        self._free: Vector = np.zeros(len(shares))  # the fit before what is below 0 is forbidden
+        self.coefficients: Vector = np.zeros(len(shares))
+        """One per term, in seconds, none below 0."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether it has been fitted: until then it predicts 0."""
+        return self.observations >= FIRST
+
+    def predict(self, terms: Sequence[float] | Vector) -> float:
+        """Seconds for one step's terms."""
+        return float(self.coefficients.dot(terms))
+
+    def observe(self, terms: Sequence[float] | Vector, seconds: float) -> float:
+        """Learn that a step with these terms took so long.
+
+        Returns:
+            ``seconds`` without what was clipped from them as a hiccup.
+        """
+        known = np.asarray(terms, dtype=np.float64)
+        self.observations += 1
+        if self.observations > FIRST:
+            return self._update(known, seconds)
+        self._waiting.append((known, seconds))
+        least = min(seconds for _, seconds in self._waiting)
+        if self.observations == FIRST:
+            self._start()
+        return least
+
+    def _start(self) -> None:
+        """Fit to the median of the first observations, then to the others."""
+        first = sorted(self._waiting, key=lambda each: each[1])
+        terms, seconds = first.pop(FIRST // 2)
+        scale = np.maximum(np.abs(terms), 1.0)
+        self._free = self._shares / scale * max(seconds, 1e-9)
+        self._information = np.diag(scale**2 / self._shares) * (0.1 / max(seconds, 1e-9) ** 2)
+        for terms, seconds in first:
+            self._update(terms, seconds)
+        self._waiting.clear()
+
+    def _update(self, terms: Vector, seconds: float) -> float:
+        predicted = max(float(self._free @ terms), 1e-9)
+        most = CLIP * self._usual
+        clipped = min(max(seconds / predicted - 1.0, -most), most)
+        if self.observations > SETTLED and self.observations % EVERY:
+            return predicted * (1.0 + clipped)
+        self._usual = max(LEAST_RESIDUAL, 0.9 * self._usual + 0.1 * abs(clipped))
+        row = terms / predicted
+        self._information *= 1.0 - self._forgotten
+        self._information += row[:, None] * row
+        self._information.flat[:: len(row) + 1] += self._forgotten * KEPT * row * row
+        self._free = self._free + np.linalg.solve(self._information, row) * clipped
+        self.coefficients = self._constrained()
+        return predicted * (1.0 + clipped)
+
+    def _constrained(self) -> Vector:
+        """The best fit without coefficients below 0: the lowest is fixed at 0 until none is left.
+
+        Not simply clipped: what the forbidden part explained is left to the others.
+        """
+        fitted = self._free
+        allowed = np.ones(len(fitted), bool)
+        while fitted.min() < 0.0:
+            allowed[int(fitted.argmin())] = False
+            target = self._information[allowed] @ self._free
+            fitted = np.zeros_like(self._free)
+            fitted[allowed] = np.linalg.solve(self._information[np.ix_(allowed, allowed)], target)
+        return fitted
+
+
+Array = NDArray[np.float64]
+
+PER_OCTAVE, SIZES = 4, 64
+"""Sizes in one doubling of the tokens, and in all: up to 2**16 tokens."""
+FRESH, LEAST_FRESH = 256.0, 0.02
+"""Steps after which a measurement has lost most of its weight; the least that still counts."""
+LEAST_SECONDS = 1e-9
+"""No forward is predicted to take less: where all time was put down to the context, one without any
+would take none."""
+WINDOW = 9
+"""Measurements of a size that are kept; their median counts, so that hiccups do not."""
+
+
+class ForwardLatency:
+    """Seconds of a forward; fitted while it is used."""
+
+    def __init__(self) -> None:
+        self.linear = LinearLatency((0.8, 0.1, 0.1))
+        self._windows: dict[int, deque[tuple[float, float, float]]] = {}  # by size
+        self._medians = np.ones((3, SIZES))  # of seconds, tokens and context of each size's window
+        self._coefficients: tuple[float, ...] = (0.0, 0.0, 0.0)
+        self._steps = np.full(SIZES, -np.inf)  # when each size was last measured
+        self._step = self._told = 0  # steps gone by, and measurements taken of them
+        self._usual = FIRST_RESIDUAL
+        self._where = [1.0]  # tokens at the fresh sizes, rising
+        self._factor = [1.0]  # measured over linear there
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can predict."""
+        return self.linear.ready
+
+    @property
+    def settled(self) -> bool:
+        """Whether it has learned so much that not every step has to be told."""
+        return self.linear.observations > SETTLED
+
+    @property
+    def usual(self) -> float:
+        """How far off a prediction usually is, relative to it."""
+        return self._usual
+
+    def predict(self, tokens: float, context: float) -> float:
+        """Seconds of one forward."""
+        fixed, each, distant = self._coefficients
+        line = max(fixed + each * tokens + distant * context, LEAST_SECONDS)
+        where, factor = self._where, self._factor
+        after = bisect(where, tokens)
+        if not 0 < after < len(where):
+            return line * factor[min(after, len(where) - 1)]
+        left, right = where[after - 1], where[after]
+        part = (tokens - left) / (right - left)
+        return line * (factor[after - 1] + part * (factor[after] - factor[after - 1]))
+
+    def predict_many(self, tokens: Array, context: float) -> Array:
+        """[n]: seconds of forwards of so many tokens each, all at least 1."""
+        fixed, each, distant = self._coefficients
+        line = np.maximum(fixed + distant * context + each * tokens, LEAST_SECONDS)
+        return line * np.interp(tokens, self._where, self._factor)
+
+    def observe(self, tokens: int, context: int, seconds: float, steps: int = 1) -> float:
+        """Learn that a forward took so long.
+
+        Args:
+            tokens: of the forward.
+            context: tokens that its rows have seen, in all.
+            seconds: that it took.
+            steps: how many have gone by, this one included.
+
+        Returns:
+            ``seconds`` without what was clipped from them as a hiccup.
+        """
+        if self.ready:
+            predicted = max(self.predict(tokens, context), LEAST_SECONDS)
+            most = CLIP * self._usual
+            residual = min(max(seconds / predicted - 1.0, -most), most)
+            self._usual = max(LEAST_RESIDUAL, 0.9 * self._usual + 0.1 * abs(residual))
+            seconds = predicted * (1.0 + residual)
+        self.linear.observe((1.0, tokens, context), seconds)
+        self._coefficients = tuple(self.linear.coefficients.tolist())
+        self._step += steps
+        self._measure(tokens, context, seconds)
+        return seconds
+
+    def _measure(self, tokens: int, context: int, seconds: float) -> None:
+        size = min(round(PER_OCTAVE * log2(tokens)), SIZES - 1)
+        if self._step - self._steps[size] > FRESH:
+            self._windows[size] = deque(maxlen=WINDOW)
+        window = self._windows[size]
+        if len(window) == WINDOW and self._step - self._steps[size] < EVERY:
+            return
+        self._steps[size] = self._step
+        window.append((seconds, tokens, context))
+        self._medians[:, size] = sorted(window)[len(window) // 2]
+        self._told += 1
+        if self.ready and (self._told < SETTLED or self._told % EVERY == 0):
+            self._compare()
+
+    def _compare(self) -> None:
+        """Where, and by how much, the fresh measurements differ from the linear model."""
+        fresh = np.exp((self._steps - self._step) / FRESH)
+        sizes = np.flatnonzero(fresh > LEAST_FRESH)
+        seconds, tokens, context = self._medians[:, sizes]
+        fixed, each, distant = self._coefficients
+        line = np.maximum(fixed + each * tokens + distant * context, LEAST_SECONDS)
+        self._where = tokens.tolist()
+        self._factor = (1.0 + fresh[sizes] * (seconds / line - 1.0)).tolist()

@@ -1,0 +1,1 @@
+"""Verification: which drafted tokens are accepted, exactly or by a named lossy rule."""

@@ -1,0 +1,239 @@
+"""Texts to learn from: token ids, of which the first ones are the prompt.
+
+One JSON object per line, in one of three spellings::
+
+    {"token_ids": [5, 9, 2, 7], "prompt_length": 2}
+    {"prompt": "Name a prime.", "response": "7"}
+    {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
+
+Prompts in words go through the chat template, where there is one. Knows nothing about models.
+
+[corpus] Self-distillation: the target answers prompts, and its answers are the texts to learn from.
+
+A file grows by a part at a time; an interrupted run goes on behind the last whole part. Knows
+nothing about what is learned from them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from forethought.config.base import StrictModel
+from forethought.config.sampling import SamplingParams
+from forethought.errors import ParameterError, UsageError
+from forethought.llm.tokenizer import Tokenizer
+from forethought.training.teacher import Teacher
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Something that the target has said, or is to be taught."""
+
+    token_ids: list[int]
+    prompt_length: int
+    """Tokens before the answer."""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def prompt(self) -> list[int]:
+        """The ids of the prompt."""
+        return self.token_ids[: self.prompt_length]
+
+    def to_line(self) -> str:
+        """How it is written."""
+        return json.dumps({"token_ids": self.token_ids, "prompt_length": self.prompt_length})
+
+
+def load_texts(path: Path, tokenizer: Tokenizer, longest: int) -> list[Text]:
+    """The texts of a file, cut after ``longest`` tokens; one whose prompt fills that is left out.
+
+    Raises:
+        UsageError: the file cannot be read, or a line is none of the spellings.
+    """
+    texts = [
+        _text(record, tokenizer, f"{path}:{number}")
+        for number, record in read_records(path, "texts")
+    ]
+    cut = [Text(text.token_ids[:longest], text.prompt_length) for text in texts]
+    kept = [text for text in cut if 0 < text.prompt_length < len(text)]
+    if not kept:
+        raise UsageError(
+            f"nothing to learn from in {path}",
+            f"none of its {len(texts)} texts has an answer within {longest} tokens",
+            "Give prompts with answers",
+        )
+    return kept
+
+
+def load_prompts(path: Path, tokenizer: Tokenizer) -> list[list[int]]:
+    """Prompts, one per line: text, or an object with ``prompt``, ``messages`` or ``token_ids``.
+
+    Raises:
+        UsageError: the file cannot be read or holds no prompt.
+    """
+    prompts = []
+    for number, record in read_records(path, "prompts"):
+        where = f"{path}:{number}"
+        if isinstance(record, str):
+            record = {"prompt": record}
+        if "token_ids" in record:
+            ids = _ids(record, where)
+            prompts.append(ids[: record.get("prompt_length", len(ids))])
+        elif "messages" in record:
+            said = [turn for turn in record["messages"] if turn.get("role") != "assistant"]
+            prompts.append(_asked(said, tokenizer))
+        elif isinstance(record.get("prompt"), str):
+            prompts.append(_asked([{"role": "user", "content": record["prompt"]}], tokenizer))
+        else:
+            raise _bad(where, "prompt, messages or token_ids")
+    return prompts
+
+
+def save_texts(texts: Iterable[Text], path: Path) -> None:
+    """Put texts behind those of a file."""
+    with path.open("a", encoding="utf-8") as stream:
+        stream.writelines(text.to_line() + "\n" for text in texts)
+
+
+def _text(record: Any, tokenizer: Tokenizer, where: str) -> Text:
+    if isinstance(record, dict):
+        if "token_ids" in record and isinstance(record.get("prompt_length"), int):
+            return Text(_ids(record, where), record["prompt_length"])
+        if isinstance(record.get("prompt"), str) and isinstance(record.get("response"), str):
+            turns = [{"role": "user", "content": record["prompt"]}]
+            return _answered(turns, record["response"], tokenizer)
+        turns = record.get("messages") or []
+        if len(turns) > 1 and turns[-1].get("role") == "assistant":
+            return _answered(turns[:-1], turns[-1]["content"], tokenizer)
+    raise _bad(where, "token_ids and prompt_length, prompt and response, or messages with a reply")
+
+
+def _answered(turns: Sequence[dict[str, Any]], response: str, tokenizer: Tokenizer) -> Text:
+    prompt = _asked(turns, tokenizer)
+    end = tokenizer.hf.eos_token_id
+    answer = tokenizer.encode_more(response) + ([] if end is None else [end])
+    return Text(prompt + answer, len(prompt))
+
+
+def _asked(turns: Sequence[dict[str, Any]], tokenizer: Tokenizer) -> list[int]:
+    """As ``LLM.chat`` asks, or, without a template, the turns as they stand."""
+    if tokenizer.hf.chat_template:
+        return tokenizer.encode_more(tokenizer.render(turns))
+    return tokenizer.encode("\n".join(str(turn["content"]) for turn in turns))
+
+
+def read_records(path: Path, kind: str) -> list[tuple[int, Any]]:
+    """Line numbers and what stands there: objects, or lines of text.
+
+    Args:
+        path: of the file.
+        kind: what it holds, as messages say it.
+
+    Raises:
+        UsageError: it cannot be read, is empty, or a line that begins as an object is none.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read the {kind} in {path}", str(error), "Give a file") from error
+    found: list[tuple[int, Any]] = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                found.append((number, json.loads(line) if line.startswith("{") else line))
+            except json.JSONDecodeError as error:
+                raise UsageError(f"{path}:{number} is no JSON", str(error), "Mend it") from error
+    if not found:
+        raise UsageError(f"no {kind} in {path}", "the file is empty", "Write one per line")
+    return found
+
+
+def _ids(record: dict[str, Any], where: str) -> list[int]:
+    ids = record["token_ids"]
+    if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids) or not ids:
+        raise _bad(where, "token_ids as a list of integers")
+    return ids
+
+
+def _bad(where: str, wanted: str) -> UsageError:
+    return UsageError(f"nothing to read at {where}", f"it lacks {wanted}", "See --help")
+
+
+logger = logging.getLogger(__name__)
+
+PART = 64
+"""Prompts that are answered and written together."""
+
+
+class DistillationSettings(StrictModel):
+    """How the target answers."""
+
+    seed: int = Field(default=0, ge=0)
+    temperatures: tuple[float, ...] = Field(default=(0.0, 0.8), min_length=1)
+    """In turn. A drafter serves greedy requests and sampled ones."""
+    max_tokens: int = Field(default=512, ge=1)
+    """Of an answer."""
+
+
+def self_distil(
+    teacher: Teacher, prompts: Sequence[list[int]], path: Path, settings: DistillationSettings
+) -> list[Text]:
+    """Have every prompt answered, as far as ``path`` does not hold the answers already.
+
+    Raises:
+        ParameterError: it holds answers to other prompts.
+        UsageError: it is broken.
+    """
+    done = _resume(prompts, path) if path.exists() else 0
+    while done < len(prompts):
+        part = prompts[done : done + PART]
+        answers = teacher.generate(part, [_params(settings, done + n) for n in range(len(part))])
+        pairs = zip(part, answers.token_ids, strict=True)
+        save_texts([Text(prompt + answer, len(prompt)) for prompt, answer in pairs], path)
+        done += len(part)
+        logger.info("%d of %d prompts answered", done, len(prompts))
+    return load_texts(path, teacher.tokenizer, teacher.lm.max_positions)
+
+
+def _resume(prompts: Sequence[list[int]], path: Path) -> int:
+    """How many prompts are answered; a part that was not finished is taken back."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    if lines and not lines[-1].endswith("\n"):  # an interrupted write
+        lines.pop()
+    if len(lines) < len(prompts):
+        lines = lines[: len(lines) // PART * PART]
+        path.write_text("".join(lines), encoding="utf-8")
+    for prompt, line in zip(prompts, lines, strict=False):
+        try:
+            record = json.loads(line)
+            answered = record["token_ids"][: record["prompt_length"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UsageError(
+                f"cannot go on from the texts in {path}",
+                f"a line is broken ({type(error).__name__}: {error})",
+                "Remove the file to have the prompts answered anew",
+            ) from error
+        if answered != prompt:
+            raise ParameterError(
+                f"the texts in {path} are answers to other prompts",
+                "a run in the same directory had others",
+                "Give the same prompts, or another directory",
+            )
+    return len(lines)
+
+
+def _params(settings: DistillationSettings, number: int) -> SamplingParams:
+    return SamplingParams(
+        temperature=settings.temperatures[number % len(settings.temperatures)],
+        max_tokens=settings.max_tokens,
+        seed=(settings.seed << 32) + number,
+    )

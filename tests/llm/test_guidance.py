@@ -1,0 +1,392 @@
+"""Laws of grammars: what they allow, as pure functions of the output, and which are refused."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forethought.assets import reasoner_dir
+from forethought.config.engine import GuidedDecodingConfig
+from forethought.config.sampling import SamplingParams
+from forethought.errors import ParameterError, RequestError
+from forethought.llm.grammar import GrammarCompiler
+from forethought.llm.tokenizer import Tokenizer
+from forethought.model.sampling.distribution import Constraint, unpack
+from tokens import byte_level, sentencepiece
+
+BYTES = Tokenizer(byte_level())
+EOS = 2
+WIDTH = 304
+"""Logits of four more ids than the tokenizer has."""
+guidance = GrammarCompiler(BYTES, WIDTH, frozenset({EOS}))
+
+LIST = {"type": "array", "items": {"enum": ["a", "he", 12]}, "maxItems": 3}
+SHAPES = [
+    {"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}},
+    {"json": LIST},
+    {"json_object": True},
+    {"regex": r"(he|hello|[a-c]+)( wor)*\d?"},
+    {"grammar": 'start: "a" start "b" | "Gr" | "ü"'},
+    {"grammar": 'root ::= "he" ("l" | "lo")* "!"?'},
+    {"choice": ["hello", "help", "hell 你好 🙂", 'quo"te\\\n']},
+]
+
+
+def follow(shape: dict, of: GrammarCompiler = guidance, **params) -> Constraint:
+    return of.constraints(SamplingParams(guided_decoding=shape, **params))()
+
+
+def allowed(constraint: Constraint, output: list[int], width: int = WIDTH) -> set[int]:
+    return set(unpack(constraint.mask(output), width).nonzero()[0].tolist())
+
+
+def ids(text: str, tokenizer: Tokenizer = BYTES) -> list[int]:
+    return tokenizer.encode_more(text)
+
+
+# --- purity --------------------------------------------------------------------------------------
+
+
+@st.composite
+def questions(draw):
+    """A shape, and outputs to ask about: most of them lawful, in any order, with repetitions."""
+    shape = draw(st.sampled_from(SHAPES))
+    guide, lawful = follow(shape), [[]]
+    for _ in range(draw(st.integers(1, 12))):
+        prefix = draw(st.sampled_from(lawful))
+        choices = sorted(allowed(guide, prefix))
+        if choices:
+            lawful.append([*prefix, draw(st.sampled_from(choices))])
+    unlawful = [
+        [*draw(st.sampled_from(lawful)), *draw(st.lists(st.integers(0, WIDTH - 1), max_size=2))]
+        for _ in range(3)
+    ]
+    return shape, draw(st.lists(st.sampled_from(lawful + unlawful), min_size=1, max_size=20))
+
+
+def answer(constraint: Constraint, output: list[int]):
+    try:
+        return allowed(constraint, output), constraint.is_complete(output)
+    except ParameterError:
+        return allowed(constraint, output), "broken"
+
+
+@settings(max_examples=150, deadline=None)
+@given(questions())
+def test_a_constraint_asked_in_any_order_answers_as_a_new_one_does(asked):
+    shape, outputs = asked
+    constraint = follow(shape)
+    for output in outputs:
+        assert answer(constraint, output) == answer(follow(shape), output)
+
+
+def test_samples_of_one_prompt_have_constraints_of_their_own():
+    make = guidance.constraints(SamplingParams(guided_decoding={"choice": ["ab", "cd"]}))
+    first, second = make(), make()
+    assert allowed(first, ids("a")) == set(ids("b"))
+    assert allowed(second, ids("c")) == set(ids("d"))
+    assert allowed(first, ids("a")) == set(ids("b"))
+
+
+def test_asking_along_a_path_moves_by_one_token_at_a_time():
+    """The matcher is not run again from the start; with a long output that is what counts."""
+    constraint, taken = follow({"regex": "(he|l)*"}), []
+    matcher = constraint._matcher
+
+    class Spy:
+        def __getattr__(self, name):
+            return getattr(matcher, name)
+
+        def try_consume_tokens(self, tokens):
+            taken.append(len(tokens))
+            return matcher.try_consume_tokens(tokens)
+
+    constraint._matcher = Spy()
+    output = ids("l") * 50
+    for end in range(51):
+        constraint.mask(output[:end])
+        constraint.is_complete(output[:end])
+    assert taken == [1] * 50
+    constraint.mask([*output[:49], *ids("h")])  # a sibling of the last node
+    assert taken == [1] * 51
+
+
+# --- what is allowed -----------------------------------------------------------------------------
+
+
+def test_an_end_is_allowed_exactly_where_the_grammar_may_end():
+    constraint = follow({"regex": "a(bc)*"})
+    assert EOS not in allowed(constraint, [])
+    assert EOS in allowed(constraint, ids("a"))
+    assert EOS not in allowed(constraint, ids("ab"))
+    assert EOS in allowed(constraint, ids("abc"))
+
+
+def test_every_end_of_sequence_id_of_the_model_may_end_it():
+    constraint = follow({"regex": "ab*"}, GrammarCompiler(BYTES, WIDTH, frozenset({1, 2, 999})))
+    assert allowed(constraint, ids("a")) == {1, 2, *ids("b")}
+
+
+def test_with_ignore_eos_the_end_is_never_allowed():
+    constraint = follow({"regex": "ab*"}, ignore_eos=True)
+    assert allowed(constraint, ids("a")) == set(ids("b"))
+    assert allowed(constraint, [*ids("a"), EOS]) == set()
+
+
+def test_without_an_end_of_sequence_nothing_else_ends_the_output():
+    constraint = follow({"regex": "ab*"}, GrammarCompiler(BYTES, WIDTH, frozenset()))
+    assert allowed(constraint, ids("a")) == set(ids("b"))
+
+
+def test_a_grammar_is_complete_where_no_text_may_follow():
+    constraint = follow({"choice": ["he", "hello"]})
+    assert not constraint.is_complete(ids("he"))
+    assert constraint.is_complete(ids("hello"))
+    assert constraint.is_complete([*ids("he"), EOS])
+    assert allowed(constraint, ids("hello")) == {EOS}
+
+
+def test_behind_an_output_that_breaks_the_grammar_nothing_may_come():
+    constraint = follow({"regex": "ab*"})
+    for output in (ids("c"), ids("aba"), [303], [EOS]):
+        assert allowed(constraint, output) == set()
+        with pytest.raises(ParameterError, match="cannot be kept to its grammar"):
+            constraint.is_complete(output)
+
+
+def test_ids_beyond_the_tokenizer_and_special_tokens_are_not_text():
+    found = allowed(follow({"regex": "(?s:.)*"}), [])
+    assert found & {0, 1, 300, 301, 302, 303} == set()
+    assert set(ids("a")) < found
+
+
+def test_a_model_narrower_than_its_tokenizer_is_never_asked_for_what_it_lacks():
+    wide = allowed(follow({"regex": "[a-zA-Z ,?]*"}), [])
+    narrow = follow({"regex": "[a-zA-Z ,?]*"}, GrammarCompiler(BYTES, 290, frozenset({EOS})))
+    assert max(wide) > 290
+    assert allowed(narrow, [], 290) == {token for token in wide if token < 290}
+
+
+@pytest.mark.parametrize("tokenizer", [BYTES, Tokenizer(sentencepiece())])
+@pytest.mark.parametrize("text", ["hello a he", "é 你好 🙂", 'quo"te\\\n\ttab', "/a/"])
+def test_a_choice_is_allowed_to_the_letter(tokenizer, text):
+    of = GrammarCompiler(tokenizer, WIDTH, frozenset({EOS}))
+    constraint, output = follow({"choice": [text, "other"]}, of), ids(text, tokenizer)
+    for place, token in enumerate(output):
+        assert token in allowed(constraint, output[:place])
+    assert constraint.is_complete(output)
+    assert tokenizer.decode([*ids("a", tokenizer), *output]) == "a" + text
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [
+        ({"json": {"type": "objct"}}, "invalid json in guided_decoding: Invalid type: objct"),
+        ({"json": {"not": {}}}, 'Unimplemented keys: ."not".'),
+        ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "greater than maximum"),
+        ({"json": {"$ref": "http://localhost/schema"}}, "does not fetch resources"),
+        ({"regex": "a(?=b)"}, "invalid regex in guided_decoding: .*look-around"),
+        ({"regex": "("}, "unclosed group"),
+        ({"regex": "()"}, "only the empty output"),
+        ({"grammar": 'start: "a" b'}, "unknown name"),
+        ({"grammar": "nonsense"}, "invalid grammar in guided_decoding: .*Expected ::="),
+        ({"grammar": "start: <|unknown|>"}, "unknown special token"),
+    ],
+)
+def test_a_shape_that_cannot_be_followed_is_refused_at_once(shape, reason):
+    with pytest.raises(ParameterError, match=reason):
+        follow(shape)
+
+
+def test_a_shape_that_the_model_has_no_tokens_for_is_refused_at_once():
+    narrow = GrammarCompiler(BYTES, 60, frozenset({EOS}))
+    with pytest.raises(ParameterError, match="can be written in it with the model's tokens"):
+        follow({"regex": "x+"}, narrow)
+
+
+def test_an_output_that_grows_beyond_what_can_be_followed_fails_and_does_not_spoil_others(
+    monkeypatch,
+):
+    import llguidance
+
+    limits = llguidance.LLParserLimits
+    monkeypatch.setattr(
+        llguidance, "LLParserLimits", lambda **kwargs: limits(step_max_items=30, **kwargs)
+    )
+    constraint = follow({"json_object": True}, GrammarCompiler(BYTES, WIDTH, frozenset({EOS})))
+    easy, hard = ids('{"a": 1'), ids('{"a": [[[[[[[[1')
+    before = allowed(constraint, easy)
+    sizes = [len(allowed(constraint, hard[:end])) for end in range(len(hard) + 1)]
+    assert 0 in sizes
+    with pytest.raises(ParameterError, match="Too many items"):
+        constraint.is_complete(hard[: sizes.index(0) + 1])
+    assert allowed(constraint, easy) == before
+    assert not constraint.is_complete(easy)
+
+
+def test_no_shape_is_no_constraint():
+    assert guidance.constraints(SamplingParams()) is None
+
+
+def test_a_grammar_is_compiled_once():
+    params = [SamplingParams(guided_decoding={"json": LIST}, seed=seed) for seed in (1, 2)]
+    first, second = (guidance.constraints(each) for each in params)
+    assert first.__self__ is second.__self__
+
+
+def test_a_choice_of_many_is_followed_to_the_end_of_each_and_takes_nothing_else():
+    texts = [f"{n * 7919 % 1000003} o/p.t|{n}" for n in range(20_000)]
+    constraint = follow({"choice": texts})
+    for text in texts[::4000]:
+        output = ids(text)
+        for place, token in enumerate(output):
+            assert token in allowed(constraint, output[:place])
+            assert not constraint.is_complete(output[:place])
+        assert constraint.is_complete(output) or EOS in allowed(constraint, output)
+    wrong = ids("7919 o/p?")
+    assert wrong[-1] not in allowed(constraint, wrong[:-1])
+
+
+def accepts(constraint: Constraint, text: str) -> bool:
+    output = ids(text)
+    steps = (token in allowed(constraint, output[:n]) for n, token in enumerate(output))
+    return all(steps) and EOS in allowed(constraint, output)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.text(max_size=6).filter(bool), min_size=1, max_size=5, unique=True),
+    st.characters(codec="utf-8"),
+)
+def test_a_choice_takes_exactly_its_texts_whatever_characters_they_have(texts, other):
+    constraint = follow({"choice": texts})
+    for text in texts:
+        for near in (text, text[:-1], text + other, other + text[1:], text + text):
+            assert not near or accepts(constraint, near) == (near in texts)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    [
+        ({"regex": "ab" * 600_000}, "regex"),
+        ({"json": {"enum": ["x" * 1_100_000]}}, "json"),
+        ({"grammar": 'start: "' + "x" * 1_100_000 + '"'}, "grammar"),
+        ({"choice": [f"option number {n}" for n in range(70_000)]}, "choice"),
+    ],
+)
+def test_what_is_too_large_is_refused_with_the_limit_and_its_name(shape, kind):
+    reason = rf"the {kind} in guided_decoding is too large: .*max_grammar_bytes is 1,048,576"
+    with pytest.raises(ParameterError, match=reason):
+        follow(shape)
+
+
+def test_the_limit_of_size_can_be_lowered():
+    narrow = GrammarCompiler(
+        BYTES, WIDTH, frozenset({EOS}), GuidedDecodingConfig(max_grammar_bytes=5)
+    )
+    assert follow({"regex": "a+b+"}, narrow)
+    with pytest.raises(ParameterError, match="it has 6 bytes"):
+        follow({"choice": ["abc", "def"]}, narrow)
+
+
+def test_what_llguidance_finds_too_large_is_refused_as_such():
+    with pytest.raises(ParameterError, match="it is too large to be compiled"):
+        follow({"regex": "|".join(f"w{n * 7919 % 1000003}.*" for n in range(90_000))})
+    parts = [{"type": "object", "properties": {f"k{n}": {}}} for n in range(10_000)]
+    with pytest.raises(ParameterError, match="too many parts"):
+        follow({"json": {"anyOf": parts}})
+
+
+def test_a_limit_that_is_met_behind_the_first_token_is_told_before_anything_runs(monkeypatch):
+    monkeypatch.setattr("forethought.llm.grammar.MAX_ROW_ITEMS", 100)
+    wide = {"grammar": "start: " + " | ".join(f'"option {n}"' for n in range(200))}
+    with pytest.raises(ParameterError, match="row has 201 items"):
+        follow(wide, GrammarCompiler(BYTES, WIDTH, frozenset({EOS})))
+
+
+@pytest.mark.parametrize("depth", [300, 3000, 100_000])
+def test_a_schema_that_is_nested_too_deeply_is_refused(depth):
+    text, nested = '{"items": ' * depth + "{}" + "}" * depth, {}
+    for _ in range(depth):
+        nested = {"items": nested}
+    try:
+        for schema in (text, nested):
+            with pytest.raises(ParameterError, match=r"nested too deeply|too large"):
+                follow({"json": schema})
+    finally:
+        while nested:  # freeing it all at once recurses, too
+            nested = nested.pop("items")
+
+
+def test_a_long_chain_of_references_does_not_end_the_process():
+    chain = {f"d{n}": {"properties": {"a": {"$ref": f"#/$defs/d{n + 1}"}}} for n in range(4000)}
+    with contextlib.suppress(ParameterError):
+        follow({"json": {"$defs": {**chain, "d4000": {}}, "$ref": "#/$defs/d0"}})
+
+
+def test_text_that_is_no_unicode_is_refused():
+    for shape in ({"choice": ["\ud800"]}, {"regex": "\ud800"}, {"grammar": 'start: "\ud800"'}):
+        with pytest.raises(ParameterError, match="surrogates"):
+            follow(shape)
+
+
+def test_a_compiler_that_fails_in_its_own_way_fails_with_an_error_of_ours(monkeypatch):
+    of = GrammarCompiler(BYTES, WIDTH, frozenset({EOS}))
+    monkeypatch.setattr(of, "_compile", lambda *_: 1 / 0)
+    for _ in range(2):
+        with pytest.raises(RequestError, match="ZeroDivisionError"):
+            follow({"regex": "a"}, of)
+    monkeypatch.undo()
+    assert follow({"regex": "a"}, of)
+
+
+def test_no_more_grammars_are_kept_than_there_is_room_for(monkeypatch):
+    monkeypatch.setattr("forethought.llm.grammar.COMPILED", 3)
+    of = GrammarCompiler(BYTES, WIDTH, frozenset({EOS}))
+    for size in range(1, 8):
+        follow({"regex": f"a{{{size}}}"}, of)
+    for thread in list(of._compilers):
+        thread.join()
+    assert [key[0].regex for key in of._compilations] == ["a{5}", "a{6}", "a{7}"]
+
+
+def test_a_tokenizer_that_is_not_fast_is_refused():
+    class Slow:
+        is_fast = False
+
+    slow = Tokenizer.__new__(Tokenizer)
+    slow.hf = Slow()
+    with pytest.raises(ParameterError, match=r"needs a fast tokenizer.*Slow"):
+        follow({"regex": "a"}, GrammarCompiler(slow, WIDTH, frozenset()))
+
+
+def test_without_llguidance_the_extra_is_named():
+    code = (
+        "import sys; sys.modules['llguidance'] = None\n"
+        "from forethought import LLM, SamplingParams\n"
+        "LLM().generate('Hi', SamplingParams(guided_decoding={'regex': 'a'}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert "DependencyError: llguidance is not installed" in done.stderr
+    assert "forethought[guided]" in done.stderr
+
+
+def test_the_embedded_model_can_write_what_its_tokenizer_lets_it():
+    tokenizer = Tokenizer.load(reasoner_dir())
+    of = GrammarCompiler(tokenizer, 512, frozenset({tokenizer.hf.eos_token_id}))
+    constraint = follow({"json": {"type": "object"}}, of)
+    output = ids(json.dumps({"answer": [12, "yes", None]}), tokenizer)
+    for place, token in enumerate(output):
+        assert token in allowed(constraint, output[:place], 512)
+    assert constraint.is_complete(output)
