@@ -43,13 +43,14 @@ class HubServer:
         token: what private repositories are shown for.
         private: ids of these.
         fetched: paths of the files that have been sent, in order.
+        failing: the HTTP status of every answer; 0: it serves.
         url: for ``HF_ENDPOINT``.
     """
 
     def __init__(self) -> None:
         self.repositories: dict[str, dict[str, Files]] = {}
         self.token, self.private, self.fetched = "", set[str](), list[str]()
-        self.url = ""
+        self.url, self.failing = "", 0
 
     def environment(self, home: Path, **more: str) -> dict[str, str]:
         """Of a process that asks this Hub and keeps what it gets in ``home``."""
@@ -79,6 +80,8 @@ def serving() -> Iterator[HubServer]:
             self.answer(send=False)
 
         def answer(self, send: bool) -> None:
+            if state.failing:
+                return self.refuse(state.failing, "")
             parts = self.path.split("?")[0].strip("/").split("/")
             api = parts[:2] == ["api", "models"]
             owner, short, *rest = parts[2:] if api else parts
@@ -128,7 +131,8 @@ def serving() -> Iterator[HubServer]:
 
         def refuse(self, status: int, code: str) -> None:
             self.send_response(status)
-            self.send_header("X-Error-Code", code)
+            if code:
+                self.send_header("X-Error-Code", code)
             self.send_header("Content-Length", "0")
             self.end_headers()
 

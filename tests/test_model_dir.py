@@ -146,6 +146,17 @@ def test_without_a_network_it_is_one_line_with_the_cause(hub: HubServer, tmp_pat
     assert "no such model on the Hugging Face Hub" in find(hub.environment(tmp_path), "org/other")
 
 
+@pytest.mark.parametrize("status", [401, 403, 429, 500, 503])
+def test_what_the_hub_answers_is_the_cause_that_is_told(
+    hub: HubServer, tmp_path: Path, status: int
+) -> None:
+    hub.failing = status
+    said = find(hub.environment(tmp_path), "org/model")
+    assert f"HTTP {status}" in said
+    assert "cannot be reached" not in said
+    assert ("HF_TOKEN" in said) == (status in (401, 403))
+
+
 def test_a_repository_of_gguf_files_and_one_of_an_adapter_are_called_that(
     hub: HubServer, tmp_path: Path
 ) -> None:

@@ -112,6 +112,11 @@ def _explain(error: Exception, name: str, revision: str | None) -> tuple[str, st
     from huggingface_hub import constants, errors
 
     hub = f"the Hugging Face Hub at {constants.ENDPOINT}"
+    status = None if _is_about_model(error) else _http_status(error)
+    if status in (401, 403):
+        return f"{hub} refuses access (HTTP {status})", "Set HF_TOKEN to a token that has access"
+    if status is not None:
+        return f"{hub} answers with HTTP {status}", "Try again later: what has come is kept"
     if isinstance(error, errors.LocalEntryNotFoundError):
         cause = f"{hub} cannot be reached"
         if constants.HF_HUB_OFFLINE:
@@ -134,6 +139,24 @@ def _explain(error: Exception, name: str, revision: str | None) -> tuple[str, st
         return f"on {hub} it has no revision {revision!r}", "Give a branch, a tag or a commit"
     reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
     return reason, "Try again: what has been downloaded is kept"
+
+
+def _is_about_model(error: Exception) -> bool:
+    """Whether the Hub has told what is wrong with the model's name, revision or access."""
+    from huggingface_hub import errors
+
+    told = (errors.GatedRepoError, errors.RepositoryNotFoundError, errors.RevisionNotFoundError)
+    return isinstance(error, told)
+
+
+def _http_status(error: BaseException | None) -> int | None:
+    """The status of the response that ``error`` comes from, through the errors that wrap it."""
+    while error is not None:
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if isinstance(status, int):
+            return status
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def check_model_dir(directory: Path, kind: str = "model") -> None:

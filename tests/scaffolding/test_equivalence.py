@@ -150,3 +150,45 @@ def test_an_equivalence_is_a_function_or_has_a_canonical_form():
     for wrong in ("abc", 7, Keyed):
         with pytest.raises(ParameterError, match="canonical_form"):
             checks.equivalence(wrong)
+
+
+def test_an_equivalence_that_would_have_to_be_awaited_is_refused():
+    async def function(one, other):
+        return one == other
+
+    class Keyed:
+        async def canonical_form(self, answer):
+            return answer
+
+    class Called:
+        async def __call__(self, one, other):
+            return one == other
+
+    for wrong in (function, Keyed(), Called()):
+        with pytest.raises(ParameterError, match="plain function"):
+            checks.equivalence(wrong)
+
+
+@pytest.mark.parametrize("seconds", ["3", None, 0, -1, float("nan"), float("inf")])
+def test_a_time_limit_that_is_none_is_refused(seconds):
+    with pytest.raises(ParameterError, match="time_limit"):
+        MathEquivalence(seconds)
+
+
+UNLIKE = [
+    ("2ab", "2bc"),
+    ("2am", "2"),
+    (r"\frac12 ab", "1/2"),
+    ("3 am", "3 pm"),
+    ("1 h", "1"),
+    ("1_A", "1_B"),
+]
+
+
+def test_letters_that_a_parser_would_drop_tell_formulas_apart():
+    classes = AnswerClasses(MathEquivalence(60.0))
+    classes.find([answer for pair in UNLIKE for answer in pair] + ["2ab", "2ba", "ab+1", "1+ba"])
+    for one, other in UNLIKE:
+        assert classes.of(one) != classes.of(other)
+    assert classes.of("2ab") == classes.of("2ba")
+    assert classes.of("ab+1") == classes.of("1+ba")

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
+from forethought.errors import ParameterError
 from forethought.scaffolding import canonical_form as forms
 from forethought.scaffolding.execution_scope import current_scope
 from forethought.scaffolding.sympy_pool import Forms, SympyPool
@@ -59,9 +60,19 @@ class MathEquivalence:
     Args:
         time_limit: seconds for all formulas of one vote or one chain of thought together, of which
             one formula gets at most a third; beyond it formulas are compared as text.
+
+    Raises:
+        ParameterError: ``time_limit`` is no number above zero.
     """
 
     time_limit: float = 3.0
+
+    def __post_init__(self) -> None:
+        seconds = self.time_limit
+        if not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
+            raise ParameterError(
+                "invalid time_limit", f"got {seconds!r}", "Give a number of seconds above zero"
+            )
 
     def canonical_form(self, answer: str) -> Hashable:
         """The form of ``answer``. May take a while if there is a formula in it.

@@ -251,6 +251,12 @@ _FUNCTION = re.compile(
 )
 _ANGLE = re.compile(r"([\d.]+) ?°")
 _LETTERS = re.compile(r"\\[A-Za-z]+|[A-Za-z]{2,}")
+_LETTER_RUN = re.compile(r"\\[A-Za-z]+|[A-Za-z]+")
+_OPAQUE = re.compile(
+    r"\d ?_|'|\\(?:[bp]?mod|equiv)(?![A-Za-z])|\d\.\d+\.|\d{4}-\d\d?-\d|\d\d?-\d\d?-\d{4}|\d:\d"
+)
+"""A number to another base, a prime, a congruence, a version, a date, a time: parsers drop a part
+of each."""
 _DIGITS, _SPACED = re.compile(r"[-+./\d ]*"), re.compile(r"\d \d")
 
 
@@ -375,7 +381,18 @@ def _formula(text: str) -> Form:
     words = (word for word in _LETTERS.findall(marked) if word[0] != "\\" and word != "sqrt")
     if any(len(word) > 2 or not word.islower() for word in words) or '"' in text:
         return text.casefold()
-    return Formula(marked)
+    if _OPAQUE.search(text):
+        return re.sub(r"_ ?\{ ?(\w+) ?\}", r"_\1", text).replace(" ", "")
+    return Formula(_LETTER_RUN.sub(_product, marked))
+
+
+def _product(found: re.Match[str]) -> str:
+    """A run of letters as the product that it is; a parser takes ``ab`` for a unit and drops it."""
+    run = found[0]
+    if run[0] == "\\" or run == "sqrt":
+        return run
+    factor = re.search(r"(?:^|[^\d^])[\d.]+ ?$", found.string[: found.start()])
+    return ("\\cdot " if factor else "") + "\\cdot ".join(run)
 
 
 # ---- sets, brackets and where they part ----------------------------------------------------------

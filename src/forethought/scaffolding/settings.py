@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, get_args
@@ -85,6 +86,10 @@ def equivalence(value: Any) -> Equivalence | PairwiseEquivalence:
     if isinstance(value, type) or not (keyed or callable(value)):
         rule = "Give a function of two answers, or an object with a method canonical_form(answer)"
         raise _refuse("equivalence", value, rule)
+    decides = value.canonical_form if keyed else value
+    call = getattr(type(decides), "__call__", None)  # noqa: B004  # that of an object
+    if inspect.iscoroutinefunction(decides) or inspect.iscoroutinefunction(call):
+        raise _refuse("equivalence", value, "It is called in a thread: give a plain function")
     found: Equivalence | PairwiseEquivalence = value
     return found
 

@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import queue
+import re
 import signal
 import sys
 import threading
@@ -47,7 +48,7 @@ def canonical_form(text: str) -> Form | None:
     import sympy
 
     formula = _parsed(text)
-    if isinstance(formula, str) or formula is None:
+    if isinstance(formula, str) or formula is None or _is_partial(formula, text):
         return None
     if isinstance(formula, sympy.core.relational.Relational):
         return _relation(formula)
@@ -61,6 +62,20 @@ def _parsed(text: str) -> Any:
 
     found = parse(f"\\boxed{{{text}}}", parsing_timeout=None)
     return found[0] if found else None
+
+
+_COMMAND = re.compile(r"\\[A-Za-z]+")
+_BINDING = re.compile(r"\\(?:sum|prod|int|lim)(?![A-Za-z])")
+_CONSTANTS = frozenset("eid")
+
+
+def _is_partial(formula: Any, text: str) -> bool:
+    """Whether the parser has left out letters: what it cannot read it drops in silence."""
+    if _BINDING.search(text):
+        return False
+    letters = set(re.findall("[A-Za-z]", _COMMAND.sub(" ", text))) - _CONSTANTS
+    read = {letter for symbol in formula.free_symbols for letter in str(symbol)}
+    return not letters <= read
 
 
 def _expression(formula: Any) -> Form:
