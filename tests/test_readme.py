@@ -40,13 +40,16 @@ def test_there_are_examples_with_and_without_a_server():
     assert 0 < len(LOCAL) < len(examples(PAGES[0]))
 
 
-@pytest.mark.parametrize("code", LOCAL)
-def test_an_example_of_the_readme_runs(code):
+def test_the_examples_of_the_readme_run_one_after_the_other():
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False
+        [sys.executable, "-c", "\n".join(LOCAL)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "\\boxed{6}" in done.stdout, "110 - 84 - 12 - 8"
+    assert done.stdout.count("\\boxed{6}") >= len(LOCAL), "110 - 84 - 12 - 8"
 
 
 def test_the_guides_own_method_passes_the_guides_own_test():
