@@ -1,9 +1,10 @@
 # Everything happens in .venv, which is made once and made again when the dependencies change.
 #
 #   make demo      the main job on the embedded model: a table, a plot, one JSON line
-#   make test      ruff, mypy and the import contracts, then the tests
+#   make test      ruff, mypy and the import contracts, then the tests (but the slow ones)
+#   make test-all  the same, with the slow tests
 #   make lint      only the first half of that
-#   make format    let ruff mend what it can
+#   make format    let ruff fix what it can
 #   make bench     speed on this machine: against transformers, and of every drafter
 #   make gpu       what needs a CUDA device: its tests, then the benchmarks
 #   make reasoner  train the embedded model again from its seed
@@ -23,7 +24,7 @@ export PYTHONPATH := src
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench gpu reasoner drafter clean
+.PHONY: help demo test test-all lint format bench gpu reasoner drafter clean
 
 help:
 	@sed -n 's/^#   make /  make /p' Makefile
@@ -48,6 +49,9 @@ format: $(setup)
 	@$(PY) -m ruff format .
 
 test: lint
+	@$(PY) -m pytest -n 2 -m "not slow"
+
+test-all: lint
 	@$(PY) -m pytest -n 2
 
 bench: $(setup)
