@@ -1,7 +1,4 @@
-"""What a generation gives back. Plain values; knows nothing about how they were made.
-
-[stats] What the engine has done so far, in counts. Written by the engine, read by everyone.
-"""
+"""What a generation returns, and the engine's counters. Plain values; needs no torch."""
 
 from __future__ import annotations
 
@@ -29,17 +26,17 @@ GRAMMAR_COMPLETE = "grammar"
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Natural log-probability of one token under the model's own law (raw logits)."""
+    """Natural log-probability of one token under the model's own distribution (raw logits)."""
 
     logprob: float
     rank: int | None = None
-    """Place of the token by probability; 1 is the likeliest."""
+    """Rank of the token by probability; 1 is the most probable."""
     token: str | None = None
     """Its text, where a tokenizer is at hand."""
 
 
 TokenLogprobs = dict[int, Logprob]
-"""Log-probabilities at one position by token id: the chosen token and the likeliest ones."""
+"""Log-probabilities at one position by token id: the chosen token and the top k."""
 
 
 @dataclass(slots=True)
@@ -76,7 +73,7 @@ class Usage:
 
 @dataclass(slots=True)
 class SpeculationMetrics:
-    """How well one generation was guessed. Without drafts every step yields one token."""
+    """Acceptance of the drafts of one generation. Without drafts every step yields one token."""
 
     steps: int = 0
     """Decode steps, with a draft or without; the prefill that yields the first token is none."""
@@ -147,7 +144,7 @@ class CompletionOutput:
     """The stop token or stop string that ended it, or ``GRAMMAR_COMPLETE``; None for
     end-of-sequence and length."""
     metrics: SpeculationMetrics | None = None
-    """How well it was guessed ahead; None where nothing is known of its steps."""
+    """Acceptance of its drafts; None where nothing is known of its steps."""
 
 
 @dataclass(slots=True)
@@ -182,7 +179,7 @@ class EngineStats:
     decoded: int = 0
     """Tokens drawn."""
     discarded: int = 0
-    """Drawn tokens thrown away by a rewind, or drawn after the caller had lost interest."""
+    """Decoded tokens removed by a rewind, or decoded after the caller had cancelled."""
     preemptions: int = 0
     """Times that a running sequence lost its pages to an earlier one."""
     dropped: int = 0
@@ -190,9 +187,9 @@ class EngineStats:
     drafted: int = 0
     """Tokens proposed by drafters and verified."""
     accepted: int = 0
-    """Proposed tokens that the target took; they are in ``decoded`` too."""
+    """Proposed tokens that were accepted; they are in ``decoded`` too."""
     draft_failures: int = 0
-    """Times that a drafter, its manager or its length policy raised or answered nonsense."""
+    """Times that a drafter, its resource manager or its length policy raised or was refused."""
     failed_forwards: int = 0
     """Forwards that raised; they were made again with fewer rows, or without a draft."""
     failures: int = 0
@@ -202,7 +199,7 @@ class EngineStats:
     draft_seconds: float = 0.0
     """Wall time of drafting, a draft model's network included."""
     step_seconds: float = 0.0
-    """Wall time of steps: drafting, the network, and all the rest."""
+    """Wall time of whole steps."""
 
     def to_dict(self) -> dict[str, Any]:
         """All counts by name."""

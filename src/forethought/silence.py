@@ -1,7 +1,4 @@
-"""Loading through transformers without progress bars, which tell nothing about a local directory.
-
-Knows nothing about what is loaded.
-"""
+"""Loading through transformers without progress bars, which say nothing about a local directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Laws of ``GuidedDecodingParams``: one shape, well-formed, kept as it was meant."""
+"""Invariants of ``GuidedDecodingParams``: one shape, well-formed, kept as it was meant."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The embedded models as installed: where their directories lie, and the reasoner's test problems.
 
-Standard library only; knows nothing about how the models are loaded or were trained.
+Standard library only.
 """
 
 import json

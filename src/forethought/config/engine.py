@@ -1,6 +1,6 @@
-"""How to build an engine: what the caller writes. ``"auto"`` is allowed here and nowhere below.
+"""The engine's arguments as a caller writes them. ``"auto"`` is allowed here and nowhere below.
 
-``engine.resolve`` turns these into settled numbers. Knows nothing about models or devices.
+``engine.resolve`` turns these into numbers.
 """
 
 from __future__ import annotations
@@ -81,8 +81,7 @@ class LlmArgs(StrictModel):
     """From which the seeds of unseeded requests are drawn; None: from the operating system."""
     trust_remote_code: bool = False
     speculative_config: tuple[SerializeAsAny[DecodingBaseConfig], ...] = ()
-    """How to guess ahead: one configuration, or several of which each is asked where those before
-    it have nothing to propose. Dictionaries will do, with ``decoding_type`` as in YAML."""
+    """The drafter, or several, each asked where those before it propose nothing. Dictionaries will do, with ``decoding_type`` as in YAML."""
     disable_overlap_scheduler: Literal[True] = True
     """Accepted from configurations that must say so elsewhere: steps never overlap here."""
 

@@ -1,4 +1,4 @@
-"""What shape an output must have. Knows nothing about tokens, or about who sees to it."""
+"""``GuidedDecodingParams``: the schema, regex, grammar or choice that an output must match."""
 
 from __future__ import annotations
 

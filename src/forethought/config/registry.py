@@ -1,4 +1,4 @@
-"""Tables of things that have short names. Knows nothing about what the names stand for.
+"""Tables of objects by short name, loaded lazily.
 
 A name resolves to the object that it is written down for, imported only when asked for; so does
 ``"module:Name"`` for the user's own; anything that is not a string is taken as it is.

@@ -1,4 +1,4 @@
-"""What a caller may ask of one generation. Knows nothing about models, engines or text."""
+"""``SamplingParams``: what a caller asks of one generation. Needs no torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Params = TypeVar("_Params", bound="_Given")
 
 @dataclass(frozen=True, slots=True)
 class SpeculationParams:
-    """How to guess ahead for one request. It never changes what is said, only how fast.
+    """Speculative decoding of one request. It never changes the output, only the speed.
 
     ===================  ===========================================================================
     ``enabled``          False: plain decoding
@@ -95,10 +95,10 @@ class SamplingParams(_Given):
     ``max_tokens``             most new tokens; None: up to the end of the context
     ``min_tokens``             end-of-sequence and stop tokens cannot be drawn before this many
     ``n``                      samples of the one prompt; the prompt is prefilled once
-    ``seed``                   same seed, same tokens, in any company (see below); None: fresh
+    ``seed``                   same seed, same tokens, in any batch (see below); None: fresh
     ``temperature``            0 is greedy
-    ``top_k`` ``top_p``        keep the k likeliest; the smallest set of mass p (off: 0, 1.0)
-    ``min_p``                  keep tokens with this fraction of the likeliest one's probability
+    ``top_k`` ``top_p``        keep the k most probable; the smallest set of mass p (off: 0, 1.0)
+    ``min_p``                  keep tokens with this fraction of the highest probability
     ``repetition_penalty``     divides positive, multiplies negative logits of tokens seen
     ``presence_penalty``       subtracted once from the logit of a token generated before
     ``frequency_penalty``      subtracted for each earlier occurrence among generated tokens
@@ -106,7 +106,7 @@ class SamplingParams(_Given):
     ``stop``                   strings that end the text; ``include_stop_str_in_output`` keeps them
     ``stop_token_ids``         tokens that end the generation, beside the model's own
     ``ignore_eos``             the model's end-of-sequence tokens do not end the generation
-    ``logprobs``               log-probabilities of the chosen token and this many of the likeliest
+    ``logprobs``               log-probabilities of the chosen token and of the top k
     ``prompt_logprobs``        the same for the tokens of the prompt
     ``skip_special_tokens``    leave special tokens out of the text
     ``priority``               lower runs first; equal ones in order of arrival
@@ -115,9 +115,9 @@ class SamplingParams(_Given):
     ``guided_decoding``        ``GuidedDecodingParams``, or a dictionary: the shape of the output
     =========================  =====================================================================
 
-    A seed holds in any company in float32, and for small models on a CPU in bfloat16 and float16 as
-    well. Elsewhere logits are rounded differently with what else is in the step, and where two
-    tokens are nearly as likely the same seed may draw another one; see docs/models.md, Seeds.
+    Seeded sampling is batch-invariant in float32, and for small models on a CPU in bfloat16 and
+    float16 as well. Elsewhere the rounding of logits depends on the batch, and where two tokens are
+    nearly equally probable the same seed may draw another one; see docs/models.md, Seeds.
 
     Attributes:
         given: names of the fields that were given, be it with their defaults. Where layers merge,
@@ -238,12 +238,12 @@ class SamplingParams(_Given):
 
     @property
     def greedy(self) -> bool:
-        """Whether every token is the likeliest one: no randomness is used."""
+        """Whether every token is the argmax: no randomness is used."""
         return self.temperature == 0.0
 
     @property
     def cuts(self) -> bool:
-        """Whether unlikely tokens are left out of the law."""
+        """Whether improbable tokens are cut from the distribution (top-k, top-p, min-p)."""
         return not self.greedy and bool(self.top_k or self.top_p < 1.0 or self.min_p > 0.0)
 
     def replace(self, **changes: Any) -> SamplingParams:
