@@ -1,4 +1,4 @@
-"""Loading through transformers without progress bars, which say nothing about a local directory."""
+"""Loading through transformers without progress bars: a local directory needs none."""
 
 from __future__ import annotations
 
