@@ -81,7 +81,8 @@ class LlmArgs(StrictModel):
     """From which the seeds of unseeded requests are drawn; None: from the operating system."""
     trust_remote_code: bool = False
     speculative_config: tuple[SerializeAsAny[DecodingBaseConfig], ...] = ()
-    """The drafter, or several, each asked where those before it propose nothing. Dictionaries will do, with ``decoding_type`` as in YAML."""
+    """The drafter, or several, each asked where those before it propose nothing. Dictionaries will
+    do, with ``decoding_type`` as in YAML."""
     disable_overlap_scheduler: Literal[True] = True
     """Accepted from configurations that must say so elsewhere: steps never overlap here."""
 
