@@ -36,7 +36,6 @@ from forethought.model.sampling.distribution import law_and_peaks
 from forethought.model.sampling.sampler import NO_TOKEN, draw_tokens, report, sample, where_finite
 from forethought.outputs import TokenLogprobs
 from forethought.speculative.draft import Draft, DraftKind
-from forethought.speculative.tree import TokenTree
 from forethought.speculative.verify.rejection import DrawnDraft, settle
 
 if TYPE_CHECKING:
@@ -284,11 +283,8 @@ def _paths_by_rule(
 
 def _positions(candidate: VerificationRequest) -> list[int]:
     """Of the token that follows each row."""
-    draft = candidate.draft
-    if draft.parents is None:
-        return list(range(candidate.position, candidate.position + len(draft) + 1))
-    depths = TokenTree(draft.parents).depths
-    return [candidate.position, *(candidate.position + depth for depth in depths)]
+    first = candidate.position
+    return [first, *(first + depth for depth in candidate.draft.depths)]
 
 
 def _all_uniforms(candidates: Sequence[VerificationRequest]) -> list[float]:
