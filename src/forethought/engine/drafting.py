@@ -41,7 +41,7 @@ from forethought.speculative.drafter import (
 )
 from forethought.speculative.length.base import Schedule
 from forethought.speculative.length.policy import LengthPolicy, StepRecord
-from forethought.speculative.verify.rules import AcceptanceRule
+from forethought.speculative.verify.verify import AcceptanceRule
 
 
 class ManagedResources:
