@@ -11,7 +11,8 @@ from forethought.speculative.length.gate import AcceptanceGate
 from forethought.speculative.length.goodput import (
     ALLOWANCE,
     CREDIT,
-    SAVINGS,
+    MAX_REQUESTS,
+    MAX_SAVINGS,
     AcceptanceEstimate,
     Goodput,
     LossBudget,
@@ -157,7 +158,7 @@ def test_the_profile_approaches_the_true_chance():
     estimate = observed(lambda number: 0.6, 400)
     # About 100 drafts are remembered: a standard error of 0.05 at the first level.
     assert estimate.profile[0] == pytest.approx(0.6, abs=0.15)
-    assert estimate.doubt < 1.3
+    assert estimate.optimism < 1.3
 
 
 def test_requests_differ_when_they_have_shown_that_they_do():
@@ -197,7 +198,7 @@ def test_requests_that_are_gone_are_forgotten():
     estimate = AcceptanceEstimate(3)
     for number in range(5000):
         estimate.observe({number: 3}, [(number, 3, 1)])
-    assert len(estimate._slots) <= 64
+    assert len(estimate._shown) <= MAX_REQUESTS
     assert estimate.survival(list(range(6000, 6200))).shape == (200, 3)
 
 
@@ -219,12 +220,12 @@ def test_gains_are_saved_up_only_so_far():
     account = LossBudget()
     for _ in range(100):
         account.book(1.0)
-    assert account.balance == SAVINGS
+    assert account.balance == MAX_SAVINGS
     losses = 0
     while account.open:
         account.book(-1.0)
         losses += 1
-    assert losses <= SAVINGS + 1
+    assert losses <= MAX_SAVINGS + 1
 
 
 # ---- goodput: the choice itself ------------------------------------------------------------------
@@ -235,12 +236,11 @@ def known(goodput, alphas, forward, drafting, context=0.0):
     goodput.forward = SimpleNamespace(
         ready=True,
         predict=lambda tokens, context: forward(tokens),
-        predict_many=lambda tokens, context: forward(tokens),
     )
     goodput.drafting.coefficients = np.array(drafting, np.float64)
     levels = np.arange(1, goodput._depths[-1] + 1)
     goodput.acceptance.survival = lambda ids: np.power.outer(np.asarray(alphas), levels)
-    goodput._widest = 10**6
+    goodput._max_tokens = 10**6
 
 
 def value(depths, alphas, forward, drafting, rows):
@@ -401,7 +401,7 @@ def test_a_costly_first_draft_does_not_close_it():
     run = Machine(FORWARDS["flat"], lambda *_: next(costs), always(0.8), 4, 0)
     run._judge = lambda *_: None
     run.run(policy, 30)
-    assert policy.account.open
+    assert policy.budget.open
 
 
 def test_it_says_what_it_compares():
@@ -455,7 +455,7 @@ def test_a_fixed_length_would_fail_those_tests():
 def test_a_trap_between_two_lengths_costs_no_more_than_the_allowance():
     # Acceptance that is high whenever it is off and low whenever it is on: the worst of luck.
     policy = Goodput(5)
-    run = machine("bound", "model", lambda r, s: 0.05 if policy._drafting else 0.95, 16)
+    run = machine("bound", "model", lambda r, s: 0.05 if policy._is_drafting else 0.95, 16)
     assert run.run(policy, 1500).against_plain > 0.97
 
 
@@ -488,7 +488,7 @@ def test_lengths_cost_little():
     policy = Goodput(16)
     run = machine("flat", "lookup", always(0.8), 64, levels=16)
     run.run(policy, 60)
-    assert len(policy._deepest_tried()) <= 4
+    assert len(policy._depths_tried()) <= 4
     searches = 0
     search = policy._search
 
