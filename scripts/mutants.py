@@ -347,9 +347,7 @@ MUTANTS = [
         "tested = depths",
         LENGTH,
     ),
-    Mutant(
-        "speculative/length/goodput.py", "max(capacity, 4 * len(request_ids))", "capacity", LENGTH
-    ),
+    Mutant("speculative/length/goodput.py", "len(self._shown) > MAX_REQUESTS", "False", LENGTH),
     Mutant(
         "speculative/length/gate.py", "rate >= self._threshold", "rate > self._threshold", LENGTH
     ),

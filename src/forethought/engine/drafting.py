@@ -295,7 +295,7 @@ class Drafting:
         """Those of the sequences that the drafter may come to draft for, to look at."""
         shown = []
         for sequence in sequences:
-            if self._depth(entry, sequence, entry.schedule.most) > 0:
+            if self._depth(entry, sequence, entry.schedule.max_length) > 0:
                 request = self._introduced(sequence)
                 request.draft, request.table = NO_DRAFT, TableView(sequence.table)
                 request.max_draft_len = request.max_nodes = 0

@@ -6,9 +6,8 @@ Language Models Using Goodput", 2024). Every step chooses the lengths k_i >= 0 t
     sum_i (1 + expected accepted of k_i)  /  (forward + drafting seconds)
 
 with acceptance estimated per request and level (``AcceptanceEstimate``) and both times fitted while
-decoding (``latency.py``). ``LossBudget`` bounds what is lost against plain decoding, however wrong the
-estimates are.
-"""
+decoding (``latency.py``). ``LossBudget`` bounds what is lost against plain decoding, however wrong
+the estimates are."""
 
 from __future__ import annotations
 
@@ -174,11 +173,11 @@ _NOTHING_SHOWN = np.zeros(4)
 class Goodput:
     """Chooses every request's length so that the step as a whole has the best goodput.
 
-    One more level on request i adds its survival to the numerator and its tokens to the denominator.
-    Survival falls from level to level, so the best set of levels of any size is that of the largest
-    survival, and takes each request's levels in order: sort all levels of all requests, and the best
-    of the n + 1 prefixes is the best choice. A drafter works level by level, which costs once for
-    all requests, so the search is made for each greatest depth.
+    One more level on request i adds its survival to the numerator and its tokens to the
+    denominator. Survival falls from level to level, so the best set of levels of any size is that
+    of the largest survival, and takes each request's levels in order: sort all levels of all
+    requests, and the best of the n + 1 prefixes is the best choice. A drafter works level by level,
+    which costs once for all requests, so the search is made for each greatest depth.
 
     While drafting it makes a plain step now and then, to compare with; while not drafting, a probe.
     Both become rare while nothing new is learned. Forwards grow in steps of ``STRETCH``, and the
@@ -249,7 +248,7 @@ class Goodput:
         return self._held
 
     def _can_hold(self, state: tuple[int, list[int], list[int]]) -> bool:
-        """Whether the last choice may be kept, to save time: nothing has changed and nothing lost."""
+        """Whether the last choice may be kept, to save time: nothing changed, nothing lost."""
         is_same, self._state = state == self._state, state
         self._hold_steps -= 1
         return is_same and self._hold_steps > 0 and self._gained >= 0.0
@@ -315,9 +314,7 @@ class Goodput:
         row = self._num_probes % len(caps) if self.budget.balance >= CREDIT else -1
         return [min(1, int(cap)) if n == row else 0 for n, cap in enumerate(caps)]
 
-    def _is_affordable(
-        self, depths: NDArray[np.int64], survival: Array, batch_size: int
-    ) -> bool:
+    def _is_affordable(self, depths: NDArray[np.int64], survival: Array, batch_size: int) -> bool:
         """Whether the expected loss of these lengths is a small share of the budget."""
         context, nodes = self._context * batch_size, float(self._sizes[depths].sum())
         if not nodes or nodes > max(self._max_tokens, self._sizes.max()):
@@ -344,11 +341,10 @@ class Goodput:
         self.budget.book(self._gained)
 
     def _observe(self, record: StepRecord, requested: dict[int, int], num_steps: int) -> None:
-        tokens, context, num_drafted = record.tokens, record.context, 0.0
+        tokens, context = record.tokens, record.context
         self._context = context / max(record.batch_size, 1)
         num_drafted = sum(self._sizes[depth] for _, depth, _ in record.requests)
         plain = float(self.forward.predict(tokens - num_drafted, context))
-        predicted = float(self.forward.predict(tokens, context))
         seconds = self.forward.observe(tokens, context, record.forward_seconds, num_steps)
         self._max_tokens = max(self._max_tokens, tokens)
         self.acceptance.observe(requested, record.requests, num_steps)
@@ -363,7 +359,6 @@ class Goodput:
             self._probes.tried(news=self._is_drafting or self._may_pay)
             self._checks.wait()
         elif self._is_drafting:
-            error = abs(record.forward_seconds - predicted)
-            self._checks.tried(news=error > SURPRISE * predicted)
+            self._checks.tried(news=abs(record.forward_seconds - plain) > SURPRISE * plain)
         else:
             self._probes.wait()

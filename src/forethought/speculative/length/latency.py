@@ -35,7 +35,8 @@ SIZES_PER_DOUBLING, NUM_SIZES = 4, 64
 FRESH_STEPS, MIN_FRESHNESS = 256.0, 0.02
 """Steps after which a measurement has lost most of its weight, and the least that still counts."""
 MIN_SECONDS = 1e-9
-"""Of a predicted forward: where all time was put down to the context, one without any takes none."""
+"""Of a predicted forward: where all time was put down to the context, one without any takes
+none."""
 
 
 class ResidualClip:
@@ -119,10 +120,8 @@ class LinearLatency:
             scaled = row / predicted
             self._information *= 1.0 - self._forgotten
             self._information += scaled[:, None] * scaled
-            np.fill_diagonal(
-                self._information,
-                self._information.diagonal() + self._forgotten * MIN_INFORMATION * scaled**2,
-            )
+            kept = self._forgotten * MIN_INFORMATION * scaled * scaled
+            self._information.flat[:: len(row) + 1] += kept
             self._unconstrained += np.linalg.solve(self._information, scaled) * residual
             self.coefficients = self._constrained()
         return predicted * (1.0 + residual)
