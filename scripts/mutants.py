@@ -76,7 +76,7 @@ SCHEDULER = "tests/engine/test_scheduler.py"
 ENGINE = "tests/engine/test_engine.py"
 HOOKS = "tests/engine/test_speculation_hooks.py"
 RULES = "tests/speculative/test_typical.py tests/speculative/test_relaxed.py"
-VERIFY = "tests/speculative/test_verify.py tests/speculative/test_laws.py"
+VERIFY = "tests/speculative/test_verify.py tests/speculative/test_emitted_distribution.py"
 LENGTH = "tests/speculative/test_length.py tests/speculative/test_gate.py"
 NGRAM = "tests/speculative/test_ngram.py"
 SUFFIX = "tests/speculative/test_suffix.py"
@@ -281,33 +281,33 @@ MUTANTS = [
     # ---- speculative: verification and acceptance ------------------------------------------------
     Mutant(
         "speculative/verify/verify.py",
-        "use = _ACCEPTANCE + (elders[parent] << 8)",
-        "use = _ACCEPTANCE",
+        "use = _USE_ACCEPTANCE + (num_siblings[parent] << 8)",
+        "use = _USE_ACCEPTANCE",
         VERIFY,
     ),
     Mutant(
         "speculative/verify/verify.py",
-        "(candidate.position + depth for depth in depths)",
-        "(candidate.position + depth - 1 for depth in depths)",
+        "(self.position + depth for depth",
+        "(self.position + depth - 1 for depth",
         VERIFY,
     ),
     Mutant(
         "speculative/verify/verify.py",
-        "candidate.rule is not None or _begins_with",
-        "_begins_with",
+        "request.rule is not None or _root_accepts",
+        "_root_accepts",
         "tests/speculative/test_typical.py tests/speculative/test_relaxed.py",
     ),
     Mutant(
         "speculative/verify/rejection.py",
-        "accepted = coins * chance < law",
-        "accepted = coins * chance <= law",
+        "accepted = uniforms * q_token < p",
+        "accepted = uniforms * q_token <= p",
         VERIFY,
     ),
-    Mutant("speculative/verify/rejection.py", "drawn_from[places, taken] = 0.0", "pass", VERIFY),
+    Mutant("speculative/verify/rejection.py", "q_j[numbers, taken] = 0.0", "pass", VERIFY),
     Mutant(
         "speculative/verify/rejection.py",
-        "torch.where(mass > 0, rest / mass, law)",
-        "rest / mass",
+        "torch.where(mass > 0, residual / mass, p)",
+        "residual / mass",
         VERIFY,
     ),
     Mutant("speculative/verify/rules.py", "margin > 0 and", "margin >= 0 and", RULES),
@@ -319,20 +319,20 @@ MUTANTS = [
     ),
     Mutant(
         "speculative/verify/rules.py",
-        ".sum(dim=-1, keepdim=True) < self.topk",
-        ".sum(dim=-1, keepdim=True) <= self.topk",
+        "(rank < self.topk)",
+        "(rank <= self.topk)",
         RULES,
     ),
     Mutant(
         "speculative/verify/rules.py",
-        "near = chance >= top - self.delta",
-        "near = chance > top - self.delta",
+        "near = own >= top - self.delta",
+        "near = own > top - self.delta",
         RULES,
     ),
     Mutant(
         "speculative/drafter.py",
-        "full = len(depths) > request.max_nodes",
-        "full = len(depths) >= request.max_nodes",
+        "full = len(kept) > request.max_nodes",
+        "full = len(kept) >= request.max_nodes",
         "tests/speculative/test_tree.py",
     ),
     Mutant(
@@ -347,9 +347,7 @@ MUTANTS = [
         "tested = depths",
         LENGTH,
     ),
-    Mutant(
-        "speculative/length/goodput.py", "max(capacity, 4 * len(request_ids))", "capacity", LENGTH
-    ),
+    Mutant("speculative/length/goodput.py", "len(self._shown) > MAX_REQUESTS", "False", LENGTH),
     Mutant(
         "speculative/length/gate.py", "rate >= self._threshold", "rate > self._threshold", LENGTH
     ),

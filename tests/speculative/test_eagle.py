@@ -38,7 +38,6 @@ from forethought.speculative.draft import Draft
 from forethought.speculative.drafter import ScheduledRequests
 from forethought.speculative.drafters.eagle import EagleDrafter
 from forethought.speculative.registry import Target
-from forethought.speculative.tree import TokenTree
 from models import ARCHITECTURES, greedy, prompts, tiny
 
 PROMPTS = prompts((9, 4, 17))
@@ -89,8 +88,10 @@ def machine(head: Any, growth: dict[str, Any], **sizes: Any) -> Engine:
 
 def paths(draft: Draft) -> list[tuple[int, ...]]:
     """Of each node the tokens from the root to it."""
-    tree = TokenTree(tuple(draft.parent(node) for node in range(len(draft))))
-    return [tuple(draft.tokens[above] for above in tree.path(node)) for node in range(len(draft))]
+    found: dict[int, tuple[int, ...]] = {-1: ()}
+    for node, token in enumerate(draft.tokens):
+        found[node] = (*found[draft.parent(node)], token)
+    return [found[node] for node in range(len(draft))]
 
 
 def unlike(seen: Sequence[Seen], oracle: Oracle, growth: dict[str, Any]) -> int:

@@ -11,7 +11,8 @@ from forethought.speculative.length.gate import AcceptanceGate
 from forethought.speculative.length.goodput import (
     ALLOWANCE,
     CREDIT,
-    SAVINGS,
+    MAX_REQUESTS,
+    MAX_SAVINGS,
     AcceptanceEstimate,
     Goodput,
     LossBudget,
@@ -35,7 +36,7 @@ def test_fixed_lengths_are_what_each_request_allows():
 def test_more_sequences_than_max_concurrency_have_no_drafts():
     lengths = schedule(NGramDecodingConfig(max_draft_len=3, max_concurrency=4))
     assert [lengths.length(running) for running in (1, 4, 5)] == [3, 3, 0]
-    assert lengths.most == 3
+    assert lengths.max_length == 3
 
 
 def test_without_a_schedule_there_is_one_length():
@@ -62,49 +63,49 @@ def test_a_configuration_names_its_schedule():
             draft_len_schedule={1: 4, 3: 2, 6: 1}, draft_len_schedule_bounds=bounds
         )
         assert schedule(config).length(3 if bounds == "upper" else 7) == length
-        assert schedule(config).most == 4
+        assert schedule(config).max_length == 4
 
 
 # ---- composition ---------------------------------------------------------------------------------
 
 
-class Spy:
-    """A policy that allows ``most`` and remembers what it was asked and told."""
+class RecordingPolicy:
+    """A policy that allows ``limits`` and records its calls."""
 
-    reason = "spy"
+    reason = "recorded"
 
-    def __init__(self, most):
-        self.most, self.asked, self.told = most, [], []
+    def __init__(self, limits):
+        self.limits, self.asked, self.observed = limits, [], []
 
     def lengths(self, requests, batch_size):
         self.asked.append([(r.request_id, r.max_draft_len) for r in requests])
-        return [min(self.most.get(r.request_id, 9), r.max_draft_len) for r in requests]
+        return [min(self.limits.get(r.request_id, 9), r.max_draft_len) for r in requests]
 
     def observe(self, record):
-        self.told.append(record)
+        self.observed.append(record)
 
 
 def test_the_shortest_length_wins_for_each_request():
-    policy = Shortest([Spy({0: 3, 1: 5}), Spy({0: 4, 1: 2})])
+    policy = Shortest([RecordingPolicy({0: 3, 1: 5}), RecordingPolicy({0: 4, 1: 2})])
     assert policy.lengths(requests(9, 9, 1), 3) == [3, 2, 1]
 
 
-def test_a_later_policy_is_asked_only_for_what_an_earlier_one_left():
-    first, second = Spy({0: 0, 1: 3}), Spy({})
+def test_a_later_policy_sees_only_what_an_earlier_one_allows():
+    first, second = RecordingPolicy({0: 0, 1: 3}), RecordingPolicy({})
     policy = Shortest([first, second])
     assert policy.lengths(requests(5, 5), 2) == [0, 3]
     assert second.asked == [[(1, 3)]]
 
 
-def test_policies_behind_one_that_forbids_everything_are_not_asked_but_told():
-    first, second = Spy({0: 0}), Spy({})
+def test_policies_behind_one_that_forbids_everything_only_observe():
+    first, second = RecordingPolicy({0: 0}), RecordingPolicy({})
     policy = Shortest([first, second])
     assert policy.lengths(requests(5), 1) == [0]
     assert second.asked == []
     record = StepRecord([], 1, 1, 10, 0.1, 0.0)
     policy.observe(record)
-    assert first.told == second.told == [record]
-    assert policy.reason == "spy"
+    assert first.observed == second.observed == [record]
+    assert policy.reason == "recorded"
 
 
 @pytest.mark.parametrize(
@@ -157,7 +158,7 @@ def test_the_profile_approaches_the_true_chance():
     estimate = observed(lambda number: 0.6, 400)
     # About 100 drafts are remembered: a standard error of 0.05 at the first level.
     assert estimate.profile[0] == pytest.approx(0.6, abs=0.15)
-    assert estimate.doubt < 1.3
+    assert estimate.optimism < 1.3
 
 
 def test_requests_differ_when_they_have_shown_that_they_do():
@@ -197,34 +198,34 @@ def test_requests_that_are_gone_are_forgotten():
     estimate = AcceptanceEstimate(3)
     for number in range(5000):
         estimate.observe({number: 3}, [(number, 3, 1)])
-    assert len(estimate._slots) <= 64
+    assert len(estimate._shown) <= MAX_REQUESTS
     assert estimate.survival(list(range(6000, 6200))).shape == (200, 3)
 
 
-# ---- account -------------------------------------------------------------------------------------
+# ---- loss budget ---------------------------------------------------------------------------------
 
 
 def test_no_sequence_of_losses_costs_more_than_the_allowance():
     rng = np.random.default_rng(0)
-    account, lost, worst = LossBudget(), 0.0, 0.0
+    budget, lost, worst = LossBudget(), 0.0, 0.0
     for step in range(1, 20_000):
-        gained = float(rng.uniform(-3.0, 0.5)) if account.open else 0.0
-        account.book(gained)
+        gained = float(rng.uniform(-3.0, 0.5)) if budget.open else 0.0
+        budget.book(gained)
         lost -= gained
         worst = max(worst, lost - ALLOWANCE * step)
     assert worst <= CREDIT + 3.0  # the step that overdrew it
 
 
 def test_gains_are_saved_up_only_so_far():
-    account = LossBudget()
+    budget = LossBudget()
     for _ in range(100):
-        account.book(1.0)
-    assert account.balance == SAVINGS
+        budget.book(1.0)
+    assert budget.balance == MAX_SAVINGS
     losses = 0
-    while account.open:
-        account.book(-1.0)
+    while budget.open:
+        budget.book(-1.0)
         losses += 1
-    assert losses <= SAVINGS + 1
+    assert losses <= MAX_SAVINGS + 1
 
 
 # ---- goodput: the choice itself ------------------------------------------------------------------
@@ -235,12 +236,11 @@ def known(goodput, alphas, forward, drafting, context=0.0):
     goodput.forward = SimpleNamespace(
         ready=True,
         predict=lambda tokens, context: forward(tokens),
-        predict_many=lambda tokens, context: forward(tokens),
     )
     goodput.drafting.coefficients = np.array(drafting, np.float64)
     levels = np.arange(1, goodput._depths[-1] + 1)
     goodput.acceptance.survival = lambda ids: np.power.outer(np.asarray(alphas), levels)
-    goodput._widest = 10**6
+    goodput._max_tokens = 10**6
 
 
 def value(depths, alphas, forward, drafting, rows):
@@ -401,7 +401,7 @@ def test_a_costly_first_draft_does_not_close_it():
     run = Machine(FORWARDS["flat"], lambda *_: next(costs), always(0.8), 4, 0)
     run._judge = lambda *_: None
     run.run(policy, 30)
-    assert policy.account.open
+    assert policy.budget.open
 
 
 def test_it_says_what_it_compares():
@@ -455,7 +455,7 @@ def test_a_fixed_length_would_fail_those_tests():
 def test_a_trap_between_two_lengths_costs_no_more_than_the_allowance():
     # Acceptance that is high whenever it is off and low whenever it is on: the worst of luck.
     policy = Goodput(5)
-    run = machine("bound", "model", lambda r, s: 0.05 if policy._drafting else 0.95, 16)
+    run = machine("bound", "model", lambda r, s: 0.05 if policy._is_drafting else 0.95, 16)
     assert run.run(policy, 1500).against_plain > 0.97
 
 
@@ -488,7 +488,7 @@ def test_lengths_cost_little():
     policy = Goodput(16)
     run = machine("flat", "lookup", always(0.8), 64, levels=16)
     run.run(policy, 60)
-    assert len(policy._deepest_tried()) <= 4
+    assert len(policy._depths_tried()) <= 4
     searches = 0
     search = policy._search
 
@@ -533,7 +533,7 @@ def test_synthetic_rates_of_none_and_all():
     assert synthetic_path(NO_DRAFT, each(1.0), lambda depth: 0.0) == []
 
 
-def test_synthetic_acceptance_asks_for_one_coin_per_level_tested():
+def test_synthetic_acceptance_uses_one_uniform_sample_per_tested_level():
     asked = []
 
     def uniform(depth):

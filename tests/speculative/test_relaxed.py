@@ -20,12 +20,12 @@ from models import greedy, prompts, tiny
 from mtp_modules import saved
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-LAW = (0.5, 0.3, 0.15, 0.05)
+PROBS = (0.5, 0.3, 0.15, 0.05)
 BEGIN, END = 90, 91
 THINKING, SPEAKING = (5, BEGIN, 6), (BEGIN, 6, END, 7)
 
 
-def judged(
+def verified(
     rule: RelaxedAcceptance,
     draft: Draft,
     distributions: Any = None,
@@ -35,16 +35,16 @@ def judged(
     """The accepted nodes, and what comes out."""
     contexts = [TokenContext(params, (), (), frozenset())] * (1 + len(draft))
     rows = range(1 + len(draft))
-    candidate = VerificationRequest(draft, rows, contexts, 3, 0, 5, past=past, rule=rule)
+    request = VerificationRequest(draft, rows, contexts, 3, 0, 5, past=past, rule=rule)
     wide = torch.full((len(rows), 100), -30.0)
-    wide[:, :4] = torch.tensor(distributions or [LAW] * len(rows)).log()
-    [verdict] = verify(wide, [candidate])
-    return verdict.path, verdict.tokens
+    wide[:, :4] = torch.tensor(distributions or [PROBS] * len(rows)).log()
+    [result] = verify(wide, [request])
+    return result.path, result.tokens
 
 
 def accepted(rule: RelaxedAcceptance, **more: Any) -> list[int]:
-    """Which tokens are accepted behind ``LAW``, each tried alone."""
-    return [token for token in range(4) if judged(rule, Draft([token]), **more)[0]]
+    """Which tokens are accepted behind ``PROBS``, each tried alone."""
+    return [token for token in range(4) if verified(rule, Draft([token]), **more)[0]]
 
 
 @pytest.mark.parametrize(
@@ -63,15 +63,15 @@ def test_both_readings_of_the_threshold_have_their_worked_numbers(delta, rule, t
 
 
 @pytest.mark.parametrize("topk", [1, 2, 3])
-def test_only_the_likeliest_tokens_are_tolerated(topk):
+def test_only_the_most_probable_tokens_are_tolerated(topk):
     assert accepted(RelaxedAcceptance(topk, 0.6, "probability", BEGIN, END)) == list(range(topk))
 
 
 def test_of_equally_likely_tokens_none_ranks_before_the_other():
     rule = RelaxedAcceptance(1, 0.0, "probability", BEGIN, END)
     even = [(0.4, 0.4, 0.1, 0.1)] * 2
-    assert judged(rule, Draft([1]), even)[0] == [0]
-    assert judged(rule, Draft([1]), even, past=SPEAKING)[0] == []
+    assert verified(rule, Draft([1]), even)[0] == [0]
+    assert verified(rule, Draft([1]), even, past=SPEAKING)[0] == []
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_of_equally_likely_tokens_none_ranks_before_the_other():
         ((END, 4), False),
     ],
 )
-def test_outside_of_the_thinking_only_the_likeliest_token_stands(past, thinks):
+def test_outside_of_the_thinking_only_the_most_probable_token_is_accepted(past, thinks):
     rule = RelaxedAcceptance(10, 0.6, "probability", BEGIN, END)
     assert accepted(rule, past=past) == ([0, 1, 2, 3] if thinks else [0])
 
@@ -94,30 +94,30 @@ def test_outside_of_the_thinking_only_the_likeliest_token_stands(past, thinks):
 def test_thinking_begins_and_ends_within_a_draft():
     rule = RelaxedAcceptance(10, 0.6, "probability", BEGIN, END)
     distributions = torch.full((4, 100), -30.0)
-    distributions[:, :4] = torch.tensor(LAW).log()
+    distributions[:, :4] = torch.tensor(PROBS).log()
     for marker, past, path in ((BEGIN, SPEAKING, [0, 1, 2]), (END, THINKING, [0])):
         first = distributions.clone()
         first[0, marker] = 5.0  # the marker is what the target says itself
         contexts = [TokenContext(GREEDY, (), (), frozenset())] * 4
         draft = Draft([marker, 2, 1])
-        candidate = VerificationRequest(draft, range(4), contexts, 3, 0, 5, past=past, rule=rule)
-        [verdict] = verify(first, [candidate])
-        assert verdict.path == path
+        request = VerificationRequest(draft, range(4), contexts, 3, 0, 5, past=past, rule=rule)
+        [result] = verify(first, [request])
+        assert result.path == path
 
 
-def test_it_stops_at_the_first_miss_and_the_likeliest_token_follows():
+def test_it_stops_at_the_first_miss_and_the_most_probable_token_follows():
     rule = RelaxedAcceptance(2, 0.3, "probability", BEGIN, END)
-    assert judged(rule, Draft([1, 1, 3, 0])) == ([0, 1], [1, 1, 0])
-    assert judged(rule, Draft([1, 0])) == ([0, 1], [1, 0, 0])
+    assert verified(rule, Draft([1, 1, 3, 0])) == ([0, 1], [1, 1, 0])
+    assert verified(rule, Draft([1, 0])) == ([0, 1], [1, 0, 0])
 
 
 def test_of_a_tree_the_longest_tolerable_path_is_taken():
     rule = RelaxedAcceptance(2, 0.3, "probability", BEGIN, END)
     tree = Draft([0, 1, 1], (-1, -1, 1))
-    assert judged(rule, tree) == ([1, 2], [1, 1, 0])
+    assert verified(rule, tree) == ([1, 2], [1, 1, 0])
 
 
-def test_wishes_about_tokens_come_before_their_likelihood():
+def test_a_logit_bias_is_applied_before_tokens_are_compared():
     rule = RelaxedAcceptance(10, 0.3, "probability", BEGIN, END)
     assert accepted(rule, params=GREEDY.replace(logit_bias={0: -50.0})) == [1, 2]
 
@@ -194,7 +194,7 @@ def test_the_rule_of_logarithms_is_the_stricter_one():
     tokens = torch.arange(200) % 9
     for delta in (0.0, 0.1, 0.6):
         by_log, by_difference = (
-            RelaxedAcceptance(5, delta, rule, BEGIN, END).tolerable(distributions, tokens)
+            RelaxedAcceptance(5, delta, rule, BEGIN, END).is_tolerable(distributions, tokens)
             for rule in ("log_probability", "probability")
         )
         assert not (by_log & ~by_difference).any()

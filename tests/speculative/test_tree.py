@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,9 +11,10 @@ from hypothesis import strategies as st
 
 from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError
+from forethought.model.batch import ancestors
 from forethought.speculative.draft import Draft, DraftKind
 from forethought.speculative.drafter import DraftRequest, check_draft
-from forethought.speculative.tree import TokenTree, TreeChoices
+from forethought.speculative.tree import TreeChoices, node_depths
 
 #      -1
 #     /  \
@@ -20,61 +23,52 @@ from forethought.speculative.tree import TokenTree, TreeChoices
 #  2   3    4
 #      |
 #      5
-BUSH = TokenTree((-1, -1, 0, 0, 1, 3))
+PARENTS = (-1, -1, 0, 0, 1, 3)
+
+
+def path(parents: Sequence[int], node: int) -> list[int]:
+    """The nodes from the root's child down to ``node``."""
+    return [] if node < 0 else [*path(parents, parents[node]), node]
 
 
 @st.composite
-def trees(draw: st.DrawFn) -> TokenTree:
+def trees(draw: st.DrawFn) -> tuple[int, ...]:
     size = draw(st.integers(0, 12))
-    return TokenTree(tuple(draw(st.integers(-1, node - 1)) for node in range(size)))
+    return tuple(draw(st.integers(-1, node - 1)) for node in range(size))
 
 
-def test_a_tree_knows_its_depths_children_and_paths():
-    assert BUSH.depths == [1, 1, 2, 2, 2, 3]
-    assert [BUSH.children(node) for node in range(-1, 6)] == [[0, 1], [2, 3], [4], [], [5], [], []]
-    assert BUSH.path(5) == [0, 3, 5]
-    assert BUSH.path(-1) == []
-    assert not BUSH.is_chain
-
-
-def test_a_chain_is_a_thin_tree():
-    chain = TokenTree.chain(4)
-    assert chain.parents == (-1, 0, 1, 2)
-    assert chain.depths == [1, 2, 3, 4]
-    assert chain.is_chain
-    assert torch.equal(chain.mask, torch.ones(4, 4, dtype=torch.bool).tril())
-    assert TokenTree.chain(0).is_chain
-    assert TokenTree.chain(0).mask.shape == (0, 0)
+def test_children_of_the_root_have_depth_one():
+    assert node_depths(PARENTS) == [1, 1, 2, 2, 2, 3]
+    assert node_depths(()) == []
 
 
 @given(trees())
-def test_a_node_sees_its_path_and_nothing_else(tree: TokenTree):
-    for node in range(len(tree)):
-        assert tree.mask[node].nonzero().flatten().tolist() == tree.path(node)
-        assert len(tree.path(node)) == tree.depths[node]
-        assert tree.children(tree.parents[node]).count(node) == 1
+def test_the_depth_of_a_node_is_the_length_of_its_path(parents: tuple[int, ...]):
+    paths = [path(parents, node) for node in range(len(parents))]
+    assert node_depths(parents) == list(map(len, paths))
+    draft = Draft([0] * len(parents), parents)
+    assert draft.depths == list(map(len, paths))
+    assert draft.depth == max(map(len, paths), default=0)
 
 
 @given(trees())
-def test_a_tree_and_a_draft_agree_on_the_depth(tree: TokenTree):
-    draft = Draft([0] * len(tree), tree.parents)
-    assert draft.depth == max(tree.depths, default=0)
-    assert Draft([0] * len(tree)).depth == max(TokenTree.chain(len(tree)).depths, default=0)
+def test_a_node_sees_its_path_and_nothing_else(parents: tuple[int, ...]):
+    mask = ancestors(parents)
+    for node in range(len(parents)):
+        assert mask[node].nonzero().flatten().tolist() == path(parents, node)
 
 
-@given(trees(), st.integers(0, 5))
-def test_a_truncated_tree_has_the_paths_that_are_short_enough(tree: TokenTree, depth: int):
-    kept = [node for node in range(len(tree)) if tree.depths[node] <= depth]
-    cut = tree.truncated(depth)
-    assert cut.depths == [tree.depths[node] for node in kept]
-    assert [[kept[n] for n in cut.path(new)] for new in range(len(cut))] == [
-        tree.path(old) for old in kept
-    ]
+@pytest.mark.parametrize("length", [0, 1, 4])
+def test_a_draft_without_parents_is_the_chain_of_its_tokens(length: int):
+    chain, tree = Draft([0] * length), Draft([0] * length, tuple(range(-1, length - 1)))
+    assert chain.depths == tree.depths == list(range(1, length + 1))
+    assert chain.depth == tree.depth == length
+    assert [chain.parent(node) for node in range(length)] == list(tree.parents or ())
 
 
-def test_a_node_before_its_parent_is_no_tree():
-    with pytest.raises(AssertionError):
-        TokenTree((-1, 1))
+def test_a_node_before_its_parent_is_no_draft():
+    with pytest.raises(ValueError, match="node 1 comes before its parent 1"):
+        check_draft(asked(Draft([1, 2], (-1, 1))), 10)
 
 
 ALL = [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0], [0, 1], [0, 1, 0], [1], [1, 0], [1, 1]]
@@ -103,9 +97,8 @@ def test_choices_are_complete_sorted_and_lead_back_to_their_paths(paths):
     choices = TreeChoices.parse(paths)
     assert set(paths) <= set(choices.paths)
     assert list(choices.paths) == sorted(choices.paths, key=lambda path: (len(path), path))
-    tree = TokenTree(choices.parents)
-    for node, path in enumerate(choices.paths):
-        assert tuple(choices.ranks[step] for step in tree.path(node)) == path
+    for node, ranks in enumerate(choices.paths):
+        assert tuple(choices.ranks[step] for step in path(choices.parents, node)) == ranks
     assert TreeChoices.parse(list(choices.paths)) == choices
 
 

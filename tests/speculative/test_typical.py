@@ -12,11 +12,11 @@ from forethought.speculative.verify.rules import TypicalAcceptance
 from forethought.speculative.verify.verify import VerificationRequest, verify
 
 SAMPLED = SamplingParams(temperature=1.0, seed=3)
-LAW = (0.5, 0.3, 0.15, 0.05)
+PROBS = (0.5, 0.3, 0.15, 0.05)
 
 
 def accepted(rule: TypicalAcceptance, distribution: tuple[float, ...]) -> list[int]:
-    """Which tokens may follow a prefix with this law, each tried alone."""
+    """Which tokens may follow a prefix with this distribution, each tried alone."""
     logits = torch.tensor([distribution, distribution]).log()
     context = TokenContext(SAMPLED, (), (), frozenset())
     return [
@@ -31,7 +31,7 @@ def accepted(rule: TypicalAcceptance, distribution: tuple[float, ...]) -> list[i
 @pytest.mark.parametrize(
     ("distribution", "threshold", "tokens"),
     [
-        (LAW, 0.09, [0, 1, 2]),
+        (PROBS, 0.09, [0, 1, 2]),
         ((0.97, 0.01, 0.01, 0.01), 0.09, [0]),
         ((0.25,) * 4, 0.075, [0, 1, 2, 3]),
         ((0.01,) * 100, 0.003, list(range(100))),
@@ -46,9 +46,9 @@ def test_the_threshold_is_the_papers(distribution, threshold, tokens):
 
 
 def test_the_threshold_falls_with_the_entropy_as_the_formula_says():
-    entropy = -sum(p * math.log(p) for p in LAW)
+    entropy = -sum(p * math.log(p) for p in PROBS)
     assert entropy == pytest.approx(1.142, abs=1e-3)
-    found = TypicalAcceptance(0.5, 0.3).thresholds(torch.tensor([LAW]))
+    found = TypicalAcceptance(0.5, 0.3).thresholds(torch.tensor([PROBS]))
     assert float(found) == pytest.approx(0.3 * math.exp(-entropy), abs=1e-4)
     assert float(found) == pytest.approx(0.0957, abs=1e-4)
 
@@ -57,30 +57,30 @@ def test_a_token_must_be_more_likely_than_the_threshold():
     assert accepted(TypicalAcceptance(0.5, 1.0), (0.5, 0.5)) == []
 
 
-def judged(draft: Draft, distributions: list[tuple[float, ...]]) -> tuple[list[int], list[int]]:
+def verified(draft: Draft, distributions: list[tuple[float, ...]]) -> tuple[list[int], list[int]]:
     contexts = [TokenContext(SAMPLED, (), (), frozenset())] * (1 + len(draft))
     rule = TypicalAcceptance(0.09, 0.3)
-    candidate = VerificationRequest(draft, range(len(distributions)), contexts, 3, 0, 5, rule=rule)
-    [verdict] = verify(torch.tensor(distributions).log(), [candidate])
-    return verdict.path, verdict.tokens
+    request = VerificationRequest(draft, range(len(distributions)), contexts, 3, 0, 5, rule=rule)
+    [result] = verify(torch.tensor(distributions).log(), [request])
+    return result.path, result.tokens
 
 
-def test_the_longest_typical_path_wins_not_the_likeliest_first_token():
+def test_the_longest_typical_path_wins_not_the_most_probable_first_token():
     draft = Draft([0, 1, 1, 0], (-1, -1, 0, 1))
     sure_of_0 = (0.97, 0.01, 0.01, 0.01)
-    path, tokens = judged(draft, [LAW, sure_of_0, sure_of_0, LAW, LAW])
+    path, tokens = verified(draft, [PROBS, sure_of_0, sure_of_0, PROBS, PROBS])
     assert path == [1, 3]  # 0 then 1 ends after one token, as 1 is not typical there
     assert tokens[:2] == [1, 0]
     assert len(tokens) == 3
 
 
 def test_of_paths_of_one_length_the_likelier_wins():
-    path, _ = judged(Draft([2, 0, 1], (-1, -1, -1)), [LAW] * 4)
+    path, _ = verified(Draft([2, 0, 1], (-1, -1, -1)), [PROBS] * 4)
     assert path == [1]
 
 
-def test_a_node_behind_one_that_is_not_typical_never_stands():
-    path, tokens = judged(Draft([3, 0], (-1, 0)), [LAW] * 3)
+def test_a_node_behind_one_that_is_not_typical_is_never_accepted():
+    path, tokens = verified(Draft([3, 0], (-1, 0)), [PROBS] * 3)
     assert path == []
     assert len(tokens) == 1
 
@@ -88,9 +88,9 @@ def test_a_node_behind_one_that_is_not_typical_never_stands():
 def test_the_token_behind_the_path_is_the_one_that_plain_decoding_draws_there():
     contexts = [TokenContext(SAMPLED, (), (), frozenset())]
     plain = VerificationRequest(Draft(()), [0], contexts, 3, 0, 6)
-    [verdict] = verify(torch.tensor([LAW]).log(), [plain])
-    _, tokens = judged(Draft([0]), [LAW, LAW])
-    assert tokens[1:] == verdict.tokens
+    [result] = verify(torch.tensor([PROBS]).log(), [plain])
+    _, tokens = verified(Draft([0]), [PROBS, PROBS])
+    assert tokens[1:] == result.tokens
 
 
 def test_greedy_requests_are_verified_exactly():

@@ -1,4 +1,4 @@
-"""What the target keeps of a draft: worked cases, agreement with the slow twin, bad drafts."""
+"""Verification: worked cases, agreement with the reference implementation, and bad drafts."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from forethought.speculative.draft import NO_DRAFT, Draft, DraftKind
 from forethought.speculative.tree import TreeChoices
 from forethought.speculative.verify import verify as verification
 from forethought.speculative.verify.reference import (
-    Chance,
-    Distribution,
-    PlainDraft,
+    Probs,
+    RandomSource,
+    ReferenceDraft,
     reference_verify,
 )
-from forethought.speculative.verify.rejection import DrawnDraft, settle
+from forethought.speculative.verify.rejection import DrawnDraft, accept_drawn
 from forethought.speculative.verify.rules import SyntheticAcceptance
 from forethought.speculative.verify.verify import VerificationRequest, VerificationResult, verify
 
@@ -34,10 +34,10 @@ KINDS = list(DraftKind)
 RANDOM = [DraftKind.IID, DraftKind.WITHOUT_REPLACEMENT]
 
 
-def candidate(
+def request(
     draft: Draft, params: SamplingParams, begin: int = 0, seed: int = 0, position: int = 0
 ) -> VerificationRequest:
-    """A candidate whose rows follow each other, each node with its own prefix."""
+    """A request whose rows follow each other, each node with its own prefix."""
     prefixes: list[list[int]] = [[]]
     for node, token in enumerate(draft.tokens):
         prefixes.append([*prefixes[1 + draft.parent(node)], token])
@@ -46,10 +46,10 @@ def candidate(
     return VerificationRequest(draft, rows, contexts, seed, 0, position)
 
 
-def verdict(
+def result(
     logits: Tensor, draft: Draft, params: SamplingParams = GREEDY, seed: int = 0
 ) -> VerificationResult:
-    return verify(logits, [candidate(draft, params, seed=seed)])[0]
+    return verify(logits, [request(draft, params, seed=seed)])[0]
 
 
 def certain(*tokens: int, width: int = 128) -> Tensor:
@@ -64,7 +64,7 @@ CHOICES += [[0, 0, 0], [0, 1, 1], [1, 0, 0]]
 
 
 @pytest.mark.parametrize(
-    ("likeliest", "path", "tokens"),
+    ("most_probable", "path", "tokens"),
     [
         ([31, *range(102, 114)], [], [31]),
         ([11, 15, *range(102, 113)], [0, 4], [11, 15, 105]),
@@ -72,20 +72,18 @@ CHOICES += [[0, 0, 0], [0, 1, 1], [1, 0, 0]]
     ],
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_greedy_walk_goes_to_the_child_that_is_likeliest(likeliest, path, tokens, kind):
+def test_a_greedy_walk_goes_to_the_child_that_is_most_probable(most_probable, path, tokens, kind):
     """Worked cases of a tree of twelve, whose tokens are 11 to 22 in order of length and rank."""
     parents = TreeChoices.parse(CHOICES).parents
     q = None if kind is DraftKind.POINT else torch.full((12, 128), 1 / 128)
-    found = verdict(certain(*likeliest), Draft(range(11, 23), parents, kind, q))
+    found = result(certain(*most_probable), Draft(range(11, 23), parents, kind, q))
     assert (found.path, found.tokens, found.logprobs) == (path, tokens, None)
 
 
 def test_no_draft_is_plain_decoding():
     logits = torch.randn(3, 8)
-    requested_nodes = [GREEDY, PLAIN, replace(PLAIN, logprobs=1)]
-    given = [
-        candidate(NO_DRAFT, params, row, seed=row) for row, params in enumerate(requested_nodes)
-    ]
+    sampling_params = [GREEDY, PLAIN, replace(PLAIN, logprobs=1)]
+    given = [request(NO_DRAFT, params, row, seed=row) for row, params in enumerate(sampling_params)]
     plain = sample(
         logits, [c.contexts[0] for c in given], [uniform_at(row, 0, 0) for row in range(3)]
     )
@@ -116,7 +114,7 @@ def plainly(params: SamplingParams, seed: int, count: int) -> tuple[list[int], l
     return output, logprobs
 
 
-requested_nodes = st.builds(
+sampling_params = st.builds(
     SamplingParams,
     temperature=st.sampled_from([0.0, 0.7, 1.0]),
     top_k=st.sampled_from([0, 3]),
@@ -130,7 +128,7 @@ requested_nodes = st.builds(
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(requested_nodes, st.integers(0, 2**32), st.data())
+@given(sampling_params, st.integers(0, 2**32), st.data())
 def test_points_change_nothing_about_what_is_drawn(params: SamplingParams, seed: int, data):
     """Token for token and figure for figure, whatever is proposed; often the truth is among it."""
     truth, figures = plainly(params, seed, 12)
@@ -147,7 +145,7 @@ def test_points_change_nothing_about_what_is_drawn(params: SamplingParams, seed:
             ahead = min(len(output) + depths[-1] - 1, 11)
             tokens.append(data.draw(st.sampled_from([truth[ahead], *range(WIDTH)])))
         draft = Draft(tokens, parents)
-        given = candidate(draft, params, seed=seed, position=len(output))
+        given = request(draft, params, seed=seed, position=len(output))
         for context in given.contexts:
             context.prompt, context.output = (0,), [*output, *context.output]
         given.rows = [(c.output or [0])[-1] for c in given.contexts]
@@ -164,11 +162,11 @@ def test_points_change_nothing_about_what_is_drawn(params: SamplingParams, seed:
 def test_the_right_points_are_all_accepted():
     truth, _ = plainly(PLAIN, 5, 4)
     rows = TABLE[[0, *truth[:3]]]
-    assert verdict(rows, Draft(truth[:3]), PLAIN, seed=5).path == [0, 1, 2]
-    assert verdict(rows, Draft(truth[:3]), PLAIN, seed=5).tokens == truth
+    assert result(rows, Draft(truth[:3]), PLAIN, seed=5).path == [0, 1, 2]
+    assert result(rows, Draft(truth[:3]), PLAIN, seed=5).tokens == truth
 
 
-def test_laws_behind_the_root_are_made_only_for_drafts_that_begin_well(monkeypatch):
+def test_tokens_behind_the_root_are_drawn_only_if_it_accepts_a_child(monkeypatch):
     rows: list[int] = []
     draw = verification.draw_tokens
 
@@ -181,33 +179,33 @@ def test_laws_behind_the_root_are_made_only_for_drafts_that_begin_well(monkeypat
     logits = torch.cat([certain(5, 6, 7), certain(5, 6, 7)])
     good, bad = Draft([5, 6]), Draft([9, 6])
     context = TokenContext(params, (), (), frozenset())
-    candidates = [
+    requests = [
         VerificationRequest(draft, range(at, at + 3), [context] * 3, seed=1, stream=0, position=4)
         for at, draft in ((0, good), (3, bad))
     ]
-    verdicts = verify(logits, candidates)
-    assert [each.tokens for each in verdicts] == [[5, 6, 7], [5]]
+    results = verify(logits, requests)
+    assert [each.tokens for each in results] == [[5, 6, 7], [5]]
     assert rows == [2, 2], "two roots, then the two nodes of the first draft"
     rows.clear()
-    verify(logits[3:], [replace(candidates[1], rows=range(3))])
+    verify(logits[3:], [replace(requests[1], rows=range(3))])
     assert rows == [1]
 
 
-def test_each_node_is_judged_by_its_own_prefix():
+def test_each_node_is_verified_with_its_own_prefix():
     """One token is as good as any until it has been said: then the penalty sends it away."""
     params = SamplingParams(temperature=0.0, presence_penalty=1.0)
     logits = torch.tensor([[0.5, 0.4, 0.0, 0.0]]).expand(5, 4)
     #            root -> 0 (said: 1 is next) -> 1 (both said: 2 is next) -> 2
     draft = Draft([0, 0, 1, 2], (-1, 0, 0, 2))
-    found = verdict(logits, draft, params)
+    found = result(logits, draft, params)
     assert (found.path, found.tokens) == ([0, 2, 3], [0, 1, 2, 3])
 
 
-# --- the slow twin -------------------------------------------------------------------------------
+# --- the reference implementation ----------------------------------------------------------------
 
 
-class Coins(Chance):
-    """Decides by the coins that the real one tosses."""
+class UniformSamples(RandomSource):
+    """Decides by the uniform samples that the real implementation uses."""
 
     def __init__(self, seed: int, position: int) -> None:
         self._seed, self._position = seed, position
@@ -215,7 +213,7 @@ class Coins(Chance):
     def accepts(self, probability: float, depth: int, sibling: int) -> bool:
         return uniform_at(self._seed, 0, self._position + depth, 2 + (sibling << 8)) < probability
 
-    def draws(self, distribution: Distribution, depth: int) -> int:
+    def draws(self, distribution: Probs, depth: int) -> int:
         mass = list(itertools.accumulate(distribution))
         target = uniform_at(self._seed, 0, self._position + depth) * mass[-1]
         return next(token for token, total in enumerate(mass) if total > target)
@@ -225,8 +223,8 @@ weights = st.sampled_from([0.0, 0.1, 0.25, 0.5, 1.0, 3.0])
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Tensor, VerificationRequest, PlainDraft]:
-    """A draft with logits, and the same on lists. Now and then q is no law, or only says so."""
+def cases(draw: st.DrawFn) -> tuple[Tensor, VerificationRequest, ReferenceDraft]:
+    """A draft with logits, and the same on lists; now and then q is no distribution."""
     size = draw(st.integers(0, 6))
     kind = draw(st.sampled_from(KINDS))
     parents = tuple(draw(st.integers(-1, node - 1)) for node in range(size))
@@ -247,24 +245,24 @@ def cases(draw: st.DrawFn) -> tuple[Tensor, VerificationRequest, PlainDraft]:
     distributions = None if kind is DraftKind.POINT else torch.tensor(q).reshape(size, columns)
     draft = Draft(tokens, parents, kind, distributions, None if ids is None else torch.tensor(ids))
     seed, position = draw(st.integers(0, 2**32)), draw(st.integers(0, 50))
-    given = candidate(draft, draw(requested_nodes), seed=seed, position=position)
-    return logits, given, PlainDraft(tokens, parents, kind, wide)
+    given = request(draft, draw(sampling_params), seed=seed, position=position)
+    return logits, given, ReferenceDraft(tokens, parents, kind, wide)
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(cases())
-def test_the_vectorised_verdict_agrees_with_the_obvious_one(case):
+def test_the_vectorised_result_is_that_of_the_reference_implementation(case):
     logits, given, plain = case
     distributions = logits_to_probs(logits, given.contexts).double().tolist()
     again = [replace(given, seed=given.seed + more) for more in range(12)]
     for one, found in zip(again, verify(logits, again), strict=True):
-        expected = reference_verify(distributions, plain, Coins(one.seed, one.position))
+        expected = reference_verify(distributions, plain, UniformSamples(one.seed, one.position))
         assert (found.path, found.tokens) == expected
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.lists(cases(), min_size=2, max_size=5), st.sampled_from([1, 60, 2**19]))
-def test_a_draft_has_the_same_verdict_alone_and_in_any_company(several, cached):
+def test_a_draft_has_the_same_result_alone_and_beside_others(several, cached):
     alone = [verify(logits, [each])[0] for logits, each, _ in several]
     begin = 0
     for logits, each, _ in several:
@@ -272,39 +270,41 @@ def test_a_draft_has_the_same_verdict_alone_and_in_any_company(several, cached):
         begin += len(logits)
     together = torch.cat([logits for logits, _, _ in several])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verification, "_CACHED", cached)
+        patch.setattr(verification, "_MAX_GROUP_LOGITS", cached)
         assert verify(together, [each for _, each, _ in several]) == alone
         backwards = verify(together, [each for _, each, _ in several[::-1]])
     assert backwards == alone[::-1]
 
 
-# --- drafts with chance of their own -------------------------------------------------------------
+# --- drafts that were drawn at random -------------------------------------------------------------
 
 
-def told(kind: DraftKind, tokens: Sequence[int], q: Sequence[float], **fields: object) -> Draft:
+def drawn_draft(
+    kind: DraftKind, tokens: Sequence[int], q: Sequence[float], **fields: object
+) -> Draft:
     """Children of the root, all drawn from one q."""
     distributions = torch.tensor([list(q)] * len(tokens))
     return Draft(tokens, (-1,) * len(tokens), kind, distributions, **fields)
 
 
 def log(*probs: float) -> Tensor:
-    """Logits of one law, for a root and up to three nodes."""
+    """Logits of one distribution, for a root and up to three nodes."""
     return torch.tensor([probs]).log().expand(4, -1)
 
 
 @pytest.mark.parametrize("kind", RANDOM)
-def test_what_was_drawn_from_the_targets_own_law_is_always_accepted(kind):
+def test_what_was_drawn_from_the_targets_own_distribution_is_always_accepted(kind):
     probs = (0.4, 0.3, 0.2, 0.1)
     for seed in range(200):
         for token in range(4):
-            assert verdict(log(*probs), told(kind, [token], probs), PLAIN, seed).path == [0]
+            assert result(log(*probs), drawn_draft(kind, [token], probs), PLAIN, seed).path == [0]
 
 
 @pytest.mark.parametrize("kind", RANDOM)
 def test_nothing_forbidden_comes_out(kind):
     """Token 0 has no probability, however much the drafter likes it."""
-    draft = told(kind, [0, 0], (0.9, 0.05, 0.05))
-    drawn = {verdict(log(0.0, 0.5, 0.5), draft, PLAIN, seed).tokens[0] for seed in range(300)}
+    draft = drawn_draft(kind, [0, 0], (0.9, 0.05, 0.05))
+    drawn = {result(log(0.0, 0.5, 0.5), draft, PLAIN, seed).tokens[0] for seed in range(300)}
     assert drawn == {1, 2}
 
 
@@ -312,12 +312,17 @@ def test_nothing_forbidden_comes_out(kind):
 @pytest.mark.parametrize(
     "q", [[math.nan] * 4, [0.0] * 4, [-1.0] * 4, [math.inf] * 4, [0.0, 1.0, 0.0, 0.0]]
 )
-def test_a_token_that_q_gives_no_mass_is_judged_as_a_point(kind, q):
+def test_a_token_that_q_gives_no_mass_counts_as_a_point(kind, q):
     """Accepted with its own probability, over 2,000 seeds within four standard deviations."""
     probs = (0.2, 0.3, 0.4, 0.1)
     given = [
         VerificationRequest(
-            told(kind, [0], q), [0, 1], [TokenContext(PLAIN, (), (), frozenset())] * 2, s, 0, 0
+            drawn_draft(kind, [0], q),
+            [0, 1],
+            [TokenContext(PLAIN, (), (), frozenset())] * 2,
+            s,
+            0,
+            0,
         )
         for s in range(2000)
     ]
@@ -328,25 +333,29 @@ def test_a_token_that_q_gives_no_mass_is_judged_as_a_point(kind, q):
     assert all((v.tokens[0] == 0) == (v.path == [0]) for v in found)
 
 
-def test_where_the_laws_are_equal_nothing_is_left_but_the_law_itself():
+def test_where_the_distributions_are_equal_nothing_is_left_but_the_distribution_itself():
     """Only rounding could reject there, and what is drawn then must still be a token."""
     distributions = torch.tensor([[0.5, 0.25, 0.25, 0.0]] * 2)
-    draft = told(DraftKind.IID, [0], distributions[0].tolist())
-    assert settle(distributions, [DrawnDraft(draft, 0, [0.999])]).tolist() == [False, True]
+    draft = drawn_draft(DraftKind.IID, [0], distributions[0].tolist())
+    assert accept_drawn(distributions, [DrawnDraft(draft, 0, [0.999])]).tolist() == [False, True]
     assert distributions.tolist() == [[0.5, 0.25, 0.25, 0.0]] * 2
 
 
 def test_not_even_the_lowest_coin_accepts_what_the_target_forbids():
     distributions = torch.tensor([[0.5, 0.5, 0.0]] * 2)
-    draft = told(DraftKind.IID, [2], [0.2, 0.2, 0.6])
-    assert settle(distributions, [DrawnDraft(draft, 0, [0.0])]).tolist() == [False, False]
+    draft = drawn_draft(DraftKind.IID, [2], [0.2, 0.2, 0.6])
+    assert accept_drawn(distributions, [DrawnDraft(draft, 0, [0.0])]).tolist() == [False, False]
 
 
-def test_weights_that_do_not_sum_to_one_are_the_law_that_they_are_in_proportion_to():
+def test_weights_that_do_not_sum_to_one_are_the_distribution_that_they_are_in_proportion_to():
     probs = (0.4, 0.3, 0.2, 0.1)
     for seed in range(50):
-        one = verdict(log(*probs), told(DraftKind.IID, [3], (0.1, 0.2, 0.3, 0.4)), PLAIN, seed)
-        two = verdict(log(*probs), told(DraftKind.IID, [3], (1.0, 2.0, 3.0, 4.0)), PLAIN, seed)
+        one = result(
+            log(*probs), drawn_draft(DraftKind.IID, [3], (0.1, 0.2, 0.3, 0.4)), PLAIN, seed
+        )
+        two = result(
+            log(*probs), drawn_draft(DraftKind.IID, [3], (1.0, 2.0, 3.0, 4.0)), PLAIN, seed
+        )
         assert one == two
 
 
@@ -354,29 +363,29 @@ def test_weights_that_do_not_sum_to_one_are_the_law_that_they_are_in_proportion_
 def test_columns_of_a_reduced_vocabulary_are_the_ids_that_they_stand_for(kind):
     probs, ids = (0.1, 0.2, 0.3, 0.4), torch.tensor([3, 1])
     for seed in range(100):
-        narrow = told(kind, [3, 1], (0.75, 0.25), ids=ids)
-        wide = told(kind, [3, 1], (0.0, 0.25, 0.0, 0.75))
-        found = [verdict(log(*probs), draft, PLAIN, seed) for draft in (narrow, wide)]
+        narrow = drawn_draft(kind, [3, 1], (0.75, 0.25), ids=ids)
+        wide = drawn_draft(kind, [3, 1], (0.0, 0.25, 0.0, 0.75))
+        found = [result(log(*probs), draft, PLAIN, seed) for draft in (narrow, wide)]
         assert found[0] == found[1]
 
 
 def test_a_random_draft_in_the_batch_leaves_greedy_and_point_requests_as_they_are():
     logits = torch.randn(9, 6, generator=torch.Generator().manual_seed(1))
     q = torch.full((2, 6), 1 / 6)
-    quiet = [candidate(Draft([2, 3]), GREEDY, 0), candidate(Draft([2, 3]), PLAIN, 3, seed=4)]
-    company = candidate(Draft([2, 3], None, DraftKind.IID, q), PLAIN, 6, seed=8)
-    assert verify(logits, [*quiet, company])[:2] == verify(logits, quiet)
+    quiet = [request(Draft([2, 3]), GREEDY, 0), request(Draft([2, 3]), PLAIN, 3, seed=4)]
+    random = request(Draft([2, 3], None, DraftKind.IID, q), PLAIN, 6, seed=8)
+    assert verify(logits, [*quiet, random])[:2] == verify(logits, quiet)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_logprobs_are_those_of_the_models_own_law_where_each_token_was_decided(kind):
+def test_logprobs_are_those_of_the_models_own_distribution_where_each_token_was_decided(kind):
     logits = 0.3 * torch.randn(4, 3, generator=torch.Generator().manual_seed(2))
     params = SamplingParams(logprobs=1, temperature=0.9, logit_bias={0: 0.5})
     q = None if kind is DraftKind.POINT else torch.full((3, 3), 1 / 3)
     draft = Draft([2, 1, 2], (-1, -1, 0), kind, q)
     lengths = set()
     for seed in range(40):
-        found = verdict(logits, draft, params, seed)
+        found = result(logits, draft, params, seed)
         rows = [0, *(1 + node for node in found.path)]
         expected = logits.log_softmax(dim=-1)
         for row, token, entries in zip(rows, found.tokens, found.logprobs, strict=True):
@@ -386,10 +395,10 @@ def test_logprobs_are_those_of_the_models_own_law_where_each_token_was_decided(k
     assert lengths == {1, 2, 3}
 
 
-def test_only_those_who_ask_get_logprobs():
+def test_only_requests_that_ask_get_logprobs():
     logits = torch.randn(4, 6)
-    asks = candidate(Draft([2]), SamplingParams(logprobs=0), 0)
-    not_asks = candidate(Draft([2]), PLAIN, 2)
+    asks = request(Draft([2]), SamplingParams(logprobs=0), 0)
+    not_asks = request(Draft([2]), PLAIN, 2)
     first, second = verify(logits, [asks, not_asks])
     assert len(first.logprobs) == len(first.tokens)
     assert second.logprobs is None
@@ -400,41 +409,41 @@ def test_logits_and_drafts_are_left_as_they_were(kind):
     logits, q = torch.randn(3, 6), torch.full((2, 6), 0.5)
     before, q_before = logits.clone(), q.clone()
     draft = Draft([1, 2], None, kind, None if kind is DraftKind.POINT else q)
-    verdict(logits, draft, SamplingParams(frequency_penalty=1.0))
+    result(logits, draft, SamplingParams(frequency_penalty=1.0))
     assert torch.equal(logits, before)
     assert torch.equal(q, q_before)
 
 
 def test_draws_do_not_touch_the_random_state_of_torch():
     state = torch.random.get_rng_state()
-    verdict(torch.zeros(2, 6), told(DraftKind.IID, [1], [1 / 6] * 6), PLAIN)
+    result(torch.zeros(2, 6), drawn_draft(DraftKind.IID, [1], [1 / 6] * 6), PLAIN)
     assert torch.equal(state, torch.random.get_rng_state())
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
-def test_verdicts_are_the_same_on_a_gpu(kind):
+def test_results_are_the_same_on_a_gpu(kind):
     logits = torch.randn(5, 50, generator=torch.Generator().manual_seed(2))
     q = torch.softmax(torch.randn(4, 50, generator=torch.Generator().manual_seed(4)), dim=-1)
     draft = Draft([7, 9, 11, 13], (-1, -1, 0, 0), kind, None if kind is DraftKind.POINT else q)
     for seed in range(50):
         for params in (GREEDY, PLAIN, replace(PLAIN, top_p=0.8)):
-            host = verdict(logits, draft, params, seed)
-            assert verdict(logits.cuda(), draft, params, seed) == host
+            host = result(logits, draft, params, seed)
+            assert result(logits.cuda(), draft, params, seed) == host
 
 
-# --- the coins -----------------------------------------------------------------------------------
+# --- uniform samples -----------------------------------------------------------------------------
 
 
-def test_the_coin_of_a_token_is_what_it_always_was():
+def test_the_uniform_sample_of_a_token_never_changes():
     """Seeded outputs depend on these."""
     assert uniform_at(7, 0, 3) == uniform_at(7, 0, 3, 0) == 0.32541466495141846
     assert uniform_at(-1, 2**70 + 1, 5) == 0.0785190984849522
 
 
-def test_a_place_has_a_coin_for_each_use():
-    places = itertools.product((0, 9), (0, 1), (0, 5), (0, 1, 2, 257, 258))
-    uniforms = [uniform_at(*place) for place in places]
+def test_every_use_of_a_position_has_its_own_uniform_sample():
+    uses = itertools.product((0, 9), (0, 1), (0, 5), (0, 1, 2, 257, 258))
+    uniforms = [uniform_at(*use) for use in uses]
     assert len(set(uniforms)) == len(uniforms)
 
 
@@ -452,7 +461,7 @@ def test_a_walk_ends_before_logits_that_are_not_finite(kind, params, lost, value
     logits = certain(11, 12, 13, 14, 15)
     logits[lost] = value
     q = None if kind is DraftKind.POINT else certain(11, 12, 13, 14).softmax(-1)
-    found = verdict(logits, Draft([11, 12, 13, 14], None, kind, q), params)
+    found = result(logits, Draft([11, 12, 13, 14], None, kind, q), params)
     assert found.tokens == [11, 12, 13, 14][:lost]
     assert found.path == list(range(lost - 1))
     if params.logprobs is not None and lost:
@@ -465,10 +474,10 @@ def test_logits_that_are_not_finite_off_the_path_change_nothing(kind, params):
     parents, tokens = (-1, -1, 0, 1), [20, 11, 21, 12]
     q = None if kind is DraftKind.POINT else torch.full((4, 128), 1 / 128)
     logits = certain(11, 30, 12, 30, 13)
-    whole = verdict(logits, Draft(tokens, parents, kind, q), params)
+    whole = result(logits, Draft(tokens, parents, kind, q), params)
     assert (whole.path, whole.tokens) == ([1, 3], [11, 12, 13])
     logits[1] = logits[3] = math.nan
-    assert verdict(logits, Draft(tokens, parents, kind, q), params) == whole
+    assert result(logits, Draft(tokens, parents, kind, q), params) == whole
 
 
 @pytest.mark.parametrize("lost", range(3))
@@ -476,7 +485,7 @@ def test_no_rule_accepts_past_logits_that_are_not_finite(lost):
     logits = torch.zeros(3, 128)
     logits[lost] = math.nan
     accepting = SyntheticAcceptance.of_rate(1.0)
-    given = replace(candidate(Draft([11, 12]), PLAIN), rule=accepting)
+    given = replace(request(Draft([11, 12]), PLAIN), rule=accepting)
     [found] = verify(logits, [given])
     assert found.tokens == [11, 12][:lost]
     assert found.path == list(range(lost - 1))

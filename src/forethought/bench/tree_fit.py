@@ -41,7 +41,6 @@ from forethought.speculative.drafter import (
     ScheduledRequests,
 )
 from forethought.speculative.registry import Target
-from forethought.speculative.tree import TokenTree
 
 RankPath = tuple[int, ...]
 
@@ -269,14 +268,16 @@ class _Recorder(Drafter):
     def _record(self, request: DraftRequest, said: Sequence[int]) -> None:
         """Find the drafted path that was said: siblings stand in the order of their ranks."""
         draft = request.draft
-        tree = TokenTree(tuple(draft.parent(node) for node in range(len(draft))))
+        parents = [draft.parent(node) for node in range(len(draft))]
         paths: dict[int, tuple[int, ...]] = {-1: ()}
-        for node, parent in enumerate(tree.parents):
-            earlier_siblings = sum(other == parent for other in tree.parents[:node])
+        for node, parent in enumerate(parents):
+            earlier_siblings = sum(other == parent for other in parents[:node])
             paths[node] = (*paths[parent], earlier_siblings)
         at = -1
         for token in said:
-            following = [node for node in tree.children(at) if draft.tokens[node] == token]
+            following = [
+                n for n, above in enumerate(parents) if (above, draft.tokens[n]) == (at, token)
+            ]
             if not following:
                 break
             at = following[0]

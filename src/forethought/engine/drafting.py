@@ -41,7 +41,7 @@ from forethought.speculative.drafter import (
 )
 from forethought.speculative.length.base import Schedule
 from forethought.speculative.length.policy import LengthPolicy, StepRecord
-from forethought.speculative.verify.rules import AcceptanceRule
+from forethought.speculative.verify.verify import AcceptanceRule
 
 
 class ManagedResources:
@@ -295,7 +295,7 @@ class Drafting:
         """Those of the sequences that the drafter may come to draft for, to look at."""
         shown = []
         for sequence in sequences:
-            if self._depth(entry, sequence, entry.schedule.most) > 0:
+            if self._depth(entry, sequence, entry.schedule.max_length) > 0:
                 request = self._introduced(sequence)
                 request.draft, request.table = NO_DRAFT, TableView(sequence.table)
                 request.max_draft_len = request.max_nodes = 0

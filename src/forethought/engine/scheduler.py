@@ -33,12 +33,11 @@ from forethought.speculative.draft import NO_DRAFT, Draft
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from forethought.speculative.verify.verify import VerificationResult
+    from forethought.speculative.verify.verify import AcceptanceRule, VerificationResult
 
     Outcome = list[tuple[Sequence, VerificationResult]]
     # What was sampled after one row: for its own sequence first, then for its siblings.
 
-    from forethought.speculative.verify.rules import AcceptanceRule
 
 log = logging.getLogger(__name__)
 

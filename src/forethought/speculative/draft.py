@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from forethought.speculative.tree import node_depths
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -56,15 +58,16 @@ class Draft:
         return node - 1 if self.parents is None else self.parents[node]
 
     @property
-    def depth(self) -> int:
-        """Tokens on its longest path."""
+    def depths(self) -> list[int]:
+        """Depth of each node: 1 for the children of the root."""
         if self.parents is None:
-            return len(self)
-        depths: list[int] = []
-        for node in range(len(self)):
-            parent = self.parent(node)
-            depths.append(1 if parent < 0 else depths[parent] + 1)
-        return max(depths, default=0)
+            return list(range(1, len(self) + 1))
+        return node_depths(self.parents)
+
+    @property
+    def depth(self) -> int:
+        """Number of tokens on the longest path."""
+        return len(self) if self.parents is None else max(self.depths, default=0)
 
 
 NO_DRAFT = Draft(())

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any, overload
 from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError
 from forethought.speculative.draft import NO_DRAFT, Draft, DraftKind
+from forethought.speculative.tree import node_depths
 
 if TYPE_CHECKING:
     from forethought.kv.draft_cache import DraftKvCache
@@ -337,17 +338,16 @@ def _kept(
     distinct: bool,
 ) -> list[int]:
     """The nodes of a tree that stay; a node whose parent has gone goes with it."""
-    depths: dict[int, int] = {-1: 0}
-    siblings: set[tuple[int, int]] = set()
-    for node, token in enumerate(tokens):
-        parent = parents[node]
+    for node, parent in enumerate(parents):
         if not -1 <= parent < node:
             raise ValueError(f"node {node} comes before its parent {parent}")
-        depth = depths.get(parent, request.max_draft_len) + 1
+    kept = {-1}
+    siblings: set[tuple[int, int]] = set()
+    for node, depth in enumerate(node_depths(parents)):
+        parent, token = parents[node], tokens[node]
         repeats = distinct and (parent, token) in siblings
-        full = len(depths) > request.max_nodes
-        if node in bad or repeats or full or depth > request.max_draft_len:
-            continue
-        siblings.add((parent, token))
-        depths[node] = depth
-    return [node for node in depths if node >= 0]
+        full = len(kept) > request.max_nodes
+        if parent in kept and not (node in bad or repeats or full or depth > request.max_draft_len):
+            siblings.add((parent, token))
+            kept.add(node)
+    return sorted(kept - {-1})

@@ -19,10 +19,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from forethought.model.batch import ancestors
 from forethought.speculative.draft import Draft
 from forethought.speculative.draft_module import DraftModuleRunner
 from forethought.speculative.drafter import DraftRequest
-from forethought.speculative.tree import TokenTree, TreeChoices
+from forethought.speculative.tree import TreeChoices
 
 
 class TreeBuilder(Protocol):
@@ -119,7 +120,7 @@ class _StaticLevel:
         self._inner = torch.tensor([node - nodes.start for node in inner], dtype=torch.int64)
         self._inner_rows = self._rows[self._inner]
         self._thin = len(nodes) == self.width == 1
-        seen = TokenTree(parents).mask[inner][:, read + inner]
+        seen = ancestors(parents)[inner][:, read + inner]
         self.seen = None if bool(seen.all()) else seen
 
     def to(self, device: torch.device) -> _StaticLevel:

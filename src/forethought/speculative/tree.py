@@ -1,7 +1,7 @@
-"""Trees of draft tokens: which node follows which, and how static ones are written down.
+"""Shapes of draft trees: node depths, and static trees written as paths of ranks.
 
-Node numbers count the drafted tokens from 0; -1 is the root, the last token that is known. A chain
-is a thin tree. Knows nothing about which tokens stand at the nodes.
+A tree of N nodes is its ``parents``: entry n is the node that node n follows, -1 for the root, the
+last known token. Parents come before their children.
 """
 
 from __future__ import annotations
@@ -11,69 +11,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from torch import Tensor
-
 from forethought.config.speculation import all_nodes
 from forethought.errors import ParameterError
-from forethought.model.batch import ancestors
 
 
-@dataclass(frozen=True)
-class TokenTree:
-    """The shape of a draft of N tokens.
+def node_depths(parents: Sequence[int]) -> list[int]:
+    """Depth of each node of a tree: 1 for the children of the root.
 
-    Attributes:
+    Args:
         parents: the node that each one follows, -1 for the root; parents come before children.
     """
-
-    parents: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        assert all(-1 <= parent < node for node, parent in enumerate(self.parents)), self.parents
-
-    def __len__(self) -> int:
-        return len(self.parents)
-
-    @classmethod
-    def chain(cls, length: int) -> TokenTree:
-        """One path of ``length`` nodes."""
-        return cls(tuple(range(-1, length - 1)))
-
-    @property
-    def is_chain(self) -> bool:
-        """Whether each node follows the one before it."""
-        return self.parents == tuple(range(-1, len(self) - 1))
-
-    @cached_property
-    def depths(self) -> list[int]:
-        """Tokens from the root to each node, itself included: children of the root have 1."""
-        depths: list[int] = []
-        for parent in self.parents:
-            depths.append(1 if parent < 0 else depths[parent] + 1)
-        return depths
-
-    def children(self, node: int) -> list[int]:
-        """The nodes that follow ``node``, -1 being the root, in rising order."""
-        return [child for child, parent in enumerate(self.parents) if parent == node]
-
-    def path(self, node: int) -> list[int]:
-        """The nodes from the root's child down to ``node``; none for the root itself."""
-        path: list[int] = []
-        while node >= 0:
-            path.append(node)
-            node = self.parents[node]
-        return path[::-1]
-
-    @cached_property
-    def mask(self) -> Tensor:
-        """Whom each node sees: bool [N, N], true where the column is the row or its ancestor."""
-        return ancestors(self.parents)
-
-    def truncated(self, depth: int) -> TokenTree:
-        """The tree of the nodes no deeper than ``depth``, numbered anew in their order."""
-        kept = [node for node in range(len(self)) if self.depths[node] <= depth]
-        place = {-1: -1, **{node: number for number, node in enumerate(kept)}}
-        return TokenTree(tuple(place[self.parents[node]] for node in kept))
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    return depths
 
 
 @dataclass(frozen=True)

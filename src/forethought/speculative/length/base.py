@@ -1,9 +1,7 @@
-"""What a length policy is told of a step that is over. Knows nothing about policies.
+"""What length control is about: its protocol, what it is given, and lengths by batch size.
 
-[schedule] How long drafts may be by how many sequences run. Knows nothing about requests.
-
-Sequences that run are those with a place in the running batch: those that decode and those whose
-prompt is being computed, with drafts or without. Those that wait for a place are not counted.
+Running sequences are those in the running batch: those that decode and those whose prompt is being
+computed, with drafts or without. Waiting ones are not counted.
 """
 
 from __future__ import annotations
@@ -13,21 +11,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
+from forethought.config.speculation import DecodingBaseConfig
+
 
 class LengthRequest(Protocol):
-    """What a length policy sees of a request that is about to decode; a ``DraftRequest`` is one."""
+    """What a length policy sees of a request about to decode; ``DraftRequest`` satisfies it."""
 
     @property
     def request_id(self) -> int:
-        """Tells it from all others."""
+        """Unique."""
 
     @property
     def max_draft_len(self) -> int:
-        """Most depth of its draft in this step, from its own settings and the room that it has."""
+        """Greatest depth of its draft in this step, by its settings and the free capacity."""
 
 
 class CappedRequest(NamedTuple):
-    """A request whose draft may be no longer than an earlier policy allows."""
+    """A request with the length that an earlier policy allows."""
 
     request_id: int
     max_draft_len: int
@@ -35,17 +35,17 @@ class CappedRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step, as one drafter's policy is told of it.
+    """What one drafter's policy learns about a finished step.
 
     Args:
         requests: ``(request_id, depth, accepted)`` of every draft of this drafter that was
-            verified: its levels, at least 1, and the tokens taken from it. A request that was
-            asked for and is not here got no draft.
-        batch_size: rows of the step.
+            verified: its levels, at least 1, and its accepted tokens. A request that is missing
+            here got no draft, although one was requested.
+        batch_size: sequences of the step.
         tokens: tokens in the forward: roots, draft nodes and prompts.
-        context: sum of the rows' lengths in the KV cache.
-        forward_seconds: what the step took without any drafting.
-        draft_seconds: what this drafter took.
+        context: sum of the sequences' lengths in the KV cache.
+        forward_seconds: duration of the step without any drafting.
+        draft_seconds: duration of this drafter's work.
     """
 
     requests: Sequence[tuple[int, int, int]]
@@ -68,14 +68,14 @@ class LengthPolicy(Protocol):
 
         Args:
             requests: those that may have a draft.
-            batch_size: all rows about to decode, ``requests`` among them.
+            batch_size: all sequences about to decode, ``requests`` among them.
 
         Returns:
             One depth per request, between 0 and its ``max_draft_len``.
         """
 
     def observe(self, record: StepRecord) -> None:
-        """The step is over."""
+        """Learn from a finished step."""
 
 
 class Schedule:
@@ -87,7 +87,7 @@ class Schedule:
 
     Args:
         lengths: sequences -> length; not empty.
-        bounds: how its keys are meant.
+        bounds: how its keys are read.
     """
 
     def __init__(self, lengths: Mapping[int, int], bounds: Literal["upper", "lower"]) -> None:
@@ -95,46 +95,26 @@ class Schedule:
         self._lengths = [lengths[bound] for bound in self._bounds]
 
     @property
-    def most(self) -> int:
-        """The greatest length of all."""
+    def max_length(self) -> int:
+        """The greatest length at any number of sequences."""
         return max(self._lengths)
 
     def length(self, running: int) -> int:
-        """The length while so many sequences run."""
+        """The length while this many sequences run."""
         if self._kind == "lower":
             return self._lengths[max(bisect_right(self._bounds, running) - 1, 0)]
-        place = bisect_left(self._bounds, running)
-        return self._lengths[place] if place < len(self._lengths) else 0
+        index = bisect_left(self._bounds, running)
+        return self._lengths[index] if index < len(self._lengths) else 0
 
 
-class ScheduleConfig(Protocol):
-    """The fields of a speculative configuration that go by the number of sequences."""
-
-    @property
-    def max_draft_len(self) -> int:
-        """Most levels of a draft; at least 1."""
-
-    @property
-    def max_concurrency(self) -> int | None:
-        """Most running sequences of a step with drafts."""
-
-    @property
-    def draft_len_schedule(self) -> Mapping[int, int] | None:
-        """Running sequences -> length; without ``max_concurrency``."""
-
-    @property
-    def draft_len_schedule_bounds(self) -> Literal["upper", "lower"] | None:
-        """How its keys are meant; there is one if there is a schedule."""
-
-
-def schedule(config: ScheduleConfig) -> Schedule:
-    """The schedule that ``config`` describes; of one length where it describes none.
+def schedule(config: DecodingBaseConfig) -> Schedule:
+    """The schedule of ``config``; a single length if it has none.
 
     Args:
-        config: checked, every field settled.
+        config: validated.
     """
     if config.draft_len_schedule is not None:
-        assert config.draft_len_schedule_bounds is not None, "settled by the configuration"
+        assert config.draft_len_schedule_bounds is not None, "set by the configuration"
         return Schedule(config.draft_len_schedule, config.draft_len_schedule_bounds)
     if config.max_concurrency is not None:
         return Schedule({config.max_concurrency: config.max_draft_len}, "upper")

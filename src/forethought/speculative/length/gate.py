@@ -1,9 +1,8 @@
-"""When to try again: ever more seldom while trying brings nothing new.
+"""A gate that stops drafts while few of their tokens are accepted, and looks again from time to
+time.
 
-[gate] A gate that closes while drafts are seldom accepted, and opens again when they are.
-
-The field's gates close for good. This one sends out a few short drafts now and then, and opens when
-what they show would be enough at full length. Knows nothing about time: see ``goodput`` for that.
+While it is closed it sends a few short drafts now and then, and opens when these let expect enough
+acceptance at full length. It does not measure time: see ``goodput.py``.
 """
 
 from __future__ import annotations
@@ -14,13 +13,25 @@ from collections.abc import Sequence
 
 from forethought.speculative.length.base import LengthRequest, StepRecord
 
+log = logging.getLogger(__name__)
+
+PROBE_DEPTH, PROBE_REQUESTS = 2, 4
+"""Levels of a probing draft, and the number of requests that may probe in one step."""
+PROBE_DRAFTS = 8
+"""The gate decides after this many probing drafts, or this many steps of probing."""
+FIRST_PAUSE, LAST_PAUSE = 8, 256
+"""Steps between rounds of probes, at first and at most. While nothing changes, a closed gate lets
+through fewer than ``PROBE_DRAFTS + PROBE_REQUESTS`` short drafts in ``LAST_PAUSE`` steps."""
+HYSTERESIS = 0.05
+"""How far above the threshold the expected rate must be for the gate to open again."""
+
 
 class Backoff:
-    """Counts steps between tries.
+    """Exponential back-off: counts steps between tries, ever more while tries bring nothing new.
 
     Args:
         first: steps before the first try, and before each try after news.
-        last: most steps between tries.
+        last: greatest number of steps between tries.
     """
 
     def __init__(self, first: int, last: int) -> None:
@@ -31,44 +42,31 @@ class Backoff:
 
     @property
     def due(self) -> bool:
-        """Whether it is time."""
+        """Whether it is time for a try."""
         return self._waited >= self.interval
 
     def wait(self) -> None:
-        """A step without a try."""
+        """Count a step without a try."""
         self._waited += 1
 
     def tried(self, news: bool) -> None:
-        """A try: with news the next one comes soon, without in twice the time."""
+        """Count a try; without news the pause before the next one doubles."""
         self._waited = 0
         self.interval = self._first if news else min(2 * self.interval, self._last)
-
-
-log = logging.getLogger(__name__)
-
-PROBE_DEPTH, PROBE_REQUESTS = 2, 4
-"""Levels of a probing draft, and most requests that probe in one step."""
-PROBE_DRAFTS = 8
-"""Most probing drafts, and most steps, that are waited for before the gate decides."""
-FIRST_PAUSE, LAST_PAUSE = 8, 256
-"""Steps between rounds of probes, at first and at most. When nothing changes, a closed gate comes
-to let through fewer than ``PROBE_DRAFTS + PROBE_REQUESTS`` short drafts in ``LAST_PAUSE`` steps."""
-HYSTERESIS = 0.05
-"""How far above the threshold the rate must be for the gate to open again."""
 
 
 class AcceptanceGate:
     """Allows drafts while enough of the drafted tokens are accepted.
 
-    Open, it keeps the last ``window`` verified drafts, of all requests together; once there were as
-    many since it opened and the share of accepted among their levels is below ``threshold``, it
-    closes. (A chain has as many levels as tokens; a tree has fewer.) Closed, it probes, and after
-    each round of probes it either opens or waits twice as long for the next. A gate that closes
-    soon after it opened goes on with the long pauses.
+    Open, it keeps the last ``window`` verified drafts of all requests. Once that many were verified
+    since it opened and fewer than ``threshold`` of their levels were accepted, it closes. (A chain
+    has as many levels as tokens; a tree has fewer.) Closed, it probes, and after each round of
+    probes it either opens or doubles the pause before the next one. A gate that closes soon after
+    it opened keeps its long pauses.
 
     Args:
-        window: drafts; at least 1.
-        threshold: accepted tokens among the levels drafted, 0 to 1.
+        window: number of drafts; at least 1.
+        threshold: accepted tokens per drafted level, 0 to 1.
     """
 
     def __init__(self, window: int, threshold: float) -> None:
@@ -76,10 +74,10 @@ class AcceptanceGate:
         self._drafts: deque[tuple[int, int]] = deque()  # (depth, accepted)
         self._drafted = self._accepted = 0
         self._depth = 1  # of the deepest draft while it was open
-        self._seen = 0  # drafts since it opened
+        self._num_since_open = 0
         self._pause = Backoff(FIRST_PAUSE, LAST_PAUSE)
-        self._turn = 0
-        self._probed = 0  # steps of the current round of probes
+        self._next_row = 0
+        self._num_probed = 0  # steps of the current round of probes
         self.open = True
         """Whether drafts have their full length."""
         self.reason = "acceptance: open, nothing is known yet"
@@ -95,29 +93,31 @@ class AcceptanceGate:
             return [request.max_draft_len for request in requests]
         lengths = [0] * len(requests)
         if self._pause.due:
-            self._probed += 1
-            for turn in range(min(PROBE_REQUESTS, len(requests))):
-                place = (self._turn + turn) % len(requests)
-                lengths[place] = min(PROBE_DEPTH, requests[place].max_draft_len)
-            self._turn += PROBE_REQUESTS
+            self._num_probed += 1
+            for offset in range(min(PROBE_REQUESTS, len(requests))):
+                row = (self._next_row + offset) % len(requests)
+                lengths[row] = min(PROBE_DEPTH, requests[row].max_draft_len)
+            self._next_row += PROBE_REQUESTS
         return lengths
 
     def observe(self, record: StepRecord) -> None:
         """Count the drafts of the step, and decide."""
-        if not self._probed:
+        if not self._num_probed:
             self._pause.wait()
         for _, depth, accepted in record.requests:
             self._count(depth, accepted)
         if self.open:
-            self._close_or_not()
-        elif len(self._drafts) >= min(self._window, PROBE_DRAFTS) or self._probed >= PROBE_DRAFTS:
-            self._open_or_not()
+            self._maybe_close()
+        elif (
+            len(self._drafts) >= min(self._window, PROBE_DRAFTS) or self._num_probed >= PROBE_DRAFTS
+        ):
+            self._maybe_open()
 
     def _count(self, depth: int, accepted: int) -> None:
         self._drafts.append((depth, accepted))
         self._drafted += depth
         self._accepted += accepted
-        self._seen += 1
+        self._num_since_open += 1
         if self.open:
             self._depth = max(self._depth, depth)
         while len(self._drafts) > self._window:
@@ -125,50 +125,50 @@ class AcceptanceGate:
             self._drafted -= old_depth
             self._accepted -= old_accepted
 
-    def _close_or_not(self) -> None:
+    def _maybe_close(self) -> None:
         full = len(self._drafts) == self._window
         rate = self.rate
         if not full or rate is None or rate >= self._threshold:
             if rate is not None:
                 self.reason = f"acceptance: open, {rate:.2f} of the drafted tokens are accepted"
             return
-        # Long enough open to say that this is news, and not the same again.
-        self._pause.tried(news=self._seen >= 4 * self._window)
+        # Closing soon after it opened is no news: the long pauses go on.
+        self._pause.tried(news=self._num_since_open >= 4 * self._window)
         self.open = False
-        self._say(
+        self._report(
             f"closed, {rate:.2f} of the drafted tokens are accepted", f"{self._threshold:.2f}"
         )
 
-    def _open_or_not(self) -> None:
-        self._probed = 0
+    def _maybe_open(self) -> None:
+        self._num_probed = 0
         rate = self._full_rate()
         needed = min(self._threshold + HYSTERESIS, 1.0)
         if rate >= needed:
             self.open = True
-            self._say(
+            self._report(
                 f"open, {rate:.2f} of the tokens of full drafts are expected", f"{needed:.2f}"
             )
         else:
             self._pause.tried(news=False)
-            self._say(
+            self._report(
                 f"closed, {rate:.2f} of the tokens of full drafts would be accepted",
                 f"{needed:.2f}; next probe in {self._pause.interval} steps",
             )
 
     def _full_rate(self) -> float:
-        """What the probes let expect of drafts of full depth.
+        """The rate that the probes let expect at full depth.
 
-        Short drafts have higher rates than long ones, whose later tokens are lost with the first
-        rejected one: the chance of a token, tested behind accepted ones only, is carried over.
+        Short drafts have higher rates than long ones, which lose all tokens after the first
+        rejected one; so the acceptance of a token whose ancestors were accepted is extrapolated.
         """
         if not self._drafts:
             return 0.0  # nothing was proposed
         tested = sum(min(accepted + 1, depth) for depth, accepted in self._drafts)
-        chance = self._accepted / tested
-        return sum(chance**level for level in range(1, self._depth + 1)) / self._depth
+        alpha = self._accepted / tested
+        return sum(alpha**level for level in range(1, self._depth + 1)) / self._depth
 
-    def _say(self, what: str, limit: str) -> None:
+    def _report(self, what: str, limit: str) -> None:
         self.reason = f"acceptance: {what} (limit {limit})"
         log.debug("%s", self.reason)
         self._drafts.clear()
-        self._drafted = self._accepted = self._seen = 0
+        self._drafted = self._accepted = self._num_since_open = 0

@@ -1,14 +1,14 @@
-"""How long drafts are: the policies, and the one that a configuration describes.
+"""Length policies and the one that a configuration asks for.
 
-Fixed length, by acceptance (``gate``), by goodput (``goodput``). They compose: the shortest length
-wins. What goes by the number of sequences stands in ``schedule``. Knows nothing about drafters.
-"""
+``FixedLength``, ``AcceptanceGate`` (``gate.py``) and ``Goodput`` (``goodput.py``); with several,
+the shortest length wins. Lengths by batch size are a ``Schedule`` (``base.py``), applied before
+these."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
 
+from forethought.config.speculation import DecodingBaseConfig
 from forethought.speculative.length.base import (
     CappedRequest,
     LengthPolicy,
@@ -20,7 +20,6 @@ from forethought.speculative.length.goodput import Goodput
 
 __all__ = [
     "FixedLength",
-    "LengthConfig",
     "LengthPolicy",
     "Shortest",
     "StepRecord",
@@ -38,80 +37,62 @@ class FixedLength:
         return [request.max_draft_len for request in requests]
 
     def observe(self, record: StepRecord) -> None:
-        """Nothing is learned."""
+        """Nothing to learn."""
 
 
 class Shortest:
     """The shortest length of several policies, for each request.
 
-    They are asked in order, each one about the requests for which those before it left something,
-    and with what they left as ``max_draft_len``: so none waits for drafts that it was not given.
+    Each policy sees only the requests that the policies before it allow drafts for, with the length
+    that these allow as ``max_draft_len``, so that none waits for drafts that are never made.
 
     Args:
-        policies: at least one; those that are not about single requests come first.
+        policies: at least one, in order; those that treat all requests alike come first.
     """
 
     def __init__(self, policies: Sequence[LengthPolicy]) -> None:
         self._policies = list(policies)
-        self._asked = self._policies
+        self._consulted = self._policies
 
     @property
     def reason(self) -> str:
-        """The reasons of those that were asked last, in order."""
-        return "; ".join(policy.reason for policy in self._asked)
+        """The reasons of the policies that the last lengths depended on, in order."""
+        return "; ".join(policy.reason for policy in self._consulted)
 
     def lengths(self, requests: Sequence[LengthRequest], batch_size: int) -> list[int]:
-        """The shortest lengths; zero as soon as one policy says so."""
+        """The shortest lengths; once a policy returns 0, later ones do not see the request."""
         lengths = [request.max_draft_len for request in requests]
-        left: Sequence[LengthRequest] = requests
-        places: Sequence[int] = range(len(requests))
-        self._asked = []
+        allowed: Sequence[LengthRequest] = requests
+        rows: Sequence[int] = range(len(requests))
+        self._consulted = []
         for policy in self._policies:
-            self._asked.append(policy)
-            for place, length in zip(places, policy.lengths(left, batch_size), strict=True):
-                lengths[place] = length
-            places = [place for place in places if lengths[place] > 0]
-            if not places:
+            self._consulted.append(policy)
+            for row, length in zip(rows, policy.lengths(allowed, batch_size), strict=True):
+                lengths[row] = length
+            rows = [row for row in rows if lengths[row] > 0]
+            if not rows:
                 break
-            left = [CappedRequest(requests[place].request_id, lengths[place]) for place in places]
+            allowed = [CappedRequest(requests[row].request_id, lengths[row]) for row in rows]
         return lengths
 
     def observe(self, record: StepRecord) -> None:
-        """All of them learn."""
+        """Passed on to all policies."""
         for policy in self._policies:
             policy.observe(record)
 
 
-class LengthConfig(Protocol):
-    """The fields of a speculative configuration that are about length."""
-
-    @property
-    def max_draft_len(self) -> int:
-        """Most levels of a draft; at least 1."""
-
-    @property
-    def acceptance_rate_window_size(self) -> int:
-        """Drafts over which the gate averages; 0: there is no gate."""
-
-    @property
-    def acceptance_rate_threshold(self) -> float | None:
-        """Where the gate closes; there is one if there is a window."""
-
-    @property
-    def length_control(self) -> Literal["fixed", "goodput"]:
-        """Whether lengths follow what is measured."""
-
-
-def length_policy(config: LengthConfig, nodes: Callable[[int], int] | None = None) -> LengthPolicy:
-    """The policy that ``config`` describes, new: each drafter needs its own.
+def length_policy(
+    config: DecodingBaseConfig, nodes: Callable[[int], int] | None = None
+) -> LengthPolicy:
+    """A new policy as ``config`` describes it; each drafter needs its own.
 
     Args:
-        config: checked, every field settled.
+        config: validated.
         nodes: tokens of a draft of that depth (``Drafter.nodes``); the depth itself by default.
     """
     policies: list[LengthPolicy] = []
     if config.acceptance_rate_window_size:
-        assert config.acceptance_rate_threshold is not None, "settled by the configuration"
+        assert config.acceptance_rate_threshold is not None, "set by the configuration"
         policies.append(
             AcceptanceGate(config.acceptance_rate_window_size, config.acceptance_rate_threshold)
         )

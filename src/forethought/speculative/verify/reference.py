@@ -1,7 +1,7 @@
-"""Verification of one draft in slow, plain Python: read it to know what ``verify.py`` must do.
+"""Reference implementation of ``verify.py``: one draft at a time, in plain Python.
 
-It decides by asking a ``Chance``. With coins it gives one verdict; with one that tries every answer
-in turn, in fractions, it gives the exact law of the verdicts. Knows nothing about tensors.
+Every random decision is made by a ``RandomSource``. With uniform samples it gives one result; with
+a source that enumerates all answers, in fractions, it gives the exact distribution of the results.
 """
 
 from __future__ import annotations
@@ -14,107 +14,107 @@ from typing import Protocol
 from forethought.speculative.draft import DraftKind
 
 Number = float | Fraction
-Distribution = list[Number]
-"""Probabilities, one per id."""
+Probs = list[Number]
+"""Probabilities, one per token id."""
 
 
-class Chance(Protocol):
-    """Decides what the laws leave open. ``depth`` is the number of tokens accepted before."""
+class RandomSource(Protocol):
+    """Makes the random decisions. ``depth`` is the number of tokens accepted before."""
 
     def accepts(self, probability: Number, depth: int, sibling: int) -> bool:
-        """Yes with this probability, asked for the ``sibling``-th child of its node, from 0."""
+        """True with this probability, for child number ``sibling`` of its node, from 0."""
 
-    def draws(self, distribution: Distribution, depth: int) -> int:
-        """A token of this law."""
+    def draws(self, probs: Probs, depth: int) -> int:
+        """A token drawn from ``probs``."""
 
 
 @dataclass(frozen=True)
-class PlainDraft:
-    """A ``Draft`` on lists: ``q`` has one law per node, over all ids of the vocabulary."""
+class ReferenceDraft:
+    """A ``Draft`` on lists: ``q`` has one distribution per node, over the whole vocabulary."""
 
     tokens: Sequence[int]
     parents: Sequence[int]
     kind: DraftKind
-    q: Sequence[Distribution] = ()
+    q: Sequence[Probs] = ()
 
     def children(self, node: int) -> list[int]:
-        """Those that follow ``node``, -1 being the root."""
+        """The nodes that follow ``node``, -1 being the root."""
         return [child for child, parent in enumerate(self.parents) if parent == node]
 
 
-Rule = Callable[
-    [Distribution, list[tuple[int, Distribution]], DraftKind, Chance, int], tuple[int | None, int]
+NodeRule = Callable[
+    [Probs, list[tuple[int, Probs]], DraftKind, RandomSource, int], tuple[int | None, int]
 ]
-"""Settles one node; see ``settle_node``."""
+"""Decides at one node; see ``verify_node``."""
 
 
-def settle_node(
-    distribution: Distribution,
-    children: list[tuple[int, Distribution]],
+def verify_node(
+    probs: Probs,
+    children: list[tuple[int, Probs]],
     kind: DraftKind,
-    chance: Chance,
+    source: RandomSource,
     depth: int,
 ) -> tuple[int | None, int]:
-    """Settle one node.
+    """Decide which child of a node is accepted.
 
     Args:
-        law: of the token that follows it.
-        children: of each, its token and the law that it was drawn from; points have an empty one.
+        probs: of the token that follows the node.
+        children: of each, its token and the q that it was drawn from; points have an empty one.
         kind: how they were chosen.
-        chance: decides.
+        source: makes the random decisions.
         depth: of the node, 0 for the root.
 
     Returns:
-        The accepted child's place among ``children`` or None, and the token that follows.
+        The index of the accepted child or None, and the token that follows.
     """
     if kind is DraftKind.POINT:
-        token = chance.draws(distribution, depth)
-        places = [place for place, (drafted, _) in enumerate(children) if drafted == token]
-        return (places[0] if places else None), token
-    gone: list[int] = []
-    for place, (token, q) in enumerate(children):
+        token = source.draws(probs, depth)
+        matching = [number for number, (drafted, _) in enumerate(children) if drafted == token]
+        return (matching[0] if matching else None), token
+    removed: list[int] = []
+    for number, (token, q) in enumerate(children):
         if kind is DraftKind.WITHOUT_REPLACEMENT:
-            q = [0 if other in gone else weight for other, weight in enumerate(q)]
-            gone.append(token)
+            q = [0 if other in removed else weight for other, weight in enumerate(q)]
+            removed.append(token)
         q = normalised([weight if weight > 0 else 0 for weight in q])
-        if not q[token] > 0:  # it cannot have come from there: a point
-            q = [int(other == token) for other in range(len(distribution))]
-        if chance.accepts(min(1, distribution[token] / q[token]), depth, place):
-            return place, token
-        rest = [max(p - weight, 0) for p, weight in zip(distribution, q, strict=True)]
-        distribution = normalised(rest) if sum(rest) > 0 else distribution
-    return None, chance.draws(distribution, depth)
+        if not q[token] > 0:  # it cannot have been drawn from q: a point mass
+            q = [int(other == token) for other in range(len(probs))]
+        if source.accepts(min(1, probs[token] / q[token]), depth, number):
+            return number, token
+        residual = [max(p - weight, 0) for p, weight in zip(probs, q, strict=True)]
+        probs = normalised(residual) if sum(residual) > 0 else probs
+    return None, source.draws(probs, depth)
 
 
 def reference_verify(
-    distributions: Sequence[Distribution],
-    draft: PlainDraft,
-    chance: Chance,
-    rule: Rule = settle_node,
+    probs: Sequence[Probs],
+    draft: ReferenceDraft,
+    source: RandomSource,
+    rule: NodeRule = verify_node,
 ) -> tuple[list[int], list[int]]:
-    """The accepted path and the tokens that come out of one draft of N tokens.
+    """The accepted path and the emitted tokens of one draft of N tokens.
 
     Args:
-        laws: 1 + N, of the token that follows the root, then of the one that follows each node.
+        probs: 1 + N: of the token that follows the root, then of the one that follows each node.
         draft: what was proposed.
-        chance: decides.
-        rule: how a node is settled.
+        source: makes the random decisions.
+        rule: decides at each node.
     """
     path: list[int] = []
     tokens: list[int] = []
     node = -1
     while True:
         children = draft.children(node)
-        pairs = [(draft.tokens[child], draft.q[child] if draft.q else []) for child in children]
-        place, token = rule(distributions[1 + node], pairs, draft.kind, chance, len(path))
+        drawn = [(draft.tokens[child], draft.q[child] if draft.q else []) for child in children]
+        accepted, token = rule(probs[1 + node], drawn, draft.kind, source, len(path))
         tokens.append(token)
-        if place is None:
+        if accepted is None:
             return path, tokens
-        node = children[place]
+        node = children[accepted]
         path.append(node)
 
 
-def normalised(weights: Sequence[Number]) -> Distribution:
-    """The weights over their sum; as they are if they have none."""
+def normalised(weights: Sequence[Number]) -> Probs:
+    """The weights divided by their sum; unchanged if the sum is 0."""
     total = sum(weights)
     return [weight / total for weight in weights] if total > 0 else list(weights)

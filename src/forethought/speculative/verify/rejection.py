@@ -1,15 +1,15 @@
-"""Recursive rejection: which tokens drawn by a drafter may stand, and what is left if none may.
+"""Recursive rejection sampling: which tokens drawn by a drafter are accepted.
 
-At a node with law p and children x_1 .. x_m drawn from q, the children are tried in their order,
-against a law that starts as p. x_j is accepted with probability min(1, law(x_j) / q_j(x_j)); if it
-is not, the law becomes max(law - q_j, 0), renormalised. q_j is q where the children were drawn
-independently, and q without x_1 .. x_j-1, renormalised, where they were drawn without replacement.
-The token that then follows the node, be it an accepted child or one drawn from the law that is left
-at the end, has law p exactly. (Leviathan et al. 2023, Algorithm 1, for one child; SpecInfer 2024,
-Algorithm 2, for independent children.)
+At a node with target distribution p and children x_1 .. x_m drawn from q, the children are tested
+in order, against a residual r that starts as p. x_j is accepted with probability min(1, r(x_j) /
+q_j(x_j)); if it is rejected, r becomes max(r - q_j, 0), renormalised. q_j is q where the children
+were drawn independently, and q without x_1 .. x_j-1, renormalised, where they were drawn without
+replacement. The token that then follows the node, an accepted child or one drawn from the last
+residual, has distribution p exactly. (Leviathan et al. 2023, Algorithm 1, for one child; SpecInfer
+2024, Algorithm 2, for independent children.)
 
-All nodes are settled as if they were reached and their first children rejected, so that round j
-tries the j-th children of all nodes of all drafts at once. Knows nothing about which is reached.
+All nodes are tested as if they were reached and their earlier siblings rejected, so that round j
+tests the j-th children of all nodes of all drafts at once; ``verify.py`` then walks from the root.
 """
 
 from __future__ import annotations
@@ -25,113 +25,106 @@ from forethought.speculative.draft import Draft, DraftKind
 
 @dataclass(frozen=True, slots=True)
 class DrawnDraft:
-    """A draft of N tokens with what decides about it."""
+    """A draft of N tokens that were drawn from its ``q``."""
 
     draft: Draft
     begin: int
-    """Row of the root's law; the nodes' follow."""
+    """Row of the root's probs; those of the nodes follow."""
     uniforms: Sequence[float]
-    """N numbers in [0, 1), each independent of whatever the drafter tossed."""
+    """N uniform samples in [0, 1), independent of those that the drafter used."""
 
 
-def settle(distributions: Tensor, tossed: Sequence[DrawnDraft]) -> Tensor:
-    """Try every drafted token where its parent is reached and its elder siblings are rejected.
+def accept_drawn(probs: Tensor, drafts: Sequence[DrawnDraft]) -> Tensor:
+    """Test every drafted token given that its parent is reached and its earlier siblings rejected.
 
     Args:
-        laws: [R, V] float32, of the token that follows each row. Modified: those of nodes with
-            children become what is left when all children are rejected.
-        tossed: drafts of a kind with chance of its own.
+        probs: [R, V] float32, of the token after each row. Modified: the rows of nodes with
+            children become the residual that is left when all children are rejected.
+        drafts: of any kind but ``POINT``.
 
     Returns:
-        [R] bool: whether the token of each row may follow its parent; false for all other rows.
+        [R] bool: whether the token of each row is accepted by its parent; false for all other rows.
     """
-    accepted = torch.zeros(len(distributions), dtype=torch.bool, device=distributions.device)
-    q = torch.cat([_over_vocabulary(each.draft, distributions) for each in tossed])  # [Q, V]
-    q = torch.where(q > 0, q, 0.0)  # nor is NaN a weight
-    for trials in _rounds(tossed):
-        rows = _index([trial.row for trial in trials], distributions)
-        accepted[rows] = _try(distributions, q, trials)
+    accepted = torch.zeros(len(probs), dtype=torch.bool, device=probs.device)
+    q = torch.cat([_over_vocabulary(each.draft, probs) for each in drafts])  # [Q, V]
+    q = torch.where(q > 0, q, 0.0)  # NaN counts as 0 too
+    for tests in _rounds(drafts):
+        rows = _index([test.row for test in tests], probs)
+        accepted[rows] = _run_round(probs, q, tests)
     return accepted
 
 
 @dataclass(frozen=True, slots=True)
 class _NodeTest:
     row: int
-    """Of the token's own law."""
+    """Of the token's own probs."""
     parent: int
-    """Row of the law that it is tried against."""
+    """Row of the residual that it is tested against."""
     source: int
     """Row of q."""
     token: int
     uniform: float
-    gone: list[int]
+    removed: list[int]
     """Tokens taken out of q before it was drawn."""
 
 
-def _rounds(tossed: Sequence[DrawnDraft]) -> Iterator[list[_NodeTest]]:
+def _rounds(drafts: Sequence[DrawnDraft]) -> Iterator[list[_NodeTest]]:
     """The first children of all nodes, then the second ones, and so on."""
     rounds: list[list[_NodeTest]] = []
     source = 0
-    for each in tossed:
-        draft, earlier_siblings = each.draft, dict[int, list[int]]()
+    for each in drafts:
+        draft, siblings = each.draft, dict[int, list[int]]()
         for node, token in enumerate(draft.tokens):
             parent = draft.parent(node)
-            before = earlier_siblings.setdefault(parent, [])
-            if len(before) == len(rounds):
+            earlier = siblings.setdefault(parent, [])
+            if len(earlier) == len(rounds):
                 rounds.append([])
-            gone = list(before) if draft.kind is DraftKind.WITHOUT_REPLACEMENT else []
-            own, of_parent = each.begin + 1 + node, each.begin + 1 + parent
-            trial = _NodeTest(own, of_parent, source + node, token, each.uniforms[node], gone)
-            rounds[len(before)].append(trial)
-            before.append(token)
+            removed = list(earlier) if draft.kind is DraftKind.WITHOUT_REPLACEMENT else []
+            row, parent_row = each.begin + 1 + node, each.begin + 1 + parent
+            test = _NodeTest(row, parent_row, source + node, token, each.uniforms[node], removed)
+            rounds[len(earlier)].append(test)
+            earlier.append(token)
         source += len(draft)
     yield from rounds
 
 
-def _try(distributions: Tensor, q: Tensor, trials: Sequence[_NodeTest]) -> Tensor:
-    """Try one child per parent; the parents' laws become what is left if it is rejected.
+def _run_round(probs: Tensor, q: Tensor, tests: Sequence[_NodeTest]) -> Tensor:
+    """Test one child per parent; the parents' rows become the residuals after its rejection.
 
-    laws: [R, V] float32; q: [Q, V] float32. Returns [len(trials)] bool.
+    probs: [R, V] float32; q: [Q, V] float32. Returns [len(tests)] bool.
     """
-    parents = _index([trial.parent for trial in trials], distributions)
-    tokens = _index([trial.token for trial in trials], distributions).unsqueeze(1)
+    parents = _index([test.parent for test in tests], probs)
+    tokens = _index([test.token for test in tests], probs).unsqueeze(1)
     uniforms = torch.tensor(
-        [[trial.uniform] for trial in trials], dtype=torch.float64, device=distributions.device
+        [[test.uniform] for test in tests], dtype=torch.float64, device=probs.device
     )
-    distribution, drawn_from = (
-        distributions[parents],
-        q[_index([trial.source for trial in trials], distributions)],
-    )
-    gone = [(place, token) for place, trial in enumerate(trials) for token in trial.gone]
-    if gone:
-        places, taken = _index(gone, distributions).unbind(dim=1)
-        drawn_from[places, taken] = 0.0
-    drawn_from /= drawn_from.sum(dim=-1, keepdim=True)
-    chance = drawn_from.gather(1, tokens)  # [n, 1]
-    # A token cannot have come from a law that gives it no mass: it is taken for a point.
-    is_point = ~(chance > 0)
-    chance = torch.where(is_point, 1.0, chance)
-    drawn_from.masked_fill_(is_point, 0.0).scatter_(1, tokens, chance)
+    p, q_j = probs[parents], q[_index([test.source for test in tests], probs)]
+    removed = [(number, token) for number, test in enumerate(tests) for token in test.removed]
+    if removed:
+        numbers, taken = _index(removed, probs).unbind(dim=1)
+        q_j[numbers, taken] = 0.0
+    q_j /= q_j.sum(dim=-1, keepdim=True)
+    q_token = q_j.gather(1, tokens)  # [n, 1]
+    # A token that q gives no mass cannot have been drawn from it: it counts as a point mass.
+    is_point = ~(q_token > 0)
+    q_token = torch.where(is_point, 1.0, q_token)
+    q_j.masked_fill_(is_point, 0.0).scatter_(1, tokens, q_token)
 
-    accepted = (
-        uniforms * chance < distribution.gather(1, tokens).double()
-    )  # never where the law is 0
-    rest = (distribution - drawn_from).clamp_(min=0.0)
-    mass = rest.sum(dim=-1, keepdim=True)
-    # Nothing is left where law and q are equal; then only rounding could have rejected.
-    distributions[parents] = torch.where(mass > 0, rest / mass, distribution)
+    accepted = uniforms * q_token < p.gather(1, tokens).double()  # never where p is 0
+    residual = (p - q_j).clamp_(min=0.0)
+    mass = residual.sum(dim=-1, keepdim=True)
+    # No mass is left where p equals q; then only rounding could have rejected.
+    probs[parents] = torch.where(mass > 0, residual / mass, p)
     return accepted.squeeze(1)
 
 
-def _over_vocabulary(draft: Draft, distributions: Tensor) -> Tensor:
-    """The draft's q as [N, V] float32."""
+def _over_vocabulary(draft: Draft, probs: Tensor) -> Tensor:
+    """The draft's q over the target's vocabulary: [N, V] float32."""
     assert draft.q is not None, draft.kind
-    q = draft.q.to(distributions)
+    q = draft.q.to(probs)
     if draft.ids is None:
         return q
-    return distributions.new_zeros(len(q), distributions.shape[1]).index_add_(
-        1, draft.ids.to(distributions.device), q
-    )
+    return probs.new_zeros(len(q), probs.shape[1]).index_add_(1, draft.ids.to(probs.device), q)
 
 
 def _index(values: Sequence[int] | Sequence[tuple[int, int]], like: Tensor) -> Tensor:

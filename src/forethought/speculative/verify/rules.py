@@ -1,37 +1,24 @@
-"""Rules of acceptance other than the exact one: what they are, and which one a configuration names.
+"""Lossy acceptance rules, and which one a configuration asks for.
 
-A rule replaces verification where it was asked for by name. What comes out no longer has the law
-of plain decoding, so every result that was made with one is marked. Knows nothing about the engine.
+A rule replaces exact verification only where a configuration names it; results made with one are
+marked ``lossy`` or ``synthetic``. Let p be the target's distribution behind a prefix.
 
-[relaxed] Relaxed acceptance: while it thinks, a target puts up with tokens that it likes almost
-as well.
-
-TensorRT-LLM's rule for multi-token prediction with reasoning models: between the tokens that begin
-and end the thinking, a drafted token stands if it is among the ``topk`` likeliest and not far less
-likely than the likeliest. *How far* is said in two ways there, and both are here by name: the
-kernels compare probabilities, ``p(x) >= p(top) - delta``; the documentation logarithms,
-``log p(top) - log p(x) <= delta``. Elsewhere a token has to be the likeliest. *Lossy*: thoughts are
-no longer the target's own. Knows nothing about how drafts were made.
-
-[typical] Typical acceptance: a drafted token stands if the target finds it likely enough.
-
-Cai et al., 2024 (arXiv 2401.10774), section 2.3.1: token x is accepted behind a prefix with law p
-if p(x) > min(threshold, alpha * exp(-H(p))), H being the entropy: the less sure the target is, the
-less likely a token may be. Of all paths of such tokens the longest is taken. It accepts more than
-exact verification and is *lossy*: likely tokens are said more often than their law has it. Knows
-nothing about how drafts were made.
-
-[synthetic] Acceptance at random, for studies of speed: how fast decoding would be if drafts were
-this good.
-
-Takes the place of verification: what comes out says nothing about the target, and every result
-that was made with it has to be marked. Knows nothing about logits.
-"""
+* Typical acceptance (Cai et al., 2024, arXiv 2401.10774, section 2.3.1): token x is accepted if
+  p(x) > min(threshold, alpha * exp(-H(p))), where H is the entropy: the less certain the target,
+  the lower the bound. The longest path of accepted tokens is taken. Probable tokens are emitted
+  more often than p has them.
+* Relaxed acceptance for reasoning models (TensorRT-LLM, for multi-token prediction): between the
+  tokens that begin and end the thinking phase, x is accepted if it is among the ``topk`` most
+  probable tokens and at most ``delta`` below the most probable one. TensorRT-LLM's kernels compare
+  probabilities, ``p(x) >= p(top) - delta``; its documentation compares logarithms, ``log p(top) -
+  log p(x) <= delta``. Both are available by name. Elsewhere acceptance is greedy.
+* Synthetic acceptance: levels are accepted at random with a given probability, for studies of
+  speed. The output says nothing about the target."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -39,36 +26,14 @@ from torch import Tensor
 from forethought.config.drafters import MedusaDecodingConfig, MTPDecodingConfig
 from forethought.config.sampling import SamplingParams
 from forethought.config.speculation import DecodingBaseConfig
-from forethought.model.sampling import logits_to_probs
-from forethought.model.sampling import uniform_at as toss
+from forethought.model.sampling import logits_to_probs, uniform_at
 from forethought.model.sampling.distribution import edit_logits
 from forethought.speculative.draft import Draft
-
-if TYPE_CHECKING:
-    from forethought.speculative.verify.verify import VerificationRequest
-
-
-class AcceptanceRule(Protocol):
-    """Decides which drafted tokens stand. The token behind them is drawn by the target as ever."""
-
-    @property
-    def synthetic(self) -> bool:
-        """Whether its outputs mean nothing at all."""
-
-    def applies_to(self, params: SamplingParams) -> bool:
-        """Whether it is to decide for such a request; the others are verified, and not marked."""
-
-    def paths(self, logits: Tensor, candidates: Sequence[VerificationRequest]) -> list[list[int]]:
-        """The accepted nodes of each draft, from the root down.
-
-        Args:
-            logits: [R, V] float32, the model's own: the 1 + N rows of each candidate in turn.
-            candidates: with drafts of any kind; their ``rows`` do not count here.
-        """
+from forethought.speculative.verify.verify import AcceptanceRule, VerificationRequest
 
 
 def rule_of(config: DecodingBaseConfig) -> AcceptanceRule | None:
-    """What the configuration names; None: exact verification."""
+    """The rule that the configuration asks for; None: exact verification."""
     if config.synthetic_acceptance is not None:
         return SyntheticAcceptance.of_rate(config.synthetic_acceptance)
     if config.synthetic_acceptance_length is not None:
@@ -92,14 +57,28 @@ RelaxedRule = Literal["probability", "log_probability"]
 """What ``delta`` is a difference of."""
 
 
+def _drafted_nodes(
+    requests: Sequence[VerificationRequest], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Of all drafted tokens, the row of their parent and their id: int64 [nodes] each."""
+    rows, tokens, begin = list[int](), list[int](), 0
+    for request in requests:
+        draft = request.draft
+        rows += [begin + 1 + draft.parent(node) for node in range(len(draft))]
+        tokens += draft.tokens
+        begin += 1 + len(draft)
+    index = torch.tensor([rows, tokens], dtype=torch.int64, device=device)
+    return index[0], index[1]
+
+
 class RelaxedAcceptance:
-    """See ``speculative.rule.AcceptanceRule``.
+    """Relaxed acceptance while a reasoning model thinks; an ``AcceptanceRule``.
 
     Args:
-        topk: the token is among so many likeliest ones, at temperature 1.
-        delta: how much less likely than the likeliest it may be.
-        rule: what that is a difference of.
-        begin, end: the tokens around the thinking.
+        topk: the token is among this many most probable ones, at temperature 1.
+        delta: how far below the most probable token it may be.
+        rule: what ``delta`` is a difference of.
+        begin, end: the tokens that begin and end the thinking phase.
     """
 
     synthetic = False
@@ -109,69 +88,56 @@ class RelaxedAcceptance:
         self._begin, self._end = begin, end
 
     def applies_to(self, params: SamplingParams) -> bool:
-        """Greedy requests: sampled ones have a law to keep, and no single likeliest token."""
+        """Greedy requests; sampled ones have no single most probable token to compare with."""
         return params.greedy
 
-    def paths(self, logits: Tensor, candidates: Sequence[VerificationRequest]) -> list[list[int]]:
-        """See ``AcceptanceRule``; of paths of one length, the first is taken."""
-        contexts = [context for candidate in candidates for context in candidate.contexts]
-        distributions = edit_logits(logits, contexts).softmax(dim=-1)
-        parents, tokens, begin = list[int](), list[int](), 0
-        for candidate in candidates:
-            draft = candidate.draft
-            parents += [begin + 1 + draft.parent(node) for node in range(len(draft))]
-            tokens += draft.tokens
-            begin += 1 + len(draft)
-        rows = torch.tensor(parents, dtype=torch.int64, device=logits.device)
-        chosen = torch.tensor(tokens, dtype=torch.int64, device=logits.device)
-        likeliest = (
-            distributions.max(dim=-1).indices[rows] == chosen
-        )  # the first of equals, as ever
-        found = torch.stack(
-            [likeliest, self.tolerable(distributions[rows], chosen)], dim=1
-        ).tolist()
-        verdicts = iter(found)
+    def paths(self, logits: Tensor, requests: Sequence[VerificationRequest]) -> list[list[int]]:
+        """See ``AcceptanceRule``; of paths of equal length, the first is taken."""
+        contexts = [context for request in requests for context in request.contexts]
+        probs = edit_logits(logits, contexts).softmax(dim=-1)
+        rows, tokens = _drafted_nodes(requests, logits.device)
+        is_top = probs.max(dim=-1).indices[rows] == tokens  # of equal ones, the first
+        flags = torch.stack([is_top, self.is_tolerable(probs[rows], tokens)], dim=1)
+        nodes = iter(flags.tolist())
         return [
-            self._longest(candidate, [next(verdicts) for _ in candidate.draft.tokens])
-            for candidate in candidates
+            self._longest_path(request, [next(nodes) for _ in request.draft.tokens])
+            for request in requests
         ]
 
-    def tolerable(self, distributions: Tensor, tokens: Tensor) -> Tensor:
-        """bool [R]: whether each token would do while thinking.
+    def is_tolerable(self, probs: Tensor, tokens: Tensor) -> Tensor:
+        """bool [R]: whether each token is accepted within the thinking phase.
 
         Args:
-            laws: [R, V] float32, probabilities.
+            probs: [R, V] float32.
             tokens: int64 [R].
         """
-        chance, top = (
-            distributions.gather(1, tokens[:, None]),
-            distributions.amax(dim=-1, keepdim=True),
-        )
-        near = chance >= top - self.delta
+        own, top = probs.gather(1, tokens[:, None]), probs.amax(dim=-1, keepdim=True)
+        near = own >= top - self.delta
         if self.rule == "log_probability":
-            near = top.log() - chance.log() <= self.delta
-        return (near & ((distributions > chance).sum(dim=-1, keepdim=True) < self.topk))[:, 0]
+            near = top.log() - own.log() <= self.delta
+        rank = (probs > own).sum(dim=-1, keepdim=True)
+        return (near & (rank < self.topk))[:, 0]
 
-    def _longest(
-        self, candidate: VerificationRequest, found: Sequence[Sequence[bool]]
+    def _longest_path(
+        self, request: VerificationRequest, flags: Sequence[Sequence[bool]]
     ) -> list[int]:
-        """The longest path of accepted nodes, the first among equals.
+        """The longest path of accepted nodes, of equal ones the first.
 
-        found: for each node, whether it is the likeliest, and whether it is tolerable.
+        flags: for each node, whether it is the most probable token, and whether it is tolerable.
         """
-        draft = candidate.draft
+        draft = request.draft
         paths: dict[int, list[int]] = {-1: []}
-        thinking = {-1: self._thinks(candidate.past)}
-        for node, (likeliest, tolerable) in enumerate(found):
+        thinking = {-1: self._is_thinking(request.past)}
+        for node, (is_top, is_tolerable) in enumerate(flags):
             parent, token = draft.parent(node), draft.tokens[node]
-            if parent in paths and (likeliest or (tolerable and thinking[parent])):
+            if parent in paths and (is_top or (is_tolerable and thinking[parent])):
                 paths[node] = [*paths[parent], node]
-                around = {self._begin: True, self._end: False}
-                thinking[node] = around.get(token, thinking[parent])
+                phase = {self._begin: True, self._end: False}
+                thinking[node] = phase.get(token, thinking[parent])
         return max(paths.values(), key=len)
 
-    def _thinks(self, past: Sequence[int]) -> bool:
-        """Whether the last of the two tokens in a text is the one that begins the thinking."""
+    def _is_thinking(self, past: Sequence[int]) -> bool:
+        """Whether the last of the two phase tokens in ``past`` is the one that begins the phase."""
         backwards = past[::-1]
         if self._begin not in backwards:
             return False
@@ -179,15 +145,15 @@ class RelaxedAcceptance:
         return self._end not in backwards[:distance]
 
 
-_TINY = 1e-5
-"""Added to a probability before its logarithm is taken, by the authors and so here."""
+_EPSILON = 1e-5
+"""Added to a probability before its logarithm is taken, as in the authors' code."""
 
 
 class TypicalAcceptance:
-    """See ``speculative.rule.AcceptanceRule``.
+    """Typical acceptance; an ``AcceptanceRule``.
 
     Args:
-        threshold: of probability, where the target is sure; the authors' default is 0.09.
+        threshold: greatest bound on the probability; the authors' default is 0.09.
         alpha: what exp(-entropy) is multiplied by; they recommend the threshold's square root.
     """
 
@@ -197,46 +163,38 @@ class TypicalAcceptance:
         self.threshold, self.alpha = threshold, alpha
 
     def applies_to(self, params: SamplingParams) -> bool:
-        """Sampled requests. A greedy law is a point, of which nothing else is typical."""
+        """Sampled requests; a greedy distribution is a point mass, with nothing to relax."""
         return not params.greedy
 
-    def thresholds(self, distributions: Tensor) -> Tensor:
-        """What a token's probability must exceed: laws [R, V] float32 -> [R]."""
-        entropy = -(distributions * (distributions + _TINY).log()).sum(dim=-1)
+    def thresholds(self, probs: Tensor) -> Tensor:
+        """What a token's probability must exceed: probs [R, V] float32 -> [R]."""
+        entropy = -(probs * (probs + _EPSILON).log()).sum(dim=-1)
         return (self.alpha * torch.exp(-entropy)).clamp(max=self.threshold)
 
-    def paths(self, logits: Tensor, candidates: Sequence[VerificationRequest]) -> list[list[int]]:
-        """See ``AcceptanceRule``; of paths of one length, the likelier is taken."""
-        contexts = [context for candidate in candidates for context in candidate.contexts]
-        distributions = logits_to_probs(logits, contexts)
-        parents, tokens, begin = list[int](), list[int](), 0
-        for candidate in candidates:
-            draft = candidate.draft
-            parents += [begin + 1 + draft.parent(node) for node in range(len(draft))]
-            tokens += draft.tokens
-            begin += 1 + len(draft)
-        rows = torch.tensor(parents, dtype=torch.int64, device=logits.device)
-        chosen = torch.tensor(tokens, dtype=torch.int64, device=logits.device)
-        chances = distributions[rows, chosen]
-        margins = chances - self.thresholds(distributions)[rows]
-        found = iter(torch.stack([margins, chances.clamp(min=_TINY).log()], dim=1).tolist())
+    def paths(self, logits: Tensor, requests: Sequence[VerificationRequest]) -> list[list[int]]:
+        """See ``AcceptanceRule``; of paths of equal length, the more probable one is taken."""
+        contexts = [context for request in requests for context in request.contexts]
+        probs = logits_to_probs(logits, contexts)
+        rows, tokens = _drafted_nodes(requests, logits.device)
+        own = probs[rows, tokens]
+        margins = own - self.thresholds(probs)[rows]
+        nodes = iter(torch.stack([margins, own.clamp(min=_EPSILON).log()], dim=1).tolist())
         return [
-            _longest(candidate, [next(found) for _ in candidate.draft.tokens])
-            for candidate in candidates
+            _most_probable_longest_path(request.draft, [next(nodes) for _ in request.draft.tokens])
+            for request in requests
         ]
 
 
-def _longest(candidate: VerificationRequest, found: Sequence[Sequence[float]]) -> list[int]:
-    """The longest path of accepted nodes, the likelier one among equals, then the first.
+def _most_probable_longest_path(draft: Draft, nodes: Sequence[Sequence[float]]) -> list[int]:
+    """The longest path of accepted nodes; of equal ones the most probable, then the first.
 
-    found: for each node, by how much its probability exceeds the threshold, and the logarithm of
-    its probability.
+    nodes: for each, by how much its probability exceeds the threshold, and the logarithm of its
+    probability.
     """
-    draft = candidate.draft
     best: tuple[int, float] = (0, 0.0)
     end = -1
     scores: dict[int, tuple[int, float]] = {-1: best}
-    for node, (margin, logprob) in enumerate(found):
+    for node, (margin, logprob) in enumerate(nodes):
         before = scores.get(draft.parent(node))
         if margin > 0 and before is not None:
             scores[node] = (before[0] + 1, before[1] + logprob)
@@ -249,31 +207,29 @@ def _longest(candidate: VerificationRequest, found: Sequence[Sequence[float]]) -
     return path[::-1]
 
 
-SYNTHETIC_USE = 3
-"""The ``use`` of its coins; see ``model.sampling.uniform``."""
+_USE_SYNTHETIC = 3
+"""``use`` of the uniform samples of synthetic acceptance; see ``uniform_at``."""
 
 
 def synthetic_path(
     draft: Draft, rate: Callable[[int], float], uniform: Callable[[int], float]
 ) -> list[int]:
-    """The nodes that count as accepted: down the first branch, each level with its chance.
+    """Accept nodes at random: down the first branch, each level with its probability.
 
-    The first level that fails ends it, so with one rate r a chain of K has sum(r**k for k in 1..K)
-    expected accepted tokens. The step emits the tokens of these nodes and one more that the target
-    draws itself behind the last of them.
+    The first level that fails ends the path, so with one rate r a chain of K has
+    sum(r**k for k in 1..K) expected accepted tokens.
 
     Args:
         draft: any; one without tokens has an empty path.
-        rate: depth, from 0 for the children of the root -> chance from 0, never, to 1, always.
-        coin: depth -> a uniform number in [0, 1): a pure
-            function of the request and the position, as every coin is.
+        rate: depth, from 0 for the children of the root -> probability of acceptance, 0 to 1.
+        uniform: depth -> a uniform sample in [0, 1), a pure function of request and position.
 
     Returns:
         Nodes from the root down.
     """
     path: list[int] = []
     last = -1
-    for node in range(len(draft)):  # a level's nodes come after their parents
+    for node in range(len(draft)):  # parents come before their children
         if draft.parent(node) != last:
             continue
         if uniform(len(path)) >= rate(len(path)):
@@ -284,10 +240,10 @@ def synthetic_path(
 
 
 class SyntheticAcceptance:
-    """See ``speculative.rule.AcceptanceRule``.
+    """Acceptance at random; an ``AcceptanceRule``.
 
     Args:
-        rate: depth -> chance that the level is accepted where those above it are, 0 to 1.
+        rate: depth -> probability that a level is accepted if those above it are, 0 to 1.
     """
 
     synthetic = True
@@ -297,30 +253,30 @@ class SyntheticAcceptance:
 
     @classmethod
     def of_rate(cls, rate: float) -> SyntheticAcceptance:
-        """Each level with the same chance, 0 to 1."""
+        """Each level with the same probability, 0 to 1."""
         return cls(lambda depth: rate)
 
     @classmethod
     def of_length(cls, length: float) -> SyntheticAcceptance:
         """``length`` tokens per step on average, the target's own included, at least 1.
 
-        The first levels always and the next one with what is left, so that the number varies as
-        little as it can.
+        The first levels are always accepted and the next one with what is left, which keeps the
+        variance low.
         """
         return cls(lambda depth: min(1.0, max(0.0, length - 1 - depth)))
 
     def applies_to(self, params: SamplingParams) -> bool:
-        """All requests but those whose output must have a shape, which dice would break."""
+        """All requests without guided decoding, whose grammar random tokens would violate."""
         return params.guided_decoding is None
 
-    def paths(self, logits: Tensor, candidates: Sequence[VerificationRequest]) -> list[list[int]]:
-        """See ``AcceptanceRule``; logits are not looked at."""
+    def paths(self, logits: Tensor, requests: Sequence[VerificationRequest]) -> list[list[int]]:
+        """See ``AcceptanceRule``; the logits are not used."""
         return [
-            synthetic_path(candidate.draft, self._rate, self._uniform(candidate))
-            for candidate in candidates
+            synthetic_path(request.draft, self._rate, self._uniform(request))
+            for request in requests
         ]
 
     @staticmethod
-    def _uniform(candidate: VerificationRequest) -> Callable[[int], float]:
-        seed, stream, first = candidate.seed, candidate.stream, candidate.position
-        return lambda depth: toss(seed, stream, first + depth, SYNTHETIC_USE)
+    def _uniform(request: VerificationRequest) -> Callable[[int], float]:
+        seed, stream, first = request.seed, request.stream, request.position
+        return lambda depth: uniform_at(seed, stream, first + depth, _USE_SYNTHETIC)
