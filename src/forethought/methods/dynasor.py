@@ -43,17 +43,19 @@ from forethought.errors import (
     ParameterError,
     UnknownNameError,
 )
-from forethought.scaffolding import sampling, settings
+from forethought.scaffolding import sampling
 from forethought.scaffolding.answers import (
     AnswerClasses,
     Equivalence,
     PairwiseEquivalence,
+    checked_equivalence,
     unpaired_brace,
 )
 from forethought.scaffolding.controller import Controller, refuse_arguments
 from forethought.scaffolding.execution_scope import current_scope
 from forethought.scaffolding.parallel import AsCompleted, ParallelProcess, Process
 from forethought.scaffolding.result import Delta
+from forethought.scaffolding.settings import BOOL, DIRECTORY, POSITIVE_INT, WORDS, validated
 from forethought.scaffolding.task import ComputeTask, GenerationTask, StreamGenerationTask
 
 _logger = logging.getLogger(__name__)
@@ -250,22 +252,22 @@ class DynasorGenerationController(Controller):
     ) -> None:
         super().__init__()
         threshold, chunk = _effort(effort, certainty_threshold, chunk_size)
-        self.certainty_threshold = int(settings.whole_number("certainty_threshold", threshold))
-        self.chunk_size = int(settings.whole_number("chunk_size", chunk))
-        self.max_tokens = settings.whole_number("max_tokens", max_tokens)
-        self.probe_length = settings.whole_number("probe_length", probe_length)
-        self.streaming = settings.switch("streaming", streaming)
+        self.certainty_threshold = validated("certainty_threshold", threshold, POSITIVE_INT)
+        self.chunk_size = validated("chunk_size", chunk, POSITIVE_INT)
+        self.max_tokens = validated("max_tokens", max_tokens, POSITIVE_INT)
+        self.probe_length = validated("probe_length", probe_length, POSITIVE_INT)
+        self.streaming = validated("streaming", streaming, BOOL)
         self.generation_dir = generation_dir
         self.sampling_params = {
             "temperature": temperature,
             "top_p": top_p,
             "max_tokens": max_tokens,
         }
-        self.uncertain_words = settings.words("uncertain_words", uncertain_words)
-        self.equivalence = settings.equivalence(equivalence)
+        self.uncertain_words = validated("uncertain_words", uncertain_words, WORDS)
+        self.equivalence = checked_equivalence(equivalence)
         self._tokenizer = None
         if generation_dir is not None:
-            self._tokenizer = _Tokenizer(settings.directory("generation_dir", generation_dir))
+            self._tokenizer = _Tokenizer(validated("generation_dir", generation_dir, DIRECTORY))
 
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
         """Solve the tasks side by side.

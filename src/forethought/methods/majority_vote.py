@@ -33,17 +33,25 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from forethought.errors import BudgetExceeded, ParameterError
-from forethought.scaffolding import sampling, settings
+from forethought.scaffolding import sampling
 from forethought.scaffolding.answers import (
     AnswerPool,
     Equivalence,
     PairwiseEquivalence,
+    checked_equivalence,
     extract_answer_from_boxed,
 )
 from forethought.scaffolding.controller import Controller, expect_controller, refuse_arguments
 from forethought.scaffolding.parallel import AsCompleted, Branch, Process
-from forethought.scaffolding.settings import whole_number
-from forethought.scaffolding.task import ComputeTask, GenerationTask, OnFailure
+from forethought.scaffolding.settings import (
+    BOOL,
+    FUNCTION,
+    ON_FAILURE,
+    POSITIVE_INT,
+    OnFailure,
+    validated,
+)
+from forethought.scaffolding.task import ComputeTask, GenerationTask
 
 Candidates = list[list[GenerationTask]]
 
@@ -87,11 +95,11 @@ class MajorityVoteController(Controller):
         self.generation_controller = expect_controller(
             "generation_controller", generation_controller
         )
-        self.early_stop = settings.switch("early_stop", early_stop)
-        self.default_sample_num = whole_number("default_sample_num", default_sample_num)
-        self.extract_answer = settings.function("extract_answer", extract_answer)
-        self.equivalence = settings.equivalence(equivalence)
-        self.on_failure = settings.on_failure(on_failure)
+        self.early_stop = validated("early_stop", early_stop, BOOL)
+        self.default_sample_num = validated("default_sample_num", default_sample_num, POSITIVE_INT)
+        self.extract_answer = validated("extract_answer", extract_answer, FUNCTION)
+        self.equivalence = checked_equivalence(equivalence)
+        self.on_failure = validated("on_failure", on_failure, ON_FAILURE)
 
     def process(
         self,
@@ -124,11 +132,8 @@ class MajorityVoteController(Controller):
             )
         if not self._overridden:
             refuse_arguments(self, majority_vote_kwargs or {}, "majority_vote")
-        count = (
-            self.default_sample_num
-            if sample_num is None
-            else whole_number("sample_num", sample_num)
-        )
+        count = self.default_sample_num if sample_num is None else sample_num
+        validated("sample_num", count, POSITIVE_INT)
         options = {**kwargs, **(generation_kwargs or {})}
         branches = [self._sample(tasks, number, options) for number in range(count)]
         pool = AnswerPool(self.equivalence)

@@ -16,8 +16,9 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
+from forethought.errors import ParameterError
 from forethought.scaffolding import canonical_form as forms
 from forethought.scaffolding.execution_scope import current_scope
 from forethought.scaffolding.sympy_pool import Forms, SympyPool
@@ -78,6 +79,25 @@ class MathEquivalence:
         classes = AnswerClasses(self)
         classes.find([one, other])
         return classes.of(one) == classes.of(other)
+
+
+def checked_equivalence(value: Any) -> Equivalence | PairwiseEquivalence:
+    """``value``, a rule for which answers mean the same; None: mathematical equality.
+
+    Raises:
+        ParameterError: it has no method ``canonical_form``, and is no function of two answers.
+    """
+    if value is None:
+        return MathEquivalence()
+    by_key = callable(getattr(value, "canonical_form", None))
+    if isinstance(value, type) or not (by_key or callable(value)):
+        raise ParameterError(
+            "invalid equivalence",
+            f"got {value!r}",
+            "Give a function of two answers, or an object with a method canonical_form(answer)",
+        )
+    rule: Equivalence | PairwiseEquivalence = value
+    return rule
 
 
 class AnswerClasses:

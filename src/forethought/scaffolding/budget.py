@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
-from forethought.errors import BudgetExceeded, ParameterError
+from pydantic import TypeAdapter
+
+from forethought.errors import BudgetExceeded
 from forethought.outputs import SpeculationMetrics, Usage
+from forethought.scaffolding.settings import POSITIVE_INT, SECONDS, validated
+
+_KINDS: Mapping[str, TypeAdapter[Any]] = MappingProxyType(
+    {"tokens": POSITIVE_INT, "calls": POSITIVE_INT, "seconds": SECONDS}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +43,10 @@ class Budget:
     seconds: float | None = None
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            limit = getattr(self, field.name)
-            if limit is None:
-                continue
-            kinds: Any = int
-            rule = "a whole number above zero"
-            if field.name == "seconds":
-                kinds, rule = (int, float), "a number above zero"
-            if isinstance(limit, bool) or not isinstance(limit, kinds) or not limit > 0:
-                raise ParameterError(
-                    f"invalid budget of {field.name}",
-                    f"got {limit!r}, but it must be {rule}",
-                    f"Change {field.name}, or leave it out for no limit",
-                )
+        for name, kind in _KINDS.items():
+            limit = getattr(self, name)
+            if limit is not None:
+                validated(f"budget of {name}", limit, kind)
 
 
 class BudgetAccount:

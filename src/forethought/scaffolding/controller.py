@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError
-from forethought.scaffolding import sampling, settings
+from forethought.scaffolding import sampling
 from forethought.scaffolding.parallel import (
     AsCompleted,
     Branch,
@@ -32,6 +32,7 @@ from forethought.scaffolding.parallel import (
     Process,
 )
 from forethought.scaffolding.result import ScaffoldingOutput
+from forethought.scaffolding.settings import BOOL, validated
 from forethought.scaffolding.task import ChatTask, GenerationTask, RewardTask, SystemMessage, Task
 
 _C = TypeVar("_C", bound="Cloneable")
@@ -190,7 +191,7 @@ class NativeGenerationController(Controller):
             )
         given = custom_sampling_params if sampling_params is None else sampling_params
         self.sampling_params = sampling.checked(type(self).__name__, given)
-        self.streaming = settings.switch("streaming", streaming)
+        self.streaming = validated("streaming", streaming, BOOL)
 
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
         """Generate for all tasks at once.

@@ -19,7 +19,6 @@ from typing import Any
 
 from forethought.errors import ParameterError, TaskError, UsageError, WorkerTagError
 from forethought.outputs import Usage
-from forethought.scaffolding import settings
 from forethought.scaffolding.budget import BudgetAccount
 from forethought.scaffolding.execution_scope import ExecutionScope, enter
 from forethought.scaffolding.parallel import (
@@ -38,6 +37,7 @@ from forethought.scaffolding.result import (
     StreamedText,
     StreamEvent,
 )
+from forethought.scaffolding.settings import ON_FAILURE, validated
 from forethought.scaffolding.task import (
     ComputeTask,
     GenerationTask,
@@ -302,7 +302,7 @@ class Frame:
     async def _execute(self, task: Task) -> None:
         """Execute ``task``; raises what goes wrong, unless it is to be dropped."""
         try:
-            settings.on_failure(task.on_failure)
+            validated("on_failure", task.on_failure, ON_FAILURE)
             if isinstance(task, ComputeTask) and iscoroutinefunction(task.function):
                 await self._await(task)
             elif isinstance(task, ComputeTask):

@@ -15,17 +15,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import Any, Protocol, Self
 
 from forethought.errors import ParameterError, UsageError
-from forethought.scaffolding import settings
-from forethought.scaffolding.task import OnFailure, Task
-
-if TYPE_CHECKING:
-    from forethought.scaffolding.controller import Controller
+from forethought.scaffolding.settings import ON_FAILURE, OnFailure, validated
+from forethought.scaffolding.task import Task
 
 Process = Generator[Any, Any, Any]
-"""A controller at work: what ``Controller.process`` returns."""
+"""A running controller: what ``Controller.process`` returns."""
+
+
+class TaskProcessor(Protocol):
+    """What a branch runs: a ``Controller``, or anything else with its ``process``."""
+
+    def process(self, tasks: Sequence[Any], **kwargs: Any) -> Process:
+        """Work on ``tasks``, leaving the results on them."""
 
 
 class Branch:
@@ -48,13 +52,13 @@ class Branch:
 
     def __init__(
         self,
-        controller: Controller,
+        controller: TaskProcessor,
         tasks: Sequence[Task],
         kwargs: Mapping[str, Any] | None = None,
         on_failure: OnFailure = "raise",
     ) -> None:
         self.controller, self.tasks = controller, tasks
-        self.on_failure = settings.on_failure(on_failure)
+        self.on_failure = validated("on_failure", on_failure, ON_FAILURE)
         self.process: Process = controller.process(tasks, **(kwargs or {}))
         self.result: Any = None
         self.error: Exception | None = None
@@ -81,7 +85,7 @@ class ParallelProcess:
 
     def __init__(
         self,
-        controllers: Sequence[Controller],
+        controllers: Sequence[TaskProcessor],
         tasks_list: Sequence[Sequence[Task]],
         kwargs_list: Sequence[Mapping[str, Any]] | None = None,
         on_failure: OnFailure = "raise",

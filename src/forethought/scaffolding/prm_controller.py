@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from forethought.errors import ParameterError, UsageError
-from forethought.scaffolding import settings
 from forethought.scaffolding.controller import NativeRewardController, has_failed, refuse_arguments
 from forethought.scaffolding.parallel import Process
+from forethought.scaffolding.settings import BOOL, validated
 from forethought.scaffolding.task import ComputeTask, GenerationTask, RewardTask
 
 _SYSTEM = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -57,7 +57,7 @@ class PRMController(NativeRewardController):
             )
         if not step_token:
             raise ParameterError("invalid step_token", "it is empty", "Give what parts two steps")
-        self.tokenizer, self.split_steps = tokenizer, settings.switch("split_steps", split_steps)
+        self.tokenizer, self.split_steps = tokenizer, validated("split_steps", split_steps, BOOL)
         self.step_token, self.separate_token = step_token, separate_token
         self.separator_id = _only_id(tokenizer, separate_token)
 

@@ -29,12 +29,13 @@ from typing import Any, Self, overload
 
 from forethought.config.sampling import SamplingParams
 from forethought.errors import EngineStopped, ParameterError, RequestTimeout, UsageError
-from forethought.scaffolding import sampling, settings
+from forethought.scaffolding import sampling
 from forethought.scaffolding.budget import Budget, BudgetAccount
 from forethought.scaffolding.controller import Controller
 from forethought.scaffolding.driver import Frame, Routes, Run, controller_quit
 from forethought.scaffolding.execution_scope import ExecutionScope
 from forethought.scaffolding.result import ScaffoldingOutput, ScaffoldingResult
+from forethought.scaffolding.settings import POSITIVE_INT, SECONDS, validated
 from forethought.scaffolding.sympy_pool import SympyPool
 from forethought.scaffolding.task import Task
 from forethought.scaffolding.worker import Worker
@@ -91,7 +92,7 @@ class ScaffoldingLlm:
         workers: Mapping[Any, Worker],
         max_parallel_requests: int = 64,
     ) -> None:
-        settings.whole_number("max_parallel_requests", max_parallel_requests)
+        validated("max_parallel_requests", max_parallel_requests, POSITIVE_INT)
         self.prototype_controller, self.workers = prototype_controller, workers
         self.max_parallel_requests = max_parallel_requests
         self._routes = Routes(workers)
@@ -141,7 +142,7 @@ class ScaffoldingLlm:
             EngineStopped: after ``shutdown``.
         """
         if timeout is not None:
-            settings.seconds("timeout", timeout)
+            validated("timeout", timeout, SECONDS)
         if not isinstance(priority, int):
             raise ParameterError(
                 "invalid priority", f"got {priority!r}", "Give a whole number; lower runs first"

@@ -26,9 +26,10 @@ from forethought.llm.async_session import AsyncSession
 from forethought.llm.llm import LLM
 from forethought.llm.tokenizer import Tokenizer
 from forethought.outputs import CompletionOutput
-from forethought.scaffolding import sampling, settings
+from forethought.scaffolding import sampling
 from forethought.scaffolding.execution_scope import ExecutionScope, current_scope
 from forethought.scaffolding.result import ScaffoldingOutput
+from forethought.scaffolding.settings import NON_NEGATIVE_INT, validated
 from forethought.scaffolding.task import (
     AssistantMessage,
     ChatTask,
@@ -165,7 +166,7 @@ class EngineWorker(Worker):
         self.llm = AsyncLLM.over(llm) if isinstance(llm, LLM) else llm
         self.tokenizer = self.llm.tokenizer if tokenizer is None else tokenizer
         self._text = Tokenizer(self.llm.tokenizer)
-        self._parking = SessionCache(settings.whole_number("max_parked", max_parked, least=0))
+        self._parking = SessionCache(validated("max_parked", max_parked, NON_NEGATIVE_INT))
 
     @classmethod
     def init_with_new_llm(

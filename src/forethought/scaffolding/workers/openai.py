@@ -26,9 +26,10 @@ from typing import Any, ClassVar, Protocol
 from forethought.config.guided import GuidedDecodingParams
 from forethought.errors import ParameterError, UsageError
 from forethought.outputs import Logprob, TokenLogprobs, Usage
-from forethought.scaffolding import sampling, settings
+from forethought.scaffolding import sampling
 from forethought.scaffolding.execution_scope import current_scope
 from forethought.scaffolding.result import ScaffoldingOutput
+from forethought.scaffolding.settings import POSITIVE_INT, validated
 from forethought.scaffolding.task import (
     AssistantMessage,
     ChatTask,
@@ -793,10 +794,10 @@ def _part_size(task: GenerationTask) -> int | None:
     size = getattr(task, "tokens_per_request", None)
     if size is None or isinstance(task, ChatTask):
         return None
-    settings.whole_number("tokens_per_request", size)
+    size = validated("tokens_per_request", size, POSITIVE_INT)
     if task.input_tokens is not None or any(sampling.is_set(task, name) for name in _WHOLE):
         return None
-    return int(size)
+    return size
 
 
 def _response_format(task: GenerationTask) -> dict[str, Any]:
