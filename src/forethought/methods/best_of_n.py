@@ -88,7 +88,7 @@ class BestOfNController(Controller):
         scored = [number for number, score in enumerate(scores) if score is not None]
         if not scored:
             raise _unscored(samples)
-        best, place = self.select_best(
+        best, index = self.select_best(
             [samples[number] for number in scored],
             [scores[number] for number in scored],
             **(select_best_kwargs or {}),
@@ -97,7 +97,7 @@ class BestOfNController(Controller):
         task.request_handle = best.request_handle
         task.customized_result_fields["best_of_n"] = {
             "scores": list(scores),
-            "index": scored[place],
+            "index": scored[index],
         }
 
     def _sample(self, task: GenerationTask, count: int, options: Mapping[str, Any]) -> Process:

@@ -53,7 +53,7 @@ from forethought.scaffolding.settings import (
 )
 from forethought.scaffolding.task import ComputeTask, GenerationTask
 
-Candidates = list[list[GenerationTask]]
+SampleTasks = list[list[GenerationTask]]
 
 
 class MajorityVoteController(Controller):
@@ -142,8 +142,8 @@ class MajorityVoteController(Controller):
         if not voters:
             raise ended[0].error or BudgetExceeded("no sample was finished")
         if self._overridden:
-            candidates = [list(branch.tasks) for branch in voters]
-            vote = ComputeTask(self.majority_vote, candidates, **(majority_vote_kwargs or {}))
+            samples = [list(branch.tasks) for branch in voters]
+            vote = ComputeTask(self.majority_vote, samples, **(majority_vote_kwargs or {}))
             yield [vote]
             index, answer = vote.result
             chosen = voters[index]
@@ -160,7 +160,7 @@ class MajorityVoteController(Controller):
             "finished": len(voters),
         }
 
-    def majority_vote(self, candidates_tasks: Candidates, **kwargs: Any) -> tuple[int, str | None]:
+    def majority_vote(self, candidates_tasks: SampleTasks, **kwargs: Any) -> tuple[int, str | None]:
         """Choose among finished samples. A vote that overrides it runs in a thread.
 
         Args:
@@ -188,7 +188,7 @@ class MajorityVoteController(Controller):
             Those that have ended.
         """
         pending = {id(branch): number for number, branch in enumerate(branches)}
-        heard, ended = dict[int, Branch](), list[Branch]()
+        finished, ended = dict[int, Branch](), list[Branch]()
         with AsCompleted(branches) as running:
             while running:
                 try:
@@ -199,11 +199,11 @@ class MajorityVoteController(Controller):
                     break  # vote with what there is
                 ended.append(branch)
                 if not self._overridden:
-                    heard[pending.pop(id(branch))] = branch
-                    yield from self._count(pool, heard, pending.values())
-                    if self.early_stop and pool.decided([*pending.values(), *heard]):
+                    finished[pending.pop(id(branch))] = branch
+                    yield from self._count(pool, finished, pending.values())
+                    if self.early_stop and pool.decided([*pending.values(), *finished]):
                         self._end_idle(running, pending, pool)
-        yield from self._count(pool, heard, ())
+        yield from self._count(pool, finished, ())
         return ended
 
     def _end_idle(self, running: AsCompleted, pending: Mapping[int, int], pool: AnswerPool) -> None:
@@ -214,11 +214,11 @@ class MajorityVoteController(Controller):
             running.cancel(*idle)
 
     def _count(
-        self, pool: AnswerPool, heard: dict[int, Branch], pending: Collection[int]
+        self, pool: AnswerPool, finished: dict[int, Branch], pending: Collection[int]
     ) -> Process:
-        """Move the votes that can be counted by now from ``heard`` to ``pool``."""
+        """Move the votes that can be counted by now from ``finished`` to ``pool``."""
         last = min(pending) if pending and pool.classes.in_order else math.inf
-        votes = {n: self._answer(heard.pop(n)) for n in sorted(heard) if n < last}
+        votes = {n: self._answer(finished.pop(n)) for n in sorted(finished) if n < last}
         given = {n: answer for n, answer in votes.items() if answer is not None}
         finding = pool.classes.finding(list(given.values()))
         if finding:

@@ -24,7 +24,7 @@ from forethought.scaffolding.execution_scope import current_scope
 from forethought.scaffolding.sympy_pool import Forms, SympyPool
 from forethought.scaffolding.task import ComputeTask
 
-_HOSTILE = 3
+_MAX_TIMEOUTS = 3
 """So many formulas that take for ever use up the time; fewer leave some of it to the others."""
 
 
@@ -59,7 +59,7 @@ class MathEquivalence:
 
     Args:
         time_limit: seconds for all formulas of one vote or one chain of thought together, of which
-            one formula gets at most a third; beyond it formulas are compared as text.
+            a single formula gets at most a third; beyond it formulas are compared as text.
     """
 
     time_limit: float = 3.0
@@ -122,7 +122,7 @@ class AnswerClasses:
         self._firsts: list[str] = []
         self._is_math = type(equivalence) is MathEquivalence
         self._seconds = getattr(self._equivalence, "time_limit", 0.0) if self._is_math else 0.0
-        self._longest = self._seconds / _HOSTILE
+        self._longest = self._seconds / _MAX_TIMEOUTS
 
     def of(self, answer: str) -> Hashable:
         """The class of an answer that is not among the ``unknown``."""
@@ -311,10 +311,10 @@ class AnswerPool:
             return False
         rivals = [group.members for group in self.groups.values() if group is not winner]
         for members in [*rivals, []]:  # the empty one: an answer that nobody has given yet
-            most = len(members) + len(outstanding)
-            if most > len(winner.members):
+            max_votes = len(members) + len(outstanding)
+            if max_votes > len(winner.members):
                 return False
-            if most == len(winner.members) and min([*members, *outstanding]) < winner.first:
+            if max_votes == len(winner.members) and min([*members, *outstanding]) < winner.first:
                 return False
         return True
 
@@ -324,7 +324,7 @@ def get_majority_result(
     result_extractor: Callable[[str], str | None] = lambda result: result,
     result_validator: Callable[[str], bool] = lambda result: True,
 ) -> tuple[int | None, str | None]:
-    """The answer that most results give, and the first result that gives it.
+    """The most common answer, and the index of the first result that gives it.
 
     Args:
         results: texts.

@@ -1,4 +1,4 @@
-"""One ledger per request, from which every nested method draws: tokens, calls, seconds."""
+"""One account per request, from which every nested method draws: tokens, calls, seconds."""
 
 from __future__ import annotations
 

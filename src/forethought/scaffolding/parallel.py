@@ -12,6 +12,7 @@ These objects only say what is wanted; the driver starts, awaits and cancels.
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from types import TracebackType
@@ -109,14 +110,8 @@ class ParallelProcess:
         return [branch.process for branch in self.branches]
 
 
-class Job(Protocol):
-    """Something in flight, as far as this module has to do with it."""
-
-    def cancel(self) -> Any:
-        """End it."""
-
-    def result(self) -> Any:
-        """Raise what it failed with."""
+Job = asyncio.Future[None]
+"""A running item."""
 
 
 class AsCompleted:
@@ -138,7 +133,7 @@ class AsCompleted:
         self._new: list[Item] = []
         self._running: dict[int, tuple[Item, Job]] = {}
         self._finished: deque[tuple[Item, Job]] = deque()
-        self._left: list[Item] = []
+        self._cancelled: list[Item] = []
         self.add(*items)
 
     def add(self, *items: Item) -> None:
@@ -150,14 +145,14 @@ class AsCompleted:
                     f"{type(item).__name__} was added before it finished",
                     "Wait for it, or use a copy",
                 )
-            self._left = [other for other in self._left if other is not item]
+            self._cancelled = [other for other in self._cancelled if other is not item]
             self._new.append(item)
 
     def cancel(self, *items: Item) -> None:
         """End the given things, or all, now; they are never returned."""
         pending = self.pending
         unwanted = {id(item) for item in items or pending}
-        self._left += [item for item in pending if id(item) in unwanted]
+        self._cancelled += [item for item in pending if id(item) in unwanted]
         self._new = [item for item in self._new if id(item) not in unwanted]
         self._finished = deque(done for done in self._finished if id(done[0]) not in unwanted)
         for key in unwanted & self._running.keys():
@@ -201,10 +196,10 @@ class AsCompleted:
         if done is not None:
             self._finished.append(done)
 
-    def take_left(self) -> list[Item]:
+    def take_cancelled(self) -> list[Item]:
         """What was cancelled since this was asked last."""
-        left, self._left = self._left, []
-        return left
+        cancelled, self._cancelled = self._cancelled, []
+        return cancelled
 
     def take(self) -> tuple[Item, Job] | None:
         """The first thing that finished and was not returned yet."""

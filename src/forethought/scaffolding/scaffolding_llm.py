@@ -265,17 +265,17 @@ class ScaffoldingLlm:
         controller = self.prototype_controller.clone()
         result.task_collections = controller.task_collections
         run = Run(self._routes, BudgetAccount(request.budget), result.stream, self._compute)
-        run.ledger.on_exhausted = run.stop_executions
-        result.usage = run.ledger.usage
+        run.account.on_exhausted = run.stop_executions
+        result.usage = run.account.usage
         timer = None
         if request.budget.seconds is not None:
-            timer = self.loop.call_later(request.budget.seconds, run.ledger.expire)
+            timer = self.loop.call_later(request.budget.seconds, run.account.expire)
         try:
-            scope = ExecutionScope(result.id, "", run.ledger, request.priority, sympy=self._sympy)
+            scope = ExecutionScope(result.id, "", run.account, request.priority, sympy=self._sympy)
             process = controller.generate(request.prompt, **request.kwargs)
             output = await Frame(run, scope).drive(process)
         finally:
-            result.metrics = run.ledger.metrics
+            result.metrics = run.account.metrics
             if timer is not None:
                 timer.cancel()
         return _outputs(controller, output)

@@ -245,13 +245,13 @@ class Task:
 
     def copy(self) -> Self:
         """The same request with its results blank: containers copied, contents shared."""
-        sibling = copy.copy(self)
-        for name, value in vars(sibling).items():
+        duplicate = copy.copy(self)
+        for name, value in vars(duplicate).items():
             if isinstance(value, list | dict | set):
-                setattr(sibling, name, copy.copy(value))
-        sibling.status = sibling.error = None
-        sibling.usage, sibling.streaming_output_list = Usage(), []
-        return sibling
+                setattr(duplicate, name, copy.copy(value))
+        duplicate.status = duplicate.error = None
+        duplicate.usage, duplicate.streaming_output_list = Usage(), []
+        return duplicate
 
     def emit(self, text: str, token_ids: Sequence[int] = (), source: str = "") -> None:
         """For workers: stream new text and tokens to the caller, if the task is streamed."""
@@ -362,14 +362,14 @@ class GenerationTask(sampling.SamplingFields, Task):
 
     def copy(self) -> Self:
         """The same request with its results blank."""
-        sibling = super().copy()
-        sibling.result = None
-        return sibling
+        duplicate = super().copy()
+        duplicate.result = None
+        return duplicate
 
     def __copy__(self) -> Self:
-        sibling = object.__new__(type(self))
-        vars(sibling).update(vars(self))
-        return sibling
+        duplicate = object.__new__(type(self))
+        vars(duplicate).update(vars(self))
+        return duplicate
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "request_handle": None}
@@ -552,9 +552,9 @@ class StreamGenerationTask(GenerationTask):
 
     def copy(self) -> Self:
         """The same request with its results blank."""
-        sibling = super().copy()
-        sibling.cancel_flag = sibling.end_flag = False
-        return sibling
+        duplicate = super().copy()
+        duplicate.cancel_flag = duplicate.end_flag = False
+        return duplicate
 
 
 def _as_output(result: Any) -> ScaffoldingOutput:
@@ -600,9 +600,10 @@ class ChatTask(StreamGenerationTask):
 
     def copy(self) -> Self:
         """The same chat, free to go on differently, with its results blank."""
-        sibling = super().copy()
-        sibling.prompt_tokens_num = sibling.completion_tokens_num = sibling.reasoning_tokens_num = 0
-        return sibling
+        duplicate = super().copy()
+        duplicate.prompt_tokens_num = duplicate.completion_tokens_num = 0
+        duplicate.reasoning_tokens_num = 0
+        return duplicate
 
     def messages_to_dict_content(self, start_index: int = 0) -> list[dict[str, Any]]:
         """The messages from ``start_index`` on, as OpenAI's API takes them."""
@@ -665,9 +666,9 @@ class RewardTask(Task):
 
     def copy(self) -> Self:
         """The same request with its results blank."""
-        sibling = super().copy()
-        sibling.score, sibling.step_scores = None, []
-        return sibling
+        duplicate = super().copy()
+        duplicate.score, duplicate.step_scores = None, []
+        return duplicate
 
 
 class ComputeTask(Task):
