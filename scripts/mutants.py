@@ -561,8 +561,10 @@ MUTANTS = [
     ),
     Mutant("methods/dynasor.py", "self._tokens_left < 1", "self._tokens_left <= 1", DYNASOR),
     Mutant("methods/dynasor.py", "found == self._class", "True", DYNASOR),
-    Mutant("methods/majority_vote.py", "pending.pop(id(branch))", "pending[id(branch)]", VOTES),
-    Mutant("methods/majority_vote.py", "pending[id(b)] > winner.first", "True", VOTES),
+    Mutant(
+        "methods/majority_vote.py", "for other in running.pending]", "for other in branches]", VOTES
+    ),
+    Mutant("methods/majority_vote.py", "numbers[id(b)] > winner.first", "True", VOTES),
     Mutant("methods/best_of_n.py", '"index": scored[index]', '"index": index', BEST_OF_N),
 ]
 

@@ -317,3 +317,29 @@ def test_a_stream_that_is_being_ended_when_the_budget_runs_out_is_ended():
             tasks[0].output_str = f"{stream.end_flag} {stream.error}"
 
     assert answer(Leaver(), Ender(), budget=Budget(tokens=5)).output.text == "True None"
+
+
+def blocking(done):
+    done.wait(20)
+
+
+async def forever(done):
+    await asyncio.get_running_loop().create_future()
+
+
+@pytest.mark.parametrize("function", [blocking, forever])
+def test_the_seconds_of_a_budget_end_a_compute_task_too(function):
+    class Computes(Controller):
+        def process(self, tasks, **kwargs):
+            slow = ComputeTask(function, done)
+            with pytest.raises(BudgetExceeded, match="seconds"):
+                yield [slow]
+            assert isinstance(slow.error, BudgetExceeded)
+            with pytest.raises(BudgetExceeded, match="seconds"):
+                yield [ComputeTask(len, "no time is left for it")]
+            tasks[0].output_str = "in time"
+
+    done = threading.Event()
+    result = answer(Computes(), ScriptedWorker(), budget=Budget(seconds=0.05), timeout=10)
+    done.set()
+    assert result.output.text == "in time"

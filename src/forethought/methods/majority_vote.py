@@ -121,6 +121,9 @@ class MajorityVoteController(Controller):
         Raises:
             ParameterError: fewer than one sample, no task, a vote over texts and a task without
                 them, or ``majority_vote_kwargs`` that nothing reads.
+            BudgetExceeded: the budget is spent and no sample has ended; else those that have ended
+                vote. With ``Budget(calls=...)`` below the number of samples that is so at once,
+                unless ``on_failure="drop"`` leaves out the samples beyond it.
         """
         if not tasks:
             raise ParameterError("a vote takes a task", "got none", "Give at least one")
@@ -187,29 +190,35 @@ class MajorityVoteController(Controller):
         Returns:
             Those that have ended.
         """
-        pending = {id(branch): number for number, branch in enumerate(branches)}
+        numbers = {id(branch): number for number, branch in enumerate(branches)}
         finished, ended = dict[int, Branch](), list[Branch]()
         with AsCompleted(branches) as running:
             while running:
                 try:
                     branch = yield running
+                    ended.append(branch)
+                    if self._overridden:
+                        continue
+                    finished[numbers[id(branch)]] = branch
+                    pending = [numbers[id(other)] for other in running.pending]
+                    yield from self._count(pool, finished, pending)
+                    if self.early_stop and pool.decided([*pending, *finished]):
+                        self._end_idle(running, numbers, pool)
                 except BudgetExceeded:
                     if not ended:
                         raise
-                    break  # vote with what there is
-                ended.append(branch)
-                if not self._overridden:
-                    finished[pending.pop(id(branch))] = branch
-                    yield from self._count(pool, finished, pending.values())
-                    if self.early_stop and pool.decided([*pending.values(), *finished]):
-                        self._end_idle(running, pending, pool)
-        yield from self._count(pool, finished, ())
+                    break  # vote with the samples that have ended
+        try:
+            yield from self._count(pool, finished, ())
+        except BudgetExceeded:
+            if pool.winner is None:
+                raise
         return ended
 
-    def _end_idle(self, running: AsCompleted, pending: Mapping[int, int], pool: AnswerPool) -> None:
+    def _end_idle(self, running: AsCompleted, numbers: Mapping[int, int], pool: AnswerPool) -> None:
         """End the samples that can no longer be the one that is returned."""
         winner = pool.winner
-        idle = [b for b in running.pending if winner and pending[id(b)] > winner.first]
+        idle = [b for b in running.pending if winner and numbers[id(b)] > winner.first]
         if idle:
             running.cancel(*idle)
 
@@ -218,11 +227,13 @@ class MajorityVoteController(Controller):
     ) -> Process:
         """Move the votes that can be counted by now from ``finished`` to ``pool``."""
         last = min(pending) if pending and pool.classes.in_order else math.inf
-        votes = {n: self._answer(finished.pop(n)) for n in sorted(finished) if n < last}
+        votes = {n: self._answer(finished[n]) for n in sorted(finished) if n < last}
         given = {n: answer for n, answer in votes.items() if answer is not None}
         finding = pool.classes.finding(list(given.values()))
         if finding:
             yield finding
+        for number in votes:
+            del finished[number]
         for number, answer in given.items():
             pool.add(number, answer)
 

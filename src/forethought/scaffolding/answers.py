@@ -24,7 +24,7 @@ from forethought.scaffolding.execution_scope import current_scope
 from forethought.scaffolding.sympy_pool import Forms, SympyPool
 from forethought.scaffolding.task import ComputeTask
 
-_MAX_TIMEOUTS = 3
+_HOSTILE = 3
 """So many formulas that take for ever use up the time; fewer leave some of it to the others."""
 
 
@@ -122,7 +122,7 @@ class AnswerClasses:
         self._firsts: list[str] = []
         self._is_math = type(equivalence) is MathEquivalence
         self._seconds = getattr(self._equivalence, "time_limit", 0.0) if self._is_math else 0.0
-        self._longest = self._seconds / _MAX_TIMEOUTS
+        self._longest = self._seconds / _HOSTILE
 
     def of(self, answer: str) -> Hashable:
         """The class of an answer that is not among the ``unknown``."""

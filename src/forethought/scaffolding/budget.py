@@ -60,7 +60,8 @@ class BudgetAccount:
         usage: tokens of all tasks together.
         metrics: of all generations that have ended, as far as workers tell.
         calls: executions begun.
-        exhausted: why nothing more may run; None while something may.
+        exhausted: the error of every further execution; None while there is budget left.
+        expired: whether the seconds are over.
     """
 
     def __init__(self, budget: Budget) -> None:
@@ -69,6 +70,7 @@ class BudgetAccount:
         self.usage, self.calls = Usage(), 0
         self.metrics = SpeculationMetrics()
         self.exhausted: BudgetExceeded | None = None
+        self.expired = False
         self._seen: dict[int, tuple[Usage, Usage]] = {}  # holding the first keeps its id its own
 
     @property
@@ -121,6 +123,7 @@ class BudgetAccount:
 
     def expire(self) -> None:
         """The seconds are over."""
+        self.expired = True
         self._exhaust(self._exceeded("seconds", self.budget.seconds))
 
     def _exhaust(self, reason: BudgetExceeded) -> None:

@@ -27,9 +27,9 @@ from collections.abc import Hashable, Iterator, Mapping
 from fractions import Fraction
 from typing import NamedTuple
 
-_MAX_LENGTH = 1000
+_LONGEST = 1000
 """Characters; longer answers are compared as text."""
-_MAX_DEPTH = 10
+_DEEPEST = 10
 """Brackets in brackets; what lies deeper is compared as text."""
 
 Form = Hashable
@@ -44,7 +44,7 @@ class Formula(NamedTuple):
 
 def canonical_form(answer: str) -> Form:
     """The form of ``answer``; formulas in it are left as ``Formula``."""
-    if len(answer) > _MAX_LENGTH:
+    if len(answer) > _LONGEST:
         return answer.strip()
     return _read(_tidy(answer), 0)
 
@@ -257,7 +257,7 @@ _DIGITS, _SPACED = re.compile(r"[-+./\d ]*"), re.compile(r"\d \d")
 def _read(text: str, depth: int) -> Form:
     """The form of a tidy text."""
     text = _unbraced(text)
-    if depth > _MAX_DEPTH:
+    if depth > _DEEPEST:
         return text
     for reader in (_value, _choice, _joined, _matrix, _bracketed, _listed, _related, _either):
         form = reader(text, depth)

@@ -27,6 +27,7 @@ from forethought.scaffolding.parallel import (
     FirstDone,
     ParallelProcess,
     Process,
+    checked_process,
 )
 from forethought.scaffolding.result import ScaffoldingOutput
 from forethought.scaffolding.settings import BOOL, validated
@@ -149,7 +150,7 @@ class Controller(Cloneable):
         """
         task = GenerationTask.create_from_prompt(prompt)
         sampling.choose(task, sampling.checked("sampling_params", sampling_params))
-        yield from self.process([task], **kwargs)
+        yield from checked_process(self, "process", self.process([task], **kwargs))
         return task.samples if len(task.samples) > 1 else task.create_scaffolding_output()
 
     def process(self, tasks: Sequence[Any], **kwargs: Any) -> Generator[Any, Any, Any]:

@@ -17,7 +17,12 @@ from functools import partial
 from inspect import iscoroutinefunction
 from typing import Any
 
-from forethought.errors import ParameterError, TaskError, UsageError, WorkerTagError
+from forethought.errors import (
+    ParameterError,
+    TaskError,
+    UsageError,
+    WorkerTagError,
+)
 from forethought.outputs import Usage
 from forethought.scaffolding.budget import BudgetAccount
 from forethought.scaffolding.execution_scope import ExecutionScope, enter
@@ -110,7 +115,9 @@ class Run:
     compute: Callable[..., Any]
     """``compute(function)`` -> awaitable of what it returns, worked out in a thread."""
     executions: set[asyncio.Task[None]] = field(default_factory=set)
-    """The tasks that workers are at, in all frames."""
+    """Running executions of tasks by workers, in all frames."""
+    computations: set[asyncio.Task[None]] = field(default_factory=set)
+    """Running ``ComputeTask``s, in all frames."""
     text: StreamedText = field(default_factory=StreamedText)
     """What the request itself streams."""
 
@@ -121,10 +128,10 @@ class Run:
             self.stream(event, grown)
 
     def stop_executions(self) -> None:
-        """Cancel what workers are at, because the account is exhausted."""
-        for execution in self.executions:
-            if not execution.cancelling():
-                execution.cancel()
+        """Cancel what workers execute, as the budget is spent; with no time left, all work."""
+        for job in self.executions | (self.computations if self.account.expired else set()):
+            if not job.cancelling():
+                job.cancel()
 
 
 class Frame:
@@ -303,16 +310,40 @@ class Frame:
         """Execute ``task``; raises what goes wrong, unless it is to be dropped."""
         try:
             validated("on_failure", task.on_failure, ON_FAILURE)
-            if isinstance(task, ComputeTask) and iscoroutinefunction(task.function):
-                await self._compute_on_loop(task)
-            elif isinstance(task, ComputeTask):
-                await self._compute_in_thread(task)
+            if isinstance(task, ComputeTask):
+                await self._compute(task)
             else:
                 await self._run_on_worker(task)
         finally:
             self._end_part(task)
         if task.error is not None and task.on_failure == "raise":
             raise task.error
+
+    async def _compute(self, task: ComputeTask) -> None:
+        """Run ``task`` until it is done, or until the seconds of the budget are over.
+
+        Raises:
+            BudgetExceeded: they are over.
+        """
+        run = self.run
+        if run.account.expired:
+            task.status, task.error = TaskStatus.WORKER_EXECEPTION, run.account.exhausted
+        else:
+            on_loop = iscoroutinefunction(task.function)
+            work = self._compute_on_loop if on_loop else self._compute_in_thread
+            computation = asyncio.current_task()
+            assert computation is not None, "computations run in asyncio tasks of their own"
+            run.computations.add(computation)
+            try:
+                await work(task)
+            except asyncio.CancelledError:
+                if not run.account.expired:
+                    raise
+                task.status, task.error = TaskStatus.WORKER_EXECEPTION, run.account.exhausted
+            finally:
+                run.computations.discard(computation)
+        if run.account.exhausted is not None and task.error is run.account.exhausted:
+            raise run.account.exhausted
 
     async def _compute_in_thread(self, task: ComputeTask) -> None:
         work = partial(task.function, *task.args, **task.kwargs)
@@ -384,7 +415,8 @@ class Frame:
                 raise
             return failed, _failure(task, error)
         if status is not TaskStatus.SUCCESS:
-            return status, _unsuccessful(task, status, worker)
+            failure = _unsuccessful(task, status, worker)
+            return failure.status or failed, failure
         if isinstance(task, GenerationTask):  # its worker may not count
             known, counted = task.num_generated, task.usage.completion_tokens
             task.usage.completion_tokens = max(known, counted)
@@ -476,9 +508,13 @@ def _failure(item: Item, error: BaseException) -> TaskError:
     return failure
 
 
-def _unsuccessful(task: Task, status: TaskStatus, worker: Worker) -> TaskError:
+def _unsuccessful(task: Task, status: Any, worker: Worker) -> TaskError:
+    """The error of a task whose worker returned another status than success."""
     kind, name = type(task).__name__, type(worker).__name__
-    if status is TaskStatus.WORKER_NOT_SUPPORTED:
+    if not isinstance(status, TaskStatus):
+        why, fix = f"{name} returned {status!r}", "Return a TaskStatus, or None for success"
+        status = TaskStatus.WORKER_EXECEPTION
+    elif status is TaskStatus.WORKER_NOT_SUPPORTED:
         why, fix = f"{name} has no handler for it", f"Register one: {name}.task_handlers"
     else:
         why, fix = f"{name} reports {status.value}", ""

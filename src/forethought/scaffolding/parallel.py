@@ -33,6 +33,21 @@ class TaskProcessor(Protocol):
         """Work on ``tasks``, leaving the results on them."""
 
 
+def checked_process(controller: Any, method: str, returned: Any) -> Process:
+    """What ``process`` or ``generate`` of a controller returned, if it can be run.
+
+    Raises:
+        UsageError: it is no generator.
+    """
+    if not isinstance(returned, Generator):
+        raise UsageError(
+            f"{type(controller).__name__}.{method} is no generator: it returned {returned!r}",
+            "a controller yields its tasks, and the driver runs them",
+            "Write 'yield [task]', or 'yield from' another controller's process",
+        )
+    return returned
+
+
 class Branch:
     """A controller at work on tasks of its own, beside other things.
 
@@ -60,7 +75,9 @@ class Branch:
     ) -> None:
         self.controller, self.tasks = controller, tasks
         self.on_failure = validated("on_failure", on_failure, ON_FAILURE)
-        self.process: Process = controller.process(tasks, **(kwargs or {}))
+        self.process = checked_process(
+            controller, "process", controller.process(tasks, **(kwargs or {}))
+        )
         self.result: Any = None
         self.error: Exception | None = None
 

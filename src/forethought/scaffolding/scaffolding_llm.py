@@ -21,6 +21,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Integral
@@ -34,6 +35,7 @@ from forethought.scaffolding.budget import Budget, BudgetAccount
 from forethought.scaffolding.controller import Controller
 from forethought.scaffolding.driver import Frame, Routes, Run, controller_quit
 from forethought.scaffolding.execution_scope import ExecutionScope
+from forethought.scaffolding.parallel import checked_process
 from forethought.scaffolding.result import ScaffoldingOutput, ScaffoldingResult
 from forethought.scaffolding.settings import POSITIVE_INT, SECONDS, validated
 from forethought.scaffolding.sympy_pool import SympyPool
@@ -273,6 +275,7 @@ class ScaffoldingLlm:
         try:
             scope = ExecutionScope(result.id, "", run.account, request.priority, sympy=self._sympy)
             process = controller.generate(request.prompt, **request.kwargs)
+            checked_process(controller, "generate", process)
             output = await Frame(run, scope).drive(process)
         finally:
             result.metrics = run.account.metrics
@@ -310,13 +313,19 @@ class ScaffoldingLlm:
         if threading.get_ident() == self._loop_thread:
             self._ending = self.loop.create_task(self.ashutdown(workers))
             return
-        asyncio.run_coroutine_threadsafe(self.ashutdown(workers), self.loop).result()
-        if self._thread is not None:
-            asyncio.run_coroutine_threadsafe(_settle(), self.loop).result()
-            asyncio.run_coroutine_threadsafe(self.loop.shutdown_asyncgens(), self.loop).result()
-            self.loop.call_soon_threadsafe(self.loop.stop)
-            self._thread.join()
-            self.loop.close()
+        try:
+            asyncio.run_coroutine_threadsafe(self.ashutdown(workers), self.loop).result()
+        finally:
+            if self._thread is not None:
+                self._stop_loop(self._thread)
+
+    def _stop_loop(self, thread: threading.Thread) -> None:
+        """Stop and close the event loop that runs in ``thread``."""
+        asyncio.run_coroutine_threadsafe(_settle(), self.loop).result()
+        asyncio.run_coroutine_threadsafe(self.loop.shutdown_asyncgens(), self.loop).result()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        thread.join()
+        self.loop.close()
 
     async def ashutdown(self, shutdown_workers: bool = False) -> None:
         """``shutdown`` for coroutines on the same event loop."""
@@ -332,12 +341,12 @@ class ScaffoldingLlm:
             await asyncio.wait(running)
         self._pool.shutdown(wait=False)
         self._sympy.close()
-        if shutdown_workers:
-            for worker in self._routes.workers:
-                await worker.async_shutdown()
-                worker.shutdown()
-        for worker in self._routes.workers:
-            await worker.on_loop_end()
+        async with AsyncExitStack() as endings:  # all of them run, also if one of them raises
+            for worker in reversed(self._routes.workers):
+                endings.push_async_callback(worker.on_loop_end)
+            for worker in reversed(self._routes.workers if shutdown_workers else []):
+                endings.callback(worker.shutdown)
+                endings.push_async_callback(worker.async_shutdown)
 
     def __enter__(self) -> Self:
         return self
@@ -383,16 +392,16 @@ async def _settle() -> None:
 
 
 def _outputs(controller: Controller, output: Any) -> list[ScaffoldingOutput]:
-    """What ``generate`` of a controller returned, as the outputs of the result.
+    """The outputs that ``generate`` of a controller returned.
 
     Raises:
-        UsageError: text or a task is returned instead of an output.
+        UsageError: something else than outputs is returned, such as text or a task.
     """
     if output is None:
         return []
     outputs = output if isinstance(output, list) else [output]
     for item in outputs:
-        if isinstance(item, str | bytes | Task):
+        if isinstance(item, Task) or not hasattr(item, "text"):
             raise UsageError(
                 f"{type(controller).__name__}.generate returned {type(item).__name__}",
                 f"got {str(item)[:60]!r}, but the result holds ScaffoldingOutput",

@@ -27,7 +27,7 @@ from forethought.errors import DependencyError, EngineStopped, ForethoughtError
 from forethought.scaffolding.canonical_form import Form
 
 _NUM_PROCESSES = 4
-_CACHE_SIZE = 4096
+_REMEMBERED = 4096
 _T = TypeVar("_T")
 
 
@@ -41,7 +41,7 @@ class Forms(NamedTuple):
 
 
 class SympyPool:
-    """Up to four processes with one formula each. Safe to share between threads.
+    """Up to four processes, each at one formula at a time. Safe to share between threads.
 
     ``await asyncio.wrap_future(pool.forms(...))`` on an event loop, ``.result()`` in a thread.
     Cancelling the future ends the process that is at it.
@@ -55,7 +55,7 @@ class SympyPool:
         self._idle: list[_Process] = []
         self._busy: set[_Process] = set()
         self._num_processes, self._closed = num_processes, False
-        self._cached: dict[str, Form] = {}
+        self._known: dict[str, Form] = {}
 
     def forms(
         self, formulas: Iterable[str], seconds: float, longest: float | None = None
@@ -71,8 +71,8 @@ class SympyPool:
             DependencyError: (by the future) ``math-verify`` is not installed.
             EngineStopped: (by the future) the pool has been closed.
         """
-        texts, seconds_each = list(formulas), seconds if longest is None else longest
-        return self._start(lambda job: self._forms(job, texts, seconds, seconds_each))
+        texts, each = list(formulas), seconds if longest is None else longest
+        return self._start(lambda job: self._forms(job, texts, seconds, each))
 
     def verify(self, gold: str, answer: str, seconds: float) -> Future[bool]:
         """Whether math-verify finds two answers equal; not if it takes more than ``seconds``.
@@ -108,34 +108,32 @@ class SympyPool:
 
     # ---- in threads of its own ------------------------------------------------------------------
 
-    def _start(self, work: Callable[[_FormulaJob[_T]], _T]) -> Future[_T]:
+    def _start(self, work: Callable[[_Job[_T]], _T]) -> Future[_T]:
         """Begin ``work`` in a thread that does not hold up the end of the interpreter."""
-        job = _FormulaJob(work, self._changed)
+        job = _Job(work, self._changed)
         threading.Thread(target=job.run, name="forethought-sympy", daemon=True).start()
         return job.future
 
-    def _forms(
-        self, job: _FormulaJob[Any], texts: list[str], seconds: float, seconds_each: float
-    ) -> Forms:
+    def _forms(self, job: _Job[Any], texts: list[str], seconds: float, each: float) -> Forms:
         found, left = dict[str, Form](), seconds
         for text in texts:
-            form = self._cached.get(text)
+            form = self._known.get(text)
             if form is None and left > 0:
-                reply, took = self._ask(job, {"seconds": min(left, seconds_each), "form": text})
+                reply, took = self._ask(job, {"seconds": min(left, each), "form": text})
                 left -= took
-                form = None if reply is None else self._cache(text, _form(reply))
+                form = None if reply is None else self._remember(text, _form(reply))
             if form is not None:
                 found[text] = form
         return Forms(found, seconds - left)
 
-    def _cache(self, text: str, form: Form) -> Form:
+    def _remember(self, text: str, form: Form) -> Form:
         with self._changed:
-            if len(self._cached) >= _CACHE_SIZE:
-                self._cached.clear()
-            self._cached[text] = form
+            if len(self._known) >= _REMEMBERED:
+                self._known.clear()
+            self._known[text] = form
         return form
 
-    def _ask(self, job: _FormulaJob[Any], request: dict[str, Any]) -> tuple[Any, float]:
+    def _ask(self, job: _Job[Any], request: dict[str, Any]) -> tuple[Any, float]:
         """What a process answers, None if it ended over it; and the seconds it took."""
         process = self._take(job)
         try:
@@ -149,7 +147,7 @@ class SympyPool:
             self._give_back(job, process)
             self._check(job)
 
-    def _take(self, job: _FormulaJob[Any]) -> _Process:
+    def _take(self, job: _Job[Any]) -> _Process:
         """An idle process or a new one."""
         with self._changed:
             while len(self._busy) >= self._num_processes and not job.future.cancelled():
@@ -159,7 +157,7 @@ class SympyPool:
             self._busy.add(job.process)
             return job.process
 
-    def _give_back(self, job: _FormulaJob[Any], process: _Process) -> None:
+    def _give_back(self, job: _Job[Any], process: _Process) -> None:
         with self._changed:
             job.process = None
             self._busy.discard(process)
@@ -169,16 +167,16 @@ class SympyPool:
         if not process.alive:
             process.end()
 
-    def _check(self, job: _FormulaJob[Any]) -> None:
+    def _check(self, job: _Job[Any]) -> None:
         """Raise if nobody waits for ``job`` any more."""
         if self._closed or job.future.cancelled():
             raise EngineStopped("the work on formulas was stopped")
 
 
-class _FormulaJob(Generic[_T]):
+class _Job(Generic[_T]):
     """Some work in a thread, and the process that is at it just now."""
 
-    def __init__(self, work: Callable[[_FormulaJob[_T]], _T], changed: threading.Condition) -> None:
+    def __init__(self, work: Callable[[_Job[_T]], _T], changed: threading.Condition) -> None:
         self.future: Future[_T] = Future()
         self.process: _Process | None = None
         self._work, self._changed = work, changed

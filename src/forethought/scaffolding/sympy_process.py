@@ -28,7 +28,7 @@ _DIGITS = 50
 """Decimal digits that values are worked out to; forms keep half of them."""
 _NUM_POINTS = 3
 _NEGLIGIBLE = Fraction(1, 10**45)
-_MAX_BITS = 4000
+_LONGEST = 4000
 """Bits; numbers that are larger, or as small, are told by their first digits."""
 
 Form = str | list[Any]
@@ -69,7 +69,7 @@ def _expression(formula: Any) -> Form:
     formula = _evaluated(formula)
     if formula.is_infinite and formula.is_extended_real:
         return ["infinity", "-" if formula.is_extended_negative else "+"]
-    values = [_number_form(value) for value in _values(formula)]
+    values = [_told(value) for value in _values(formula)]
     first = values[0]
     if first is None or None in values:
         return ["structure", sympy.srepr(formula)]
@@ -87,7 +87,7 @@ def _relation(formula: Any) -> Form:
     scale = values[0] if kind in {"==", "!="} else abs(values[0])
     if abs(scale) < 10**-20 or not all(value.is_number for value in values):
         return ["structure", sympy.srepr(formula)]
-    return [kind, *(_number_form((value / scale).evalf(_DIGITS)) for value in values)]
+    return [kind, *(_told((value / scale).evalf(_DIGITS)) for value in values)]
 
 
 def _evaluated(formula: Any) -> Any:
@@ -119,24 +119,24 @@ def _point(name: str, number: int) -> Any:
     return -size if number == _NUM_POINTS - 1 else size
 
 
-def _number_form(value: Any) -> Form | None:
+def _told(value: Any) -> Form | None:
     """A value in writing; None if it is no finite number."""
     if not value.is_number or not value.is_finite:
         return None
-    real, imaginary = map(_real_form, value.as_real_imag())
+    real, imaginary = map(_written, value.as_real_imag())
     if imaginary != "0/1":
         return ["complex", real, imaginary]
     return real if "/" in real else ["real", real]
 
 
-def _real_form(part: Any) -> str:
+def _written(part: Any) -> str:
     """A real number as a fraction, if it is one to within rounding; else its first digits."""
     import sympy
 
     if part.is_Rational:
-        if max(abs(part.p), part.q).bit_length() < _MAX_BITS:
+        if max(abs(part.p), part.q).bit_length() < _LONGEST:
             return f"{part.p}/{part.q}"
-    elif abs(_exponent(part)) < _MAX_BITS:
+    elif abs(_exponent(part)) < _LONGEST:
         exact = Fraction(str(sympy.Rational(part)))
         if abs(exact) < _NEGLIGIBLE:
             return "0/1"

@@ -195,6 +195,9 @@ class ChunkReader:
             raise ConnectionError("the answer broke off: the server sent no finish_reason")
         if self.usage is not None:
             usage = _usage(self.usage)
+            if not usage.completion_tokens:
+                received = self._num_received
+                usage = dataclasses.replace(usage, completion_tokens=received, decoded=received)
             self.server_usage = usage + (self.server_usage or Usage())
             self._requests.on_usage(usage, self._num_received)
 
@@ -253,7 +256,7 @@ class ChunkReader:
     def _take(self, chunk: Any) -> None:
         self.request_id = getattr(chunk, "id", None) or self.request_id
         self.usage = getattr(chunk, "usage", None) or self.usage
-        for piece in chunk.choices:
+        for piece in getattr(chunk, "choices", None) or ():
             choice = self.choices.setdefault(piece.index, StreamedChoice())
             delta = getattr(piece, "delta", None) or getattr(piece, "message", None)
             if delta is None:
@@ -279,16 +282,21 @@ class ChunkReader:
         return self._stops[0] if piece.finish_reason == "stop" and len(self._stops) == 1 else None
 
 
-def _usage(server_usage: Any) -> Usage:
-    """The server's count of one request."""
-    details = getattr(server_usage, "prompt_tokens_details", None)
-    cached = getattr(details, "cached_tokens", None) or 0
+def _usage(reported: Any) -> Usage:
+    """The usage that a server reports for one request; what is missing or negative counts as 0."""
+
+    def count(source: Any, name: str) -> int:
+        return max(0, getattr(source, name, None) or 0)
+
+    prompt, completion = (count(reported, name) for name in ("prompt_tokens", "completion_tokens"))
+    details = getattr(reported, "prompt_tokens_details", None)
+    cached = min(prompt, count(details, "cached_tokens"))
     return Usage(
-        prompt_tokens=server_usage.prompt_tokens,
-        completion_tokens=server_usage.completion_tokens,
-        prefilled=server_usage.prompt_tokens - cached,
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        prefilled=prompt - cached,
         cached=cached,
-        decoded=server_usage.completion_tokens,
+        decoded=completion,
     )
 
 
@@ -647,10 +655,16 @@ class OpenaiWorker(Worker):
             if not self._num_open[loop]:
                 del self._num_open[loop]
 
-    def unreachable(self, error: Exception) -> ConnectionError:
-        """What the client calls a connection error, with the address and the system's reason."""
+    def connection_error(self, error: Exception, begun: bool) -> ConnectionError:
+        """A connection error of the client, with the address and the system's reason.
+
+        Args:
+            error: as the client raises it.
+            begun: whether the answer had begun.
+        """
         url = getattr(self._clients.of_this_loop(), "base_url", "an unknown address")
-        return ConnectionError(f"no server answers at {url} ({error.__cause__ or error})")
+        what = f"the connection to {url} was lost" if begun else f"no server answers at {url}"
+        return ConnectionError(f"{what} ({error.__cause__ or error})")
 
     def _keep(self, reader: ChunkReader) -> None:
         scope = current_scope()
@@ -703,7 +717,7 @@ class _Requests:
         self._began, self._scope, self._usage = time.perf_counter(), current_scope(), task.usage
         self._size, self._number = _part_size(task), 0
         self.num_certain = math.inf
-        self._asked, self._is_last, self._end = 0, True, 0
+        self._asked, self._is_last, self._end, self._num_new = 0, True, 0, 0
         stream = isinstance(task, StreamGenerationTask) and not isinstance(task, ChatTask)
         self._is_followed = stream  # what it emits is what its steps show
 
@@ -712,18 +726,20 @@ class _Requests:
         fields = self._fields if self._size is None else self._part(self._size, choice)
         self._task.llm_request_params = fields
         with self._worker.open_request():
+            begun = False
             try:
                 answer = await self._create(**fields)
+                begun = True
+                if not fields["stream"]:
+                    yield answer
+                    return
+                async with answer:
+                    async for chunk in answer:
+                        yield chunk
             except Exception as error:
-                if type(error).__name__ != "APIConnectionError":
+                if type(error).__name__ not in _CONNECTION_ERRORS:
                     raise
-                raise self._worker.unreachable(error) from error
-            if not fields["stream"]:
-                yield answer
-                return
-            async with answer:
-                async for chunk in answer:
-                    yield chunk
+                raise self._worker.connection_error(error, begun) from error
 
     def _part(self, size: int, choice: StreamedChoice) -> dict[str, Any]:
         """The fields of the request for the next part, of at most ``size`` tokens."""
@@ -735,7 +751,7 @@ class _Requests:
         self._is_last = left is not None and left <= self._asked
         if left is not None and self._is_last:
             self._asked, self.num_certain = max(1, left), math.inf
-        self._end, self._number = choice.count + self._asked, number + 1
+        self._end, self._number, self._num_new = choice.count + self._asked, number + 1, 0
         prompt = self._fields["prompt"] + choice.text
         fields = {**self._fields, "prompt": prompt, "max_tokens": self._asked}
         if task.seed is not None and number:  # the same one would draw the same samples again
@@ -743,15 +759,20 @@ class _Requests:
         return fields
 
     def continues(self, choice: StreamedChoice) -> bool:
-        """Whether the server has ended a part because it is as long as it may be."""
-        if self._is_last or choice.finish_reason != "length":
+        """Whether the server has ended a part only because of its length.
+
+        A part without any text is the last: a server that sends no usage would get one request
+        after the other for nothing.
+        """
+        if self._is_last or not self._num_new or choice.finish_reason != "length":
             return False
         self._book(Usage(discarded=choice.end_request(self._end, int(self.num_certain))))
         return True
 
     def on_tokens(self, number: int, text: str, tokens: int) -> None:
-        """Book and stream a new piece."""
+        """Record and stream a new piece."""
         task = self._task
+        self._num_new += tokens
         task.latency_s = time.perf_counter() - self._began
         task.ttft_s = task.latency_s if task.ttft_s is None else task.ttft_s
         self._book(Usage(completion_tokens=tokens, decoded=tokens))
@@ -771,6 +792,9 @@ class _Requests:
         if self._scope is not None:
             self._scope.account.record(self._usage)
 
+
+_CONNECTION_ERRORS = ("APIConnectionError", "ReadError", "RemoteProtocolError")
+"""Of the ``openai`` package and of ``httpx``, which need not be installed."""
 
 _MARGIN = 8
 """Tokens in which a word is likely to end."""
