@@ -481,14 +481,14 @@ MUTANTS = [
     # ---- scaffolding -----------------------------------------------------------------------------
     Mutant(
         "scaffolding/driver.py",
-        'branch.on_failure == "raise" or self.run.ledger.exhausted is not None',
+        'branch.on_failure == "raise" or self.run.account.exhausted is not None',
         'branch.on_failure == "raise"',
         DRIVER,
     ),
     Mutant("scaffolding/driver.py", "item.cancel_flag = True\n", "pass\n", DRIVER),
     Mutant(
         "scaffolding/parallel.py",
-        "self._left = [other for other in self._left if other is not item]",
+        "self._cancelled = [other for other in self._cancelled if other is not item]",
         "pass",
         DRIVER,
     ),
@@ -520,15 +520,15 @@ MUTANTS = [
         VOTES,
     ),
     Mutant(
-        "scaffolding/workers/local.py",
+        "scaffolding/workers/live.py",
         "len(ended) - self._capacity + 1",
         "len(ended) - self._capacity",
         LIVE,
     ),
     Mutant(
-        "scaffolding/workers/local.py",
-        'path.startswith(f"{one.path}.")',
-        "path.startswith(one.path)",
+        "scaffolding/workers/live.py",
+        'path.startswith(f"{entry.path}.")',
+        "path.startswith(entry.path)",
         LIVE,
     ),
     Mutant(
@@ -553,15 +553,17 @@ MUTANTS = [
     ),
     Mutant(
         "methods/dynasor.py",
-        'fields["priority"] = usual - 1',
-        'fields["priority"] = usual',
+        'fields["priority"] = priority - 1',
+        'fields["priority"] = priority',
         DYNASOR,
     ),
-    Mutant("methods/dynasor.py", "self._left < 1", "self._left <= 1", DYNASOR),
-    Mutant("methods/dynasor.py", "elif self.count and (yield", "elif (yield", DYNASOR),
-    Mutant("methods/majority_vote.py", "numbers.pop(id(branch))", "numbers[id(branch)]", VOTES),
-    Mutant("methods/majority_vote.py", "numbers[id(b)] > first", "True", VOTES),
-    Mutant("methods/best_of_n.py", '"index": scored[place]', '"index": place', BEST_OF_N),
+    Mutant("methods/dynasor.py", "self._tokens_left < 1", "self._tokens_left <= 1", DYNASOR),
+    Mutant("methods/dynasor.py", "found == self._class", "True", DYNASOR),
+    Mutant(
+        "methods/majority_vote.py", "for other in running.pending]", "for other in branches]", VOTES
+    ),
+    Mutant("methods/majority_vote.py", "numbers[id(b)] > winner.first", "True", VOTES),
+    Mutant("methods/best_of_n.py", '"index": scored[index]', '"index": index', BEST_OF_N),
 ]
 
 

@@ -108,7 +108,7 @@ def test_the_work_is_bounded(worker):
 
 def test_an_early_exit_keeps_exactly_the_tokens_up_to_the_last_probe(worker, plain, monkeypatch):
     # A random model closes no brace: take every probe's words for an answer.
-    monkeypatch.setattr("forethought.methods.dynasor.Probe.hear", hear_anything)
+    monkeypatch.setattr("forethought.methods.dynasor.Probe.on_result", accept_anything)
     controller = dynasor(certainty_threshold=2, equivalence=Always(), uncertain_words=[])
     before = worker.llm.stats
     results = solve(controller, worker)
@@ -176,23 +176,23 @@ def test_the_problems_show_both_kinds_of_ends(unhurried):
 
 def test_what_is_decided_does_not_depend_on_a_busy_event_loop(unhurried, monkeypatch):
     """The engine is far ahead of what the controller sees."""
-    hear = DynasorGenerationController._hear
+    on_probe_result = DynasorGenerationController._on_probe_result
 
     def slowly(self, *args):
         time.sleep(0.03)
-        hear(self, *args)
+        on_probe_result(self, *args)
 
-    monkeypatch.setattr(DynasorGenerationController, "_hear", slowly)
+    monkeypatch.setattr(DynasorGenerationController, "_on_probe_result", slowly)
     assert decisions(SOLVING) == unhurried["often"]
     assert decisions(SLOWLY) == unhurried["seldom"]
 
 
-def hear_anything(self):
+def accept_anything(self):
     self.answer = self.task.output_str.strip() or "x"
 
 
 def test_with_a_tokenizer_the_written_answer_has_tokens_too(worker, monkeypatch):
-    monkeypatch.setattr("forethought.methods.dynasor.Probe.hear", hear_anything)
+    monkeypatch.setattr("forethought.methods.dynasor.Probe.on_result", accept_anything)
     controller = dynasor(
         generation_dir=speaking(), certainty_threshold=1, equivalence=Always(), uncertain_words=[]
     )
@@ -203,7 +203,7 @@ def test_with_a_tokenizer_the_written_answer_has_tokens_too(worker, monkeypatch)
 
 
 def test_probes_do_not_wait_for_places_that_main_chains_have_taken(plain, monkeypatch):
-    monkeypatch.setattr("forethought.methods.dynasor.Probe.hear", hear_anything)
+    monkeypatch.setattr("forethought.methods.dynasor.Probe.on_result", accept_anything)
     controller = dynasor(certainty_threshold=1, equivalence=Always(), uncertain_words=[])
     with EngineWorker(LLM(speaking(), max_batch_size=3, **FIELDS)) as worker:
         results = solve(controller, worker, PROMPTS * 3)
@@ -228,7 +228,7 @@ def test_probes_are_seeded_and_the_whole_is_reproducible(worker):
 
 def test_a_token_counter_and_the_usage_of_a_request_agree(worker, monkeypatch):
     """Chains and probes are cancelled where the engine is ahead of what was seen of them."""
-    monkeypatch.setattr("forethought.methods.dynasor.Probe.hear", hear_anything)
+    monkeypatch.setattr("forethought.methods.dynasor.Probe.on_result", accept_anything)
     watched = with_task_collection("n", GenerationTokenCounter)(DynasorGenerationController)
     settings = {"chunk_size": 10, "certainty_threshold": 2, "probe_length": PROBE_LENGTH}
     controller = watched(equivalence=Always(), uncertain_words=[], **settings)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from forethought.errors import BudgetExceeded, ParameterError, TaskError
 from forethought.methods import MajorityVoteController
 from forethought.scaffolding import (
+    Budget,
     Controller,
     GenerationTask,
     NativeGenerationController,
@@ -401,3 +402,27 @@ def test_what_a_vote_cannot_use_is_refused_before_anything_runs():
 
 def pair():
     return MajorityVoteController(NativeGenerationController(), 2)
+
+
+def test_a_vote_with_fewer_calls_than_samples_fails_unless_failures_are_dropped():
+    texts, spent = [boxed(text) for text in "1222"], Budget(calls=4)
+    controller = MajorityVoteController(NativeGenerationController(), 5)
+    with pytest.raises(BudgetExceeded, match="4 calls"):
+        answer(controller, ScriptedWorker(texts), budget=spent)
+    controller = MajorityVoteController(NativeGenerationController(), 5, False, on_failure="drop")
+    result = answer(controller, ScriptedWorker(texts), budget=spent)
+    assert result.output.meta["majority_vote"] == {"answer": "2", "samples": 5, "finished": 4}
+
+
+def test_a_vote_counts_the_answers_that_could_be_compared_in_time():
+    """Comparing the third answer takes longer than the budget allows."""
+
+    def equal(one, other):
+        return "slow" not in (one, other) or not done.wait(20)
+
+    done = threading.Event()
+    controller = MajorityVoteController(NativeGenerationController(), 3, False, equivalence=equal)
+    worker = ScriptedWorker([r"\boxed{1}", r"\boxed{1}", r"\boxed{slow}"])
+    result = answer(controller, worker, budget=Budget(seconds=0.3), timeout=10)
+    done.set()
+    assert result.output.text == r"\boxed{1}"

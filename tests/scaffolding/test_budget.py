@@ -1,4 +1,4 @@
-"""One ledger for everything that a method does inside."""
+"""One budget for everything that a request runs."""
 
 import asyncio
 import contextlib
@@ -14,6 +14,7 @@ from forethought.scaffolding import (
     Budget,
     ComputeTask,
     Controller,
+    ExecutionScope,
     GenerationTask,
     NativeGenerationController,
     ParallelProcess,
@@ -121,7 +122,7 @@ def test_controllers_can_read_what_is_left():
         def process(self, tasks, **kwargs):
             task = GenerationTask(input_str="p", worker_tag=TAG)
             yield [task]
-            tasks[0].output_str = str(current_scope().ledger.tokens_left)
+            tasks[0].output_str = str(current_scope().account.tokens_left)
 
     assert answer(Curious(), ScriptedWorker(["abc"]), budget=Budget(tokens=10)).output.text == "7"
 
@@ -139,12 +140,17 @@ def test_a_worker_that_does_not_count_is_counted_by_its_output():
 
 
 def test_recording_the_same_usage_again_counts_only_what_was_added():
-    ledger, usage = BudgetAccount(Budget()), Usage()
+    account, usage = BudgetAccount(Budget()), Usage()
     for total in (3, 3, 5):
         usage.completion_tokens = total
-        ledger.record(usage)
-    ledger.record(Usage(completion_tokens=1))
-    assert ledger.usage.completion_tokens == 6
+        account.record(usage)
+    account.record(Usage(completion_tokens=1))
+    assert account.usage.completion_tokens == 6
+
+
+def test_the_account_of_a_scope_also_has_its_former_name():
+    account = BudgetAccount(Budget())
+    assert ExecutionScope("request", "", account).ledger is account
 
 
 @pytest.mark.parametrize("field", ["tokens", "calls", "seconds"])
@@ -175,8 +181,8 @@ class Counting(Worker):
         task.output_str, task.output_tokens = "x", [1] * self.spend
         task.usage.completion_tokens += self.spend
         if self.end != "books at its end":
-            current_scope().ledger.record(task.usage)
-        if current_scope().ledger.exhausted is None:
+            current_scope().account.record(task.usage)
+        if current_scope().account.exhausted is None:
             return
         if self.end == "waits":
             await asyncio.sleep(60)
@@ -257,7 +263,7 @@ def test_a_stream_does_not_go_on_once_the_budget_is_spent_but_can_be_ended():
 def test_seconds_that_run_out_reach_a_controller_whose_worker_ends_with_them():
     class Late(Worker):
         async def handle(self, task):
-            current_scope().ledger.expire()
+            current_scope().account.expire()
             task.output_str = "in time"
 
         task_handlers = {GenerationTask: handle}  # noqa: RUF012
@@ -294,7 +300,7 @@ def test_a_stream_that_is_being_ended_when_the_budget_runs_out_is_ended():
         async def spend(self, task):
             task.usage.completion_tokens += 9
             await asyncio.sleep(0)
-            current_scope().ledger.record(task.usage)
+            current_scope().account.record(task.usage)
             await asyncio.sleep(60)
 
         task_handlers = {StreamGenerationTask: handle, GenerationTask: spend}  # noqa: RUF012
@@ -311,3 +317,29 @@ def test_a_stream_that_is_being_ended_when_the_budget_runs_out_is_ended():
             tasks[0].output_str = f"{stream.end_flag} {stream.error}"
 
     assert answer(Leaver(), Ender(), budget=Budget(tokens=5)).output.text == "True None"
+
+
+def blocking(done):
+    done.wait(20)
+
+
+async def forever(done):
+    await asyncio.get_running_loop().create_future()
+
+
+@pytest.mark.parametrize("function", [blocking, forever])
+def test_the_seconds_of_a_budget_end_a_compute_task_too(function):
+    class Computes(Controller):
+        def process(self, tasks, **kwargs):
+            slow = ComputeTask(function, done)
+            with pytest.raises(BudgetExceeded, match="seconds"):
+                yield [slow]
+            assert isinstance(slow.error, BudgetExceeded)
+            with pytest.raises(BudgetExceeded, match="seconds"):
+                yield [ComputeTask(len, "no time is left for it")]
+            tasks[0].output_str = "in time"
+
+    done = threading.Event()
+    result = answer(Computes(), ScriptedWorker(), budget=Budget(seconds=0.05), timeout=10)
+    done.set()
+    assert result.output.text == "in time"

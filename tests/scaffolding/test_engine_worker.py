@@ -989,7 +989,7 @@ def test_a_task_that_is_cancelled_while_others_leave_for_it_leaves_none_behind(w
     """Those that leave are closed one after another, and the first takes its time here."""
 
     def play(task):
-        branch = worker._parking
+        branch = worker._cache
         for number in range(3):
             yield [ask(f"Number {number}", max_tokens=1)]
         branch._capacity = 1

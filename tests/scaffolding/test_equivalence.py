@@ -8,8 +8,12 @@ from hypothesis import strategies as st
 
 from forethought.errors import DependencyError, ParameterError
 from forethought.scaffolding import MathEquivalence, sympy_pool
-from forethought.scaffolding import settings as checks
-from forethought.scaffolding.answers import AnswerClasses, AnswerPool, TextEquivalence
+from forethought.scaffolding.answers import (
+    AnswerClasses,
+    AnswerPool,
+    TextEquivalence,
+    checked_equivalence,
+)
 
 FORMULAS = [
     (r"\sqrt{8}", r"2\sqrt{2}", r"\frac{4}{\sqrt{2}}"),
@@ -144,12 +148,12 @@ def test_an_equivalence_is_a_function_or_has_a_canonical_form():
             return answer
 
     keyed = Keyed()
-    assert checks.equivalence(function) is function
-    assert checks.equivalence(keyed) is keyed
-    assert checks.equivalence(None) == MathEquivalence()
+    assert checked_equivalence(function) is function
+    assert checked_equivalence(keyed) is keyed
+    assert checked_equivalence(None) == MathEquivalence()
     for wrong in ("abc", 7, Keyed):
         with pytest.raises(ParameterError, match="canonical_form"):
-            checks.equivalence(wrong)
+            checked_equivalence(wrong)
 
 
 def test_an_equivalence_that_would_have_to_be_awaited_is_refused():
@@ -166,7 +170,7 @@ def test_an_equivalence_that_would_have_to_be_awaited_is_refused():
 
     for wrong in (function, Keyed(), Called()):
         with pytest.raises(ParameterError, match="plain function"):
-            checks.equivalence(wrong)
+            checked_equivalence(wrong)
 
 
 @pytest.mark.parametrize("seconds", ["3", None, 0, -1, float("nan"), float("inf")])

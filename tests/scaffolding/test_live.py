@@ -8,8 +8,7 @@ from forethought.config.sampling import SamplingParams
 from forethought.outputs import CompletionOutput, FinishReason, Logprob, Usage
 from forethought.scaffolding.budget import Budget, BudgetAccount
 from forethought.scaffolding.execution_scope import ExecutionScope
-from forethought.scaffolding.workers.live import LiveSession
-from forethought.scaffolding.workers.local import SessionCache
+from forethought.scaffolding.workers.live import LiveSession, SessionCache
 
 ROOT = ExecutionScope("r", "", BudgetAccount(Budget()))
 PIECES = {1: "ab", 2: "c}", 3: "{d", 9: ""}  # by token

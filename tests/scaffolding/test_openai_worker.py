@@ -30,7 +30,7 @@ from forethought.scaffolding import (
     TRTOpenaiWorker,
 )
 from forethought.scaffolding.workers.openai import StreamedChoice
-from openai_server import serving
+from openai_server import OpenaiServer, serving
 
 
 @pytest.fixture
@@ -602,6 +602,67 @@ def test_an_answer_that_breaks_off_is_a_failure(server, kind):
     server.breaks_off = True
     with pytest.raises(TaskError, match="broke off"):
         answer(kind(), Client(server))
+
+
+class Dropping(OpenaiServer):
+    """Closes the connection in the middle of an answer."""
+
+    def chunks(self, path, body):
+        yield next(super().chunks(path, body))
+        raise ConnectionError
+
+
+def test_a_connection_that_drops_is_named_with_its_address_and_reason():
+    with serving(Dropping()) as server, pytest.raises(TaskError) as caught:
+        answer(NativeGenerationController(), Client(server))
+    assert server.url in str(caught.value)
+    assert "incomplete chunked read" in str(caught.value)
+
+
+class Sloppy(OpenaiServer):
+    """Sends the given usage, and chunks without choices."""
+
+    def __init__(self, usage):
+        super().__init__()
+        self.usage = usage
+
+    def chunks(self, path, body):
+        for chunk in super().chunks(path, body):
+            yield {**self.base(False, body), "choices": None}
+            yield self.base(False, body)
+            yield {**chunk, "usage": self.usage} if "usage" in chunk else chunk
+
+
+@pytest.mark.parametrize("count", [None, -3])
+def test_a_usage_without_counts_and_chunks_without_choices_cost_no_answer(count):
+    usage = {"prompt_tokens": count, "completion_tokens": count, "total_tokens": count}
+    with serving(Sloppy(usage)) as server:
+        result = answer(NativeGenerationController(), Client(server))
+    assert result.output.text == "Hello world"
+    assert result.usage.prompt_tokens == result.usage.prefilled == 0
+    assert result.usage.completion_tokens >= 0
+
+
+class Ending(OpenaiServer):
+    """Says eight tokens and then nothing more, always with ``length`` and without usage."""
+
+    def chunks(self, path, body):
+        base = self.base(False, body)
+        for text in WORDS[:8] if len(self.requests) == 1 else ():
+            yield {**base, "choices": [self.choice(False, 0, text, body)]}
+        last = self.choice(False, 0, "", {}) | {"finish_reason": "length"}
+        yield {**base, "choices": [last]}
+
+
+def test_a_part_that_brings_nothing_new_is_the_last():
+    with serving(Ending()) as server:
+        worker = Client(server)
+        stream = StreamGenerationTask(
+            input_str="p:", streaming_step=100, tokens_per_request=8, max_tokens=200
+        )
+        run(worker, stream)
+    assert (stream.finish_reason, stream.end_flag) == ("length", True)
+    assert len(server.requests) <= 2
 
 
 def test_the_budget_counts_and_stops_what_the_server_sends(server):

@@ -140,7 +140,7 @@ def test_what_cannot_be_judged_is_refused():
     silent.chat_template = None
     with pytest.raises(UsageError, match="no chat template"):
         PRMController(silent)
-    with pytest.raises(ParameterError, match="judges text"):
+    with pytest.raises(ParameterError, match="scores text"):
         asked(PRMController(tokenizer()), [RewardTask(input_tokens=[1])])
     with pytest.raises(ParameterError, match="no argument 'top_k'"):
         next(PRMController(tokenizer()).process([], top_k=1))
@@ -254,6 +254,6 @@ def test_any_worker_that_scores_reward_tasks_will_do():
 def test_a_mistake_reaches_the_caller_as_it_is(worker):
     with (
         ScaffoldingLlm(Scores(PRMController(worker.tokenizer), [None]), {"reward": worker}) as llm,
-        pytest.raises(ParameterError, match="judges text"),
+        pytest.raises(ParameterError, match="scores text"),
     ):
         llm.generate("q")

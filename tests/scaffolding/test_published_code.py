@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from forethought.errors import ParameterError, UsageError
+from forethought.errors import ParameterError, TaskError, UsageError
 from forethought.scaffolding import (
     AssistantMessage,
     BestOfNController,
@@ -435,3 +435,84 @@ def test_rewards_of_a_task_with_a_text_result_are_judged():
     worker = ScriptedWorker(score=lambda question, text: float(len(text)))
     with ScaffoldingLlm(Judged(), {NativeRewardController.WorkerTag.REWARD: worker}) as llm:
         assert llm.generate("p").output.meta == {"scores": [3.0, 1.0]}
+
+
+def test_a_process_that_yields_nothing_is_refused_with_the_fix():
+    class Forgets(Controller):
+        def process(self, tasks, **kwargs):
+            return None
+
+    class Branches(Controller):
+        def process(self, tasks, **kwargs):
+            yield ParallelProcess([Forgets()], [[tasks[0]]])
+
+    class Generates(Controller):
+        def generate(self, prompt, **kwargs):
+            return None
+
+    for controller in (Forgets(), Branches()):
+        assert "Forgets.process is no generator: it returned None" in refusal(controller)
+    assert "Generates.generate is no generator: it returned None" in refusal(Generates())
+
+
+@pytest.mark.parametrize("value", [{"text": "a"}, 7, [1, 2], ("a",), object()])
+def test_a_generate_that_returns_no_output_is_refused(value):
+    class Returns(Controller):
+        def generate(self, prompt, **kwargs):
+            yield []
+            return value
+
+    assert "Returns.generate returned" in refusal(Returns())
+
+
+def test_a_status_that_is_none_of_task_status_is_a_task_error():
+    class Wrong(Worker):
+        async def handle(self, task):
+            return "ok"
+
+        task_handlers = {GenerationTask: handle}  # noqa: RUF012
+
+    with pytest.raises(TaskError, match=r"Wrong returned 'ok'.*TaskStatus"):
+        answer(NativeGenerationController(), Wrong())
+
+
+def test_a_handler_can_be_registered_on_a_class_and_on_an_instance():
+    class Base(Worker):
+        pass
+
+    class Derived(Base):
+        pass
+
+    async def handler(worker, task):
+        task.output_str = "handled"
+
+    async def another(worker, task):
+        task.output_str = "by the instance"
+
+    Base.register_task_handler(GenerationTask, handler)
+    assert answer(NativeGenerationController(), Derived()).output.text == "handled"
+    own = Base()
+    own.register_task_handler(GenerationTask, another)
+    assert answer(NativeGenerationController(), own).output.text == "by the instance"
+    assert answer(NativeGenerationController(), Base()).output.text == "handled"
+    assert GenerationTask not in Worker.task_handlers
+
+
+def test_the_stream_handler_can_be_registered_on_a_class_that_handles_streams():
+    class Mine(ScriptedWorker):
+        pass
+
+    class Streams(Controller):
+        def process(self, tasks, **kwargs):
+            stream = StreamGenerationTask(input_str="p", worker_tag="generation", streaming_step=9)
+            yield [stream]
+            tasks[0].result = stream.result
+
+    Mine.register_task_handler(StreamGenerationTask, stream_generation_handler)
+    with ScaffoldingLlm(Streams(), {"generation": Mine(["abc"])}) as llm:
+        assert llm.generate("p").output.text == "abc"
+
+
+@pytest.mark.parametrize("name", ["ToolMessage", "ToolDescription", "OpenAIToolDescription"])
+def test_the_messages_of_chats_are_in_the_module_of_tasks(name):
+    assert hasattr(importlib.import_module("forethought.scaffolding.task"), name)

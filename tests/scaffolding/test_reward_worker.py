@@ -117,9 +117,9 @@ def passes(monkeypatch):
     counts = []
 
     def spy(worker):
-        judged = worker._model.judge
+        judged = worker._model.score
         monkeypatch.setattr(
-            worker._model, "judge", lambda rows, q: counts.append(len(rows)) or judged(rows, q)
+            worker._model, "score", lambda rows, q: counts.append(len(rows)) or judged(rows, q)
         )
         return counts
 
@@ -202,14 +202,14 @@ def test_a_bad_task_fails_alone(workers):
 
 def test_a_pass_that_fails_is_repeated_one_by_one(workers, monkeypatch):
     model = workers["one"]._model
-    judged = model.judge
+    judged = model.score
 
     def fragile(rows, inquiries):
         if any(row.ids == [6, 6, 6] for row in rows):
             raise RuntimeError("out of memory")
         return judged(rows, inquiries)
 
-    monkeypatch.setattr(model, "judge", fragile)
+    monkeypatch.setattr(model, "score", fragile)
 
     class Both(Controller):
         def process(self, tasks, **kwargs):

@@ -761,3 +761,20 @@ def test_a_part_that_fails_does_not_hold_back_those_after_it():
         return "good"
 
     assert shown(play, {"bad": Reply("", error=OSError()), "good": "good"})[-2:] == ["good", "good"]
+
+
+def test_a_worker_that_fails_at_the_end_of_the_loop_holds_up_no_other():
+    ended = []
+
+    class Ends(ScriptedWorker):
+        async def on_loop_end(self):
+            ended.append(self)
+            raise OSError("the connection is gone")
+
+    first, second = Ends(), Ends()
+    llm = ScaffoldingLlm(NativeGenerationController(), {TAG: first, "other": second})
+    with pytest.raises(OSError, match="gone"):
+        llm.shutdown()
+    assert ended == [first, second]
+    assert llm.loop.is_closed()
+    assert not llm._thread.is_alive()

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from forethought.errors import ParameterError
-from forethought.scaffolding import sampling, settings
+from forethought.scaffolding import sampling
 from forethought.scaffolding.controller import Controller, expect_controller, refuse_arguments
 from forethought.scaffolding.parallel import ParallelProcess, Process
-from forethought.scaffolding.settings import whole_number
-from forethought.scaffolding.task import GenerationTask, OnFailure
+from forethought.scaffolding.settings import ON_FAILURE, POSITIVE_INT, OnFailure, validated
+from forethought.scaffolding.task import GenerationTask
 
 
 class BestOfNController(Controller):
@@ -42,8 +42,8 @@ class BestOfNController(Controller):
             "generation_controller", generation_controller
         )
         self.reward_controller = expect_controller("reward_controller", reward_controller)
-        self.default_sample_num = whole_number("default_sample_num", default_sample_num)
-        self.on_failure = settings.on_failure(on_failure)
+        self.default_sample_num = validated("default_sample_num", default_sample_num, POSITIVE_INT)
+        self.on_failure = validated("on_failure", on_failure, ON_FAILURE)
 
     def process(
         self,
@@ -74,11 +74,8 @@ class BestOfNController(Controller):
         if type(self).select_best is BestOfNController.select_best:
             refuse_arguments(self, select_best_kwargs or {}, "select_best")
         task = tasks[0]
-        count = (
-            self.default_sample_num
-            if sample_num is None
-            else whole_number("sample_num", sample_num)
-        )
+        count = self.default_sample_num if sample_num is None else sample_num
+        validated("sample_num", count, POSITIVE_INT)
         samples = yield from self._sample(task, count, {**kwargs, **(generation_kwargs or {})})
         yield from self.reward_controller.process(samples, **(reward_kwargs or {}))
         scores: Any = getattr(self.reward_controller, "scores", None)
@@ -91,7 +88,7 @@ class BestOfNController(Controller):
         scored = [number for number, score in enumerate(scores) if score is not None]
         if not scored:
             raise _unscored(samples)
-        best, place = self.select_best(
+        best, index = self.select_best(
             [samples[number] for number in scored],
             [scores[number] for number in scored],
             **(select_best_kwargs or {}),
@@ -100,7 +97,7 @@ class BestOfNController(Controller):
         task.request_handle = best.request_handle
         task.customized_result_fields["best_of_n"] = {
             "scores": list(scores),
-            "index": scored[place],
+            "index": scored[index],
         }
 
     def _sample(self, task: GenerationTask, count: int, options: Mapping[str, Any]) -> Process:

@@ -43,17 +43,19 @@ from forethought.errors import (
     ParameterError,
     UnknownNameError,
 )
-from forethought.scaffolding import sampling, settings
+from forethought.scaffolding import sampling
 from forethought.scaffolding.answers import (
     AnswerClasses,
     Equivalence,
     PairwiseEquivalence,
+    checked_equivalence,
     unpaired_brace,
 )
 from forethought.scaffolding.controller import Controller, refuse_arguments
 from forethought.scaffolding.execution_scope import current_scope
 from forethought.scaffolding.parallel import AsCompleted, ParallelProcess, Process
 from forethought.scaffolding.result import Delta
+from forethought.scaffolding.settings import BOOL, DIRECTORY, POSITIVE_INT, WORDS, validated
 from forethought.scaffolding.task import ComputeTask, GenerationTask, StreamGenerationTask
 
 _logger = logging.getLogger(__name__)
@@ -74,7 +76,7 @@ class Probe:
         fields: sampling fields.
 
     Attributes:
-        task: to be executed; after ``hear`` it may be another one.
+        task: to be executed; after ``on_result`` it may be another one.
         kept_text: the chain's text at the fork.
         kept_tokens: the chain's tokens at the fork.
         answer: ``""`` if it has said nothing of use; None while it is under way.
@@ -85,32 +87,32 @@ class Probe:
     ) -> None:
         self.kept_text, self.kept_tokens = main.output_str or "", main.num_generated
         self.answer: str | None = None
-        self._said, self._left, self._fields = "", length, fields
-        self.task = self._ask(main, suffix)
+        self._text, self._tokens_left, self._fields = "", length, fields
+        self.task = self._fork(main, suffix)
 
-    def hear(self) -> None:
+    def on_result(self) -> None:
         """The task is done: either there is an answer now, or there is a further task."""
         task = self.task
         if task.error is not None:
             _logger.warning("a probe failed, and counts as one without an answer: %s", task.error)
-        said = self._said + (task.output_str or "")
-        self._left -= task.num_generated
+        text = self._text + (task.output_str or "")
+        self._tokens_left -= task.num_generated
         if task.error is not None or task.stop_reason != _CLOSE:
             self.answer = ""
-        elif unpaired_brace(said + _CLOSE) is not None:
-            self.answer = said.strip()
-        elif self._left < 1:
+        elif unpaired_brace(text + _CLOSE) is not None:
+            self.answer = text.strip()
+        elif self._tokens_left < 1:
             self.answer = ""
         else:
-            self._said = said + _CLOSE
-            self.task = self._ask(task, _CLOSE)
+            self._text = text + _CLOSE
+            self.task = self._fork(task, _CLOSE)
 
-    def _ask(self, task: GenerationTask, suffix: str) -> GenerationTask:
+    def _fork(self, task: GenerationTask, suffix: str) -> GenerationTask:
         return task.fork(
             suffix,
             GenerationTask,
             inherit=False,
-            max_tokens=self._left,
+            max_tokens=self._tokens_left,
             stop=[_CLOSE],
             on_failure="drop",
             **self._fields,
@@ -149,7 +151,7 @@ class Agreement:
         """Whether the run is long enough."""
         return self.count >= self.needed
 
-    def judge(self, answer: str) -> Process:
+    def add(self, answer: str) -> Process:
         """Take in the next answer; a controller's generator, as comparing may take a while."""
         self.answers.append(answer)
         if not self._counts(answer):
@@ -250,22 +252,22 @@ class DynasorGenerationController(Controller):
     ) -> None:
         super().__init__()
         threshold, chunk = _effort(effort, certainty_threshold, chunk_size)
-        self.certainty_threshold = int(settings.whole_number("certainty_threshold", threshold))
-        self.chunk_size = int(settings.whole_number("chunk_size", chunk))
-        self.max_tokens = settings.whole_number("max_tokens", max_tokens)
-        self.probe_length = settings.whole_number("probe_length", probe_length)
-        self.streaming = settings.switch("streaming", streaming)
+        self.certainty_threshold = validated("certainty_threshold", threshold, POSITIVE_INT)
+        self.chunk_size = validated("chunk_size", chunk, POSITIVE_INT)
+        self.max_tokens = validated("max_tokens", max_tokens, POSITIVE_INT)
+        self.probe_length = validated("probe_length", probe_length, POSITIVE_INT)
+        self.streaming = validated("streaming", streaming, BOOL)
         self.generation_dir = generation_dir
         self.sampling_params = {
             "temperature": temperature,
             "top_p": top_p,
             "max_tokens": max_tokens,
         }
-        self.uncertain_words = settings.words("uncertain_words", uncertain_words)
-        self.equivalence = settings.equivalence(equivalence)
+        self.uncertain_words = validated("uncertain_words", uncertain_words, WORDS)
+        self.equivalence = checked_equivalence(equivalence)
         self._tokenizer = None
         if generation_dir is not None:
-            self._tokenizer = _Tokenizer(settings.directory("generation_dir", generation_dir))
+            self._tokenizer = _Tokenizer(validated("generation_dir", generation_dir, DIRECTORY))
 
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
         """Solve the tasks side by side.
@@ -294,7 +296,7 @@ class DynasorGenerationController(Controller):
         main = self._main_chain(task)
         agreement = Agreement(self.certainty_threshold, self.uncertain_words, self.equivalence)
         probes: deque[Probe] = deque()
-        told = _Streamed(task)
+        stream = _OutputStream(task)
         forked_at, agreed = 0, None
         with AsCompleted([main]) as running:
             while running and agreed is None:
@@ -305,19 +307,19 @@ class DynasorGenerationController(Controller):
                         raise
                     break  # the chain is there, and no more than the probes under way is lost
                 if done is not main:
-                    self._hear(probes, done, running)
+                    self._on_probe_result(probes, done, running)
                 elif not main.end_flag and main.num_generated - forked_at >= self.chunk_size:
                     forked_at = main.num_generated
                     probes.append(self._probe(task, main))
                     running.add(probes[-1].task)
-                agreed = yield from self._judge(probes, agreement)
-                if agreed is None and self._goes_on(main, probes, running):
+                agreed = yield from self._add_answers(probes, agreement)
+                if agreed is None and self._may_continue(main, probes, running):
                     running.add(main)
                 if task.streaming_output_flag and agreed is None:
-                    yield from told.tell(main, _certain(main, probes, agreement))
+                    yield from stream.extend(main, _certain(main, probes, agreement))
         yield from self._finish(task, main, agreement, agreed)
         if task.streaming_output_flag:
-            yield from told.tell(task, (task.output_str or "", task.num_generated))
+            yield from stream.extend(task, (task.output_str or "", task.num_generated))
 
     # ---- the main chain and its probes ----------------------------------------------------------
 
@@ -329,7 +331,7 @@ class DynasorGenerationController(Controller):
         main.on_failure, main.tokens_per_request = "raise", self.chunk_size
         return main
 
-    def _goes_on(
+    def _may_continue(
         self, main: StreamGenerationTask, probes: Sequence[Probe], running: AsCompleted
     ) -> bool:
         """Whether the next step of the main chain is to begin: one at a time, and none that takes
@@ -342,18 +344,18 @@ class DynasorGenerationController(Controller):
     def _probe(self, task: GenerationTask, main: StreamGenerationTask) -> Probe:
         fields = {name: getattr(task, name) for name in _PROBE_SAMPLING}
         scope = current_scope()
-        usual = task.priority if task.priority is not None else scope.priority if scope else 0
+        priority = task.priority if task.priority is not None else scope.priority if scope else 0
         # Ahead of all main chains: what these generate while a probe waits may be for nothing.
-        fields["priority"] = usual - 1
+        fields["priority"] = priority - 1
         return Probe(main, PROBE_SUFFIX, self.probe_length, fields)
 
-    def _hear(self, probes: deque[Probe], done: Any, running: AsCompleted) -> None:
+    def _on_probe_result(self, probes: deque[Probe], done: Any, running: AsCompleted) -> None:
         probe = next(probe for probe in probes if probe.task is done)
-        probe.hear()
+        probe.on_result()
         if probe.answer is None:
             running.add(probe.task)
 
-    def _judge(self, probes: deque[Probe], agreement: Agreement) -> Process:
+    def _add_answers(self, probes: deque[Probe], agreement: Agreement) -> Process:
         """Judge the probes that have answered, in the order of their forks.
 
         Returns:
@@ -361,7 +363,7 @@ class DynasorGenerationController(Controller):
         """
         while probes and probes[0].answer is not None:
             probe = probes.popleft()
-            yield from agreement.judge(probe.answer or "")
+            yield from agreement.add(probe.answer or "")
             if agreement.reached:
                 return probe
         return None
@@ -430,13 +432,13 @@ def _certain(
     return main.output_str or "", main.num_generated
 
 
-class _Streamed:
+class _OutputStream:
     """How much of a task's output has been streamed."""
 
     def __init__(self, task: GenerationTask) -> None:
         self._task, self._characters, self._tokens = task, 0, 0
 
-    def tell(self, source: GenerationTask, until: tuple[str, int]) -> Process:
+    def extend(self, source: GenerationTask, until: tuple[str, int]) -> Process:
         """Stream what is new in ``source``, up to a text and a number of tokens."""
         text, count = until
         tokens = (source.output_tokens or [])[self._tokens : count]

@@ -33,19 +33,27 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from forethought.errors import BudgetExceeded, ParameterError
-from forethought.scaffolding import sampling, settings
+from forethought.scaffolding import sampling
 from forethought.scaffolding.answers import (
     AnswerPool,
     Equivalence,
     PairwiseEquivalence,
+    checked_equivalence,
     extract_answer_from_boxed,
 )
 from forethought.scaffolding.controller import Controller, expect_controller, refuse_arguments
 from forethought.scaffolding.parallel import AsCompleted, Branch, Process
-from forethought.scaffolding.settings import whole_number
-from forethought.scaffolding.task import ComputeTask, GenerationTask, OnFailure
+from forethought.scaffolding.settings import (
+    BOOL,
+    FUNCTION,
+    ON_FAILURE,
+    POSITIVE_INT,
+    OnFailure,
+    validated,
+)
+from forethought.scaffolding.task import ComputeTask, GenerationTask
 
-Candidates = list[list[GenerationTask]]
+SampleTasks = list[list[GenerationTask]]
 
 
 class MajorityVoteController(Controller):
@@ -87,11 +95,11 @@ class MajorityVoteController(Controller):
         self.generation_controller = expect_controller(
             "generation_controller", generation_controller
         )
-        self.early_stop = settings.switch("early_stop", early_stop)
-        self.default_sample_num = whole_number("default_sample_num", default_sample_num)
-        self.extract_answer = settings.function("extract_answer", extract_answer)
-        self.equivalence = settings.equivalence(equivalence)
-        self.on_failure = settings.on_failure(on_failure)
+        self.early_stop = validated("early_stop", early_stop, BOOL)
+        self.default_sample_num = validated("default_sample_num", default_sample_num, POSITIVE_INT)
+        self.extract_answer = validated("extract_answer", extract_answer, FUNCTION)
+        self.equivalence = checked_equivalence(equivalence)
+        self.on_failure = validated("on_failure", on_failure, ON_FAILURE)
 
     def process(
         self,
@@ -113,6 +121,9 @@ class MajorityVoteController(Controller):
         Raises:
             ParameterError: fewer than one sample, no task, a vote over texts and a task without
                 them, or ``majority_vote_kwargs`` that nothing reads.
+            BudgetExceeded: the budget is spent and no sample has ended; else those that have ended
+                vote. With ``Budget(calls=...)`` below the number of samples that is so at once,
+                unless ``on_failure="drop"`` leaves out the samples beyond it.
         """
         if not tasks:
             raise ParameterError("a vote takes a task", "got none", "Give at least one")
@@ -124,11 +135,8 @@ class MajorityVoteController(Controller):
             )
         if not self._overridden:
             refuse_arguments(self, majority_vote_kwargs or {}, "majority_vote")
-        count = (
-            self.default_sample_num
-            if sample_num is None
-            else whole_number("sample_num", sample_num)
-        )
+        count = self.default_sample_num if sample_num is None else sample_num
+        validated("sample_num", count, POSITIVE_INT)
         options = {**kwargs, **(generation_kwargs or {})}
         branches = [self._sample(tasks, number, options) for number in range(count)]
         pool = AnswerPool(self.equivalence)
@@ -137,8 +145,8 @@ class MajorityVoteController(Controller):
         if not voters:
             raise ended[0].error or BudgetExceeded("no sample was finished")
         if self._overridden:
-            candidates = [list(branch.tasks) for branch in voters]
-            vote = ComputeTask(self.majority_vote, candidates, **(majority_vote_kwargs or {}))
+            samples = [list(branch.tasks) for branch in voters]
+            vote = ComputeTask(self.majority_vote, samples, **(majority_vote_kwargs or {}))
             yield [vote]
             index, answer = vote.result
             chosen = voters[index]
@@ -155,7 +163,7 @@ class MajorityVoteController(Controller):
             "finished": len(voters),
         }
 
-    def majority_vote(self, candidates_tasks: Candidates, **kwargs: Any) -> tuple[int, str | None]:
+    def majority_vote(self, candidates_tasks: SampleTasks, **kwargs: Any) -> tuple[int, str | None]:
         """Choose among finished samples. A vote that overrides it runs in a thread.
 
         Args:
@@ -182,42 +190,50 @@ class MajorityVoteController(Controller):
         Returns:
             Those that have ended.
         """
-        pending = {id(branch): number for number, branch in enumerate(branches)}
-        heard, ended = dict[int, Branch](), list[Branch]()
+        numbers = {id(branch): number for number, branch in enumerate(branches)}
+        finished, ended = dict[int, Branch](), list[Branch]()
         with AsCompleted(branches) as running:
             while running:
                 try:
                     branch = yield running
+                    ended.append(branch)
+                    if self._overridden:
+                        continue
+                    finished[numbers[id(branch)]] = branch
+                    pending = [numbers[id(other)] for other in running.pending]
+                    yield from self._count(pool, finished, pending)
+                    if self.early_stop and pool.decided([*pending, *finished]):
+                        self._end_idle(running, numbers, pool)
                 except BudgetExceeded:
                     if not ended:
                         raise
-                    break  # vote with what there is
-                ended.append(branch)
-                if not self._overridden:
-                    heard[pending.pop(id(branch))] = branch
-                    yield from self._count(pool, heard, pending.values())
-                    if self.early_stop and pool.decided([*pending.values(), *heard]):
-                        self._end_idle(running, pending, pool)
-        yield from self._count(pool, heard, ())
+                    break  # vote with the samples that have ended
+        try:
+            yield from self._count(pool, finished, ())
+        except BudgetExceeded:
+            if pool.winner is None:
+                raise
         return ended
 
-    def _end_idle(self, running: AsCompleted, pending: Mapping[int, int], pool: AnswerPool) -> None:
+    def _end_idle(self, running: AsCompleted, numbers: Mapping[int, int], pool: AnswerPool) -> None:
         """End the samples that can no longer be the one that is returned."""
         winner = pool.winner
-        idle = [b for b in running.pending if winner and pending[id(b)] > winner.first]
+        idle = [b for b in running.pending if winner and numbers[id(b)] > winner.first]
         if idle:
             running.cancel(*idle)
 
     def _count(
-        self, pool: AnswerPool, heard: dict[int, Branch], pending: Collection[int]
+        self, pool: AnswerPool, finished: dict[int, Branch], pending: Collection[int]
     ) -> Process:
-        """Move the votes that can be counted by now from ``heard`` to ``pool``."""
+        """Move the votes that can be counted by now from ``finished`` to ``pool``."""
         last = min(pending) if pending and pool.classes.in_order else math.inf
-        votes = {n: self._answer(heard.pop(n)) for n in sorted(heard) if n < last}
+        votes = {n: self._answer(finished[n]) for n in sorted(finished) if n < last}
         given = {n: answer for n, answer in votes.items() if answer is not None}
         finding = pool.classes.finding(list(given.values()))
         if finding:
             yield finding
+        for number in votes:
+            del finished[number]
         for number, answer in given.items():
             pool.add(number, answer)
 

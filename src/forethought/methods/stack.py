@@ -27,9 +27,9 @@ def stack(spec: str, **settings: Any) -> Controller:
             is given two.
     """
     names = spec.split("+")
-    shares = _shares(spec, names, settings)
-    controller = methods.create(names[0], **shares[0])
-    for name, share in zip(names[1:], shares[1:], strict=True):
+    settings_of = _split_settings(spec, names, settings)
+    controller = methods.create(names[0], **settings_of[0])
+    for name, share in zip(names[1:], settings_of[1:], strict=True):
         if _INNER not in methods.describe(name).parameters:
             raise ParameterError(
                 f"{name!r} cannot be put around another method",
@@ -58,14 +58,14 @@ def parameters(spec: str) -> dict[str, Any]:
     return found
 
 
-def _shares(spec: str, names: list[str], settings: dict[str, Any]) -> list[dict[str, Any]]:
+def _split_settings(spec: str, names: list[str], settings: dict[str, Any]) -> list[dict[str, Any]]:
     """The settings of each method."""
     known = [methods.describe(name).parameters for name in names]
     unknown = settings.keys() - parameters(spec).keys()
     if unknown:
         raise ParameterError.unknown(f"method {spec!r}", unknown, parameters(spec))
-    shares: list[dict[str, Any]] = [{} for _ in names]
+    settings_of: list[dict[str, Any]] = [{} for _ in names]
     for key, value in settings.items():
         owner = max(number for number, taken in enumerate(known) if key in taken)
-        shares[owner][key] = value
-    return shares
+        settings_of[owner][key] = value
+    return settings_of

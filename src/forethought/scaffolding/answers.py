@@ -10,13 +10,14 @@ classes it makes.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import itertools
 import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from forethought.errors import ParameterError
 from forethought.scaffolding import canonical_form as forms
@@ -59,7 +60,7 @@ class MathEquivalence:
 
     Args:
         time_limit: seconds for all formulas of one vote or one chain of thought together, of which
-            one formula gets at most a third; beyond it formulas are compared as text.
+            a single formula gets at most a third; beyond it formulas are compared as text.
 
     Raises:
         ParameterError: ``time_limit`` is no number above zero.
@@ -89,6 +90,31 @@ class MathEquivalence:
         classes = AnswerClasses(self)
         classes.find([one, other])
         return classes.of(one) == classes.of(other)
+
+
+def checked_equivalence(value: Any) -> Equivalence | PairwiseEquivalence:
+    """``value``, a rule for which answers mean the same; None: mathematical equality.
+
+    Raises:
+        ParameterError: it has no method ``canonical_form``, and is no function of two answers.
+    """
+    if value is None:
+        return MathEquivalence()
+    by_key = callable(getattr(value, "canonical_form", None))
+    if isinstance(value, type) or not (by_key or callable(value)):
+        raise ParameterError(
+            "invalid equivalence",
+            f"got {value!r}",
+            "Give a function of two answers, or an object with a method canonical_form(answer)",
+        )
+    decides = value.canonical_form if by_key else value
+    call = getattr(type(decides), "__call__", None)  # noqa: B004  # that of an object
+    if inspect.iscoroutinefunction(decides) or inspect.iscoroutinefunction(call):
+        raise ParameterError(
+            "invalid equivalence", f"got {value!r}", "It runs in a thread: give a plain function"
+        )
+    rule: Equivalence | PairwiseEquivalence = value
+    return rule
 
 
 class AnswerClasses:
@@ -302,10 +328,10 @@ class AnswerPool:
             return False
         rivals = [group.members for group in self.groups.values() if group is not winner]
         for members in [*rivals, []]:  # the empty one: an answer that nobody has given yet
-            most = len(members) + len(outstanding)
-            if most > len(winner.members):
+            max_votes = len(members) + len(outstanding)
+            if max_votes > len(winner.members):
                 return False
-            if most == len(winner.members) and min([*members, *outstanding]) < winner.first:
+            if max_votes == len(winner.members) and min([*members, *outstanding]) < winner.first:
                 return False
         return True
 
@@ -315,7 +341,7 @@ def get_majority_result(
     result_extractor: Callable[[str], str | None] = lambda result: result,
     result_validator: Callable[[str], bool] = lambda result: True,
 ) -> tuple[int | None, str | None]:
-    """The answer that most results give, and the first result that gives it.
+    """The most common answer, and the index of the first result that gives it.
 
     Args:
         results: texts.

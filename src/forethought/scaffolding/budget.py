@@ -1,14 +1,22 @@
-"""One ledger per request, from which every nested method draws: tokens, calls, seconds."""
+"""One account per request, from which every nested method draws: tokens, calls, seconds."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
-from forethought.errors import BudgetExceeded, ParameterError
+from pydantic import TypeAdapter
+
+from forethought.errors import BudgetExceeded
 from forethought.outputs import SpeculationMetrics, Usage
+from forethought.scaffolding.settings import POSITIVE_INT, SECONDS, validated
+
+_KINDS: Mapping[str, TypeAdapter[Any]] = MappingProxyType(
+    {"tokens": POSITIVE_INT, "calls": POSITIVE_INT, "seconds": SECONDS}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +43,10 @@ class Budget:
     seconds: float | None = None
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            limit = getattr(self, field.name)
-            if limit is None:
-                continue
-            kinds: Any = int
-            rule = "a whole number above zero"
-            if field.name == "seconds":
-                kinds, rule = (int, float), "a number above zero"
-            if isinstance(limit, bool) or not isinstance(limit, kinds) or not limit > 0:
-                raise ParameterError(
-                    f"invalid budget of {field.name}",
-                    f"got {limit!r}, but it must be {rule}",
-                    f"Change {field.name}, or leave it out for no limit",
-                )
+        for name, kind in _KINDS.items():
+            limit = getattr(self, name)
+            if limit is not None:
+                validated(f"budget of {name}", limit, kind)
 
 
 class BudgetAccount:
@@ -62,7 +60,8 @@ class BudgetAccount:
         usage: tokens of all tasks together.
         metrics: of all generations that have ended, as far as workers tell.
         calls: executions begun.
-        exhausted: why nothing more may run; None while something may.
+        exhausted: the error of every further execution; None while there is budget left.
+        expired: whether the seconds are over.
     """
 
     def __init__(self, budget: Budget) -> None:
@@ -71,6 +70,7 @@ class BudgetAccount:
         self.usage, self.calls = Usage(), 0
         self.metrics = SpeculationMetrics()
         self.exhausted: BudgetExceeded | None = None
+        self.expired = False
         self._seen: dict[int, tuple[Usage, Usage]] = {}  # holding the first keeps its id its own
 
     @property
@@ -123,6 +123,7 @@ class BudgetAccount:
 
     def expire(self) -> None:
         """The seconds are over."""
+        self.expired = True
         self._exhaust(self._exceeded("seconds", self.budget.seconds))
 
     def _exhaust(self, reason: BudgetExceeded) -> None:

@@ -1,13 +1,10 @@
-"""How the prototype of something becomes the one of a single request.
+"""Controllers: an inference-time method is a generator that yields the work it needs done.
 
-Cloning must be cheap (once per request and per sample) and must not let requests share what they
-write to. So containers and cloneable things are copied, and everything else is shared: tokenizers,
-models, clients, functions.
+``process`` yields lists of tasks or the objects of ``parallel``, and resumes when they are done,
+with the results on the tasks. It never awaits; the driver runs the tasks on workers.
 
-[controller] Controllers: an inference-time method is a generator that yields what it wants done.
-
-``process`` yields lists of tasks or the things of ``parallel``; it resumes when they are done, with
-the results on the tasks. It never awaits, and knows nothing about workers, loops or threads.
+Each request runs on a clone of a prototype controller (``Cloneable``), so that requests share no
+state that they write to.
 """
 
 from __future__ import annotations
@@ -23,22 +20,27 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError
-from forethought.scaffolding import sampling, settings
+from forethought.scaffolding import sampling
 from forethought.scaffolding.parallel import (
     AsCompleted,
     Branch,
     FirstDone,
     ParallelProcess,
     Process,
+    checked_process,
 )
 from forethought.scaffolding.result import ScaffoldingOutput
+from forethought.scaffolding.settings import BOOL, validated
 from forethought.scaffolding.task import ChatTask, GenerationTask, RewardTask, SystemMessage, Task
 
 _C = TypeVar("_C", bound="Cloneable")
 
 
 class Cloneable:
-    """Something of which every request gets its own.
+    """Base of objects that are cloned for each request: controllers and task collections.
+
+    Cloning is cheap: containers and cloneable attributes are copied, everything else (tokenizers,
+    models, clients, functions) is shared.
 
     Attributes:
         clone_shares: names of attributes that clones share although they are containers.
@@ -49,71 +51,71 @@ class Cloneable:
     clone_copies: ClassVar[tuple[str, ...]] = ()
 
     def clone(self) -> Self:
-        """One for a request: the same class, attributes of its own, ``__init__`` not called.
+        """A new object of the same class; ``__init__`` is not called.
 
-        Containers and cloneable things among the attributes are copied, recursively; everything
-        else is shared, unless ``clone_shares`` or ``clone_copies`` say otherwise.
+        Containers and cloneable attributes are copied recursively, everything else is shared,
+        unless ``clone_shares`` or ``clone_copies`` say otherwise.
         """
         return _clone(self, {})
 
 
-def _clone(original: _C, memo: dict[int, Any]) -> _C:
-    kind = type(original)
-    sibling = object.__new__(kind)
-    memo[id(original)] = sibling
-    for name, value in vars(original).items():
+def _clone(source: _C, memo: dict[int, Any]) -> _C:
+    kind = type(source)
+    clone = object.__new__(kind)
+    memo[id(source)] = clone
+    for name, value in vars(source).items():
         if name in kind.clone_shares:
-            vars(sibling)[name] = value
+            vars(clone)[name] = value
         elif name in kind.clone_copies:
-            vars(sibling)[name] = copy.deepcopy(value)
+            vars(clone)[name] = copy.deepcopy(value)
         else:
-            vars(sibling)[name] = _own(value, memo)
-    return sibling
+            vars(clone)[name] = _cloned(value, memo)
+    return clone
 
 
-def _own(value: Any, memo: dict[int, Any]) -> Any:
-    """What a clone has in place of ``value``; the same thing twice stays the same thing twice."""
+def _cloned(value: Any, memo: dict[int, Any]) -> Any:
+    """The clone's ``value``; an object that occurs twice is cloned once."""
     if id(value) not in memo:
-        memo[id(value)] = _copied(value, memo)
+        memo[id(value)] = _copy_of(value, memo)
     return memo[id(value)]
 
 
-def _copied(value: Any, memo: dict[int, Any]) -> Any:
+def _copy_of(value: Any, memo: dict[int, Any]) -> Any:
     if isinstance(value, Cloneable):
         overridden = type(value).clone is not Cloneable.clone
         return value.clone() if overridden else _clone(value, memo)
     if isinstance(value, dict):
-        sibling = memo[id(value)] = copy.copy(value)
+        clone = memo[id(value)] = copy.copy(value)
         for key, item in value.items():
-            sibling[key] = _own(item, memo)
-        return sibling
+            clone[key] = _cloned(item, memo)
+        return clone
     if isinstance(value, list | deque):
         sequence = memo[id(value)] = copy.copy(value)
         for index, item in enumerate(value):
-            sequence[index] = _own(item, memo)
+            sequence[index] = _cloned(item, memo)
         return sequence
     if type(value) is tuple:
-        return tuple(_own(item, memo) for item in value)
+        return tuple(_cloned(item, memo) for item in value)
     return copy.copy(value) if isinstance(value, set | bytearray) else value
 
 
-_CARRIED = ("streaming_output_flag", "on_failure", "priority", "skip_detokenizer")
+_COPIED_FIELDS = ("streaming_output_flag", "on_failure", "priority", "skip_detokenizer")
 
 
 class Controller(Cloneable):
     """Base of all methods. Override ``process``; perhaps ``generate``; rarely ``clone``.
 
     Attributes:
-        task_collections: what ``with_task_collection`` has attached, by name.
+        task_collections: collections attached by ``with_task_collection``, by name.
     """
 
     class WorkerTag(Enum):
-        """The kinds of worker that a controller needs; each controller class has its own."""
+        """The worker tags of this controller class."""
 
     task_collections: Mapping[str, Any] = MappingProxyType({})
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse a class whose generators are coroutines: nothing could drive them.
+        """Refuse a class with ``async def`` generators, which the driver cannot run.
 
         Raises:
             ParameterError: ``process`` or ``generate`` is an ``async def``.
@@ -148,7 +150,7 @@ class Controller(Cloneable):
         """
         task = GenerationTask.create_from_prompt(prompt)
         sampling.choose(task, sampling.checked("sampling_params", sampling_params))
-        yield from self.process([task], **kwargs)
+        yield from checked_process(self, "process", self.process([task], **kwargs))
         return task.samples if len(task.samples) > 1 else task.create_scaffolding_output()
 
     def process(self, tasks: Sequence[Any], **kwargs: Any) -> Generator[Any, Any, Any]:
@@ -190,7 +192,7 @@ class NativeGenerationController(Controller):
             )
         given = custom_sampling_params if sampling_params is None else sampling_params
         self.sampling_params = sampling.checked(type(self).__name__, given)
-        self.streaming = settings.switch("streaming", streaming)
+        self.streaming = validated("streaming", streaming, BOOL)
 
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
         """Generate for all tasks at once.
@@ -209,7 +211,7 @@ class NativeGenerationController(Controller):
 class NativeChatController(NativeGenerationController):
     """One turn of chat per task: a plain task's prompt becomes the user's message.
 
-    The answer is left on the task that was given, as well as in the chat.
+    The answer is stored on the given task and in the chat.
 
     Args:
         sampling_params: sampling fields for tasks that do not set them themselves.
@@ -233,7 +235,7 @@ class NativeChatController(NativeGenerationController):
         self.system = system
 
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
-        """Let the assistant answer in all chats at once.
+        """Generate the assistant's next message in all chats at once.
 
         Raises:
             ParameterError: keyword arguments, or a task whose prompt is not text.
@@ -257,20 +259,20 @@ class NativeChatController(NativeGenerationController):
         opening = [] if self.system is None else [SystemMessage(self.system)]
         chat = ChatTask.create_from_prompt(task.input_str, opening)
         sampling.carry(task, chat)
-        for name in _CARRIED:
+        for name in _COPIED_FIELDS:
             setattr(chat, name, getattr(task, name))
         return chat
 
 
 class NativeRewardController(Controller):
-    """Judges answers: ``scores`` holds one per task, in their order.
+    """Scores answers: ``scores`` holds one per task, in their order.
 
-    A generation task that has run is judged by its prompt and its output; reward tasks as they are.
-    One that failed, and says that this is only to be noted, is not judged: its score is None.
+    A finished generation task is scored by its prompt and its output, a reward task as it is. A
+    generation task that failed with ``on_failure="drop"`` has the score None.
     """
 
     class WorkerTag(Enum):
-        """The worker that judges."""
+        """The worker that scores."""
 
         REWARD = "reward"
 
@@ -279,19 +281,19 @@ class NativeRewardController(Controller):
         self.scores: list[float | None] | None = None
 
     def process(self, tasks: Sequence[GenerationTask | RewardTask], **kwargs: Any) -> Process:
-        """Judge all tasks at once.
+        """Score all tasks at once.
 
         Raises:
             ParameterError: keyword arguments; there are none.
         """
         refuse_arguments(self, kwargs)
-        judged = [None if has_failed(task) else self._reward(task) for task in tasks]
-        yield from self._judge(judged)
+        rewards = [None if has_failed(task) else self._reward(task) for task in tasks]
+        yield from self._score(rewards)
 
-    def _judge(self, judged: Sequence[RewardTask | None]) -> Process:
-        """Have the tasks judged that there are, and keep the scores of all."""
-        yield [task for task in judged if task is not None]
-        self.scores = [None if task is None else task.score for task in judged]
+    def _score(self, rewards: Sequence[RewardTask | None]) -> Process:
+        """Run the reward tasks, and keep one score per entry; None where there is no task."""
+        yield [task for task in rewards if task is not None]
+        self.scores = [None if task is None else task.score for task in rewards]
 
     def _reward(self, task: GenerationTask | RewardTask) -> RewardTask:
         if not isinstance(task, RewardTask):
@@ -301,7 +303,7 @@ class NativeRewardController(Controller):
 
 
 def has_failed(task: GenerationTask | RewardTask) -> bool:
-    """Whether there is no answer to judge."""
+    """Whether there is no answer to score."""
     return isinstance(task, GenerationTask) and task.error is not None
 
 
@@ -326,7 +328,7 @@ def refuse_arguments(
     """Refuse arguments that would change nothing, such as sampling fields given one by one.
 
     Args:
-        controller: who was given them.
+        controller: the controller that received them.
         kwargs: the arguments.
         method: which of its methods.
 
@@ -352,7 +354,7 @@ _METHODS = {
 
 
 def __getattr__(name: str) -> Any:
-    """Methods that code written for ``tensorrt_llm.scaffolding`` looks for in this module."""
+    """Methods that ``tensorrt_llm.scaffolding`` defines in this module."""
     if name not in _METHODS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_METHODS[name]), name)

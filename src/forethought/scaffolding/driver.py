@@ -17,9 +17,13 @@ from functools import partial
 from inspect import iscoroutinefunction
 from typing import Any
 
-from forethought.errors import ParameterError, TaskError, UsageError, WorkerTagError
+from forethought.errors import (
+    ParameterError,
+    TaskError,
+    UsageError,
+    WorkerTagError,
+)
 from forethought.outputs import Usage
-from forethought.scaffolding import settings
 from forethought.scaffolding.budget import BudgetAccount
 from forethought.scaffolding.execution_scope import ExecutionScope, enter
 from forethought.scaffolding.parallel import (
@@ -38,6 +42,7 @@ from forethought.scaffolding.result import (
     StreamedText,
     StreamEvent,
 )
+from forethought.scaffolding.settings import ON_FAILURE, validated
 from forethought.scaffolding.task import (
     ComputeTask,
     GenerationTask,
@@ -104,27 +109,29 @@ class Run:
     """What all frames of one request share."""
 
     routes: Routes
-    ledger: BudgetAccount
+    account: BudgetAccount
     stream: Callable[[StreamEvent | None, Sequence[Delta]], None]
     """Hands something streamed to the caller, and what the text has grown by."""
     compute: Callable[..., Any]
     """``compute(function)`` -> awaitable of what it returns, worked out in a thread."""
     executions: set[asyncio.Task[None]] = field(default_factory=set)
-    """The tasks that workers are at, in all frames."""
+    """Running executions of tasks by workers, in all frames."""
+    computations: set[asyncio.Task[None]] = field(default_factory=set)
+    """Running ``ComputeTask``s, in all frames."""
     text: StreamedText = field(default_factory=StreamedText)
     """What the request itself streams."""
 
-    def tell(self, event: StreamEvent | None = None) -> None:
+    def publish(self, event: StreamEvent | None = None) -> None:
         """Hand ``event`` to the caller, and what the text has grown by."""
         grown = self.text.take()
         if event is not None or grown:
             self.stream(event, grown)
 
     def stop_executions(self) -> None:
-        """Cancel what workers are at, because the ledger is exhausted."""
-        for execution in self.executions:
-            if not execution.cancelling():
-                execution.cancel()
+        """Cancel what workers execute, as the budget is spent; with no time left, all work."""
+        for job in self.executions | (self.computations if self.account.expired else set()):
+            if not job.cancelling():
+                job.cancel()
 
 
 class Frame:
@@ -135,7 +142,7 @@ class Frame:
         self._jobs: set[asyncio.Task[None]] = set()
         self._races: list[AsCompleted] = []
         self._branch_numbers = itertools.count()
-        self._news = asyncio.Event()
+        self._item_finished = asyncio.Event()
         self._parts: dict[int, tuple[Task, StreamedPart]] = {}
         """By id of the tasks under way whose text is the request's; holding them keeps the ids."""
 
@@ -170,7 +177,7 @@ class Frame:
 
     async def _perform(self, wanted: Any) -> Any:
         """Do what a controller yielded; returns what its ``yield`` evaluates to."""
-        self._end_left()
+        self._end_cancelled_streams()
         if isinstance(wanted, Sequence) and all(isinstance(item, Task) for item in wanted):
             return await self._all(wanted)
         if isinstance(wanted, ParallelProcess):
@@ -208,7 +215,7 @@ class Frame:
             await _end([job for job in jobs if not job.done()])
         for job, item in jobs.items():
             if job in done:
-                self._raise_failure(item, job)
+                self._raise_error(item, job)
 
     async def _next(self, race: AsCompleted) -> Item:
         """Start what is new, wait for the first to finish, and return it."""
@@ -221,7 +228,7 @@ class Frame:
         while True:
             done = race.take()
             if done is not None:
-                self._raise_failure(*done)
+                self._raise_error(*done)
                 return done[0]
             if not race:
                 raise UsageError(
@@ -229,10 +236,10 @@ class Frame:
                     "an AsCompleted was yielded that is empty",
                     "Loop with 'while running:', or add something first",
                 )
-            self._news.clear()
-            await self._news.wait()
+            self._item_finished.clear()
+            await self._item_finished.wait()
 
-    def _raise_failure(self, item: Item, job: Job) -> None:
+    def _raise_error(self, item: Item, job: Job) -> None:
         """Raise what ``item`` failed with.
 
         This frame never waits for a job that it has cancelled. So one that was cancelled has been
@@ -247,21 +254,21 @@ class Frame:
             if item.on_failure == "raise":
                 raise item.error from error
 
-    def _end_left(self) -> None:
+    def _end_cancelled_streams(self) -> None:
         """Have the streams ended that their races have cancelled.
 
         Cancelling what waits for a step ends its generation only if something waits just then.
         """
-        left = [item for race in self._races for item in race.take_left()]
+        cancelled = [item for race in self._races for item in race.take_cancelled()]
         self._races = [race for race in self._races if race]
-        for item in left:
+        for item in cancelled:
             if isinstance(item, StreamGenerationTask) and item.under_way:
                 item.cancel_flag = True
                 self._start(item)
 
     def _finished(self, race: AsCompleted, item: Item, _: object) -> None:
         race.finished(item)
-        self._news.set()
+        self._item_finished.set()
 
     async def _settle(self) -> None:
         """End whatever is still in flight, then tell the workers that the scope is over."""
@@ -296,25 +303,49 @@ class Frame:
             branch.result = await frame.drive(branch.process)
         except Exception as error:
             branch.error = error
-            if branch.on_failure == "raise" or self.run.ledger.exhausted is not None:
+            if branch.on_failure == "raise" or self.run.account.exhausted is not None:
                 raise
 
     async def _execute(self, task: Task) -> None:
         """Execute ``task``; raises what goes wrong, unless it is to be dropped."""
         try:
-            settings.on_failure(task.on_failure)
-            if isinstance(task, ComputeTask) and iscoroutinefunction(task.function):
-                await self._await(task)
-            elif isinstance(task, ComputeTask):
+            validated("on_failure", task.on_failure, ON_FAILURE)
+            if isinstance(task, ComputeTask):
                 await self._compute(task)
             else:
-                await self._have_executed(task)
+                await self._run_on_worker(task)
         finally:
             self._end_part(task)
         if task.error is not None and task.on_failure == "raise":
             raise task.error
 
     async def _compute(self, task: ComputeTask) -> None:
+        """Run ``task`` until it is done, or until the seconds of the budget are over.
+
+        Raises:
+            BudgetExceeded: they are over.
+        """
+        run = self.run
+        if run.account.expired:
+            task.status, task.error = TaskStatus.WORKER_EXECEPTION, run.account.exhausted
+        else:
+            on_loop = iscoroutinefunction(task.function)
+            work = self._compute_on_loop if on_loop else self._compute_in_thread
+            computation = asyncio.current_task()
+            assert computation is not None, "computations run in asyncio tasks of their own"
+            run.computations.add(computation)
+            try:
+                await work(task)
+            except asyncio.CancelledError:
+                if not run.account.expired:
+                    raise
+                task.status, task.error = TaskStatus.WORKER_EXECEPTION, run.account.exhausted
+            finally:
+                run.computations.discard(computation)
+        if run.account.exhausted is not None and task.error is run.account.exhausted:
+            raise run.account.exhausted
+
+    async def _compute_in_thread(self, task: ComputeTask) -> None:
         work = partial(task.function, *task.args, **task.kwargs)
         task.result, error = await self.run.compute(partial(_attempt, work))
         task.status = TaskStatus.SUCCESS if error is None else TaskStatus.WORKER_EXECEPTION
@@ -323,7 +354,7 @@ class Frame:
         )
         task.error = error if raisable else _failure(task, error)
 
-    async def _await(self, task: ComputeTask) -> None:
+    async def _compute_on_loop(self, task: ComputeTask) -> None:
         """Await the coroutine of a task on this event loop."""
         task.status, task.error = TaskStatus.SUCCESS, None
         try:
@@ -334,7 +365,7 @@ class Frame:
             task.status = TaskStatus.WORKER_EXECEPTION
             task.error = error if isinstance(error, Exception) else _failure(task, error)
 
-    async def _have_executed(self, task: Task) -> None:
+    async def _run_on_worker(self, task: Task) -> None:
         """Have a worker execute ``task``, and book what it costs.
 
         Raises:
@@ -349,24 +380,24 @@ class Frame:
         try:
             task.status, task.error = await self._outcome(task)
         except asyncio.CancelledError:
-            if run.ledger.exhausted is None or ending:
+            if run.account.exhausted is None or ending:
                 raise
-            task.status, task.error = TaskStatus.WORKER_EXECEPTION, run.ledger.exhausted
+            task.status, task.error = TaskStatus.WORKER_EXECEPTION, run.account.exhausted
         finally:
             run.executions.discard(execution)
-            run.ledger.record(task.usage)
-        if run.ledger.exhausted is not None and not ending:
-            raise run.ledger.exhausted
+            run.account.record(task.usage)
+        if run.account.exhausted is not None and not ending:
+            raise run.account.exhausted
 
     def _begin_execution(self, task: Task) -> bool:
         """Prepare ``task``; returns whether all it is to do is to end its stream."""
         stream = task if isinstance(task, StreamGenerationTask) and task.under_way else None
         ending = stream is not None and stream.cancel_flag
         if stream is None:
-            self.run.ledger.begin_call()
+            self.run.account.begin_call()
             task.usage = Usage()
-        elif not ending and self.run.ledger.exhausted is not None:
-            raise self.run.ledger.exhausted
+        elif not ending and self.run.account.exhausted is not None:
+            raise self.run.account.exhausted
         if task.streaming_output_flag:
             task.streaming_output_list = StreamedOutputs(partial(self._stream, task))
         return ending
@@ -384,7 +415,8 @@ class Frame:
                 raise
             return failed, _failure(task, error)
         if status is not TaskStatus.SUCCESS:
-            return status, _unsuccessful(task, status, worker)
+            failure = _unsuccessful(task, status, worker)
+            return failure.status or failed, failure
         if isinstance(task, GenerationTask):  # its worker may not count
             known, counted = task.num_generated, task.usage.completion_tokens
             task.usage.completion_tokens = max(known, counted)
@@ -406,7 +438,7 @@ class Frame:
             if not (isinstance(task, StreamGenerationTask) and task.under_way):
                 part.is_open = False
                 del self._parts[id(task)]
-                self.run.tell()
+                self.run.publish()
 
     def _stream(self, task: Task | None, output: Any) -> None:
         """Stream what a task, or for None the controller itself, has to say."""
@@ -419,7 +451,7 @@ class Frame:
                 part.is_open = False
             if part is not None:
                 part.add(output)
-        self.run.tell(StreamEvent(self.scope.path, output))
+        self.run.publish(StreamEvent(self.scope.path, output))
 
 
 def controller_quit(error: BaseException) -> UsageError:
@@ -476,9 +508,13 @@ def _failure(item: Item, error: BaseException) -> TaskError:
     return failure
 
 
-def _unsuccessful(task: Task, status: TaskStatus, worker: Worker) -> TaskError:
+def _unsuccessful(task: Task, status: Any, worker: Worker) -> TaskError:
+    """The error of a task whose worker returned another status than success."""
     kind, name = type(task).__name__, type(worker).__name__
-    if status is TaskStatus.WORKER_NOT_SUPPORTED:
+    if not isinstance(status, TaskStatus):
+        why, fix = f"{name} returned {status!r}", "Return a TaskStatus, or None for success"
+        status = TaskStatus.WORKER_EXECEPTION
+    elif status is TaskStatus.WORKER_NOT_SUPPORTED:
         why, fix = f"{name} has no handler for it", f"Register one: {name}.task_handlers"
     else:
         why, fix = f"{name} reports {status.value}", ""

@@ -1,7 +1,4 @@
-"""``tensorrt_llm.scaffolding``'s name for ``scope``.
-
-[scope] Where in which request some code runs: a request, or one of its parallel branches.
-"""
+"""The scope that code runs in: a request, or one of its parallel branches."""
 
 from __future__ import annotations
 
@@ -19,22 +16,27 @@ class ExecutionScope:
     request_id: str
     path: str
     """``""`` for the request itself, ``"2"`` for a branch, ``"2.0"`` for a branch of that."""
-    ledger: BudgetAccount
-    """What the whole request has spent and may spend."""
+    account: BudgetAccount
+    """What the whole request has spent, and its limits."""
     priority: int = 0
     parent: ExecutionScope | None = None
     sympy: SympyPool | None = None
-    """What works on formulas; shared by all requests of a ``ScaffoldingLlm``."""
+    """Processes for formulas; shared by all requests of a ``ScaffoldingLlm``."""
+
+    @property
+    def ledger(self) -> BudgetAccount:
+        """The former name of ``account``."""
+        return self.account
 
     @property
     def scope_id(self) -> str:
-        """``"request"`` or ``"request:2.0"``: what workers know the scope by."""
+        """``"request"`` or ``"request:2.0"``: the key under which workers keep state."""
         return f"{self.request_id}:{self.path}" if self.path else self.request_id
 
     def child(self, index: int) -> ExecutionScope:
         """The scope of a branch."""
         path = f"{self.path}.{index}" if self.path else str(index)
-        return ExecutionScope(self.request_id, path, self.ledger, self.priority, self, self.sympy)
+        return ExecutionScope(self.request_id, path, self.account, self.priority, self, self.sympy)
 
 
 _current: ContextVar[ExecutionScope | None] = ContextVar("forethought_scope", default=None)

@@ -1,4 +1,4 @@
-"""``tensorrt_llm.scaffolding``'s name for ``answers``."""
+"""The functions of ``answers`` under their module name in ``tensorrt_llm.scaffolding``."""
 
 from forethought.scaffolding.answers import (
     extract_answer_from_boxed,

@@ -12,20 +12,40 @@ These objects only say what is wanted; the driver starts, awaits and cancels.
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import Any, Protocol, Self
 
 from forethought.errors import ParameterError, UsageError
-from forethought.scaffolding import settings
-from forethought.scaffolding.task import OnFailure, Task
-
-if TYPE_CHECKING:
-    from forethought.scaffolding.controller import Controller
+from forethought.scaffolding.settings import ON_FAILURE, OnFailure, validated
+from forethought.scaffolding.task import Task
 
 Process = Generator[Any, Any, Any]
-"""A controller at work: what ``Controller.process`` returns."""
+"""A running controller: what ``Controller.process`` returns."""
+
+
+class TaskProcessor(Protocol):
+    """What a branch runs: a ``Controller``, or anything else with its ``process``."""
+
+    def process(self, tasks: Sequence[Any], **kwargs: Any) -> Process:
+        """Work on ``tasks``, leaving the results on them."""
+
+
+def checked_process(controller: Any, method: str, returned: Any) -> Process:
+    """What ``process`` or ``generate`` of a controller returned, if it can be run.
+
+    Raises:
+        UsageError: it is no generator.
+    """
+    if not isinstance(returned, Generator):
+        raise UsageError(
+            f"{type(controller).__name__}.{method} is no generator: it returned {returned!r}",
+            "a controller yields its tasks, and the driver runs them",
+            "Write 'yield [task]', or 'yield from' another controller's process",
+        )
+    return returned
 
 
 class Branch:
@@ -48,14 +68,16 @@ class Branch:
 
     def __init__(
         self,
-        controller: Controller,
+        controller: TaskProcessor,
         tasks: Sequence[Task],
         kwargs: Mapping[str, Any] | None = None,
         on_failure: OnFailure = "raise",
     ) -> None:
         self.controller, self.tasks = controller, tasks
-        self.on_failure = settings.on_failure(on_failure)
-        self.process: Process = controller.process(tasks, **(kwargs or {}))
+        self.on_failure = validated("on_failure", on_failure, ON_FAILURE)
+        self.process = checked_process(
+            controller, "process", controller.process(tasks, **(kwargs or {}))
+        )
         self.result: Any = None
         self.error: Exception | None = None
 
@@ -81,7 +103,7 @@ class ParallelProcess:
 
     def __init__(
         self,
-        controllers: Sequence[Controller],
+        controllers: Sequence[TaskProcessor],
         tasks_list: Sequence[Sequence[Task]],
         kwargs_list: Sequence[Mapping[str, Any]] | None = None,
         on_failure: OnFailure = "raise",
@@ -105,14 +127,8 @@ class ParallelProcess:
         return [branch.process for branch in self.branches]
 
 
-class Job(Protocol):
-    """Something in flight, as far as this module has to do with it."""
-
-    def cancel(self) -> Any:
-        """End it."""
-
-    def result(self) -> Any:
-        """Raise what it failed with."""
+Job = asyncio.Future[None]
+"""A running item."""
 
 
 class AsCompleted:
@@ -134,7 +150,7 @@ class AsCompleted:
         self._new: list[Item] = []
         self._running: dict[int, tuple[Item, Job]] = {}
         self._finished: deque[tuple[Item, Job]] = deque()
-        self._left: list[Item] = []
+        self._cancelled: list[Item] = []
         self.add(*items)
 
     def add(self, *items: Item) -> None:
@@ -146,14 +162,14 @@ class AsCompleted:
                     f"{type(item).__name__} was added before it finished",
                     "Wait for it, or use a copy",
                 )
-            self._left = [other for other in self._left if other is not item]
+            self._cancelled = [other for other in self._cancelled if other is not item]
             self._new.append(item)
 
     def cancel(self, *items: Item) -> None:
         """End the given things, or all, now; they are never returned."""
         pending = self.pending
         unwanted = {id(item) for item in items or pending}
-        self._left += [item for item in pending if id(item) in unwanted]
+        self._cancelled += [item for item in pending if id(item) in unwanted]
         self._new = [item for item in self._new if id(item) not in unwanted]
         self._finished = deque(done for done in self._finished if id(done[0]) not in unwanted)
         for key in unwanted & self._running.keys():
@@ -197,10 +213,10 @@ class AsCompleted:
         if done is not None:
             self._finished.append(done)
 
-    def take_left(self) -> list[Item]:
+    def take_cancelled(self) -> list[Item]:
         """What was cancelled since this was asked last."""
-        left, self._left = self._left, []
-        return left
+        cancelled, self._cancelled = self._cancelled, []
+        return cancelled
 
     def take(self) -> tuple[Item, Job] | None:
         """The first thing that finished and was not returned yet."""

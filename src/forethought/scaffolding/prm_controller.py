@@ -1,6 +1,6 @@
-"""``PRMController``: has the steps of answers judged by a process reward model.
+"""``PRMController``: scores the steps of answers with a process reward model.
 
-Knows the shape of what such a model reads, and nothing about who runs it.
+It formats the model's input (a chat with a separator token behind each step); a worker runs it.
 """
 
 from __future__ import annotations
@@ -9,31 +9,31 @@ from collections.abc import Sequence
 from typing import Any
 
 from forethought.errors import ParameterError, UsageError
-from forethought.scaffolding import settings
 from forethought.scaffolding.controller import NativeRewardController, has_failed, refuse_arguments
 from forethought.scaffolding.parallel import Process
+from forethought.scaffolding.settings import BOOL, validated
 from forethought.scaffolding.task import ComputeTask, GenerationTask, RewardTask
 
 _SYSTEM = "Please reason step by step, and put your final answer within \\boxed{}."
 
 
 class PRMController(NativeRewardController):
-    """Judges answers step by step: ``scores`` holds one per task, in their order.
+    """Scores answers step by step: ``scores`` holds one per task, in their order.
 
     A score is the product, over an answer's steps, of the probability that the step is good, read
     where a separator ends it (Zhang et al. 2025, "The Lessons of Developing Process Reward Models
-    in Mathematical Reasoning"). The worker that serves ``REWARD``, such as ``RewardWorker``, finds
-    the token ids and the separators' places on its ``RewardTask``. The texts are tokenised beside
-    the event loop.
+    in Mathematical Reasoning"). The worker of the tag ``REWARD``, such as ``RewardWorker``, reads
+    the token ids and the separators' positions from a ``RewardTask``. Texts are tokenised in a
+    thread.
 
-    Where a question or an answer contains the separator itself, the model sees a blank instead.
+    A separator inside a question or an answer is replaced by a blank.
 
     Args:
         tokenizer: the reward model's; shared by all clones.
         split_steps: whether an answer is cut at ``step_token``, blank steps left out. If not, it is
-            one step between two separators, judged at the second.
-        step_token: what stands between two steps.
-        separate_token: what the model was trained to read a step's score at.
+            one step between two separators, scored at the second.
+        step_token: text between two steps.
+        separate_token: the token at which the model was trained to score a step.
 
     Raises:
         UsageError: the tokenizer has no chat template.
@@ -56,13 +56,13 @@ class PRMController(NativeRewardController):
                 "Give the tokenizer of a process reward model",
             )
         if not step_token:
-            raise ParameterError("invalid step_token", "it is empty", "Give what parts two steps")
-        self.tokenizer, self.split_steps = tokenizer, settings.switch("split_steps", split_steps)
+            raise ParameterError("invalid step_token", "it is empty", "Give text to split at")
+        self.tokenizer, self.split_steps = tokenizer, validated("split_steps", split_steps, BOOL)
         self.step_token, self.separate_token = step_token, separate_token
         self.separator_id = _only_id(tokenizer, separate_token)
 
     def process(self, tasks: Sequence[GenerationTask | RewardTask], **kwargs: Any) -> Process:
-        """Judge all tasks at once.
+        """Score all tasks at once.
 
         Raises:
             ParameterError: keyword arguments; there are none. Or a task without question or answer
@@ -72,24 +72,26 @@ class PRMController(NativeRewardController):
         refuse_arguments(self, kwargs)
         tokenising = ComputeTask(self._rewards, list(tasks))
         yield [tokenising]
-        yield from self._judge(tokenising.result)
+        yield from self._score(tokenising.result)
 
     def _rewards(self, tasks: Sequence[GenerationTask | RewardTask]) -> list[RewardTask | None]:
-        judged = [None if has_failed(task) else self._reward(task) for task in tasks]
-        for reward in judged:
+        rewards = [None if has_failed(task) else self._reward(task) for task in tasks]
+        for reward in rewards:
             if reward is None:
                 continue
             ids = self._token_ids(reward)
-            places = [place for place, token in enumerate(ids) if token == self.separator_id]
+            positions = [
+                position for position, token in enumerate(ids) if token == self.separator_id
+            ]
             reward.input_tokens = ids
-            reward.step_positions = places if self.split_steps else places[-1:]
-        return judged
+            reward.step_positions = positions if self.split_steps else positions[-1:]
+        return rewards
 
     def _token_ids(self, task: RewardTask) -> list[int]:
-        """What the model reads: the chat, with separators in it."""
+        """The model's input ids: the chat with separators in it."""
         if task.input_str is None or task.output_str is None:
             raise ParameterError(
-                "a process reward model judges text",
+                "a process reward model scores text",
                 "the task lacks input_str or output_str",
                 "Give the prompt as text, and do not skip the detokenizer",
             )
@@ -113,7 +115,7 @@ class PRMController(NativeRewardController):
         # A template may leave out the thoughts of an answer, and their steps with them.
         if not 0 < ids.count(self.separator_id) <= answer.count(self.separate_token):
             raise UsageError(
-                "the steps of an answer cannot be told apart",
+                "the steps of an answer cannot be separated",
                 f"of {answer.count(self.separate_token)} separators the reward model would see "
                 f"{ids.count(self.separator_id)}",
                 "Give the tokenizer and the separate_token of one process reward model",
@@ -128,12 +130,12 @@ class PRMController(NativeRewardController):
         return "".join(self._plain(step) + separator for step in steps or [""])
 
     def _plain(self, text: str) -> str:
-        """The text without separators: an answer must not choose where it is judged."""
+        """The text without separators, so that an answer cannot choose where it is scored."""
         return text.replace(self.separate_token, " ")
 
 
 def _only_id(tokenizer: Any, text: str) -> int:
-    """The id of the one token that ``text`` is; never one that an encoder puts before it."""
+    """The id of the single token ``text``, without the special tokens of the encoder."""
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     known = tokenizer.get_vocab().get(text)
     if known is None and len(ids) == 1 and ids[0] != tokenizer.unk_token_id:

@@ -229,7 +229,7 @@ class StreamedPart:
             self.deltas.append(delta)
 
 
-class _Streamed(NamedTuple):
+class _StreamedItem(NamedTuple):
     """Something streamed: an event, text that was held back before, or both."""
 
     event: StreamEvent | None
@@ -271,9 +271,9 @@ class ScaffoldingResult:
         self.metrics = SpeculationMetrics()
         self._abort = abort
         self._done: concurrent.futures.Future[list[ScaffoldingOutput]] = concurrent.futures.Future()
-        self._streamed: list[_Streamed] = []
+        self._streamed: list[_StreamedItem] = []
         self._lock = threading.Lock()
-        self._news: concurrent.futures.Future[None] | None = None
+        self._changed: concurrent.futures.Future[None] | None = None
         self._current: ScaffoldingOutput | None = None
         self.loop_thread: int | None = None
 
@@ -394,49 +394,49 @@ class ScaffoldingResult:
         self._current = None
         yield self
 
-    def _follow(self) -> Iterator[_Streamed]:
+    def _follow(self) -> Iterator[_StreamedItem]:
         position = 0
         while True:
-            news = self._watch()
+            changed = self._next_change()
             yield from self._streamed[position : (position := len(self._streamed))]
-            if news is None:
+            if changed is None:
                 break
             self._forbid_on_loop()
-            news.result()
+            changed.result()
         self._done.result()
 
-    async def _afollow(self) -> AsyncIterator[_Streamed]:
+    async def _afollow(self) -> AsyncIterator[_StreamedItem]:
         position = 0
         while True:
-            news = self._watch()
+            changed = self._next_change()
             for streamed in self._streamed[position : (position := len(self._streamed))]:
                 yield streamed
-            if news is None:
+            if changed is None:
                 break
-            await _wait(news)
+            await _wait(changed)
         self._done.result()
 
-    def _watch(self) -> concurrent.futures.Future[None] | None:
-        """What will be done at the next news; None if there will be none any more."""
+    def _next_change(self) -> concurrent.futures.Future[None] | None:
+        """A future that is done at the next change; None if the request is over."""
         with self._lock:
             if self._done.done():
                 return None
-            if self._news is None:
-                self._news = concurrent.futures.Future()
-            return self._news
+            if self._changed is None:
+                self._changed = concurrent.futures.Future()
+            return self._changed
 
-    def _tell(self) -> None:
-        news, self._news = self._news, None
-        if news is not None:
-            news.set_result(None)
+    def _notify(self) -> None:
+        changed, self._changed = self._changed, None
+        if changed is not None:
+            changed.set_result(None)
 
     # ---- for the driver -----------------------------------------------------------------------
 
     def stream(self, event: StreamEvent | None, grown: Sequence[Delta]) -> None:
         """Hand something streamed, and what the text has grown by, to whoever iterates."""
         with self._lock:
-            self._streamed.append(_Streamed(event, grown))
-            self._tell()
+            self._streamed.append(_StreamedItem(event, grown))
+            self._notify()
 
     def on_finish(self, call: Callable[[], Any]) -> None:
         """``call`` once the request is over; at once if it is."""
@@ -451,7 +451,7 @@ class ScaffoldingResult:
                 self._done.set_exception(outcome)
             else:
                 self._done.set_result(outcome)
-            self._tell()
+            self._notify()
 
 
 async def _wait(future: concurrent.futures.Future[Any]) -> None:

@@ -15,16 +15,16 @@ a worker                ``refuse`` what it cannot honour; ``to_params``, ``stop_
 from __future__ import annotations
 
 import copy
+import dataclasses
 import hashlib
 from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from forethought.config.sampling import SamplingParams
+from forethought.config.guided import GuidedDecodingParams
+from forethought.config.sampling import SamplingParams, SpeculationParams
 from forethought.errors import ParameterError
-
-if TYPE_CHECKING:
-    from forethought.scaffolding.task import GenerationTask
 
 __all__ = [
     "DEFAULTS",
@@ -55,35 +55,60 @@ _SAME_NAME = (
     "speculation",
 )
 _NONE_IS_DEFAULT = ("min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-_OPENAI_ONLY = ("best_of", "echo", "suffix", "user")
 
-FIELDS = (
-    *_SAME_NAME,
-    *_NONE_IS_DEFAULT,
-    *_OPENAI_ONLY,
-    "num_logprobs",
-    "stop",
-    "stop_token_ids",
-    "return_context_logits",
-)
+
+@dataclass(eq=False)
+class SamplingFields:
+    """The sampling fields of a ``GenerationTask``. At its default, a field is not set."""
+
+    # sampling, in the order of OpenAI's reference
+    best_of: int | None = None
+    echo: bool = False
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
+    num_logprobs: int | None = None
+    """Log-probabilities per token, beside the chosen one's (``logprobs`` holds the result)."""
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    n: int = 1
+    presence_penalty: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] | None = field(default_factory=list)
+    suffix: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    user: str | None = None
+    ignore_eos: bool = False
+
+    # sampling beyond OpenAI's
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[int] = field(default_factory=list)
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    return_context_logits: bool = False
+    guided_decoding: GuidedDecodingParams | None = None
+    """The shape of the output."""
+    speculation: SpeculationParams | None = None
+    """How to guess ahead; changes nothing but the time."""
+
+    chosen: set[str] = field(default_factory=set, init=False, repr=False)
+    """Sampling fields that the request sets, be it to their defaults: no controller fills them."""
+    sample_path: tuple[int, ...] = field(default=(), init=False, repr=False)
+    """Which sample of its prompt it is, of which sample ..., outermost first; what the seed that a
+    controller fills in is varied by."""
+
+
+_DECLARED = [field for field in dataclasses.fields(SamplingFields) if field.init]
+
+FIELDS = tuple(field.name for field in _DECLARED)
 """Every sampling field of ``GenerationTask``."""
 
-
-_NOT_NONE: dict[str, Any] = {
-    "echo": False,
-    "frequency_penalty": 0.0,
-    "n": 1,
-    "presence_penalty": 0.0,
-    "stop": [],
-    "ignore_eos": False,
-    "stop_token_ids": [],
-    "include_stop_str_in_output": False,
-    "skip_special_tokens": True,
-    "return_context_logits": False,
-}
-
-DEFAULTS: Mapping[str, Any] = MappingProxyType({name: _NOT_NONE.get(name) for name in FIELDS})
-"""The value by which each of them says "not set"; that of ``GenerationTask``."""
+DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {field.name: field.default if field.default is not MISSING else [] for field in _DECLARED}
+)
+"""The value that means "not set", by name of the field."""
 
 
 def checked(owner: str, params: Mapping[str, Any] | SamplingParams | None) -> dict[str, Any]:
@@ -127,13 +152,13 @@ def _given(params: SamplingParams) -> dict[str, Any]:
     }
 
 
-def is_set(task: GenerationTask, name: str) -> bool:
+def is_set(task: SamplingFields, name: str) -> bool:
     """Whether the task itself gives the field a value of its own."""
     value = getattr(task, name)
     return bool(value != DEFAULTS[name] and not (name == "stop" and not value))
 
 
-def choose(task: GenerationTask, params: Mapping[str, Any]) -> None:
+def choose(task: SamplingFields, params: Mapping[str, Any]) -> None:
     """Set fields for good: no controller fills them, not even those that are set to a default.
 
     Args:
@@ -148,7 +173,7 @@ def choose(task: GenerationTask, params: Mapping[str, Any]) -> None:
             task.chosen.add(name)
 
 
-def fill(task: GenerationTask, params: Mapping[str, Any]) -> None:
+def fill(task: SamplingFields, params: Mapping[str, Any]) -> None:
     """Set the fields that the task leaves at their defaults, unless its caller chose those."""
     for name, value in params.items():
         if name not in task.chosen and not is_set(task, name):
@@ -182,7 +207,7 @@ def derived_seed(seed: int, number: int) -> int:
     return int.from_bytes(digest) >> 11
 
 
-def carry(source: GenerationTask, target: GenerationTask, names: Iterable[str] = FIELDS) -> None:
+def carry(source: SamplingFields, target: SamplingFields, names: Iterable[str] = FIELDS) -> None:
     """Take over what ``source`` sets itself."""
     target.chosen |= source.chosen & set(names)
     target.sample_path = source.sample_path
@@ -191,7 +216,7 @@ def carry(source: GenerationTask, target: GenerationTask, names: Iterable[str] =
             setattr(target, name, copy.copy(getattr(source, name)))
 
 
-def refuse(task: GenerationTask, names: Iterable[str], worker: str, fix: str) -> None:
+def refuse(task: SamplingFields, names: Iterable[str], worker: str, fix: str) -> None:
     """Refuse fields that ``worker`` cannot honour.
 
     Raises:
@@ -206,7 +231,7 @@ def refuse(task: GenerationTask, names: Iterable[str], worker: str, fix: str) ->
         )
 
 
-def to_params(task: GenerationTask, *, priority: int = 0) -> SamplingParams:
+def to_params(task: SamplingFields, *, priority: int = 0) -> SamplingParams:
     """The task's fields as the engine takes them.
 
     ``best_of``, ``echo``, ``suffix``, ``user`` and ``return_context_logits`` have no counterpart
@@ -215,6 +240,7 @@ def to_params(task: GenerationTask, *, priority: int = 0) -> SamplingParams:
     Raises:
         ParameterError: a value is outside its range.
     """
+    own_priority = getattr(task, "priority", None)
     values: dict[str, Any] = {name: getattr(task, name) for name in _SAME_NAME}
     for name in _NONE_IS_DEFAULT:
         if getattr(task, name) is not None:
@@ -223,12 +249,12 @@ def to_params(task: GenerationTask, *, priority: int = 0) -> SamplingParams:
         logprobs=task.num_logprobs,
         stop=stop_strings(task),
         stop_token_ids=tuple(task.stop_token_ids),
-        priority=task.priority if task.priority is not None else priority,
+        priority=priority if own_priority is None else own_priority,
         **values,
     )
 
 
-def stop_strings(task: GenerationTask) -> tuple[str, ...]:
+def stop_strings(task: SamplingFields) -> tuple[str, ...]:
     """The stop strings, however they are written.
 
     Raises:

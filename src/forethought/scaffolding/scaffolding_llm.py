@@ -21,6 +21,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Integral
@@ -29,12 +30,14 @@ from typing import Any, Self, overload
 
 from forethought.config.sampling import SamplingParams
 from forethought.errors import EngineStopped, ParameterError, RequestTimeout, UsageError
-from forethought.scaffolding import sampling, settings
+from forethought.scaffolding import sampling
 from forethought.scaffolding.budget import Budget, BudgetAccount
 from forethought.scaffolding.controller import Controller
 from forethought.scaffolding.driver import Frame, Routes, Run, controller_quit
 from forethought.scaffolding.execution_scope import ExecutionScope
+from forethought.scaffolding.parallel import checked_process
 from forethought.scaffolding.result import ScaffoldingOutput, ScaffoldingResult
+from forethought.scaffolding.settings import POSITIVE_INT, SECONDS, validated
 from forethought.scaffolding.sympy_pool import SympyPool
 from forethought.scaffolding.task import Task
 from forethought.scaffolding.worker import Worker
@@ -91,7 +94,7 @@ class ScaffoldingLlm:
         workers: Mapping[Any, Worker],
         max_parallel_requests: int = 64,
     ) -> None:
-        settings.whole_number("max_parallel_requests", max_parallel_requests)
+        validated("max_parallel_requests", max_parallel_requests, POSITIVE_INT)
         self.prototype_controller, self.workers = prototype_controller, workers
         self.max_parallel_requests = max_parallel_requests
         self._routes = Routes(workers)
@@ -141,7 +144,7 @@ class ScaffoldingLlm:
             EngineStopped: after ``shutdown``.
         """
         if timeout is not None:
-            settings.seconds("timeout", timeout)
+            validated("timeout", timeout, SECONDS)
         if not isinstance(priority, int):
             raise ParameterError(
                 "invalid priority", f"got {priority!r}", "Give a whole number; lower runs first"
@@ -264,17 +267,18 @@ class ScaffoldingLlm:
         controller = self.prototype_controller.clone()
         result.task_collections = controller.task_collections
         run = Run(self._routes, BudgetAccount(request.budget), result.stream, self._compute)
-        run.ledger.on_exhausted = run.stop_executions
-        result.usage = run.ledger.usage
+        run.account.on_exhausted = run.stop_executions
+        result.usage = run.account.usage
         timer = None
         if request.budget.seconds is not None:
-            timer = self.loop.call_later(request.budget.seconds, run.ledger.expire)
+            timer = self.loop.call_later(request.budget.seconds, run.account.expire)
         try:
-            scope = ExecutionScope(result.id, "", run.ledger, request.priority, sympy=self._sympy)
+            scope = ExecutionScope(result.id, "", run.account, request.priority, sympy=self._sympy)
             process = controller.generate(request.prompt, **request.kwargs)
+            checked_process(controller, "generate", process)
             output = await Frame(run, scope).drive(process)
         finally:
-            result.metrics = run.ledger.metrics
+            result.metrics = run.account.metrics
             if timer is not None:
                 timer.cancel()
         return _outputs(controller, output)
@@ -309,13 +313,19 @@ class ScaffoldingLlm:
         if threading.get_ident() == self._loop_thread:
             self._ending = self.loop.create_task(self.ashutdown(workers))
             return
-        asyncio.run_coroutine_threadsafe(self.ashutdown(workers), self.loop).result()
-        if self._thread is not None:
-            asyncio.run_coroutine_threadsafe(_settle(), self.loop).result()
-            asyncio.run_coroutine_threadsafe(self.loop.shutdown_asyncgens(), self.loop).result()
-            self.loop.call_soon_threadsafe(self.loop.stop)
-            self._thread.join()
-            self.loop.close()
+        try:
+            asyncio.run_coroutine_threadsafe(self.ashutdown(workers), self.loop).result()
+        finally:
+            if self._thread is not None:
+                self._stop_loop(self._thread)
+
+    def _stop_loop(self, thread: threading.Thread) -> None:
+        """Stop and close the event loop that runs in ``thread``."""
+        asyncio.run_coroutine_threadsafe(_settle(), self.loop).result()
+        asyncio.run_coroutine_threadsafe(self.loop.shutdown_asyncgens(), self.loop).result()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        thread.join()
+        self.loop.close()
 
     async def ashutdown(self, shutdown_workers: bool = False) -> None:
         """``shutdown`` for coroutines on the same event loop."""
@@ -331,12 +341,12 @@ class ScaffoldingLlm:
             await asyncio.wait(running)
         self._pool.shutdown(wait=False)
         self._sympy.close()
-        if shutdown_workers:
-            for worker in self._routes.workers:
-                await worker.async_shutdown()
-                worker.shutdown()
-        for worker in self._routes.workers:
-            await worker.on_loop_end()
+        async with AsyncExitStack() as endings:  # all of them run, also if one of them raises
+            for worker in reversed(self._routes.workers):
+                endings.push_async_callback(worker.on_loop_end)
+            for worker in reversed(self._routes.workers if shutdown_workers else []):
+                endings.callback(worker.shutdown)
+                endings.push_async_callback(worker.async_shutdown)
 
     def __enter__(self) -> Self:
         return self
@@ -382,16 +392,16 @@ async def _settle() -> None:
 
 
 def _outputs(controller: Controller, output: Any) -> list[ScaffoldingOutput]:
-    """What ``generate`` of a controller returned, as the outputs of the result.
+    """The outputs that ``generate`` of a controller returned.
 
     Raises:
-        UsageError: text or a task is returned instead of an output.
+        UsageError: something else than outputs is returned, such as text or a task.
     """
     if output is None:
         return []
     outputs = output if isinstance(output, list) else [output]
     for item in outputs:
-        if isinstance(item, str | bytes | Task):
+        if isinstance(item, Task) or not hasattr(item, "text"):
             raise UsageError(
                 f"{type(controller).__name__}.generate returned {type(item).__name__}",
                 f"got {str(item)[:60]!r}, but the result holds ScaffoldingOutput",

@@ -24,14 +24,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from numbers import Integral
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Self, TypeVar
 
-from forethought.config.guided import GuidedDecodingParams
-from forethought.config.sampling import SpeculationParams
 from forethought.errors import ParameterError
 from forethought.outputs import TokenLogprobs, Usage
 from forethought.scaffolding import sampling
 from forethought.scaffolding.result import Delta, ScaffoldingOutput
+from forethought.scaffolding.settings import (
+    NON_NEGATIVE_INT,
+    POSITIVE_INT,
+    OnFailure,
+    validated,
+)
 
 
 @dataclass
@@ -185,10 +189,6 @@ class OpenAIToolDescription(ToolDescription):
         }
 
 
-OnFailure = Literal["raise", "drop"]
-"""What becomes of a failure: it is raised in the controller that waits, or only noted."""
-
-
 class TaskStatus(Enum):
     """How a worker fared with a task."""
 
@@ -245,13 +245,13 @@ class Task:
 
     def copy(self) -> Self:
         """The same request with its results blank: containers copied, contents shared."""
-        sibling = copy.copy(self)
-        for name, value in vars(sibling).items():
+        duplicate = copy.copy(self)
+        for name, value in vars(duplicate).items():
             if isinstance(value, list | dict | set):
-                setattr(sibling, name, copy.copy(value))
-        sibling.status = sibling.error = None
-        sibling.usage, sibling.streaming_output_list = Usage(), []
-        return sibling
+                setattr(duplicate, name, copy.copy(value))
+        duplicate.status = duplicate.error = None
+        duplicate.usage, duplicate.streaming_output_list = Usage(), []
+        return duplicate
 
     def emit(self, text: str, token_ids: Sequence[int] = (), source: str = "") -> None:
         """For workers: stream new text and tokens to the caller, if the task is streamed."""
@@ -286,7 +286,7 @@ class ForkPoint:
 
 
 @dataclass(eq=False)
-class GenerationTask(Task):
+class GenerationTask(sampling.SamplingFields, Task):
     """Generate text from a prompt.
 
     A sampling field that is None (or at its default) leaves the choice to the controller's
@@ -304,44 +304,6 @@ class GenerationTask(Task):
     """The prompt is ``input_tokens`` and nothing else will do."""
     skip_detokenizer: bool = False
     """Do not turn the output into text: ``output_str`` stays None."""
-
-    # sampling, in the order of OpenAI's reference
-    best_of: int | None = None
-    echo: bool = False
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] | None = None
-    num_logprobs: int | None = None
-    """Log-probabilities per token, beside the chosen one's (``logprobs`` holds the result)."""
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    n: int = 1
-    presence_penalty: float = 0.0
-    seed: int | None = None
-    stop: str | list[str] | None = field(default_factory=list)
-    suffix: str | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    user: str | None = None
-    ignore_eos: bool = False
-
-    # sampling beyond OpenAI's
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    stop_token_ids: list[int] = field(default_factory=list)
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
-    return_context_logits: bool = False
-    guided_decoding: GuidedDecodingParams | None = None
-    """The shape of the output."""
-    speculation: SpeculationParams | None = None
-    """How to guess ahead; changes nothing but the time."""
-
-    chosen: set[str] = field(default_factory=set, init=False, repr=False)
-    """Sampling fields that the request sets, be it to their defaults: no controller fills them."""
-    sample_path: tuple[int, ...] = field(default=(), init=False, repr=False)
-    """Which sample of its prompt it is, of which sample ..., outermost first; what the seed that a
-    controller fills in is varied by."""
 
     fork_point: ForkPoint | None = field(default=None, repr=False)
     """Set by ``fork``: the sequence that this task continues."""
@@ -400,14 +362,14 @@ class GenerationTask(Task):
 
     def copy(self) -> Self:
         """The same request with its results blank."""
-        sibling = super().copy()
-        sibling.result = None
-        return sibling
+        duplicate = super().copy()
+        duplicate.result = None
+        return duplicate
 
     def __copy__(self) -> Self:
-        sibling = object.__new__(type(self))
-        vars(sibling).update(vars(self))
-        return sibling
+        duplicate = object.__new__(type(self))
+        vars(duplicate).update(vars(self))
+        return duplicate
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "request_handle": None}
@@ -487,11 +449,7 @@ class GenerationTask(Task):
         Raises:
             ParameterError: ``num_samples`` is no whole number above 0.
         """
-        if not isinstance(num_samples, int) or isinstance(num_samples, bool) or num_samples < 1:
-            raise ParameterError(
-                "invalid num_samples", f"got {num_samples!r}", "Give a whole number above 0"
-            )
-        samples = [self.copy() for _ in range(num_samples)]
+        samples = [self.copy() for _ in range(validated("num_samples", num_samples, POSITIVE_INT))]
         for number, sample in enumerate(samples):
             sampling.vary(sample, number)
         return samples
@@ -590,20 +548,13 @@ class StreamGenerationTask(GenerationTask):
         Raises:
             ParameterError: it is no whole number, or below 0.
         """
-        step = self.streaming_step
-        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-            raise ParameterError(
-                "invalid streaming_step",
-                f"got {step!r}",
-                "Give a number of tokens, or 0 for whatever there is",
-            )
-        return step
+        return validated("streaming_step", self.streaming_step, NON_NEGATIVE_INT)
 
     def copy(self) -> Self:
         """The same request with its results blank."""
-        sibling = super().copy()
-        sibling.cancel_flag = sibling.end_flag = False
-        return sibling
+        duplicate = super().copy()
+        duplicate.cancel_flag = duplicate.end_flag = False
+        return duplicate
 
 
 def _as_output(result: Any) -> ScaffoldingOutput:
@@ -649,9 +600,10 @@ class ChatTask(StreamGenerationTask):
 
     def copy(self) -> Self:
         """The same chat, free to go on differently, with its results blank."""
-        sibling = super().copy()
-        sibling.prompt_tokens_num = sibling.completion_tokens_num = sibling.reasoning_tokens_num = 0
-        return sibling
+        duplicate = super().copy()
+        duplicate.prompt_tokens_num = duplicate.completion_tokens_num = 0
+        duplicate.reasoning_tokens_num = 0
+        return duplicate
 
     def messages_to_dict_content(self, start_index: int = 0) -> list[dict[str, Any]]:
         """The messages from ``start_index`` on, as OpenAI's API takes them."""
@@ -714,9 +666,9 @@ class RewardTask(Task):
 
     def copy(self) -> Self:
         """The same request with its results blank."""
-        sibling = super().copy()
-        sibling.score, sibling.step_scores = None, []
-        return sibling
+        duplicate = super().copy()
+        duplicate.score, duplicate.step_scores = None, []
+        return duplicate
 
 
 class ComputeTask(Task):

@@ -1,16 +1,31 @@
-"""Workers: turn a task into calls of a backend. Know nothing about methods."""
+"""Workers: they execute tasks on a backend, such as the engine or a server."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType, TracebackType
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from forethought.scaffolding.task import Task, TaskStatus
 
 TaskHandler = Callable[[Any, Any], Awaitable[TaskStatus | None]]
 """``async def handler(worker, task)``; fills the task; returns its status, or None for success."""
+
+
+class _HandlerRegistration:
+    """``register_task_handler(task_class, handler)`` of a worker class, or of one worker."""
+
+    def __get__(
+        self, worker: Worker | None, worker_class: type[Worker]
+    ) -> Callable[[type[Any], TaskHandler], None]:
+        owner: Any = worker_class if worker is None else worker
+
+        def register_task_handler(task_class: type[Any], handler: TaskHandler) -> None:
+            """Handle ``task_class`` with ``handler``, in this class or in this worker alone."""
+            owner.task_handlers = {**owner.task_handlers, task_class: handler}
+
+        return register_task_handler
 
 
 class Worker:
@@ -20,13 +35,10 @@ class Worker:
     from. A handler may raise: the controller gets a ``TaskError`` with the cause.
     """
 
-    task_handlers: ClassVar[Mapping[type[Any], TaskHandler]] = MappingProxyType({})
-    """Task class -> ``async def handler(worker, task)``; for subclasses to set."""
+    task_handlers: Mapping[type[Any], TaskHandler] = MappingProxyType({})
+    """Task class -> ``async def handler(worker, task)``; set by subclasses."""
 
-    def register_task_handler(self, task_class: type[Any], handler: TaskHandler) -> None:
-        """Let this worker (not its class) handle ``task_class`` with ``handler``."""
-        own: dict[type[Any], TaskHandler] = self.__dict__.setdefault("_own_handlers", {})
-        own[task_class] = handler
+    register_task_handler = _HandlerRegistration()
 
     async def run_task(self, task: Any) -> TaskStatus:
         """Execute ``task`` in place.
@@ -40,13 +52,8 @@ class Worker:
         return await handler(self, task) or TaskStatus.SUCCESS
 
     def _handler(self, kind: type[Task]) -> TaskHandler | None:
-        own: Mapping[type[Any], TaskHandler] = self.__dict__.get("_own_handlers", {})
-        for ancestor in kind.__mro__:
-            if ancestor in own:
-                return own[ancestor]
-            if ancestor in self.task_handlers:
-                return self.task_handlers[ancestor]
-        return None
+        found = (self.task_handlers.get(ancestor) for ancestor in kind.__mro__)
+        return next((handler for handler in found if handler is not None), None)
 
     async def on_scope_end(self, scope_id: str) -> None:
         """A request, or one of its parallel branches, is over: let go of what was kept for it."""

@@ -1,6 +1,6 @@
-"""``tensorrt_llm.scaffolding.contrib``'s name for streams that come back to their controller.
+"""``StreamGenerationTask`` under its name in ``tensorrt_llm.scaffolding.contrib``.
 
-Every worker executes them by itself; the handler is there for code that registers it.
+Every worker handles streams; ``stream_generation_handler`` is there for code that registers it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ __all__ = ["StreamGenerationTask", "stream_generation_handler"]
 
 
 async def stream_generation_handler(worker: Worker, task: StreamGenerationTask) -> TaskStatus:
-    """What the worker's class does with a stream: bring ``streaming_step`` tokens more.
+    """Run the handler that the worker's class defines for streams: ``streaming_step`` more tokens.
 
     Returns:
         ``WORKER_NOT_SUPPORTED`` if the class has no handler for streams.
     """
-    handler = type(worker).task_handlers.get(StreamGenerationTask)
-    if handler is None:
-        return TaskStatus.WORKER_NOT_SUPPORTED
-    return await handler(worker, task) or TaskStatus.SUCCESS
+    for ancestor in type(worker).__mro__:
+        handler = vars(ancestor).get("task_handlers", {}).get(StreamGenerationTask)
+        if handler not in (None, stream_generation_handler):
+            return await handler(worker, task) or TaskStatus.SUCCESS
+    return TaskStatus.WORKER_NOT_SUPPORTED

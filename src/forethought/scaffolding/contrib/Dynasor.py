@@ -1,4 +1,4 @@
-"""``tensorrt_llm.scaffolding.contrib``'s name for ``forethought.methods.dynasor``."""
+"""``DynasorGenerationController`` under its name in ``tensorrt_llm.scaffolding.contrib``."""
 
 from __future__ import annotations
 

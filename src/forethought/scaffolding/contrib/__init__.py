@@ -1,1 +1,1 @@
-"""The names under which ``tensorrt_llm.scaffolding.contrib`` has what is built in here."""
+"""The module names of ``tensorrt_llm.scaffolding.contrib``."""

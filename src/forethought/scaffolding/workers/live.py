@@ -19,6 +19,7 @@ from forethought.llm.detokenizer import Detokenizer, Transcript
 from forethought.llm.tokenizer import Tokenizer
 from forethought.outputs import CompletionOutput, FinishReason, Usage
 from forethought.scaffolding.budget import BudgetAccount
+from forethought.scaffolding.execution_scope import ExecutionScope
 
 Prompt = str | tuple[int, ...]
 
@@ -39,7 +40,7 @@ class LiveSession:
         prompt: as the task gives it; None if it gives none, but continues another one by handle.
         tokenizer: of the model.
         usage: of the task; kept up to date.
-        ledger: of the request; None outside of one.
+        account: of the request; None outside of one.
 
     Attributes:
         output: what has been generated, when it was last looked at.
@@ -54,14 +55,14 @@ class LiveSession:
         prompt: Prompt | None,
         tokenizer: Tokenizer,
         usage: Usage,
-        ledger: BudgetAccount | None,
+        account: BudgetAccount | None,
     ) -> None:
         self.session, self.prompt, self.closed = session, prompt, False
         self.prompt_length = len(session.tokens)
         self.output = self.shown = CompletionOutput(0)
         self._beginning: Transcript | None = None
         self._whole_tokens = self._whole_text = 0
-        self.tokenizer, self._usage, self._ledger = tokenizer, usage, ledger
+        self.tokenizer, self._usage, self._account = tokenizer, usage, account
         self._counted = Usage()
         self._stream: SessionStream | None = None
         self._params = SamplingParams()
@@ -86,16 +87,16 @@ class LiveSession:
         assert self._stream is not None, "it has begun"
         if not self.ended:
             if count is None:
-                self._see(await self._stream.finish())
+                self._update(await self._stream.finish())
             else:
-                self._see(await self._stream.reach(count))
+                self._update(await self._stream.reach(count))
         return self.output
 
-    async def look(self) -> CompletionOutput:
+    async def poll(self) -> CompletionOutput:
         """See at once how far it has come."""
         assert self._stream is not None, "it has begun"
         if not self.ended:
-            self._see(await self._stream.peek())
+            self._update(await self._stream.peek())
         return self.output
 
     def show(self, count: int | None) -> CompletionOutput:
@@ -126,8 +127,8 @@ class LiveSession:
                 self.shown = replace(self.shown, finish_reason=FinishReason.ABORT)
             with suppress(ForethoughtError):  # what its generation failed with, if it did
                 await self.session.close()
-                if under_way and self._stream is not None and self._ledger is not None:
-                    self._ledger.ended((await self._stream.finish()).metrics)
+                if under_way and self._stream is not None and self._account is not None:
+                    self._account.ended((await self._stream.finish()).metrics)
             self.count()
 
     def count(self) -> None:
@@ -138,8 +139,8 @@ class LiveSession:
             setattr(self._usage, name, getattr(self._usage, name) + grown)
         self._usage.completion_tokens += now.decoded - self._counted.decoded
         self._counted = now
-        if self._ledger is not None:
-            self._ledger.record(self._usage)
+        if self._account is not None:
+            self._account.record(self._usage)
 
     @property
     def spelled(self) -> Spelled | None:
@@ -161,12 +162,12 @@ class LiveSession:
             return self.prompt_length + kept, ""
         return self.prompt_length + self._whole_tokens, self.output.text[self._whole_text :]
 
-    def _see(self, output: CompletionOutput) -> None:
+    def _update(self, output: CompletionOutput) -> None:
         self.output = output
         if self.ended:
             self._end()
-            if self._ledger is not None:
-                self._ledger.ended(output.metrics)
+            if self._account is not None:
+                self._account.ended(output.metrics)
         self.count()
 
     def _end(self) -> None:
@@ -199,3 +200,96 @@ class LiveSession:
         new = slice(known, count)
         self._beginning.add(self.output.token_ids[new], None if scores is None else scores[new])
         return self._beginning.output()
+
+
+class Continuation(NamedTuple):
+    """What a task continues."""
+
+    live: LiveSession
+    length: int
+    """Tokens kept, from the start of the prompt."""
+    rest: str
+    """Text to be put behind them."""
+
+
+class _CachedSession(NamedTuple):
+    path: str
+    """Of the scope it was started in."""
+    live: LiveSession
+
+
+class SessionCache:
+    """Keeps live sequences until their scope is over.
+
+    Args:
+        capacity: sequences per scope that are kept after they have ended; beyond it the one that
+            was not used for longest leaves.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._requests: dict[str, list[_CachedSession]] = {}
+        """Least recently used first."""
+
+    def add(self, scope: ExecutionScope | None, live: LiveSession) -> list[LiveSession]:
+        """Keep a sequence that has been started. Returns those that have to leave for it."""
+        request, path = _where(scope)
+        kept = self._requests.setdefault(request, [])
+        ended = [entry for entry in kept if entry.path == path and entry.live.over]
+        leaving = ended[: max(0, len(ended) - self._capacity + 1)]
+        self._requests[request] = [entry for entry in kept if entry not in leaving] + [
+            _CachedSession(path, live)
+        ]
+        return [entry.live for entry in leaving]
+
+    def end_scope(self, scope_id: str) -> list[LiveSession]:
+        """A scope is over: the sequences that were kept for it."""
+        request, _, path = scope_id.partition(":")
+        kept = self._requests.pop(request, [])
+        staying = [entry for entry in kept if path and entry.path != path]
+        if staying:
+            self._requests[request] = staying
+        return [entry.live for entry in kept if entry not in staying]
+
+    def clear(self) -> list[LiveSession]:
+        """Everything is over: all sequences that were kept."""
+        sessions = [entry.live for kept in self._requests.values() for entry in kept]
+        self._requests.clear()
+        return sessions
+
+    def holds(self, live: LiveSession) -> bool:
+        """Whether the sequence is kept and can be continued."""
+        return not live.closed and any(
+            entry.live is live for kept in list(self._requests.values()) for entry in kept
+        )
+
+    def find(self, scope: ExecutionScope | None, prompt: Prompt) -> Continuation | None:
+        """What a task with this prompt continues; None if nothing known fits."""
+        request, path = _where(scope)
+        kept = [entry for entry in self._requests.get(request, ()) if not entry.live.closed]
+        best: tuple[int, _CachedSession, Continuation] | None = None
+        for entry in kept:
+            # A task goes on from its own branch and those around it, not from those beside it.
+            inside = entry.path in ("", path) or path.startswith(f"{entry.path}.")
+            spelled = entry.live.spelled
+            if inside and spelled is not None and isinstance(prompt, str):
+                size = len(spelled.text)
+                if prompt.startswith(spelled.text) and (best is None or size > best[0]):
+                    best = size, entry, Continuation(entry.live, spelled.length, prompt[size:])
+        if best is not None:
+            self._use(request, best[1])
+            return best[2]
+        same_prompt = next((entry for entry in kept if entry.live.prompt == prompt), None)
+        return (
+            None
+            if same_prompt is None
+            else Continuation(same_prompt.live, same_prompt.live.prompt_length, "")
+        )
+
+    def _use(self, request: str, used: _CachedSession) -> None:
+        others = [entry for entry in self._requests[request] if entry is not used]
+        self._requests[request] = [*others, used]
+
+
+def _where(scope: ExecutionScope | None) -> tuple[str, str]:
+    return ("", "") if scope is None else (scope.request_id, scope.path)

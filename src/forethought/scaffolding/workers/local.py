@@ -1,10 +1,4 @@
-"""The live sequences of each request, for later tasks of the same request to continue.
-
-Two rules, both exact. A prompt that begins with the prompt and output of an earlier task continues
-that task's tokens; of several such tasks, the one that gives the longest text. A prompt that
-another task of the request has too, word for word, shares its prefill.
-
-[local] ``EngineWorker``: tasks become live sequences of the built-in engine.
+"""``EngineWorker``: tasks become live sequences of the built-in engine.
 
 A task that continues another one keeps its exact tokens and their KV: by handle, if it was made
 with ``fork``; by itself, if a controller only puts strings together, as its prompt then begins with
@@ -17,7 +11,7 @@ import asyncio
 import time
 from collections.abc import Coroutine, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError, UsageError
@@ -26,9 +20,10 @@ from forethought.llm.async_session import AsyncSession
 from forethought.llm.llm import LLM
 from forethought.llm.tokenizer import Tokenizer
 from forethought.outputs import CompletionOutput
-from forethought.scaffolding import sampling, settings
-from forethought.scaffolding.execution_scope import ExecutionScope, current_scope
+from forethought.scaffolding import sampling
+from forethought.scaffolding.execution_scope import current_scope
 from forethought.scaffolding.result import ScaffoldingOutput
+from forethought.scaffolding.settings import NON_NEGATIVE_INT, validated
 from forethought.scaffolding.task import (
     AssistantMessage,
     ChatTask,
@@ -37,99 +32,11 @@ from forethought.scaffolding.task import (
     TaskStatus,
 )
 from forethought.scaffolding.worker import Worker
-from forethought.scaffolding.workers.live import LiveSession, Prompt
+from forethought.scaffolding.workers.live import Continuation, LiveSession, Prompt, SessionCache
 from forethought.scaffolding.workers.reward import RewardWorker, is_reward_model
 
-
-class Source(NamedTuple):
-    """What a task continues."""
-
-    live: LiveSession
-    length: int
-    """Tokens kept, from the start of the prompt."""
-    rest: str
-    """Text to be put behind them."""
-
-
-class _Kept(NamedTuple):
-    path: str
-    """Of the scope it was started in."""
-    live: LiveSession
-
-
-class SessionCache:
-    """Keeps live sequences until their scope is over.
-
-    Args:
-        capacity: sequences per scope that are kept after they have ended; beyond it the one that
-            was not used for longest leaves.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._requests: dict[str, list[_Kept]] = {}
-        """Least recently used first."""
-
-    def add(self, scope: ExecutionScope | None, live: LiveSession) -> list[LiveSession]:
-        """Keep a sequence that has been started. Returns those that have to leave for it."""
-        request, path = _where(scope)
-        kept = self._requests.setdefault(request, [])
-        ended = [one for one in kept if one.path == path and one.live.over]
-        leaving = ended[: max(0, len(ended) - self._capacity + 1)]
-        self._requests[request] = [one for one in kept if one not in leaving] + [_Kept(path, live)]
-        return [one.live for one in leaving]
-
-    def end_scope(self, scope_id: str) -> list[LiveSession]:
-        """A scope is over: the sequences that were kept for it."""
-        request, _, path = scope_id.partition(":")
-        kept = self._requests.pop(request, [])
-        staying = [one for one in kept if path and one.path != path]
-        if staying:
-            self._requests[request] = staying
-        return [one.live for one in kept if one not in staying]
-
-    def clear(self) -> list[LiveSession]:
-        """Everything is over: all sequences that were kept."""
-        lives = [one.live for kept in self._requests.values() for one in kept]
-        self._requests.clear()
-        return lives
-
-    def holds(self, live: LiveSession) -> bool:
-        """Whether the sequence is kept and can be continued."""
-        return not live.closed and any(
-            one.live is live for kept in list(self._requests.values()) for one in kept
-        )
-
-    def find(self, scope: ExecutionScope | None, prompt: Prompt) -> Source | None:
-        """What a task with this prompt continues; None if nothing known fits."""
-        request, path = _where(scope)
-        kept = [one for one in self._requests.get(request, ()) if not one.live.closed]
-        best: tuple[int, _Kept, Source] | None = None
-        for one in kept:
-            # A task goes on from its own branch and those around it, not from those beside it.
-            inside = one.path in ("", path) or path.startswith(f"{one.path}.")
-            spelled = one.live.spelled
-            if inside and spelled is not None and isinstance(prompt, str):
-                size = len(spelled.text)
-                if prompt.startswith(spelled.text) and (best is None or size > best[0]):
-                    best = size, one, Source(one.live, spelled.length, prompt[size:])
-        if best is not None:
-            self._use(request, best[1])
-            return best[2]
-        sibling = next((one for one in kept if one.live.prompt == prompt), None)
-        return None if sibling is None else Source(sibling.live, sibling.live.prompt_length, "")
-
-    def _use(self, request: str, used: _Kept) -> None:
-        others = [one for one in self._requests[request] if one is not used]
-        self._requests[request] = [*others, used]
-
-
-def _where(scope: ExecutionScope | None) -> tuple[str, str]:
-    return ("", "") if scope is None else (scope.request_id, scope.path)
-
-
 _REFUSED = ("best_of", "echo", "suffix", "user", "return_context_logits")
-_PARKED = 8
+_MAX_PARKED = 8
 
 
 class EngineWorker(Worker):
@@ -151,7 +58,7 @@ class EngineWorker(Worker):
         llm: AsyncLLM | LLM,
         tokenizer: Any = None,
         *,
-        max_parked: int = _PARKED,
+        max_parked: int = _MAX_PARKED,
         temperature: float | None = None,
     ) -> None:
         self._temperature = _checked_temperature(temperature)
@@ -165,7 +72,7 @@ class EngineWorker(Worker):
         self.llm = AsyncLLM.over(llm) if isinstance(llm, LLM) else llm
         self.tokenizer = self.llm.tokenizer if tokenizer is None else tokenizer
         self._text = Tokenizer(self.llm.tokenizer)
-        self._parking = SessionCache(settings.whole_number("max_parked", max_parked, least=0))
+        self._cache = SessionCache(validated("max_parked", max_parked, NON_NEGATIVE_INT))
 
     @classmethod
     def init_with_new_llm(
@@ -230,15 +137,15 @@ class EngineWorker(Worker):
             self._check(task)
             sampling.refuse(task, ["n"], "a stream", "Use a GenerationTask, or fork it")
             live = await self._begin(task, _prompt(task), self._params(task))
-        began, told = time.perf_counter(), live.shown
+        began, before = time.perf_counter(), live.shown
         try:
             if task.cancel_flag:
                 await live.cancel()
             elif step == 0:
-                live.show(len((await live.look()).token_ids))
-                _emit(task, live, told)
+                live.show(len((await live.poll()).token_ids))
+                _emit(task, live, before)
             else:
-                await self._follow(task, live, len(told.token_ids) + step)
+                await self._follow(task, live, len(before.token_ids) + step)
         except BaseException:
             await asyncio.shield(live.close())
             raise
@@ -279,32 +186,32 @@ class EngineWorker(Worker):
         """What sample ``number`` is to be drawn with."""
         scope = current_scope()
         params = sampling.to_params(task, priority=scope.priority if scope else 0)
-        most = scope.ledger.limit(params.max_tokens) if scope else params.max_tokens
+        max_tokens = scope.account.limit(params.max_tokens) if scope else params.max_tokens
         if task.temperature is None and self._temperature is not None:
             params = params.replace(temperature=self._temperature)
         seed = params.seed
         if seed is not None and number:  # below zero: copies of the task are numbered from zero
             seed = sampling.derived_seed(seed, -number)
-        return params.replace(n=1, max_tokens=most, seed=seed)
+        return params.replace(n=1, max_tokens=max_tokens, seed=seed)
 
     # ---- sequences ----------------------------------------------------------------------------
 
     async def _generate(self, task: GenerationTask, prompt: Prompt | None) -> None:
         """Generate all samples; the later ones are forks of the first one's prompt."""
         began = time.perf_counter()
-        lives = [await self._begin(task, prompt, self._params(task))]
+        live_sessions = [await self._begin(task, prompt, self._params(task))]
         try:
             for number in range(1, task.n):
-                session = await lives[0].session.fork(lives[0].prompt_length)
-                lives.append(self._live(task, session, prompt))
-                lives[-1].begin(self._params(task, number))
-                await self._keep(lives[-1])
-            await _together([self._follow(task, live, None, began) for live in lives])
+                session = await live_sessions[0].session.fork(live_sessions[0].prompt_length)
+                live_sessions.append(self._live(task, session, prompt))
+                live_sessions[-1].begin(self._params(task, number))
+                await self._keep(live_sessions[-1])
+            await _together([self._follow(task, live, None, began) for live in live_sessions])
         except BaseException:
-            await _close(lives)
+            await _close(live_sessions)
             raise
         samples = []
-        for live in reversed(lives):
+        for live in reversed(live_sessions):
             _fill(task, live)
             samples.append(task.result or ScaffoldingOutput(None))
         task.samples = samples[::-1]
@@ -345,10 +252,10 @@ class EngineWorker(Worker):
                 isinstance(live, LiveSession) and live.tokenizer is self._text
             ):  # it is of this model
                 length, missing = live.cut(point.kept)
-                source = Source(live, length, missing + point.suffix)
+                source = Continuation(live, length, missing + point.suffix)
                 task.num_kept_tokens = length - live.prompt_length
         if source is None and prompt is not None:
-            source = self._parking.find(current_scope(), prompt)
+            source = self._cache.find(current_scope(), prompt)
         if source is None:
             return None
         session = await self._forked(source)
@@ -361,11 +268,11 @@ class EngineWorker(Worker):
         task.inserted_tokens = session.tokens[source.length :]
         return session
 
-    async def _forked(self, source: Source) -> AsyncSession:
+    async def _forked(self, source: Continuation) -> AsyncSession:
         """What is continued, without the rest."""
         live = source.live
         try:
-            if self._parking.holds(live):
+            if self._cache.holds(live):
                 return await live.session.fork(source.length)
         except UsageError:
             if not live.closed:
@@ -377,40 +284,40 @@ class EngineWorker(Worker):
         self, task: GenerationTask, session: AsyncSession, prompt: Prompt | None
     ) -> LiveSession:
         scope = current_scope()
-        ledger = scope.ledger if scope else None
-        return LiveSession(session, prompt, self._text, task.usage, ledger)
+        account = scope.account if scope else None
+        return LiveSession(session, prompt, self._text, task.usage, account)
 
     async def _keep(self, live: LiveSession) -> None:
-        await _close(self._parking.add(current_scope(), live))
+        await _close(self._cache.add(current_scope(), live))
 
     async def _follow(
         self, task: GenerationTask, live: LiveSession, count: int | None, began: float | None = None
     ) -> None:
         """Show the task ``count`` generated tokens (None: all), once they are there."""
         scope = current_scope()
-        metered = scope is not None and scope.ledger.budget.tokens is not None
+        metered = scope is not None and scope.account.budget.tokens is not None
         while not live.over and (count is None or len(live.shown.token_ids) < count):
-            told = live.shown
-            stepwise = task.streaming_output_flag or metered or not told.token_ids
-            await live.reach(len(told.token_ids) + 1 if stepwise else count)
+            before = live.shown
+            stepwise = task.streaming_output_flag or metered or not before.token_ids
+            await live.reach(len(before.token_ids) + 1 if stepwise else count)
             live.show(count)
             if began is not None and task.ttft_s is None:
                 task.ttft_s = time.perf_counter() - began
-            _emit(task, live, told)
+            _emit(task, live, before)
 
     # ---- the end ------------------------------------------------------------------------------
 
     async def on_scope_end(self, scope_id: str) -> None:
         """Close the sequences that were kept for the scope."""
-        await _close(self._parking.end_scope(scope_id))
+        await _close(self._cache.end_scope(scope_id))
 
     async def async_shutdown(self) -> None:
         """Close all sequences."""
-        await _close(self._parking.clear())
+        await _close(self._cache.clear())
 
     def shutdown(self) -> None:
         """Close all sequences, and end the engine or give back the ``LLM``, if it is its own."""
-        self._parking.clear()  # a session that is forgotten is closed
+        self._cache.clear()  # a session that is forgotten is closed
         if self._owned:
             self.llm.shutdown()
 
@@ -465,11 +372,11 @@ def _fill(task: GenerationTask, live: LiveSession) -> None:
     task.usage_completion_tokens = len(output.token_ids)
 
 
-def _emit(task: GenerationTask, live: LiveSession, told: CompletionOutput) -> None:
-    """Stream what has come since ``told``."""
+def _emit(task: GenerationTask, live: LiveSession, before: CompletionOutput) -> None:
+    """Stream what has come since ``before``."""
     if task.streaming_output_flag:
-        new = live.shown.token_ids[len(told.token_ids) :]
-        task.emit(live.shown.text[len(told.text) :], new, f"{id(live):x}")
+        new = live.shown.token_ids[len(before.token_ids) :]
+        task.emit(live.shown.text[len(before.text) :], new, f"{id(live):x}")
 
 
 async def _together(works: Sequence[Coroutine[Any, Any, None]]) -> None:
@@ -482,11 +389,11 @@ async def _together(works: Sequence[Coroutine[Any, Any, None]]) -> None:
             job.cancel()
 
 
-async def _close(lives: Iterable[LiveSession]) -> None:
+async def _close(live_sessions: Iterable[LiveSession]) -> None:
     """Close all of them, even if whoever waits for it is cancelled meanwhile."""
 
     async def close() -> None:
-        for live in lives:
+        for live in live_sessions:
             await live.close()
 
     await asyncio.shield(close())

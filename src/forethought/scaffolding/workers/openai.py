@@ -26,9 +26,10 @@ from typing import Any, ClassVar, Protocol
 from forethought.config.guided import GuidedDecodingParams
 from forethought.errors import ParameterError, UsageError
 from forethought.outputs import Logprob, TokenLogprobs, Usage
-from forethought.scaffolding import sampling, settings
+from forethought.scaffolding import sampling
 from forethought.scaffolding.execution_scope import current_scope
 from forethought.scaffolding.result import ScaffoldingOutput
+from forethought.scaffolding.settings import POSITIVE_INT, validated
 from forethought.scaffolding.task import (
     AssistantMessage,
     ChatTask,
@@ -67,11 +68,11 @@ class StreamedChoice:
             self.text[:end], min(count, self.count), logprobs=self.logprobs[:count]
         )
 
-    def end_request(self, count: int, least: int) -> int:
+    def end_request(self, count: int, min_tokens: int) -> int:
         """A request that made it ``count`` tokens long is over; another one is to continue it.
 
         The end of a text may be tokenised in another way than the model has generated it. So it is
-        cut where the last word ends, at ``least`` tokens or behind them if there is such a place,
+        cut where the last word ends, at ``min_tokens`` tokens or behind them if a word ends there,
         and the next request generates the rest again. Tokens that came in one piece with others
         are counted now.
 
@@ -79,8 +80,8 @@ class StreamedChoice:
             How many tokens were cut off.
         """
         missing = max(0, count - self.count)
-        places = range(self.count - 1, max(0, least - missing - 1), -1)
-        kept = next(filter(self._ends_word, places), self.count)
+        ends = range(self.count - 1, max(0, min_tokens - missing - 1), -1)
+        kept = next(filter(self._ends_word, ends), self.count)
         dropped = self.count - kept
         end = self.ends[kept - 1] if kept else 0
         self.text = self.text[:end].rstrip("\N{REPLACEMENT CHARACTER}")  # half a character
@@ -118,22 +119,22 @@ class Requests(Protocol):
     """The requests that one answer takes.
 
     Attributes:
-        certain: tokens of the first choice that no end of the request under way cuts off.
+        num_certain: tokens of the first choice that no end of the request under way cuts off.
     """
 
-    certain: float
+    num_certain: float
 
     def chunks(self, choice: StreamedChoice) -> AsyncGenerator[Any, None]:
         """The chunks of the request that goes on from ``choice``; leaving them ends it."""
 
-    def goes_on(self, choice: StreamedChoice) -> bool:
+    def continues(self, choice: StreamedChoice) -> bool:
         """A request is over: whether another one is to go on from ``choice``."""
 
-    def hear(self, number: int, text: str, tokens: int) -> None:
+    def on_tokens(self, number: int, text: str, tokens: int) -> None:
         """A new piece has come: number of the choice, text, tokens."""
 
-    def counted(self, usage: Usage, heard: int) -> None:
-        """The server's count of a request that is over, of which ``heard`` tokens were heard."""
+    def on_usage(self, usage: Usage, num_received: int) -> None:
+        """The server's usage of a finished request, of which ``num_received`` tokens came."""
 
 
 class ChunkReader:
@@ -146,7 +147,7 @@ class ChunkReader:
     Attributes:
         choices: by number.
         usage: the server's own count of the last request, once it has sent it.
-        counted: that of all requests that are over; None if it counts none.
+        server_usage: that of all requests that are over; None if it counts none.
         paused: a request is over, and the next one waits for somebody to want more tokens.
         ended: the answer is complete, has failed or was cancelled.
         shown: tokens of the first choice that who follows it step by step has seen.
@@ -156,18 +157,18 @@ class ChunkReader:
         self._requests, self._stops = requests, stops
         self.choices: dict[int, StreamedChoice] = {0: StreamedChoice()}
         self.usage: Any = None
-        self.counted: Usage | None = None
+        self.server_usage: Usage | None = None
         self.request_id: str | None = None
         self.paused, self.ended, self.shown = False, False, 0
-        self._heard = self._wanted = 0
-        self._news, self._demand = asyncio.Event(), asyncio.Event()
+        self._num_received = self._wanted = 0
+        self._received, self._demand = asyncio.Event(), asyncio.Event()
         self._reading: asyncio.Task[None] | None = None
 
     @property
     def available(self) -> int:
         """Tokens of the first choice that are there to stay."""
         count = self.choices[0].count
-        return count if self.paused or self.ended else int(min(count, self._requests.certain))
+        return count if self.paused or self.ended else int(min(count, self._requests.num_certain))
 
     async def read(self) -> None:
         """Read to the end.
@@ -177,30 +178,33 @@ class ChunkReader:
         """
         try:
             await self._read_request()
-            while self._requests.goes_on(self.choices[0]):
+            while self._requests.continues(self.choices[0]):
                 await self._pause()
                 await self._read_request()
         finally:
             self.paused, self.ended = False, True
-            self._news.set()
+            self._received.set()
 
     async def _read_request(self) -> None:
-        self._heard, self.usage = 0, None
+        self._num_received, self.usage = 0, None
         async with aclosing(self._requests.chunks(self.choices[0])) as chunks:
             async for chunk in chunks:
                 self._take(chunk)
-                self._news.set()
+                self._received.set()
         if any(choice.finish_reason is None for choice in self.choices.values()):
             raise ConnectionError("the answer broke off: the server sent no finish_reason")
         if self.usage is not None:
-            counted = _usage(self.usage)
-            self.counted = counted if self.counted is None else self.counted + counted
-            self._requests.counted(counted, self._heard)
+            usage = _usage(self.usage)
+            if not usage.completion_tokens:
+                received = self._num_received
+                usage = dataclasses.replace(usage, completion_tokens=received, decoded=received)
+            self.server_usage = usage + (self.server_usage or Usage())
+            self._requests.on_usage(usage, self._num_received)
 
     async def _pause(self) -> None:
         """Until more tokens are wanted than there are."""
         self.paused = True
-        self._news.set()
+        self._received.set()
         while self._wanted <= self.available:
             self._demand.clear()
             await self._demand.wait()
@@ -222,8 +226,8 @@ class ChunkReader:
         """
         self.want(count)
         while not self.ended and self.available < count:
-            self._news.clear()
-            await self._news.wait()
+            self._received.clear()
+            await self._received.wait()
         await self._raise_failure()
 
     async def settle(self, count: int) -> None:
@@ -232,8 +236,8 @@ class ChunkReader:
         Raises what went wrong.
         """
         while not (self.ended or self.paused) and self.choices[0].count <= count:
-            self._news.clear()
-            await self._news.wait()
+            self._received.clear()
+            await self._received.wait()
         await self._raise_failure()
 
     async def _raise_failure(self) -> None:
@@ -252,7 +256,7 @@ class ChunkReader:
     def _take(self, chunk: Any) -> None:
         self.request_id = getattr(chunk, "id", None) or self.request_id
         self.usage = getattr(chunk, "usage", None) or self.usage
-        for piece in chunk.choices:
+        for piece in getattr(chunk, "choices", None) or ():
             choice = self.choices.setdefault(piece.index, StreamedChoice())
             delta = getattr(piece, "delta", None) or getattr(piece, "message", None)
             if delta is None:
@@ -266,28 +270,33 @@ class ChunkReader:
             if piece.finish_reason is not None:
                 choice.finish_reason = piece.finish_reason
                 choice.stop_reason = self._stop_reason(piece)
-            self._heard += new
-            self._requests.hear(piece.index, text, new)
+            self._num_received += new
+            self._requests.on_tokens(piece.index, text, new)
 
     def _stop_reason(self, piece: Any) -> int | str | None:
-        """What the server says; else the one stop string there is, as most servers do not tell."""
-        told = getattr(piece, "model_extra", None) or {}
-        if "stop_reason" in told:
-            reason: int | str | None = told["stop_reason"]
+        """What the server says; else the one stop string there is, as most servers do not say."""
+        extra = getattr(piece, "model_extra", None) or {}
+        if "stop_reason" in extra:
+            reason: int | str | None = extra["stop_reason"]
             return reason
         return self._stops[0] if piece.finish_reason == "stop" and len(self._stops) == 1 else None
 
 
-def _usage(counted: Any) -> Usage:
-    """The server's count of one request."""
-    details = getattr(counted, "prompt_tokens_details", None)
-    cached = getattr(details, "cached_tokens", None) or 0
+def _usage(reported: Any) -> Usage:
+    """The usage that a server reports for one request; what is missing or negative counts as 0."""
+
+    def count(source: Any, name: str) -> int:
+        return max(0, getattr(source, name, None) or 0)
+
+    prompt, completion = (count(reported, name) for name in ("prompt_tokens", "completion_tokens"))
+    details = getattr(reported, "prompt_tokens_details", None)
+    cached = min(prompt, count(details, "cached_tokens"))
     return Usage(
-        prompt_tokens=counted.prompt_tokens,
-        completion_tokens=counted.completion_tokens,
-        prefilled=counted.prompt_tokens - cached,
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        prefilled=prompt - cached,
         cached=cached,
-        decoded=counted.completion_tokens,
+        decoded=completion,
     )
 
 
@@ -302,10 +311,10 @@ def _thought(delta: Any) -> str:
 
 def _add_tool_calls(calls: list[ToolCall], pieces: Sequence[Any]) -> None:
     for piece in pieces:
-        place = getattr(piece, "index", len(calls))
-        while len(calls) <= place:
+        index = getattr(piece, "index", len(calls))
+        while len(calls) <= index:
             calls.append(ToolCall())
-        call = calls[place]
+        call = calls[index]
         call.id = piece.id or call.id
         if piece.function is not None:
             call.function.name += piece.function.name or ""
@@ -316,10 +325,10 @@ def _completion_logprobs(logprobs: Any) -> list[TokenLogprobs]:
     if logprobs is None or not logprobs.tokens:
         return []
     found = []
-    for place, (token, value) in enumerate(
+    for index, (token, value) in enumerate(
         zip(logprobs.tokens, logprobs.token_logprobs, strict=True)
     ):
-        others = (logprobs.top_logprobs or [])[place : place + 1]
+        others = (logprobs.top_logprobs or [])[index : index + 1]
         found.append(_entries(token, value, (others[0] or {}).items() if others else ()))
     return found
 
@@ -438,7 +447,7 @@ class _Clients:
 class OpenaiWorker(Worker):
     """Executes generation, stream and chat tasks on a server.
 
-    Token ids are not known: ``output_tokens`` stays None, and tokens are counted by the server.
+    Token ids are not known: ``output_tokens`` stays None, and the server counts the tokens.
     Where it does not say what ended an answer, and a single stop string was asked for, an answer
     that ended with ``stop`` is taken to have met it.
 
@@ -481,15 +490,15 @@ class OpenaiWorker(Worker):
         unknown = self.extensions - set(EXTENSIONS)
         if unknown:
             raise ParameterError.unknown("OpenaiWorker(extensions=...)", unknown, EXTENSIONS)
-        self._exchanges: dict[str, list[ChunkReader]] = {}
+        self._readers: dict[str, list[ChunkReader]] = {}
 
     # ---- tasks --------------------------------------------------------------------------------
 
     async def generation_handler(self, task: GenerationTask) -> TaskStatus:
         """Have all of it generated."""
-        exchange = self._completion(task)
-        await exchange.read()
-        _fill(task, exchange)
+        reader = self._completion(task)
+        await reader.read()
+        _fill(task, reader)
         return TaskStatus.SUCCESS
 
     async def stream_handler(self, task: StreamGenerationTask) -> TaskStatus:
@@ -498,40 +507,40 @@ class OpenaiWorker(Worker):
         A server says that it has ended only behind the last token, so one more is waited for.
         """
         step = task.checked_step
-        exchange = task.request_handle if task.under_way else None
-        if not isinstance(exchange, ChunkReader):
+        reader = task.request_handle if task.under_way else None
+        if not isinstance(reader, ChunkReader):
             sampling.refuse(task, ["n"], "a stream", "Use a GenerationTask, or copies")
-            exchange = task.request_handle = self._completion(task)
-            self._keep(exchange)
-            exchange.begin()
-        first, goal = exchange.choices[0], exchange.shown + step
+            reader = task.request_handle = self._completion(task)
+            self._keep(reader)
+            reader.begin()
+        first, goal = reader.choices[0], reader.shown + step
         try:
             if task.cancel_flag:
-                await exchange.cancel()
+                await reader.cancel()
             elif step == 0:
-                exchange.want(exchange.available + 1)
-                await exchange.reach(0)
-                _show(task, exchange, first.count)
+                reader.want(reader.available + 1)
+                await reader.reach(0)
+                _show(task, reader, first.count)
             else:
-                await self._follow(task, exchange, goal)
+                await self._follow(task, reader, goal)
         except BaseException:
-            await exchange.cancel()
+            await reader.cancel()
             raise
-        task.end_flag = task.cancel_flag or (exchange.ended and exchange.shown == first.count)
+        task.end_flag = task.cancel_flag or (reader.ended and reader.shown == first.count)
         if not task.end_flag or task.cancel_flag:
-            first = first.begin_of(exchange.shown)
+            first = first.begin_of(reader.shown)
             first.finish_reason = "abort" if task.cancel_flag else None
-        _fill(task, exchange, {0: first})
+        _fill(task, reader, {0: first})
         return TaskStatus.SUCCESS
 
     async def chat_handler(self, task: ChatTask) -> TaskStatus:
         """Have the assistant's next turn generated."""
         sampling.refuse(task, ["n"], "a chat", "Use copies of the task")
-        exchange = self._chat(task)
-        await exchange.read()
-        _fill(task, exchange)
+        reader = self._chat(task)
+        await reader.read()
+        _fill(task, reader)
         task.end_flag = True
-        choice = exchange.choices[0]
+        choice = reader.choices[0]
         task.add_message(
             AssistantMessage(
                 choice.text or None if choice.tool_calls else choice.text,
@@ -543,7 +552,7 @@ class OpenaiWorker(Worker):
         if task.enable_token_counting:
             task.prompt_tokens_num += task.usage_prompt_tokens or 0
             task.completion_tokens_num += task.usage_completion_tokens or 0
-            details = getattr(exchange.usage, "completion_tokens_details", None)
+            details = getattr(reader.usage, "completion_tokens_details", None)
             task.reasoning_tokens_num += getattr(details, "reasoning_tokens", None) or 0
         return TaskStatus.SUCCESS
 
@@ -553,13 +562,13 @@ class OpenaiWorker(Worker):
         ChatTask: chat_handler,
     }
 
-    async def _follow(self, task: StreamGenerationTask, exchange: ChunkReader, count: int) -> None:
+    async def _follow(self, task: StreamGenerationTask, reader: ChunkReader, count: int) -> None:
         """Show the task ``count`` tokens, once it is known whether more follow."""
-        while not exchange.ended and exchange.available < count:
-            await exchange.reach(exchange.shown + 1 if task.streaming_output_flag else count)
-            _show(task, exchange, count)
-        await exchange.settle(count)
-        _show(task, exchange, count)
+        while not reader.ended and reader.available < count:
+            await reader.reach(reader.shown + 1 if task.streaming_output_flag else count)
+            _show(task, reader, count)
+        await reader.settle(count)
+        _show(task, reader, count)
 
     # ---- requests -----------------------------------------------------------------------------
 
@@ -592,7 +601,7 @@ class OpenaiWorker(Worker):
             why = "Use a ChatTask; or, if the server takes response_format, name it an extension"
             sampling.refuse(task, ["guided_decoding"], "OpenaiWorker, in completions,", why)
         create = self._clients.of_this_loop().completions.create
-        return self._exchange(task, create, {"prompt": prompt, **fields})
+        return self._reader(task, create, {"prompt": prompt, **fields})
 
     def _chat(self, task: ChatTask) -> ChunkReader:
         sampling.refuse(
@@ -606,7 +615,7 @@ class OpenaiWorker(Worker):
                 tool if isinstance(tool, Mapping) else tool.to_dict() for tool in task.tools
             ]
         create = self._clients.of_this_loop().chat.completions.create
-        return self._exchange(task, create, {"messages": task.messages_to_dict_content(), **fields})
+        return self._reader(task, create, {"messages": task.messages_to_dict_content(), **fields})
 
     def _fields(self, task: GenerationTask, names: Collection[str]) -> dict[str, Any]:
         """The sampling fields that the task sets, by their names in the API."""
@@ -617,9 +626,9 @@ class OpenaiWorker(Worker):
         sampling.refuse(task, unknown, "OpenaiWorker", "Leave it out, or use another worker")
         fields = {name: getattr(task, name) for name in names if sampling.is_set(task, name)}
         scope = current_scope()
-        most = scope.ledger.limit(task.max_tokens) if scope else task.max_tokens
-        if most is not None:
-            fields["max_tokens"] = most
+        max_tokens = scope.account.limit(task.max_tokens) if scope else task.max_tokens
+        if max_tokens is not None:
+            fields["max_tokens"] = max_tokens
         if task.logit_bias is not None:
             fields["logit_bias"] = {str(token): bias for token, bias in task.logit_bias.items()}
         taken = self.extensions.intersection(_BODY)
@@ -627,7 +636,7 @@ class OpenaiWorker(Worker):
         fields["extra_body"] = {**self.extra_body, **extensions}
         return fields
 
-    def _exchange(self, task: GenerationTask, create: Any, fields: dict[str, Any]) -> ChunkReader:
+    def _reader(self, task: GenerationTask, create: Any, fields: dict[str, Any]) -> ChunkReader:
         fields |= {"model": self.model, "stream": task.best_of is None}
         if fields["stream"]:
             fields["stream_options"] = {"include_usage": True}
@@ -646,20 +655,26 @@ class OpenaiWorker(Worker):
             if not self._num_open[loop]:
                 del self._num_open[loop]
 
-    def unreachable(self, error: Exception) -> ConnectionError:
-        """What the client calls a connection error, with the address and the system's reason."""
-        url = getattr(self._clients.of_this_loop(), "base_url", "an unknown address")
-        return ConnectionError(f"no server answers at {url} ({error.__cause__ or error})")
+    def connection_error(self, error: Exception, begun: bool) -> ConnectionError:
+        """A connection error of the client, with the address and the system's reason.
 
-    def _keep(self, exchange: ChunkReader) -> None:
+        Args:
+            error: as the client raises it.
+            begun: whether the answer had begun.
+        """
+        url = getattr(self._clients.of_this_loop(), "base_url", "an unknown address")
+        what = f"the connection to {url} was lost" if begun else f"no server answers at {url}"
+        return ConnectionError(f"{what} ({error.__cause__ or error})")
+
+    def _keep(self, reader: ChunkReader) -> None:
         scope = current_scope()
         if scope is not None:
-            self._exchanges.setdefault(scope.scope_id, []).append(exchange)
+            self._readers.setdefault(scope.scope_id, []).append(reader)
 
     async def on_scope_end(self, scope_id: str) -> None:
         """End the streams of the scope that are still under way."""
-        for exchange in self._exchanges.pop(scope_id, []):
-            await exchange.cancel()
+        for reader in self._readers.pop(scope_id, []):
+            await reader.cancel()
 
     async def on_loop_end(self) -> None:
         """Close this loop's connections, unless requests are under way on them."""
@@ -668,7 +683,7 @@ class OpenaiWorker(Worker):
 
     async def async_shutdown(self) -> None:
         """End all streams that are still under way, and close this loop's connections."""
-        for scope_id in list(self._exchanges):
+        for scope_id in list(self._readers):
             await self.on_scope_end(scope_id)
         await self._clients.close()
 
@@ -701,8 +716,8 @@ class _Requests:
         self._worker, self._task, self._create, self._fields = worker, task, create, fields
         self._began, self._scope, self._usage = time.perf_counter(), current_scope(), task.usage
         self._size, self._number = _part_size(task), 0
-        self.certain = math.inf
-        self._asked, self._is_last, self._end = 0, True, 0
+        self.num_certain = math.inf
+        self._asked, self._is_last, self._end, self._num_new = 0, True, 0, 0
         stream = isinstance(task, StreamGenerationTask) and not isinstance(task, ChatTask)
         self._is_followed = stream  # what it emits is what its steps show
 
@@ -711,65 +726,75 @@ class _Requests:
         fields = self._fields if self._size is None else self._part(self._size, choice)
         self._task.llm_request_params = fields
         with self._worker.open_request():
+            begun = False
             try:
                 answer = await self._create(**fields)
+                begun = True
+                if not fields["stream"]:
+                    yield answer
+                    return
+                async with answer:
+                    async for chunk in answer:
+                        yield chunk
             except Exception as error:
-                if type(error).__name__ != "APIConnectionError":
+                if type(error).__name__ not in _CONNECTION_ERRORS:
                     raise
-                raise self._worker.unreachable(error) from error
-            if not fields["stream"]:
-                yield answer
-                return
-            async with answer:
-                async for chunk in answer:
-                    yield chunk
+                raise self._worker.connection_error(error, begun) from error
 
     def _part(self, size: int, choice: StreamedChoice) -> dict[str, Any]:
-        """The fields of the request for the next part, which is at most ``size`` tokens long."""
+        """The fields of the request for the next part, of at most ``size`` tokens."""
         task, number = self._task, self._number
-        self.certain = choice.count // size * size + size
-        self._asked = int(self.certain) - choice.count + min(_MARGIN, size // 4)
+        self.num_certain = choice.count // size * size + size
+        self._asked = int(self.num_certain) - choice.count + min(_MARGIN, size // 4)
         left = None if task.max_tokens is None else task.max_tokens - choice.count
-        left = self._scope.ledger.limit(left) if self._scope else left
+        left = self._scope.account.limit(left) if self._scope else left
         self._is_last = left is not None and left <= self._asked
         if left is not None and self._is_last:
-            self._asked, self.certain = max(1, left), math.inf
-        self._end, self._number = choice.count + self._asked, number + 1
+            self._asked, self.num_certain = max(1, left), math.inf
+        self._end, self._number, self._num_new = choice.count + self._asked, number + 1, 0
         prompt = self._fields["prompt"] + choice.text
         fields = {**self._fields, "prompt": prompt, "max_tokens": self._asked}
         if task.seed is not None and number:  # the same one would draw the same samples again
             fields["seed"] = sampling.derived_seed(task.seed, number)
         return fields
 
-    def goes_on(self, choice: StreamedChoice) -> bool:
-        """Whether the server has ended a part because it is as long as it may be."""
-        if self._is_last or choice.finish_reason != "length":
+    def continues(self, choice: StreamedChoice) -> bool:
+        """Whether the server has ended a part only because of its length.
+
+        A part without any text is the last: a server that sends no usage would get one request
+        after the other for nothing.
+        """
+        if self._is_last or not self._num_new or choice.finish_reason != "length":
             return False
-        self._book(Usage(discarded=choice.end_request(self._end, int(self.certain))))
+        self._book(Usage(discarded=choice.end_request(self._end, int(self.num_certain))))
         return True
 
-    def hear(self, number: int, text: str, tokens: int) -> None:
-        """Book and stream a new piece."""
+    def on_tokens(self, number: int, text: str, tokens: int) -> None:
+        """Record and stream a new piece."""
         task = self._task
+        self._num_new += tokens
         task.latency_s = time.perf_counter() - self._began
         task.ttft_s = task.latency_s if task.ttft_s is None else task.ttft_s
         self._book(Usage(completion_tokens=tokens, decoded=tokens))
         if not self._is_followed:
             task.emit(text, (), f"{id(self):x}.{number}")
 
-    def counted(self, usage: Usage, heard: int) -> None:
-        """Book what the server has counted, in place of what was heard."""
+    def on_usage(self, usage: Usage, num_received: int) -> None:
+        """Record the server's count in place of the number of tokens received."""
         if 0 < usage.completion_tokens < self._asked:  # the context is full
             self._is_last = True
-        self._book(usage + Usage(completion_tokens=-heard, decoded=-heard))
+        self._book(usage + Usage(completion_tokens=-num_received, decoded=-num_received))
 
     def _book(self, usage: Usage) -> None:
         for count in dataclasses.fields(Usage):
             before = getattr(self._usage, count.name)
             setattr(self._usage, count.name, before + getattr(usage, count.name))
         if self._scope is not None:
-            self._scope.ledger.record(self._usage)
+            self._scope.account.record(self._usage)
 
+
+_CONNECTION_ERRORS = ("APIConnectionError", "ReadError", "RemoteProtocolError")
+"""Of the ``openai`` package and of ``httpx``, which need not be installed."""
 
 _MARGIN = 8
 """Tokens in which a word is likely to end."""
@@ -793,10 +818,10 @@ def _part_size(task: GenerationTask) -> int | None:
     size = getattr(task, "tokens_per_request", None)
     if size is None or isinstance(task, ChatTask):
         return None
-    settings.whole_number("tokens_per_request", size)
+    size = validated("tokens_per_request", size, POSITIVE_INT)
     if task.input_tokens is not None or any(sampling.is_set(task, name) for name in _WHOLE):
         return None
-    return int(size)
+    return size
 
 
 def _response_format(task: GenerationTask) -> dict[str, Any]:
@@ -822,32 +847,32 @@ def _response_format(task: GenerationTask) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": schema}}
 
 
-def _show(task: StreamGenerationTask, exchange: ChunkReader, count: int) -> None:
+def _show(task: StreamGenerationTask, reader: ChunkReader, count: int) -> None:
     """Let the task see ``count`` tokens of its stream, as far as they are there."""
-    choice = exchange.choices[0]
-    before, now = choice.begin_of(exchange.shown), choice.begin_of(min(count, exchange.available))
-    exchange.shown = now.count
-    task.emit(now.text[len(before.text) :], (), f"{id(exchange):x}.0")
+    choice = reader.choices[0]
+    before, now = choice.begin_of(reader.shown), choice.begin_of(min(count, reader.available))
+    reader.shown = now.count
+    task.emit(now.text[len(before.text) :], (), f"{id(reader):x}.0")
 
 
 def _fill(
-    task: GenerationTask, exchange: ChunkReader, choices: Mapping[int, StreamedChoice] | None = None
+    task: GenerationTask, reader: ChunkReader, choices: Mapping[int, StreamedChoice] | None = None
 ) -> None:
     """Leave on the task what has been answered so far, or the part of it that is given."""
-    choices = exchange.choices if choices is None else choices
-    counted, usage = exchange.counted, task.usage
+    choices = reader.choices if choices is None else choices
+    server_usage, usage = reader.server_usage, task.usage
     samples = [_output(choice) for _, choice in sorted(choices.items())]
     for output in samples:
         output.usage = usage
     task.result = samples[0]
     task.samples = samples
-    whole = len(samples) == 1 and choices[0] is exchange.choices[0]
+    whole = len(samples) == 1 and choices[0] is reader.choices[0]
     task.usage_completion_tokens = choices[0].count
-    if counted is not None:
-        task.usage_prompt_tokens = counted.prompt_tokens
+    if server_usage is not None:
+        task.usage_prompt_tokens = server_usage.prompt_tokens
         if whole:
-            task.usage_completion_tokens = counted.completion_tokens - choices[0].num_dropped
-    task.request_id = exchange.request_id
+            task.usage_completion_tokens = server_usage.completion_tokens - choices[0].num_dropped
+    task.request_id = reader.request_id
 
 
 def _output(choice: StreamedChoice) -> ScaffoldingOutput:

@@ -72,7 +72,7 @@ class RewardScore(NamedTuple):
 
 
 class RewardModel:
-    """A classifier: rows of token ids in, verdicts out. Not to be used by two threads at once.
+    """A classifier: rows of token ids in, scores out. Not to be used by two threads at once.
 
     Args:
         directory: local Hugging Face directory.
@@ -107,21 +107,17 @@ class RewardModel:
         self._context = getattr(text, "max_position_embeddings", None) or math.inf
         self._vocabulary = self._model.get_input_embeddings().num_embeddings
 
-    def encode(self, inquiry: RewardQuery) -> ScoringRow:
-        """The input for an inquiry.
+    def encode(self, query: RewardQuery) -> ScoringRow:
+        """The input for an query.
 
         Raises:
             ParameterError: there is none, or the model judges steps and none are named, or the
                 other way round.
             ContextLengthError: it is too long.
         """
-        if (inquiry.positions is not None) != self.by_step:
-            raise _misdirected(self.by_step)
-        row = (
-            self._tokenised(inquiry)
-            if inquiry.tokens is None
-            else ScoringRow([*inquiry.tokens], None)
-        )
+        if (query.positions is not None) != self.by_step:
+            raise _wrong_kind(self.by_step)
+        row = self._tokenised(query) if query.tokens is None else ScoringRow([*query.tokens], None)
         length = len(row.ids)
         if not length or not all(0 <= token < self._vocabulary for token in row.ids):
             raise ParameterError(
@@ -129,10 +125,10 @@ class RewardModel:
                 f"they are to be at least one id from 0 to {self._vocabulary - 1}",
                 "Tokenise with the worker's tokenizer",
             )
-        if not all(0 <= position < length for position in inquiry.positions or ()):
+        if not all(0 <= position < length for position in query.positions or ()):
             raise ParameterError(
                 "invalid step_positions",
-                f"got {list(inquiry.positions or ())} for {length} tokens",
+                f"got {list(query.positions or ())} for {length} tokens",
                 "Give places in input_tokens",
             )
         if length > self._context:
@@ -143,8 +139,8 @@ class RewardModel:
             )
         return row
 
-    def judge(
-        self, rows: Sequence[ScoringRow], inquiries: Sequence[RewardQuery]
+    def score(
+        self, rows: Sequence[ScoringRow], queries: Sequence[RewardQuery]
     ) -> list[RewardScore]:
         """Run the model once, over all rows.
 
@@ -153,17 +149,17 @@ class RewardModel:
         with torch.inference_mode():
             logits = self._logits(rows).float()
         scores = logits.softmax(-1)[..., 1] if logits.shape[-1] == 2 else logits[..., 0]
-        verdicts = []
-        for row, inquiry, found in zip(rows, inquiries, scores.tolist(), strict=True):
-            steps = [found[position] for position in inquiry.positions or ()]
+        results = []
+        for row, query, found in zip(rows, queries, scores.tolist(), strict=True):
+            steps = [found[position] for position in query.positions or ()]
             length = len(row.ids)
             score = math.prod(steps) if self.by_step else found
-            verdicts.append(RewardScore(score, steps, length, length))
-        return verdicts
+            results.append(RewardScore(score, steps, length, length))
+        return results
 
-    def _tokenised(self, inquiry: RewardQuery) -> ScoringRow:
+    def _tokenised(self, query: RewardQuery) -> ScoringRow:
         """Question and answer as the model was trained to see them."""
-        question, answer = inquiry.question, inquiry.answer
+        question, answer = query.question, query.answer
         if question is None:
             raise ParameterError(
                 "the task has nothing to judge",
@@ -281,7 +277,7 @@ def _load(directory: Path, by_step: bool, dtype: str) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def _misdirected(by_step: bool) -> ParameterError:
+def _wrong_kind(by_step: bool) -> ParameterError:
     if by_step:
         return ParameterError(
             "this reward model judges steps",
@@ -299,10 +295,10 @@ _FIELDS = ("dtype", "device", "max_batch_tokens")
 
 
 @dataclass(eq=False)
-class _Job:
-    """One inquiry, and all who wait for the verdict."""
+class _PendingQuery:
+    """One query, and all who wait for the score."""
 
-    inquiry: RewardQuery
+    query: RewardQuery
     waiters: list[Future[RewardScore]] = field(default_factory=list)
 
 
@@ -351,8 +347,8 @@ class RewardWorker(Worker):
         self.tokenizer, self.by_step = self._model.tokenizer, self._model.by_step
         self._max_batch_tokens = max_batch_tokens
         self._lock = threading.Lock()
-        self._under_way: dict[RewardQuery, _Job] = {}
-        self._queue: list[_Job] = []
+        self._under_way: dict[RewardQuery, _PendingQuery] = {}
+        self._queue: list[_PendingQuery] = []
         self._stopped = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="forethought-reward")
 
@@ -397,17 +393,17 @@ class RewardWorker(Worker):
     async def reward_handler(self, task: RewardTask) -> TaskStatus:
         """Judge, and leave ``score`` and ``step_scores`` on the task."""
         tokens, positions = task.input_tokens, task.step_positions
-        inquiry = RewardQuery(
+        query = RewardQuery(
             None if tokens is None else tuple(tokens),
             task.input_str if tokens is None else None,
             task.output_str if tokens is None else None,
             None if positions is None else tuple(positions),
         )
-        verdict = await asyncio.wrap_future(self._ask(inquiry))
-        task.score, task.step_scores = verdict.score, list(verdict.step_scores)
-        task.usage.prompt_tokens += verdict.length
-        task.usage.prefilled += verdict.prefilled
-        task.usage.cached += verdict.length - verdict.prefilled
+        result = await asyncio.wrap_future(self._ask(query))
+        task.score, task.step_scores = result.score, list(result.step_scores)
+        task.usage.prompt_tokens += result.length
+        task.usage.prefilled += result.prefilled
+        task.usage.cached += result.length - result.prefilled
         return TaskStatus.SUCCESS
 
     task_handlers = {RewardTask: reward_handler}  # noqa: RUF012
@@ -421,79 +417,79 @@ class RewardWorker(Worker):
 
     # ---- asking: on the callers' event loops --------------------------------------------------
 
-    def _ask(self, inquiry: RewardQuery) -> Future[RewardScore]:
+    def _ask(self, query: RewardQuery) -> Future[RewardScore]:
         waiter: Future[RewardScore] = Future()
         with self._lock:
             if self._stopped:
                 raise EngineStopped("the reward worker is shut down", fix="Create another one")
-            job = self._under_way.get(inquiry)
-            if job is None:
-                job = self._under_way[inquiry] = _Job(inquiry)
-                self._queue.append(job)
-                self._thread.submit(self._judge_queue)
-            job.waiters.append(waiter)
+            pending = self._under_way.get(query)
+            if pending is None:
+                pending = self._under_way[query] = _PendingQuery(query)
+                self._queue.append(pending)
+                self._thread.submit(self._score_queue)
+            pending.waiters.append(waiter)
         return waiter
 
     # ---- judging: in the worker's thread ------------------------------------------------------
 
-    def _judge_queue(self) -> None:
+    def _score_queue(self) -> None:
         """Judge all that has come since the last time."""
         with self._lock:
-            jobs, self._queue = self._queue, []
+            pending_queries, self._queue = self._queue, []
         encoded = []
-        for job in jobs:
+        for pending in pending_queries:
             try:
-                encoded.append((self._model.encode(job.inquiry), job))
+                encoded.append((self._model.encode(pending.query), pending))
             except Exception as error:
-                self._end(job, error)
+                self._end(pending, error)
         for batch in self._batches(encoded):
-            self._judge(batch)
+            self._score_batch(batch)
 
     def _batches(
-        self, encoded: list[tuple[ScoringRow, _Job]]
-    ) -> Iterator[list[tuple[ScoringRow, _Job]]]:
+        self, encoded: list[tuple[ScoringRow, _PendingQuery]]
+    ) -> Iterator[list[tuple[ScoringRow, _PendingQuery]]]:
         """Rows of like length together, as many as fit."""
-        batch: list[tuple[ScoringRow, _Job]] = []
-        for row, job in sorted(encoded, key=lambda pair: len(pair[0].ids)):
+        batch: list[tuple[ScoringRow, _PendingQuery]] = []
+        for row, pending in sorted(encoded, key=lambda pair: len(pair[0].ids)):
             if batch and (len(batch) + 1) * len(row.ids) > self._max_batch_tokens:
                 yield batch
                 batch = []
-            batch.append((row, job))
+            batch.append((row, pending))
         if batch:
             yield batch
 
-    def _judge(self, batch: list[tuple[ScoringRow, _Job]]) -> None:
-        batch = [(row, job) for row, job in batch if self._wanted(job)]
+    def _score_batch(self, batch: list[tuple[ScoringRow, _PendingQuery]]) -> None:
+        batch = [(row, pending) for row, pending in batch if self._wanted(pending)]
         if not batch:
             return
         try:
-            inquiries = [job.inquiry for _, job in batch]
-            verdicts = self._model.judge([row for row, _ in batch], inquiries)
+            queries = [pending.query for _, pending in batch]
+            scores = self._model.score([row for row, _ in batch], queries)
         except Exception as error:
             if len(batch) == 1:
                 self._end(batch[0][1], error)
             else:  # only those that fail on their own fail
                 for pair in batch:
-                    self._judge([pair])
+                    self._score_batch([pair])
             return
-        for (_, job), verdict in zip(batch, verdicts, strict=True):
-            self._end(job, verdict)
+        for (_, pending), score in zip(batch, scores, strict=True):
+            self._end(pending, score)
 
-    def _wanted(self, job: _Job) -> bool:
+    def _wanted(self, pending: _PendingQuery) -> bool:
         """Whether somebody still waits for it; nobody else will, if not."""
         with self._lock:
             stopped = self._stopped
-            wanted = not all(waiter.cancelled() for waiter in job.waiters)
+            wanted = not all(waiter.cancelled() for waiter in pending.waiters)
             if not wanted:
-                del self._under_way[job.inquiry]
+                del self._under_way[pending.query]
         if wanted and stopped:
-            self._end(job, EngineStopped("the reward worker was shut down"))
+            self._end(pending, EngineStopped("the reward worker was shut down"))
         return wanted and not stopped
 
-    def _end(self, job: _Job, outcome: RewardScore | Exception) -> None:
+    def _end(self, pending: _PendingQuery, outcome: RewardScore | Exception) -> None:
         with self._lock:
-            del self._under_way[job.inquiry]
-        for waiter in job.waiters:
+            del self._under_way[pending.query]
+        for waiter in pending.waiters:
             if not waiter.set_running_or_notify_cancel():
                 continue
             if isinstance(outcome, Exception):

@@ -74,8 +74,8 @@ class _Generation:
     """All that will be said, after stop strings and ``max_tokens``."""
     finish_reason: str
     stop_reason: str | None
-    said: int = 0
-    waited: bool = field(default=False)
+    num_generated: int = 0
+    has_started: bool = field(default=False)
 
 
 class ScriptedWorker(Worker):
@@ -83,7 +83,7 @@ class ScriptedWorker(Worker):
     ``echo``, delays and failures work as with a model; other sampling fields change nothing, and
     can be read from ``calls``.
 
-    A stream advances while it is waited for, by exactly its ``streaming_step`` (0 counts as 1).
+    A stream advances only while a step is awaited, by its ``streaming_step`` (0 counts as 1).
 
     Args:
         script: see ``Script``.
@@ -111,7 +111,7 @@ class ScriptedWorker(Worker):
         task.samples = []
         for _ in range(task.n):
             generation = self._begin(task, _prompt(task))
-            await self._say(task, generation, None)
+            await self._generate(task, generation, None)
             _fill(task, generation)
             task.samples.append(task.result or ScaffoldingOutput(""))
         task.result = (samples := task.samples)[0]
@@ -127,10 +127,11 @@ class ScriptedWorker(Worker):
             task.request_handle = generation
         if task.cancel_flag:
             generation.call.ended = "cancelled"
-            generation.text, generation.finish_reason = generation.text[: generation.said], "abort"
-        await self._say(task, generation, step)
+            generation.text = generation.text[: generation.num_generated]
+            generation.finish_reason = "abort"
+        await self._generate(task, generation, step)
         _fill(task, generation)
-        task.end_flag = generation.said == len(generation.text)
+        task.end_flag = generation.num_generated == len(generation.text)
         if not task.end_flag:
             task.finish_reason = task.stop_reason = None
         return TaskStatus.SUCCESS
@@ -138,7 +139,7 @@ class ScriptedWorker(Worker):
     async def chat_handler(self, task: ChatTask) -> TaskStatus:
         """Answer the last message."""
         generation = self._begin(task, task.messages[-1].content or "")
-        await self._say(task, generation, None)
+        await self._generate(task, generation, None)
         _fill(task, generation)
         task.end_flag = True
         task.add_message(AssistantMessage(task.output_str, finish_reason=generation.finish_reason))
@@ -169,9 +170,9 @@ class ScriptedWorker(Worker):
         text, stop = _cut_at_stop(reply.text, task)
         reason = "stop" if stop else reply.finish_reason
         scope = current_scope()
-        most = scope.ledger.limit(task.max_tokens) if scope else task.max_tokens
-        if most is not None and len(text) > most:
-            text, reason, stop = text[:most], "length", None
+        max_tokens = scope.account.limit(task.max_tokens) if scope else task.max_tokens
+        if max_tokens is not None and len(text) > max_tokens:
+            text, reason, stop = text[:max_tokens], "length", None
         task.usage.prompt_tokens += len(prompt)
         point = task.fork_point
         if point is not None and point.input_str == task.input_str:
@@ -197,31 +198,33 @@ class ScriptedWorker(Worker):
         chosen: Answer = script[position]
         return chosen
 
-    async def _say(self, task: GenerationTask, generation: _Generation, step: int | None) -> None:
+    async def _generate(
+        self, task: GenerationTask, generation: _Generation, step: int | None
+    ) -> None:
         """Say the next ``step`` tokens (None: all), streaming and counting each."""
         call, reply, scope = generation.call, generation.reply, current_scope()
         call.steps += 1
         end = len(generation.text)
         try:
-            if not generation.waited:
-                generation.waited = True
+            if not generation.has_started:
+                generation.has_started = True
                 await asyncio.sleep(reply.delay)
                 if reply.error is not None:
                     raise reply.error
-            for token in generation.text[
-                generation.said : end if step is None else min(end, generation.said + step)
-            ]:
+            first = generation.num_generated
+            until = end if step is None else min(end, first + step)
+            for token in generation.text[first:until]:
                 await asyncio.sleep(reply.seconds_per_token)
-                generation.said += 1
+                generation.num_generated += 1
                 task.usage.completion_tokens += 1
                 task.usage.decoded += 1
                 task.emit(token, [ord(token)], f"{id(generation):x}")
                 if scope is not None:
-                    scope.ledger.record(task.usage)
+                    scope.account.record(task.usage)
         except BaseException as error:
             call.ended = "cancelled" if isinstance(error, asyncio.CancelledError) else "failed"
             raise
-        if generation.said == end and call.ended is None:
+        if generation.num_generated == end and call.ended is None:
             call.ended = "done"
 
 
@@ -236,16 +239,16 @@ def _cut_at_stop(text: str, task: GenerationTask) -> tuple[str, str | None]:
     found = [(text.find(stop), stop) for stop in sampling.stop_strings(task) if stop in text]
     if not found:
         return text, None
-    place, stop = min(found)
-    return text[: place + (len(stop) if task.include_stop_str_in_output else 0)], stop
+    position, stop = min(found)
+    return text[: position + (len(stop) if task.include_stop_str_in_output else 0)], stop
 
 
 def _fill(task: GenerationTask, generation: _Generation) -> None:
-    said = generation.text[: generation.said]
-    task.output_str = generation.call.prompt + said if task.echo else said
-    task.output_tokens = [ord(token) for token in said]
+    output = generation.text[: generation.num_generated]
+    task.output_str = generation.call.prompt + output if task.echo else output
+    task.output_tokens = [ord(token) for token in output]
     task.finish_reason, task.stop_reason = generation.finish_reason, generation.stop_reason
     if generation.reply.logprobs is not None:
-        task.logprobs = list(generation.reply.logprobs)[: generation.said]
+        task.logprobs = list(generation.reply.logprobs)[: generation.num_generated]
     task.usage_prompt_tokens = len(generation.call.prompt)
-    task.usage_completion_tokens = len(said)
+    task.usage_completion_tokens = len(output)
