@@ -126,8 +126,8 @@ def test_what_a_backend_returns_is_contiguous_for_any_number_of_rows(
     """With the fewest queries of CPUs with AMX and of those without it."""
     case = CASES[name]
     source = torch.Generator().manual_seed(4)
-    for fewest in (softmax.FEWEST_QUERIES_WITH_AMX, softmax.FEWEST_QUERIES_WITHOUT_AMX):
-        monkeypatch.setattr(softmax, "FEWEST_QUERIES", fewest)
+    for fewest in (softmax.MIN_QUERIES_WITH_AMX, softmax.MIN_QUERIES_WITHOUT_AMX):
+        monkeypatch.setattr(softmax, "MIN_QUERIES", fewest)
         for sizes in ([1], [1, 1], [3], [1, 3], [40]):
             made = tables(PagePool(40, 4), [size + 9 for size in sizes], scattered=False)
             batch = Batch.build([Row([0] * n, 9, t) for n, t in zip(sizes, made, strict=True)])

@@ -78,16 +78,16 @@ class DraftKvCache:
 
 
 class HiddenStateCache(DraftKvCache):
-    """Keeps the states of some places of the network side by side.
+    """Keeps the states of some layer_ids of the network side by side.
 
     Args:
-        places: where they are taken, in this order; see ``model.taps``.
+        layer_ids: where they are taken, in this order; see ``model.causal_lm``.
         hidden_size: of the target.
         like: the target's storage, whose pages these follow.
     """
 
-    def __init__(self, places: Sequence[int], hidden_size: int, like: KvStorage) -> None:
-        self.places, self.width = tuple(places), hidden_size * len(places)
+    def __init__(self, layer_ids: Sequence[int], hidden_size: int, like: KvStorage) -> None:
+        self.layer_ids, self.width = tuple(layer_ids), hidden_size * len(layer_ids)
         shape = LayerShape(kv_heads=1, key_dim=self.width, value_dim=0)
         super().__init__(
             KvStorage([shape], like.num_pages, like.page_size, like.dtype, like.device)
@@ -95,13 +95,13 @@ class HiddenStateCache(DraftKvCache):
 
     def write(self, slots: Tensor, states: Mapping[int, Tensor]) -> None:
         """The target has computed the tokens at ``slots`` int64 [T]: states are [T, hidden]."""
-        wide = torch.cat([states[place] for place in self.places], dim=-1)
+        wide = torch.cat([states[layer_id] for layer_id in self.layer_ids], dim=-1)
         self.storage.keys[0].index_copy_(0, slots, wide.unsqueeze(1))
         self._ready.reshape(-1)[slots.cpu().numpy()] = True
 
     def read(self, table: ReadableTable, start: int, stop: int) -> Tensor:
         """[stop - start, width] in the model's dtype: those of positions ``start`` to ``stop``."""
-        first = table.run()
+        first = table.first_slot()
         stored = self.storage.keys[0]
         if first is not None:
             return stored[first + start : first + stop, 0]

@@ -103,7 +103,7 @@ class PageTable:
         child.root, child.digests = self.root, self.digests[: length // self._pool.page_size]
         return child
 
-    def window(self, length: int) -> PageTable:
+    def prefix(self, length: int) -> PageTable:
         """A view of the first ``length`` tokens for one forward: it holds no page of its own.
 
         Never append to it, and never release it.
@@ -149,12 +149,12 @@ class PageTable:
     def slots(self, start: int, stop: int) -> list[int]:
         """The slots of the positions ``start`` to ``stop``."""
         size = self._pool.page_size
-        first = self.run()
+        first = self.first_slot()
         if first is not None:
             return list(range(first + start, first + stop))
         return [self.pages[place // size] * size + place % size for place in range(start, stop)]
 
-    def run(self) -> int | None:
+    def first_slot(self) -> int | None:
         """The slot of position 0 if all pages lie side by side, so that slots rise by one."""
         if self._gaps or not self.pages:
             return None
@@ -223,13 +223,13 @@ class TableView:
         """The slots of the positions ``start`` to ``stop``."""
         return self._table.slots(start, stop)
 
-    def run(self) -> int | None:
+    def first_slot(self) -> int | None:
         """The slot of position 0 if all pages lie side by side, so that slots rise by one."""
-        return self._table.run()
+        return self._table.first_slot()
 
-    def window(self, length: int) -> TableView:
+    def prefix(self, length: int) -> TableView:
         """A view of the first ``length`` tokens alone."""
-        return TableView(self._table.window(length))
+        return TableView(self._table.prefix(length))
 
 
 ReadableTable = PageTable | TableView

@@ -153,4 +153,4 @@ class Batch:
         table = row.table
         tree = None if row.parents is None else row.visible().to(device)
         stop = begin + len(row.tokens)
-        return Span(begin, stop, table.length, tuple(table.pages), table.run(), tree)
+        return Span(begin, stop, table.length, tuple(table.pages), table.first_slot(), tree)

@@ -87,19 +87,19 @@ class ForwardPass(ABC):
 
     Args:
         batch: the packed tokens.
-        taps: which hidden states to keep; see ``model.taps``.
+        layer_ids: which hidden states to keep; see ``model.causal_lm``.
 
     Attributes:
-        states: the hidden states that were asked for, by place: ``[T, hidden]``.
+        states: the hidden states that were asked for, by layer_id: ``[T, hidden]``.
     """
 
-    def __init__(self, batch: Batch, taps: frozenset[int] = frozenset()) -> None:
-        self.batch, self.taps, self.states = batch, taps, dict[int, Tensor]()
+    def __init__(self, batch: Batch, layer_ids: frozenset[int] = frozenset()) -> None:
+        self.batch, self.layer_ids, self.states = batch, layer_ids, dict[int, Tensor]()
 
-    def tap(self, place: int, x: Tensor) -> None:
-        """x ``[T, hidden]`` is the state at ``place``: kept if it was asked for."""
-        if place in self.taps:
-            self.states[place] = x
+    def capture(self, layer_id: int, x: Tensor) -> None:
+        """x ``[T, hidden]`` is the state at ``layer_id``: kept if it was asked for."""
+        if layer_id in self.layer_ids:
+            self.states[layer_id] = x
 
     @abstractmethod
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
@@ -122,7 +122,7 @@ class PagedPass(ForwardPass):
         storage: the cache.
         backend: how to attend.
         windows: each attention layer's window.
-        taps: which hidden states to keep; see ``model.taps``.
+        layer_ids: which hidden states to keep; see ``model.causal_lm``.
     """
 
     def __init__(
@@ -131,9 +131,9 @@ class PagedPass(ForwardPass):
         storage: KvStorage,
         backend: AttentionBackend,
         windows: Sequence[int | None],
-        taps: frozenset[int] = frozenset(),
+        layer_ids: frozenset[int] = frozenset(),
     ) -> None:
-        super().__init__(batch, taps)
+        super().__init__(batch, layer_ids)
         self.storage, self.backend = storage, backend
         plans = {window: backend.plan(batch, storage, window) for window in dict.fromkeys(windows)}
         self._plans = [plans[window] for window in windows]

@@ -30,9 +30,9 @@ from forethought.model.attention.sdpa_plan import (
 )
 from forethought.model.batch import Batch
 
-FEWEST_QUERIES_WITH_AMX, FEWEST_QUERIES_WITHOUT_AMX = 1, 4
-FEWEST_QUERIES = (
-    FEWEST_QUERIES_WITH_AMX if torch.cpu._is_amx_tile_supported() else FEWEST_QUERIES_WITHOUT_AMX
+MIN_QUERIES_WITH_AMX, MIN_QUERIES_WITHOUT_AMX = 1, 4
+MIN_QUERIES = (
+    MIN_QUERIES_WITH_AMX if torch.cpu._is_amx_tile_supported() else MIN_QUERIES_WITHOUT_AMX
 )
 """Below so many torch's CPU kernel rounds a query otherwise, in 16 bits."""
 
@@ -81,7 +81,7 @@ def softmax_attention(
 def batch_invariant_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scoring: Scoring, causal: bool = False
 ) -> Tensor:
-    """torch's own attention; in 16 bits on a CPU with at least ``FEWEST_QUERIES``.
+    """torch's own attention; in 16 bits on a CPU with at least ``MIN_QUERIES``.
 
     Shapes as of :func:`softmax_attention`, but for heads that share keys: these may be apart.
 
@@ -94,11 +94,11 @@ def batch_invariant_attention(
         causal: query i sees the first i + 1 keys; without a mask.
     """
     size, scale, gqa = q.shape[2], scoring.scale, q.shape[1] != k.shape[1]
-    if size >= FEWEST_QUERIES or causal or q.device.type != "cpu" or q.dtype.itemsize != 2:
+    if size >= MIN_QUERIES or causal or q.device.type != "cpu" or q.dtype.itemsize != 2:
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=gqa
         )
-    more = (0, 0, 0, FEWEST_QUERIES - size)
+    more = (0, 0, 0, MIN_QUERIES - size)
     if mask is not None and mask.shape[-2] > 1:
         mask = F.pad(mask, more)
     out = F.scaled_dot_product_attention(

@@ -75,7 +75,7 @@ class Projection(Protocol):
         """x ``[T, in]``, other ``[T, out]`` -> other + y."""
         ...
 
-    def swish(self, x: Tensor) -> Tensor:
+    def silu(self, x: Tensor) -> Tensor:
         """x ``[T, in]`` -> ``[T, out]``: y * sigmoid(y)."""
         ...
 
@@ -96,7 +96,7 @@ class PlainProjection:
             return torch.addmm(other, x, self.weight.t())
         return F.linear(x, self.weight, self.bias).add_(other)
 
-    def swish(self, x: Tensor) -> Tensor:
+    def silu(self, x: Tensor) -> Tensor:
         """See :class:`Projection`."""
         return F.silu(F.linear(x, self.weight, self.bias))
 
@@ -120,7 +120,7 @@ class PackedProjection:
         result: Tensor = self._linear_plus(x, other, self.weight, self.bias, "add")
         return result
 
-    def swish(self, x: Tensor) -> Tensor:
+    def silu(self, x: Tensor) -> Tensor:
         """See :class:`Projection`."""
         result: Tensor = self._linear(x, self.weight, self.bias, "swish", [], "")
         return result
@@ -148,9 +148,9 @@ class BatchInvariantProjection:
         parts = zip(x.split(BATCH_INVARIANT_ROWS), other.split(BATCH_INVARIANT_ROWS), strict=True)
         return torch.cat([self.packed.plus(*part) for part in parts])
 
-    def swish(self, x: Tensor) -> Tensor:
+    def silu(self, x: Tensor) -> Tensor:
         """See :class:`Projection`."""
-        return torch.cat([self.packed.swish(part) for part in x.split(BATCH_INVARIANT_ROWS)])
+        return torch.cat([self.packed.silu(part) for part in x.split(BATCH_INVARIANT_ROWS)])
 
 
 class BatchedProjection:

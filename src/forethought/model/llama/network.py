@@ -86,11 +86,11 @@ class FusedNetwork:
     def __call__(self, batch: Batch, forward_pass: ForwardPass) -> Tensor:
         """Logits ``[R, vocab]`` in the model's dtype."""
         size = len(self.layers)
-        narrow = forward_pass.taps.isdisjoint((size, FINAL))
+        narrow = forward_pass.layer_ids.isdisjoint((size, FINAL))
         x = self.decode(self.embed(batch.token_ids), forward_pass, narrow)
-        forward_pass.tap(size, x)
+        forward_pass.capture(size, x)
         x = self.norm(x)
-        forward_pass.tap(FINAL, x)
+        forward_pass.capture(FINAL, x)
         return self.head(x if narrow else x[batch.logit_index])
 
     def decode(self, x: Tensor, forward_pass: ForwardPass, narrow: bool) -> Tensor:
@@ -107,7 +107,7 @@ class FusedNetwork:
         batch = forward_pass.batch
         cos, sin = self.rotary[batch.positions].unbind(1)
         for index, layer in enumerate(self.layers):
-            forward_pass.tap(index, x)
+            forward_pass.capture(index, x)
             mixed = self._attend(index, layer, x, (cos, sin), forward_pass)
             if narrow and index == len(self.layers) - 1 and len(batch.logit_index) < len(x):
                 # What follows concerns each token alone.

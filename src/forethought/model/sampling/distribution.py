@@ -114,10 +114,10 @@ def logits_to_probs(logits: Tensor, contexts: Sequence[TokenContext]) -> Tensor:
     Returns:
         [N, V] float32; every row sums to 1 and has no NaN.
     """
-    return law_and_peaks(logits, contexts)[0]
+    return probs_and_max_logits(logits, contexts)[0]
 
 
-def law_and_peaks(logits: Tensor, contexts: Sequence[TokenContext]) -> tuple[Tensor, Tensor]:
+def probs_and_max_logits(logits: Tensor, contexts: Sequence[TokenContext]) -> tuple[Tensor, Tensor]:
     """``logits_to_probs``, and [N, 1] float32: the largest of the model's own logits of each row.
 
     The law of a row whose largest logit is not finite means nothing.
@@ -150,7 +150,7 @@ def edit_logits(logits: Tensor, contexts: Sequence[TokenContext]) -> Tensor:
     return _edit(logits, contexts)[0]
 
 
-def edit_and_peaks(logits: Tensor, contexts: Sequence[TokenContext]) -> tuple[Tensor, Tensor]:
+def edit_and_max_logits(logits: Tensor, contexts: Sequence[TokenContext]) -> tuple[Tensor, Tensor]:
     """``edit_logits``, and [N, 1]: the largest of the model's own logits of each row."""
     edited, _, own = _edit(logits, contexts)
     return edited, own

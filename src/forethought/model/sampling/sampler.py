@@ -26,8 +26,8 @@ from torch import Tensor
 
 from forethought.model.sampling.distribution import (
     TokenContext,
-    edit_and_peaks,
-    law_and_peaks,
+    edit_and_max_logits,
+    probs_and_max_logits,
     wants_edits,
 )
 from forethought.outputs import Logprob, TokenLogprobs
@@ -162,7 +162,7 @@ def draw_tokens(
     """
     if all(context.params.greedy for context in contexts):
         return _likeliest(logits, contexts)
-    distribution, peaks = law_and_peaks(logits, contexts)
+    distribution, peaks = probs_and_max_logits(logits, contexts)
     return where_finite(invert_cdf(distribution, uniforms), peaks)
 
 
@@ -181,7 +181,7 @@ def _likeliest(logits: Tensor, contexts: Sequence[TokenContext]) -> Tensor:
         if not finite.all():
             drawn[~finite] = NO_TOKEN
         return torch.from_numpy(drawn)
-    edited, peaks = edit_and_peaks(logits, contexts)
+    edited, peaks = edit_and_max_logits(logits, contexts)
     return where_finite(edited.max(dim=-1).indices, peaks)
 
 

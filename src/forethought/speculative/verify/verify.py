@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from forethought.model.sampling import TokenContext, invert_cdf, uniform_at
-from forethought.model.sampling.distribution import law_and_peaks
+from forethought.model.sampling.distribution import probs_and_max_logits
 from forethought.model.sampling.sampler import NO_TOKEN, draw_tokens, report, sample, where_finite
 from forethought.outputs import TokenLogprobs
 from forethought.speculative.draft import Draft, DraftKind
@@ -173,7 +173,7 @@ def _decide(
             random.append(DrawnDraft(candidate.draft, begin, _acceptance_uniforms(candidate)))
         begin += len(candidate.rows)
     if random:
-        distributions, peaks = law_and_peaks(logits, contexts)
+        distributions, peaks = probs_and_max_logits(logits, contexts)
         settled = settle(distributions, random)
         own = where_finite(invert_cdf(distributions, _all_uniforms(candidates)), peaks)
         drawn, stay = torch.stack([own, settled.long()]).tolist()
