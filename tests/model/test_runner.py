@@ -1,4 +1,4 @@
-"""Rows in, logits out: chains, trees, rows that want no logits, warm-up."""
+"""Rows in, logits out: chains, trees, rows that want no logits."""
 
 from __future__ import annotations
 
@@ -88,15 +88,3 @@ def test_only_wanted_logits_are_returned_in_the_order_of_the_rows() -> None:
     rows = [Row([3, 4, 5], 0, tables[0], logits_from=2), Row([6, 7, 8], 0, tables[1])]
     logits = runner.forward(rows)
     torch.testing.assert_close(logits, torch.cat([every[0][2:], every[1]]), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("pages", [1, 64])
-def test_warming_up_works_in_any_cache_and_changes_no_result(pages: int) -> None:
-    lm = load(models.tiny("mistral"))
-    logits = []
-    for warm in (False, True):
-        runner = ModelRunner(lm, KvStorage(lm.layer_shapes, pages, 4, lm.dtype))
-        if warm:
-            runner.warm_up()
-        logits.append(chain(runner, PagePool(pages, 4), [7, 8, 9]))
-    assert torch.equal(*logits)

@@ -180,11 +180,6 @@ class PagePool:
             del self._evictable[page]
             self._free.put(page)
 
-    def clear(self) -> None:
-        """Give up every kept page that nobody holds."""
-        for page in list(self._evictable):
-            self.drop(page)
-
     def _evict(self) -> None:
         if not self._evictable:
             raise OutOfPages(f"all {self.num_pages} pages are in use")

@@ -76,15 +76,3 @@ class ModelRunner:
             why,
             "Draft with something that does not read them",
         )
-
-    def warm_up(self, tokens: int = 16) -> None:
-        """Run a prefill of ``tokens`` and a decode, so that no request waits for what is lazy.
-
-        Only while nothing is stored: the first pages are written over.
-        """
-        room = min(self.storage.num_pages * self.storage.page_size, self.lm.max_positions)
-        table = PageTable(PagePool(self.storage.num_pages, self.storage.page_size))
-        for count in (max(1, min(tokens, room - 1)), 1):
-            table.append(count)
-            start = table.length - count
-            self.forward([Row([0] * count, start, table, logits_from=count - 1)])
