@@ -21,7 +21,7 @@ from transformers import LlamaConfig
 from forethought.kv.storage import LayerShape
 from forethought.model.attention.base import ForwardPass
 from forethought.model.causal_lm import FINAL, CausalLM
-from forethought.model.llama.layers import Norm, projection
+from forethought.model.llama.layers import Norm, fused_norm, projection
 from forethought.speculative.draft_module import ModuleOutput
 from forethought.speculative.heads.checkpoint import Checkpoint, refused
 from forethought.speculative.heads.layers import (
@@ -30,7 +30,6 @@ from forethought.speculative.heads.layers import (
     Linear,
     LlamaLayer,
     RmsNorm,
-    draft_norm,
     layer_fields,
     llama_config,
 )
@@ -239,11 +238,11 @@ class Eagle3Network:
         traits, layer = head.traits, head.midlayer
         self._lm, self._own = lm, head.embed_tokens if traits.own_embedding else None
         self._layer = DraftLayer(layer, head.config, lm.max_positions)
-        self._enter_norm = draft_norm(head.input_norm) if traits.norm_before_fc else None
+        self._enter_norm = fused_norm(head.input_norm) if traits.norm_before_fc else None
         self._fuse = projection(head.fc.weight)
         norms = torch.stack([layer.input_layernorm.weight, layer.hidden_norm.weight])
         self._norms = Norm(norms, head.config.rms_norm_eps)
-        self._norm, self._logits = draft_norm(head.norm), projection(head.lm_head.weight)
+        self._norm, self._logits = fused_norm(head.norm), projection(head.lm_head.weight)
         self._norm_before_residual = traits.norm_before_residual
         self._norm_output = traits.norm_output
         self.dtype: torch.dtype = head.fc.weight.dtype
