@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from forethought.kv.table import ReadableTable
+from forethought.kv.table import ReadableTable
 
 
 def ancestors(parents: Sequence[int]) -> Tensor:
