@@ -22,7 +22,7 @@ from forethought.speculative.heads.eagle import EagleHead
 from forethought.speculative.heads.eagle3 import Eagle3Head, Eagle3Traits, Layout
 from models import VOCAB, tiny, transformers_model
 
-PLACES = (0, 2, 3)
+LAYER_IDS = (0, 2, 3)
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -49,14 +49,14 @@ def new_directory() -> Path:
 
 def random_eagle3(seed: int = 0, draft_vocab: int = 60, **traits: Any) -> Eagle3Head:
     """A head of EAGLE-3's whose draft vocabulary is scattered over the target's."""
-    places = traits.pop("places", PLACES)
+    layer_ids = traits.pop("layer_ids", LAYER_IDS)
     sizes = SIZES | {name: traits.pop(name) for name in list(traits) if name in SIZES}
     sizes |= {"attention_bias": traits.pop("attention_bias", False)}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         head = Eagle3Head(
             LlamaConfig(**sizes),
-            Eagle3Traits(draft_vocab, 32, captures=len(places), places=places, **traits),
+            Eagle3Traits(draft_vocab, 32, captures=len(layer_ids), layer_ids=layer_ids, **traits),
         )
         scatter(head)
         head.set_vocabulary(torch.randperm(VOCAB)[:draft_vocab].sort().values)
@@ -97,7 +97,7 @@ class Oracle:
 
     Args:
         head: whose weights are used.
-        places: where states are taken.
+        layer_ids: where states are taken.
         target: directory of the target.
         shift: of the tokens against the states: 1 in truth.
         swapped: whether state and embedding change sides: false in truth.
@@ -106,7 +106,7 @@ class Oracle:
     def __init__(
         self,
         head: Eagle3Head | EagleHead,
-        places: Sequence[int] = PLACES,
+        layer_ids: Sequence[int] = LAYER_IDS,
         target: Path | None = None,
         shift: int = 1,
         swapped: bool = False,
@@ -114,7 +114,7 @@ class Oracle:
         self.weights = {name: x.double() for name, x in head.state_dict().items()}
         self.config = head.config
         self.third = head.traits if isinstance(head, Eagle3Head) else None
-        self.places, self.shift, self.swapped = places, shift, swapped
+        self.layer_ids, self.shift, self.swapped = layer_ids, shift, swapped
         self.target = transformers_model(tiny("llama") if target is None else target)
         self.layer = "midlayer." if self.third else "layers.0."
         self.memory: dict[tuple[int, ...], Tensor] = {}
@@ -132,7 +132,7 @@ class Oracle:
         handle.remove()
         inner = [*said.hidden_states[:-1], found[0]]  # the residual stream entering, leaving layers
         final = said.hidden_states[-1]
-        chosen = [final if place == -1 else inner[place] for place in self.places]
+        chosen = [final if layer_id == -1 else inner[layer_id] for layer_id in self.layer_ids]
         return torch.cat([each[0] for each in chosen], -1).double()
 
     @torch.no_grad()

@@ -15,7 +15,7 @@ from forethought.engine.sequence import Sequence
 from forethought.kv.storage import KvStorage
 from forethought.model import loader
 from forethought.model.causal_lm import CausalLM
-from forethought.model.runner import Runner
+from forethought.model.runner import ModelRunner
 from forethought.speculative.registry import Target
 from models import tiny
 
@@ -47,7 +47,7 @@ def engine(
     lm = load(architecture, device, dtype)
     storage = KvStorage(lm.layer_shapes, pages, page_size, lm.dtype, lm.device)
     settings = {"max_batch_size": 8, "max_num_tokens": 64, "max_length": 128, **limits}
-    runner = Runner(lm, storage)
+    runner = ModelRunner(lm, storage)
     target = Target(runner, settings["max_num_tokens"])
     drafters = [
         build_drafter_entry(config, target, settings["max_batch_size"]) for config in speculative

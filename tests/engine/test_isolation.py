@@ -35,7 +35,7 @@ from forethought.errors import LogitsError
 from forethought.model import loader
 from forethought.model.batch import Batch
 from forethought.model.causal_lm import CausalLM
-from forethought.model.runner import Runner
+from forethought.model.runner import ModelRunner
 from forethought.model.sampling import distribution
 from forethought.speculative.drafter import DraftRequest
 from medusa_heads import random_heads
@@ -130,7 +130,7 @@ class Network:
         return logits
 
 
-def rig(runner: Runner, before: Any = None, after: Any = None) -> None:
+def rig(runner: ModelRunner, before: Any = None, after: Any = None) -> None:
     lm = runner.lm
     runner.lm = CausalLM(Network(lm.network, before, after), lm.backend, lm.traits)
 

@@ -213,7 +213,7 @@ def test_events_of_a_step_that_was_interrupted_at_its_end_are_told_by_the_next()
         lambda request: request.table.release(),
         lambda request: request.table.rewind(1),
         lambda request: request.table.append(40),
-        lambda request: request.table.window(2).release(),
+        lambda request: request.table.prefix(2).release(),
         lambda request: request.table.fork().release(),
         lambda request: setattr(request.table, "length", 0),
         lambda request: setattr(request.table, "pages", []),

@@ -23,7 +23,7 @@ from forethought.kv.storage import KvStorage
 from forethought.llm.tokenizer import Tokenizer
 from forethought.model import loader
 from forethought.model.causal_lm import CausalLM
-from forethought.model.runner import Runner
+from forethought.model.runner import ModelRunner
 from forethought.speculative.registry import Target
 from models import greedy
 from shipped import POINTS, QUESTIONS, SHIPPED, shipped
@@ -66,7 +66,7 @@ def drawn(params: SamplingParams) -> list[list[int]]:
 def machine(config: DecodingBaseConfig | None, reuse: bool = True, **limits: Any) -> Engine:
     settings = {"max_batch_size": 8, "max_num_tokens": 512, "max_length": 256, **limits}
     lm = reasoner()
-    runner = Runner(lm, KvStorage(lm.layer_shapes, 160, 16, lm.dtype))
+    runner = ModelRunner(lm, KvStorage(lm.layer_shapes, 160, 16, lm.dtype))
     target = Target(runner, settings["max_num_tokens"])
     drafters = [build_drafter_entry(config, target, settings["max_batch_size"])] if config else []
     return Engine(runner, Limits(**settings), reuse=reuse, seed=0, drafters=drafters)

@@ -161,8 +161,8 @@ def test_every_drafter_drafts_in_half_precision_where_each_head_has_its_own_keys
     name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At batch 1 and 2, on the code path of CPUs with AMX and on that of CPUs without it."""
-    for fewest in (sdpa.FEWEST_QUERIES_WITH_AMX, sdpa.FEWEST_QUERIES_WITHOUT_AMX):
-        monkeypatch.setattr(sdpa, "FEWEST_QUERIES", fewest)
+    for fewest in (sdpa.MIN_QUERIES_WITH_AMX, sdpa.MIN_QUERIES_WITHOUT_AMX):
+        monkeypatch.setattr(sdpa, "MIN_QUERIES", fewest)
         machine = engine(
             "llama_mha", page_size=16, dtype=dtype, speculative=drafting(name, "llama_mha")
         )

@@ -139,7 +139,7 @@ class PagedLists(RuleBasedStateMachine):
             assert table.length == len(tokens)
             slots = table.slots(0, len(tokens))
             assert [self.memory[slot] for slot in slots] == tokens
-            first = table.run()
+            first = table.first_slot()
             if first is not None:
                 assert slots == list(range(first, first + len(tokens)))
 
@@ -171,7 +171,7 @@ def test_neighbouring_rows_each_grow_side_by_side() -> None:
     for _ in range(12):  # taking turns, as decoding rows do
         for table in tables:
             table.append(1)
-    assert all(table.run() is not None for table in tables)
+    assert all(table.first_slot() is not None for table in tables)
 
 
 def test_free_runs_join_again_whatever_the_order() -> None:
@@ -267,9 +267,9 @@ def test_a_row_that_needs_many_pages_at_once_gets_them_side_by_side() -> None:
     first, second = PageTable(pool), PageTable(pool)
     first.append(1)
     second.append(12)
-    assert second.run() is not None
+    assert second.first_slot() is not None
     first.append(3)
-    assert first.run() is not None
+    assert first.first_slot() is not None
 
 
 def test_rewinding_forgets_the_hashes_of_pages_that_are_not_full_any_more() -> None:

@@ -1,4 +1,4 @@
-"""The fast backend agrees with the oracle, and the oracle with attention over plain tensors."""
+"""The fast backend agrees with the reference, and that with attention over plain tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from forethought.kv.pool import PagePool
 from forethought.kv.storage import KvStorage, LayerShape
 from forethought.kv.table import PageTable
 from forethought.model.attention import sdpa, sdpa_plan
-from forethought.model.attention import sdpa as softmax
 from forethought.model.attention.base import PagedPass, Scoring
 from forethought.model.attention.reference import ReferenceAttention
 from forethought.model.attention.sdpa import SdpaAttention
@@ -126,8 +125,8 @@ def test_what_a_backend_returns_is_contiguous_for_any_number_of_rows(
     """With the fewest queries of CPUs with AMX and of those without it."""
     case = CASES[name]
     source = torch.Generator().manual_seed(4)
-    for fewest in (softmax.FEWEST_QUERIES_WITH_AMX, softmax.FEWEST_QUERIES_WITHOUT_AMX):
-        monkeypatch.setattr(softmax, "FEWEST_QUERIES", fewest)
+    for fewest in (sdpa.MIN_QUERIES_WITH_AMX, sdpa.MIN_QUERIES_WITHOUT_AMX):
+        monkeypatch.setattr(sdpa, "MIN_QUERIES", fewest)
         for sizes in ([1], [1, 1], [3], [1, 3], [40]):
             made = tables(PagePool(40, 4), [size + 9 for size in sizes], scattered=False)
             batch = Batch.build([Row([0] * n, 9, t) for n, t in zip(sizes, made, strict=True)])
@@ -153,7 +152,7 @@ def test_folding_the_heads_of_a_few_queries_changes_nothing(
         for (start, n, parents), table in zip(ROWS, made, strict=True)
     ]
     results = []
-    monkeypatch.setattr(sdpa, "EXACT_QUERIES", 0)
+    monkeypatch.setattr(sdpa, "BATCH_INVARIANT_QUERIES", 0)
     for folded_from in (0, 10**9):
         monkeypatch.setattr(sdpa, "FOLDED_FROM", folded_from)
         storage = storage_for(case, 53, 3)
@@ -166,7 +165,7 @@ def test_where_groups_are_cut_does_not_matter(monkeypatch: pytest.MonkeyPatch) -
     batch = Batch.build([Row([1], table.length - 1, table) for table in made])
     results = []
     for group_bytes in (1, 3000, 10**9):
-        monkeypatch.setattr(sdpa_plan, "GROUP_BYTES", group_bytes)
+        monkeypatch.setattr(sdpa_plan, "MAX_GROUP_BYTES", group_bytes)
         results.append(attend(SdpaAttention(), case, batch, storage_for(case, 60, 3), 2))
     torch.testing.assert_close(results[0], results[2], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(results[1], results[2], rtol=1e-4, atol=1e-5)
@@ -240,25 +239,24 @@ def test_half_precision_stays_near_float32() -> None:
 @pytest.mark.parametrize("scattered", [False, True], ids=["together", "scattered"])
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 @pytest.mark.parametrize("name", [name for name in CASES if CASES[name].window is None])
-def test_what_is_stored_of_a_tree_and_the_first_position_seen_are_minded(
+def test_positions_before_the_first_one_seen_are_not_attended_to(
     name: str, page_size: int, scattered: bool
 ) -> None:
     case, num_pages = CASES[name], 160 // page_size
-    # (stored before, new tokens, width of the tree or 0 for a chain, first position seen)
-    shapes = [(9, 3, 6, 1), (9, 1, 4, 1), (7, 2, 9, 0), (0, 1, 0, 0), (11, 1, 0, 1), (1, 5, 0, 1)]
-    shapes += [(12, 1, 0, 4), (20, 1, 0, 3)]
+    # (stored before, new tokens, parents, first position seen)
+    shapes: list[tuple[int, int, tuple[int, ...] | None, int]]
+    shapes = [(9, 3, (-1, 0, 0), 1), (7, 2, (-1, -1), 2), (9, 1, (-1,), 1), (0, 1, None, 0)]
+    shapes += [(11, 1, None, 1), (1, 5, None, 1), (12, 1, None, 4), (20, 1, None, 3)]
     made = tables(PagePool(num_pages, page_size), [s + n for s, n, _, _ in shapes], scattered)
     rows = [
-        Row(list(range(n)), start, table)
-        for (start, n, _, _), table in zip(shapes, made, strict=True)
+        Row(list(range(n)), start, table, parents)
+        for (start, n, parents, _), table in zip(shapes, made, strict=True)
     ]
-    batch, source = Batch.build(rows), torch.Generator().manual_seed(3)
-    spans = []
-    for span, (_, n, width, first) in zip(batch.spans, shapes, strict=True):
-        tree = torch.rand(n, width, generator=source) < 0.5 if width else None
-        if tree is not None:
-            tree[:, -n:] |= torch.eye(n, dtype=torch.bool)  # everybody sees itself
-        spans.append(replace(span, tree=tree, seen_from=first))
+    batch = Batch.build(rows)
+    spans = [
+        replace(span, seen_from=first)
+        for span, (_, _, _, first) in zip(batch.spans, shapes, strict=True)
+    ]
     batch = replace(batch, spans=tuple(spans))
     exact = attend(ReferenceAttention(), case, batch, storage_for(case, num_pages, page_size), 2)
     plain = attend(
@@ -296,9 +294,9 @@ def test_few_queries_are_rounded_alike_whether_their_heads_are_folded_or_not(
         seen = torch.rand(size, length) < 0.8
         mask = sdpa_plan.FoldedMask(sdpa_plan.additive(seen, dtype)[None, None])
         found = []
-        for exact in (sdpa_plan.EXACT_QUERIES, 0):
-            monkeypatch.setattr(sdpa, "EXACT_QUERIES", exact)
-            found.append(sdpa._attend_piece(q, k, v, mask, Scoring(0.125)))
+        for exact in (sdpa_plan.BATCH_INVARIANT_QUERIES, 0):
+            monkeypatch.setattr(sdpa, "BATCH_INVARIANT_QUERIES", exact)
+            found.append(sdpa._attend_row(q, k, v, mask, Scoring(0.125)))
         assert torch.equal(*found)
     assert folds == list(range(2, 9))
 

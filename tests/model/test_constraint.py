@@ -1,4 +1,4 @@
-"""Laws of constraints in the one probability law, with a rule that is a table."""
+"""Constraints in the sampling distribution, with a rule that is a table."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ rows = st.tuples(
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(rows, min_size=1, max_size=4))
-def test_the_law_under_constraints_agrees_with_the_obvious_one(batch):
+def test_the_distribution_under_constraints_agrees_with_the_reference(batch):
     logits = torch.tensor([row[0] for row in batch])
     contexts = [
         TokenContext(params, (3,), output, EOS, table) for _, params, output, table in batch
@@ -80,7 +80,7 @@ def test_what_is_not_allowed_has_no_probability_and_the_rest_keeps_its_ratios():
 
 
 def test_the_cuts_are_made_on_what_is_allowed():
-    """Cutting to the two likeliest first would leave token 2 alone."""
+    """Truncating to the top 2 first would leave token 2 alone."""
     assert distribution([3.0, 2.0, 1.0, 0.0], [2, 3], top_k=2)[3] > 0
 
 
@@ -96,7 +96,7 @@ def test_a_constraint_that_allows_nothing_forbids_nothing():
     assert distribution([0.0, 0.0, 0.0, 0.0], []) == [0.25] * 4
 
 
-def test_greedy_takes_the_likeliest_allowed_token_and_leaves_the_logits():
+def test_greedy_takes_the_most_probable_allowed_token_and_leaves_the_logits():
     logits = torch.tensor([[5.0, 1.0, 2.0, 4.0], [5.0, 1.0, 2.0, 4.0]])
     before = logits.clone()
     greedy = SamplingParams(temperature=0.0)

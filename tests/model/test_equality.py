@@ -16,7 +16,7 @@ from forethought.model.attention import sdpa
 from forethought.model.batch import Row
 from forethought.model.llama.network import FusedNetwork
 from forethought.model.loader import load
-from forethought.model.runner import Runner
+from forethought.model.runner import ModelRunner
 
 NEW_TOKENS = 16
 SLOTS = 960
@@ -32,7 +32,7 @@ class Sequence:
     arrival: int = 0
     output: list[int] = field(default_factory=list)
 
-    def row(self, runner: Runner, limit: int) -> Row:
+    def row(self, runner: ModelRunner, limit: int) -> Row:
         tokens, start = self.prompt + self.output, self.table.length
         chunk = tokens[start : start + limit]
         runner.storage.copy_pages(self.table.append(len(chunk)))
@@ -44,7 +44,7 @@ class Sequence:
         return Sequence(self.prompt, self.table.fork(), arrival, list(self.output))
 
 
-def step(runner: Runner, sequences: list[Sequence], chunk: int) -> None:
+def step(runner: ModelRunner, sequences: list[Sequence], chunk: int) -> None:
     """One forward of all sequences; prompts enter in pieces of ``chunk`` tokens."""
     rows = [sequence.row(runner, chunk) for sequence in sequences]
     chosen = iter(runner.forward(rows).argmax(-1).tolist())
@@ -53,7 +53,7 @@ def step(runner: Runner, sequences: list[Sequence], chunk: int) -> None:
             sequence.output.append(next(chosen))
 
 
-def decode(runner: Runner, sequences: list[Sequence], chunk: int) -> None:
+def decode(runner: ModelRunner, sequences: list[Sequence], chunk: int) -> None:
     """Greedy decoding until each sequence has its new tokens."""
     time = 0
     while unfinished := [s for s in sequences if len(s.output) < NEW_TOKENS]:
@@ -63,10 +63,10 @@ def decode(runner: Runner, sequences: list[Sequence], chunk: int) -> None:
 
 def new_runner(
     architecture: str, page_size: int, attention: str = "sdpa", fuse: bool = True
-) -> tuple[Runner, PagePool]:
+) -> tuple[ModelRunner, PagePool]:
     lm = load(models.tiny(architecture), attention=attention, fuse=fuse)
     pool = PagePool(SLOTS // page_size, page_size)
-    return Runner(lm, KvStorage(lm.layer_shapes, pool.num_pages, page_size, lm.dtype)), pool
+    return ModelRunner(lm, KvStorage(lm.layer_shapes, pool.num_pages, page_size, lm.dtype)), pool
 
 
 def expected(architecture: str, prompts: list[list[int]]) -> list[list[int]]:
@@ -102,7 +102,7 @@ def test_greedy_equals_generate_with_late_arrivals_shared_prefixes_and_scattered
     decode(runner, sequences, chunk=7)
     outputs = expected(architecture, prompts)
     assert [s.output for s in sequences] == [*outputs, outputs[-1], outputs[-1]]
-    assert any(s.table.run() is None for s in sequences)
+    assert any(s.table.first_slot() is None for s in sequences)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_oss", "deepseek_v3", "mistral"])
@@ -148,11 +148,11 @@ def test_in_half_precision_each_token_is_the_most_probable_but_for_rounding(
     path = models.tiny(architecture, kv_heads=KV_HEADS[layout])
     lm = load(path, dtype=dtype, fuse=fuse)
     assert isinstance(lm.network, FusedNetwork) == fuse
-    for fewest in (sdpa.FEWEST_QUERIES_WITH_AMX, sdpa.FEWEST_QUERIES_WITHOUT_AMX):
-        monkeypatch.setattr(sdpa, "FEWEST_QUERIES", fewest)
+    for fewest in (sdpa.MIN_QUERIES_WITH_AMX, sdpa.MIN_QUERIES_WITHOUT_AMX):
+        monkeypatch.setattr(sdpa, "MIN_QUERIES", fewest)
         for lengths in ((9,), (9, 17)):
             pool = PagePool(SLOTS // 16, 16)
-            runner = Runner(lm, KvStorage(lm.layer_shapes, pool.num_pages, 16, lm.dtype))
+            runner = ModelRunner(lm, KvStorage(lm.layer_shapes, pool.num_pages, 16, lm.dtype))
             sequences = [Sequence(prompt, PageTable(pool)) for prompt in models.prompts(lengths)]
             decode(runner, sequences, chunk=1000)
             for sequence in sequences:

@@ -28,7 +28,7 @@ from forethought.model.llama.layers import (
 )
 from forethought.model.llama.network import FusedNetwork
 from forethought.model.loader import load
-from forethought.model.runner import Runner
+from forethought.model.runner import ModelRunner
 
 FUSED = ["llama", "llama_tied_biased", "mistral", "qwen2", "qwen3"]
 
@@ -36,7 +36,7 @@ FUSED = ["llama", "llama_tied_biased", "mistral", "qwen2", "qwen3"]
 def all_logits(lm: CausalLM) -> torch.Tensor:
     """Logits of every token of a prefill, a chunk and a decode, packed in two steps."""
     pool = PagePool(64, 3)
-    runner = Runner(lm, KvStorage(lm.layer_shapes, pool.num_pages, 3, lm.dtype))
+    runner = ModelRunner(lm, KvStorage(lm.layer_shapes, pool.num_pages, 3, lm.dtype))
     prompts = models.prompts((21, 13, 8))
     tables = [PageTable(pool) for _ in prompts]
     steps = []
@@ -133,7 +133,7 @@ def test_packed_products_equal_plain_ones(dtype: torch.dtype, biased: bool) -> N
         other = torch.randn(rows, 48, generator=source).to(dtype)
         torch.testing.assert_close(packed(x), plain(x), rtol=0.02, atol=0.05)
         torch.testing.assert_close(packed.plus(x, other), plain.plus(x, other), rtol=0.02, atol=0.1)
-        torch.testing.assert_close(packed.swish(x), plain.swish(x), rtol=0.02, atol=0.1)
+        torch.testing.assert_close(packed.silu(x), plain.silu(x), rtol=0.02, atol=0.1)
 
 
 @pytest.mark.parametrize("biased", [False, True])

@@ -1,4 +1,4 @@
-"""Rows in, logits out: chains, trees, rows that want no logits, warm-up."""
+"""Rows in, logits out: chains, trees, rows that want no logits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from forethought.kv.storage import KvStorage
 from forethought.kv.table import PageTable
 from forethought.model.batch import Row
 from forethought.model.loader import load
-from forethought.model.runner import Runner
+from forethought.model.runner import ModelRunner
 
 PREFIX = [11, 12, 13, 14, 15, 16, 17, 18, 19]
 #        0
@@ -22,13 +22,13 @@ PATHS = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 4], [0, 2, 5]]
 ARCHITECTURES = ["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3"]
 
 
-def new_runner(architecture: str, attention: str = "sdpa") -> tuple[Runner, PagePool]:
+def new_runner(architecture: str, attention: str = "sdpa") -> tuple[ModelRunner, PagePool]:
     lm = load(models.tiny(architecture), attention=attention)
     pool = PagePool(64, 3)
-    return Runner(lm, KvStorage(lm.layer_shapes, pool.num_pages, 3, lm.dtype)), pool
+    return ModelRunner(lm, KvStorage(lm.layer_shapes, pool.num_pages, 3, lm.dtype)), pool
 
 
-def chain(runner: Runner, pool: PagePool, tokens: list[int], wanted: int = 1) -> torch.Tensor:
+def chain(runner: ModelRunner, pool: PagePool, tokens: list[int], wanted: int = 1) -> torch.Tensor:
     """Logits after the last ``wanted`` tokens of one row that computes everything."""
     table = PageTable(pool)
     table.append(len(tokens))
@@ -37,7 +37,7 @@ def chain(runner: Runner, pool: PagePool, tokens: list[int], wanted: int = 1) ->
     return logits
 
 
-def stored_prefix(runner: Runner, pool: PagePool) -> PageTable:
+def stored_prefix(runner: ModelRunner, pool: PagePool) -> PageTable:
     table = PageTable(pool)
     table.append(len(PREFIX))
     assert runner.forward([Row(PREFIX, 0, table, logits_from=len(PREFIX))]).shape[0] == 0
@@ -75,7 +75,7 @@ def test_decoding_goes_on_from_the_accepted_path_of_a_tree(architecture: str) ->
 def test_logits_are_float32_whatever_the_model_computes_in() -> None:
     lm = load(models.tiny("llama"), dtype="bfloat16")
     pool = PagePool(8, 4)
-    runner = Runner(lm, KvStorage(lm.layer_shapes, 8, 4, lm.dtype))
+    runner = ModelRunner(lm, KvStorage(lm.layer_shapes, 8, 4, lm.dtype))
     assert chain(runner, pool, PREFIX, wanted=2).dtype == torch.float32
 
 
@@ -88,15 +88,3 @@ def test_only_wanted_logits_are_returned_in_the_order_of_the_rows() -> None:
     rows = [Row([3, 4, 5], 0, tables[0], logits_from=2), Row([6, 7, 8], 0, tables[1])]
     logits = runner.forward(rows)
     torch.testing.assert_close(logits, torch.cat([every[0][2:], every[1]]), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("pages", [1, 64])
-def test_warming_up_works_in_any_cache_and_changes_no_result(pages: int) -> None:
-    lm = load(models.tiny("mistral"))
-    logits = []
-    for warm in (False, True):
-        runner = Runner(lm, KvStorage(lm.layer_shapes, pages, 4, lm.dtype))
-        if warm:
-            runner.warm_up()
-        logits.append(chain(runner, PagePool(pages, 4), [7, 8, 9]))
-    assert torch.equal(*logits)

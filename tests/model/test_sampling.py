@@ -1,11 +1,12 @@
-"""Laws of sampling: the one probability law, the coin, the draw and the log-probabilities.
+"""Sampling: the distribution, uniform samples, inversion of the CDF and log-probabilities.
 
-Statistical tests are deterministic (every coin is a pure function of its place). Each names its
+Statistical tests are deterministic (every uniform sample is a pure function of its counter). Each names its
 statistic, its size and its threshold, and has a negative control that the threshold catches.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections import Counter
@@ -51,12 +52,12 @@ def log(*probs: float) -> list[float]:
     return [math.log(p) for p in probs]
 
 
-# --- the law -------------------------------------------------------------------------------------
+# --- the distribution ----------------------------------------------------------------------------
 
 VOCABULARY = 12
 grid = st.integers(-16, 16).map(lambda x: x / 4)  # exact in float32, so that equals stay equal
 tokens = st.integers(0, VOCABULARY - 1)
-requested_nodes = st.builds(
+sampling_params = st.builds(
     SamplingParams,
     temperature=st.sampled_from([0.0, 0.25, 0.6, 1.0, 1.7]),
     top_k=st.integers(0, VOCABULARY + 2),
@@ -72,7 +73,7 @@ requested_nodes = st.builds(
 )
 rows = st.tuples(
     st.lists(grid, min_size=VOCABULARY, max_size=VOCABULARY),
-    requested_nodes,
+    sampling_params,
     st.lists(tokens, min_size=1, max_size=6),
     st.lists(tokens, max_size=6),
 )
@@ -80,14 +81,14 @@ rows = st.tuples(
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(rows, min_size=1, max_size=5))
-def test_the_vectorised_law_agrees_with_the_obvious_one(batch):
+def test_the_vectorised_distribution_agrees_with_the_reference(batch):
     logits = torch.tensor([row[0] for row in batch])
     contexts = [TokenContext(params, prompt, output, EOS) for _, params, prompt, output in batch]
     found = logits_to_probs(logits, contexts)
     for row, (raw, params, prompt, output) in enumerate(batch):
         expected = reference_probs(raw, params, prompt, output, EOS)
         # A mass that reaches top_p, or a ratio that reaches min_p, within the rounding of float32
-        # may fall on either side of it; the law is then another one and both are right.
+        # may fall on either side of it; the distribution is then another one and both are right.
         if at_an_edge(raw, params, prompt, output):
             continue
         assert found[row].tolist() == pytest.approx(expected, abs=2e-6)
@@ -96,7 +97,7 @@ def test_the_vectorised_law_agrees_with_the_obvious_one(batch):
 def at_an_edge(raw, params, prompt, output):
     whole = reference_probs(raw, params.replace(top_k=0, top_p=1.0, min_p=0.0), prompt, output, EOS)
     falling = sorted(whole, reverse=True)
-    masses = [math.fsum(falling[:place]) for place in range(len(falling) + 1)]
+    masses = [math.fsum(falling[:count]) for count in range(len(falling) + 1)]
     ratios = [p / falling[0] for p in falling]
     near_top_p = any(abs(mass - params.top_p) < 1e-5 for mass in masses) and params.top_p < 1.0
     near_min_p = any(abs(ratio - params.min_p) < 1e-5 for ratio in ratios) and params.min_p > 0.0
@@ -105,7 +106,7 @@ def at_an_edge(raw, params, prompt, output):
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(rows, min_size=2, max_size=6))
-def test_a_row_has_the_same_law_alone_and_in_company(batch):
+def test_the_distribution_of_a_row_does_not_depend_on_the_batch(batch):
     logits = torch.tensor([row[0] for row in batch])
     contexts = [TokenContext(params, prompt, output, EOS) for _, params, prompt, output in batch]
     together = logits_to_probs(logits, contexts)
@@ -135,7 +136,7 @@ def test_rows_that_ask_for_nothing_are_not_even_copied():
     assert edit_logits(logits, [context(temperature=0.5, top_p=0.9)] * 4) is logits
 
 
-def test_top_k_and_top_p_cut_the_same_law():
+def test_top_k_and_top_p_truncate_the_same_distribution():
     """Cutting to top_k and renormalising first would drop the fourth token: .80 / .85 > .82."""
     probs = distribution(
         log(0.35, 0.25, 0.20, 0.05, 0.03, 0.03, 0.03, 0.03, 0.03), top_k=4, top_p=0.82
@@ -149,11 +150,11 @@ def test_top_k_keeps_exactly_k_and_prefers_lower_ids_among_equals():
     assert sum(p > 0 for p in distribution([0.0] * 7, top_k=3)) == 3
 
 
-def test_top_p_always_leaves_the_likeliest_token():
+def test_top_p_always_leaves_the_most_probable_token():
     assert distribution(log(0.3, 0.6, 0.1), top_p=1e-6) == [0.0, 1.0, 0.0]
 
 
-def test_min_p_keeps_what_is_likely_enough_beside_the_likeliest():
+def test_min_p_keeps_tokens_with_that_share_of_the_largest_probability():
     probs = distribution(log(0.5, 0.3, 0.11, 0.09), min_p=0.21)
     assert probs == pytest.approx([0.5 / 0.91, 0.3 / 0.91, 0.11 / 0.91, 0.0], abs=1e-6)
 
@@ -208,7 +209,7 @@ def test_ends_are_forbidden_until_min_tokens():
     assert allowed((4,), ignore_eos=True) == [True, True, True, False, True]
 
 
-def test_ignore_eos_does_not_change_the_law():
+def test_ignore_eos_does_not_change_the_distribution():
     assert distribution([0.0] * 4, ignore_eos=True) == [0.25] * 4
 
 
@@ -228,7 +229,7 @@ def test_an_end_of_sequence_id_outside_the_vocabulary_is_harmless():
         [3.0e38, -3.0e38, 3.4e38, 0.0],
     ],
 )
-def test_no_logits_make_a_law_that_is_not_one(logits, temperature):
+def test_any_logits_make_a_distribution(logits, temperature):
     probs = distribution(logits, temperature=temperature, top_p=0.9, top_k=3)
     assert sum(probs) == pytest.approx(1.0)
     assert min(probs) >= 0.0
@@ -250,7 +251,7 @@ def test_a_broken_row_leaves_its_neighbours_alone():
     assert sample(logits, [context(temperature=0.0)] * 2, [0.0, 0.0]).tokens == [1, NO_TOKEN]
 
 
-WISHES = [
+PARAMETERS = [
     {"temperature": 0.0},
     {"temperature": 0.0, "logit_bias": {1: -100.0}},
     {"temperature": 0.0, "logprobs": 2},
@@ -259,8 +260,8 @@ WISHES = [
 ]
 
 
-@pytest.mark.parametrize("requested_nodes", WISHES)
-def test_no_token_is_drawn_where_the_largest_logit_is_not_finite(requested_nodes):
+@pytest.mark.parametrize("sampling_params", PARAMETERS)
+def test_no_token_is_drawn_where_the_largest_logit_is_not_finite(sampling_params):
     fine = [0.0, 5.0, -math.inf, 9.0]
     broken = [
         [math.nan] * 4,
@@ -269,13 +270,13 @@ def test_no_token_is_drawn_where_the_largest_logit_is_not_finite(requested_nodes
         [0.0, math.inf, 2.0, -math.inf],
     ]
     logits = torch.tensor([fine, *broken, fine])
-    found = sample(logits, [context(**requested_nodes)] * 6, [0.5] * 6).tokens
+    found = sample(logits, [context(**sampling_params)] * 6, [0.5] * 6).tokens
     assert found == [3, *[NO_TOKEN] * 4, 3]
-    assert sample(logits[:1], [context(**requested_nodes)], [0.5]).tokens == [3]
+    assert sample(logits[:1], [context(**sampling_params)], [0.5]).tokens == [3]
 
 
 @pytest.mark.gpu
-def test_the_law_and_the_choice_are_the_same_on_a_gpu():
+def test_the_distribution_and_the_tokens_are_the_same_on_a_gpu():
     torch.manual_seed(3)
     logits = torch.randn(6, 2000).round(decimals=1)  # with many equals at every edge
     logits[5] = torch.nan
@@ -295,17 +296,17 @@ def test_the_law_and_the_choice_are_the_same_on_a_gpu():
     assert next(iter(device.logprobs[0])) == next(iter(host.logprobs[0]))
 
 
-# --- the coin ------------------------------------------------------------------------------------
+# --- uniform samples -----------------------------------------------------------------------------
 
 
-def test_a_coin_is_a_pure_function_of_its_place():
+def test_a_uniform_sample_is_a_pure_function_of_its_counter():
     assert uniform_at(7, 0, 3) == uniform_at(7, 0, 3)
-    places = [(seed, stream, t) for seed in (0, 1) for stream in (0, 1) for t in (0, 1)]
-    assert len({uniform_at(*place) for place in places}) == len(places)
+    counters = list(itertools.product((0, 1), repeat=3))
+    assert len({uniform_at(*counter) for counter in counters}) == len(counters)
 
 
-def test_coins_are_uniform():
-    """Kolmogorov-Smirnov, 20,000 coins: 20 seeds, 10 streams, 100 positions."""
+def test_uniform_samples_are_uniform():
+    """Kolmogorov-Smirnov, 20,000 of them: 20 seeds, 10 samples, 100 positions."""
     uniforms = [uniform_at(s, k, t) for s in range(20) for k in range(10) for t in range(100)]
     assert min(uniforms) >= 0.0
     assert max(uniforms) < 1.0
@@ -313,13 +314,17 @@ def test_coins_are_uniform():
     assert stats.kstest([u**1.1 for u in uniforms], "uniform").pvalue < P_VALUE  # negative control
 
 
-@pytest.mark.parametrize("step", [(1, 0, 0), (0, 1, 0), (0, 0, 1)], ids=["seed", "stream", "place"])
-def test_neighbouring_coins_are_independent(step):
+@pytest.mark.parametrize(
+    "step", [(1, 0, 0), (0, 1, 0), (0, 0, 1)], ids=["seed", "sample", "position"]
+)
+def test_neighbouring_uniform_samples_are_independent(step):
     """Chi-square of 8 x 8 cells on 16,000 pairs of neighbours along one argument."""
     ds, dk, dt = step
-    places = [(s, k, t) for s in range(0, 40, 2) for k in range(0, 16, 2) for t in range(0, 200, 2)]
-    firsts = [uniform_at(*place) for place in places]
-    seconds = [uniform_at(s + ds, k + dk, t + dt) for s, k, t in places]
+    counters = [
+        (s, k, t) for s in range(0, 40, 2) for k in range(0, 16, 2) for t in range(0, 200, 2)
+    ]
+    firsts = [uniform_at(*counter) for counter in counters]
+    seconds = [uniform_at(s + ds, k + dk, t + dt) for s, k, t in counters]
     assert joint_p_value(firsts, seconds) > P_VALUE
     leaning = [(u + 0.1 * v) % 1.0 for u, v in zip(seconds, firsts, strict=True)]
     dependent = [0.9 * u + 0.1 * v for u, v in zip(leaning, firsts, strict=True)]
@@ -335,7 +340,7 @@ def joint_p_value(firsts, seconds):
 # --- the draw ------------------------------------------------------------------------------------
 
 
-def test_pick_inverts_the_cumulative_law():
+def test_a_token_is_sampled_by_inverting_the_cdf():
     probs = torch.tensor([[0.25, 0.0, 0.5, 0.25]] * 5)
     assert invert_cdf(probs, [0.0, 0.2499, 0.25, 0.7499, 0.75]).tolist() == [0, 0, 2, 2, 3]
 
@@ -358,7 +363,7 @@ def draws(logits, params, seed, count):
 
 
 def fit(tokens, probs):
-    """p-value of the chi-square test of the drawn tokens against an exact law."""
+    """p-value of the chi-square test of the drawn tokens against exact probabilities."""
     support = [token for token, p in enumerate(probs) if p > 0]
     counts = Counter(tokens)
     if set(counts) - set(support):
@@ -379,7 +384,7 @@ def fit(tokens, probs):
     ],
     ids=str,
 )
-def test_drawn_tokens_follow_the_exact_law(fields):
+def test_sampled_tokens_follow_the_exact_distribution(fields):
     """Chi-square on 20,000 draws; negative control: a temperature that is 30 % higher."""
     logits = torch.tensor([1.5, 0.2, -0.4, 0.9, 0.0, 1.1, -1.0, 0.6])
     params = SamplingParams(**fields)
@@ -390,7 +395,7 @@ def test_drawn_tokens_follow_the_exact_law(fields):
     assert fit(draws(logits, warmer, seed=11, count=20_000), exact) < P_VALUE
 
 
-def test_a_seed_gives_the_same_tokens_alone_and_in_company():
+def test_a_seed_gives_the_same_tokens_in_every_batch():
     torch.manual_seed(0)
     logits = torch.randn(64, 300)
     params = SamplingParams(temperature=0.9, top_p=0.95)
@@ -399,29 +404,29 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_company():
         sample(logits[t : t + 1], [context(params)], [uniform_at(5, 0, t)]).tokens[0]
         for t in range(64)
     ]
-    company = [context(params) if row % 2 else context(others[row % 6]) for row in range(64)]
-    together = sample(logits, company, [uniform_at(5, 0, t) for t in range(64)]).tokens
+    mixed = [context(params) if row % 2 else context(others[row % 6]) for row in range(64)]
+    together = sample(logits, mixed, [uniform_at(5, 0, t) for t in range(64)]).tokens
     assert together[1::2] == alone[1::2]
 
 
 # --- log-probabilities ---------------------------------------------------------------------------
 
 
-def test_logprobs_are_of_the_models_own_law_whatever_the_wishes():
+def test_logprobs_are_of_the_raw_logits_whatever_the_parameters():
     logits = torch.tensor([log(0.5, 0.3, 0.15, 0.05)])
     choice = sample(logits, [context(logprobs=2, temperature=0.0, logit_bias={3: 90.0})], [0.0])
     entries = choice.logprobs[0]
     assert choice.tokens == [3]
-    assert list(entries) == [3, 0, 1]  # the chosen token first, then the likeliest in order
+    assert list(entries) == [3, 0, 1]  # the sampled token first, then the top tokens in order
     assert [entry.rank for entry in entries.values()] == [4, 1, 2]
     assert [entry.logprob for entry in entries.values()] == pytest.approx(log(0.05, 0.5, 0.3))
 
 
 def test_zero_logprobs_are_those_of_the_chosen_token_and_none_is_none():
     logits = torch.tensor([log(0.5, 0.3, 0.2)] * 3)
-    requested_nodes = [SamplingParams(logprobs=k, temperature=0.0) for k in (0, None, 3)]
+    sampling_params = [SamplingParams(logprobs=k, temperature=0.0) for k in (0, None, 3)]
     zero, none, three = sample(
-        logits, [context(params) for params in requested_nodes], [0.0] * 3
+        logits, [context(params) for params in sampling_params], [0.0] * 3
     ).logprobs
     assert none is None
     assert list(zero) == [0]

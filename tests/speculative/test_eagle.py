@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from eagle_heads import (
-    PLACES,
+    LAYER_IDS,
     SIZES,
     Oracle,
     Published,
@@ -33,7 +33,7 @@ from forethought.engine.engine import Engine
 from forethought.errors import ModelError, ParameterError
 from forethought.kv.storage import KvStorage
 from forethought.model import loader
-from forethought.model.runner import Runner
+from forethought.model.runner import ModelRunner
 from forethought.speculative.draft import Draft
 from forethought.speculative.drafter import ScheduledRequests
 from forethought.speculative.drafters.eagle import EagleDrafter
@@ -119,7 +119,7 @@ def test_every_draft_of_a_batch_is_that_of_the_formulas(
     diary: list[Seen], kind: str, growth: dict[str, Any], page_size: int
 ) -> None:
     head = random_eagle3() if kind == "eagle3" else random_eagle()
-    oracle = Oracle(head, PLACES if kind == "eagle3" else (-1,))
+    oracle = Oracle(head, LAYER_IDS if kind == "eagle3" else (-1,))
     running = machine(head, growth, page_size=page_size, pages=1024 // page_size)
     for prompt in PROMPTS[: 3 if growth is CHAIN else 2]:
         running.add(prompt, GREEDY)
@@ -226,19 +226,19 @@ def test_heads_run_in_float32_where_their_config_asks_for_it(diary: list[Seen]) 
     for said, dtype in (("float32", torch.float32), ("float16", torch.bfloat16)):
         text = (directory / "config.json").read_text().replace('"float32"', f'"{said}"')
         (directory / "config.json").write_text(text)
-        drafter = EagleDrafter.build(config, Target(Runner(lm, storage), 64))
+        drafter = EagleDrafter.build(config, Target(ModelRunner(lm, storage), 64))
         features, entries = drafter.draft_caches
         assert features.storage.dtype is torch.bfloat16
         assert entries.storage.dtype is dtype
 
 
 def test_heads_with_more_or_fewer_captured_layers_and_biases(diary: list[Seen]) -> None:
-    for places in ((2,), (0, 1, 2, 3)):
-        head = random_eagle3(places=places, attention_bias=True)
+    for layer_ids in ((2,), (0, 1, 2, 3)):
+        head = random_eagle3(layer_ids=layer_ids, attention_bias=True)
         running = machine(head, CHAIN)
         running.add(PROMPTS[0], GREEDY)
         drain(running)
-        assert not unlike(diary, Oracle(head, places), CHAIN)
+        assert not unlike(diary, Oracle(head, layer_ids), CHAIN)
         diary.clear()
 
 
@@ -303,7 +303,7 @@ def test_targets_that_name_their_layers_otherwise_are_drafted_for(
     architecture: str, growth: dict[str, Any]
 ) -> None:
     directory = new_directory()
-    random_eagle3(places=(1, 2, 3)).save(directory)
+    random_eagle3(layer_ids=(1, 2, 3)).save(directory)
     config = EagleDecodingConfig(speculative_model=directory, **growth)
     running = engine(architecture, speculative=[config], pages=256)
     off = GREEDY.replace(speculation=SpeculationParams(enabled=False))
@@ -403,19 +403,19 @@ def test_an_id_that_is_no_layer_says_that_the_ids_count_what_enters_them(
 
 
 @pytest.mark.parametrize("layout", ["eagle3", "speculators"])
-@pytest.mark.parametrize("places", [(1, 3, 6), (3, 5, 6)])
+@pytest.mark.parametrize("layer_ids", [(1, 3, 6), (3, 5, 6)])
 def test_an_export_says_its_layers_in_the_convention_of_its_layout(
-    diary: list[Seen], deep: Path, layout: Any, places: tuple[int, ...]
+    diary: list[Seen], deep: Path, layout: Any, layer_ids: tuple[int, ...]
 ) -> None:
     """(3, 5, 6) as outputs are 2, 4, 5: the ids that would else be taken for the authors' own."""
     directory = new_directory()
-    random_eagle3(places=places).save(directory, layout)
+    random_eagle3(layer_ids=layer_ids).save(directory, layout)
     config = json.loads((directory / "config.json").read_text())
-    assert config[IDS] == list(places)
+    assert config[IDS] == list(layer_ids)
     if layout == "eagle3":
-        assert config["eagle_config"][IDS] == [place - 1 for place in places]
+        assert config["eagle_config"][IDS] == [layer_id - 1 for layer_id in layer_ids]
     drafted_by(directory, CHAIN)
-    states = [State(place, "input") for place in places]
+    states = [State(layer_id, "input") for layer_id in layer_ids]
     assert not unlike(diary, Published(directory, states, deep), CHAIN)
 
 

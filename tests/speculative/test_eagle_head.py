@@ -15,7 +15,7 @@ from torch import Tensor
 from eagle_heads import new_directory, random_eagle, random_eagle3
 from forethought.errors import ModelError
 from forethought.speculative.heads.eagle import EagleHead
-from forethought.speculative.heads.eagle3 import Eagle3Head, authors_places, default_layer_ids
+from forethought.speculative.heads.eagle3 import Eagle3Head, authors_layer_ids, default_layer_ids
 
 Tensors = dict[str, Tensor]
 
@@ -50,7 +50,7 @@ def expect_same(one: torch.nn.Module, other: torch.nn.Module) -> None:
     [
         {},
         {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
-        {"own_embedding": True, "attention_bias": True, "places": (1,)},
+        {"own_embedding": True, "attention_bias": True, "layer_ids": (1,)},
         {"draft_vocab": 101},
     ],
     ids=lambda traits: " ".join(traits) or "plain",
@@ -216,7 +216,7 @@ def test_a_directory_that_is_none_or_has_no_weights_is_refused(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("layers", "places"),
+    ("layers", "layer_ids"),
     [
         (32, (2, 16, 29)),
         (80, (2, 40, 77)),
@@ -231,18 +231,18 @@ def test_a_directory_that_is_none_or_has_no_weights_is_refused(tmp_path: Path) -
     ],
 )
 def test_new_heads_capture_the_outputs_of_layers_1_half_minus_1_and_l_minus_4(
-    layers: int, places: tuple[int, ...]
+    layers: int, layer_ids: tuple[int, ...]
 ) -> None:
-    assert default_layer_ids(layers) == places
+    assert default_layer_ids(layers) == layer_ids
     if layers > 6:  # a layer's output enters the next one
-        assert [place - 1 for place in places] == [1, layers // 2 - 1, layers - 4]
-        assert authors_places(layers) == places
+        assert [layer_id - 1 for layer_id in layer_ids] == [1, layers // 2 - 1, layers - 4]
+        assert authors_layer_ids(layers) == layer_ids
     else:
-        assert authors_places(layers) is None
+        assert authors_layer_ids(layers) is None
 
 
 def test_a_state_behind_the_final_norm_is_captured_after_a_reload() -> None:
-    directory = saved(places=(1, 2, -1))
+    directory = saved(layer_ids=(1, 2, -1))
     config = json.loads((directory / "config.json").read_text())
-    assert Eagle3Head.load(directory).traits.places == (1, 2, -1)
+    assert Eagle3Head.load(directory).traits.layer_ids == (1, 2, -1)
     assert "eagle_aux_hidden_state_layer_ids" not in config["eagle_config"]  # it has no word for it

@@ -15,7 +15,7 @@ from forethought.config.sampling import SamplingParams
 from forethought.config.speculation import MAX_LEVELS
 from forethought.errors import ParameterError
 from forethought.kv.storage import KvStorage
-from forethought.model.runner import Runner
+from forethought.model.runner import ModelRunner
 from forethought.speculative.draft import DraftKind
 from forethought.speculative.drafter import DraftRequest
 from forethought.speculative.drafters.medusa import MedusaDrafter
@@ -125,7 +125,7 @@ def test_a_request_may_want_shorter_drafts(heads: Path) -> None:
     config = MedusaDecodingConfig(speculative_model=heads, medusa_choices=PATHS)
     lm = load("llama")
     storage = KvStorage(lm.layer_shapes, 4, 4, lm.dtype, lm.device)
-    drafter = build(config, Target(Runner(lm, storage), 64))
+    drafter = build(config, Target(ModelRunner(lm, storage), 64))
     assert [drafter.nodes(depth) for depth in range(5)] == [0, 3, 6, 7, 7]
     machine = engine(speculative=[config])
     watch = Watch(machine)
@@ -149,7 +149,7 @@ def test_the_likeliest_tree_is_as_deep_as_there_are_heads_unless_less_is_wanted(
     assert sizes(tmp_path) == (5, 15)  # nobody says how many heads there are
     make_heads(3).save(tmp_path, config={"medusa_num_heads": 5})
     lm = load("llama")
-    target = Target(Runner(lm, KvStorage(lm.layer_shapes, 4, 4, lm.dtype, lm.device)), 64)
+    target = Target(ModelRunner(lm, KvStorage(lm.layer_shapes, 4, 4, lm.dtype, lm.device)), 64)
     drafter = build(MedusaDecodingConfig(speculative_model=tmp_path, tree="likeliest"), target)
     assert [drafter.nodes(depth) for depth in (0, 1, 5)] == [0, 15, 15]
 
@@ -158,7 +158,7 @@ def test_the_likeliest_tree_is_as_deep_as_there_are_heads_unless_less_is_wanted(
 def test_a_config_that_misstates_the_heads_does_no_harm(said: Any, tmp_path: Path) -> None:
     make_heads(3).save(tmp_path, config={"medusa_num_heads": said})
     lm = load("llama")
-    target = Target(Runner(lm, KvStorage(lm.layer_shapes, 4, 4, lm.dtype, lm.device)), 64)
+    target = Target(ModelRunner(lm, KvStorage(lm.layer_shapes, 4, 4, lm.dtype, lm.device)), 64)
     for tree in ("choices", "likeliest"):
         config = MedusaDecodingConfig(speculative_model=tmp_path, tree=tree)
         assert config.max_draft_len <= MAX_LEVELS
@@ -196,7 +196,7 @@ def test_a_tree_deeper_than_the_heads_is_refused_and_the_default_one_is_cut(
     heads: Path, tmp_path: Path
 ) -> None:
     lm = load("llama")
-    target = Target(Runner(lm, KvStorage(lm.layer_shapes, 4, 4, lm.dtype, lm.device)), 64)
+    target = Target(ModelRunner(lm, KvStorage(lm.layer_shapes, 4, 4, lm.dtype, lm.device)), 64)
     deep = MedusaDecodingConfig(speculative_model=heads, medusa_choices=[[0] * 4])
     with pytest.raises(ParameterError, match=r"medusa_choices have 4 levels.*holds 3 heads"):
         build(deep, target)

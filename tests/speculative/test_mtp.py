@@ -18,7 +18,7 @@ from forethought.kv.pool import PagePool
 from forethought.kv.storage import KvStorage
 from forethought.kv.table import PageTable
 from forethought.model.causal_lm import FINAL
-from forethought.model.runner import Runner
+from forethought.model.runner import ModelRunner
 from forethought.speculative.drafter import DraftRequest, ScheduledRequests
 from forethought.speculative.drafters.mtp import MTPDrafter, MtpModuleCache
 from forethought.speculative.registry import Target
@@ -122,7 +122,7 @@ def test_without_the_fused_network_drafts_are_the_same() -> None:
     drafts = []
     for fuse in (True, False):
         lm = loader.load(tiny("llama"), dtype="float32", fuse=fuse)
-        runner = Runner(lm, KvStorage(lm.layer_shapes, 32, 4))
+        runner = ModelRunner(lm, KvStorage(lm.layer_shapes, 32, 4))
         drafter = MTPDrafter.build(mtp(), Target(runner, 64))
         drafts.append(_one_draft(drafter, runner, PROMPTS[1]))
     assert drafts[0] == drafts[1]
@@ -217,7 +217,7 @@ def _request(tokens: list[int], table: PageTable, depth: int) -> DraftRequest:
     )
 
 
-def _one_draft(drafter: MTPDrafter, runner: Runner, tokens: list[int]) -> list[int]:
+def _one_draft(drafter: MTPDrafter, runner: ModelRunner, tokens: list[int]) -> list[int]:
     from forethought.model.batch import Row
 
     storage = runner.storage
@@ -247,7 +247,7 @@ def test_modules_lie_in_the_targets_own_directory_unless_said_otherwise(tmp_path
     drafts = []
     for model in (None, saved("llama", 1)):
         lm = loader.load(target, dtype="float32")
-        runner = Runner(lm, KvStorage(lm.layer_shapes, 32, 4))
+        runner = ModelRunner(lm, KvStorage(lm.layer_shapes, 32, 4))
         config = MTPDecodingConfig(max_draft_len=4, speculative_model=model)
         if model is None:
             with pytest.raises(ModelError, match=r"holds no MTP modules.*forethought train mtp"):

@@ -26,7 +26,7 @@ from forethought.engine.scheduler import Limits
 from forethought.errors import ModelError
 from forethought.kv.storage import KvStorage
 from forethought.model import loader
-from forethought.model.runner import Runner
+from forethought.model.runner import ModelRunner
 from forethought.speculative.heads.mtp import MtpModule, load_modules, save_modules
 from forethought.speculative.registry import Target
 from models import greedy, prompts, save_random, tiny
@@ -96,7 +96,7 @@ def shipped(family: str) -> Path:
 
 def machine(path: Path, **more: Any) -> Engine:
     lm = loader.load(path, dtype="float32")
-    runner = Runner(lm, KvStorage(lm.layer_shapes, 96, 4, lm.dtype))
+    runner = ModelRunner(lm, KvStorage(lm.layer_shapes, 96, 4, lm.dtype))
     config = MTPDecodingConfig(max_draft_len=3, **more)
     drafters = [build_drafter_entry(config, Target(runner, 64), 8)]
     return Engine(runner, Limits(8, 64, 128), seed=0, drafters=drafters)

@@ -39,7 +39,7 @@ def test_it_is_a_head_of_the_authors_layout_for_the_reasoner() -> None:
     head = Eagle3Head.load(EAGLE)
     config = json.loads((EAGLE / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
-    assert head.traits.places == default_layer_ids(5) == (2, 3, 4)
+    assert head.traits.layer_ids == default_layer_ids(5) == (2, 3, 4)
     assert head.traits.target_hidden_size == 256
     assert head.config.vocab_size == 512
     assert not head.traits.own_embedding

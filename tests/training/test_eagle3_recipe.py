@@ -30,7 +30,7 @@ from forethought.training.trainer import DRAFTER, Trainer
 from models import VOCAB, prompts, tiny, transformers_model
 
 PROMPTS = prompts((4, 7, 9, 5, 6, 8))
-PLACES = (1, 2, 3)
+LAYER_IDS = (1, 2, 3)
 SETTINGS = Eagle3Settings(
     steps=6,
     rate=0.01,
@@ -66,7 +66,7 @@ def test_what_is_guessed_in_training_is_what_would_be_guessed_in_use(teacher: Te
         teaching = made(teacher, texts, unrolled_share=share, hidden_size=hidden)
         scatter(teaching.module)
         lesson = teaching.batch(0)
-        oracle = Oracle(teaching.module, PLACES)
+        oracle = Oracle(teaching.module, LAYER_IDS)
         with torch.no_grad():
             steps = list(teaching.guesses(lesson))
         assert len(steps[1][0]) == (9 if share == 1.0 else 4)
@@ -88,7 +88,7 @@ def test_the_loss_is_the_distance_from_the_targets_laws_within_the_draft_vocabul
 ) -> None:
     short = [Text(text.token_ids[: 9 + n], text.prompt_length) for n, text in enumerate(texts[:2])]
     teaching = made(teacher, short, draft_vocab_size=4)
-    head, oracle = teaching.module, Oracle(teaching.module, PLACES)
+    head, oracle = teaching.module, Oracle(teaching.module, LAYER_IDS)
     module, ids = transformers_model(tiny("llama")), head.ids
     expected, left_out = 0.0, 0
     for step in range(3):
@@ -173,7 +173,7 @@ def test_a_tiny_run_drafts_what_it_has_read(
         check=lambda directory: trial(kind.decoding(directory)),
     )
     assert trainer.run()["acceptance_length"] > 2.5
-    assert Eagle3Head.load(tmp_path / DRAFTER).traits.places == PLACES
+    assert Eagle3Head.load(tmp_path / DRAFTER).traits.layer_ids == LAYER_IDS
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "gpt_neox", "opt", "phi"])
@@ -188,7 +188,12 @@ def test_targets_of_other_families_are_learned_from(architecture: str) -> None:
     assert teaching.module.config.num_key_value_heads in (2, 4)
 
 
-def test_places_are_captured_in_rising_order_however_they_are_given() -> None:
-    assert Eagle3Settings(places=(3, -1, 1)).places == (1, 3, -1)
-    with pytest.raises(ParameterError, match="one or more different places"):
-        Eagle3Settings(places=(1, 1))
+def test_layers_are_captured_in_rising_order_however_they_are_given() -> None:
+    assert Eagle3Settings(layer_ids=(3, -1, 1)).layer_ids == (1, 3, -1)
+    assert Eagle3Settings.model_validate({"places": (3, -1, 1)}).layer_ids == (
+        1,
+        3,
+        -1,
+    )  # the old name
+    with pytest.raises(ParameterError, match="one or more different layers"):
+        Eagle3Settings(layer_ids=(1, 1))

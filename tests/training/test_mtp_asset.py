@@ -16,7 +16,7 @@ from forethought.engine.scheduler import Limits
 from forethought.kv.storage import KvStorage
 from forethought.llm.tokenizer import Tokenizer
 from forethought.model import loader
-from forethought.model.runner import Runner
+from forethought.model.runner import ModelRunner
 from forethought.speculative.heads.mtp import load_modules
 from forethought.speculative.registry import Target
 from forethought.training.reasoner.vocabulary import prompt_text
@@ -54,7 +54,7 @@ def test_pairs_whose_guessed_tokens_were_accepted_stay_right(one_per_place: bool
         max_draft_len=4, speculative_model=heads_dir("mtp"), use_mtp_vanilla=one_per_place
     )
     lm = loader.load(reasoner_dir(), dtype="float32")
-    runner = Runner(lm, KvStorage(lm.layer_shapes, 64, 16, lm.dtype))
+    runner = ModelRunner(lm, KvStorage(lm.layer_shapes, 64, 16, lm.dtype))
     drafters = [build_drafter_entry(config, Target(runner, 512), 4)]
     machine = Engine(runner, Limits(4, 512, 512), drafters=drafters)
     watch = Watch(machine)

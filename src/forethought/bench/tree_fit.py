@@ -33,7 +33,7 @@ from forethought.kv.draft_cache import DraftKvCache
 from forethought.kv.storage import KvStorage
 from forethought.model import loader
 from forethought.model.device import find_device
-from forethought.model.runner import Runner
+from forethought.model.runner import ModelRunner
 from forethought.speculative.drafter import (
     Drafter,
     DraftRequest,
@@ -217,7 +217,7 @@ def measure_profile(
     length = min(lm.max_positions, max(map(len, prompts)) + max_tokens)
     tokens = length + wide.max_total_draft_tokens
     pages = len(prompts) * -(-tokens // _PAGE_SIZE)
-    runner = Runner(lm, KvStorage(lm.layer_shapes, pages, _PAGE_SIZE, lm.dtype, lm.device))
+    runner = ModelRunner(lm, KvStorage(lm.layer_shapes, pages, _PAGE_SIZE, lm.dtype, lm.device))
     limits = Limits(
         len(prompts), max(2048, len(prompts) * (1 + wide.max_total_draft_tokens)), length
     )

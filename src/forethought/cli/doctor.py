@@ -160,7 +160,7 @@ def _gpu(torch: Any, number: int) -> str:
 
 def _fast_paths(torch: Any) -> dict[str, str]:
     """How the engine computes on this machine's processor, as the engine itself decides."""
-    from forethought.model.attention.sdpa import FEWEST_QUERIES
+    from forethought.model.attention.sdpa import MIN_QUERIES
     from forethought.model.llama.layers import PackedProjection, projection
 
     found = {}
@@ -170,8 +170,8 @@ def _fast_paths(torch: Any) -> dict[str, str]:
         found[f"linear layers, {name}"] = (
             "oneDNN, weights packed and activations fused" if packed else "torch's own product"
         )
-    found["attention, 16 bits"] = _attention(FEWEST_QUERIES)
-    found["batch invariance"] = _invariance(FEWEST_QUERIES)
+    found["attention, 16 bits"] = _attention(MIN_QUERIES)
+    found["batch invariance"] = _invariance(MIN_QUERIES)
     found["CUDA"] = _cuda(torch)
     return found
 

@@ -25,7 +25,7 @@ from forethought.errors import UsageError
 from forethought.kv.pool import PagePool
 from forethought.kv.prefix import PrefixIndex
 from forethought.kv.table import PageTable
-from forethought.model.runner import Runner
+from forethought.model.runner import ModelRunner
 from forethought.model.sampling import Constraint, Constraints
 from forethought.outputs import EngineStats, FinishReason, SpeculationMetrics
 
@@ -43,7 +43,7 @@ class Engine:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: ModelRunner,
         limits: Limits,
         *,
         reuse: bool = True,

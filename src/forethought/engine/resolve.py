@@ -21,7 +21,7 @@ from forethought.kv.storage import KvStorage
 from forethought.model import loader
 from forethought.model.causal_lm import CausalLM
 from forethought.model.device import check_threads, find_device
-from forethought.model.runner import Runner
+from forethought.model.runner import ModelRunner
 from forethought.speculative import registry
 from forethought.speculative.length.base import schedule
 from forethought.speculative.length.policy import length_policy
@@ -64,7 +64,7 @@ def build(args: LlmArgs, model_dir: Path) -> Engine:
     _check_lengths(configs, context)
     batch_size = min(args.max_batch_size, args.max_num_tokens)  # a decode takes a token each
     # Drafters load their models and say what they store before the pages are counted out.
-    runner = Runner(
+    runner = ModelRunner(
         lm,
         KvStorage(lm.layer_shapes, 1, args.kv_cache_config.tokens_per_block, lm.dtype, lm.device),
     )
@@ -107,7 +107,7 @@ def build_drafter_entry(
     drafter = registry.build(config, target)
     for draft_cache in drafter.draft_caches:
         if isinstance(draft_cache, HiddenStateCache):
-            target.runner.expect_states(draft_cache.places)
+            target.runner.check_hidden_states(draft_cache.layer_ids)
     return DrafterEntry(
         name=config.name,
         drafter=drafter,

@@ -47,7 +47,7 @@ from forethought.kv.storage import KvStorage
 from forethought.kv.table import SlotMove
 from forethought.model.batch import Row
 from forethought.model.causal_lm import HiddenStateReader
-from forethought.model.runner import Runner
+from forethought.model.runner import ModelRunner
 from forethought.model.sampling import TokenContext
 from forethought.outputs import GRAMMAR_COMPLETE, EngineStats, FinishReason, TokenLogprobs
 from forethought.speculative.draft import NO_DRAFT, Draft
@@ -104,7 +104,7 @@ def by_halves(
 
 
 def forward(
-    runner: Runner, rows: List[PlannedRow], readers: List[HiddenStateReader] = ()
+    runner: ModelRunner, rows: List[PlannedRow], readers: List[HiddenStateReader] = ()
 ) -> Tensor:
     """Compute the rows' tokens, and hand their hidden states to those who keep them.
 
@@ -342,7 +342,7 @@ class Step:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: ModelRunner,
         scheduler: Scheduler,
         speculation: Drafting,
         ledger: Accounting,

@@ -1,1 +1,1 @@
-"""The KV cache: which page holds which tokens (plain Python), and the tensors (``storage``)."""
+"""The KV cache: pages, page tables, prefix index (plain Python) and tensors (``storage``)."""

@@ -1,13 +1,13 @@
-"""Page ids: reference counts, free pages, eviction order. Knows nothing about tokens or tensors.
+"""Page ids: reference counts, free pages, eviction order. Plain Python, without tokens or tensors.
 
 Every page is in exactly one of three states::
 
-    free       refs == 0, not kept      in `FreeRuns`
-    evictable  refs == 0, kept          in the eviction order, oldest first
+    free       refs == 0, not kept      in ``FreeRuns``
+    evictable  refs == 0, kept          in the eviction order, least recently released first
     in use     refs >= 1                kept or not
 
-*Kept* pages hold a prefix that the index can find again. They are given up, oldest first, when no
-free page is left.
+*Kept* pages hold a prefix that the prefix index can find. They are evicted when no free page is
+left.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 EVICTION_BATCH = 32
-"""Most pages evicted at once: neighbours were released together, so a batch frees whole runs."""
+"""Pages evicted at once: neighbours were released together, so a batch frees whole runs."""
 
 
 class OutOfPages(Exception):
-    """No page is free or evictable. Internal: the scheduler turns it into waiting or preemption."""
+    """No page is free or evictable. The scheduler reacts by waiting or preemption."""
 
 
 class FreeRuns:
     """The free pages as maximal runs ``[start, stop)``. All operations are O(log runs).
 
-    Runs make it cheap to hand out the page next to a given one, so that a row's pages lie side by
-    side and it can attend through a view instead of a copy.
+    Runs make it cheap to take the page next to a given one, so that a row's pages are contiguous
+    and it can attend through a view instead of a copy.
     """
 
     def __init__(self, num_pages: int) -> None:
         self._stop: dict[int, int] = {}
         self._start: dict[int, int] = {}
         self._by_length: list[tuple[int, int, int]] = []
-        self.count = 0
+        self.num_free = 0
         if num_pages:
             self._insert(0, num_pages)
 
@@ -49,10 +49,10 @@ class FreeRuns:
         return True
 
     def take_apart(self, wanted: int) -> int:
-        """Take the first page for a new row of at least ``wanted`` pages, far from its neighbours.
+        """Take the first page of a new row that is going to take ``wanted`` pages.
 
-        It lies in the middle of the longest run, so that the row before the run can grow as well,
-        or earlier if the second half is too short.
+        It is in the middle of the longest run, so that the row before the run can grow as well, or
+        earlier if the second half is too short.
         """
         start, stop = self._longest()
         page = start if start == 0 else max(start, min((start + stop) // 2, stop - wanted))
@@ -62,7 +62,7 @@ class FreeRuns:
         return page
 
     def put(self, page: int) -> None:
-        """Give ``page`` back, joining the runs on both sides."""
+        """Free ``page``, joining the runs on both sides."""
         start, stop = page, page + 1
         if page in self._start:
             start = self._start[page]
@@ -89,21 +89,21 @@ class FreeRuns:
             return
         self._stop[start], self._start[stop] = stop, start
         heapq.heappush(self._by_length, (start - stop, start, stop))
-        self.count += stop - start
+        self.num_free += stop - start
         if len(self._by_length) > 4 * len(self._stop) + 64:
             self._by_length = [(s - e, s, e) for s, e in self._stop.items()]
             heapq.heapify(self._by_length)
 
     def _remove(self, start: int, stop: int) -> None:
         del self._stop[start], self._start[stop]
-        self.count -= stop - start
+        self.num_free -= stop - start
 
 
 class PagePool:
-    """Hands out page ids and counts who holds them.
+    """Allocates page ids and counts references to them.
 
     Args:
-        num_pages: pages there are.
+        num_pages: pages in the cache.
         page_size: tokens in a page.
     """
 
@@ -111,32 +111,32 @@ class PagePool:
         self.num_pages, self.page_size = num_pages, page_size
         self.refs = [0] * num_pages
         self.on_evict: Callable[[int], None] = lambda page: None
-        """Called with each kept page that is given up; the prefix index forgets it."""
+        """Called with each kept page that is evicted or dropped; the prefix index removes it."""
         self._free = FreeRuns(num_pages)
         self._kept: set[int] = set()
         self._evictable: OrderedDict[int, None] = OrderedDict()
 
     @property
     def available(self) -> int:
-        """Pages that could be taken now: free and evictable ones."""
-        return self._free.count + len(self._evictable)
+        """Number of pages that are free or evictable."""
+        return self._free.num_free + len(self._evictable)
 
     @property
     def in_use(self) -> int:
-        """Pages that some table holds."""
+        """Number of pages with references."""
         return self.num_pages - self.available
 
     def take(self, near: int | None = None, wanted: int = 1) -> int:
         """A page with one reference.
 
         Args:
-            near: the page id that would be best, usually the one after the row's last page.
-            wanted: how many pages the row is going to take now, this one included.
+            near: the preferred page id, usually the one after the row's last page.
+            wanted: number of pages that the row is going to take now, this one included.
 
         Raises:
-            OutOfPages: none is free or evictable.
+            OutOfPages: no page is free or evictable.
         """
-        if not self._free.count:
+        if not self._free.num_free:
             self._evict()
         if near is not None and self._free.take_at(near):
             page = near
@@ -146,14 +146,14 @@ class PagePool:
         return page
 
     def retain(self, page: int) -> None:
-        """One more holder for a page that is in use or evictable."""
+        """Add a reference to a page that is in use or evictable."""
         assert self.refs[page] or page in self._evictable, f"page {page} is free"
         if not self.refs[page]:
             del self._evictable[page]
         self.refs[page] += 1
 
     def release(self, page: int) -> None:
-        """One holder less; without holders the page becomes evictable if kept, else free."""
+        """Drop a reference; a page without any becomes evictable if kept, else free."""
         assert self.refs[page] > 0, f"page {page} is not in use"
         self.refs[page] -= 1
         if self.refs[page]:
@@ -164,26 +164,21 @@ class PagePool:
             self._free.put(page)
 
     def keep(self, page: int) -> None:
-        """Mark a page in use as one that the index can find again."""
+        """Mark a page in use as one that the prefix index can find."""
         assert self.refs[page], f"page {page} is not in use"
         self._kept.add(page)
 
     def is_kept(self, page: int) -> bool:
-        """Whether the index can find the page."""
+        """Whether the prefix index can find the page."""
         return page in self._kept
 
     def drop(self, page: int) -> None:
-        """A kept page is not kept any longer: its content is about to change or is given up."""
+        """Stop keeping a page: it is evicted, or its content is about to change."""
         self._kept.discard(page)
         self.on_evict(page)
         if page in self._evictable:
             del self._evictable[page]
             self._free.put(page)
-
-    def clear(self) -> None:
-        """Give up every kept page that nobody holds."""
-        for page in list(self._evictable):
-            self.drop(page)
 
     def _evict(self) -> None:
         if not self._evictable:
@@ -194,7 +189,7 @@ class PagePool:
     def check_integrity(self) -> None:
         """Assert that every page is in exactly one state and that the counts agree."""
         free = self._free.pages()
-        assert len(free) == self._free.count
+        assert len(free) == self._free.num_free
         evictable = set(self._evictable)
         used = {page for page, refs in enumerate(self.refs) if refs}
         assert min(self.refs, default=0) >= 0

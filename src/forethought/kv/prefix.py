@@ -1,7 +1,7 @@
-"""Finds pages that hold a known prefix. Knows tokens and page ids; nothing about rows or tensors.
+"""The prefix index: finds pages that hold a known prefix. Plain Python.
 
-A full page is known by the chained hash of all tokens up to its end and of the tenant's salt, so
-equal pages behind different prefixes differ, and tenants never see each other's pages.
+A full page is identified by the chained hash of all tokens up to its end and of the tenant's salt:
+equal pages behind different prefixes differ, and tenants never share pages.
 """
 
 from __future__ import annotations
@@ -17,18 +17,15 @@ class PrefixIndex:
     """Chained hash of full pages -> page id.
 
     Args:
-        pool: owner of the pages; tells which ones it evicts.
-        enabled: if False, nothing is ever found.
+        pool: of the pages; its ``on_evict`` is set.
+        enabled: if False, no page is published or found.
     """
 
     def __init__(self, pool: PagePool, enabled: bool = True) -> None:
         self._pool, self.enabled = pool, enabled
         self._page_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
-        pool.on_evict = self._forget
-
-    def __len__(self) -> int:
-        return len(self._page_of)
+        pool.on_evict = self._remove
 
     def root(self, salt: str) -> bytes:
         """The hash of the empty prefix of one tenant."""
@@ -53,7 +50,7 @@ class PrefixIndex:
         return pages
 
     def publish(self, parent: bytes, tokens: Sequence[int], page: int) -> bytes:
-        """Make a full page findable, unless an equal one is already; returns its hash."""
+        """Add a full page, unless an equal one is known; returns its hash."""
         digest = self.chain(parent, tokens)
         if self.enabled and digest not in self._page_of and page not in self._digest_of:
             self._page_of[digest], self._digest_of[page] = page, digest
@@ -61,12 +58,12 @@ class PrefixIndex:
         return digest
 
     def withdraw(self, pages: Sequence[int]) -> None:
-        """Have none of these pages found again; who holds them keeps them."""
+        """Remove these pages from the index; references to them stay valid."""
         for page in pages:
             if page in self._digest_of:
                 self._pool.drop(page)
 
-    def _forget(self, page: int) -> None:
+    def _remove(self, page: int) -> None:
         digest = self._digest_of.pop(page, None)
         if digest is not None:
             del self._page_of[digest]

@@ -1,7 +1,6 @@
 """The tensors of the KV cache: one key and one value tensor per layer, addressed by slot.
 
-A slot is one token's place: ``slot = page * page_size + offset``. This file moves tensors; it knows
-nothing about who owns a page, about prefixes, or about attention. Layers of one shape share one
+A slot holds one token: ``slot = page * page_size + offset``. Layers of one shape share one
 allocation, so that copying a page costs two tensor operations however many layers there are.
 """
 
@@ -9,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from forethought.kv.table import PageCopy, SlotMove
+from forethought.kv.table import PageCopy, SlotMove
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,26 +52,33 @@ class KvStorage:
         self.layers, self.page_size = tuple(layers), page_size
         self.dtype, self.device = dtype, torch.device(device)
         self.bytes_per_page = self.page_bytes(layers, page_size, dtype)
+        self._members = [  # layer indices by distinct shape
+            [index for index, other in enumerate(self.layers) if other == shape]
+            for shape in dict.fromkeys(self.layers)
+        ]
         self.resize(num_pages)
 
     def resize(self, num_pages: int) -> None:
-        """Have room for ``num_pages``. What was stored is lost: only before anything is."""
+        """Allocate ``num_pages`` pages. Everything stored is lost."""
         self.num_pages = num_pages
         # One stack per distinct shape: [layers of that shape, slots, kv_heads, dim].
-        self._stacks: list[Tensor] = []
-        keys: dict[int, Tensor] = {}
-        values: dict[int, Tensor] = {}
         slots = num_pages * self.page_size
-        for shape in dict.fromkeys(self.layers):
-            members = [index for index, other in enumerate(self.layers) if other == shape]
+        key_stacks: list[Tensor] = []
+        value_stacks: list[Tensor] = []
+        for members in self._members:
+            shape = self.layers[members[0]]
             size = (len(members), slots, shape.kv_heads)
-            key_stack = torch.zeros(*size, shape.key_dim, dtype=self.dtype, device=self.device)
-            value_stack = torch.zeros(*size, shape.value_dim, dtype=self.dtype, device=self.device)
-            self._stacks += [key_stack, value_stack]
-            keys.update(zip(members, key_stack, strict=True))
-            values.update(zip(members, value_stack, strict=True))
-        self.keys = [keys[index] for index in range(len(self.layers))]
-        self.values = [values[index] for index in range(len(self.layers))]
+            for stacks, dim in ((key_stacks, shape.key_dim), (value_stacks, shape.value_dim)):
+                stacks.append(torch.zeros(*size, dim, dtype=self.dtype, device=self.device))
+        self._stacks = [*key_stacks, *value_stacks]
+        self.keys, self.values = self._by_layer(key_stacks), self._by_layer(value_stacks)
+
+    def _by_layer(self, stacks: Sequence[Tensor]) -> list[Tensor]:
+        """The tensor of each layer, in the order of the layers."""
+        found: dict[int, Tensor] = {}
+        for members, stack in zip(self._members, stacks, strict=True):
+            found.update(zip(members, stack, strict=True))
+        return [found[index] for index in range(len(self.layers))]
 
     @staticmethod
     def page_bytes(layers: Sequence[LayerShape], page_size: int, dtype: torch.dtype) -> int:
@@ -91,18 +95,12 @@ class KvStorage:
 
         Each ``[P * page_size, kv_heads, dim]``.
         """
-        keys: dict[int, Tensor] = {}
-        values: dict[int, Tensor] = {}
-        stacks = iter(self._stacks)
-        for shape in dict.fromkeys(self.layers):
-            members = [index for index, other in enumerate(self.layers) if other == shape]
-            for found in (keys, values):
-                stack = next(stacks)
-                paged = stack.view(len(members), self.num_pages, -1).index_select(1, pages)
-                layers = paged.view(len(members), -1, *stack.shape[2:]).unbind(0)
-                found.update(zip(members, layers, strict=True))
-        order = range(len(self.layers))
-        return [keys[layer] for layer in order], [values[layer] for layer in order]
+        gathered = []
+        for stack in self._stacks:
+            paged = stack.view(len(stack), self.num_pages, -1).index_select(1, pages)
+            gathered.append(paged.view(len(stack), -1, *stack.shape[2:]))
+        num_shapes = len(self._members)
+        return self._by_layer(gathered[:num_shapes]), self._by_layer(gathered[num_shapes:])
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Copy whole pages, all layers; every source is read before anything is written."""

@@ -1,4 +1,4 @@
-"""Where one row's tokens lie. Knows pages and counts; nothing about token values or tensors.
+"""Page tables: which pages hold the tokens of one row. Plain Python, without token ids or tensors.
 
 Positions of a row and their pages (page size 4, length 10)::
 
@@ -7,8 +7,8 @@ Positions of a row and their pages (page size 4, length 10)::
     slots    28 ... 31   32 ... 35   12 13
 
 Slot ``s`` of position ``t`` is ``pages[t // page_size] * page_size + t % page_size``. Full pages
-may be shared by any number of tables. A table writes only at and behind ``length``; the page there
-is made its own first (copy on write).
+may be shared by any number of tables. A table writes only at and behind ``length``; a shared page
+there is copied first (copy on write).
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class PageTable:
         self.length = 0
         """Tokens stored."""
         self._gaps = 0
-        """Neighbouring pages of the table that are not neighbours in the pool."""
+        """Number of consecutive pages of the table that are not contiguous in the cache."""
         self.digests: list[bytes] = []
         """One hash per full page that was published, from the first page on."""
         self.root = b""
-        """The hash of the empty prefix that the first of them continues."""
+        """The hash of the empty prefix, which the first of them continues."""
 
     @property
     def page_size(self) -> int:
@@ -55,7 +55,7 @@ class PageTable:
         return self._pool.page_size
 
     def adopt(self, pages: Sequence[int]) -> None:
-        """Begin an empty table with full pages that exist already (a prefix hit)."""
+        """Start an empty table with full pages found in the prefix index."""
         assert not self.pages, "only an empty table can adopt pages"
         for page in pages:
             self._pool.retain(page)
@@ -68,7 +68,7 @@ class PageTable:
         return total - len(self.pages) + (1 if count and self._tail_is_shared() else 0)
 
     def append(self, count: int) -> list[PageCopy]:
-        """Make room for ``count`` tokens behind the last one.
+        """Allocate slots for ``count`` tokens behind the last one.
 
         Returns:
             The copies that must be made before the tokens are written (copy on write).
@@ -76,7 +76,7 @@ class PageTable:
         Raises:
             OutOfPages: not enough pages; nothing has changed.
         """
-        if self._fits_tail(count):  # what a step mostly does
+        if self._fits_tail(count):  # the usual case
             self.length += count
             return []
         needed = self.pages_needed(count)
@@ -103,8 +103,8 @@ class PageTable:
         child.root, child.digests = self.root, self.digests[: length // self._pool.page_size]
         return child
 
-    def window(self, length: int) -> PageTable:
-        """A view of the first ``length`` tokens for one forward: it holds no page of its own.
+    def prefix(self, length: int) -> PageTable:
+        """A table of the first ``length`` tokens for one forward, without references to its pages.
 
         Never append to it, and never release it.
         """
@@ -115,7 +115,7 @@ class PageTable:
         return view
 
     def rewind(self, length: int) -> None:
-        """Forget all tokens from ``length`` on and release the pages behind them."""
+        """Drop all tokens from ``length`` on and release the pages behind them."""
         assert 0 <= length <= self.length
         keep = self._pages_for(length)
         for page in reversed(self.pages[keep:]):  # last first: prefixes outlive what follows them
@@ -126,43 +126,42 @@ class PageTable:
         del self.digests[length // self._pool.page_size :]
 
     def keep_path(self, base: int, path: Sequence[int]) -> list[SlotMove]:
-        """Keep of the tokens stored from ``base`` on only those at the offsets ``path``.
+        """Keep only the accepted path of a draft tree whose nodes are stored from ``base`` on.
 
-        The accepted path of a draft tree: offsets rise; token ``path[i]`` moves to ``base + i``.
+        ``path`` has rising offsets from ``base``; token ``path[i]`` moves to position ``base + i``.
 
         Returns:
             The moves to make in the storage, before the next forward.
         """
         assert list(path) == sorted(set(path)), "offsets of a path must rise"
         moves = [
-            SlotMove(self._slot(base + offset), self._slot(base + place))
-            for place, offset in enumerate(path)
-            if offset != place
+            SlotMove(self._slot(base + offset), self._slot(base + index))
+            for index, offset in enumerate(path)
+            if offset != index
         ]
         self.rewind(base + len(path))
         return moves
 
     def release(self) -> None:
-        """Give every page back; the table is empty afterwards."""
+        """Release every page; the table is empty afterwards."""
         self.rewind(0)
 
     def slots(self, start: int, stop: int) -> list[int]:
-        """The slots of the positions ``start`` to ``stop``."""
-        size = self._pool.page_size
-        first = self.run()
+        """The slots of positions ``[start, stop)``."""
+        first, size = self.first_slot(), self._pool.page_size
         if first is not None:
             return list(range(first + start, first + stop))
-        return [self.pages[place // size] * size + place % size for place in range(start, stop)]
+        return [self.pages[t // size] * size + t % size for t in range(start, stop)]
 
-    def run(self) -> int | None:
-        """The slot of position 0 if all pages lie side by side, so that slots rise by one."""
+    def first_slot(self) -> int | None:
+        """The slot of position 0 if the pages are contiguous (slots rise by one), else None."""
         if self._gaps or not self.pages:
             return None
         return self.pages[0] * self._pool.page_size
 
-    def _slot(self, place: int) -> int:
-        size = self._pool.page_size
-        return self.pages[place // size] * size + place % size
+    def _slot(self, position: int) -> int:
+        page, offset = divmod(position, self._pool.page_size)
+        return self.pages[page] * self._pool.page_size + offset
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self._pool.page_size)
@@ -172,7 +171,7 @@ class PageTable:
         self._gaps = sum(b != a + 1 for a, b in pairwise(pages))
 
     def _fits_tail(self, count: int) -> bool:
-        """Whether the last page has room for so many tokens and is this table's own already."""
+        """Whether the last page has ``count`` free slots and is neither shared nor kept."""
         used = self.length % self._pool.page_size
         if not used or used + count > self._pool.page_size:
             return False
@@ -183,12 +182,12 @@ class PageTable:
         return self.length % self._pool.page_size != 0 and self._pool.refs[self.pages[-1]] > 1
 
     def _own_tail(self) -> list[PageCopy]:
-        """Make the last, partly filled page this table's own."""
+        """Make the last, partly filled page writable: copy it if it is shared."""
         if self.length % self._pool.page_size == 0:
             return []
         tail = self.pages[-1]
         if self._pool.refs[tail] == 1:
-            if self._pool.is_kept(tail):  # rewound into a page that the index knows
+            if self._pool.is_kept(tail):  # rewound into a page of the prefix index
                 self._pool.drop(tail)
             return []
         near = self.pages[-2] + 1 if len(self.pages) > 1 else None
@@ -199,10 +198,7 @@ class PageTable:
 
 
 class TableView:
-    """A page table to read and not to write: what a drafter sees of a request's.
-
-    It shows the table as it is now. Lists of pages are copies.
-    """
+    """A read-only view of a page table, as drafters get it; lists of pages are copies."""
 
     __slots__ = ("_table",)
 
@@ -220,17 +216,17 @@ class TableView:
         return self._table.length
 
     def slots(self, start: int, stop: int) -> list[int]:
-        """The slots of the positions ``start`` to ``stop``."""
+        """The slots of positions ``[start, stop)``."""
         return self._table.slots(start, stop)
 
-    def run(self) -> int | None:
-        """The slot of position 0 if all pages lie side by side, so that slots rise by one."""
-        return self._table.run()
+    def first_slot(self) -> int | None:
+        """The slot of position 0 if the pages are contiguous (slots rise by one), else None."""
+        return self._table.first_slot()
 
-    def window(self, length: int) -> TableView:
-        """A view of the first ``length`` tokens alone."""
-        return TableView(self._table.window(length))
+    def prefix(self, length: int) -> TableView:
+        """A view of the first ``length`` tokens."""
+        return TableView(self._table.prefix(length))
 
 
 ReadableTable = PageTable | TableView
-"""Where a row's tokens lie, for those who only look."""
+"""A page table that is only read."""

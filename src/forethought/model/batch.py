@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from forethought.kv.table import ReadableTable
+from forethought.kv.table import ReadableTable
 
 
 def ancestors(parents: Sequence[int]) -> Tensor:
@@ -85,9 +83,9 @@ class Span:
         kv_length: tokens of the sequence in the cache, these new ones included.
         pages: the pages that hold them, in order.
         first_slot: the slot of position 0 when all pages lie side by side, else None.
-        tree: bool ``[n, m]``, ancestor-or-self among the last m >= n stored tokens, of which the
-            row's own n are the last; None for a chain. m > n only without a window.
-        seen_from: the first position that anybody sees.
+        tree: bool ``[n, n]``: which new tokens (columns) each new token (rows) attends to, its
+            ancestors and itself; None for a chain.
+        seen_from: the first position that is attended to.
     """
 
     start: int
@@ -151,6 +149,7 @@ class Batch:
     @staticmethod
     def _span(row: Row, begin: int, device: torch.device | str) -> Span:
         table = row.table
-        tree = None if row.parents is None else row.visible().to(device)
+        is_tree = row.parents is not None and len(row.tokens) > 1
+        tree = row.visible().to(device) if is_tree else None
         stop = begin + len(row.tokens)
-        return Span(begin, stop, table.length, tuple(table.pages), table.run(), tree)
+        return Span(begin, stop, table.length, tuple(table.pages), table.first_slot(), tree)

@@ -1,13 +1,13 @@
-"""Places in a network where its hidden states can be taken: drafting heads read them.
+"""A causal language model whose attention runs over pages, and capture of its hidden states.
 
-With n layers: place i < n is the residual stream as it enters layer i (place 0: the embeddings);
-place n is what leaves the last layer; ``FINAL`` is that after the final norm, from which the logits
-are computed. Knows nothing about who reads them.
+``CausalLM`` holds the network (the transformers module, or the fused forward built from it) and
+what the engine must know about it; batch and cache are arguments of each forward.
 
-[causal_lm] A causal language model whose attention runs over pages.
+Hidden states are captured by layer index, for learned drafters. With n layers::
 
-Holds the network (the transformers module, or the fused forward built from it) and what the engine
-must know about it. It knows nothing about requests or sampling; batch and cache are arguments.
+    i < n    the residual stream that enters layer i (0: the embeddings)
+    n        the output of the last layer
+    FINAL    the output of the final norm, from which the logits are computed
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class HiddenStateReader(Protocol):
     """Somebody who keeps hidden states."""
 
     @property
-    def places(self) -> Sequence[int]:
+    def layer_ids(self) -> Sequence[int]:
         """Which ones."""
 
     def write(self, slots: Tensor, states: Mapping[int, Tensor]) -> None:
-        """Tokens at ``slots`` int64 [T] were computed; ``states`` are [T, hidden] by place."""
+        """Tokens at ``slots`` int64 [T] were computed; ``states`` are [T, hidden] by layer_id."""
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -84,34 +84,34 @@ def capturing_hidden_states(model: PreTrainedModel, forward_pass: ForwardPass) -
         ModelError: states inside are wanted, and its decoder layers cannot be found.
     """
 
-    def entering(place: int) -> Callable[..., None]:
+    def entering(layer_id: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             x: Tensor = args[0] if args else kwargs["hidden_states"]
-            forward_pass.tap(place, x[0])
+            forward_pass.capture(layer_id, x[0])
 
         return hook
 
-    def leaving(place: int) -> Callable[..., None]:
+    def leaving(layer_id: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             x: Tensor = output if isinstance(output, Tensor) else output[0]
-            forward_pass.tap(place, x[0])
+            forward_pass.capture(layer_id, x[0])
 
         return hook
 
-    if not forward_pass.taps:
+    if not forward_pass.layer_ids:
         yield
         return
     handles = []
-    if forward_pass.taps - {FINAL}:
+    if forward_pass.layer_ids - {FINAL}:
         layers = decoder_layers(model)
         handles += [
-            layer.register_forward_pre_hook(entering(place), with_kwargs=True)
-            for place, layer in enumerate(layers)
-            if place in forward_pass.taps
+            layer.register_forward_pre_hook(entering(layer_id), with_kwargs=True)
+            for layer_id, layer in enumerate(layers)
+            if layer_id in forward_pass.layer_ids
         ]
-        if len(layers) in forward_pass.taps:
+        if len(layers) in forward_pass.layer_ids:
             handles.append(layers[-1].register_forward_hook(leaving(len(layers))))
-    if FINAL in forward_pass.taps:
+    if FINAL in forward_pass.layer_ids:
         handles.append(model.register_forward_hook(leaving(FINAL)))
     try:
         yield
@@ -205,11 +205,11 @@ class CausalLM:
         return self.forward_with_hidden_states(batch, storage, frozenset())[0]
 
     def forward_with_hidden_states(
-        self, batch: Batch, storage: KvStorage, taps: frozenset[int]
+        self, batch: Batch, storage: KvStorage, layer_ids: frozenset[int]
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """The same, with hidden states: by place (see ``model.taps``) ``[T, hidden]``."""
+        """The same, with hidden states: by layer_id (see ``model.causal_lm``) ``[T, hidden]``."""
         with torch.inference_mode():
-            forward_pass = PagedPass(batch, storage, self.backend, self.windows, taps)
+            forward_pass = PagedPass(batch, storage, self.backend, self.windows, layer_ids)
             return self.run(forward_pass), forward_pass.states
 
     def run(self, forward_pass: ForwardPass) -> Tensor:

@@ -17,7 +17,7 @@ from forethought.model.batch import Batch, Row
 from forethought.model.causal_lm import CausalLM, HiddenStateReader
 
 
-class Runner:
+class ModelRunner:
     """Runs rows through ``lm``, whose keys and values live in ``storage``."""
 
     def __init__(self, lm: CausalLM, storage: KvStorage) -> None:
@@ -35,19 +35,19 @@ class Runner:
         batch = Batch.build(rows, self.lm.device)
         if not readers:
             return self.lm.forward(batch, self.storage)
-        taps = frozenset(place for reader in readers for place in reader.places)
-        logits, states = self.lm.forward_with_hidden_states(batch, self.storage, taps)
+        layer_ids = frozenset(layer_id for reader in readers for layer_id in reader.layer_ids)
+        logits, states = self.lm.forward_with_hidden_states(batch, self.storage, layer_ids)
         for reader in readers:
             reader.write(batch.slots, states)
         return logits
 
-    def expect_states(self, places: Sequence[int]) -> None:
-        """Run one token and see that the hidden states at ``places`` can be taken.
+    def check_hidden_states(self, layer_ids: Sequence[int]) -> None:
+        """Run one token and see that the hidden states at ``layer_ids`` can be taken.
 
         Only while nothing is stored: the first page is written over.
 
         Args:
-            places: see ``model.taps``.
+            layer_ids: see ``model.causal_lm``.
 
         Raises:
             ModelError: they cannot, or have another width than ``lm.hidden_size``.
@@ -56,8 +56,10 @@ class Runner:
         table.append(1)
         batch = Batch.build([Row([0], 0, table)], self.lm.device)
         try:
-            _, states = self.lm.forward_with_hidden_states(batch, self.storage, frozenset(places))
-            shapes = {place: tuple(states[place].shape) for place in places}
+            _, states = self.lm.forward_with_hidden_states(
+                batch, self.storage, frozenset(layer_ids)
+            )
+            shapes = {layer_id: tuple(states[layer_id].shape) for layer_id in layer_ids}
         except ModelError:
             raise
         except Exception as error:  # hooks into modules of any architecture
@@ -74,15 +76,3 @@ class Runner:
             why,
             "Draft with something that does not read them",
         )
-
-    def warm_up(self, tokens: int = 16) -> None:
-        """Run a prefill of ``tokens`` and a decode, so that no request waits for what is lazy.
-
-        Only while nothing is stored: the first pages are written over.
-        """
-        room = min(self.storage.num_pages * self.storage.page_size, self.lm.max_positions)
-        table = PageTable(PagePool(self.storage.num_pages, self.storage.page_size))
-        for count in (max(1, min(tokens, room - 1)), 1):
-            table.append(count)
-            start = table.length - count
-            self.forward([Row([0] * count, start, table, logits_from=count - 1)])

@@ -23,7 +23,7 @@ from forethought.model.attention.workspace import KvWorkspace
 from forethought.model.batch import Row
 from forethought.model.causal_lm import CausalLM
 from forethought.model.device import find_device
-from forethought.model.runner import Runner
+from forethought.model.runner import ModelRunner
 from forethought.speculative.registry import Target
 
 PADDING = 0.02
@@ -51,7 +51,7 @@ class DraftModel:
         max_num_tokens: tokens in one forward.
     """
 
-    def __init__(self, runner: Runner, vocab_size: int, max_num_tokens: int) -> None:
+    def __init__(self, runner: ModelRunner, vocab_size: int, max_num_tokens: int) -> None:
         self.runner, self._max_num_tokens = runner, max_num_tokens
         self._vocab_size, self._missing = vocab_size, max(0, vocab_size - runner.lm.vocab_size)
 
@@ -75,7 +75,7 @@ class DraftModel:
         storage = KvStorage(
             model.layer_shapes, pages.num_pages, pages.page_size, model.dtype, model.device
         )
-        return cls(Runner(model, storage), lm.vocab_size, target.max_num_tokens)
+        return cls(ModelRunner(model, storage), lm.vocab_size, target.max_num_tokens)
 
     @property
     def max_positions(self) -> int:
@@ -162,7 +162,7 @@ class DraftModel:
 
 def _row(past: Past, start: int, stop: int, wanted: int) -> Row:
     tokens = list(past.tokens[start:stop])
-    return Row(tokens, start, past.table.window(stop), logits_from=len(tokens) - wanted)
+    return Row(tokens, start, past.table.prefix(stop), logits_from=len(tokens) - wanted)
 
 
 def _check_sizes(directory: Path, draft: CausalLM, target: CausalLM) -> None:

@@ -96,15 +96,15 @@ class DraftModuleRunner:
 
     Args:
         head: over pages, on the target's device.
-        places: where the states that it reads are taken; see ``model.taps``.
+        layer_ids: where the states that it reads are taken; see ``model.causal_lm``.
         target: whose they are.
     """
 
-    def __init__(self, head: DraftModule, places: Sequence[int], target: Target) -> None:
+    def __init__(self, head: DraftModule, layer_ids: Sequence[int], target: Target) -> None:
         lm, pages = target.runner.lm, target.runner.storage
         self.head, self._backend = head, lm.backend
         self._most_tokens, self._device = target.max_num_tokens, lm.device
-        self.features = HiddenStateCache(places, lm.hidden_size, pages)
+        self.features = HiddenStateCache(layer_ids, lm.hidden_size, pages)
         self._storage = KvStorage(
             [head.shape], pages.num_pages, pages.page_size, head.dtype, pages.device
         )
@@ -254,5 +254,5 @@ def _table(request: DraftRequest) -> ReadableTable:
 
 
 def _span(table: ReadableTable, begin: int, size: int, stop: int) -> Span:
-    pages = table.window(stop).pages
-    return Span(begin, begin + size, stop, tuple(pages), table.run(), None, seen_from=1)
+    pages = table.prefix(stop).pages
+    return Span(begin, begin + size, stop, tuple(pages), table.first_slot(), None, seen_from=1)

@@ -12,7 +12,7 @@ from forethought.config.registry import Registry
 from forethought.config.speculation import DecodingBaseConfig
 
 if TYPE_CHECKING:
-    from forethought.model.runner import Runner
+    from forethought.model.runner import ModelRunner
     from forethought.speculative.drafter import Drafter
 
 DRAFTERS = {
@@ -32,7 +32,7 @@ DRAFTERS = {
 class Target:
     """What a drafter may know of the model that it drafts for."""
 
-    runner: Runner
+    runner: ModelRunner
     """Its network and the storage whose pages drafts lie in."""
     max_num_tokens: int
     """Tokens in one step; a draft model's prefill keeps to it as well."""

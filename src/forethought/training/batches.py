@@ -32,7 +32,7 @@ class TrainingBatch:
     lengths: Tensor
     """int64 [R]: tokens of each text."""
     states: Mapping[int, Tensor]
-    """By place (see ``model.taps``): [R, W, hidden] in the target's dtype, 0 in the filling."""
+    """By layer index (see ``model.causal_lm``): [R, W, hidden] in its dtype, padded with 0."""
     choices: Tensor
     """int64 [R, W, K]: the likeliest tokens behind each place."""
     probs: Tensor
@@ -50,7 +50,7 @@ class TrainingBatches:
     Args:
         texts: at least one.
         teacher: reads them.
-        places: the states that are wanted.
+        layer_ids: the states that are wanted.
         tokens: of a lesson, filling included; at least one text is in each.
         seed: of the shuffling.
         width: K.
@@ -60,26 +60,28 @@ class TrainingBatches:
         self,
         texts: Sequence[Text],
         teacher: Teacher,
-        places: Sequence[int],
+        layer_ids: Sequence[int],
         *,
         tokens: int,
         seed: int,
         width: int = 8,
     ) -> None:
-        self._teacher, self._places, self._width = teacher, places, width
+        self._teacher, self._layer_ids, self._width = teacher, layer_ids, width
         self._batches = Batches(texts, tokens, seed)
 
     def __call__(self, step: int) -> TrainingBatch:
         """The lesson of a step, counted from 0."""
         texts = self._batches(step)
-        seen = self._teacher.observe([t.token_ids for t in texts], self._places, self._width)
+        seen = self._teacher.observe([t.token_ids for t in texts], self._layer_ids, self._width)
         tokens, taught = laid_out(texts, seen.probs.device)
         lengths = [len(text) for text in texts]
         return TrainingBatch(
             tokens=tokens,
             taught=taught,
             lengths=torch.tensor(lengths, device=seen.probs.device),
-            states={place: _padded(all_.split(lengths)) for place, all_ in seen.states.items()},
+            states={
+                layer_id: _padded(all_.split(lengths)) for layer_id, all_ in seen.states.items()
+            },
             choices=_padded(seen.choices.split(lengths)),
             probs=_padded(seen.probs.split(lengths)),
         )

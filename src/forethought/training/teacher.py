@@ -29,7 +29,7 @@ from forethought.model import loader
 from forethought.model.batch import Row
 from forethought.model.causal_lm import CausalLM, TransformersNetwork
 from forethought.model.device import find_device
-from forethought.model.runner import Runner
+from forethought.model.runner import ModelRunner
 from forethought.outputs import SpeculationMetrics
 from forethought.speculative.registry import Target
 
@@ -45,7 +45,7 @@ class Observed:
     """What the target thought at the T tokens of some texts, one text after the other."""
 
     states: Mapping[int, Tensor]
-    """By place (see ``model.taps``): [T, hidden] in the model's dtype."""
+    """By layer index (see ``model.causal_lm``): [T, hidden] in the model's dtype."""
     choices: Tensor
     """int64 [T, K]: the likeliest tokens behind each."""
     probs: Tensor
@@ -63,7 +63,7 @@ class Teacher:
 
     def __init__(self, lm: CausalLM, tokenizer: Tokenizer, directory: Path) -> None:
         self.lm, self.tokenizer, self.directory = lm, tokenizer, directory
-        self._runner: Runner | None = None
+        self._runner: ModelRunner | None = None
 
     @classmethod
     def load(
@@ -94,22 +94,22 @@ class Teacher:
         return self.lm.hidden_size
 
     def observe(
-        self, texts: Sequence[Sequence[int]], places: Sequence[int], width: int = 8
+        self, texts: Sequence[Sequence[int]], layer_ids: Sequence[int], width: int = 8
     ) -> Observed:
         """Read texts, each of which fits the context, to their ends.
 
         Args:
             texts: token ids.
-            places: where hidden states are taken.
+            layer_ids: where hidden states are taken.
             width: K, how many tokens of each law are kept.
         """
-        reader = _Reader(places)
+        reader = _Reader(layer_ids)
         distributions: list[tuple[Tensor, Tensor]] = []
         for logits in self._read(texts, reader):
             top = logits.softmax(dim=-1).topk(min(width, logits.shape[-1]))
             distributions.append((top.indices, top.values))
         return Observed(
-            {place: torch.cat(found) for place, found in reader.found.items()},
+            {layer_id: torch.cat(found) for layer_id, found in reader.found.items()},
             torch.cat([indices for indices, _ in distributions]),
             torch.cat([values for _, values in distributions]),
         )
@@ -134,7 +134,7 @@ class Teacher:
                 table = PageTable(pool)
                 table.append(len(text))
                 rows.append(Row(list(text), 0, table))
-            yield runner.forward(rows, [reader] if reader.places else [])
+            yield runner.forward(rows, [reader] if reader.layer_ids else [])
 
     def generate(
         self,
@@ -167,19 +167,19 @@ class Teacher:
     def _engine(self, drafter: DecodingBaseConfig | None) -> Engine:
         lm = self.lm
         pages = _BATCH_SIZE * -(-lm.max_positions // _PAGE_SIZE)
-        runner = Runner(lm, KvStorage(lm.layer_shapes, pages, _PAGE_SIZE, lm.dtype, lm.device))
+        runner = ModelRunner(lm, KvStorage(lm.layer_shapes, pages, _PAGE_SIZE, lm.dtype, lm.device))
         limits = Limits(_BATCH_SIZE, _FORWARD_TOKENS, lm.max_positions)
         drafters = []
         if drafter is not None:
             drafters = [build_drafter_entry(drafter, Target(runner, _FORWARD_TOKENS), _BATCH_SIZE)]
         return Engine(runner, limits, drafters=drafters)
 
-    def _reading(self, pages: int) -> Runner:
+    def _reading(self, pages: int) -> ModelRunner:
         """A runner with room for so many pages, kept for the next time."""
         if self._runner is None or self._runner.storage.num_pages < pages:
             lm = self.lm
             storage = KvStorage(lm.layer_shapes, pages, _PAGE_SIZE, lm.dtype, lm.device)
-            self._runner = Runner(lm, storage)
+            self._runner = ModelRunner(lm, storage)
         return self._runner
 
 
@@ -197,14 +197,14 @@ class Answers:
 class _Reader:
     """Keeps all states that it is handed."""
 
-    def __init__(self, places: Sequence[int]) -> None:
-        self.places = tuple(places)
-        self.found: dict[int, list[Tensor]] = {place: [] for place in places}
+    def __init__(self, layer_ids: Sequence[int]) -> None:
+        self.layer_ids = tuple(layer_ids)
+        self.found: dict[int, list[Tensor]] = {layer_id: [] for layer_id in layer_ids}
 
     def write(self, slots: Tensor, states: Mapping[int, Tensor]) -> None:
-        """See ``model.taps.StateReader``."""
-        for place in self.places:
-            self.found[place].append(states[place].clone())  # out of inference mode
+        """See ``model.causal_lm.HiddenStateReader``."""
+        for layer_id in self.layer_ids:
+            self.found[layer_id].append(states[layer_id].clone())  # out of inference mode
 
 
 def _parts(texts: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:

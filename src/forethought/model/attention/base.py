@@ -1,9 +1,8 @@
-"""The protocol of attention backends, and the one object that travels through a forward.
+"""The protocol of attention backends, and the forward pass that is handed to a network.
 
-A :class:`ForwardPass` is handed to the network as an argument and reaches every attention layer;
-there it stores the new keys and values and asks its backend to attend. Nothing here is global, so a
-target, a draft model and a reward model can live in one process. This file knows nothing about
-networks, and nothing about how a backend computes.
+A :class:`ForwardPass` is an argument of the network's call and reaches every attention layer, which
+hands it q, k, v: it stores the new keys and values and asks its backend to attend. There is no
+global forward context, so a target, a draft model and a reward model can live in one process.
 """
 
 from __future__ import annotations
@@ -21,26 +20,23 @@ from forethought.model.batch import Batch
 
 
 class Capability(StrEnum):
-    """What a model may ask of attention beyond plain causal softmax; a backend declares its own."""
+    """What a model may need beyond plain causal softmax attention; a backend declares its own."""
 
     GROUPED_QUERIES = "grouped queries"  # fewer key/value heads than query heads
     VALUE_DIM = "value width unlike key width"
     SLIDING_WINDOW = "sliding window"
     SOFTCAP = "softcap"  # scores become cap * tanh(scores / cap)
-    SINKS = (
-        "attention sinks"  # one learned logit per head joins each softmax and attends to nothing
-    )
-    TREE = "draft trees"
+    SINKS = "attention sinks"  # a learned logit per head in the softmax's denominator
 
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How one layer turns products of queries and keys into weights.
+    """How one layer turns q k^T into attention weights.
 
     Attributes:
-        scale: factor on the products.
+        scale: factor on q k^T.
         softcap: bound of the scores, or None.
-        sinks: ``[heads]``, a learned logit per head that joins the softmax, or None.
+        sinks: ``[heads]``, a learned logit per head in the denominator of the softmax, or None.
     """
 
     scale: float
@@ -55,12 +51,12 @@ class AttentionBackend(Protocol):
     capabilities: frozenset[Capability]
 
     def plan(self, batch: Batch, storage: KvStorage, window: int | None) -> Any:
-        """Everything that depends on the batch alone: built once per forward and window.
+        """What depends on the batch but not on the layer: built once per forward and window.
 
         Args:
             batch: the packed rows.
-            storage: the cache that they attend over; only its shapes and dtype matter here.
-            window: a token sees the last ``window`` positions, its own included; None sees all.
+            storage: the KV cache; only its shapes, dtype and device are read.
+            window: tokens attend to the last ``window`` positions, their own included; None: all.
         """
         ...
 
@@ -83,23 +79,23 @@ class AttentionBackend(Protocol):
 
 
 class ForwardPass(ABC):
-    """One batch on its way through one network: what its layers need and do.
+    """One forward of one batch: how its layers attend, and which hidden states are captured.
 
     Args:
         batch: the packed tokens.
-        taps: which hidden states to keep; see ``model.taps``.
+        layer_ids: hidden states to capture; see ``model.causal_lm``.
 
     Attributes:
-        states: the hidden states that were asked for, by place: ``[T, hidden]``.
+        states: the captured hidden states by layer index: ``[T, hidden]``.
     """
 
-    def __init__(self, batch: Batch, taps: frozenset[int] = frozenset()) -> None:
-        self.batch, self.taps, self.states = batch, taps, dict[int, Tensor]()
+    def __init__(self, batch: Batch, layer_ids: frozenset[int] = frozenset()) -> None:
+        self.batch, self.layer_ids, self.states = batch, layer_ids, dict[int, Tensor]()
 
-    def tap(self, place: int, x: Tensor) -> None:
-        """x ``[T, hidden]`` is the state at ``place``: kept if it was asked for."""
-        if place in self.taps:
-            self.states[place] = x
+    def capture(self, layer_id: int, x: Tensor) -> None:
+        """Keep x ``[T, hidden]``, the state at ``layer_id``, if it was asked for."""
+        if layer_id in self.layer_ids:
+            self.states[layer_id] = x
 
     @abstractmethod
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
@@ -115,14 +111,14 @@ class ForwardPass(ABC):
 
 
 class PagedPass(ForwardPass):
-    """A pass over a paged cache.
+    """A forward pass over the paged KV cache.
 
     Args:
         batch: the packed rows.
-        storage: the cache.
-        backend: how to attend.
+        storage: the KV cache.
+        backend: computes attention.
         windows: each attention layer's window.
-        taps: which hidden states to keep; see ``model.taps``.
+        layer_ids: hidden states to capture; see ``model.causal_lm``.
     """
 
     def __init__(
@@ -131,9 +127,9 @@ class PagedPass(ForwardPass):
         storage: KvStorage,
         backend: AttentionBackend,
         windows: Sequence[int | None],
-        taps: frozenset[int] = frozenset(),
+        layer_ids: frozenset[int] = frozenset(),
     ) -> None:
-        super().__init__(batch, taps)
+        super().__init__(batch, layer_ids)
         self.storage, self.backend = storage, backend
         plans = {window: backend.plan(batch, storage, window) for window in dict.fromkeys(windows)}
         self._plans = [plans[window] for window in windows]

@@ -1,7 +1,7 @@
-"""The oracle: attention one token at a time, in float32, with nothing clever.
+"""The reference implementation: attention one token at a time, in float32.
 
-Every other backend is tested against this one. For each new token it lists the positions that the
-token may see, gathers their keys and values by slot, and writes the softmax out.
+The other backends are tested against it. For each new token it lists the positions that the token
+attends to, gathers their keys and values by slot, and writes the softmax out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from forethought.model.batch import Batch, Span
 
 @dataclass(frozen=True, slots=True)
 class ReferencePlan:
-    """For each packed token, the slots that it sees: T tensors, int64 ``[seen]``."""
+    """The slots that each packed token attends to: T tensors, int64 ``[num_seen]``."""
 
     seen: list[Tensor]
 
@@ -30,7 +30,7 @@ class ReferenceAttention:
     capabilities = frozenset(Capability)
 
     def plan(self, batch: Batch, storage: KvStorage, window: int | None) -> ReferencePlan:
-        """List the slots that each new token sees."""
+        """List the slots that each new token attends to."""
         seen = []
         for span in batch.spans:
             slots = _slots(span, storage.page_size)
@@ -61,16 +61,16 @@ class ReferenceAttention:
 
 
 def visible_indices(span: Span, query: int, window: int | None) -> list[int]:
-    """Indices into the row's stored tokens that its new token number ``query`` sees."""
-    prefix = span.kv_length - (span.length if span.tree is None else span.tree.shape[1])
+    """Indices into the row's stored tokens that its new token number ``query`` attends to."""
+    prefix = span.kv_length - span.length
     if span.tree is None:
-        family = list(range(query + 1))
+        path = list(range(query + 1))
     else:
-        family = [index for index, seen in enumerate(span.tree[query].tolist()) if seen]
-    depth = len(family) - 1
-    # An ancestor list is ordered, so its place in the list is its depth.
+        path = [index for index, seen in enumerate(span.tree[query].tolist()) if seen]
+    depth = len(path) - 1
+    # Ancestors are in order of depth, so an ancestor's index in the path is its depth.
     positions = [(index, index) for index in range(span.seen_from, prefix)]
-    positions += [(prefix + index, prefix + order) for order, index in enumerate(family)]
+    positions += [(prefix + index, prefix + order) for order, index in enumerate(path)]
     return [
         index
         for index, position in positions
@@ -79,5 +79,5 @@ def visible_indices(span: Span, query: int, window: int | None) -> list[int]:
 
 
 def _slots(span: Span, page_size: int) -> list[int]:
-    places = (divmod(position, page_size) for position in range(span.kv_length))
-    return [span.pages[number] * page_size + offset for number, offset in places]
+    located = (divmod(position, page_size) for position in range(span.kv_length))
+    return [span.pages[number] * page_size + offset for number, offset in located]

@@ -1,12 +1,9 @@
-"""Attention of queries over keys that lie before them: torch's kernel; softcap and sinks by hand.
+"""The portable attention backend: torch's scaled_dot_product_attention, on CPU and CUDA.
 
-Knows nothing about pages, rows and batches.
-
-[sdpa] The portable backend: torch's scaled_dot_product_attention, on CPU and CUDA.
-
-Which rows attend together, and over which pages, is planned once per batch: see ``sdpa_plan.py``.
-The query heads that share a key/value head are folded into the query length, so keys and values
-are never expanded for one new token.
+``sdpa_plan.py`` plans once per batch which rows attend together and over which pages. The query
+heads that share a key/value head are folded into the query length, ``[B, kv_heads, shared * n,
+dim]``, so keys and values are never expanded for a few new tokens. Softcap and attention sinks,
+which torch's kernel lacks, are computed by hand.
 """
 
 from __future__ import annotations
@@ -20,21 +17,21 @@ from torch import Tensor
 from forethought.kv.storage import KvStorage
 from forethought.model.attention.base import Capability, Scoring
 from forethought.model.attention.sdpa_plan import (
-    EXACT_QUERIES,
-    MAX_QUERIES,
+    BATCH_INVARIANT_QUERIES,
+    MAX_GROUP_QUERIES,
+    DecodeView,
     FoldedMask,
     SdpaPlan,
     SdpaPlanner,
-    View,
     additive,
 )
 from forethought.model.batch import Batch
 
-FEWEST_QUERIES_WITH_AMX, FEWEST_QUERIES_WITHOUT_AMX = 1, 4
-FEWEST_QUERIES = (
-    FEWEST_QUERIES_WITH_AMX if torch.cpu._is_amx_tile_supported() else FEWEST_QUERIES_WITHOUT_AMX
+MIN_QUERIES_WITH_AMX, MIN_QUERIES_WITHOUT_AMX = 1, 4
+MIN_QUERIES = (
+    MIN_QUERIES_WITH_AMX if torch.cpu._is_amx_tile_supported() else MIN_QUERIES_WITHOUT_AMX
 )
-"""Below so many torch's CPU kernel rounds a query otherwise, in 16 bits."""
+"""With fewer queries torch's CPU kernel rounds a query differently, in 16 bits."""
 
 
 def softmax_attention(
@@ -46,16 +43,16 @@ def softmax_attention(
     *,
     batch_invariant: bool = True,
 ) -> Tensor:
-    """Attention of the queries that share keys.
+    """Attention where the queries of a key head are folded together.
 
     Args:
         q: ``[B, kv_heads, queries, key_dim]``: the queries are a head's tokens or a group's heads.
         k: ``[B, kv_heads, L, key_dim]``.
         v: ``[B, kv_heads, L, value_dim]``.
-        mask: additive, broadcast to ``[B, kv_heads, queries, L]``; None: all is seen.
+        mask: additive, broadcast to ``[B, kv_heads, queries, L]``; None: every key is attended to.
         scoring: scale, softcap and sinks.
-        steady: round a query the same in any company, as far as that goes: see
-            ``sdpa_plan.EXACT_QUERIES``.
+        batch_invariant: round a query the same whatever the number of queries; see
+            ``sdpa_plan.BATCH_INVARIANT_QUERIES``.
 
     Returns:
         ``[B, kv_heads, queries, value_dim]``.
@@ -81,24 +78,24 @@ def softmax_attention(
 def batch_invariant_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scoring: Scoring, causal: bool = False
 ) -> Tensor:
-    """torch's own attention; in 16 bits on a CPU with at least ``FEWEST_QUERIES``.
+    """torch's kernel; in 16 bits on a CPU queries are padded to at least ``MIN_QUERIES``.
 
-    Shapes as of :func:`softmax_attention`, but for heads that share keys: these may be apart.
+    Unlike in :func:`softmax_attention`, the heads that share keys need not be folded.
 
     Args:
         q: ``[B, heads, queries, key_dim]``.
         k: ``[B, kv_heads, L, key_dim]``.
         v: ``[B, kv_heads, L, value_dim]``.
         mask: additive, or None.
-        scoring: its scale alone counts.
-        causal: query i sees the first i + 1 keys; without a mask.
+        scoring: only its scale is used.
+        causal: query i attends to the first i + 1 keys; without a mask.
     """
     size, scale, gqa = q.shape[2], scoring.scale, q.shape[1] != k.shape[1]
-    if size >= FEWEST_QUERIES or causal or q.device.type != "cpu" or q.dtype.itemsize != 2:
+    if size >= MIN_QUERIES or causal or q.device.type != "cpu" or q.dtype.itemsize != 2:
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=gqa
         )
-    more = (0, 0, 0, FEWEST_QUERIES - size)
+    more = (0, 0, 0, MIN_QUERIES - size)
     if mask is not None and mask.shape[-2] > 1:
         mask = F.pad(mask, more)
     out = F.scaled_dot_product_attention(
@@ -108,11 +105,11 @@ def batch_invariant_attention(
 
 
 FOLDED_FROM = 2048
-"""Heads times stored tokens from which a piece of few queries is folded whatever that rounds."""
+"""heads * L from which few queries of a row are folded even if that is not batch-invariant."""
 
 
 class SdpaAttention:
-    """Attention through torch's own kernels.
+    """Attention through torch's kernels.
 
     Args:
         grouping: see :class:`~forethought.model.attention.sdpa_plan.SdpaPlanner`.
@@ -125,7 +122,7 @@ class SdpaAttention:
         self._planner = SdpaPlanner(grouping)
 
     def plan(self, batch: Batch, storage: KvStorage, window: int | None) -> SdpaPlan:
-        """Choose for every row how it attends, and build its masks and indices."""
+        """See :class:`~forethought.model.attention.base.AttentionBackend`."""
         return self._planner(batch, storage, window)
 
     def attend(
@@ -139,26 +136,28 @@ class SdpaAttention:
             tokens = [view.token for view in plan.views]
             out[tokens] = _attend_views(q[tokens], keys, values, plan.views, scoring)
         for group in plan.groups:
-            chosen = q.index_select(0, group.tokens).view(group.rows, -1, *q.shape[1:])
-            k = _pages(keys, group.pages, plan.page_size).view(group.rows, -1, *keys.shape[1:])
-            v = _pages(values, group.pages, plan.page_size).view(group.rows, -1, *values.shape[1:])
+            chosen = q.index_select(0, group.tokens).view(group.num_rows, -1, *q.shape[1:])
+            k = _gather(keys, group.pages, plan.page_size).view(group.num_rows, -1, *keys.shape[1:])
+            v = _gather(values, group.pages, plan.page_size).view(
+                group.num_rows, -1, *values.shape[1:]
+            )
             out.index_copy_(0, group.tokens, _attend_group(chosen, k, v, group.mask, scoring))
-        for piece in plan.pieces:
-            place = slice(piece.start, piece.stop)
+        for row in plan.masked_rows:
+            tokens_of_row = slice(row.start, row.stop)
             k, v = keys, values
-            if piece.pages is not None:
-                k = _pages(keys, piece.pages, plan.page_size)
-                v = _pages(values, piece.pages, plan.page_size)
-            k, v = (x.narrow(0, piece.first, piece.length) for x in (k, v))
-            attended = _attend_piece(q[place], k, v, piece.mask, scoring)
+            if row.pages is not None:
+                k = _gather(keys, row.pages, plan.page_size)
+                v = _gather(values, row.pages, plan.page_size)
+            k, v = (x.narrow(0, row.first, row.length) for x in (k, v))
+            attended = _attend_row(q[tokens_of_row], k, v, row.mask, scoring)
             if len(attended) == len(q):
                 return attended.contiguous()
-            out[place] = attended
+            out[tokens_of_row] = attended
         return out
 
 
 def _attend_views(
-    q: Tensor, keys: Tensor, values: Tensor, views: Sequence[View], scoring: Scoring
+    q: Tensor, keys: Tensor, values: Tensor, views: Sequence[DecodeView], scoring: Scoring
 ) -> Tensor:
     """q ``[views, heads, key_dim]`` -> ``[views, heads, value_dim]``, contiguous."""
     rows, heads, _ = q.shape
@@ -186,7 +185,7 @@ def _attend_group(q: Tensor, k: Tensor, v: Tensor, mask: FoldedMask, scoring: Sc
     """
     rows, size, heads, _ = q.shape
     kv_heads, shared = k.shape[2], heads // k.shape[2]
-    if size > 1:  # heads of one key are queries side by side, each with all of the row's tokens
+    if size > 1:  # the heads of one key, each with all tokens of the row, become queries
         q = q.view(rows, size, kv_heads, shared, -1).permute(0, 2, 3, 1, 4)
     folded = q.reshape(rows, kv_heads, shared * size, -1)
     seen = mask.fold(shared if size > 1 else 1)
@@ -196,13 +195,13 @@ def _attend_group(q: Tensor, k: Tensor, v: Tensor, mask: FoldedMask, scoring: Sc
     return out.reshape(rows * size, heads, -1)
 
 
-def _attend_piece(
+def _attend_row(
     q: Tensor, k: Tensor, v: Tensor, folded: FoldedMask | None, scoring: Scoring
 ) -> Tensor:
     """q ``[n, heads, key_dim]``, k and v ``[L, kv_heads, dim]``, the mask or None."""
     (size, heads, _), (length, kv_heads, _) = q.shape, k.shape
-    if folded is not None and size <= MAX_QUERIES and heads > kv_heads:
-        exact = size * (heads // kv_heads) <= EXACT_QUERIES
+    if folded is not None and size <= MAX_GROUP_QUERIES and heads > kv_heads:
+        exact = size * (heads // kv_heads) <= BATCH_INVARIANT_QUERIES
         if exact or heads * length >= FOLDED_FROM:
             return _attend_group(q[None], k[None], v[None], folded, scoring)
     mask = None if folded is None else folded.fold(1)
@@ -218,7 +217,7 @@ def _attend_piece(
     return out[0].transpose(0, 1)
 
 
-def _pages(stored: Tensor, pages: Tensor, page_size: int) -> Tensor:
+def _gather(stored: Tensor, pages: Tensor, page_size: int) -> Tensor:
     """``[slots, kv_heads, dim]`` -> the tokens of the pages, ``[pages * page_size, ...]``."""
     width = page_size * stored.shape[1] * stored.shape[2]
     return stored.view(-1, width).index_select(0, pages).view(-1, *stored.shape[1:])

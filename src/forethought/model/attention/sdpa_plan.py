@@ -1,13 +1,14 @@
-"""How the rows of a batch attend through torch's kernels: chosen once, for all layers of a window.
+"""How the rows of a batch attend through torch's kernels: planned once per forward and window.
 
 A row attends in one of three ways:
 
-- *view*: one new token, pages side by side: a view of the cache, nothing is copied;
-- *group*: one new token each, or a few (drafts): their pages are copied together and attended in
-  one padded call;
-- *piece*: several new tokens (a prefill chunk, a large tree): one call with its own mask.
+===============  ============================================  ====================================
+``DecodeView``   one new token, contiguous pages               a view of the cache, nothing copied
+``PaddedGroup``  a few new tokens each (decodes, draft trees)  pages gathered, one padded call
+``MaskedRow``    many new tokens (prefill chunk, large tree)   a call with a mask of its own
+===============  ============================================  ====================================
 
-Knows nothing about how a call is made.
+How a call is made is in ``sdpa.py``.
 """
 
 from __future__ import annotations
@@ -23,21 +24,23 @@ from torch import Tensor
 from forethought.kv.storage import KvStorage
 from forethought.model.batch import Batch, Span
 
-# On a CPU. A row with fewer bytes of keys and values per layer than SMALL_ROW_BYTES is copied and
-# attended in a group, if there are enough such rows: that costs less than a call of its own. The
-# copies of a group should not leave the caches: past GROUP_BYTES another group begins.
+# On a CPU. A row with fewer bytes of keys and values per layer than SMALL_ROW_BYTES joins a group
+# if there are at least MIN_GROUP_ROWS of them: gathering costs less than a call per row. The copies
+# of a group should stay in the CPU's caches: past MAX_GROUP_BYTES another group begins.
 SMALL_ROW_BYTES = 320 * 1024
-FEWEST_IN_GROUP = 4
-GROUP_BYTES = 4 * 2**20
-MAX_QUERIES = 32
-"""New tokens that a row of a group may have; a row with more is a piece."""
-EXACT_QUERIES, EXACT_UP_TO = 16, 512
-"""torch's CPU kernel rounds a query's result by how many queries it is given at once, but not from
-4 (with AMX: 1) to 16 of them, nor by how many keys, if these are a multiple of 16 (masked ones
-count). So whole pages are attended, ``softmax`` fills fewer queries up to 4, and prefills go in
-parts of 16 tokens: in bf16 and fp16 a token's keys and values are then the same in any company,
-with pages of 16 tokens. In longer prefills it would cost too much. With softcap or sinks, which
-are computed by hand, it is so but for rounding."""
+MIN_GROUP_ROWS = 4
+MAX_GROUP_BYTES = 4 * 2**20
+MAX_GROUP_QUERIES = 32
+"""New tokens that a row of a group may have; a row with more gets a call of its own."""
+BATCH_INVARIANT_QUERIES, BATCH_INVARIANT_LENGTH = 16, 512
+"""Queries per call, and stored tokens, up to which 16-bit attention on a CPU is batch-invariant.
+
+torch's CPU kernel rounds a query's result by the number of queries in the call, but not from 4
+(with AMX: 1) to 16 of them, nor by the number of keys if that is a multiple of 16 (masked ones
+count). So whole pages are attended to, ``sdpa.py`` pads the queries to the minimum, and prefills
+are cut into parts of 16 tokens: with pages of 16 tokens, keys and values in bf16 and fp16 do not
+depend on the batch. Longer prefills are not cut, it would cost too much. Softcap and sinks, which
+are computed by hand, are batch-invariant up to rounding only."""
 
 
 class FoldedMask:
@@ -51,15 +54,15 @@ class FoldedMask:
         self._folds = {1: mask}
 
     def fold(self, shared: int) -> Tensor:
-        """``[B, 1, shared * n, L]``: for that many query heads side by side, each with n tokens."""
+        """``[B, 1, shared * n, L]``: for ``shared`` query heads of one key head, each n tokens."""
         if shared not in self._folds:
             self._folds[shared] = self._folds[1].repeat(1, 1, shared, 1)
         return self._folds[shared]
 
 
 @dataclass(frozen=True, slots=True)
-class View:
-    """A decode row, packed token ``token``, that attends over ``length`` slots from ``first`` on.
+class DecodeView:
+    """A decode row, packed token ``token``, over ``length`` slots from ``first`` on.
 
     Attributes:
         mask: additive, ``[1, length]`` in the cache's dtype: the slots are those of whole pages.
@@ -72,34 +75,33 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """B rows that are attended together, padded to n new tokens and L stored ones, whole pages.
+class PaddedGroup:
+    """B rows in one call, padded to n new tokens and L stored ones, whole pages.
 
     Attributes:
-        tokens: int64 ``[B * n]``, their places in the packed batch; a row with fewer repeats its
-            last one.
-        rows: B.
+        tokens: int64 ``[B * n]``, indices in the packed batch; padding repeats a row's last token.
+        num_rows: B.
         pages: int64 ``[B * L / page_size]``, row by row.
         mask: additive, ``[B, 1, n, L]`` in the cache's dtype.
     """
 
     tokens: Tensor
-    rows: int
+    num_rows: int
     pages: Tensor
     mask: FoldedMask
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A row of n > 1 new tokens that sees L stored ones.
+class MaskedRow:
+    """A row of n > 1 new tokens over L stored ones.
 
     Attributes:
         start, stop: its tokens in the packed batch.
         pages: int64, the pages of the L tokens; None when they are the L slots from ``first`` on.
         first: the first of the L tokens: a slot, or with ``pages`` an index into their tokens.
         length: L.
-        mask: additive, ``[1, 1, n, L]`` in the cache's dtype; None where query i sees the first
-            i + 1.
+        mask: additive, ``[1, 1, n, L]`` in the cache's dtype; None: causal, query i attends to the
+            first i + 1 keys.
     """
 
     start: int
@@ -112,20 +114,20 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class SdpaPlan:
-    """What the layers of one window do with one batch."""
+    """The calls that each layer of one window makes for one batch."""
 
     page_size: int
-    views: list[View]
-    groups: list[Group]
-    pieces: list[Piece]
+    views: list[DecodeView]
+    groups: list[PaddedGroup]
+    masked_rows: list[MaskedRow]
 
 
 class SdpaPlanner:
     """Makes the plans.
 
     Args:
-        grouping: whether decode rows are copied together: "auto" by measured rule, "always", or
-            "never" where their pages lie side by side.
+        grouping: whether decode rows are gathered into groups: "auto" by a measured rule, "always",
+            or "never" where their pages are contiguous.
     """
 
     def __init__(self, grouping: str = "auto") -> None:
@@ -135,24 +137,27 @@ class SdpaPlanner:
         """Zeros, then a page of -inf: a view's mask is a slice of it."""
 
     def __call__(self, batch: Batch, storage: KvStorage, window: int | None) -> SdpaPlan:
-        """Choose for every row how it attends, and build its masks and indices."""
+        """Choose how each row attends, and build the masks and indices."""
         spans = [part for span in batch.spans for part in _parts(span, storage)]
-        fitting = [span for span in spans if span.length <= MAX_QUERIES]
+        fitting = [span for span in spans if span.length <= MAX_GROUP_QUERIES]
         alone = self._alone(fitting, window, storage)
         grouped = [span for span in fitting if span.start not in alone]
-        others = [s for s in spans if s.start in alone or s.length > MAX_QUERIES]
+        others = [s for s in spans if s.start in alone or s.length > MAX_GROUP_QUERIES]
+        views = [span for span in others if _is_viewable(span)]
         return SdpaPlan(
             page_size=storage.page_size,
-            views=[self._view(span, window, storage) for span in others if _is_viewed(span)],
+            views=[self._view(span, window, storage) for span in views],
             groups=[_group(spans, window, storage) for spans in _alike(grouped, window, storage)],
-            pieces=[_piece(span, window, storage) for span in others if not _is_viewed(span)],
+            masked_rows=[
+                _masked_row(span, window, storage) for span in others if not _is_viewable(span)
+            ],
         )
 
     def _alone(self, spans: Sequence[Span], window: int | None, storage: KvStorage) -> set[int]:
-        """Those, by their first packed token, that attend in a call of their own."""
-        willing = {s.start for s in spans if s.first_slot is not None or not _sees_all(s)}
+        """The rows, by their first packed token, that attend in a call of their own."""
+        possible = {span.start for span in spans if span.first_slot is not None or span.length > 1}
         if self.grouping == "never":
-            return willing
+            return possible
         if self.grouping == "always" or storage.device.type != "cpu":
             return set()  # on a GPU a call per row is a launch per row
         token_bytes = storage.layers[0].elements * storage.dtype.itemsize
@@ -161,11 +166,11 @@ class SdpaPlanner:
             for span in spans
             if (span.kv_length - _skipped(span, window)) * token_bytes < SMALL_ROW_BYTES
         }
-        return willing - small if len(small) >= FEWEST_IN_GROUP else willing
+        return possible - small if len(small) >= MIN_GROUP_ROWS else possible
 
-    def _view(self, span: Span, window: int | None, storage: KvStorage) -> View:
+    def _view(self, span: Span, window: int | None, storage: KvStorage) -> DecodeView:
         assert span.first_slot is not None
-        skipped = _whole_pages_skipped(span, window, storage)
+        skipped = _skipped_in_pages(span, window, storage)
         length = len(span.pages) * storage.page_size - skipped
         first = span.first_slot + skipped
         if skipped == _skipped(span, window):
@@ -176,84 +181,79 @@ class SdpaPlanner:
                 )
                 self._step[zeros:] = float("-inf")
             mask = self._step.narrow(0, zeros - (span.kv_length - skipped), length)[None]
-            return View(span.start, first, length, mask)
-        bounds = torch.tensor(_seen(span, window, skipped, 1), device=storage.device)
-        return View(span.start, first, length, additive(_between(bounds, length), storage.dtype))
+            return DecodeView(span.start, first, length, mask)
+        bounds = torch.tensor(_bounds(span, window, skipped, 1), device=storage.device)
+        mask = additive(_between(bounds, length), storage.dtype)
+        return DecodeView(span.start, first, length, mask)
 
 
 def _skipped(span: Span, window: int | None) -> int:
-    """How many of the first stored tokens none of the row's new tokens sees."""
+    """Number of first stored tokens that none of the row's new tokens attends to."""
     if window is None:
         return span.seen_from
     return max(span.seen_from, span.kv_length - span.length - window + 1)
 
 
-def _sees_all(span: Span) -> bool:
-    """Whether it is one new token that sees all before it."""
-    return span.length == 1 and (span.tree is None or span.tree.shape[1] == 1)
+def _skipped_in_pages(span: Span, window: int | None, storage: KvStorage) -> int:
+    """The same, rounded down to whole pages."""
+    return _skipped(span, window) // storage.page_size * storage.page_size
 
 
-def _is_viewed(span: Span) -> bool:
-    """Whether it needs neither copies nor a mask."""
-    return _sees_all(span) and span.first_slot is not None
+def _is_viewable(span: Span) -> bool:
+    """Whether it is a decode row on contiguous pages."""
+    return span.length == 1 and span.first_slot is not None
 
 
-def _piece(span: Span, window: int | None, storage: KvStorage) -> Piece:
-    skipped = _whole_pages_skipped(span, window, storage)
+def _masked_row(span: Span, window: int | None, storage: KvStorage) -> MaskedRow:
+    skipped = _skipped_in_pages(span, window, storage)
     length = len(span.pages) * storage.page_size - skipped
     mask = None
     fits = window is None or span.kv_length <= window
     if span.tree is not None or span.kv_length > span.length or span.seen_from or not fits:
-        seen = _mask(span, window, storage)[:, skipped:]
-        seen = F.pad(seen, (0, length - seen.shape[1]), value=float("-inf"))
-        mask = FoldedMask(seen[None, None])
+        seen = _seen(span, window, storage.device)[:, skipped:]
+        seen = F.pad(seen, (0, length - seen.shape[1]))
+        mask = FoldedMask(additive(seen, storage.dtype)[None, None])
     if span.first_slot is not None:
-        return Piece(span.start, span.stop, None, span.first_slot + skipped, length, mask)
+        return MaskedRow(span.start, span.stop, None, span.first_slot + skipped, length, mask)
     pages = torch.tensor(span.pages[skipped // storage.page_size :], device=storage.device)
-    return Piece(span.start, span.stop, pages, 0, length, mask)
-
-
-def _whole_pages_skipped(span: Span, window: int | None, storage: KvStorage) -> int:
-    """Tokens of the first pages that none of the row's new tokens sees."""
-    return _skipped(span, window) // storage.page_size * storage.page_size
+    return MaskedRow(span.start, span.stop, pages, 0, length, mask)
 
 
 def _parts(span: Span, storage: KvStorage) -> Iterator[Span]:
-    """The span, or on a CPU in 16 bits a prefill in parts, for ``EXACT_QUERIES``' sake."""
+    """The span, or on a CPU in 16 bits a prefill in parts: see ``BATCH_INVARIANT_QUERIES``."""
     wide = storage.device.type != "cpu" or storage.dtype.itemsize != 2
-    if wide or span.tree is not None or span.kv_length > EXACT_UP_TO:
+    if wide or span.tree is not None or span.kv_length > BATCH_INVARIANT_LENGTH:
         yield span
         return
-    for start in range(span.start, span.stop, EXACT_QUERIES):
-        stop = min(start + EXACT_QUERIES, span.stop)
+    for start in range(span.start, span.stop, BATCH_INVARIANT_QUERIES):
+        stop = min(start + BATCH_INVARIANT_QUERIES, span.stop)
         kv_length = span.kv_length - (span.stop - stop)
         pages = span.pages[: -(-kv_length // storage.page_size)]
         yield replace(span, start=start, stop=stop, kv_length=kv_length, pages=pages)
 
 
-def _mask(span: Span, window: int | None, storage: KvStorage) -> Tensor:
-    """Additive ``[n, kv_length]``: 0 where a new token sees a stored one, -inf elsewhere."""
-    size, device, tree = span.length, storage.device, span.tree
+def _seen(span: Span, window: int | None, device: torch.device) -> Tensor:
+    """bool ``[n, kv_length]``: which stored tokens each new token attends to."""
+    size, tree = span.length, span.tree
     if tree is None:
         tree = torch.ones(size, size, dtype=torch.bool, device=device).tril_()
-    prefix = span.kv_length - tree.shape[1]
+    prefix = span.kv_length - size
     seen = torch.cat([tree.new_ones(size, prefix), tree], 1)
     seen[:, : span.seen_from] = False
     if window is not None:
-        assert tree.shape[1] == size, "what is stored of a tree has no positions here"
         new_positions = prefix + tree.sum(1) - 1
         positions = torch.cat([torch.arange(prefix, device=device), new_positions])
         seen &= new_positions[:, None] - positions < window
-    return additive(seen, storage.dtype)
+    return seen
 
 
 def _alike(spans: Sequence[Span], window: int | None, storage: KvStorage) -> list[list[Span]]:
-    """Spans of similar sizes together, so that padding never costs more than the rows do.
+    """Groups of spans of similar sizes, so that padding never costs more than the rows do.
 
-    On a CPU a group is small enough for its copied pages to stay in the caches.
+    On a CPU a group is small enough for its gathered pages to stay in the caches.
     """
     token_bytes = storage.layers[0].elements * storage.dtype.itemsize
-    limit = GROUP_BYTES if storage.device.type == "cpu" else math.inf
+    limit = MAX_GROUP_BYTES if storage.device.type == "cpu" else math.inf
     groups: list[list[Span]] = []
     longest = widest = 0
     for span in sorted(spans, key=lambda span: (_width(span), span.kv_length), reverse=True):
@@ -271,63 +271,55 @@ def _width(span: Span) -> int:
     return (span.length - 1).bit_length()
 
 
-def _group(spans: Sequence[Span], window: int | None, storage: KvStorage) -> Group:
+def _group(spans: Sequence[Span], window: int | None, storage: KvStorage) -> PaddedGroup:
     page_size, device = storage.page_size, storage.device
     size = max(span.length for span in spans)
-    pages: list[tuple[int, ...]] = []
-    bounds: list[list[tuple[int, int]]] = []  # for each new token, which of the tokens are seen
+    skipped = [_skipped_in_pages(span, window, storage) for span in spans]
+    pages = [s.pages[skip // page_size :] for s, skip in zip(spans, skipped, strict=True)]
+    num_pages = max(map(len, pages))
+    # A shorter row is padded with its own last page, which the mask hides.
+    padded = [row + row[-1:] * (num_pages - len(row)) for row in pages]
     tokens: list[int] = []
     for span in spans:
-        skipped = _whole_pages_skipped(span, window, storage)
-        pages.append(span.pages[skipped // page_size :])
-        bounds.append(_seen(span, window, skipped, size))
         tokens += range(span.start, span.stop)
         tokens += [span.stop - 1] * (size - span.length)
-    most = max(map(len, pages))
-    # A shorter row is filled up with its own last page, which the mask hides.
-    filled = [row + row[-1:] * (most - len(row)) for row in pages]
-    seen = _between(torch.tensor(bounds, device=device), most * page_size)
-    for row, span in enumerate(spans):
-        if not _is_chain(span):
-            skipped = _whole_pages_skipped(span, window, storage)
-            mask = _mask(span, window, storage)[:, skipped:] == 0
+    bounds = [_bounds(s, window, skip, size) for s, skip in zip(spans, skipped, strict=True)]
+    seen = _between(torch.tensor(bounds, device=device), num_pages * page_size)
+    for row, (span, skip) in enumerate(zip(spans, skipped, strict=True)):
+        if span.tree is not None:
+            mask = _seen(span, window, device)[:, skip:]
             seen[row, : span.length] = False
             seen[row, : span.length, : mask.shape[1]] = mask
             seen[row, span.length :] = seen[row, span.length - 1]
-    return Group(
+    return PaddedGroup(
         tokens=torch.tensor(tokens, device=device),
-        rows=len(spans),
-        pages=torch.tensor(filled, device=device).view(-1),
+        num_rows=len(spans),
+        pages=torch.tensor(padded, device=device).view(-1),
         mask=FoldedMask(additive(seen, storage.dtype)[:, None]),
     )
 
 
-def _is_chain(span: Span) -> bool:
-    """Whether each new token sees all before it, or all that the window leaves of that."""
-    return span.tree is None or _sees_all(span)
+def _bounds(span: Span, window: int | None, skipped: int, size: int) -> list[tuple[int, int]]:
+    """For ``size`` new tokens of a chain, the last one repeated: the range that each attends to.
 
-
-def _seen(span: Span, window: int | None, skipped: int, size: int) -> list[tuple[int, int]]:
-    """For ``size`` new tokens of a chain, the last one repeated: the first and the last one seen.
-
-    Counted from ``skipped`` on, the second one exclusive.
+    Half-open, counted from stored token ``skipped`` on.
     """
-    seen = []
-    for place in range(size):
-        stop = span.kv_length - span.length + min(place, span.length - 1) + 1
+    bounds = []
+    for index in range(size):
+        stop = span.kv_length - span.length + min(index, span.length - 1) + 1
         start = span.seen_from if window is None else max(span.seen_from, stop - window)
-        seen.append((start - skipped, stop - skipped))
-    return seen
+        bounds.append((start - skipped, stop - skipped))
+    return bounds
 
 
 def _between(bounds: Tensor, length: int) -> Tensor:
-    """bool ``[..., length]``: which places lie within ``bounds`` ``[..., 2]``, ends exclusive."""
+    """bool ``[..., length]``: which indices lie within ``bounds`` ``[..., 2]``, half-open."""
     low, high = bounds[..., None].unbind(-2)
-    places = torch.arange(length, device=bounds.device)
-    return (places >= low) & (places < high)
+    indices = torch.arange(length, device=bounds.device)
+    return (indices >= low) & (indices < high)
 
 
 def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where something is seen, -inf elsewhere; ``seen`` is boolean, of any shape."""
+    """0 where ``seen`` (bool, any shape) is True, -inf elsewhere."""
     mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
     return mask.masked_fill_(~seen, float("-inf"))

@@ -1,11 +1,15 @@
-"""Root-mean-square normalisation in as few operations as torch allows on each device.
+"""The parts of a fused Llama layer, and the layer: few, large operations, batch-invariant if asked.
 
-[projection] Matrix products with fixed weights, prepacked where that helps. Knows nothing about
-networks.
+* ``Norm``: RMSNorm in as few operations as torch allows on each device.
+* ``projection``, ``BatchedProjection``, ``gated_activation``: matrix products with fixed weights.
+* ``FusedLayer``: a decoder layer without its first norm, for the network and for draft heads.
 
-oneDNN multiplies bf16 and fp16 matrices in blocks; a weight in ordinary layout is reordered on
+oneDNN multiplies bf16 and fp16 matrices in blocks; a weight in the ordinary layout is reordered on
 every call, which for a few rows costs more than the product. Here it is reordered once, and the
 packed weight replaces the ordinary one.
+
+*Batch-invariant* means that a token is rounded the same whatever else is in the batch. oneDNN sums
+long rows in an order that depends on the number of rows, so this costs further calls.
 """
 
 from __future__ import annotations
@@ -15,9 +19,11 @@ from typing import Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-SMALL = 16 * 1024  # elements up to which a CPU is faster through layer norm
+from forethought.model.attention.base import ForwardPass, Scoring
+
+MAX_LAYER_NORM = 16 * 1024  # elements up to which a CPU is faster through layer norm
 
 
 class Norm:
@@ -26,7 +32,7 @@ class Norm:
     Args:
         weight: ``[..., width]``, broadcast over tokens.
         eps: added to the mean square.
-        steady: round a token the same in any company: one way for all sizes, if not the fastest.
+        batch_invariant: compute in one way for all sizes, if not the fastest.
     """
 
     def __init__(self, weight: Tensor, eps: float, *, batch_invariant: bool = False) -> None:
@@ -38,7 +44,7 @@ class Norm:
         if x.device.type != "cpu":
             return self.plain(x)
         # torch's own RMS norm is a dozen operations on a CPU.
-        few = self.batch_invariant or x.numel() <= SMALL
+        few = self.batch_invariant or x.numel() <= MAX_LAYER_NORM
         return self.through_layer_norm(x) if few else self.in_float32(x)
 
     def plain(self, x: Tensor) -> Tensor:
@@ -46,7 +52,7 @@ class Norm:
         return F.rms_norm(x, self.weight.shape[-1:], None, self.eps) * self.weight
 
     def through_layer_norm(self, x: Tensor) -> Tensor:
-        """Few operations: ``[x, -x]`` has mean 0, and for its variance the mean square of x."""
+        """Few operations: ``[x, -x]`` has mean 0, and its variance is the mean square of x."""
         doubled = x.unsqueeze(-2) * self.signs
         normal = torch.layer_norm(doubled, doubled.shape[-2:], None, None, self.eps)
         return normal.select(-2, 0) * self.weight
@@ -59,8 +65,9 @@ class Norm:
         return (exact * scale).mul_(self.weight).to(x.dtype)
 
 
-BATCH_INVARIANT_TERMS, BATCH_INVARIANT_ROWS = 512, 32  # up to either, oneDNN sums a row in one way
-MAX_BATCHED = 2**20  # elements of a weight up to which one call for several beats packed ones
+BATCH_INVARIANT_TERMS, BATCH_INVARIANT_ROWS = 512, 32
+"""Input width, and rows, up to either of which oneDNN sums a row in the same order."""
+MAX_BATCHED = 2**20  # elements of a weight up to which one batched product beats packed ones
 LARGE_GATE = 2**20  # elements of the merged weight from which two fused products beat one
 
 
@@ -75,7 +82,7 @@ class Projection(Protocol):
         """x ``[T, in]``, other ``[T, out]`` -> other + y."""
         ...
 
-    def swish(self, x: Tensor) -> Tensor:
+    def silu(self, x: Tensor) -> Tensor:
         """x ``[T, in]`` -> ``[T, out]``: y * sigmoid(y)."""
         ...
 
@@ -96,7 +103,7 @@ class PlainProjection:
             return torch.addmm(other, x, self.weight.t())
         return F.linear(x, self.weight, self.bias).add_(other)
 
-    def swish(self, x: Tensor) -> Tensor:
+    def silu(self, x: Tensor) -> Tensor:
         """See :class:`Projection`."""
         return F.silu(F.linear(x, self.weight, self.bias))
 
@@ -120,16 +127,16 @@ class PackedProjection:
         result: Tensor = self._linear_plus(x, other, self.weight, self.bias, "add")
         return result
 
-    def swish(self, x: Tensor) -> Tensor:
+    def silu(self, x: Tensor) -> Tensor:
         """See :class:`Projection`."""
         result: Tensor = self._linear(x, self.weight, self.bias, "swish", [], "")
         return result
 
 
 class BatchInvariantProjection:
-    """A packed product in parts of rows so few that oneDNN rounds each row the same in any company.
+    """A packed product of at most ``BATCH_INVARIANT_ROWS`` rows at a time.
 
-    It splits long sums differently for more rows.
+    For more rows oneDNN splits long sums differently.
     """
 
     def __init__(self, packed: PackedProjection) -> None:
@@ -148,13 +155,13 @@ class BatchInvariantProjection:
         parts = zip(x.split(BATCH_INVARIANT_ROWS), other.split(BATCH_INVARIANT_ROWS), strict=True)
         return torch.cat([self.packed.plus(*part) for part in parts])
 
-    def swish(self, x: Tensor) -> Tensor:
+    def silu(self, x: Tensor) -> Tensor:
         """See :class:`Projection`."""
-        return torch.cat([self.packed.swish(part) for part in x.split(BATCH_INVARIANT_ROWS)])
+        return torch.cat([self.packed.silu(part) for part in x.split(BATCH_INVARIANT_ROWS)])
 
 
 class BatchedProjection:
-    """Several products side by side, each of an input of its own; one call where that is faster.
+    """Several products of one shape, each with its own input; one call where that is faster.
 
     Args:
         weights: ``[out, in]`` each.
@@ -162,18 +169,18 @@ class BatchedProjection:
     """
 
     def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor] | None = None) -> None:
-        self._alone: list[Projection] = []
+        self._packed: list[Projection] = []
         if _packs(weights[0]) and weights[0].numel() > MAX_BATCHED:
-            every = biases or [None] * len(weights)
-            self._alone = [projection(*pair) for pair in zip(weights, every, strict=True)]
+            all_biases = biases or [None] * len(weights)
+            self._packed = [projection(*pair) for pair in zip(weights, all_biases, strict=True)]
             return
         self._weight = torch.stack([weight.t() for weight in weights])  # [count, in, out]
         self._bias = None if biases is None else torch.stack(list(biases)).unsqueeze(1)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The first ones: x ``[count, T, in]`` -> ``[count, T, out]``."""
-        if self._alone:
-            parts = zip(self._alone, x.unbind(0), strict=False)
+        """The first ``count`` products: x ``[count, T, in]`` -> ``[count, T, out]``."""
+        if self._packed:
+            parts = zip(self._packed, x.unbind(0), strict=False)
             return torch.stack([product(part.contiguous()) for product, part in parts])
         if self._bias is None:
             return torch.bmm(x, self._weight[: len(x)])
@@ -195,7 +202,7 @@ class MergedGatedActivation:
         self.product = product
 
     def __call__(self, x: Tensor) -> Tensor:
-        """See :class:`Gate`."""
+        """See :class:`GatedActivation`."""
         gated, up = self.product(x).chunk(2, -1)
         return F.silu(gated).mul_(up)
 
@@ -212,7 +219,7 @@ class PackedGatedActivation:
         self._linear_times = torch.ops.mkldnn._linear_pointwise.binary
 
     def __call__(self, x: Tensor) -> Tensor:
-        """See :class:`Gate`."""
+        """See :class:`GatedActivation`."""
         gated = self._linear(x, self.gated, self.biases[0], "swish", [], "")
         result: Tensor = self._linear_times(x, gated, self.up, self.biases[1], "mul")
         return result
@@ -226,7 +233,7 @@ def projection(
     Args:
         weight: of any layout.
         bias: None for none.
-        steady: round a row the same in any company, at the cost of further calls.
+        batch_invariant: round a row the same in every batch, at the cost of further calls.
     """
     if not _packs(weight):
         return PlainProjection(weight, bias)
@@ -241,15 +248,129 @@ def projection(
 def gated_activation(
     weight: Tensor, bias: Tensor | None = None, *, batch_invariant: bool = False
 ) -> GatedActivation:
-    """The gate whose G and U are the halves of weight ``[2 * out, in]``; see ``projection``."""
+    """G and U are the halves of weight ``[2 * out, in]``; arguments as of ``projection``."""
     # A further call costs more than a small activation does.
     if _packs(weight) and weight.numel() >= LARGE_GATE and not batch_invariant:
         return PackedGatedActivation(weight, bias)
     return MergedGatedActivation(projection(weight, bias, batch_invariant=batch_invariant))
 
 
+class FusedLayer:
+    """The forward of a Llama decoder layer behind its first norm.
+
+    One product for query, key and value, one rotation for query and key together, attention, an
+    output product that adds the residual, one product for gate and up, and a down product that adds
+    the residual. There is no Python that depends on data.
+
+    Args:
+        layer: its weights are taken, in their dtype and on their device. It has the parts of
+            transformers' ``LlamaDecoderLayer``: ``self_attn`` (with ``q_norm`` and ``k_norm`` or
+            without), ``mlp`` and ``post_attention_layernorm``.
+        batch_invariant: round a token the same in every batch.
+    """
+
+    def __init__(self, layer: nn.Module, *, batch_invariant: bool = False) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.head_dim, self.scoring = attention.head_dim, Scoring(attention.head_dim**-0.5)
+        self.num_heads = attention.q_proj.out_features // self.head_dim
+        self.num_kv_heads = attention.k_proj.out_features // self.head_dim
+        self.qkv = projection(
+            *_merged(attention.q_proj, attention.k_proj, attention.v_proj),
+            batch_invariant=batch_invariant,
+        )
+        self.head_norm = self._head_norm(attention, batch_invariant)
+        self.out = projection(
+            attention.o_proj.weight, attention.o_proj.bias, batch_invariant=batch_invariant
+        )
+        self.mlp_norm = fused_norm(layer.post_attention_layernorm, batch_invariant=batch_invariant)
+        self.gate_up = gated_activation(
+            *_merged(mlp.gate_proj, mlp.up_proj), batch_invariant=batch_invariant
+        )
+        self.down = projection(
+            mlp.down_proj.weight, mlp.down_proj.bias, batch_invariant=batch_invariant
+        )
+
+    def __call__(
+        self,
+        index: int,
+        x: Tensor,
+        residual: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        forward_pass: ForwardPass,
+        kept: Tensor | None = None,
+    ) -> Tensor:
+        """The layer's output ``[T, hidden]``, or ``[R, hidden]`` of the kept tokens.
+
+        Args:
+            index: of the layer in the KV cache.
+            x: ``[T, width]``, the normed input.
+            residual: ``[T, hidden]``.
+            rotation: cosines and sines ``[T, 1, head_dim]`` of ``rotary_table``.
+            forward_pass: over the batch of the T tokens.
+            kept: int64 ``[R]``, the tokens whose output is needed; None: all. Each token's keys and
+                values are stored.
+        """
+        (cos, sin), tokens = rotation, x.shape[0]
+        qkv = self.qkv(x).view(tokens, -1, self.head_dim)
+        qk, v = qkv.split_with_sizes([self.num_heads + self.num_kv_heads, self.num_kv_heads], 1)
+        if self.head_norm is not None:
+            qk = self.head_norm(qk)
+        qk = torch.addcmul(qk * cos, qk.roll(self.head_dim // 2, -1), sin)
+        q, k = qk.split_with_sizes([self.num_heads, self.num_kv_heads], 1)
+        mixed = forward_pass.attend(index, q, k, v, self.scoring).view(tokens, -1)
+        if kept is not None:  # what follows is per token
+            mixed, residual = mixed[kept], residual[kept]
+        x = self.out.plus(mixed, residual)
+        return self.down.plus(self.gate_up(self.mlp_norm(x)), x)
+
+    def _head_norm(self, attention: nn.Module, batch_invariant: bool) -> Norm | None:
+        """Qwen3's norm of queries and keys, with one weight ``[heads + kv_heads, head_dim]``."""
+        if not hasattr(attention, "q_norm"):
+            return None
+        weights = [
+            attention.q_norm.weight.expand(self.num_heads, -1),
+            attention.k_norm.weight.expand(self.num_kv_heads, -1),
+        ]
+        eps = attention.q_norm.variance_epsilon
+        return Norm(torch.cat(weights), eps, batch_invariant=batch_invariant)
+
+
+def fused_norm(norm: nn.Module, *, batch_invariant: bool = False) -> Norm:
+    """The ``Norm`` of transformers' RMSNorm modules and of torch's."""
+    eps = norm.eps if isinstance(norm, nn.RMSNorm) else norm.variance_epsilon
+    return Norm(norm.weight, eps or 0.0, batch_invariant=batch_invariant)
+
+
+def rotary_table(rotary: nn.Module, length: int, like: Tensor) -> Tensor:
+    """``[length, 2, 1, head_dim]``: cosines and sines, the first half of the sines negated.
+
+    With it, rotating is ``x * cos + roll(x, head_dim / 2) * sin``.
+
+    Args:
+        rotary: transformers' rotary embedding of the model, with whatever scaling it has.
+        length: number of positions, from 0.
+        like: of the dtype and device wanted.
+    """
+    cos, sin = rotary(like, torch.arange(length, device=like.device)[None])
+    half = sin.shape[-1] // 2
+    sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)
+    return torch.stack([cos[0], sin[0]], 1).unsqueeze(2)
+
+
+def _merged(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of one linear whose outputs are those of ``linears``, concatenated."""
+    weight = torch.cat([linear.weight for linear in linears])
+    if all(linear.bias is None for linear in linears):
+        return weight, None
+    biases = [
+        weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
+        for linear in linears
+    ]
+    return weight, torch.cat(biases)
+
+
 def _packs(weight: Tensor) -> bool:
-    """Whether it lies on a CPU whose oneDNN has fast products in its dtype."""
+    """Whether the weight is on a CPU whose oneDNN has fast products in its dtype."""
     supported = {
         torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
         torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,

@@ -1,13 +1,8 @@
-"""From logits to tokens: the law, the coin, the draw and what it is reported to have cost.
+"""From logits to tokens.
 
-* ``distribution.py``         logits and what the caller asked for -> the one probability law
-* ``constraint.py``  which tokens a grammar allows, as the law asks for it
-* ``draw.py``        a coin that depends on nothing but its place, and the inverse CDF
-* ``logprobs.py``    log-probabilities under the model's own law
-* ``choice.py``      all of it for the rows of one step
-* ``reference.py``   the law of one row in slow, plain Python: the oracle of the tests
-
-Knows nothing about sequences, pages or text.
+* ``distribution.py``  logits and sampling parameters -> probabilities; masks of grammars
+* ``sampler.py``       uniform samples, inverse CDF, log-probabilities, the tokens of a step
+* ``reference.py``     the distribution of one row in plain Python: the reference implementation
 """
 
 from forethought.model.sampling.distribution import (

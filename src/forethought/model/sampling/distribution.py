@@ -1,11 +1,7 @@
-"""Which tokens may follow a prefix: what the law asks of a grammar.
+"""The sampling distribution: a request's parameters applied to the model's logits.
 
-Knows nothing about text, grammars or who follows one; ``text.guidance`` makes constraints.
-
-[law] The one law: what the caller asked for, applied to the model's logits, as probabilities.
-
-Sampling, drafting and verification all call ``logits_to_probs``; a token's law is defined here and
-nowhere else, in this order:
+Sampling, drafting and verification all call ``logits_to_probs``; the distribution of a token is
+defined here and nowhere else, in this order:
 
 1. ``logit_bias`` is added.
 2. ``repetition_penalty`` divides the positive and multiplies the negative logits of tokens that are
@@ -14,24 +10,22 @@ nowhere else, in this order:
    logits of tokens in the output.
 4. While the output is shorter than ``min_tokens``, every token that would end it is forbidden: the
    stop token ids, and end-of-sequence unless ``ignore_eos`` (then it ends nothing and is allowed).
-5. What the ``constraint`` does not allow is forbidden. End-of-sequence it allows where its rule may
-   end.
-6. ``temperature`` divides. 0 is greedy: all mass on the likeliest token, lowest id among equals.
-7. ``top_k``, ``top_p`` and ``min_p`` cut *jointly*: each marks the tokens that it keeps on the law
-   of step 6, and a token stays if all three keep it. Each keeps a prefix of the tokens in order of
-   falling probability (lower id first among equals), so together they keep the shortest prefix:
-   at most ``top_k`` tokens; the tokens with less than ``top_p`` mass before them; the tokens with
-   at least ``min_p`` of the likeliest one's probability. The likeliest token always stays. What
-   stays is renormalised.
+5. What the ``constraint`` (a grammar) does not allow is forbidden. It allows end-of-sequence where
+   the output may end.
+6. ``temperature`` divides. 0 is greedy: all mass on the largest logit, lowest id among equals.
+7. ``top_k``, ``top_p`` and ``min_p`` truncate *jointly*: each marks the tokens that it keeps of the
+   distribution of step 6, and a token stays if all three keep it. Each keeps a prefix of the tokens
+   in order of falling probability (lower id first among equals), so together they keep the shortest
+   prefix: at most ``top_k`` tokens; the tokens with less than ``top_p`` mass before them; the
+   tokens with at least ``min_p`` times the largest probability. The most probable token always
+   stays. The rest is renormalised.
 
-A row whose largest logit after step 5 is not finite falls back to its raw logits with steps 1 to 4
-undone, NaN and -inf read as the lowest float and +inf as the highest: never NaN, and uniform if
-there was nothing to go by. Either everything was forbidden; then step 5 holds there too, so that
-``min_tokens`` never breaks a grammar, and only a constraint that allows nothing at all, which no
-sequence that goes on has, forbids nothing. Or the model's own logits are NaN or infinite; that law
-serves drafters alone, and ``choice`` draws no token there.
-
-Knows nothing about how a token is drawn from the law.
+A row whose largest logit after step 5 is not finite falls back to its raw logits without steps 1 to
+4, NaN and -inf read as the lowest float and +inf as the highest: never NaN, and uniform if all were
+alike. There are two cases. Everything was forbidden: then step 5 still holds, so that
+``min_tokens`` never breaks a grammar, except where the constraint itself allows no token, which
+does not happen in a sequence that goes on. Or the model's own logits are NaN or infinite: that
+distribution serves drafters only, and ``sampler.py`` samples no token from it.
 """
 
 from __future__ import annotations
@@ -51,44 +45,44 @@ from forethought.config.sampling import SamplingParams
 class Constraint(Protocol):
     """A rule for the output of one generation, as pure functions of the output so far.
 
-    It may keep what it has worked out, so that asking along one path, or about the nodes of a tree,
-    costs little; in whichever order it is asked, the answers are the same.
+    It may cache, so that queries along one path or over the nodes of a tree are cheap; the order of
+    queries does not change the results.
     """
 
     def mask(self, output: Sequence[int]) -> NDArray[np.uint8]:
-        """Which tokens may come after ``output``.
+        """Which tokens may follow ``output``.
 
         An end-of-sequence token that ends the generation is among them exactly where the rule
-        allows an end. Behind an output that breaks the rule, nothing may come.
+        allows an end. No token may follow an output that breaks the rule.
 
         Returns:
-            [ceil(V / 8)] bytes, V the width of the model's logits: bit ``t % 8`` of byte ``t // 8``
-            is token t's, the lowest bit first. Not to be written to.
+            [ceil(V / 8)] bytes, V the width of the model's logits: token t is bit ``t % 8`` of byte
+            ``t // 8``, the lowest bit first. Read-only.
         """
         ...
 
     def is_complete(self, output: Sequence[int]) -> bool:
-        """Whether no text may follow ``output``, which keeps to the rule: it ends here.
+        """Whether ``output`` follows the rule and no text may follow it: the generation ends.
 
         Raises:
-            ParameterError: ``output`` breaks the rule, as it could not be kept to any longer.
+            ParameterError: ``output`` breaks the rule.
         """
         ...
 
 
 Constraints = Callable[[], Constraint]
-"""Makes the constraints of generations that keep to the same rule, one for each."""
+"""Makes the constraints of generations under one rule, one for each."""
 
 
 def unpack(masks: NDArray[np.uint8], width: int) -> NDArray[np.bool_]:
-    """[..., ceil(width / 8)] bytes as of ``Constraint.mask`` -> [..., width] booleans."""
+    """[..., ceil(width / 8)] bytes of ``Constraint.mask`` -> [..., width] booleans."""
     bits = np.unpackbits(masks, axis=-1, count=width, bitorder="little")
     return bits.view(np.bool_)
 
 
 @dataclass(slots=True)
 class TokenContext:
-    """What the law of one position depends on beside the logits: the prefix and the wishes.
+    """What the distribution of one position depends on besides the logits.
 
     In a draft tree each node has its own, with the path to the node at the end of ``output``.
     """
@@ -101,29 +95,29 @@ class TokenContext:
     eos_ids: frozenset[int]
     """The model's end-of-sequence ids."""
     constraint: Constraint | None = None
-    """What ``output`` and the next token have to keep to."""
+    """The rule that ``output`` and the next token follow."""
 
 
 def logits_to_probs(logits: Tensor, contexts: Sequence[TokenContext]) -> Tensor:
-    """The law of the next token of each row.
+    """The distribution of the next token of each row.
 
     Args:
-        logits: [N, V] float32, the model's own; not modified.
+        logits: [N, V] float32, of the model; not modified.
         contexts: N contexts. Ids in ``logit_bias`` and in the prefixes must be below V.
 
     Returns:
         [N, V] float32; every row sums to 1 and has no NaN.
     """
-    return law_and_peaks(logits, contexts)[0]
+    return probs_and_max_logits(logits, contexts)[0]
 
 
-def law_and_peaks(logits: Tensor, contexts: Sequence[TokenContext]) -> tuple[Tensor, Tensor]:
-    """``logits_to_probs``, and [N, 1] float32: the largest of the model's own logits of each row.
+def probs_and_max_logits(logits: Tensor, contexts: Sequence[TokenContext]) -> tuple[Tensor, Tensor]:
+    """``logits_to_probs``, and the largest of the model's logits of each row, [N, 1] float32.
 
-    The law of a row whose largest logit is not finite means nothing.
+    No token may be sampled from a row whose largest logit is not finite.
     """
-    edited, peaks, own = _edit(logits, contexts)
-    shifted = edited - peaks  # the peak is 0 at any temperature
+    edited, largest, raw_largest = _edit(logits, contexts)
+    shifted = edited - largest  # the largest is 0 at any temperature
     temperatures = [context.params.temperature for context in contexts]
     if any(temperature not in (0.0, 1.0) for temperature in temperatures):
         smallest = torch.finfo(torch.float32).tiny  # what rounds to 0 would make 0 / 0
@@ -134,11 +128,11 @@ def law_and_peaks(logits: Tensor, contexts: Sequence[TokenContext]) -> tuple[Ten
         rows = torch.tensor(greedy, device=logits.device)
         probs[rows] = 0.0
         probs[rows, edited[rows].max(dim=-1).indices] = 1.0  # max gives the first of equals
-    return probs, own
+    return probs, raw_largest
 
 
 def edit_logits(logits: Tensor, contexts: Sequence[TokenContext]) -> Tensor:
-    """Steps 1 to 5 of the law and the fallback, for rows that want them.
+    """Steps 1 to 5 and the fallback.
 
     Args:
         logits: [N, V] float32; not modified.
@@ -150,36 +144,36 @@ def edit_logits(logits: Tensor, contexts: Sequence[TokenContext]) -> Tensor:
     return _edit(logits, contexts)[0]
 
 
-def edit_and_peaks(logits: Tensor, contexts: Sequence[TokenContext]) -> tuple[Tensor, Tensor]:
-    """``edit_logits``, and [N, 1]: the largest of the model's own logits of each row."""
-    edited, _, own = _edit(logits, contexts)
-    return edited, own
+def edit_and_max_logits(logits: Tensor, contexts: Sequence[TokenContext]) -> tuple[Tensor, Tensor]:
+    """``edit_logits``, and the largest of the model's logits of each row, [N, 1] float32."""
+    edited, _, raw_largest = _edit(logits, contexts)
+    return edited, raw_largest
 
 
 def _edit(logits: Tensor, contexts: Sequence[TokenContext]) -> tuple[Tensor, Tensor, Tensor]:
     """``edit_logits``, its largest value of each row, and that of ``logits``, both [N, 1]."""
     edited, allowed = logits, _allowed(contexts, logits)
-    peaks = own = logits.amax(dim=-1, keepdim=True)
-    if any(wants_edits(context) for context in contexts):
+    largest = raw_largest = logits.amax(dim=-1, keepdim=True)
+    if any(needs_edits(context) for context in contexts):
         edited = logits.clone()
         _add_bias(edited, contexts)
         _penalise_repetition(edited, contexts)
         _penalise_output(edited, contexts)
         _forbid_ends(edited, contexts)
-        _keep_to(edited, allowed)
-        peaks = edited.amax(dim=-1, keepdim=True)
-    lost = ~torch.isfinite(peaks)
-    if logits.device.type == "cpu" and not lost.any():  # on a GPU looking would stall the queue
-        return edited, peaks, own
+        _forbid_others(edited, allowed)
+        largest = edited.amax(dim=-1, keepdim=True)
+    invalid = ~torch.isfinite(largest)
+    if logits.device.type == "cpu" and not invalid.any():  # on a GPU the check would synchronise
+        return edited, largest, raw_largest
     bounds = torch.finfo(logits.dtype)
     fallback = logits.nan_to_num(nan=bounds.min, posinf=bounds.max, neginf=bounds.min)
-    _keep_to(fallback, allowed)
-    edited = torch.where(lost, fallback, edited)
-    return edited, edited.amax(dim=-1, keepdim=True), own
+    _forbid_others(fallback, allowed)
+    edited = torch.where(invalid, fallback, edited)
+    return edited, edited.amax(dim=-1, keepdim=True), raw_largest
 
 
-def wants_edits(context: TokenContext) -> bool:
-    """Whether anything is to be done to its logits before temperature and cuts."""
+def needs_edits(context: TokenContext) -> bool:
+    """Whether any of steps 1 to 5 applies."""
     params = context.params
     return (
         params.logit_bias is not None
@@ -192,9 +186,9 @@ def wants_edits(context: TokenContext) -> bool:
 
 
 def _allowed(contexts: Sequence[TokenContext], like: Tensor) -> tuple[Tensor, Tensor] | None:
-    """What constraints allow: the rows that have one, [R] int64, and their tokens, [R, V] bool.
+    """The rows under a constraint, [R] int64, and the tokens allowed there, [R, V] bool.
 
-    The masks are worked out on the host, on a GPU while it still computes the logits.
+    Masks are computed on the host, while a GPU still computes the logits.
     """
     masks = [
         (row, context.constraint.mask(context.output))
@@ -204,12 +198,12 @@ def _allowed(contexts: Sequence[TokenContext], like: Tensor) -> tuple[Tensor, Te
     if not masks:
         return None
     packed = np.stack([mask for _, mask in masks])
-    packed[~packed.any(axis=-1)] = 0xFF  # what allows nothing forbids nothing
+    packed[~packed.any(axis=-1)] = 0xFF  # a mask that allows no token forbids none
     allowed = torch.from_numpy(unpack(packed, like.shape[1])).to(like.device)
     return _index([row for row, _ in masks], like), allowed
 
 
-def _keep_to(logits: Tensor, allowed: tuple[Tensor, Tensor] | None) -> None:
+def _forbid_others(logits: Tensor, allowed: tuple[Tensor, Tensor] | None) -> None:
     if allowed is not None:
         rows, tokens = allowed
         logits[rows] = torch.where(tokens, logits[rows], -torch.inf)
@@ -272,49 +266,44 @@ def _truncate(probs: Tensor, contexts: Sequence[TokenContext]) -> Tensor:
     if not rows:
         return probs
     index = _index(rows, probs)
-    distribution, requested_nodes, width = (
+    chosen, params, vocab_size = (
         probs[index],
         [contexts[row].params for row in rows],
         probs.shape[1],
     )
-    rising = _sorted_rising(distribution)  # [R, V]
-    likeliest = rising[:, -1:]
-    top_k = _index([p.top_k or width for p in requested_nodes], probs).unsqueeze(1)
-    top_p = _column(
-        [p.top_p if p.top_p < 1.0 else 2.0 for p in requested_nodes], probs, torch.float64
-    )
-    min_p = _column([p.min_p for p in requested_nodes], probs)
-    mass = rising.flip(-1).cumsum(dim=-1, dtype=torch.float64)  # [R, V] of the likeliest so far
-    in_top_p = torch.searchsorted(mass, top_p) + 1  # those that do not reach it, and one more
-    in_min_p = width - torch.searchsorted(rising, min_p * likeliest)  # 1 to V
-    keep = torch.minimum(torch.minimum(in_top_p, in_min_p), top_k)  # [R, 1] tokens, at least one
-    threshold = rising.gather(1, width - keep)
-    probs[index] = _keep_top_k(distribution, threshold, keep)
+    rising = _sorted_rising(chosen)  # [R, V]
+    top_k = _index([p.top_k or vocab_size for p in params], probs).unsqueeze(1)
+    top_p = _column([p.top_p if p.top_p < 1.0 else 2.0 for p in params], probs, torch.float64)
+    min_p = _column([p.min_p for p in params], probs)
+    mass = rising.flip(-1).cumsum(dim=-1, dtype=torch.float64)  # [R, V] in falling order
+    num_top_p = torch.searchsorted(mass, top_p) + 1  # those that do not reach it, and one more
+    num_min_p = vocab_size - torch.searchsorted(rising, min_p * rising[:, -1:])  # 1 to V
+    num_kept = torch.minimum(torch.minimum(num_top_p, num_min_p), top_k)  # [R, 1], at least 1
+    threshold = rising.gather(1, vocab_size - num_kept)
+    probs[index] = _keep_top_k(chosen, threshold, num_kept)
     return probs
 
 
-def _keep_top_k(distribution: Tensor, threshold: Tensor, keep: Tensor) -> Tensor:
-    """The ``keep`` likeliest tokens of each row, renormalised; among equals the lower ids.
+def _keep_top_k(probs: Tensor, threshold: Tensor, num_kept: Tensor) -> Tensor:
+    """The ``num_kept`` most probable tokens of each row, renormalised; among equals the lower ids.
 
-    law: [R, V] float32; threshold: [R, 1] probability of the last token kept; keep: [R, 1] int64.
+    probs: [R, V] float32; threshold: [R, 1] probability of the last token kept; num_kept: [R, 1].
     """
-    kept = distribution >= threshold
-    surplus = kept.count_nonzero(dim=-1).unsqueeze(1) > keep
-    if (
-        distribution.device.type != "cpu" or surplus.any()
-    ):  # equals across the edge: count them off by id
-        above, equal = distribution > threshold, distribution == threshold
-        room = keep - above.count_nonzero(dim=-1).unsqueeze(1)
-        kept = above | (equal & (equal.cumsum(dim=-1) <= room))
-    distribution = torch.where(kept, distribution, 0.0)
-    return distribution / distribution.sum(dim=-1, keepdim=True)
+    kept = probs >= threshold
+    surplus = kept.count_nonzero(dim=-1).unsqueeze(1) > num_kept
+    if probs.device.type != "cpu" or surplus.any():  # of equals at the threshold keep the lower ids
+        above, equal = probs > threshold, probs == threshold
+        num_equal = num_kept - above.count_nonzero(dim=-1).unsqueeze(1)
+        kept = above | (equal & (equal.cumsum(dim=-1) <= num_equal))
+    probs = torch.where(kept, probs, 0.0)
+    return probs / probs.sum(dim=-1, keepdim=True)
 
 
-def _sorted_rising(distribution: Tensor) -> Tensor:
-    """Values of each row in rising order. NumPy's vectorised sort is 20 to 30 times torch's."""
-    if distribution.device.type == "cpu":
-        return torch.from_numpy(np.sort(distribution.numpy(), axis=-1))
-    return distribution.sort(dim=-1).values
+def _sorted_rising(probs: Tensor) -> Tensor:
+    """Each row in rising order. NumPy's vectorised sort is 20 to 30 times as fast as torch's."""
+    if probs.device.type == "cpu":
+        return torch.from_numpy(np.sort(probs.numpy(), axis=-1))
+    return probs.sort(dim=-1).values
 
 
 def _counts(like: Tensor, tokens: Sequence[Sequence[int]]) -> Tensor:
@@ -330,5 +319,5 @@ def _index(values: Sequence[int], like: Tensor) -> Tensor:
 
 
 def _column(values: Sequence[float], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """[len(values), 1] in the dtype of ``like`` unless told otherwise."""
+    """[len(values), 1] in ``dtype``, by default that of ``like``."""
     return torch.tensor(values, dtype=dtype or like.dtype, device=like.device).unsqueeze(1)

@@ -1,6 +1,6 @@
-"""The law of one row in slow, plain Python: read it to know what ``distribution.py`` must compute.
+"""The reference implementation of ``distribution.py``: one row, in slow, plain Python.
 
-Knows nothing about tensors. The order and the meaning of the steps are in ``distribution.py``.
+The order and the meaning of the steps are in ``distribution.py``.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ def reference_probs(
 
     weights = [math.exp((x - peak) / params.temperature) for x in edited]
     total = math.fsum(weights)
-    distribution = [weight / total for weight in weights]
+    probs = [weight / total for weight in weights]
 
     kept, mass_before = [], 0.0
-    for place, token in enumerate(order):
-        in_top_k = params.top_k == 0 or place < params.top_k
+    for rank, token in enumerate(order):
+        in_top_k = params.top_k == 0 or rank < params.top_k
         in_top_p = params.top_p == 1.0 or mass_before < params.top_p
-        in_min_p = distribution[token] >= params.min_p * distribution[order[0]]
-        if place == 0 or (in_top_k and in_top_p and in_min_p):
+        in_min_p = probs[token] >= params.min_p * probs[order[0]]
+        if rank == 0 or (in_top_k and in_top_p and in_min_p):
             kept.append(token)
-        mass_before += distribution[token]
-    remaining = math.fsum(distribution[token] for token in kept)
-    return [distribution[t] / remaining if t in kept else 0.0 for t in range(len(distribution))]
+        mass_before += probs[token]
+    remaining = math.fsum(probs[token] for token in kept)
+    return [probs[t] / remaining if t in kept else 0.0 for t in range(len(probs))]
 
 
 def _edited(

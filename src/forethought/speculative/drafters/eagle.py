@@ -51,9 +51,9 @@ class EagleDrafter(Drafter):
             ParameterError: the layers to capture are not as many as it reads, or not the target's.
         """
         assert config.speculative_model is not None
-        head, places = _load(config.speculative_model, config, target.runner.lm)
+        head, layer_ids = _load(config.speculative_model, config, target.runner.lm)
         return cls(
-            DraftModuleRunner(head, places, target), _growth(config, target, head.vocab_size)
+            DraftModuleRunner(head, layer_ids, target), _growth(config, target, head.vocab_size)
         )
 
     @property
@@ -106,14 +106,14 @@ def _load(
         embedded = lm.embed(torch.zeros(1, dtype=torch.int64, device=lm.device))
         if not traits.own_embedding and third.config.hidden_size != embedded.shape[-1]:
             raise _misfit(directory, "it has no embedding of its own width")
-        places = _places(directory, config, lm, traits)
-        if len(places) != traits.captures:
+        layer_ids = _captured_layer_ids(directory, config, lm, traits)
+        if len(layer_ids) != traits.captures:
             raise ParameterError(
                 f"the head in {directory} reads {traits.captures} of the target's states",
-                f"{len(places)} places are given: those entering layers {places}",
+                f"{len(layer_ids)} layers are given: the states entering layers {layer_ids}",
                 "Set eagle3_layers_to_capture to the layers that it was trained with",
             )
-        return Eagle3Network(third.to(lm.device, dtype).requires_grad_(False), lm), places
+        return Eagle3Network(third.to(lm.device, dtype).requires_grad_(False), lm), layer_ids
     if config.eagle3_layers_to_capture is not None:
         raise ParameterError(
             "eagle3_layers_to_capture has no meaning for this head",
@@ -125,11 +125,11 @@ def _load(
     return EagleNetwork(first.to(lm.device, dtype).requires_grad_(False), lm), (FINAL,)
 
 
-def _places(
+def _captured_layer_ids(
     directory: Path, config: EagleDecodingConfig, lm: CausalLM, traits: Eagle3Traits
 ) -> tuple[int, ...]:
-    """Places of ``model.taps``: a layer's output is what enters the next one."""
-    found = traits.places_in(lm.num_layers)
+    """Layer indices (see ``model.causal_lm``): a layer's output is what enters the next one."""
+    found = traits.layer_ids_in(lm.num_layers)
     if config.eagle3_layers_to_capture is not None:
         outputs = config.eagle3_layers_to_capture
         found = tuple(FINAL if layer == -1 else layer + 1 for layer in outputs)
@@ -140,15 +140,15 @@ def _places(
             f"L // 2 and L - 3, are not three different ones of L = {lm.num_layers}",
             "Set eagle3_layers_to_capture to the layers that it was trained with",
         )
-    places = found
-    log.info("the head in %s reads the states entering layers %s", directory, places)
-    if max(places) > lm.num_layers:
+    layer_ids = found
+    log.info("the head in %s reads the states entering layers %s", directory, layer_ids)
+    if max(layer_ids) > lm.num_layers:
         raise ParameterError(
             "the target has not the layers whose states are to be captured",
-            f"it has {lm.num_layers}, and states entering layers {places} are wanted",
+            f"it has {lm.num_layers}, and states entering layers {layer_ids} are wanted",
             "Set eagle3_layers_to_capture to layers of the target, or take its own head",
         )
-    return places
+    return layer_ids
 
 
 def _compare(directory: Path, lm: CausalLM, vocab: int, hidden: int) -> None:

@@ -170,7 +170,7 @@ class MedusaDrafter(Drafter):
     """
 
     def __init__(self, heads: DraftHeads, features: HiddenStateCache, trees: HeadTrees) -> None:
-        assert features.places == (FINAL,)
+        assert features.layer_ids == (FINAL,)
         assert trees.depth <= len(heads)
         self._heads, self._features, self._trees = heads, features, trees
 

@@ -127,7 +127,7 @@ class MtpModuleCache:
                 Row(
                     tokens,
                     begin,
-                    text.table.window(end),
+                    text.table.prefix(end),
                     logits_from=0 if whole else -1 + len(tokens),
                 )
             )
@@ -193,7 +193,7 @@ class MTPDrafter(Drafter):
     def __init__(
         self, lanes: Sequence[MtpModuleCache], features: HiddenStateCache, max_num_tokens: int
     ) -> None:
-        assert features.places == (FINAL,)
+        assert features.layer_ids == (FINAL,)
         self._lanes, self._features, self._most = list(lanes), features, max_num_tokens
 
     @classmethod

@@ -280,4 +280,4 @@ def _choose(job: DraftJob, logits: Tensor) -> int:
 
 def _next_row(job: DraftJob) -> Row:
     position = len(job.tokens) + len(job.guesses) - 1
-    return Row([job.guesses[-1]], position, job.lane.table.window(position + 1))
+    return Row([job.guesses[-1]], position, job.lane.table.prefix(position + 1))

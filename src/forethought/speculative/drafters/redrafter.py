@@ -46,7 +46,7 @@ class ReDrafterDrafter(Drafter):
     def __init__(
         self, search: BeamSearch, features: HiddenStateCache, config: ReDrafterDecodingConfig
     ) -> None:
-        assert features.places == (FINAL,)
+        assert features.layer_ids == (FINAL,)
         self._search, self._features = search, features
         self._num_beams, self._max_nodes = config.num_beams, config.max_total_draft_tokens
         floor = config.min_draft_probability

@@ -21,7 +21,7 @@ from transformers import LlamaConfig
 from forethought.kv.storage import LayerShape
 from forethought.model.attention.base import ForwardPass
 from forethought.model.causal_lm import FINAL, CausalLM
-from forethought.model.llama.layers import Norm, projection
+from forethought.model.llama.layers import Norm, fused_norm, projection
 from forethought.speculative.draft_module import ModuleOutput
 from forethought.speculative.heads.checkpoint import Checkpoint, refused
 from forethought.speculative.heads.layers import (
@@ -30,7 +30,6 @@ from forethought.speculative.heads.layers import (
     Linear,
     LlamaLayer,
     RmsNorm,
-    draft_norm,
     layer_fields,
     llama_config,
 )
@@ -53,7 +52,7 @@ def default_layer_ids(num_layers: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys((first, middle, last)))
 
 
-def authors_places(num_layers: int) -> tuple[int, int, int] | None:
+def authors_layer_ids(num_layers: int) -> tuple[int, int, int] | None:
     """Where the authors' code captures states; None where that is not three different layers."""
     first, middle, last = 2, num_layers // 2, num_layers - 3
     return (first, middle, last) if first < middle < last else None
@@ -67,10 +66,10 @@ class Eagle3Traits:
     target_hidden_size: int
     captures: int = 3
     """How many states ``fc`` fuses."""
-    places: tuple[int, ...] | None = None
-    """Where they are captured, rising (see ``model.taps``); None: the checkpoint does not say."""
+    layer_ids: tuple[int, ...] | None = None
+    """Their layer indices, rising (see ``model.causal_lm``); None: the checkpoint does not say."""
     nested_ids: tuple[int, ...] | None = field(default=None, compare=False)
-    """The layer ids that ``places`` were read from, if ``eagle_config`` alone has them."""
+    """What ``layer_ids`` were read from, if ``eagle_config`` alone has them."""
     norm_before_residual: bool = False
     """The layer's residual is the normed state, not the state."""
     norm_before_fc: bool = False
@@ -80,7 +79,7 @@ class Eagle3Traits:
     own_embedding: bool = False
     """It embeds tokens itself; otherwise with the target's embedding."""
 
-    def places_in(self, num_layers: int) -> tuple[int, ...] | None:
+    def layer_ids_in(self, num_layers: int) -> tuple[int, ...] | None:
         """Where the states are captured of a target with L = ``num_layers`` layers.
 
         What a layer id counts depends on where it stands in the config:
@@ -97,14 +96,14 @@ class Eagle3Traits:
         =====================================  =================================================
 
         Returns:
-            Places of ``model.taps``, or None: nothing is said, and L is below 7, where the authors'
-            layers are not three.
+            Layer indices (see ``model.causal_lm``), or None: nothing is said, and L is below 7,
+            where the authors' layers are not three.
         """
         if self.nested_ids is None:
-            return self.places or authors_places(num_layers)
-        if num_layers in self.nested_ids or self.nested_ids == authors_places(num_layers):
+            return self.layer_ids or authors_layer_ids(num_layers)
+        if num_layers in self.nested_ids or self.nested_ids == authors_layer_ids(num_layers):
             return self.nested_ids
-        return self.places
+        return self.layer_ids
 
 
 class Eagle3Layer(LlamaLayer):
@@ -239,11 +238,11 @@ class Eagle3Network:
         traits, layer = head.traits, head.midlayer
         self._lm, self._own = lm, head.embed_tokens if traits.own_embedding else None
         self._layer = DraftLayer(layer, head.config, lm.max_positions)
-        self._enter_norm = draft_norm(head.input_norm) if traits.norm_before_fc else None
+        self._enter_norm = fused_norm(head.input_norm) if traits.norm_before_fc else None
         self._fuse = projection(head.fc.weight)
         norms = torch.stack([layer.input_layernorm.weight, layer.hidden_norm.weight])
         self._norms = Norm(norms, head.config.rms_norm_eps)
-        self._norm, self._logits = draft_norm(head.norm), projection(head.lm_head.weight)
+        self._norm, self._logits = fused_norm(head.norm), projection(head.lm_head.weight)
         self._norm_before_residual = traits.norm_before_residual
         self._norm_output = traits.norm_output
         self.dtype: torch.dtype = head.fc.weight.dtype
@@ -276,12 +275,12 @@ def _traits(stored: Checkpoint, config: LlamaConfig, tensors: Mapping[str, Tenso
             raise refused(stored.directory, f"{name}={said[name]!r} is not supported", "")
     missing = {"fc.weight", "lm_head.weight"} - set(tensors)
     stored.expect_none(missing, "lacks")
-    places, nested_ids = _captured(stored, nested)
+    layer_ids, nested_ids = _captured(stored, nested)
     wide = tensors["fc.weight"].shape[-1]
     target_hidden = said.get("target_hidden_size") or config.hidden_size
     captures, rest = divmod(wide, target_hidden)
-    if rest or not captures or (places and len(places) != captures):
-        wanted = f"{len(places)} states" if places else "whole states"
+    if rest or not captures or (layer_ids and len(layer_ids) != captures):
+        wanted = f"{len(layer_ids)} states" if layer_ids else "whole states"
         raise refused(
             stored.directory, f"fc.weight reads {wide} values, not {wanted} of {target_hidden}"
         )
@@ -289,7 +288,7 @@ def _traits(stored: Checkpoint, config: LlamaConfig, tensors: Mapping[str, Tenso
         draft_vocab_size=said.get("draft_vocab_size") or tensors["lm_head.weight"].shape[0],
         target_hidden_size=target_hidden,
         captures=captures,
-        places=places,
+        layer_ids=layer_ids,
         nested_ids=nested_ids,
         norm_before_residual=bool(said.get("norm_before_residual", False)),
         norm_before_fc=bool(said.get("norm_before_fc", False)),
@@ -301,7 +300,7 @@ def _traits(stored: Checkpoint, config: LlamaConfig, tensors: Mapping[str, Tenso
 def _captured(
     stored: Checkpoint, nested: Mapping[str, Any]
 ) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-    """``places`` and ``nested_ids`` of the traits, from the config and its ``eagle_config``."""
+    """``layer_ids`` and ``nested_ids`` of the traits, from the config and its ``eagle_config``."""
     entered = _layer_ids(stored, stored.config.get(_LAYER_IDS))
     inner = _layer_ids(stored, nested.get(_LAYER_IDS))
     top = None if entered is None else rising(entered)
@@ -329,9 +328,9 @@ def _layer_ids(stored: Checkpoint, ids: Any) -> tuple[int, ...] | None:
     return tuple(sorted(ids))
 
 
-def rising(places: Iterable[int]) -> tuple[int, ...]:
+def rising(layer_ids: Iterable[int]) -> tuple[int, ...]:
     """In the order in which the network computes them, the final norm's last."""
-    return tuple(sorted(places, key=lambda place: (place == FINAL, place)))
+    return tuple(sorted(layer_ids, key=lambda layer_id: (layer_id == FINAL, layer_id)))
 
 
 def _complete_vocabulary(head: Eagle3Head, tensors: dict[str, Tensor]) -> None:
@@ -356,7 +355,7 @@ def _authors_config(head: Eagle3Head) -> dict[str, Any]:
         **_flags(traits),
         "draft_vocab_size": traits.draft_vocab_size,
         "target_hidden_size": traits.target_hidden_size,
-        **_places_entered(traits),
+        **_entered_layer_ids(traits),
         "eagle_config": {"use_aux_hidden_state": True, **_layers_left(traits)},
         "torch_dtype": str(head.fc.weight.dtype).removeprefix("torch."),
     }
@@ -375,7 +374,7 @@ def _speculators_config(head: Eagle3Head, verifier: str) -> dict[str, Any]:
         "speculators_model_type": "eagle3",
         "draft_vocab_size": traits.draft_vocab_size,
         "target_hidden_size": traits.target_hidden_size,
-        **_places_entered(traits),
+        **_entered_layer_ids(traits),
         **_flags(traits),
         "transformer_layer_config": layer_fields(head.config),
         "speculators_config": {
@@ -388,17 +387,17 @@ def _speculators_config(head: Eagle3Head, verifier: str) -> dict[str, Any]:
     }
 
 
-def _places_entered(traits: Eagle3Traits) -> dict[str, Any]:
-    """The key at the top of a config; see ``Eagle3Traits.places_in``."""
-    assert traits.places is None or traits.places == rising(traits.places)
-    return {} if traits.places is None else {_LAYER_IDS: list(traits.places)}
+def _entered_layer_ids(traits: Eagle3Traits) -> dict[str, Any]:
+    """The key at the top of a config; see ``Eagle3Traits.layer_ids_in``."""
+    assert traits.layer_ids is None or traits.layer_ids == rising(traits.layer_ids)
+    return {} if traits.layer_ids is None else {_LAYER_IDS: list(traits.layer_ids)}
 
 
 def _layers_left(traits: Eagle3Traits) -> dict[str, Any]:
     """The key in ``eagle_config``, which cannot say that states pass the final norm."""
-    if traits.places is None or FINAL in traits.places:
+    if traits.layer_ids is None or FINAL in traits.layer_ids:
         return {}
-    return {_LAYER_IDS: [place - 1 for place in traits.places]}
+    return {_LAYER_IDS: [layer_id - 1 for layer_id in traits.layer_ids]}
 
 
 def _flags(traits: Eagle3Traits) -> dict[str, bool]:

@@ -25,8 +25,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from forethought.kv.storage import LayerShape
-from forethought.model.attention.base import ForwardPass, Scoring
-from forethought.model.llama.layers import Norm, gated_activation, projection
+from forethought.model.attention.base import ForwardPass
+from forethought.model.llama.layers import FusedLayer, rotary_table
 from forethought.speculative.heads.checkpoint import refused
 
 
@@ -136,55 +136,29 @@ class DraftLayer:
     """
 
     def __init__(self, layer: LlamaLayer, config: LlamaConfig, max_positions: int) -> None:
-        attention, feed = layer.self_attn, layer.mlp
-        self.head_dim, self.scoring = attention.head_dim, Scoring(attention.head_dim**-0.5)
-        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.shape = LayerShape(self.kv_heads, self.head_dim, self.head_dim)
-        self.qkv = projection(*merged(attention.q_proj, attention.k_proj, attention.v_proj))
-        self.out = projection(attention.o_proj.weight, attention.o_proj.bias)
-        self.feed_norm = draft_norm(layer.post_attention_layernorm)
-        self.gate = gated_activation(*merged(feed.gate_proj, feed.up_proj))
-        self.down = projection(feed.down_proj.weight, feed.down_proj.bias)
-        cos, sin = rotary_tables(config, max_positions, attention.o_proj.weight)
-        half = self.head_dim // 2
-        sin = torch.cat([-sin[:, :half], sin[:, half:]], -1)
-        self.rotary = torch.stack([cos, sin], 1).unsqueeze(2)
-        """[max_positions, 2, 1, head_dim]: cosines and sines, the first half of these negated."""
+        self._layer = FusedLayer(layer)
+        heads, width = self._layer.num_kv_heads, self._layer.head_dim
+        self.shape = LayerShape(heads, width, width)
+        weight = layer.self_attn.o_proj.weight
+        self._rotary = rotary_table(
+            LlamaRotaryEmbedding(config).to(weight.device), max_positions, weight
+        )
 
     def __call__(self, x: Tensor, residual: Tensor, forward_pass: ForwardPass) -> Tensor:
         """x ``[T, width]``, residual ``[T, hidden]`` -> ``[R, hidden]``.
 
         R are the tokens of the pass's batch whose logits are wanted. Layer 0 of its storage.
         """
-        batch, tokens = forward_pass.batch, x.shape[0]
-        cos, sin = self.rotary[batch.positions].unbind(1)
-        qkv = self.qkv(x).view(tokens, -1, self.head_dim)
-        qk, v = qkv.split_with_sizes([self.heads + self.kv_heads, self.kv_heads], 1)
-        qk = torch.addcmul(qk * cos, qk.roll(self.head_dim // 2, -1), sin)
-        q, k = qk.split_with_sizes([self.heads, self.kv_heads], 1)
-        mixed = forward_pass.attend(0, q, k, v, self.scoring).view(tokens, -1)
-        if len(batch.logit_index) < tokens:  # what follows concerns each token alone
-            mixed, residual = mixed[batch.logit_index], residual[batch.logit_index]
-        x = self.out.plus(mixed, residual)
-        return self.down.plus(self.gate(self.feed_norm(x)), x)
+        batch = forward_pass.batch
+        rotation = self._rotary[batch.positions].unbind(1)
+        kept = batch.logit_index if len(batch.logit_index) < len(x) else None
+        return self._layer(0, x, residual, rotation, forward_pass, kept)
 
 
 def head_dim(config: LlamaConfig) -> int:
     """Width of one attention head."""
     stated = getattr(config, "head_dim", None)
     return int(stated or config.hidden_size // config.num_attention_heads)
-
-
-def draft_norm(norm: nn.RMSNorm) -> Norm:
-    """The same norm in few operations."""
-    return Norm(norm.weight, float(norm.eps or 0.0))
-
-
-def merged(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of one linear whose outputs are those of ``linears``, side by side."""
-    weight = torch.cat([linear.weight for linear in linears])
-    biases = [linear.bias for linear in linears]
-    return weight, None if biases[0] is None else torch.cat(biases)
 
 
 def rotary_tables(config: LlamaConfig, length: int, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -187,7 +187,7 @@ class DraftHeads:
         """The first ``count`` heads: states ``[N, hidden]`` -> logits ``[count, N, vocab]``."""
         grown = states.expand(count, -1, -1)
         if self._first is not None:
-            mixed = self._first.swish(states).view(len(states), self._count, -1)
+            mixed = self._first.silu(states).view(len(states), self._count, -1)
             grown = grown + mixed.transpose(0, 1)[:count]
         for block in self._blocks:
             grown = grown + F.silu(block(grown))

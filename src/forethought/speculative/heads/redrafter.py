@@ -168,7 +168,7 @@ class DraftRecurrence:
         """See :class:`ReDrafterHead`; both ``[R, hidden]``."""
         if self._recur is None:
             return embedded + state
-        return self._recur.swish(torch.cat([embedded, state], -1))
+        return self._recur.silu(torch.cat([embedded, state], -1))
 
     def __call__(self, context: Tensor, state: Tensor) -> Tensor:
         """Logits ``[R, vocab]``; see ``ReDrafterHead.forward``, both ``[R, hidden]``."""
@@ -176,7 +176,7 @@ class DraftRecurrence:
         if self._enter is not None:
             x = self._enter(x)
         for block in self._blocks:
-            x = x + block.swish(x)
+            x = x + block.silu(x)
         return self._last(x)
 
 

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from forethought.config.sampling import SamplingParams
 from forethought.model.sampling import TokenContext, invert_cdf, uniform_at
-from forethought.model.sampling.distribution import law_and_peaks
+from forethought.model.sampling.distribution import probs_and_max_logits
 from forethought.model.sampling.sampler import NO_TOKEN, draw_tokens, report, sample, where_finite
 from forethought.outputs import TokenLogprobs
 from forethought.speculative.draft import Draft, DraftKind
@@ -232,7 +232,7 @@ def _test_nodes(
         if request.uses_q
     ]
     if drafts:
-        probs, peaks = law_and_peaks(logits, contexts)
+        probs, peaks = probs_and_max_logits(logits, contexts)
         by_q = accept_drawn(probs, drafts)
         tokens = where_finite(invert_cdf(probs, _all_uniforms(requests)), peaks)
         drawn, flags = torch.stack([tokens, by_q.long()]).tolist()

@@ -56,8 +56,11 @@ class Eagle3Settings(TrainingSettings):
     """Tokens of the target's law that are learned from."""
     draft_vocab_size: int | None = Field(default=None, ge=1)
     """Most tokens that the head knows: the most frequent ones. None: all that occur."""
-    places: tuple[int, ...] | None = None
-    """Where states are captured (see ``model.taps``); None: as the paper's code does."""
+    layer_ids: tuple[int, ...] | None = Field(
+        default=None, validation_alias=pydantic.AliasChoices("layer_ids", "places")
+    )
+    """Layers whose input states are captured (see ``model.causal_lm``); None: as the paper's code
+    does. ``places`` is the old name, still read."""
     hidden_size: int | None = Field(default=None, ge=1)
     """If it is not the target's, the head learns an embedding of its own."""
     intermediate_size: int | None = Field(default=None, ge=1)
@@ -72,12 +75,12 @@ class Eagle3Settings(TrainingSettings):
     runs_in_float32: bool = False
     """Whatever their dtype and the target's: small heads are faster so on a CPU."""
 
-    @pydantic.field_validator("places", mode="after")
+    @pydantic.field_validator("layer_ids", mode="after")
     @classmethod
     def _rising(cls, value: tuple[int, ...] | None) -> tuple[int, ...] | None:
         """Heads are served with the states in this order, whatever was written."""
         if value is not None and (not value or len(set(value)) < len(value)):
-            raise ValueError("they are one or more different places")
+            raise ValueError("they are one or more different layers")
         return value and rising(value)
 
 
@@ -95,10 +98,10 @@ class Eagle3Recipe:
     def __init__(self, teacher: Teacher, texts: Sequence[Text], settings: Eagle3Settings) -> None:
         self._teacher, self._settings = teacher, settings
         lm = teacher.lm
-        self._places = settings.places or default_layer_ids(lm.num_layers)
+        self._layer_ids = settings.layer_ids or default_layer_ids(lm.num_layers)
         with seeded(settings.seed):
             self._head = new_head(teacher, draft_vocabulary(texts, settings), settings)
-        self._head.traits = replace(self._head.traits, places=self._places)
+        self._head.traits = replace(self._head.traits, layer_ids=self._layer_ids)
         self._head.to(lm.device)
         self._rows = draft_rows(self._head)
         self._rotary = rotary_tables(
@@ -107,7 +110,7 @@ class Eagle3Recipe:
         self._lessons = TrainingBatches(
             texts,
             teacher,
-            self._places,
+            self._layer_ids,
             tokens=settings.batch_tokens,
             seed=settings.seed,
             width=settings.distribution_width,
@@ -170,7 +173,7 @@ class Eagle3Recipe:
         Yields:
             Which pairs t, int64 ``[S]``, and the logits ``[R, S, draft_vocab_size]``.
         """
-        features = torch.cat([batch.states[place] for place in self._places], -1)
+        features = torch.cat([batch.states[layer_id] for layer_id in self._layer_ids], -1)
         states = self._head.fuse(features[:, :-2].to(dtype))
         pairs = torch.arange(states.shape[1], device=states.device)
         attention = TrainingTimeTestAttention(self._rotary)
@@ -326,12 +329,12 @@ def new_head(teacher: Teacher, vocabulary: Tensor, settings: Eagle3Settings) -> 
         rms_norm_eps=getattr(target, "rms_norm_eps", 1e-6),
         rope_parameters=_plain_rope(target),
     )
-    places = settings.places or default_layer_ids(lm.num_layers)
+    layer_ids = settings.layer_ids or default_layer_ids(lm.num_layers)
     traits = Eagle3Traits(
         draft_vocab_size=len(vocabulary),
         target_hidden_size=lm.hidden_size,
-        captures=len(places),
-        places=places,
+        captures=len(layer_ids),
+        layer_ids=layer_ids,
         norm_before_residual=settings.norm_before_residual,
         norm_output=settings.norm_output,
         own_embedding=hidden != lm.hidden_size,

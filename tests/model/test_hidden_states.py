@@ -28,18 +28,18 @@ def test_states_at_every_place_are_those_of_transformers(architecture: str, fuse
         table = PageTable(pool)
         table.append(len(text))
         rows.append(Row(text, 0, table, logits_from=len(text) - 1))
-    places = frozenset([0, 1, 2, FINAL])
-    logits, states = lm.forward_with_hidden_states(Batch.build(rows), storage, places)
-    assert set(states) == places
+    layer_ids = frozenset([0, 1, 2, FINAL])
+    logits, states = lm.forward_with_hidden_states(Batch.build(rows), storage, layer_ids)
+    assert set(states) == layer_ids
     begin = 0
     for number, text in enumerate(texts):
         with torch.inference_mode():
             expected = transformers_model(tiny(architecture))(
                 torch.tensor([text]), output_hidden_states=True
             )
-        for place in places:
-            there = expected.hidden_states[place][0]
-            here = states[place][begin : begin + len(text)]
+        for layer_id in layer_ids:
+            there = expected.hidden_states[layer_id][0]
+            here = states[layer_id][begin : begin + len(text)]
             assert here.shape == there.shape
             assert (here - there).abs().max() < 1e-3 * max(1, float(there.abs().max()))
         assert (logits[number] - expected.logits[0, -1]).abs().max() < 1e-3

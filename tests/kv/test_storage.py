@@ -78,7 +78,7 @@ def test_no_copies_and_no_moves_do_nothing() -> None:
     assert all(map(torch.equal, before, snapshot(storage)))
 
 
-def test_a_companion_knows_what_of_a_copied_page_is_filled() -> None:
+def test_copied_pages_of_a_draft_cache_have_the_entries_of_their_sources() -> None:
     draft_cache, table = DraftKvCache(filled()), PageTable(PagePool(5, PAGE_SIZE))
     table.append(2)
     fork = table.fork()
@@ -91,10 +91,10 @@ def test_a_companion_knows_what_of_a_copied_page_is_filled() -> None:
     draft_cache.invalidate(other, 0, 5)
     draft_cache.mark(fork, 0, 3)
     draft_cache.copy_pages([PageCopy(table.pages[0], fork.pages[0])])
-    assert draft_cache.ready_length(fork, 3) == 0  # its source is not filled any more
+    assert draft_cache.ready_length(fork, 3) == 0  # its source has no entries any more
 
 
-def test_a_companion_knows_what_of_the_moved_tokens_is_filled() -> None:
+def test_moved_tokens_of_a_draft_cache_have_the_entries_of_their_sources() -> None:
     draft_cache, table = DraftKvCache(filled()), PageTable(PagePool(5, PAGE_SIZE))
     table.append(6)
     draft_cache.mark(table, 0, 2)
