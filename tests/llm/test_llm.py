@@ -318,6 +318,49 @@ def test_an_interrupted_call_aborts_its_requests(llm, monkeypatch):
     expect_empty(llm._frontend.engine)
 
 
+class InterruptAt:
+    """Raises KeyboardInterrupt before the ``count``-th line that runs in some files."""
+
+    def __init__(self, count: int, *files: str) -> None:
+        self.count, self.files = count, files
+
+    def trace(self, frame, event, _):
+        if not frame.f_code.co_filename.endswith(self.files):
+            return None
+        if event == "line":
+            self.count -= 1
+            if self.count == 0:
+                raise KeyboardInterrupt
+        return self.trace
+
+    def __enter__(self):
+        sys.settrace(self.trace)
+
+    def __exit__(self, *_):
+        sys.settrace(None)
+
+
+def test_an_interrupted_step_loses_no_token_of_other_requests(llm):
+    """A step in the main thread is also one for the requests of other threads."""
+    frontend, prompts = llm._frontend, PROMPTS[:2]
+    each = [GREEDY.replace(max_tokens=4, logprobs=1), GREEDY.replace(max_tokens=9)]
+    whole = llm.generate(prompts[1], each[1]).outputs[0].text
+    each[1] = each[1].replace(stop=[whole[3:5]])
+    expected = [out.outputs for out in llm.generate(prompts, each)]
+    for count in itertools.count(1, 7):
+        interrupt = InterruptAt(count, "llm/frontend.py", "llm/detokenizer.py")
+        generations = [frontend.submit(*llm._read(*pair)) for pair in zip(prompts, each)]
+        with contextlib.suppress(KeyboardInterrupt), interrupt:
+            while not all(generation.finished for generation in generations):
+                frontend.step()
+        while frontend.has_work:
+            frontend.step()
+        assert [generation.output().outputs for generation in generations] == expected
+        expect_empty(frontend.engine)
+        if interrupt.count > 0:
+            break
+
+
 def test_a_failing_step_is_told_to_the_caller(llm, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(llm._frontend.engine.runner, "forward", lambda rows: 1 / 0)
