@@ -349,7 +349,9 @@ def test_an_interrupted_step_loses_no_token_of_other_requests(llm):
     expected = [out.outputs for out in llm.generate(prompts, each)]
     for count in itertools.count(1, 7):
         interrupt = InterruptAt(count, "llm/frontend.py", "llm/detokenizer.py")
-        generations = [frontend.submit(*llm._read(*pair)) for pair in zip(prompts, each)]
+        generations = [
+            frontend.submit(*llm._read(*pair)) for pair in zip(prompts, each, strict=True)
+        ]
         with contextlib.suppress(KeyboardInterrupt), interrupt:
             while not all(generation.finished for generation in generations):
                 frontend.step()

@@ -94,13 +94,12 @@ class Generation:
                 if event.error is not None:
                     raise event.error
                 transcript.add(event.tokens, event.logprobs, event.finish_reason, stop_reason)
-                self._taken = event
+                self._taken, self.num_events = event, self.num_events + 1
             except Exception as error:  # is this request's, and no other one's
-                self._error, self._taken = error, event
+                self._error, self._taken, self.num_events = error, event, self.num_events + 1
             except BaseException:  # KeyboardInterrupt, perhaps of a thread that steps for others
                 transcript.restore(before)
                 raise
-            self.num_events += 1
         return self._error is not None or transcript.finish_reason is not None
 
     @property
