@@ -520,6 +520,65 @@ def test_in_a_forked_process_an_llm_works_or_says_that_it_cannot():
     assert done.returncode == 0, done.stderr
 
 
+FORKED_IN_USE = (
+    FORKED.split("print(ask()")[0]
+    + """
+import threading
+from forethought.llm.grammar import MAX_COMPILERS, GrammarCompiler
+ask()
+
+def elsewhere(work):
+    inside = threading.Semaphore(0)
+    threading.Thread(target=work, args=(inside,), daemon=True).start()
+    inside.acquire()
+
+def use(inside, leave=threading.Event()):
+    with llm._turns:
+        inside.release()
+        leave.wait()
+
+compile_ = GrammarCompiler._compile
+def stand_still(self, shape, *rest):
+    if shape.regex.startswith("still"):
+        standing.release()
+        threading.Event().wait()
+    return compile_(self, shape, *rest)
+
+GrammarCompiler._compile, standing = stand_still, threading.Semaphore(0)
+guided = lambda regex: params.replace(guided_decoding=dict(regex=regex))
+for number in range(MAX_COMPILERS + 1):
+    still = guided(f"still{{number}}")
+    threading.Thread(target=lambda: llm.generate("Hello", still), daemon=True).start()
+    number == MAX_COMPILERS or standing.acquire()
+in_child(lambda: llm.generate("Hello", guided("[ab]")).outputs[0].text in "ab")
+llm._turns._taken = True  # as while one thread leaves and the next one has not come in yet
+in_child(ask)
+llm._turns._taken = False
+llm._turns._lock.acquire()
+in_child(ask)
+llm._turns._lock.release()
+elsewhere(use)
+in_child(lambda: in_child(ask))
+os._exit(0)
+"""
+)
+
+
+def test_in_a_forked_process_an_llm_that_another_thread_was_using_says_so():
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKED_IN_USE.format(model=str(MODEL))],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    compiled, *told = done.stdout.splitlines()
+    assert compiled == "True", done.stderr
+    says = "EngineStopped this LLM does not run in a forked process: another thread was using it"
+    assert [line.startswith(says) for line in told[:3]] == [True] * 3, done.stderr
+    assert done.returncode == 0, done.stderr
+
+
 class Failing:
     """A Hugging Face tokenizer that fails on one text and one token."""
 

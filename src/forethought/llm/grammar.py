@@ -268,6 +268,16 @@ class GrammarCompiler:
             found = self._compilations.get(_key(params))
             return None if found is None or not found.future.done() else found.future.result().fresh
 
+    def after_fork(self) -> None:
+        """In a forked child: the compiling threads stayed behind, with what they compiled."""
+        self._lock, self._vocabulary_lock = threading.RLock(), threading.Lock()
+        self._queue.clear()
+        self._compilers.clear()
+        for compilation in list(self._compilations.values()):
+            compilation.num_waiting = 0
+            if not compilation.future.done():
+                self._drop(compilation)
+
     # ---- compiling ----------------------------------------------------------------------------
 
     @contextlib.contextmanager
