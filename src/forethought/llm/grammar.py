@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import copy
 import functools
+import os
 import threading
 import time
 import weakref
@@ -174,6 +175,14 @@ EXIT_SECONDS = 10.0
 MAX_ROW_ITEMS = 50_000
 """Alternatives that a grammar may have open at once; llguidance's own default is 2,000."""
 
+_stack_size_lock = threading.RLock()
+"""Held while ``threading.stack_size``, which is that of the whole process, is ``STACK_BYTES``."""
+os.register_at_fork(  # so that a child finds the usual size, and nobody holding the lock
+    before=_stack_size_lock.acquire,
+    after_in_parent=_stack_size_lock.release,
+    after_in_child=_stack_size_lock.release,
+)
+
 Make: TypeAlias = Callable[[], GrammarConstraint]
 _Key: TypeAlias = tuple[GuidedDecodingParams, bool]
 
@@ -312,17 +321,14 @@ class GrammarCompiler:
             return
         thread = threading.Thread(target=self._serve, name="forethought-grammar", daemon=True)
         self._compilers.add(thread)
-        usual = threading.stack_size(STACK_BYTES)
         try:
-            thread.start()
+            _start_with_large_stack(thread)
         except RuntimeError as error:
             self._compilers.discard(thread)
             if not self._compilers:  # else one that runs takes its work
                 raise RequestError(
                     "the grammar cannot be compiled", f"no thread for it: {error}", "Free memory"
                 ) from error
-        finally:
-            threading.stack_size(usual)
 
     def _serve(self) -> None:
         """Compile what is queued, then end."""
@@ -512,6 +518,15 @@ async def _done(future: Future[Any]) -> None:
 
     future.add_done_callback(wake)
     await waiter
+
+
+def _start_with_large_stack(thread: threading.Thread) -> None:
+    with _stack_size_lock:
+        usual = threading.stack_size(STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(usual)
 
 
 def _await_compilers(compilers: set[threading.Thread]) -> None:
