@@ -257,6 +257,16 @@ def test_a_choice_of_many_is_followed_to_the_end_of_each_and_takes_nothing_else(
     assert wrong[-1] not in allowed(constraint, wrong[:-1])
 
 
+def test_an_enum_may_be_long_and_a_grammar_may_not_have_as_many_alternatives_open():
+    texts = [f"option {n}" for n in range(20_000)]
+    constraint = follow({"json": {"enum": texts}})
+    output = ids('"option 1999')
+    assert all(token in allowed(constraint, output[:n]) for n, token in enumerate(output))
+    wide = {"grammar": "start: " + " | ".join(f'"{text}"' for text in texts[:3000])}
+    with pytest.raises(ParameterError, match="row has 3001 items; max is 2000"):
+        follow(wide)
+
+
 def accepts(constraint: Constraint, text: str) -> bool:
     output = ids(text)
     steps = (token in allowed(constraint, output[:n]) for n, token in enumerate(output))

@@ -172,8 +172,9 @@ STACK_BYTES = 512 * 2**20
 grammar of a megabyte overflowed a usual stack of 8 MiB, which ends the process."""
 EXIT_SECONDS = 10.0
 """How long the end of the program waits for grammars that are being compiled."""
-MAX_ROW_ITEMS = 50_000
-"""Alternatives that a grammar may have open at once; llguidance's own default is 2,000."""
+MAX_ROW_ITEMS = 2_000
+"""Alternatives that a grammar may have open at once. The time for a mask grows with them, and masks
+are computed between the steps of all requests. A choice, and an enum of strings, count as one."""
 
 _stack_size_lock = threading.RLock()
 """Held while ``threading.stack_size``, which is that of the whole process, is ``STACK_BYTES``."""
