@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import signal
 import sys
@@ -151,10 +152,33 @@ def test_an_interrupt_in_another_thread_is_the_drafters_own(hook: str) -> None:
     assert (accepted > 0) == (hook != "nodes")
 
 
+def leave(status: int, *_: Any) -> None:
+    sys.exit(status)
+
+
+class Leave:
+    def __call__(self, *_: Any) -> None:
+        sys.exit(3)
+
+    def method(self, *_: Any) -> None:
+        sys.exit(3)
+
+
 @pytest.mark.parametrize("hook", ["prepare_draft_tokens", "nodes", "update"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("number", "handler"),
+    [
+        (signal.SIGINT, signal.SIG_DFL),
+        (signal.SIGTERM, lambda *_: sys.exit(3)),
+        (signal.SIGTERM, functools.partial(leave, 3)),
+        (signal.SIGTERM, functools.partial(functools.partial(Leave()), 3)),
+        (signal.SIGTERM, Leave()),
+        (signal.SIGTERM, Leave().method),
+    ],
+    ids=["Ctrl-C", "function", "partial", "partial object", "object", "method"],
+)
 def test_a_signal_that_comes_while_drafting_ends_the_call_and_the_engine_goes_on(
-    hook: str, number: signal.Signals
+    hook: str, number: signal.Signals, handler: Any
 ) -> None:
     sent: list[int] = []
 
@@ -163,13 +187,10 @@ def test_a_signal_that_comes_while_drafting_ends_the_call_and_the_engine_goes_on
             sent.append(number)
             signal.raise_signal(number)
 
-    def leave(number: int, frame: Any) -> None:
-        sys.exit(3)
-
     config = UserProvidedDecodingConfig(max_draft_len=3, drafter=leaving(hook, send))
     machine = engine(speculative=[config])
     samples = [machine.add(prompt, GREEDY)[0] for prompt in PROMPTS]
-    before = signal.signal(signal.SIGTERM, leave)
+    before = signal.signal(signal.SIGTERM, handler)
     try:
         with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit):
             drain(machine)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import subprocess
 import sys
+import threading
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +16,7 @@ from forethought.assets import reasoner_dir
 from forethought.config.engine import GuidedDecodingConfig
 from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError, RequestError
-from forethought.llm.grammar import GrammarCompiler
+from forethought.llm.grammar import STACK_BYTES, GrammarCompiler
 from forethought.llm.tokenizer import Tokenizer
 from forethought.model.sampling.distribution import Constraint, unpack
 from tokens import byte_level, sentencepiece
@@ -256,6 +257,16 @@ def test_a_choice_of_many_is_followed_to_the_end_of_each_and_takes_nothing_else(
     assert wrong[-1] not in allowed(constraint, wrong[:-1])
 
 
+def test_an_enum_may_be_long_and_a_grammar_may_not_have_as_many_alternatives_open():
+    texts = [f"option {n}" for n in range(20_000)]
+    constraint = follow({"json": {"enum": texts}})
+    output = ids('"option 1999')
+    assert all(token in allowed(constraint, output[:n]) for n, token in enumerate(output))
+    wide = {"grammar": "start: " + " | ".join(f'"{text}"' for text in texts[:3000])}
+    with pytest.raises(ParameterError, match="row has 3001 items; max is 2000"):
+        follow(wide)
+
+
 def accepts(constraint: Constraint, text: str) -> bool:
     output = ids(text)
     steps = (token in allowed(constraint, output[:n]) for n, token in enumerate(output))
@@ -357,6 +368,53 @@ def test_no_more_grammars_are_kept_than_there_is_room_for(monkeypatch):
     for thread in list(of._compilers):
         thread.join()
     assert [key[0].regex for key in of._compilations] == ["a{5}", "a{6}", "a{7}"]
+
+
+def stack_size() -> int:
+    """Of new threads. Asking alone would set it to the default."""
+    size = threading.stack_size()
+    threading.stack_size(size)
+    return size
+
+
+def test_only_the_compiling_threads_have_large_stacks(monkeypatch):
+    """Two compilers that start a thread at once: each sets the process's size and resets it."""
+    first, second = (GrammarCompiler(BYTES, WIDTH, frozenset({EOS})) for _ in range(2))
+    other = threading.Thread(target=follow, args=({"regex": "b"}, second))
+    met, done, sizes, start = threading.Event(), threading.Event(), [], threading.Thread.start
+
+    def meeting(thread):
+        if thread.name == "forethought-grammar":
+            sizes.append(stack_size())
+            if len(sizes) == 1:
+                start(other)
+                met.wait(0.3)  # while one starts its thread, the other must not come here
+            else:
+                met.set()
+                done.wait(0.3)
+        start(thread)
+
+    before = stack_size()
+    monkeypatch.setattr(threading.Thread, "start", meeting)
+    follow({"regex": "a"}, first)
+    done.set()
+    other.join(20)
+    assert sizes == [STACK_BYTES] * 2
+    assert stack_size() == before
+
+
+def test_a_grammar_that_is_waited_for_is_kept_however_many_come_after_it(monkeypatch):
+    monkeypatch.setattr("forethought.llm.grammar.COMPILED", 1)
+    of = GrammarCompiler(BYTES, WIDTH, frozenset({EOS}))
+    kept = SamplingParams(guided_decoding={"regex": "kept"})
+    with of._compiling(kept) as future:
+        future.result(20)
+        for size in range(1, 4):
+            follow({"regex": f"a{{{size}}}"}, of)
+        assert of.find(kept) is not None
+    for thread in list(of._compilers):
+        thread.join()
+    assert len(of._compilations) == 1
 
 
 def test_a_tokenizer_that_is_not_fast_is_refused():

@@ -13,7 +13,13 @@ import pytest
 from engines import expect_empty
 from forethought.config.guided import GuidedDecodingParams
 from forethought.config.sampling import SamplingParams
-from forethought.errors import ParameterError, RequestError, RequestTimeout, UsageError
+from forethought.errors import (
+    EngineStopped,
+    ParameterError,
+    RequestError,
+    RequestTimeout,
+    UsageError,
+)
 from forethought.llm.async_llm import AsyncLLM
 from forethought.llm.grammar import MAX_COMPILERS
 from forethought.llm.llm import LLM
@@ -475,3 +481,37 @@ def test_a_loop_that_ends_while_a_grammar_is_compiled_leaves_the_session_usable(
 
         asyncio.run(ask())
         asyncio.run(again())
+
+
+def test_leaving_a_stream_whose_grammar_is_compiled_ends_it_and_frees_the_session(monkeypatch):
+    async def main(llm, slow):
+        async with asyncio.timeout(20), llm.start("Who?") as session:
+            at_once = session.stream(params(WORD))
+            at_once.leave()  # before its task has begun
+            assert (await at_once.finish()).finish_reason is FinishReason.ABORT
+            later = session.stream(params(WORD))
+            await asyncio.to_thread(slow.entered.acquire)
+            waiting = asyncio.create_task(later.finish())
+            await asyncio.sleep(0)
+            later.leave()
+            assert (await waiting).finish_reason is FinishReason.ABORT
+            later.leave()  # leaving twice is fine
+            await session.extend("x")
+            await session.rewind(2)
+            assert (await session.generate(FREE)).token_ids
+
+    with clients(monkeypatch) as (llm, slow):
+        asyncio.run(main(llm, slow))
+
+
+def test_a_stream_that_is_left_when_the_engine_has_ended_says_so(monkeypatch):
+    async def main(llm, slow):
+        stream = llm.start("Who?").stream(params(WORD))
+        await asyncio.to_thread(slow.entered.acquire)
+        llm.shutdown()
+        stream.leave()
+        with pytest.raises(EngineStopped, match="shut down"):
+            await asyncio.wait_for(stream.finish(), 20)
+
+    with clients(monkeypatch) as (llm, slow):
+        asyncio.run(main(llm, slow))

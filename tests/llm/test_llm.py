@@ -318,6 +318,51 @@ def test_an_interrupted_call_aborts_its_requests(llm, monkeypatch):
     expect_empty(llm._frontend.engine)
 
 
+class InterruptAt:
+    """Raises KeyboardInterrupt before the ``count``-th line that runs in some files."""
+
+    def __init__(self, count: int, *files: str) -> None:
+        self.count, self.files = count, files
+
+    def trace(self, frame, event, _):
+        if not frame.f_code.co_filename.endswith(self.files):
+            return None
+        if event == "line":
+            self.count -= 1
+            if self.count == 0:
+                raise KeyboardInterrupt
+        return self.trace
+
+    def __enter__(self):
+        sys.settrace(self.trace)
+
+    def __exit__(self, *_):
+        sys.settrace(None)
+
+
+def test_an_interrupted_step_loses_no_token_of_other_requests(llm):
+    """A step in the main thread is also one for the requests of other threads."""
+    frontend, prompts = llm._frontend, PROMPTS[:2]
+    each = [GREEDY.replace(max_tokens=4, logprobs=1), GREEDY.replace(max_tokens=9)]
+    whole = llm.generate(prompts[1], each[1]).outputs[0].text
+    each[1] = each[1].replace(stop=[whole[3:5]])
+    expected = [out.outputs for out in llm.generate(prompts, each)]
+    for count in itertools.count(1, 7):
+        interrupt = InterruptAt(count, "llm/frontend.py", "llm/detokenizer.py")
+        generations = [
+            frontend.submit(*llm._read(*pair)) for pair in zip(prompts, each, strict=True)
+        ]
+        with contextlib.suppress(KeyboardInterrupt), interrupt:
+            while not all(generation.finished for generation in generations):
+                frontend.step()
+        while frontend.has_work:
+            frontend.step()
+        assert [generation.output().outputs for generation in generations] == expected
+        expect_empty(frontend.engine)
+        if interrupt.count > 0:
+            break
+
+
 def test_a_failing_step_is_told_to_the_caller(llm, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(llm._frontend.engine.runner, "forward", lambda rows: 1 / 0)
@@ -472,6 +517,65 @@ def test_in_a_forked_process_an_llm_works_or_says_that_it_cannot():
     assert len(clients) == 2
     for told in clients:
         assert told.startswith("EngineStopped this AsyncLLM does not run in a forked process")
+    assert done.returncode == 0, done.stderr
+
+
+FORKED_IN_USE = (
+    FORKED.split("print(ask()")[0]
+    + """
+import threading
+from forethought.llm.grammar import MAX_COMPILERS, GrammarCompiler
+ask()
+
+def elsewhere(work):
+    inside = threading.Semaphore(0)
+    threading.Thread(target=work, args=(inside,), daemon=True).start()
+    inside.acquire()
+
+def use(inside, leave=threading.Event()):
+    with llm._turns:
+        inside.release()
+        leave.wait()
+
+compile_ = GrammarCompiler._compile
+def stand_still(self, shape, *rest):
+    if shape.regex.startswith("still"):
+        standing.release()
+        threading.Event().wait()
+    return compile_(self, shape, *rest)
+
+GrammarCompiler._compile, standing = stand_still, threading.Semaphore(0)
+guided = lambda regex: params.replace(guided_decoding=dict(regex=regex))
+for number in range(MAX_COMPILERS + 1):
+    still = guided(f"still{{number}}")
+    threading.Thread(target=lambda: llm.generate("Hello", still), daemon=True).start()
+    number == MAX_COMPILERS or standing.acquire()
+in_child(lambda: llm.generate("Hello", guided("[ab]")).outputs[0].text in "ab")
+llm._turns._taken = True  # as while one thread leaves and the next one has not come in yet
+in_child(ask)
+llm._turns._taken = False
+llm._turns._lock.acquire()
+in_child(ask)
+llm._turns._lock.release()
+elsewhere(use)
+in_child(lambda: in_child(ask))
+os._exit(0)
+"""
+)
+
+
+def test_in_a_forked_process_an_llm_that_another_thread_was_using_says_so():
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKED_IN_USE.format(model=str(MODEL))],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    compiled, *told = done.stdout.splitlines()
+    assert compiled == "True", done.stderr
+    says = "EngineStopped this LLM does not run in a forked process: another thread was using it"
+    assert [line.startswith(says) for line in told[:3]] == [True] * 3, done.stderr
     assert done.returncode == 0, done.stderr
 
 

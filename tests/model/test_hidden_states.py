@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 
 from forethought.kv.pool import PagePool
 from forethought.kv.storage import KvStorage
 from forethought.kv.table import PageTable
-from forethought.model import loader
+from forethought.model import causal_lm, loader
 from forethought.model.batch import Batch, Row
 from forethought.model.causal_lm import FINAL
 from models import prompts, tiny, transformers_model
@@ -73,3 +75,21 @@ def test_the_state_that_leaves_the_last_layer_becomes_the_final_one_by_the_norm(
             assert (norm(states[3]) - states[FINAL]).abs().max() < 1e-5
         found.append(states[3])
     assert (found[0] - found[1]).abs().max() < 1e-4
+
+
+def test_the_decoder_layers_are_searched_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = loader.load(tiny("gpt2"), dtype="float32", fuse=False)
+    storage, table = KvStorage(lm.layer_shapes, 16, 4), PageTable(PagePool(16, 4))
+    searches: list[nn.Module] = []
+    search = causal_lm.decoder_layers
+
+    def counted(model: PreTrainedModel) -> list[nn.Module]:
+        searches.append(model)
+        return search(model)
+
+    monkeypatch.setattr(causal_lm, "decoder_layers", counted)
+    for token in range(3):
+        table.append(1)
+        batch = Batch.build([Row([token], token, table, logits_from=0)])
+        assert lm.forward_with_hidden_states(batch, storage, frozenset([1]))[1]
+    assert len(searches) == 1

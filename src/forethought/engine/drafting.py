@@ -23,7 +23,9 @@ import traceback
 from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
+from functools import partial
 from operator import index
+from types import CodeType
 
 from forethought.engine.scheduler import Plan, PlannedRow
 from forethought.engine.sequence import Sequence
@@ -479,8 +481,16 @@ def _is_interrupt(error: BaseException) -> bool:
     if isinstance(error, KeyboardInterrupt):
         return True
     handlers = map(signal.getsignal, signal.valid_signals())
-    codes = {getattr(handler, "__code__", None) for handler in handlers}
+    codes = {_code(handler) for handler in handlers if callable(handler)}
     return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def _code(handler: Callable[..., object]) -> CodeType | None:
+    """The code that runs when a handler is called; None if that is not Python."""
+    while isinstance(handler, partial):
+        handler = handler.func
+    called = handler if hasattr(handler, "__code__") else type(handler).__call__
+    return getattr(called, "__code__", None)
 
 
 def _batch(parts: list[_RequestDraft], prefilling: list[DraftRequest]) -> ScheduledRequests:

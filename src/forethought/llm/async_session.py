@@ -129,6 +129,9 @@ class AsyncSession:
             thread.call_for(listener, _reserve, thread, handle, reservation)
             work = _begin_compiled(thread, handle, reservation)
             reservation.beginning = asyncio.get_running_loop().create_task(work)
+            reservation.beginning.add_done_callback(
+                lambda done: _leave(thread, handle, reservation) if done.cancelled() else None
+            )
         return SessionStream(self, reservation)
 
     async def extend(self, more: str | Sequence[int]) -> None:
@@ -252,12 +255,19 @@ class SessionStream:
         return await self._listener.last() if found is None else found
 
     def leave(self) -> None:
-        """End the generation if it goes on."""
+        """End the generation if it goes on, or is about to begin; it then ends with ``ABORT``."""
         if self._listener.ended:
             return
         if self._reservation.beginning is not None:
             self._reservation.beginning.cancel()
-        self._session._thread.abort(self._listener)
+        _leave(self._session._thread, self._session._handle, self._reservation)
+
+
+def _leave(thread: EngineThread, handle: _Handle, reservation: _Reservation) -> None:
+    try:
+        thread.call_for(reservation.listener, _end, thread, handle, reservation)
+    except EngineStopped as error:
+        reservation.listener.fail(error)
 
 
 def _open(frontend: Frontend, handle: _Handle) -> None:
@@ -289,10 +299,6 @@ async def _begin_compiled(thread: EngineThread, handle: _Handle, reservation: _R
     try:
         constraints = await thread.frontend.guidance.compiled(reservation.params)
         thread.call_for(listener, _begin, thread, handle, reservation, constraints)
-    except asyncio.CancelledError:
-        with contextlib.suppress(EngineStopped):
-            thread.call(_release, handle, reservation)
-        raise
     except EngineStopped as error:
         listener.fail(error)
     except Exception as error:
@@ -333,10 +339,17 @@ def _look(
     return thread.look(reservation.listener)
 
 
+def _end(thread: EngineThread, handle: _Handle, reservation: _Reservation) -> None:
+    """End a generation that may not have begun yet, and tell who waits for it."""
+    if handle.reserved is reservation:  # it begins here, and ends before any step
+        _begin(thread, handle, reservation, _never_asked)
+    thread.end(reservation.listener)
+
+
 def _stop(thread: EngineThread, handle: _Handle) -> None:
     """End the generation under way, if any, and tell who waits for it."""
-    if handle.reserved is not None:  # it begins here, and ends before any step
-        _begin(thread, handle, handle.reserved, _never_asked)
+    if handle.reserved is not None:
+        _end(thread, handle, handle.reserved)
     thread.tell(thread.frontend.stop(handle.taken))
 
 

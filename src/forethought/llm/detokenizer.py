@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from forethought.config.sampling import SamplingParams
 from forethought.llm.tokenizer import Tokenizer
@@ -80,6 +81,14 @@ class Detokenizer:
         rest, self._shown = text[self._shown :], len(text)
         self._held_bytes = 0
         return rest
+
+    def checkpoint(self) -> tuple[Any, ...]:
+        """What ``restore`` needs to take back the tokens pushed afterwards."""
+        return list(self._window), self._held_bytes, self._shown
+
+    def restore(self, checkpoint: tuple[Any, ...]) -> None:
+        """Take back what was pushed, or flushed, since the checkpoint."""
+        self._window, self._held_bytes, self._shown = checkpoint
 
     def _advance(self, tokens: list[int]) -> str:
         self._window += tokens
@@ -215,6 +224,22 @@ class Transcript:
                 return
         if finish_reason is not None:
             self.finish(finish_reason, stop_reason)
+
+    def checkpoint(self) -> tuple[Any, ...]:
+        """What ``restore`` needs to take back the ``add`` that follows."""
+        num_logprobs = None if self._logprobs is None else len(self._logprobs)
+        decoding = self._text, list(self._undecoded), self._detokenizer.checkpoint()
+        return len(self.token_ids), num_logprobs, self._cumulative, decoding
+
+    def restore(self, checkpoint: tuple[Any, ...]) -> None:
+        """Take back an ``add`` that was interrupted."""
+        num_tokens, num_logprobs, self._cumulative, decoding = checkpoint
+        del self.token_ids[num_tokens:]
+        if self._logprobs is not None:
+            del self._logprobs[num_logprobs:]
+        self._text, self._undecoded, detokenizer = decoding
+        self._detokenizer.restore(detokenizer)
+        self.finish_reason = self._stop_reason = None
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Nothing follows; text that was held back is certain now."""

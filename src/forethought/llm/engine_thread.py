@@ -84,6 +84,8 @@ class OutputStream(Generic[Output]):
     def _receive(
         self, output: Output | None, size: int, failure: BaseException | None, ended: bool
     ) -> None:
+        if self.ended:
+            return  # what ended it first stays
         if output is not None:
             self._newest, self._size, self._returned = output, size, False
         if ended:
@@ -247,7 +249,7 @@ class EngineThread:
     def abort(self, listener: OutputStream[Any]) -> None:
         """End the generation of a listener that does not listen any more."""
         with contextlib.suppress(EngineStopped):
-            self.call(self._abort, listener)
+            self.call(self.end, listener)
 
     def wake(self) -> None:
         """Let an idle thread look around. Safe in the garbage collector."""
@@ -292,7 +294,8 @@ class EngineThread:
         found = next((g for g, other in self._listeners.items() if other is listener), None)
         return None if found is None else listener.read(found)
 
-    def _abort(self, listener: OutputStream[Any]) -> None:
+    def end(self, listener: OutputStream[Any]) -> None:
+        """End the generation of a listener, if it has one that goes on."""
         for generation in [g for g, other in self._listeners.items() if other is listener]:
             self.frontend.abort(generation)
             self.tell([generation])

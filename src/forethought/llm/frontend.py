@@ -53,6 +53,8 @@ class Generation:
         }
         self._metrics = {sequence.id: sequence.metrics for sequence in sequences}
         self._error: Exception | None = None
+        self._taken: Event | None = None
+        """The event taken in last."""
         self.num_events = 0
         """Events of the engine taken in so far."""
 
@@ -81,15 +83,23 @@ class Generation:
         return failure
 
     def take(self, event: Event) -> bool:
-        """Take in what a step did to one sample; whether that sample is finished now."""
-        self.num_events += 1
+        """Take in what a step did to one sample; whether that sample is finished now.
+
+        A call that is interrupted changes nothing; one that is repeated changes nothing more.
+        """
         transcript, stop_reason = self._transcripts[event.sequence.id], event.sequence.stop_reason
-        try:
-            if event.error is not None:
-                raise event.error
-            transcript.add(event.tokens, event.logprobs, event.finish_reason, stop_reason)
-        except Exception as error:  # is this request's, and no other one's
-            self._error = error
+        if event is not self._taken:
+            before = transcript.checkpoint()
+            try:
+                if event.error is not None:
+                    raise event.error
+                transcript.add(event.tokens, event.logprobs, event.finish_reason, stop_reason)
+                self._taken, self.num_events = event, self.num_events + 1
+            except Exception as error:  # is this request's, and no other one's
+                self._error, self._taken, self.num_events = error, event, self.num_events + 1
+            except BaseException:  # KeyboardInterrupt, perhaps of a thread that steps for others
+                transcript.restore(before)
+                raise
         return self._error is not None or transcript.finish_reason is not None
 
     @property
@@ -181,6 +191,9 @@ class Frontend:
         self._generations: dict[int, Generation] = {}
         self._live: set[Sequence] = set()
         self._abandoned: deque[Sequence | Generation] = deque()
+        self._events: deque[Event] = deque()
+        """Events of the engine that no generation has taken in yet: more than none only inside
+        ``step``, and after an interrupt there."""
 
     @classmethod
     def build(cls, model: str | Path | None, fields: Mapping[str, Any]) -> Frontend:
@@ -265,7 +278,7 @@ class Frontend:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return self.engine.has_work or self.has_abandoned
+        return self.engine.has_work or self.has_abandoned or bool(self._events)
 
     @property
     def is_busy(self) -> bool:
@@ -295,15 +308,22 @@ class Frontend:
         return self._keep(self.engine.fork(sequence, length))
 
     def step(self) -> list[Generation]:
-        """One step of the engine. Returns the generations that have got something from it."""
+        """One step of the engine. Returns the generations that have got something from it.
+
+        A step that is interrupted can be repeated: events that were not taken in are kept, and the
+        next step takes in those instead of making new ones.
+        """
         changed = dict.fromkeys(self.sweep())  # as a set that keeps its order
-        for event in self.engine.step():
+        if not self._events:
+            self._events += self.engine.step()
+        while self._events:
+            event = self._events[0]
             generation = self._generations.get(event.sequence.id)
-            if generation is None:
-                continue  # a sibling that failed in this step took it along
-            changed[generation] = None
-            if generation.take(event):
-                self._finish(generation, event.sequence)
+            if generation is not None:  # else a sibling that failed in this step took it along
+                changed[generation] = None
+                if generation.take(event):
+                    self._finish(generation, event.sequence)
+            self._events.popleft()
         return list(changed)
 
     def sweep(self) -> list[Generation]:
@@ -349,11 +369,11 @@ class Frontend:
 
     def _finish(self, generation: Generation, sequence: Sequence) -> None:
         """A sample is over; if by a stop string or a sibling's failure, the engine must be told."""
-        del self._generations[sequence.id]
         if generation.failure is not None:
             self.abort(generation)
-            return
-        self.engine.cut(sequence, generation.length(sequence))
+        else:
+            self.engine.cut(sequence, generation.length(sequence))
+        self._generations.pop(sequence.id, None)  # last, so that an interrupted call is repeated
 
     def _follow(self, sequences: list[Sequence], prompt: Prompt | None = None) -> Generation:
         """The generation of sequences that have just been started."""

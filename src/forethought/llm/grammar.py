@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import copy
 import functools
+import os
 import threading
 import time
 import weakref
@@ -171,8 +172,17 @@ STACK_BYTES = 512 * 2**20
 grammar of a megabyte overflowed a usual stack of 8 MiB, which ends the process."""
 EXIT_SECONDS = 10.0
 """How long the end of the program waits for grammars that are being compiled."""
-MAX_ROW_ITEMS = 50_000
-"""Alternatives that a grammar may have open at once; llguidance's own default is 2,000."""
+MAX_ROW_ITEMS = 2_000
+"""Alternatives that a grammar may have open at once. The time for a mask grows with them, and masks
+are computed between the steps of all requests. A choice, and an enum of strings, count as one."""
+
+_stack_size_lock = threading.RLock()
+"""Held while ``threading.stack_size``, which is that of the whole process, is ``STACK_BYTES``."""
+os.register_at_fork(  # so that a child finds the usual size, and nobody holding the lock
+    before=_stack_size_lock.acquire,
+    after_in_parent=_stack_size_lock.release,
+    after_in_child=_stack_size_lock.release,
+)
 
 Make: TypeAlias = Callable[[], GrammarConstraint]
 _Key: TypeAlias = tuple[GuidedDecodingParams, bool]
@@ -268,6 +278,16 @@ class GrammarCompiler:
             found = self._compilations.get(_key(params))
             return None if found is None or not found.future.done() else found.future.result().fresh
 
+    def after_fork(self) -> None:
+        """In a forked child: the compiling threads stayed behind, with what they compiled."""
+        self._lock, self._vocabulary_lock = threading.RLock(), threading.Lock()
+        self._queue.clear()
+        self._compilers.clear()
+        for compilation in list(self._compilations.values()):
+            compilation.num_waiting = 0
+            if not compilation.future.done():
+                self._drop(compilation)
+
     # ---- compiling ----------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -302,17 +322,14 @@ class GrammarCompiler:
             return
         thread = threading.Thread(target=self._serve, name="forethought-grammar", daemon=True)
         self._compilers.add(thread)
-        usual = threading.stack_size(STACK_BYTES)
         try:
-            thread.start()
+            _start_with_large_stack(thread)
         except RuntimeError as error:
             self._compilers.discard(thread)
             if not self._compilers:  # else one that runs takes its work
                 raise RequestError(
                     "the grammar cannot be compiled", f"no thread for it: {error}", "Free memory"
                 ) from error
-        finally:
-            threading.stack_size(usual)
 
     def _serve(self) -> None:
         """Compile what is queued, then end."""
@@ -502,6 +519,15 @@ async def _done(future: Future[Any]) -> None:
 
     future.add_done_callback(wake)
     await waiter
+
+
+def _start_with_large_stack(thread: threading.Thread) -> None:
+    with _stack_size_lock:
+        usual = threading.stack_size(STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(usual)
 
 
 def _await_compilers(compilers: set[threading.Thread]) -> None:

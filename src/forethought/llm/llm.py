@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -97,7 +98,10 @@ class Turns:
         self._waiting: deque[threading.Lock] = deque()
         self._taken = False
         self.owner: int | None = None
-        """The thread inside, as ``threading.get_ident`` names it."""
+        """The thread inside, as ``threading.get_ident`` names it; None also while one leaves and
+        the next one has not come in yet."""
+        self.lost_at_fork = False
+        """Whether this is a forked child, and a thread of the parent was inside at the fork."""
 
     def __enter__(self) -> None:
         with self._lock:
@@ -143,6 +147,18 @@ class Turns:
             else:
                 self._taken = False
 
+    def after_fork(self) -> None:
+        """In a forked child, which has but one thread: nobody else leaves or waits any more.
+
+        If another thread was inside, or about to be, nobody can enter: it may have left what it
+        was changing half changed.
+        """
+        inside = self._taken and self.owner != threading.get_ident()
+        self.lost_at_fork = self.lost_at_fork or inside or self._lock.locked()
+        self._taken = self._taken or self.lost_at_fork
+        self._lock = threading.Lock()
+        self._waiting.clear()
+
     def _take(self) -> None:
         self._taken, self.owner = True, threading.get_ident()
 
@@ -177,6 +193,8 @@ class LLM:
         self.model_dir, self.tokenizer = self._frontend.model_dir, self._frontend.tokenizer.hf
         self._borrower: str | None = None
         self._turns, self._pid = Turns(), os.getpid()
+        after_fork = weakref.WeakMethod(self._after_fork)
+        os.register_at_fork(after_in_child=lambda: (call := after_fork()) and call())
 
     @overload
     def generate(
@@ -323,6 +341,12 @@ class LLM:
             self._check_fork(frontend)
         return frontend
 
+    def _after_fork(self) -> None:
+        """In a forked child: forget the threads of its parent."""
+        self._turns.after_fork()
+        if self._frontend is not None:
+            self._frontend.guidance.after_fork()
+
     def _check_fork(self, frontend: Frontend) -> None:
         """Whether this forked child can go on with the engine of its parent."""
         reason = ""
@@ -330,7 +354,7 @@ class LLM:
             reason = "CUDA does not survive a fork"
         elif torch.get_num_threads() > 1:
             reason = f"the {torch.get_num_threads()} threads of torch do not survive a fork"
-        elif self._turns.owner not in (None, threading.get_ident()):
+        elif self._turns.lost_at_fork:
             reason = "another thread was using it at the fork"
         if reason:
             raise EngineStopped(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -73,12 +73,15 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 @contextmanager
-def capturing_hidden_states(model: PreTrainedModel, forward_pass: ForwardPass) -> Iterator[None]:
+def capturing_hidden_states(
+    model: PreTrainedModel, forward_pass: ForwardPass, find_layers: Callable[[], list[nn.Module]]
+) -> Iterator[None]:
     """While it is open, a transformers model leaves the states that the pass wants in it.
 
     Args:
         model: the decoder, without its output projection.
         forward_pass: of the one forward that is made meanwhile, over a batch of one.
+        find_layers: returns its decoder layers; called if the states inside are wanted.
 
     Raises:
         ModelError: states inside are wanted, and its decoder layers cannot be found.
@@ -103,7 +106,7 @@ def capturing_hidden_states(model: PreTrainedModel, forward_pass: ForwardPass) -
         return
     handles = []
     if forward_pass.layer_ids - {FINAL}:
-        layers = decoder_layers(model)
+        layers = find_layers()
         handles += [
             layer.register_forward_pre_hook(entering(layer_id), with_kwargs=True)
             for layer_id, layer in enumerate(layers)
@@ -141,10 +144,13 @@ class TransformersNetwork:
     """The module exactly as transformers defines it, with our attention installed."""
 
     module: PreTrainedModel
+    _layers: list[nn.Module] = field(default_factory=list, init=False, repr=False)
+    """The decoder layers, found when they are first wanted."""
 
     def __call__(self, batch: Batch, forward_pass: ForwardPass) -> Tensor:
         """See :class:`Network`."""
-        with capturing_hidden_states(self.module.get_decoder(), forward_pass):
+        decoder = self.module.get_decoder()
+        with capturing_hidden_states(decoder, forward_pass, self._find_layers):
             output = self.module(
                 input_ids=batch.token_ids[None],
                 position_ids=batch.positions[None],
@@ -153,6 +159,11 @@ class TransformersNetwork:
                 **{KEYWORD: forward_pass},
             )
         return output.logits[0]
+
+    def _find_layers(self) -> list[nn.Module]:
+        if not self._layers:
+            self._layers.extend(decoder_layers(self.module.get_decoder()))
+        return self._layers
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """See :class:`Network`."""
