@@ -165,7 +165,7 @@ PagedLists.TestCase.settings = settings(max_examples=60, stateful_step_count=40,
 TestPagedLists = PagedLists.TestCase
 
 
-def test_neighbouring_rows_each_grow_side_by_side() -> None:
+def test_neighbouring_rows_grow_contiguously() -> None:
     pool = PagePool(64, 1)
     tables = [PageTable(pool) for _ in range(4)]
     for _ in range(12):  # taking turns, as decoding rows do
@@ -262,7 +262,7 @@ def test_of_a_prefix_that_is_evicted_the_end_goes_first() -> None:
         assert len(index.match([0, 1, 2])) == left
 
 
-def test_a_row_that_needs_many_pages_at_once_gets_them_side_by_side() -> None:
+def test_a_row_that_needs_many_pages_at_once_gets_contiguous_ones() -> None:
     pool = PagePool(16, 1)
     first, second = PageTable(pool), PageTable(pool)
     first.append(1)
@@ -272,7 +272,7 @@ def test_a_row_that_needs_many_pages_at_once_gets_them_side_by_side() -> None:
     assert first.first_slot() is not None
 
 
-def test_rewinding_forgets_the_hashes_of_pages_that_are_not_full_any_more() -> None:
+def test_rewinding_drops_the_hashes_of_pages_that_are_not_full_any_more() -> None:
     pool = PagePool(4, 4)
     table = PageTable(pool)
     table.append(12)

@@ -1,4 +1,4 @@
-"""Rows are packed side by side, with every index that a forward needs."""
+"""Rows are packed without padding, with every index that a forward needs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def table(pool: PagePool, length: int) -> PageTable:
     return made
 
 
-def test_rows_lie_side_by_side_without_padding() -> None:
+def test_rows_are_packed_without_padding() -> None:
     pool = PagePool(16, 4)
     first, second = table(pool, 6), table(pool, 1)
     batch = Batch.build([Row([5, 6, 7], 3, first, logits_from=2), Row([8], 0, second)])
@@ -30,13 +30,13 @@ def test_rows_lie_side_by_side_without_padding() -> None:
     ]
 
 
-def test_a_row_may_want_no_logits() -> None:
+def test_a_row_may_ask_for_no_logits() -> None:
     pool = PagePool(4, 4)
     batch = Batch.build([Row([5, 6], 0, table(pool, 2), logits_from=2)])
     assert batch.logit_index.shape == (0,)
 
 
-def test_a_span_says_whether_its_pages_lie_side_by_side() -> None:
+def test_a_span_has_a_first_slot_if_its_pages_are_contiguous() -> None:
     pool = PagePool(8, 2)
     together, apart = table(pool, 3), PageTable(pool)
     pages = [pool.take() for _ in range(3)]
@@ -48,7 +48,7 @@ def test_a_span_says_whether_its_pages_lie_side_by_side() -> None:
     assert spans[1].pages == tuple(apart.pages)
 
 
-def test_positions_in_a_tree_follow_depth_and_nodes_see_only_their_ancestors() -> None:
+def test_positions_in_a_tree_follow_depth_and_nodes_attend_to_their_ancestors_only() -> None:
     pool = PagePool(8, 4)
     row = Row([1, 2, 3, 4, 5], 3, table(pool, 8), parents=(-1, 0, 0, 1, 2))
     batch = Batch.build([row])

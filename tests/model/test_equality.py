@@ -162,7 +162,7 @@ def test_in_half_precision_each_token_is_the_most_probable_but_for_rounding(
                 assert int((lost > 0.2).sum()) <= allowed, lost
 
 
-def test_tokens_that_stand_one_place_too_late_lose_logits() -> None:
+def test_tokens_one_position_late_lose_logits() -> None:
     """Negative control."""
     path, prompt = models.tiny("llama"), models.prompts((9,))[0]
     [best] = models.greedy(path, [prompt], NEW_TOKENS)

@@ -1,4 +1,4 @@
-"""The fused forward computes what the transformers module does, from weights that it took over."""
+"""The fused forward computes what the transformers module does, from the weights that it took."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_products_in_float32_are_plain() -> None:
 @pytest.mark.parametrize("most", [0, 2**20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("biased", [False, True])
-def test_products_abreast_are_those_of_each_alone(
+def test_batched_products_equal_each_product_alone(
     most: int, dtype: torch.dtype, biased: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(projections, "MAX_BATCHED", most)

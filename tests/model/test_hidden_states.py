@@ -1,4 +1,4 @@
-"""Hidden states taken on the way are those that transformers reports."""
+"""Captured hidden states are those that transformers reports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from models import prompts, tiny, transformers_model
     "architecture",
     ["llama", "qwen3", "gemma2", "deepseek_v3", "gpt_oss", "gpt2", "gpt_neox", "opt", "phi"],
 )
-def test_states_at_every_place_are_those_of_transformers(architecture: str, fuse: bool) -> None:
+def test_states_of_every_layer_are_those_of_transformers(architecture: str, fuse: bool) -> None:
     lm = loader.load(tiny(architecture), dtype="float32", fuse=fuse)
     storage = KvStorage(lm.layer_shapes, 16, 4)
     pool, rows = PagePool(16, 4), []

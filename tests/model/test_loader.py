@@ -104,7 +104,7 @@ def edit_config(directory: Path, **changes: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def test_what_is_known_of_a_model_comes_from_the_model() -> None:
+def test_the_traits_of_a_model_come_from_the_model() -> None:
     lm = load(models.tiny("deepseek_v3"))
     assert lm.layer_shapes == [LayerShape(4, 12, 6)] * 3
     assert (lm.vocab_size, lm.max_positions) == (models.VOCAB, 256)
@@ -164,7 +164,7 @@ def test_an_unknown_model_type_is_refused(llama: Path) -> None:
     assert "no-such-model" in refusal(llama).why
 
 
-def test_code_that_lies_in_the_directory_is_asked_for_by_name(llama: Path) -> None:
+def test_code_in_the_directory_needs_trust_remote_code(llama: Path) -> None:
     edit_config(llama, model_type="own", auto_map={"AutoConfig": "own.OwnConfig"})
     assert "has no model_type 'own'" in refusal(llama).why
     assert "trust_remote_code=True" in refusal(llama).fix

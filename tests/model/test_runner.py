@@ -1,4 +1,4 @@
-"""Rows in, logits out: chains, trees, rows that want no logits."""
+"""Logits of rows: chains, trees, rows that ask for no logits."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_node_of_a_tree_has_the_logits_of_its_path(architecture: str, attentio
     rows = [Row([5, 6, 7, 8], 0, other), Row(TREE, len(PREFIX), table, PARENTS)]
     logits = runner.forward(rows)[4:]
     for node, path in enumerate(PATHS):
-        expected = chain(runner, pool, PREFIX + [TREE[place] for place in path])
+        expected = chain(runner, pool, PREFIX + [TREE[node] for node in path])
         torch.testing.assert_close(logits[node], expected[0], rtol=1e-4, atol=1e-4)
 
 
@@ -68,7 +68,7 @@ def test_decoding_goes_on_from_the_accepted_path_of_a_tree(architecture: str) ->
     runner.storage.move_slots(table.keep_path(len(PREFIX), PATHS[5]))
     table.append(1)
     logits = runner.forward([Row([50], table.length - 1, table)])
-    expected = chain(runner, pool, [*PREFIX, *(TREE[place] for place in PATHS[5]), 50])
+    expected = chain(runner, pool, [*PREFIX, *(TREE[node] for node in PATHS[5]), 50])
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 

@@ -1,7 +1,7 @@
 """Sampling: the distribution, uniform samples, inversion of the CDF and log-probabilities.
 
-Statistical tests are deterministic (each uniform is a pure function of its counter). Each names its
-statistic, its size and its threshold, and has a negative control that the threshold catches.
+Statistical tests are deterministic (every uniform sample is a pure function of its counter). Each
+names its statistic, its size and its threshold, and has a negative control that fails it.
 """
 
 from __future__ import annotations

@@ -327,7 +327,7 @@ def test_a_target_whose_layers_cannot_be_found_is_refused_when_the_head_is_loade
     directory = new_directory()
     random_eagle3().save(directory)
     config = EagleDecodingConfig(speculative_model=directory, **CHAIN)
-    with pytest.raises(ModelError, match=r"states of a gpt2 model cannot be taken.*h, more"):
+    with pytest.raises(ModelError, match=r"states of a gpt2 model cannot be captured.*h, more"):
         engine("gpt2", speculative=[config])
 
 

@@ -1,1 +1,1 @@
-"""Tokens through a network: loading, packing rows, attention over pages, logits."""
+"""Model execution: loading, batches of rows, attention, the fused Llama network, sampling."""

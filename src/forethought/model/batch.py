@@ -1,8 +1,7 @@
-"""Rows of tokens packed side by side into one batch: every index tensor, built once per forward.
+"""Rows of tokens packed into one batch: every index tensor, built once per forward.
 
-A row is a run of new tokens of one page table: a decode step, a chunk of a prefill, or a tree of
-drafts. There is no padding: T is the sum of the rows' tokens. This file knows nothing about
-requests, sampling or how attention is computed.
+A row is a run of new tokens of one page table: a decode step, a chunk of a prefill, or a draft
+tree. There is no padding: T is the sum of the rows' tokens.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ from forethought.kv.table import ReadableTable
 
 
 def ancestors(parents: Sequence[int]) -> Tensor:
-    """Whom each of n nodes comes from: bool ``[n, n]`` on the host.
+    """Ancestor-or-self of n tree nodes: bool ``[n, n]`` on the host.
 
     Args:
-        parents: of each node, below 0 for none; parents come before their children.
+        parents: the parent of each node, negative for none; parents come before their children.
 
     Returns:
-        True where the column is the row's own node or an ancestor of it.
+        True where the column is the row's node or one of its ancestors.
     """
-    seen: list[int] = []  # a bit for each node
+    seen: list[int] = []  # a bitmask of nodes for each node
     for node, parent in enumerate(parents):
         seen.append((seen[parent] if parent >= 0 else 0) | 1 << node)
     size, width = len(seen), -(-len(seen) // 8)
-    packed = b"".join(each.to_bytes(width, "little") for each in seen)
+    packed = b"".join(mask.to_bytes(width, "little") for mask in seen)
     rows = np.frombuffer(packed, np.uint8).reshape(size, width)
     bits = np.unpackbits(rows, axis=1, count=size, bitorder="little")
     return torch.from_numpy(bits.view(np.bool_))
@@ -42,13 +41,13 @@ class Row:
 
     Attributes:
         tokens: the new token ids, at least one.
-        start: how many tokens of this sequence are stored already: the position of ``tokens[0]``.
+        start: tokens of this sequence that are stored already: the position of ``tokens[0]``.
         table: page table with ``table.length == start + len(tokens)``.
         parents: None for a chain. For a tree, the index in this row of each token's parent, -1 for
             the stored prefix; parents come before their children. A token's position is then
-            ``start`` plus its depth, and it sees the prefix, its ancestors and itself.
-        logits_from: index in this row of the first token whose logits are wanted; all later ones
-            are wanted too; ``len(tokens)`` wants none.
+            ``start`` plus its depth, and it attends to the prefix, its ancestors and itself.
+        logits_from: index in this row of the first token whose logits are computed, with those of
+            all later ones; ``len(tokens)``: none.
     """
 
     tokens: list[int]
@@ -67,7 +66,7 @@ class Row:
         return depths
 
     def visible(self) -> Tensor:
-        """bool ``[n, n]`` on the host: which new tokens (columns) each new token (rows) sees."""
+        """bool ``[n, n]`` on the host: new tokens (columns) that each new token attends to."""
         size = len(self.tokens)
         if self.parents is None:
             return torch.ones(size, size, dtype=torch.bool).tril()
@@ -76,13 +75,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Where one row lies in the packed batch and in the cache.
+    """The tokens of one row in the packed batch and in the cache.
 
     Attributes:
         start, stop: the row's tokens are ``[start, stop)`` of the packed batch.
         kv_length: tokens of the sequence in the cache, these new ones included.
         pages: the pages that hold them, in order.
-        first_slot: the slot of position 0 when all pages lie side by side, else None.
+        first_slot: the slot of position 0 if the pages are contiguous, else None.
         tree: bool ``[n, n]``: which new tokens (columns) each new token (rows) attends to, its
             ancestors and itself; None for a chain.
         seen_from: the first position that is attended to.
@@ -104,13 +103,13 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Packed rows: T new tokens of which R want logits. All tensors are on the model's device.
+    """Packed rows: T new tokens, R of them with logits. All tensors are on the model's device.
 
     Attributes:
         token_ids: int64 ``[T]``.
         positions: int64 ``[T]``.
         slots: int64 ``[T]``, where each new token's keys and values are written.
-        logit_index: int64 ``[R]``, packed indices of the tokens whose logits are wanted.
+        logit_index: int64 ``[R]``, packed indices of the tokens whose logits are computed.
         spans: one per row, in order.
     """
 

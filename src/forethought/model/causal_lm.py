@@ -28,22 +28,22 @@ from forethought.model.attention.interface import KEYWORD, LayerProfile
 from forethought.model.batch import Batch
 
 FINAL = -1
-"""Behind the final norm."""
+"""Layer index of the final norm's output."""
 
 
 class HiddenStateReader(Protocol):
-    """Somebody who keeps hidden states."""
+    """Receives hidden states of each forward."""
 
     @property
     def layer_ids(self) -> Sequence[int]:
-        """Which ones."""
+        """The layers whose states it needs."""
 
     def write(self, slots: Tensor, states: Mapping[int, Tensor]) -> None:
-        """Tokens at ``slots`` int64 [T] were computed; ``states`` are [T, hidden] by layer_id."""
+        """Tokens at ``slots`` int64 [T] were computed; ``states`` [T, hidden] by layer index."""
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The decoder layers of a transformers model, in order, whatever the module calls their list.
+    """The decoder layers of a transformers model, in order, whatever the list is called.
 
     It is the one outermost ``ModuleList`` with as many entries as the config has layers:
     ``layers``, GPT-2's ``h``, OPT's ``decoder.layers``.
@@ -65,9 +65,9 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     if len(outer) != 1:
         found = ", ".join(lists) or "none"
         raise ModelError(
-            f"the hidden states of a {model.config.model_type} model cannot be taken",
-            f"its list of {count} decoder layers is not to be told among its modules ({found})",
-            "Draft with something that reads no hidden states of single layers",
+            f"the hidden states of a {model.config.model_type} model cannot be captured",
+            f"its list of {count} decoder layers cannot be identified among its modules ({found})",
+            "Use a drafter that reads no hidden states of single layers",
         )
     return list(outer[0])
 
@@ -76,15 +76,15 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 def capturing_hidden_states(
     model: PreTrainedModel, forward_pass: ForwardPass, find_layers: Callable[[], list[nn.Module]]
 ) -> Iterator[None]:
-    """While it is open, a transformers model leaves the states that the pass wants in it.
+    """Install hidden-state hooks in a transformers model for one forward.
 
     Args:
         model: the decoder, without its output projection.
-        forward_pass: of the one forward that is made meanwhile, over a batch of one.
-        find_layers: returns its decoder layers; called if the states inside are wanted.
+        forward_pass: of the forward made in this context; it gets the states.
+        find_layers: returns the decoder layers; called if states of single layers are wanted.
 
     Raises:
-        ModelError: states inside are wanted, and its decoder layers cannot be found.
+        ModelError: states of single layers are asked for, and they cannot be identified.
     """
 
     def entering(layer_id: int) -> Callable[..., None]:
@@ -124,7 +124,7 @@ def capturing_hidden_states(
 
 
 class Network(Protocol):
-    """Token ids to logits, with attention left to the pass."""
+    """Token ids to logits; attention is computed by the forward pass."""
 
     def __call__(self, batch: Batch, forward_pass: ForwardPass) -> Tensor:
         """Logits ``[R, vocab]`` in the model's dtype."""
@@ -135,13 +135,13 @@ class Network(Protocol):
         ...
 
     def unembed(self, states: Tensor) -> Tensor:
-        """States behind the final norm ``[T, hidden]`` -> logits ``[T, vocab]``."""
+        """Final-norm states ``[T, hidden]`` -> logits ``[T, vocab]``."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TransformersNetwork:
-    """The module exactly as transformers defines it, with our attention installed."""
+    """The transformers module, with attention over pages installed."""
 
     module: PreTrainedModel
     _layers: list[nn.Module] = field(default_factory=list, init=False, repr=False)
@@ -178,16 +178,16 @@ class TransformersNetwork:
 
 @dataclass(frozen=True, slots=True)
 class ModelTraits:
-    """What is known of a loaded model.
+    """Properties of a loaded model.
 
     Attributes:
         config: the transformers configuration.
-        layers: what each attention layer asks for, found by the probe.
+        layers: what each attention layer needs, found by the probe.
         vocab_size: width of the logits.
         max_positions: tokens that a sequence may hold.
         eos_token_ids: ids that end a sequence.
         dtype: of weights, keys and values.
-        device: where they live.
+        device: of the same.
     """
 
     config: Any
@@ -218,13 +218,13 @@ class CausalLM:
     def forward_with_hidden_states(
         self, batch: Batch, storage: KvStorage, layer_ids: frozenset[int]
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """The same, with hidden states: by layer_id (see ``model.causal_lm``) ``[T, hidden]``."""
+        """The same, with hidden states by layer index (see ``model.causal_lm``) ``[T, hidden]``."""
         with torch.inference_mode():
             forward_pass = PagedPass(batch, storage, self.backend, self.windows, layer_ids)
             return self.run(forward_pass), forward_pass.states
 
     def run(self, forward_pass: ForwardPass) -> Tensor:
-        """Float32 logits ``[R, vocab]`` of a pass, in whatever way it attends."""
+        """Float32 logits ``[R, vocab]`` of a forward pass."""
         with torch.inference_mode():
             return self.network(forward_pass.batch, forward_pass).float()
 
@@ -241,13 +241,13 @@ class CausalLM:
     def embed(self, token_ids: Tensor) -> Tensor:
         """int64 ``[...]`` -> the input embeddings ``[..., hidden]``, as drafting heads share them.
 
-        A model that scales them outside its embedding module is not followed there.
+        Without a scaling that the model applies outside its embedding module.
         """
         return self.network.embed(token_ids)
 
     def unembed(self, states: Tensor) -> Tensor:
-        """States behind the final norm ``[T, hidden]`` -> logits ``[T, vocab]`` in their dtype.
+        """Final-norm states ``[T, hidden]`` -> logits ``[T, vocab]`` in their dtype.
 
-        The output projection alone: what some models do to logits afterwards is left out.
+        The output projection only, without the softcap that some models apply to logits.
         """
         return self.network.unembed(states)

@@ -1,10 +1,4 @@
-"""What a caller calls a device, as torch's.
-
-[processors] How many processors this process may use, and whether torch has started more threads
-than that.
-
-Knows nothing about models.
-"""
+"""The torch device of a name, and a check that torch has no more threads than processors."""
 
 from __future__ import annotations
 
@@ -17,12 +11,14 @@ import torch
 
 from forethought.errors import ParameterError
 
+log = logging.getLogger(__name__)
+
 
 def find_device(name: str) -> torch.device:
-    """The device of that name; ``auto``: CUDA where torch has it, else the CPU.
+    """The device ``name``; ``auto``: CUDA where torch has it, else the CPU.
 
     Raises:
-        ParameterError: there is none.
+        ParameterError: there is no such device.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -35,18 +31,14 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-log = logging.getLogger(__name__)
-
-
 def check_threads(system: Path = Path("/")) -> None:
     """Warn if torch computes with more threads than there are processors for them.
 
-    Each small operation ends when its slowest thread does, and a thread that waits for its turn on
-    a processor can make that a hundred times longer. Nothing is changed: the number of threads is
-    the whole program's.
+    Each small operation ends with its slowest thread, and a thread that waits for a processor can
+    make that a hundred times longer. The number of threads is not changed: it is the program's.
 
     Args:
-        system: where ``proc`` and ``sys`` lie.
+        system: the directory of ``proc`` and ``sys``.
     """
     threads, processors = torch.get_num_threads(), usable_processors(system)
     if threads > math.ceil(processors):
@@ -63,10 +55,10 @@ def check_threads(system: Path = Path("/")) -> None:
 
 
 def usable_processors(system: Path = Path("/")) -> float:
-    """Processors that the affinity of this process and the quotas of its control groups leave it.
+    """Processors that this process may use, by its affinity and the quotas of its control groups.
 
     Args:
-        system: where ``proc`` and ``sys`` lie.
+        system: the directory of ``proc`` and ``sys``.
     """
     if hasattr(os, "sched_getaffinity"):
         count = len(os.sched_getaffinity(0))
@@ -76,7 +68,7 @@ def usable_processors(system: Path = Path("/")) -> float:
 
 
 def _quotas(system: Path) -> list[float]:
-    """The quotas of all control groups that this process is in, in processors."""
+    """The CPU quotas of all control groups of this process, in processors."""
     try:
         lines = (system / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -98,12 +90,12 @@ def _quotas(system: Path) -> list[float]:
 
 
 def _quota(group: Path) -> float | None:
-    """Of one control group; None if it has none. Version 2 has it in one file, version 1 in two."""
+    """Of one control group; None: no quota. Version 2 has it in one file, version 1 in two."""
     for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
         try:
-            most, period = " ".join((group / name).read_text() for name in names).split()
-            if int(most) > 0 and int(period) > 0:
-                return int(most) / int(period)
-        except (OSError, ValueError):  # there is no such file, or it says "max"
+            quota, period = " ".join((group / name).read_text() for name in names).split()
+            if int(quota) > 0 and int(period) > 0:
+                return int(quota) / int(period)
+        except (OSError, ValueError):  # no such file, or "max"
             continue
     return None

@@ -1,8 +1,8 @@
-"""A local Hugging Face directory becomes a :class:`CausalLM`, or is refused with the reason.
+"""Loads a local Hugging Face directory as a :class:`CausalLM`, or refuses it with the reason.
 
-Weights load the way transformers loads them (sharded safetensors, tied weights, quantised
-checkpoints where it can). What the model asks of attention is found by one small forward
-(:mod:`~forethought.model.attention.interface`), never looked up by the model's name.
+Weights load as transformers loads them (sharded safetensors, tied weights, quantised checkpoints
+where it can). What the model needs of attention is found by one small forward, the capability probe
+of :mod:`~forethought.model.attention.interface`, and not by the model's name.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 _PROBE_TOKENS = 3
 _SCALES = re.compile(r"\.(weight_scale\w*|input_scale|qweight|qzeros|scales|absmax)$")
-"""Names of tensors that quantised weights come with."""
+"""Names of the scales of quantised weights."""
 _UNQUANTISED = "Give the checkpoint in 16 or 32 bits"
 
 
@@ -59,10 +59,10 @@ def load(
     Args:
         path: directory with ``config.json`` and weights.
         dtype: ``"auto"`` (the checkpoint's), a name such as ``"bfloat16"``, or a torch dtype.
-        device: where the weights go.
+        device: of the weights.
         attention: name of a backend, or ``"auto"``.
         fuse: replace the forward by the fused one where the architecture allows it.
-        trust_remote_code: run model code that lies in the directory.
+        trust_remote_code: run model code from the directory.
 
     Raises:
         ModelError: the directory is missing or broken, or the model is not supported.
@@ -96,7 +96,7 @@ def load(
 
 
 def _config(directory: Path, trust_remote_code: bool) -> Any:
-    """The configuration, with everything refused that can be told from it."""
+    """The configuration; refuses what can be refused by it."""
     check_model_dir(directory)
     with _refusing(directory, "reading its config.json"):
         written = json.loads((directory / "config.json").read_text(encoding="utf-8"))
@@ -120,9 +120,9 @@ def _check_model_type(directory: Path, written: Mapping[str, Any], trust_remote_
     why = f"transformers {transformers.__version__} has no model_type {name!r}"
     fix = "Upgrade transformers, or choose another model"
     if "auto_map" in written:
-        fix = "Its code lies in the directory: read it, then say trust_remote_code=True"
+        fix = "Its code is in the directory: read it, then set trust_remote_code=True"
     if name is None:
-        why, fix = "its config.json has no model_type", "Give a directory that transformers wrote"
+        why, fix = "its config.json has no model_type", "Choose a directory that transformers wrote"
     raise ModelError(f"the model in {directory} is not supported", why, fix)
 
 
@@ -141,14 +141,14 @@ def _module(
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
         )
-    # transformers fills what it cannot find with random numbers and only warns.
+    # transformers initialises missing weights at random and only warns.
     for kind, why in (("missing_keys", "lacks"), ("mismatched_keys", "has the wrong shape for")):
         if report.get(kind):
             names = sorted(str(name) for name in report[kind])
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise _broken(directory, f"its checkpoint {why} {', '.join(names[:3])}{more}")
     scales = [name for name in report.get("unexpected_keys", ()) if _SCALES.search(str(name))]
-    if scales:  # of which transformers only warns, and reads the weights without them
+    if scales:  # transformers only warns, and reads the weights without them
         why = f"its checkpoint has {min(map(str, scales))}, which its config.json does not explain"
         raise ModelError(f"the model in {directory} is quantised", why, _UNQUANTISED)
     if getattr(module, "_is_stateful", False):
@@ -161,13 +161,13 @@ def _module(
         raise _unsupported(
             directory,
             f"{type(module).__name__} takes no position_ids: it counts positions by itself, and "
-            "the rows of a batch lie one behind the other",
+            "the rows of a batch are packed one after the other",
         )
     return module
 
 
 def _quant_method(directory: Path, config: Any) -> str | None:
-    """How the weights are quantised; None: not at all.
+    """The quantisation method of the weights; None: not quantised.
 
     Raises:
         ModelError: transformers does not know the method, and would read the weights as they stand.
@@ -184,7 +184,7 @@ def _quant_method(directory: Path, config: Any) -> str | None:
 
 
 def _probe(module: PreTrainedModel, directory: Path) -> tuple[tuple[LayerProfile, ...], int]:
-    """What each layer asks of attention, and the width of the logits."""
+    """What each layer needs of attention, and the width of the logits."""
     probe = CapabilityProbe()
     tokens = torch.arange(_PROBE_TOKENS, device=module.device)[None]
     with torch.inference_mode(), _refusing(directory, "probing"):
@@ -198,7 +198,9 @@ def _probe(module: PreTrainedModel, directory: Path) -> tuple[tuple[LayerProfile
         text = module.config.get_text_config(decoder=True)
         layers = probe.profile(text.num_hidden_layers)
     if output.logits.shape[1] != 1:
-        raise _unsupported(directory, "it computes logits for tokens that nobody asked for")
+        raise _unsupported(
+            directory, "it ignores logits_to_keep and computes logits for all tokens"
+        )
     module.set_attn_implementation(ATTENTION)
     return layers, output.logits.shape[-1]
 
@@ -219,9 +221,9 @@ def _check_capabilities(
 def _max_positions(config: Any) -> int:
     """Positions that a sequence may use without its rotary frequencies depending on the batch.
 
-    Rotary scaling of type longrope and dynamic switches frequencies for the *whole batch* once any
-    of its tokens passes the original context: a row's result would depend on its company. Up to
-    the original context they are fixed, so that is where such models end here.
+    Rotary scaling of types longrope and dynamic switches frequencies for the *whole batch* once any
+    of its tokens is beyond the original context: a row's result would depend on the others. Up to
+    the original context they are fixed, so such models are limited to it.
     """
     text = config.get_text_config(decoder=True)
     limit = getattr(text, "max_position_embeddings", None)
@@ -257,7 +259,7 @@ def _eos_token_ids(module: PreTrainedModel) -> frozenset[int]:
 
 @contextmanager
 def _refusing(directory: Path, doing: str) -> Iterator[None]:
-    """Turn whatever transformers raises into a ModelError that keeps its first line."""
+    """Turn any exception of transformers into a ModelError with its first line."""
     try:
         yield
     except ModelError as error:
@@ -269,7 +271,7 @@ def _refusing(directory: Path, doing: str) -> Iterator[None]:
             raise _broken(directory, f"{doing} failed: no {error}") from error
         why = "its attention is not called through transformers' attention interface"
         raise _unsupported(directory, why) from error
-    except Exception as error:  # transformers, safetensors and remote code raise anything
+    except Exception as error:  # transformers, safetensors and remote code raise any type
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         fix = f"{_UNQUANTISED}, or install what is missing" if "quantised" in doing else ""
         raise _broken(directory, f"{doing} failed: {reason}", fix) from error

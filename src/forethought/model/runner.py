@@ -1,6 +1,6 @@
-"""Rows in, logits out: one model over one KV storage.
+"""Runs rows of tokens through one model over one KV storage.
 
-Rows, not requests: a draft model has rows and pages too, but no request.
+Rows, not requests: a draft model has rows and pages too, but no requests.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from forethought.model.causal_lm import CausalLM, HiddenStateReader
 
 
 class ModelRunner:
-    """Runs rows through ``lm``, whose keys and values live in ``storage``."""
+    """Runs rows through ``lm``, whose KV cache is ``storage``."""
 
     def __init__(self, lm: CausalLM, storage: KvStorage) -> None:
         assert tuple(lm.layer_shapes) == storage.layers
@@ -26,11 +26,11 @@ class ModelRunner:
         self.lm, self.storage = lm, storage
 
     def forward(self, rows: Sequence[Row], readers: Sequence[HiddenStateReader] = ()) -> Tensor:
-        """float32 ``[R, vocab]``: the logits that the rows want, in order of rows and tokens.
+        """The logits that the rows ask for, float32 ``[R, vocab]``, in order of rows and tokens.
 
         Args:
             rows: what to compute.
-            readers: who gets hidden states of all tokens.
+            readers: get hidden states of all tokens.
         """
         batch = Batch.build(rows, self.lm.device)
         if not readers:
@@ -42,15 +42,15 @@ class ModelRunner:
         return logits
 
     def check_hidden_states(self, layer_ids: Sequence[int]) -> None:
-        """Run one token and see that the hidden states at ``layer_ids`` can be taken.
+        """Run one token to check that the hidden states at ``layer_ids`` can be captured.
 
-        Only while nothing is stored: the first page is written over.
+        Only while the KV cache is empty: the first page is overwritten.
 
         Args:
             layer_ids: see ``model.causal_lm``.
 
         Raises:
-            ModelError: they cannot, or have another width than ``lm.hidden_size``.
+            ModelError: they cannot be, or have another width than ``lm.hidden_size``.
         """
         table = PageTable(PagePool(self.storage.num_pages, self.storage.page_size))
         table.append(1)
@@ -63,16 +63,16 @@ class ModelRunner:
         except ModelError:
             raise
         except Exception as error:  # hooks into modules of any architecture
-            raise self._untappable(f"{type(error).__name__}: {error}") from error
-        odd = {shape for shape in shapes.values() if shape != (1, self.lm.hidden_size)}
-        if odd:
-            raise self._untappable(
-                f"they are {odd.pop()} for one token, not [1, {self.lm.hidden_size}]"
+            raise self._not_capturable(f"{type(error).__name__}: {error}") from error
+        wrong = {shape for shape in shapes.values() if shape != (1, self.lm.hidden_size)}
+        if wrong:
+            raise self._not_capturable(
+                f"they are {wrong.pop()} for one token, not [1, {self.lm.hidden_size}]"
             )
 
-    def _untappable(self, why: str) -> ModelError:
+    def _not_capturable(self, why: str) -> ModelError:
         return ModelError(
-            f"the hidden states of a {self.lm.config.model_type} model cannot be taken",
+            f"the hidden states of a {self.lm.config.model_type} model cannot be captured",
             why,
             "Draft with something that does not read them",
         )

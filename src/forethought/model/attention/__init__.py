@@ -1,4 +1,4 @@
-"""Attention over paged keys and values: the protocol, the oracle and the backends."""
+"""Attention over paged keys and values: the protocol and the table of backends."""
 
 from forethought.config.registry import Registry
 

@@ -1,10 +1,11 @@
-"""Where transformers' attention layers hand over to ours.
+"""The link between transformers' attention layers and our backends.
 
-Two functions are registered with transformers. ``forethought`` serves every forward: the layer's
-q, k, v go to the :class:`ForwardPass` that arrived with the call. ``forethought_probe`` serves one
-small forward at load, which finds out what the network asks of attention: shapes, windows, softcap,
-sinks; nothing of this is read from a table of models. What no backend could honour (a mask that is
-neither causal nor a window, an unknown argument, a layer that never arrives) is refused there.
+Two functions are registered with transformers' attention interface. ``forethought`` serves every
+forward: the layer's q, k, v go to the :class:`ForwardPass` that was passed with the call.
+``forethought_probe`` serves one small forward at load, the capability probe, which finds out what
+the model needs of attention: shapes, windows, softcap, sinks; there is no table of models. What no
+backend supports (a mask that is neither causal nor a sliding window, an unknown argument, a layer
+that does not call the interface) is refused there.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ ATTENTION = "forethought"
 PROBE = "forethought_probe"
 KEYWORD = "forethought"  # the extra argument of model(...) that carries the pass or the probe
 
-# Arguments that attention layers may receive without asking anything of a backend: what we use,
-# what only training uses, and what describes the batch in ways that the pass already knows.
+# Arguments of attention layers that need nothing further of a backend: those we use, those that
+# only training uses, and those that describe the batch, which the forward pass already does.
 _UNDERSTOOD = frozenset(
     {"scaling", "softcap", "s_aux", "sliding_window", "is_causal", KEYWORD}
     | {"dropout", "training", "num_items_in_batch", "output_router_logits"}
@@ -34,19 +35,19 @@ _UNDERSTOOD = frozenset(
     | {"output_attentions", "output_hidden_states", "return_dict"}
 )
 
-# What the mask function of the probe fills its mask with, in place of a window's width.
-_ALL_SEEN, _NOT_CAUSAL = 0, -1
+# Fill values of the probe's mask where it is no window's width.
+_CAUSAL, _UNSUPPORTED = 0, -1
 
 
 @dataclass(frozen=True, slots=True)
 class LayerProfile:
-    """What one layer asked of attention in the probe.
+    """What one layer needs of attention, found by the probe.
 
     Attributes:
         shape: what it stores per token.
         heads: its query heads.
-        window: how many positions a token sees, its own included; None for all.
-        softcap: whether it bounds its scores.
+        window: positions that a token attends to, its own included; None for all.
+        softcap: whether its scores have a softcap.
         sinks: whether it has a learned logit per head.
     """
 
@@ -57,7 +58,7 @@ class LayerProfile:
     sinks: bool
 
     def needs(self) -> frozenset[Capability]:
-        """The capabilities that a backend must declare to serve this layer."""
+        """The capabilities that a backend must declare for this layer."""
         shape = self.shape
         wanted = {
             Capability.GROUPED_QUERIES: self.heads != shape.kv_heads,
@@ -71,12 +72,12 @@ class LayerProfile:
 
 @dataclass(slots=True)
 class CapabilityProbe:
-    """Collects what arrives during the probing forward, by layer index."""
+    """The profiles of the layers that called attention in the probe, by layer index."""
 
     layers: dict[int, LayerProfile] = field(default_factory=dict)
 
     def profile(self, num_layers: int) -> tuple[LayerProfile, ...]:
-        """The layers in order; ModelError unless each of ``num_layers`` arrived."""
+        """The layers in order; ModelError unless each of ``num_layers`` called attention."""
         missing = sorted(set(range(num_layers)) - set(self.layers))
         if missing or len(self.layers) != num_layers:
             raise _refusal(
@@ -97,12 +98,12 @@ def attend(
     """Serve one attention layer in a forward.
 
     Args:
-        module: the layer; only its index is read.
+        module: the layer, for its index.
         query: ``[1, heads, T, key_dim]``.
         key: ``[1, kv_heads, T, key_dim]``.
         value: ``[1, kv_heads, T, value_dim]``.
-        attention_mask: None; the pass knows who sees whom.
-        kwargs: scaling, softcap, s_aux and the pass.
+        attention_mask: None; the forward pass has the masks.
+        kwargs: scaling, softcap, s_aux and the forward pass.
 
     Returns:
         ``[1, T, heads, value_dim]``, and None in place of weights.
@@ -123,23 +124,25 @@ def probe(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Record what one attention layer asks for; the result is zeros of the right shape."""
+    """Record what one attention layer needs; the result is zeros of the right shape."""
     found: CapabilityProbe = kwargs[KEYWORD]
     unknown = sorted(
         name for name, given in kwargs.items() if given is not None and name not in _UNDERSTOOD
     )
     if unknown:
-        raise _refusal(f"its attention takes {', '.join(unknown)}, which no backend understands")
+        raise _refusal(f"its attention takes {', '.join(unknown)}, which no backend supports")
     layer = getattr(module, "layer_idx", None)
     if layer is None or layer in found.layers or attention_mask is None:
-        raise _refusal("its attention layers do not arrive once each, by number, with their mask")
+        raise _refusal(
+            "its attention layers do not each call attention once, with their index and mask"
+        )
     window = int(attention_mask.flatten()[0])
-    if window == _NOT_CAUSAL or attention_mask.dtype != torch.int64:
+    if window == _UNSUPPORTED or attention_mask.dtype != torch.int64:
         raise _refusal("its attention mask is neither causal nor a sliding window")
     found.layers[layer] = LayerProfile(
         shape=LayerShape(key.shape[1], key.shape[3], value.shape[3]),
         heads=query.shape[1],
-        window=None if window == _ALL_SEEN else window,
+        window=None if window == _CAUSAL else window,
         softcap=kwargs.get("softcap") is not None,
         sinks=kwargs.get("s_aux") is not None,
     )
@@ -154,11 +157,11 @@ def probe_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> Tensor:
-    """Say which window a model's mask function amounts to, on positions far beyond the probe.
+    """Find the window of a model's mask function, on positions far beyond the probe.
 
     Returns:
         int64 ``[1, 1, q_length, kv_length]`` filled with the width of the window, 0 for a causal
-        mask, -1 for anything else: the only way in which it can reach the layer that it is for.
+        mask, -1 for anything else: the layer's mask is the only way to tell the layer.
     """
     last = int(getattr(config, "max_position_embeddings", None) or 4096) + 1
     keys = torch.arange(last + 2)
@@ -167,16 +170,16 @@ def probe_mask(
         query, zero = torch.tensor(position), torch.tensor(0)
         try:
             seen = torch.as_tensor(mask_function(zero, zero, query, keys)).expand(len(keys))
-        except (IndexError, RuntimeError):  # it looks positions up in the batch: not a window
-            widths.add(_NOT_CAUSAL)
+        except (IndexError, RuntimeError):  # it depends on the batch: not a window
+            widths.add(_UNSUPPORTED)
             continue
         width = int(seen.sum())
         expected = (keys <= query) & (keys > query - width)
         whole = width == position + 1
-        widths.add(_NOT_CAUSAL if not torch.equal(seen, expected) else 0 if whole else width)
-    # A window wider than the smaller of the positions looks like no window from there.
-    widths -= {_ALL_SEEN} if len(widths) > 1 else set()
-    code = widths.pop() if len(widths) == 1 else _NOT_CAUSAL
+        widths.add(_UNSUPPORTED if not torch.equal(seen, expected) else _CAUSAL if whole else width)
+    # At positions smaller than its width a window looks like a causal mask.
+    widths -= {_CAUSAL} if len(widths) > 1 else set()
+    code = widths.pop() if len(widths) == 1 else _UNSUPPORTED
     return torch.full((1, 1, q_length, kv_length), code, device=device)
 
 

@@ -1,10 +1,12 @@
-"""Strands: working copies of what some sequences have stored, where drafts grow level by level.
+"""A contiguous KV workspace in which the drafts of some sequences grow level by level.
 
-A draft is many small forwards over one past, whose pages are looked up and copied once; then each
-level's keys and values are put behind them, and attention reads all of it where it lies. What is to
-last is stored in the pages on request; the rest is thrown away with the strands.
+A draft is many small forwards over one prefix. The prefix's pages are gathered once; the keys and
+values of each level are then written behind them, and attention reads all of it without a copy::
 
-Knows nothing about networks and tokens.
+    columns   [ prefix ............ | padding | level 0 | level 1 | ... ]   one row per sequence
+
+Entries that are to be kept are stored in the pages on request; the rest is dropped with the
+workspace.
 """
 
 from __future__ import annotations
@@ -20,43 +22,40 @@ from forethought.model.attention.base import ForwardPass, Scoring
 from forethought.model.attention.sdpa import softmax_attention
 from forethought.model.batch import Batch
 
-FEW = 16
-"""Tokens of a sequence that a drafter has to catch up on, up to which that is done on strands."""
+MAX_CATCH_UP = 16
+"""Tokens that a drafter is behind the target, up to which it catches up in a workspace."""
 
 
 def catch_up_start(
     starts: Sequence[int], stops: Sequence[int], first: int = 0
 ) -> Sequence[int] | None:
-    """Where reading on strands begins, if what is missing of some sequences is little.
+    """Where to start so that all sequences catch up by the same number of tokens in a workspace.
 
-    Equally many tokens of each are read, some of them again.
+    Some of the tokens of a sequence may be computed again.
 
     Args:
-        starts, stops: what is missing of each.
-        first: where reading may begin at the earliest.
+        starts, stops: the positions that are missing of each sequence.
+        first: the earliest possible start.
 
     Returns:
-        One start per sequence; None: more than ``FEW`` are missing, or there are not so many.
+        A start per sequence; None: more than ``MAX_CATCH_UP`` are missing, or one is too short.
     """
     missing = max(stop - start for start, stop in zip(starts, stops, strict=True))
-    if missing > min(FEW, min(stops) - first):
+    if missing > min(MAX_CATCH_UP, min(stops) - first):
         return None
     return [stop - missing for stop in stops]
 
 
 class KvWorkspace:
-    """The pasts of B sequences, and room behind them.
-
-    Columns are the tokens of all strands, side by side: first the pasts, where a shorter one is
-    filled up with what nobody sees, then what is put behind them.
+    """Keys and values of the prefixes of B sequences, with capacity for draft tokens behind them.
 
     Args:
-        storage: where they lie.
+        storage: of the prefixes.
         tables: one per sequence.
-        lengths: tokens of each past.
-        room: most tokens put behind each.
-        windows: how far each layer sees, its own token included; None: all.
-        seen_from: the first position that anybody sees.
+        lengths: tokens of each prefix. Shorter ones are padded; the padding is masked.
+        capacity: maximum number of tokens added to each sequence.
+        windows: each layer's sliding window, the token itself included; None: all is attended to.
+        seen_from: the first position that is attended to.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class KvWorkspace:
         storage: KvStorage,
         tables: Sequence[ReadableTable],
         lengths: Sequence[int],
-        room: int,
+        capacity: int,
         windows: Sequence[int | None] = (None,),
         seen_from: int = 0,
     ) -> None:
@@ -72,58 +71,58 @@ class KvWorkspace:
         self._windows, self._begin, self._dtype = windows, seen_from, storage.dtype
         size, device = storage.page_size, storage.device
         needed = [-(-length // size) for length in lengths]
-        self._past = lengths[0] if len(tables) == 1 else max(needed) * size
+        self._prefix = lengths[0] if len(tables) == 1 else max(needed) * size
         self.added = 0
-        """Tokens put behind each past."""
-        most = -(-(self._past + room) // size)  # the pages behind the pasts are only room
-        pages = [
-            table.pages[:count] + table.pages[:1] * (most - count)
+        """Number of tokens added to each sequence."""
+        num_pages = -(-(self._prefix + capacity) // size)
+        pages = [  # any page does as padding and as space behind the prefixes
+            table.pages[:count] + table.pages[:1] * (num_pages - count)
             for table, count in zip(tables, needed, strict=True)
         ]
         gathered = storage.gather(torch.tensor(pages, device=device).view(-1))
         self._keys, self._values = (
-            [layer.view(len(tables), most * size, *layer.shape[1:]) for layer in layers]
+            [layer.view(len(tables), num_pages * size, *layer.shape[1:]) for layer in layers]
             for layers in gathered
         )
         self._ends: Tensor | None = None
-        """int64 [B, 1]: lengths of the pasts."""
-        self._places: Tensor | None = None
-        """int64 [B, columns]: where in its sequence each column stands, if a window matters."""
+        """int64 [B, 1]: lengths of the prefixes."""
+        self._positions: Tensor | None = None
+        """int64 [B, columns]: position of each column in its sequence; None: no window matters."""
         self._mask: Tensor | None = None
-        """[B, 1, 1, columns], additive: hides what fills a past up; None: nothing does."""
+        """[B, 1, 1, columns], additive: masks the padding; None: there is none."""
         narrowest = min((window for window in windows if window is not None), default=None)
-        bounded = narrowest is not None and max(lengths) + room > narrowest
-        filled = any(length != self._past for length in lengths)
-        if bounded or filled:
+        bounded = narrowest is not None and max(lengths) + capacity > narrowest
+        padded = any(length != self._prefix for length in lengths)
+        if bounded or padded:
             self._ends = torch.tensor(lengths, device=device)[:, None]
-            columns = torch.arange(most * size, device=device)
-            if filled:
-                hidden = (columns >= self._ends) & (columns < self._past)
+            columns = torch.arange(num_pages * size, device=device)
+            if padded:
+                hidden = (columns >= self._ends) & (columns < self._prefix)
                 mask = torch.zeros(hidden.shape, dtype=self._dtype, device=device)
                 self._mask = mask.masked_fill_(hidden, -torch.inf)[:, None, None]
             if bounded:
-                self._places = columns.repeat(len(tables), 1)
+                self._positions = columns.repeat(len(tables), 1)
 
     @property
     def rows(self) -> int:
-        """B."""
+        """Number of sequences B."""
         return len(self._tables)
 
     def keep(self, rows: int) -> None:
-        """Go on with the first sequences alone."""
+        """Continue with the first ``rows`` sequences only."""
         if rows == self.rows:
             return
         self._tables, self._lengths = self._tables[:rows], self._lengths[:rows]
         self._keys = [layer[:rows] for layer in self._keys]
         self._values = [layer[:rows] for layer in self._values]
-        for name in ("_ends", "_places", "_mask"):
+        for name in ("_ends", "_positions", "_mask"):
             tensor: Tensor | None = getattr(self, name)
             setattr(self, name, None if tensor is None else tensor[:rows])
 
     def chain(self, token_ids: Tensor, positions: Tensor) -> WorkspacePass:
-        """A pass over the next tokens of each, which follow each other; see :meth:`level`.
+        """A forward pass over the next tokens of each sequence, a chain; see :meth:`level`.
 
-        Only the logits behind the last one of each are wanted.
+        Only the logits of the last token of each sequence are computed.
         """
         size = len(token_ids) // self.rows
         last = torch.arange(size - 1, len(token_ids), size, device=token_ids.device)
@@ -136,42 +135,42 @@ class KvWorkspace:
     def level(
         self, token_ids: Tensor, positions: Tensor, depth: int, seen: Tensor | None = None
     ) -> WorkspacePass:
-        """A pass over the next tokens of each sequence, equally deep.
+        """A forward pass over the n next tokens of each sequence, all of one depth of its tree.
 
         Args:
             token_ids: int64 ``[B * n]``, sequence by sequence.
             positions: int64 ``[B * n]``, for the network.
-            depth: of these tokens behind the pasts, from 0: how far apart windows see them.
-            seen: bool ``[B, n, m]``, which of the last m tokens so far, these included, each one
-                sees; None: all.
+            depth: of these tokens behind the prefix, from 0; sliding windows count it.
+            seen: bool ``[B, n, m]``, which of the last m added tokens, these included, each one
+                attends to; None: all.
         """
         size = len(token_ids) // self.rows
-        everything = torch.arange(len(token_ids), device=token_ids.device)
-        return self._pass(token_ids, positions, [depth] * size, seen, everything)
+        every_token = torch.arange(len(token_ids), device=token_ids.device)
+        return self._pass(token_ids, positions, [depth] * size, seen, every_token)
 
     def store(self, counts: Sequence[int]) -> None:
-        """Write the first tokens behind each past, so many of each, into the pages of its table."""
+        """Write the first ``counts`` added tokens of each sequence into the pages of its table."""
         slots: list[int] = []
         for table, length, count in zip(self._tables, self._lengths, counts, strict=True):
             slots += table.slots(length, length + count)
-        device, most = self._storage.device, max(counts)
+        device, longest = self._storage.device, max(counts)
         index, chosen = torch.tensor(slots, device=device), None
-        if min(counts) < most:
-            places = [row * most + n for row, count in enumerate(counts) for n in range(count)]
-            chosen = torch.tensor(places, device=device)
+        if min(counts) < longest:
+            indices = [row * longest + n for row, count in enumerate(counts) for n in range(count)]
+            chosen = torch.tensor(indices, device=device)
         for layer, pair in enumerate(zip(self._keys, self._values, strict=True)):
-            k, v = (x.narrow(1, self._past, most).flatten(0, 1) for x in pair)
+            k, v = (x.narrow(1, self._prefix, longest).flatten(0, 1) for x in pair)
             if chosen is not None:
                 k, v = k[chosen], v[chosen]
             self._storage.write(layer, index, k, v)
 
     def put(self, layer: int, begin: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Put a level's keys and values ``[B * n, kv_heads, dim]`` behind ``begin`` others.
+        """Write a level's keys and values ``[B * n, kv_heads, dim]`` behind ``begin`` added tokens.
 
         Returns:
-            Keys and values so far, ``[B, kv_heads, columns, dim]``.
+            All keys and values up to there, ``[B, kv_heads, columns, dim]``.
         """
-        at, size = self._past + begin, len(k) // self.rows
+        at, size = self._prefix + begin, len(k) // self.rows
         keys, values = self._keys[layer], self._values[layer]
         keys.narrow(1, at, size).copy_(k.view(self.rows, size, *k.shape[1:]))
         values.narrow(1, at, size).copy_(v.view(self.rows, size, *v.shape[1:]))
@@ -191,25 +190,25 @@ class KvWorkspace:
     ) -> WorkspacePass:
         begin = self.added
         self.added += len(depths)
-        nowhere = token_ids.new_empty(0)  # its tokens have columns, not slots
-        batch = Batch(token_ids, positions, nowhere, wanted, ())
+        no_slots = token_ids.new_empty(0)  # its tokens have columns
+        batch = Batch(token_ids, positions, no_slots, wanted, ())
         return WorkspacePass(self, batch, begin, self._masks(depths, seen))
 
     def _masks(self, depths: Sequence[int], seen: Tensor | None) -> list[Tensor | None]:
-        """For each layer, additive ``[B, 1, n or 1, columns]``; None: all is seen."""
-        stop, size = self._past + self.added, len(depths)
+        """For each layer, additive ``[B, 1, n or 1, columns]``; None: no mask."""
+        stop, size = self._prefix + self.added, len(depths)
         mask = None if self._mask is None else self._mask[..., self._begin : stop]
         if seen is not None:
             shape = (self.rows, 1, size, stop - self._begin)
             tree = torch.zeros(shape, dtype=self._dtype, device=seen.device)
             tree[..., -seen.shape[2] :].masked_fill_(~seen[:, None], -torch.inf)
             mask = tree if mask is None else tree + mask
-        if self._places is None:
+        if self._positions is None:
             return [mask] * len(self._keys)
         assert self._ends is not None
         positions = self._ends + torch.tensor(depths, device=self._ends.device)
-        self._places[:, stop - size : stop] = positions
-        distance = positions[:, :, None] - self._places[:, None, self._begin : stop]
+        self._positions[:, stop - size : stop] = positions
+        distance = positions[:, :, None] - self._positions[:, None, self._begin : stop]
         masks: dict[int | None, Tensor | None] = {None: mask}
         for window in {window for window in self._windows if window is not None}:
             far = torch.zeros(distance.shape, dtype=self._dtype, device=distance.device)
@@ -219,13 +218,13 @@ class KvWorkspace:
 
 
 class WorkspacePass(ForwardPass):
-    """A pass over tokens behind strands.
+    """A forward pass over a workspace.
 
     Args:
-        strands: where it attends.
+        workspace: where it attends.
         batch: B * n tokens.
-        begin: how many of each sequence were put there before.
-        masks: for each layer.
+        begin: number of tokens of each sequence that were added before.
+        masks: one per layer.
     """
 
     def __init__(
@@ -244,7 +243,7 @@ class WorkspacePass(ForwardPass):
             folded = q.reshape(rows, kv_heads, shared, dim)
             out = softmax_attention(folded, keys, values, mask, scoring, batch_invariant=False)
             return out.reshape(rows, heads, -1).contiguous()
-        # Heads of one key are queries side by side, each with all of the sequence's tokens.
+        # The heads of one key, each with all new tokens of the sequence, become queries.
         folded = q.reshape(rows, size, kv_heads, shared, dim).permute(0, 2, 3, 1, 4)
         folded = folded.reshape(rows, kv_heads, shared * size, dim)
         if mask is not None and mask.shape[2] > 1:

@@ -1,1 +1,1 @@
-"""A lean forward for Llama-like networks, equal to the one that transformers defines."""
+"""The fused forward of Llama-like models, with batch-invariant kernels."""

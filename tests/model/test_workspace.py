@@ -1,4 +1,4 @@
-"""Attending on strands says what attending over pages says, and stores what it is told to."""
+"""Attention in a workspace equals attention over pages; what is stored is what was asked for."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from forethought.kv.storage import KvStorage, LayerShape
 from forethought.kv.table import PageTable
 from forethought.model.attention.base import PagedPass, Scoring
 from forethought.model.attention.reference import ReferenceAttention
-from forethought.model.attention.workspace import FEW, KvWorkspace, catch_up_start
+from forethought.model.attention.workspace import MAX_CATCH_UP, KvWorkspace, catch_up_start
 from forethought.model.batch import Batch, Row
 
-# Behind each past two known tokens, then a tree: three children of the last one, and behind them a
-# child of the first and one of the third.
+# Behind each prefix two known tokens, then a tree: three children of the last one, and behind them
+# a child of the first and one of the third.
 PARENTS = (-1, 0, 1, 1, 1, 2, 4)
 LEVELS = [slice(0, 2), slice(2, 5), slice(5, 7)]
 SEEN = [
@@ -41,7 +41,7 @@ def scoring(case: Case) -> Scoring:
 
 
 def over_pages(case: Case, storage: KvStorage, made: list[PageTable]) -> torch.Tensor:
-    """``[rows, SIZE, heads, dim]`` by the oracle, all levels at once."""
+    """``[rows, SIZE, heads, dim]`` by the reference, all levels at once."""
     q, k, v = (x.flatten(0, 1) for x in drawn(case, len(made)))
     rows = [Row([0] * SIZE, table.length - SIZE, table, PARENTS) for table in made]
     forward_pass = PagedPass(Batch.build(rows), storage, ReferenceAttention(), [case.window])
@@ -49,7 +49,7 @@ def over_pages(case: Case, storage: KvStorage, made: list[PageTable]) -> torch.T
     return found.view(len(made), SIZE, *found.shape[1:])
 
 
-def on_strands(case: Case, workspace: KvWorkspace, rows: int) -> torch.Tensor:
+def in_workspace(case: Case, workspace: KvWorkspace, rows: int) -> torch.Tensor:
     """The same, level by level."""
     found = []
     for number, level in enumerate(LEVELS):
@@ -69,7 +69,7 @@ def on_strands(case: Case, workspace: KvWorkspace, rows: int) -> torch.Tensor:
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 @pytest.mark.parametrize("lengths", [[11], [16], [9, 30, 2], [5, 5]], ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_a_tree_on_strands_attends_as_over_pages(
+def test_a_tree_attends_in_a_workspace_as_over_pages(
     name: str, lengths: list[int], page_size: int, scattered: bool
 ) -> None:
     case, num_pages = CASES[name], 160 // page_size
@@ -77,11 +77,11 @@ def test_a_tree_on_strands_attends_as_over_pages(
     exact = over_pages(case, storage_for(case, num_pages, page_size), made)
     storage = storage_for(case, num_pages, page_size)
     workspace = KvWorkspace(storage, made, lengths, SIZE, [case.window])
-    found = on_strands(case, workspace, len(made))
+    found = in_workspace(case, workspace, len(made))
     torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)
 
 
-def test_a_pass_over_a_chain_wants_the_logits_behind_each_sequence_alone() -> None:
+def test_a_pass_over_a_chain_wants_the_logits_of_the_last_tokens_only() -> None:
     storage = storage_for(CASES["plain"], 20, 3)
     made = tables(PagePool(20, 3), [9, 12], scattered=False)
     workspace = KvWorkspace(storage, made, [4, 6], 5)
@@ -90,12 +90,12 @@ def test_a_pass_over_a_chain_wants_the_logits_behind_each_sequence_alone() -> No
     assert workspace.level(ids[:4], ids[:4], 3).batch.logit_index.tolist() == [0, 1, 2, 3]
 
 
-def test_what_is_stored_lies_in_the_slots_behind_the_pasts_and_nothing_else_changes() -> None:
+def test_stored_tokens_are_in_the_slots_behind_the_prefixes_and_nothing_else_changes() -> None:
     case = CASES["grouped"]
     storage, before = storage_for(case, 20, 3), storage_for(case, 20, 3)
     made = tables(PagePool(20, 3), [9, 12, 8], scattered=True)
     workspace = KvWorkspace(storage, made, [4, 6, 5], SIZE)
-    on_strands(case, workspace, 3)
+    in_workspace(case, workspace, 3)
     assert torch.equal(storage.keys[0], before.keys[0]), "nothing is stored unasked"
     workspace.store([2, 4, 1])
     _, k, v = drawn(case, 3)
@@ -137,11 +137,11 @@ def test_positions_before_the_first_one_seen_do_not_matter(lengths: list[int]) -
         for table in made:
             storage.keys[0][table.slots(0, 2)] += noise
         workspace = KvWorkspace(storage, made, lengths, SIZE, seen_from=2)
-        found.append(on_strands(case, workspace, len(made)))
+        found.append(in_workspace(case, workspace, len(made)))
     assert torch.equal(*found)
 
 
-def test_layers_of_different_shapes_are_gathered_each_in_its_place() -> None:
+def test_layers_of_different_shapes_are_gathered_in_order() -> None:
     shapes = [LayerShape(2, 4, 4), LayerShape(1, 8, 2), LayerShape(2, 4, 4)]
     storage = KvStorage(shapes, 10, 3)
     for stored in (*storage.keys, *storage.values):
@@ -154,18 +154,18 @@ def test_layers_of_different_shapes_are_gathered_each_in_its_place() -> None:
 
 
 @pytest.mark.parametrize(
-    ("starts", "stops", "first", "alike"),
+    ("starts", "stops", "first", "same"),
     [
         ([7], [9], 0, [7]),
         ([7, 20], [9, 25], 1, [4, 20]),
         ([7, 20], [9, 36], 0, None),  # the shorter one has not so many
-        ([0], [FEW], 0, [0]),
-        ([0], [FEW + 1], 0, None),
+        ([0], [MAX_CATCH_UP], 0, [0]),
+        ([0], [MAX_CATCH_UP + 1], 0, None),
         ([1], [9], 1, [1]),
         ([0], [9], 1, None),
     ],
 )
-def test_a_little_is_read_alike_some_of_it_again(
-    starts: list[int], stops: list[int], first: int, alike: list[int] | None
+def test_sequences_catch_up_by_the_same_number_of_tokens(
+    starts: list[int], stops: list[int], first: int, same: list[int] | None
 ) -> None:
-    assert catch_up_start(starts, stops, first) == alike
+    assert catch_up_start(starts, stops, first) == same
