@@ -9,7 +9,8 @@ A dynamic tree (``DynamicTreeBuilder``) is EAGLE-2's (Li et al., 2024, arXiv 240
 score is its log-probability under the draft module. The k best nodes of each level are expanded,
 each by its k most probable children; in the end the best nodes of all levels are kept. Of equal
 scores the node that was made first wins, and a child never scores more than its parent, so the kept
-nodes form a tree."""
+nodes form a tree.
+"""
 
 from __future__ import annotations
 
