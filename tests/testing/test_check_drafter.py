@@ -117,8 +117,8 @@ def test_a_drafter_that_raises_is_found_out() -> None:
 
 
 @functools.cache
-def law_after(tokens: tuple[int, ...]) -> torch.Tensor:
-    """[V]: the target's own law, of a request as the suite samples it in law."""
+def probs_after(tokens: tuple[int, ...]) -> torch.Tensor:
+    """[V]: the target's own distribution under the params of the suite's statistical test."""
     with torch.inference_mode():
         logits = transformers_model(tiny("llama"))(torch.tensor([tokens])).logits[0, -1]
     best = logits.topk(distribution.WIDTH)
@@ -132,43 +132,43 @@ def drawn(request: DraftRequest, q: torch.Tensor) -> int:
     return int(torch.searchsorted(q.cumsum(0), uniform).clamp(max=len(q) - 1))
 
 
-def silent(request: DraftRequest) -> bool:
-    """Only the first tokens of sampled requests are drafted, which is enough and does not last."""
+def does_not_draft(request: DraftRequest) -> bool:
+    """Only the first tokens of sampled requests are drafted, which is enough and quick."""
     done = len(request.tokens) - request.prompt_length
     return request.params.greedy or done > distribution.LENGTH
 
 
-def honest(request: DraftRequest) -> Draft | tuple[()]:
-    """A token drawn from a flatter law than the target's."""
-    if silent(request):
+def correct_drafter(request: DraftRequest) -> Draft | tuple[()]:
+    """A token drawn from a flatter distribution than the target's."""
+    if does_not_draft(request):
         return ()
-    q = (law_after(tuple(request.tokens)) ** 0.5).clone()
+    q = (probs_after(tuple(request.tokens)) ** 0.5).clone()
     q /= q.sum()
     return Draft([drawn(request, q)], None, DraftKind.IID, q[None])
 
 
-def liar_about_chance(request: DraftRequest) -> Draft | tuple[()]:
-    """The likeliest token, said to be drawn from the law that it is the likeliest of."""
-    if silent(request):
+def drafter_of_undrawn_tokens(request: DraftRequest) -> Draft | tuple[()]:
+    """The most probable token, declared as drawn."""
+    if does_not_draft(request):
         return ()
-    q = law_after(tuple(request.tokens))
+    q = probs_after(tuple(request.tokens))
     return Draft([int(q.argmax())], None, DraftKind.IID, q[None])
 
 
-def liar_about_heat(request: DraftRequest) -> Draft | tuple[()]:
-    """A token drawn from a sharper law than the one that is named."""
-    if silent(request):
+def drafter_with_wrong_q(request: DraftRequest) -> Draft | tuple[()]:
+    """A token drawn from a sharper distribution than the declared one."""
+    if does_not_draft(request):
         return ()
-    q = law_after(tuple(request.tokens))
+    q = probs_after(tuple(request.tokens))
     sharp = (q / q.max()) ** 8
     return Draft([drawn(request, sharp / sharp.sum())], None, DraftKind.IID, q[None])
 
 
-def liar_about_siblings(request: DraftRequest) -> Draft | tuple[()]:
-    """All likely tokens in the order of their likelihood, said to be drawn one after the other."""
-    if silent(request):
+def drafter_of_undrawn_siblings(request: DraftRequest) -> Draft | tuple[()]:
+    """The most probable tokens, declared as drawn one after the other."""
+    if does_not_draft(request):
         return ()
-    q = law_after(tuple(request.tokens))
+    q = probs_after(tuple(request.tokens))
     tokens = q.topk(2).indices.tolist()
     return Draft(tokens, (-1, -1), DraftKind.WITHOUT_REPLACEMENT, torch.stack([q, q]))
 
@@ -179,29 +179,31 @@ def own(answer: Any) -> drafters.PerRequest:
     return drafter
 
 
-def test_a_drafter_that_draws_and_says_from_what_passes() -> None:
+def test_a_drafter_that_declares_its_q_passes() -> None:
     assert "sampled outputs have the distribution of plain decoding" in check_drafter(
-        own(honest), tiny("llama"), PROMPTS
+        own(correct_drafter), tiny("llama"), PROMPTS
     )
 
 
-@pytest.mark.parametrize("liar", [liar_about_chance, liar_about_heat, liar_about_siblings])
-def test_a_drafter_that_names_another_law_than_it_drew_from_is_found_out(liar: Any) -> None:
+@pytest.mark.parametrize(
+    "drafter", [drafter_of_undrawn_tokens, drafter_with_wrong_q, drafter_of_undrawn_siblings]
+)
+def test_a_drafter_that_declares_another_q_than_it_drew_from_is_found_out(drafter: Any) -> None:
     """The negative control of the suite's statistical test: p is at most its threshold."""
-    with pytest.raises(AssertionError, match="the law is another one: p = "):
-        check_drafter(own(liar), tiny("llama"), PROMPTS)
+    with pytest.raises(AssertionError, match="the distribution differs: p = "):
+        check_drafter(own(drafter), tiny("llama"), PROMPTS)
 
 
 def test_points_that_change_a_sampled_token_are_found_out() -> None:
-    """As if plain decoding had said something else."""
+    """As if plain decoding had another output."""
     suite = drafter_suite._Suite(NGramDecodingConfig(), tiny("llama"), PROMPTS)
     suite._plain[drafter_suite.SAMPLED] = [[0]] * len(PROMPTS)
     with pytest.raises(AssertionError, match="drafts that are points change no token"):
         suite.sampled_outputs_have_the_distribution_of_plain_decoding()
 
 
-def test_the_statistic_of_the_law_is_chi_square() -> None:
-    """Against scipy, on counts of a fair and of a loaded die; what cannot be has p = 0."""
+def test_the_statistic_is_chi_square() -> None:
+    """Against scipy, on counts of a fair and of a loaded die; an impossible outcome has p = 0."""
     die = {(n,): 1 / 6 for n in range(6)}
     for counts in ([100, 110, 90, 95, 105, 100], [150, 90, 90, 90, 90, 90]):
         outputs = [(face,) for face, count in enumerate(counts) for _ in range(count)]
@@ -210,19 +212,19 @@ def test_the_statistic_of_the_law_is_chi_square() -> None:
     assert distribution.p_value([(7,)] * 100, die) == 0.0
 
 
-def test_the_law_of_the_statistic_is_that_of_plain_decoding() -> None:
-    """Its exact law against transformers': the product of the laws along each path."""
+def test_the_exact_distribution_is_that_of_plain_decoding() -> None:
+    """Against transformers: the product of the probabilities along each path."""
     machine = drafter_suite._Suite(NGramDecodingConfig(), tiny("llama"), PROMPTS)._engine(
         drafts=False
     )
     exact = distribution.exact_distribution(machine, PROMPTS[0])
     assert len(exact) == distribution.WIDTH**distribution.LENGTH
     assert sum(exact.values()) == pytest.approx(1.0)
-    for said in list(exact)[::7]:
-        chance = 1.0
-        for place, token in enumerate(said):
-            chance *= float(law_after((*PROMPTS[0], *said[:place]))[token])
-        assert exact[said] == pytest.approx(chance, rel=1e-3)
-    assert min(exact.values()) * distribution.SAMPLES > distribution.FEWEST, (
+    for outcome in list(exact)[::7]:
+        prob = 1.0
+        for index, token in enumerate(outcome):
+            prob *= float(probs_after((*PROMPTS[0], *outcome[:index]))[token])
+        assert exact[outcome] == pytest.approx(prob, rel=1e-3)
+    assert min(exact.values()) * distribution.NUM_SAMPLES > distribution.MIN_EXPECTED, (
         "no outcome is lumped with others here"
     )

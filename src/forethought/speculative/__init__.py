@@ -1,1 +1,1 @@
-"""Guessing ahead: drafters propose trees of tokens; ``verify`` keeps what the target says too."""
+"""Speculative decoding: drafters propose trees of tokens, the target verifies them."""

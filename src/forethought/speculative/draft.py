@@ -1,8 +1,8 @@
-"""A draft: the tokens that a drafter proposes behind the last known one, as a tree.
+"""A draft: a tree of proposed tokens that follow the last known one.
 
-Node numbers count the drafted tokens from 0; -1 is the root, the last token that is known. A chain
-is a thin tree. A draft says how its tokens were drawn, because verification is exact only for the
-law that they really come from. Knows nothing about who drew them or what becomes of them.
+Node numbers count the drafted tokens from 0; -1 is the root, the last known token. A chain is a
+tree without branches. A draft states how its tokens were drawn, because verification is exact only
+for the distribution that they really come from.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class DraftKind(Enum):
     """How the children of one node were chosen."""
 
     POINT = "point"
-    """By a rule without chance of its own, or with chance that needs no account: n-grams, the k
-    likeliest tokens, beams. Each is tested as a point mass."""
+    """Deterministically, or at random in a way that verification need not know: n-grams, the k most
+    probable tokens, beams. Each is tested as a point mass."""
     IID = "iid"
     """Drawn independently from ``q`` (chains; SpecInfer's trees)."""
     WITHOUT_REPLACEMENT = "without_replacement"
-    """Drawn one after the other from ``q``, what was drawn before taken out."""
+    """Drawn one after the other from ``q``, earlier siblings taken out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class Draft:
         parents: the node that each one follows, -1 for the root; parents come before children.
             None: a chain.
         kind: how siblings were chosen.
-        q: None for ``POINT``; else float32 ``[N, D]``, on the target's device: row n is the law
-            that node n's token was drawn from, before any sibling was taken out.
-        ids: int64 ``[D]``, the target's id of each column of ``q``; None: D is the vocabulary.
+        q: None for ``POINT``; else float32 ``[N, D]``, on the target's device: row n is the
+            distribution that node n's token was drawn from, before any sibling was taken out.
+        ids: int64 ``[D]``, the target's id of each column of ``q``; None: D is its vocabulary.
     """
 
     tokens: Sequence[int]

@@ -1,34 +1,25 @@
-"""Tokens to read and not to write: what a drafter sees of a text that the engine owns.
+"""The drafter interface: base classes of our drafters and of custom ones, and what they work on.
 
-A view copies nothing and grows with its text. A slice is a new list, made as fast as a list makes
-it. Knows nothing about requests.
-
-[drafter] What a drafter is: the base class of ours and of a user's own, and what it is shown.
-
-A drafter in full::
+A complete drafter::
 
     class Repeat(Drafter):
         def prepare_draft_tokens(self, scheduled_requests, resource_manager=None):
             for request in scheduled_requests.generation_requests:
                 request.py_draft_tokens = [request.tokens[-1]] * request.max_draft_len
 
-It proposes; it never decides. Whatever it proposes, the output is what plain decoding gives, and if
-it raises, be it ``SystemExit``, or proposes what does not exist, its requests go on without. Only
-Ctrl-C, and what a signal handler raises, end the call in which the drafter was asked. The names are
-those of TensorRT-LLM's developer guide. Knows nothing about the engine.
-
-[check] What a drafter answered, made fit for verification: cut where it goes too far or astray.
-
-Never trusts a drafter's own arithmetic. Knows nothing about who asked.
+A drafter proposes, the target decides: whatever is proposed, the output is that of plain decoding.
+If a drafter raises (``SystemExit`` included) or proposes an invalid draft, its requests continue
+without drafts; ``check_draft`` cuts what cannot be verified. Only Ctrl-C, and what a signal handler
+raises, end the call in which the drafter ran. Names are those of TensorRT-LLM's developer guide.
 """
 
 from __future__ import annotations
 
+import operator
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import index
 from typing import TYPE_CHECKING, Any, overload
 
 from forethought.config.sampling import SamplingParams
@@ -42,10 +33,10 @@ if TYPE_CHECKING:
 
 
 class TokenView(Sequence[int]):
-    """A list of token ids that cannot be written to; it equals lists with the same ids.
+    """A read-only view of a list of token ids; it equals lists with the same ids.
 
     Args:
-        tokens: the list itself, which may grow and shrink meanwhile.
+        tokens: the list itself, not copied; it may grow and shrink.
     """
 
     __slots__ = ("_tokens",)
@@ -55,13 +46,13 @@ class TokenView(Sequence[int]):
         self._tokens = tokens
 
     @overload
-    def __getitem__(self, place: int) -> int: ...
+    def __getitem__(self, index: int) -> int: ...
 
     @overload
-    def __getitem__(self, place: slice) -> list[int]: ...
+    def __getitem__(self, index: slice) -> list[int]: ...
 
-    def __getitem__(self, place: int | slice) -> int | list[int]:
-        return self._tokens[place]
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        return self._tokens[index]
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -76,15 +67,15 @@ class TokenView(Sequence[int]):
         return token in self._tokens
 
     def index(self, token: int, start: int = 0, stop: int = sys.maxsize) -> int:
-        """The first place of a token in [start, stop).
+        """The first index of a token in [start, stop).
 
         Raises:
-            ValueError: it is not there.
+            ValueError: there is none.
         """
         return self._tokens.index(token, start, stop)
 
     def count(self, token: int) -> int:
-        """How often a token stands there."""
+        """Number of occurrences of a token."""
         return self._tokens.count(token)
 
     def __eq__(self, other: object) -> bool:
@@ -104,15 +95,15 @@ class TokenView(Sequence[int]):
 
 @dataclass(eq=False, slots=True)
 class DraftRequest:
-    """One request that is about to decode a token: what a drafter may know, and where it answers.
+    """One request about to decode: what a drafter may read, and where it puts its draft.
 
-    The same object is shown in every step of a generation; ``tokens`` grows.
+    It is the same object in every step of a generation; ``tokens`` grows.
     """
 
     request_id: int
     tokens: Sequence[int]
-    """Prompt and output so far, live and read-only: what writes to it raises ``TypeError``. A slice
-    is a list. The last one is the root, which the draft follows."""
+    """Prompt and output so far, live and read-only: writing raises ``TypeError``. A slice is a
+    list. The last one is the root, which the draft follows."""
     prompt_length: int
     """Tokens before the current generation."""
     params: SamplingParams
@@ -121,20 +112,20 @@ class DraftRequest:
     index: int
     """Which of the samples of its prompt this is."""
     seed: int
-    """With ``index``, what its coins are drawn from."""
+    """With ``index`` and a position, determines the uniform samples."""
     max_draft_len: int = 0
-    """Most depth of the draft in this step."""
+    """Greatest depth of the draft in this step."""
     max_nodes: int = 0
-    """Most tokens of the draft in this step."""
+    """Greatest number of tokens of the draft in this step."""
     table: TableView | None = None
-    """Where its keys and values lie, to read; reaches ``max_nodes`` tokens behind the root, or,
-    while it prefills, to the last token that this step computes."""
+    """Its page table, read-only; it covers ``max_nodes`` tokens behind the root or, during prefill,
+    ends at the last token that this step computes."""
     draft: Draft = field(default=NO_DRAFT)
-    """The answer."""
+    """The proposed draft."""
 
     @property
     def py_draft_tokens(self) -> list[int]:
-        """The answer as a chain of token ids. Setting it proposes a chain of points."""
+        """The draft's token ids. Setting them proposes a chain of points."""
         return list(self.draft.tokens)
 
     @py_draft_tokens.setter
@@ -163,16 +154,16 @@ class DraftRequest:
 class ScheduledRequests:
     """The requests of one step that concern one drafter.
 
-    Not all that run: left out are those that turn speculation off, want another drafter, got their
-    draft from one before it, or are to have none by the length policy.
+    Left out are requests that turn speculation off, want another drafter, got a draft from an
+    earlier drafter, or are to have none by the length policy.
     """
 
     generation_requests: list[DraftRequest]
-    """Those that want a draft; at least one."""
+    """Requests to draft for; at least one."""
     context_requests: list[DraftRequest] = field(default_factory=list)
-    """Those whose prompt this step is computing, the whole of it or a chunk, and that may want
-    drafts later. They are there to be read: a draft of theirs is left alone, and none of them has
-    asked the resource manager for anything yet. Empty where requests are asked for one by one."""
+    """Requests whose prompt, or a chunk of it, this step computes, and that may want drafts later.
+    They are read-only: their drafts are ignored, and they hold no units of the resource manager
+    yet. Empty where the drafter is called for each request alone."""
 
     @property
     def batch_size(self) -> int:
@@ -195,137 +186,138 @@ class Drafter(ABC):
     ) -> None:
         """Propose for each of ``scheduled_requests.generation_requests``, or leave it as it is.
 
-        Called once in each step in which somebody wants a draft. If it raises, it is called again
-        for each of these requests alone, and those for which it raises then get no more drafts.
+        Called once in each step in which a request wants a draft. If it raises, it is called again
+        for each of these requests alone; those for which it raises again get no more drafts.
 
         Args:
-            scheduled_requests: the requests of this step, none of which has a draft yet.
+            scheduled_requests: the requests of this step, without drafts so far.
             resource_manager: the one that the configuration names, if any.
         """
 
     def nodes(self, depth: int) -> int:
-        """Most tokens of a draft of ``depth`` levels: the depth itself, unless it branches.
+        """Greatest number of tokens of a draft of ``depth`` levels: ``depth`` unless it branches.
 
-        So many slots of the KV cache are reserved, but never more than the configuration's
-        ``max_total_draft_tokens``; ``DraftRequest.max_nodes`` says what has become of it.
+        This many slots of the KV cache are reserved, but never more than the configuration's
+        ``max_total_draft_tokens``; ``DraftRequest.max_nodes`` is what was granted.
         """
         return depth
 
     @property
     def draft_caches(self) -> Sequence[DraftKvCache]:
-        """Storages of its own over the target's pages; see ``kv.draft_cache``."""
+        """Its caches over the target's pages; see ``kv.draft_cache``."""
         return ()
 
     @property
     def page_bytes(self) -> int:
-        """Bytes that it stores for each page of the target."""
+        """Bytes of its caches per page of the target."""
         return sum(draft_cache.storage.bytes_per_page for draft_cache in self.draft_caches)
 
     def resize(self, num_pages: int) -> None:
-        """The target has so many pages now; called once, before the first request."""
+        """Set the number of the target's pages; called once, before the first request."""
         for draft_cache in self.draft_caches:
             draft_cache.resize(num_pages)
 
     def update(self, scheduled_requests: ScheduledRequests) -> None:
-        """The step is over: ``tokens`` of each request now include what was accepted.
+        """Called after verification: ``tokens`` of each request now include what was accepted.
 
-        Told of the requests of ``prepare_draft_tokens`` that go on. If it raises, none of them gets
+        With the requests of ``prepare_draft_tokens`` that continue. If it raises, none of them gets
         another draft.
         """
 
     def release(self, request: DraftRequest) -> None:
-        """The generation is over, or gone: forget what was kept for it.
+        """Called when a generation ends, however it does: drop what is kept for it.
 
-        Also told of requests that it never drafted for.
+        Also called for requests that it never drafted for.
         """
 
     def shutdown(self) -> None:
-        """The engine is going away."""
+        """Called when the engine shuts down."""
 
 
 class ResourceManager(ABC):
-    """State beside a user's drafter, told of a request's life; see TensorRT-LLM's guide.
+    """State with limits beside a custom drafter; see TensorRT-LLM's developer guide.
 
-    For each request: ``get_needed_resource_to_completion`` until there is room for it; then, in
-    each step that drafts for it, ``prepare_resources`` once before the drafter is asked and
-    ``update_resources`` once after verification; at last ``free_resources``, once, when it is over
-    or gets no more drafts because something failed. If ``prepare_resources`` or
-    ``update_resources`` raises, no request of that call gets another draft. ``shutdown`` is last of
-    all.
+    For each request: ``get_needed_resource_to_completion`` until enough units are free; then, in
+    each step that drafts for it, ``prepare_resources`` once before the drafter and
+    ``update_resources`` once after verification; finally ``free_resources``, once, when it ends or
+    gets no more drafts because of an error. If ``prepare_resources`` or ``update_resources``
+    raises, no request of that call gets another draft. ``shutdown`` comes last.
     """
 
     @abstractmethod
     def get_max_resource_count(self) -> int:
-        """How many units there are; a request that would exceed them gets no drafts."""
+        """Number of units; a request that would exceed them gets no drafts."""
 
     @abstractmethod
     def get_needed_resource_to_completion(self, request: DraftRequest) -> int:
-        """How many of them this request may come to need."""
+        """Number of units that this request may need."""
 
     def prepare_resources(self, scheduled_batch: ScheduledRequests) -> None:
-        """Before the drafter is asked, once for all that it is asked for."""
+        """Called before the drafter, with all requests that it drafts for."""
 
     def update_resources(self, scheduled_batch: ScheduledRequests) -> None:
-        """After verification, for those of them that go on."""
+        """Called after verification, with those of them that continue."""
 
     def free_resources(self, request: DraftRequest) -> None:
-        """The request, which held what it may need, gives it back."""
+        """Free the units that the request held."""
 
     def add_dummy_requests(self, request_ids: Sequence[int]) -> Any:
         """Never called here; there are no padded batches."""
 
     def shutdown(self) -> None:
-        """The engine is going away."""
+        """Called when the engine shuts down."""
 
 
 def check_draft(request: DraftRequest, vocab_size: int) -> Draft:
-    """The request's draft as far as it can be verified.
+    """The part of the request's draft that can be verified.
 
-    Left out are nodes that are not in the vocabulary, deeper than ``max_draft_len`` or more than
-    ``max_nodes``, points that repeat a sibling, and whatever follows one of these.
+    Left out are tokens outside the vocabulary, nodes deeper than ``max_draft_len`` or more than
+    ``max_nodes``, points that repeat a sibling, and their descendants.
 
     Raises:
-        TypeError, ValueError: it is no draft at all.
+        TypeError, ValueError: it is not a draft.
     """
     draft = request.draft
     if draft is NO_DRAFT:
         return draft
-    tokens = [index(token) for token in draft.tokens]
-    parents = None if draft.parents is None else tuple(index(each) for each in draft.parents)
+    tokens = [operator.index(token) for token in draft.tokens]
+    parents = (
+        None if draft.parents is None else tuple(operator.index(each) for each in draft.parents)
+    )
     if parents is not None and len(parents) != len(tokens):
         raise ValueError(f"{len(parents)} parents for {len(tokens)} tokens")
     if draft.kind is not DraftKind.POINT:
-        _check_distribution(draft, len(tokens), vocab_size)
-    bad = {node for node, token in enumerate(tokens) if not 0 <= token < vocab_size}
+        _check_q(draft, len(tokens), vocab_size)
+    invalid = {node for node, token in enumerate(tokens) if not 0 <= token < vocab_size}
     if parents is None:
-        end = min(len(tokens), request.max_nodes, request.max_draft_len, *bad)
+        end = min(len(tokens), request.max_nodes, request.max_draft_len, *invalid)
         kept = list(range(end))
     else:
         distinct = draft.kind is DraftKind.POINT
-        kept = _kept(tokens, parents, bad, request, distinct)
+        kept = _kept(tokens, parents, invalid, request, distinct)
     if len(kept) == len(tokens):
         return Draft(tokens, parents, draft.kind, draft.q, draft.ids)
     if not kept:
         return NO_DRAFT
-    place = {-1: -1, **{node: number for number, node in enumerate(kept)}}
+    number = {-1: -1, **{node: new for new, node in enumerate(kept)}}
     return Draft(
         tokens=[tokens[node] for node in kept],
-        parents=None if parents is None else tuple(place[parents[node]] for node in kept),
+        parents=None if parents is None else tuple(number[parents[node]] for node in kept),
         kind=draft.kind,
         q=None if draft.q is None else draft.q[kept],
         ids=draft.ids,
     )
 
 
-def _check_distribution(draft: Draft, count: int, vocab_size: int) -> None:
-    """Refuse a law that is not over the target's vocabulary, or the part of it that ``ids`` name.
+def _check_q(draft: Draft, count: int, vocab_size: int) -> None:
+    """Check that q is over the target's vocabulary, or the part of it that ``ids`` selects.
 
-    The contents of ``ids`` are trusted: looking would stall a GPU, and its owner made them once.
+    The contents of ``ids`` are trusted: reading them would stall a GPU.
     """
     width = vocab_size if draft.ids is None else len(draft.ids)
     if draft.q is None or tuple(draft.q.shape) != (count, width) or width > vocab_size:
         raise ValueError(
-            f"a draft of kind {draft.kind.value} needs the law of each of its {count} tokens, over "
+            f"a draft of kind {draft.kind.value} needs q for each of its {count} tokens, over "
             f"{width} ids"
         )
 
@@ -333,11 +325,11 @@ def _check_distribution(draft: Draft, count: int, vocab_size: int) -> None:
 def _kept(
     tokens: list[int],
     parents: tuple[int, ...],
-    bad: set[int],
+    invalid: set[int],
     request: DraftRequest,
     distinct: bool,
 ) -> list[int]:
-    """The nodes of a tree that stay; a node whose parent has gone goes with it."""
+    """The nodes of a tree that are kept; descendants of a dropped node are dropped too."""
     for node, parent in enumerate(parents):
         if not -1 <= parent < node:
             raise ValueError(f"node {node} comes before its parent {parent}")
@@ -347,7 +339,9 @@ def _kept(
         parent, token = parents[node], tokens[node]
         repeats = distinct and (parent, token) in siblings
         full = len(kept) > request.max_nodes
-        if parent in kept and not (node in bad or repeats or full or depth > request.max_draft_len):
+        if parent in kept and not (
+            node in invalid or repeats or full or depth > request.max_draft_len
+        ):
             siblings.add((parent, token))
             kept.add(node)
     return sorted(kept - {-1})

@@ -1,14 +1,15 @@
-"""How a draft grows, level by level, from the guesses of a head that reads pairs.
+"""Builders of draft trees that a draft module grows level by level: static and dynamic ones.
 
 Tokens stay on the device while a draft grows: each level's forward is queued behind the last one,
-and all drafts come to the host together. Knows nothing about heads.
+and all drafts are transferred to the host at once.
 
-[dynamic_tree] EAGLE-2's dynamic tree: it grows where the head is sure of itself.
+A static tree (``StaticTreeBuilder``) has the same ranks every time; a chain is one of rank 0.
 
-Li et al., 2024 (arXiv 2406.16858). A path's score is its log-probability under the head. Of each
-level the k best nodes go on, each with its k likeliest children; in the end the best nodes of all
-are kept. Of equal scores the node that was made first wins, and a child never scores more than its
-parent, so what is kept is a tree. Knows nothing about heads or pages.
+A dynamic tree (``DynamicTreeBuilder``) is EAGLE-2's (Li et al., 2024, arXiv 2406.16858). A path's
+score is its log-probability under the draft module. The k best nodes of each level are expanded,
+each by its k most probable children; in the end the best nodes of all levels are kept. Of equal
+scores the node that was made first wins, and a child never scores more than its parent, so the kept
+nodes form a tree.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from forethought.model.batch import ancestors
 from forethought.speculative.draft import Draft
 from forethought.speculative.draft_module import DraftModuleRunner
 from forethought.speculative.drafter import DraftRequest
-from forethought.speculative.tree import TreeChoices
+from forethought.speculative.tree import TreeChoices, tokens_of_ranks
 
 
 class TreeBuilder(Protocol):
-    """A way to grow drafts."""
+    """Grows the drafts of a draft module."""
 
     def nodes(self, depth: int) -> int:
-        """Room behind the root that a draft of ``depth`` levels takes."""
+        """KV slots behind the root that a draft of ``depth`` levels needs."""
         ...
 
     def grow(self, pairs: DraftModuleRunner, requests: Sequence[DraftRequest]) -> None:
@@ -39,11 +40,11 @@ class TreeBuilder(Protocol):
 
 
 class StaticTreeBuilder:
-    """A tree of ranks, of which a chain is the thinnest.
+    """Grows the tree of given ranks.
 
     Args:
         choices: the tree.
-        device: of the head.
+        device: of the draft module.
     """
 
     def __init__(self, choices: TreeChoices, device: torch.device) -> None:
@@ -52,10 +53,10 @@ class StaticTreeBuilder:
 
     def nodes(self, depth: int) -> int:
         """Nodes of the tree down to ``depth``."""
-        return sum(len(path) <= depth for path in self._choices.paths)
+        return self._choices.num_nodes(depth)
 
     def grow(self, pairs: DraftModuleRunner, requests: Sequence[DraftRequest]) -> None:
-        """See :class:`Growth`. Drafts of fewer levels drop out of the forwards of later ones."""
+        """See :class:`TreeBuilder`. Shorter drafts leave the batch before the deeper levels."""
         requests = sorted(requests, key=self._size, reverse=True)
         sizes = list(map(self._size, requests))
         begun = pairs.begin(requests, sum(level.inner for level in self._levels))
@@ -74,13 +75,13 @@ class StaticTreeBuilder:
         self._finish(requests, sizes, drawn)
 
     def _size(self, request: DraftRequest) -> int:
-        """Nodes of its draft."""
+        """Number of nodes of its draft."""
         return min(self.nodes(request.max_draft_len), request.max_nodes)
 
     def _finish(
         self, requests: Sequence[DraftRequest], sizes: Sequence[int], drawn: Sequence[Tensor]
     ) -> None:
-        """Bring all tokens to the host at once, and hand them out."""
+        """Transfer all tokens to the host at once, and set the drafts."""
         flat: list[int] = torch.cat([level.flatten() for level in drawn]).tolist()
         drafts: list[list[int]] = [[] for _ in requests]
         begin = 0
@@ -89,9 +90,9 @@ class StaticTreeBuilder:
             for row in range(rows):
                 drafts[row] += flat[begin : begin + width]
                 begin += width
-        thin = self._choices.depth == len(self._choices)
+        is_chain = self._choices.depth == len(self._choices)
         for request, tokens_, size in zip(requests, drafts, sizes, strict=True):
-            parents = None if thin else self._choices.parents[:size]
+            parents = None if is_chain else self._choices.parents[:size]
             request.draft = Draft(tokens_[:size], parents)
 
 
@@ -102,8 +103,8 @@ class _StaticLevel:
         begin, end: which nodes of the tree they are.
         width: nodes of the level above that have children; 1 for the root.
         inner: nodes of this level that have children.
-        seen: bool ``[inner, read]``, of the nodes with children so far, which each of these sees;
-            None: all.
+        seen: bool ``[inner, read]``: which of the nodes with children so far each of these attends
+            to; None: all.
     """
 
     def __init__(
@@ -113,13 +114,13 @@ class _StaticLevel:
         self.begin, self.end, self.width = nodes.start, nodes.stop, len(above)
         inner = [node for node in nodes if node in set(parents)]
         self.nodes, self.inner = inner, len(inner)
-        place = {node: number for number, node in enumerate(above)}
-        self._rows = torch.tensor([place[parents[node]] for node in nodes])
+        row_of = {node: row for row, node in enumerate(above)}
+        self._rows = torch.tensor([row_of[parents[node]] for node in nodes])
         self._ranks = torch.tensor([ranks[node] for node in nodes])
-        self._most = max(ranks[node] for node in nodes)
+        self._max_rank = max(ranks[node] for node in nodes)
         self._inner = torch.tensor([node - nodes.start for node in inner], dtype=torch.int64)
         self._inner_rows = self._rows[self._inner]
-        self._thin = len(nodes) == self.width == 1
+        self._is_single = len(nodes) == self.width == 1
         seen = ancestors(parents)[inner][:, read + inner]
         self.seen = None if bool(seen.all()) else seen
 
@@ -132,25 +133,21 @@ class _StaticLevel:
 
     def draw(self, logits: Tensor, ids: Tensor | None) -> Tensor:
         """logits ``[rows * width, D]`` -> int64 ``[rows, nodes]``, the target's ids."""
-        if self._thin and not self._most:
-            best = logits.argmax(-1, keepdim=True)
-        elif not self._most:
-            best = logits.argmax(-1).view(-1, self.width)[:, self._rows]
+        if self._is_single and not self._max_rank:
+            tokens = logits.argmax(-1, keepdim=True)  # a chain's level, without an index
         else:
-            width = min(self._most + 1, logits.shape[-1])
-            likeliest = logits.topk(width).indices.view(-1, self.width, width)
-            # A rank beyond the vocabulary repeats the last one; repeated siblings are left out.
-            best = likeliest[:, self._rows, self._ranks.clamp(max=width - 1)]
-        return best if ids is None else ids[best]
+            grouped = logits.view(-1, self.width, logits.shape[-1])
+            tokens = tokens_of_ranks(grouped, self._rows, self._ranks, self._max_rank)
+        return tokens if ids is None else ids[tokens]
 
     def grown(self, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Of nodes with children the tokens ``[rows * inner]``, and the states of their parents.
+        """The tokens of the nodes with children ``[rows * inner]``, and their parents' states.
 
         Args:
             tokens: ``[rows, nodes]``.
             states: ``[rows * width, hidden]``.
         """
-        if self._thin:
+        if self._is_single:
             return tokens.flatten(), states
         grouped = states.view(len(tokens), self.width, -1)
         return tokens[:, self._inner].flatten(), grouped[:, self._inner_rows].flatten(0, 1)
@@ -168,16 +165,16 @@ def _levels(choices: TreeChoices, device: torch.device) -> list[_StaticLevel]:
 
 
 class Expansion:
-    """The trees of B requests while they grow. All tensors are on the head's device.
+    """The dynamic trees of B requests while they grow. All tensors are on the module's device.
 
     Args:
         width: k.
 
     Attributes:
-        beams: int64 ``[B, k]``: the tokens of the last level that go on, as the head knows them.
-        above: int64 ``[B, k]``: which beam of the level above each of them follows.
-        seen: bool ``[B, k, levels * k]``: of the beams of all levels so far, which each of the last
-            ones sees, itself included.
+        beams: int64 ``[B, k]``: the tokens of the last level to expand, in the module's vocabulary.
+        above: int64 ``[B, k]``: the beam of the level above that each of them follows.
+        seen: bool ``[B, k, levels * k]``: which beams of all levels so far each of the last ones
+            attends to, itself included.
     """
 
     def __init__(self, width: int) -> None:
@@ -190,7 +187,7 @@ class Expansion:
         self._tokens: list[Tensor] = []  # each [B, nodes of the level]
         self._scores: list[Tensor] = []
         self._parents: list[Tensor] = []
-        self._made = 0
+        self._num_made = 0
 
     def begin(self, logits: Tensor) -> None:
         """The children of the roots; logits ``[B, D]``."""
@@ -208,7 +205,7 @@ class Expansion:
         scores, tokens = logits.float().log_softmax(-1).topk(width)
         scores = (scores.view(rows, width, width) + self._beam_scores[:, :, None]).flatten(1)
         tokens = tokens.view(rows, width * width)
-        first = self._made
+        first = self._num_made
         self._add(tokens, scores, self._beam_nodes.repeat_interleave(width, 1))
         chosen = top_indices(scores, width)
         self.above = chosen // width
@@ -225,7 +222,7 @@ class Expansion:
 
         Args:
             total: how many, if there are so many.
-            ids: the target's id of each token that the head knows; None: its own.
+            ids: the target's id of each token of the module's vocabulary; None: they are the same.
         """
         scores, tokens = torch.cat(self._scores, 1), torch.cat(self._tokens, 1)
         chosen = top_indices(scores, min(total, scores.shape[1]))
@@ -237,39 +234,39 @@ class Expansion:
         self._tokens.append(tokens)
         self._scores.append(scores)
         self._parents.append(parents)
-        self._made += tokens.shape[1]
+        self._num_made += tokens.shape[1]
 
 
 def top_indices(scores: Tensor, count: int) -> Tensor:
-    """int64 ``[B, count]``: places of the highest scores ``[B, N]``; of equal ones the first."""
+    """int64 ``[B, count]``: indices of the highest scores ``[B, N]``; of equal ones the first."""
     return scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
 
 
 def tree_of(nodes: Sequence[list[int]], count: int) -> Draft:
     """The first ``count`` of some nodes of :meth:`Expansion.kept`, in the order they were made."""
     kept = sorted(nodes[:count])
-    place = {-1: -1, **{number: node for node, (number, _, _) in enumerate(kept)}}
-    return Draft([token for _, token, _ in kept], tuple(place[parent] for _, _, parent in kept))
+    node_of = {-1: -1, **{number: node for node, (number, _, _) in enumerate(kept)}}
+    return Draft([token for _, token, _ in kept], tuple(node_of[parent] for _, _, parent in kept))
 
 
 class DynamicTreeBuilder:
-    """Grows dynamic trees; see ``speculative.growth.Growth``.
+    """Grows dynamic trees.
 
     Args:
         width: k.
-        total: most nodes that are kept.
+        total: greatest number of nodes that are kept.
     """
 
     def __init__(self, width: int, total: int) -> None:
         self._width, self._total = width, total
 
     def nodes(self, depth: int) -> int:
-        """The nodes kept, or the beams that are read meanwhile, whichever are more."""
+        """The nodes kept, or the beams computed meanwhile, whichever are more."""
         made = self._width + (depth - 1) * self._width**2
         return max(min(self._total, made), self._width * (depth - 1))
 
     def grow(self, pairs: DraftModuleRunner, requests: Sequence[DraftRequest]) -> None:
-        """See ``Growth``. Requests with less room than others grow narrower trees, apart."""
+        """See :class:`TreeBuilder`. Requests with less capacity get narrower trees, apart."""
         shapes: dict[tuple[int, int], list[DraftRequest]] = {}
         for request in requests:
             shapes.setdefault(self._shape(request, pairs.head.vocab_size), []).append(request)
@@ -277,7 +274,7 @@ class DynamicTreeBuilder:
             self._grow(pairs, group, depth, width)
 
     def _shape(self, request: DraftRequest, vocab_size: int) -> tuple[int, int]:
-        """Depth and width for which its room is enough."""
+        """Depth and width that fit into its capacity."""
         depth = min(request.max_draft_len, request.max_nodes)
         return depth, max(1, min(self._width, vocab_size, request.max_nodes // max(1, depth - 1)))
 

@@ -10,9 +10,13 @@ import ast
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from forethought.config.speculation import all_nodes
 from forethought.errors import ParameterError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def node_depths(parents: Sequence[int]) -> list[int]:
@@ -27,12 +31,28 @@ def node_depths(parents: Sequence[int]) -> list[int]:
     return depths
 
 
+def tokens_of_ranks(logits: Tensor, positions: Tensor, ranks: Tensor, max_rank: int) -> Tensor:
+    """The tokens of n nodes of a static tree: int64 ``[N, n]``, columns of the logits.
+
+    Args:
+        logits: ``[N, P, V]``: of N requests at P positions.
+        positions: int64 ``[n]``, of each node's logits.
+        ranks: int64 ``[n]``, of each node's token there. A rank beyond V repeats the last one;
+            ``check_draft`` leaves repeated siblings out.
+        max_rank: the greatest of ``ranks``.
+    """
+    if max_rank == 0:
+        return logits.argmax(-1)[:, positions]
+    width = min(max_rank + 1, logits.shape[-1])
+    return logits.topk(width).indices[:, positions, ranks.clamp(max=width - 1)]
+
+
 @dataclass(frozen=True)
 class TreeChoices:
     """A static tree, each node a path of ranks from the root.
 
-    Rank r is the drafter's r-th likeliest token at that place, from 0: ``(1, 0)`` is the likeliest
-    token after the second likeliest. Medusa's and EAGLE's choices are written so.
+    Rank r is the drafter's r-th most probable token, from 0: ``(1, 0)`` is the most probable token
+    after the second most probable. Medusa's and EAGLE's choices are written so.
 
     Attributes:
         paths: one per node, sorted by length, then by value.
@@ -42,15 +62,15 @@ class TreeChoices:
 
     @classmethod
     def parse(cls, choices: Iterable[Sequence[int]] | str) -> TreeChoices:
-        """Read either spelling: all nodes, or the paths to the leaves only.
+        """Read a list of all nodes, or of the paths to the leaves only.
 
         Args:
-            choices: paths, or the text of a list of them. What leads to a path belongs to the tree
-                whether it is listed or not.
+            choices: paths, or the text of a list of them. The nodes on a path belong to the tree
+                whether they are listed or not.
 
         Raises:
-            ParameterError: no paths, an empty one, one that stands there twice, or something in one
-                that is no rank.
+            ParameterError: there is no path, an empty one or a repeated one, or an entry is not a
+                rank.
         """
         given = _paths(choices)
         if not given or not all(given):
@@ -58,7 +78,7 @@ class TreeChoices:
         if any(isinstance(rank, bool) or rank < 0 for path in given for rank in path):
             raise _refused(choices, "ranks are integers from 0")
         if len(set(given)) < len(given):
-            raise _refused(choices, "a path stands there twice")
+            raise _refused(choices, "a path is listed twice")
         return cls(all_nodes(given))
 
     def __len__(self) -> int:
@@ -67,19 +87,23 @@ class TreeChoices:
     @cached_property
     def parents(self) -> tuple[int, ...]:
         """The node that each one follows, -1 for the root."""
-        place = {path: node for node, path in enumerate(self.paths)}
-        return tuple(place.get(path[:-1], -1) for path in self.paths)
+        node_of = {path: node for node, path in enumerate(self.paths)}
+        return tuple(node_of.get(path[:-1], -1) for path in self.paths)
+
+    def num_nodes(self, depth: int) -> int:
+        """Number of nodes no deeper than ``depth``; they are the first ones."""
+        return sum(len(path) <= depth for path in self.paths)
 
     def truncated(self, depth: int) -> TreeChoices:
         """The tree of the nodes no deeper than ``depth``, at least 1."""
-        return TreeChoices(tuple(path for path in self.paths if len(path) <= depth))
+        return TreeChoices(self.paths[: self.num_nodes(depth)])
 
     def expect_ranks_below(self, vocab_size: int, name: str) -> None:
-        """Refuse a tree, that of the field ``name``, with ranks that no token can have.
+        """Check that every rank is that of a token.
 
         Args:
-            vocab_size: tokens that the drafter knows.
-            name: for the message.
+            vocab_size: size of the drafter's vocabulary.
+            name: the configuration field, for the message.
 
         Raises:
             ParameterError: a rank is not below ``vocab_size``.
@@ -115,5 +139,5 @@ def _paths(choices: Iterable[Sequence[int]] | str) -> list[tuple[int, ...]]:
 
 def _refused(choices: object, why: str) -> ParameterError:
     return ParameterError(
-        f"tree choices {choices!r} are none", why, "Write them like [[0], [1], [0, 0]]"
+        f"invalid tree choices {choices!r}", why, "Write them like [[0], [1], [0, 0]]"
     )

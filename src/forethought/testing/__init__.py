@@ -1,4 +1,4 @@
-"""Suites that anybody can run on what they have written for this package."""
+"""Test suites for extensions of this package: run ``check_drafter`` on a drafter of your own."""
 
 from forethought.testing.drafter import check_drafter
 

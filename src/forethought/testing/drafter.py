@@ -1,4 +1,4 @@
-"""What every drafter must leave untouched, as a suite to run on one's own.
+"""``check_drafter``: a test suite for drafters.
 
 ::
 
@@ -7,12 +7,11 @@
     check_drafter(MyDrafter())                                    # on the embedded reasoner
     check_drafter(NGramDecodingConfig(max_draft_len=4), "/path/to/model")
 
-Runs in float32, where equal means equal. A drafter that guesses badly passes; one that changes what
-is said, keeps a page, or raises, does not. Where it draws its drafts by chance, what is said is
-compared in law (``distribution``). A configuration that asks for other acceptance than the exact
-one does
-not pass. A drafter of your own is shut down with each engine that it has drafted for, and used
-again with the next. Knows nothing about how drafters work.
+Runs in float32, where equality is exact. A drafter with low acceptance passes; one that changes the
+output, leaks a page or raises does not. Where drafts are drawn at random, outputs are compared in
+distribution (``distribution.py``). A configuration with a lossy acceptance rule does not pass. A
+drafter object is shut down with each engine that it has drafted for, and used again with the next
+one.
 """
 
 from __future__ import annotations
@@ -38,14 +37,18 @@ from forethought.speculative.drafter import (
 )
 from forethought.testing import distribution
 
-TOKENS = 32
-"""Generated per request."""
-WIDE = 256
-"""Sequences at once where many samples are drawn."""
-GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
-SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, seed=7, max_tokens=TOKENS, ignore_eos=True)
-MEMORY = SamplingParams(
-    temperature=0.0, max_tokens=TOKENS, min_tokens=8, repetition_penalty=1.2, frequency_penalty=0.2
+NUM_TOKENS = 32
+"""Tokens generated per request."""
+SAMPLING_BATCH_SIZE = 256
+"""Batch size where many samples are drawn."""
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, seed=7, max_tokens=NUM_TOKENS, ignore_eos=True)
+PENALISED = SamplingParams(
+    temperature=0.0,
+    max_tokens=NUM_TOKENS,
+    min_tokens=8,
+    repetition_penalty=1.2,
+    frequency_penalty=0.2,
 )
 
 
@@ -58,13 +61,13 @@ def check_drafter(
     """Run the suite.
 
     Args:
-        drafter: your own, or the configuration of one.
+        drafter: an object, or a configuration.
         model: local Hugging Face directory of the target; None: the embedded reasoner.
-        prompts: token ids, at least three prompts; None: some that repeat themselves.
-        max_draft_len: for a drafter of your own, most depth of its drafts.
+        prompts: token ids, at least three prompts; None: some with repetitions.
+        max_draft_len: for a drafter object, the greatest depth of its drafts.
 
     Returns:
-        The sentences that hold.
+        The sentences that hold, one per check.
 
     Raises:
         AssertionError: with the sentence that does not.
@@ -82,7 +85,7 @@ def check_drafter(
 
 
 def _prompts() -> list[list[int]]:
-    """Ids that every vocabulary has; the longest one has more than a page."""
+    """Ids that every vocabulary has; the longest prompt exceeds a page."""
     verse = [40, 51, 62, 73, 84]
     return [verse * 2, [45], [90, 91] * 12 + verse, [*verse, 99]]
 
@@ -95,7 +98,7 @@ class _Suite:
         self._prompts = [list(prompt) for prompt in prompts]
         self._plain = {
             params: self._outputs(self._engine(drafts=False), params)
-            for params in (GREEDY, MEMORY, SAMPLED)
+            for params in (GREEDY, PENALISED, SAMPLED)
         }
 
     def run(self) -> list[str]:
@@ -103,7 +106,7 @@ class _Suite:
         checks: list[Callable[[], None]] = [
             self.greedy_tokens_are_those_of_plain_decoding,
             self.penalties_see_the_path_of_each_node,
-            self.sampled_tokens_do_not_depend_on_company,
+            self.sampled_tokens_do_not_depend_on_the_batch,
             self.sampled_outputs_have_the_distribution_of_plain_decoding,
             self.rewinds_forget,
             self.forks_agree,
@@ -124,7 +127,7 @@ class _Suite:
     # ---- what must hold ---------------------------------------------------------------------
 
     def greedy_tokens_are_those_of_plain_decoding(self) -> None:
-        """For any page size, alone and together, with and without a prefix cache."""
+        """For several page sizes, with and without a prefix cache."""
         for page_size in (1, 3, 16):
             for reuse in (True, False):
                 machine = self._engine(page_size=page_size, reuse=reuse)
@@ -133,82 +136,85 @@ class _Suite:
                 self._expect_empty(machine)
 
     def penalties_see_the_path_of_each_node(self) -> None:
-        """The law of a token depends on all tokens before it, drafted ones too."""
+        """The distribution of a token depends on all tokens before it, drafted ones too."""
         machine = self._engine()
-        assert self._outputs(machine, MEMORY) == self._plain[MEMORY]
+        assert self._outputs(machine, PENALISED) == self._plain[PENALISED]
         self._expect_empty(machine)
 
-    def sampled_tokens_do_not_depend_on_company(self) -> None:
-        """A seeded request says the same alone and among others."""
+    def sampled_tokens_do_not_depend_on_the_batch(self) -> None:
+        """A seeded request has the same output alone and in a batch."""
         machine = self._engine()
         together = self._outputs(machine, SAMPLED)
         self._expect_empty(machine)
-        for prompt, said in zip(self._prompts, together, strict=True):
+        for prompt, output in zip(self._prompts, together, strict=True):
             machine = self._engine()
             sequence = machine.add(prompt, SAMPLED)[0]
             self._drain(machine)
-            assert sequence.output == said
+            assert sequence.output == output
             self._expect_empty(machine)
 
     def sampled_outputs_have_the_distribution_of_plain_decoding(self) -> None:
-        """Token for token where all drafts are points; in law where any was drawn by chance."""
+        """Token for token where all drafts are points; in distribution where one was drawn."""
         machine = self._engine()
-        kinds = _witnessed(machine)
+        kinds = _record_kinds(machine)
         outputs = self._outputs(machine, SAMPLED)
         self._expect_empty(machine)
         if kinds <= {DraftKind.POINT}:
             assert outputs == self._plain[SAMPLED], "drafts that are points change no token"
             return
-        prompt, room = self._prompts[0], WIDE * (len(self._prompts[0]) + distribution.LENGTH + 32)
+        prompt, tokens = (
+            self._prompts[0],
+            SAMPLING_BATCH_SIZE * (len(self._prompts[0]) + distribution.LENGTH + 32),
+        )
         expected = distribution.exact_distribution(self._engine(drafts=False), prompt)
-        machine = self._engine(tokens=room, batch_size=WIDE)
-        chance = distribution.p_value(distribution.sample(machine, prompt), expected)
-        assert chance > distribution.P_VALUE, f"the law is another one: p = {chance:.1e}"
+        machine = self._engine(tokens=tokens, batch_size=SAMPLING_BATCH_SIZE)
+        p_value = distribution.p_value(distribution.sample(machine, prompt), expected)
+        assert p_value > distribution.P_VALUE, f"the distribution differs: p = {p_value:.1e}"
         self._expect_empty(machine)
 
     def rewinds_forget(self) -> None:
-        """After a rewind the same tokens come again."""
+        """After a rewind the same tokens are generated again."""
         machine = self._engine()
-        for prompt, said in zip(self._prompts, self._plain[GREEDY], strict=True):
+        for prompt, output in zip(self._prompts, self._plain[GREEDY], strict=True):
             live = machine.open(prompt)
-            for length in (TOKENS, TOKENS // 2, 3):
+            for length in (NUM_TOKENS, NUM_TOKENS // 2, 3):
                 machine.resume(live, GREEDY.replace(max_tokens=length))
                 self._drain(machine)
-                assert live.tokens == prompt + said[:length]
+                assert live.tokens == prompt + output[:length]
                 machine.rewind(live, len(prompt))
             machine.close(live)
         self._expect_empty(machine)
 
     def forks_agree(self) -> None:
-        """A fork of a sequence that runs, at any of its lengths, goes on as its parent does."""
+        """A fork of a running sequence, at any of its lengths, continues as its parent does."""
         machine = self._engine()
-        prompt, said = self._prompts[0], self._plain[GREEDY][0]
+        prompt, output = self._prompts[0], self._plain[GREEDY][0]
         parent = machine.add(prompt, GREEDY, keep=True)[0]
         forks: list[Live] = []
         while machine.has_work and len(forks) < 6:
             self._step(machine)
             fork = machine.fork(parent, len(parent.tokens) - len(forks) % 2)
-            if len(fork.tokens) < len(prompt) + TOKENS:
-                left = len(prompt) + TOKENS - len(fork.tokens)
+            if len(fork.tokens) < len(prompt) + NUM_TOKENS:
+                left = len(prompt) + NUM_TOKENS - len(fork.tokens)
                 machine.resume(fork, GREEDY.replace(max_tokens=left))
             forks.append(fork)
         self._drain(machine)
         for live in (parent, *forks):
-            assert live.tokens == prompt + said
+            assert live.tokens == prompt + output
             machine.close(live)
         self._expect_empty(machine)
 
     def limits_and_stop_tokens_hold(self) -> None:
-        """Nothing is said beyond ``max_tokens`` or a stop token, wherever a draft would end."""
-        said = self._plain[GREEDY][0]
+        """No token comes after ``max_tokens`` or a stop token, wherever a draft would end."""
+        output = self._plain[GREEDY][0]
         for limit in range(1, 8):
-            assert self._one(GREEDY.replace(max_tokens=limit)) == said[:limit]
-        for stop in set(said[:8]):
+            assert self._one(GREEDY.replace(max_tokens=limit)) == output[:limit]
+        for stop in set(output[:8]):
             params = GREEDY.replace(stop_token_ids=(stop,))
-            assert self._one(params) == said[: said.index(stop) + 1]
+            assert self._one(params) == output[: output.index(stop) + 1]
 
     def aborts_leave_nothing_behind(self) -> None:
-        """Wherever a request is given up, its pages come back."""
+        """Whenever a request is aborted, its pages are freed."""
         for steps in range(1, 8):
             machine = self._engine()
             samples = [machine.add(prompt, GREEDY)[0] for prompt in self._prompts]
@@ -220,13 +226,13 @@ class _Suite:
             self._expect_empty(machine)
 
     def a_small_cache_changes_nothing(self) -> None:
-        """Requests that push each other out of the cache say the same."""
-        longest = max(map(len, self._prompts)) + TOKENS
+        """Requests that preempt each other have the same output."""
+        longest = max(map(len, self._prompts)) + NUM_TOKENS
         machine = self._engine(page_size=4, tokens=longest + 12)
         assert self._outputs(machine, GREEDY) == self._plain[GREEDY]
         self._expect_empty(machine)
 
-    # ---- how ---------------------------------------------------------------------------------
+    # ---- helpers -----------------------------------------------------------------------------
 
     def _engine(
         self,
@@ -264,7 +270,7 @@ class _Suite:
         while machine.has_work:
             self._step(machine)
             steps += 1
-            assert steps < 10_000, "the engine does not come to an end"
+            assert steps < 10_000, "the engine does not finish"
 
     @staticmethod
     def _step(machine: Engine) -> None:
@@ -281,16 +287,16 @@ class _Suite:
         machine.shutdown()
 
 
-def _witnessed(machine: Engine) -> set[DraftKind]:
-    """How the drafts of an engine are drawn, filled while it runs."""
+def _record_kinds(machine: Engine) -> set[DraftKind]:
+    """The kinds of an engine's drafts, filled while it runs."""
     kinds: set[DraftKind] = set()
     for entry in machine.speculation.drafters:
-        entry.drafter = _Witness(entry.drafter, kinds)
+        entry.drafter = _KindRecorder(entry.drafter, kinds)
     return kinds
 
 
-class _Witness(Drafter):
-    """Lets another one draft, and notes of which kinds its drafts are."""
+class _KindRecorder(Drafter):
+    """Records the kinds of another drafter's drafts."""
 
     def __init__(self, inner: Drafter, kinds: set[DraftKind]) -> None:
         self._inner, self._kinds = inner, kinds

@@ -36,7 +36,7 @@ from forethought.speculative.drafter import (
 )
 from forethought.speculative.heads.medusa import DraftHeads, MedusaHeads
 from forethought.speculative.registry import Target
-from forethought.speculative.tree import TreeChoices
+from forethought.speculative.tree import TreeChoices, tokens_of_ranks
 
 
 class HeadTrees(Protocol):
@@ -76,7 +76,7 @@ class StaticTrees:
 
     def nodes(self, depth: int) -> int:
         """See :class:`HeadTrees`."""
-        return sum(len(path) <= depth for path in self._choices.paths)
+        return self._choices.num_nodes(depth)
 
     def grow(self, logits: Tensor, ids: Tensor | None, requests: Sequence[DraftRequest]) -> None:
         """See :class:`HeadTrees`. Shorter drafts are made of the tree's first nodes."""
@@ -84,11 +84,11 @@ class StaticTrees:
             min(self.nodes(min(request.max_draft_len, len(logits))), request.max_nodes)
             for request in requests
         ]
-        size, vocab = max(sizes), logits.shape[-1]
-        width = min(max(self._choices.ranks[:size], default=0) + 1, vocab)
-        top_nodes = logits.topk(width, dim=-1).indices
-        # A rank beyond the vocabulary repeats the last one; repeated siblings are left out.
-        tokens = top_nodes[self._levels[:size], :, self._ranks[:size].clamp(max=width - 1)].T
+        size = max(sizes)
+        max_rank = max(self._choices.ranks[:size], default=0)
+        tokens = tokens_of_ranks(
+            logits.transpose(0, 1), self._levels[:size], self._ranks[:size], max_rank
+        )
         drafted = (tokens if ids is None else ids[tokens]).tolist()  # one transfer for all
         for request, row, count in zip(requests, drafted, sizes, strict=True):
             request.draft = Draft(row[:count], self._choices.parents[:count])

@@ -1,5 +1,4 @@
-"""A gate that stops drafts while few of their tokens are accepted, and looks again from time to
-time.
+"""The acceptance gate: no drafts while few of their tokens are accepted.
 
 While it is closed it sends a few short drafts now and then, and opens when these let expect enough
 acceptance at full length. It does not measure time: see ``goodput.py``.

@@ -7,7 +7,8 @@ Language Models Using Goodput", 2024). Every step chooses the lengths k_i >= 0 t
 
 with acceptance estimated per request and level (``AcceptanceEstimate``) and both times fitted while
 decoding (``latency.py``). ``LossBudget`` bounds what is lost against plain decoding, however wrong
-the estimates are."""
+the estimates are.
+"""
 
 from __future__ import annotations
 

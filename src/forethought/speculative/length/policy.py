@@ -2,7 +2,8 @@
 
 ``FixedLength``, ``AcceptanceGate`` (``gate.py``) and ``Goodput`` (``goodput.py``); with several,
 the shortest length wins. Lengths by batch size are a ``Schedule`` (``base.py``), applied before
-these."""
+these.
+"""
 
 from __future__ import annotations
 

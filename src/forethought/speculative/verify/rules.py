@@ -13,7 +13,8 @@ marked ``lossy`` or ``synthetic``. Let p be the target's distribution behind a p
   probabilities, ``p(x) >= p(top) - delta``; its documentation compares logarithms, ``log p(top) -
   log p(x) <= delta``. Both are available by name. Elsewhere acceptance is greedy.
 * Synthetic acceptance: levels are accepted at random with a given probability, for studies of
-  speed. The output says nothing about the target."""
+  speed. The output says nothing about the target.
+"""
 
 from __future__ import annotations
 

@@ -254,7 +254,8 @@ def _draw(
     """The target's own token at each row, or ``_NOT_DRAWN`` where no walk can come.
 
     On a CPU a row's distribution costs more than a second pass: tokens are drawn at the roots
-    first, then at the nodes of those drafts of which the root accepts a child."""
+    first, then at the nodes of those drafts of which the root accepts a child.
+    """
     greedy = all(request.contexts[0].params.greedy for request in requests)
     if logits.device.type != "cpu" or greedy:
         uniforms = [0.0] * len(contexts) if greedy else _all_uniforms(requests)
