@@ -292,7 +292,7 @@ def test_a_task_that_asks_what_the_model_cannot_say_is_refused(workers):
         ("token", RewardTask(input_tokens=[1, 2]), "scores steps"),
         ("one", RewardTask(input_tokens=[1, 2], step_positions=[1]), "scores whole answers"),
         ("token", RewardTask(input_tokens=[1, 2], step_positions=[2]), "step_positions"),
-        ("one", RewardTask(output_str="2"), "nothing to judge"),
+        ("one", RewardTask(output_str="2"), "nothing to score"),
         ("one", RewardTask(input_tokens=[]), "input_tokens"),
     ):
         with pytest.raises(ParameterError, match=reason):

@@ -404,7 +404,7 @@ class DynasorGenerationController(Controller):
 
 
 def _effort(effort: str | None, threshold: int, chunk: int) -> tuple[int, int]:
-    """The two numbers: as given, else as ``effort`` says, else the defaults."""
+    """The two numbers: as given, else those of ``effort``, else the defaults."""
     if effort is None:
         return threshold, chunk
     if effort not in EFFORT:

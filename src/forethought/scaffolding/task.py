@@ -270,7 +270,7 @@ class ForkPoint:
     """Text put behind them."""
     input_str: str | None
     """The whole as text; once the task's ``input_str`` differs, the fork no longer applies."""
-    said: ScaffoldingOutput | None = None
+    output: ScaffoldingOutput | None = None
     """The output up to there, behind the prompt of the first task of a chain of forks."""
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -417,12 +417,12 @@ class GenerationTask(sampling.SamplingFields, Task):
         result, point = self.result, self.fork_point
         if result is None or point is None or point.input_str != self.input_str:
             return result
-        said = point.said or ScaffoldingOutput.inserted("")
+        before = point.output or ScaffoldingOutput.inserted("")
         if self.num_kept_tokens is None:
-            return ScaffoldingOutput.join([said, point.suffix, result])
-        said = said.without_last((point.kept or 0) - self.num_kept_tokens)
+            return ScaffoldingOutput.join([before, point.suffix, result])
+        before = before.without_last((point.kept or 0) - self.num_kept_tokens)
         suffix = ScaffoldingOutput.inserted(point.suffix, self.inserted_tokens)
-        return ScaffoldingOutput.join([said, suffix, result])
+        return ScaffoldingOutput.join([before, suffix, result])
 
     @property
     def num_generated(self) -> int:
@@ -475,8 +475,8 @@ class GenerationTask(sampling.SamplingFields, Task):
         """
         text = None
         if self.input_str is not None:
-            said = self.output_str or ""
-            text = (said if self.echo and said else self.input_str + said) + suffix
+            output = self.output_str or ""
+            text = (output if self.echo and output else self.input_str + output) + suffix
         kept = 0 if self.output_str is None else None  # nothing has come back yet, or no tokens
         if self.output_tokens is not None:
             kept = len(self.output_tokens)
@@ -611,8 +611,8 @@ class ChatTask(StreamGenerationTask):
 
     def last_assistant_content(self) -> str | None:
         """The text of the last assistant message; None if there is none."""
-        said = [m for m in self.messages if isinstance(m, AssistantMessage)]
-        return said[-1].content if said else None
+        answers = [m for m in self.messages if isinstance(m, AssistantMessage)]
+        return answers[-1].content if answers else None
 
     @staticmethod
     def create_from_prompt(  # type: ignore[override]  # the established signature

@@ -108,7 +108,7 @@ class RewardModel:
         """The input row of a query.
 
         Raises:
-            ParameterError: there is none, or the model judges steps and none are named, or the
+            ParameterError: there is none, or the model scores steps and none are given, or the
                 other way round.
             ContextLengthError: it is too long.
         """
@@ -164,8 +164,8 @@ class RewardModel:
                 "Give text; token ids of another model cannot be scored",
             )
         if answer is not None and self.tokenizer.chat_template:
-            said = [("user", question), ("assistant", answer)]
-            messages = [{"role": role, "content": content} for role, content in said]
+            turns = [("user", question), ("assistant", answer)]
+            messages = [{"role": role, "content": content} for role, content in turns]
             text = self.tokenizer.apply_chat_template(messages, tokenize=False)
             encoding = self.tokenizer(text, add_special_tokens=False, verbose=False)
         else:
