@@ -94,7 +94,7 @@ def test_a_natural_end_stops_at_once():
     ("last", "text", "kept_tokens"),
     [("5}", THOUGHT[:35], 35), ("4}", THOUGHT[:30] + WRITTEN + "4" + ANSWER_END, 30)],
 )
-def test_probes_that_are_under_way_at_a_natural_end_are_heard(last, text, kept_tokens):
+def test_probes_that_are_under_way_at_a_natural_end_count(last, text, kept_tokens):
     """As if they had taken no time. No further ones are asked, be the chain ever so fast."""
 
     def script(asked, index):

@@ -1,4 +1,4 @@
-"""Majority vote: the commonest answer wins, and nobody waits for samples that cannot matter."""
+"""Majority vote: the commonest answer wins, and samples that cannot change it are cancelled."""
 
 import random
 import threading
@@ -82,7 +82,7 @@ def test_sampling_stops_when_no_sample_can_change_the_winner():
     assert result.output.meta["majority_vote"]["finished"] == 3
 
 
-def test_it_can_be_told_to_wait_for_all():
+def test_without_early_stop_it_waits_for_all():
     result, worker = vote(["4", "4", "4", ("5", 0.1)], early_stop=False)
     assert [call.ended for call in worker.calls] == ["done"] * 4
     assert result.output.meta["majority_vote"]["finished"] == 4
@@ -247,7 +247,7 @@ def test_formulas_pool_the_same_with_and_without_stopping_early():
         assert result.output.text == boxed(r"\sqrt{8}")
 
 
-def test_stopping_early_saves_most_of_what_cannot_matter():
+def test_stopping_early_saves_samples_that_cannot_change_the_winner():
     """8 samples, 3 in 4 right, 200 random orders: for the answer alone 5.8 on average."""
     source, ended = random.Random(7), 0
     for _ in range(200):

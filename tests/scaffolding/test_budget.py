@@ -172,7 +172,7 @@ ENDS = ["returns", "waits", "swallows", "fails", "cancels itself"]
 
 
 class Counting(Worker):
-    """Books tokens, and when they are too many, ends as ``end`` says."""
+    """Records tokens; once they exceed the budget, it ends as ``end`` names."""
 
     def __init__(self, end=None, spend=30):
         self.end, self.spend = end, spend
@@ -227,7 +227,7 @@ def test_an_exhausted_budget_reaches_the_controller_however_its_worker_ends(end,
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_branches_beside_the_one_that_overspends_are_told_of_the_budget_too(end):
+def test_branches_beside_the_one_that_overspends_get_its_error_too(end):
     class Three(Controller):
         def process(self, tasks, **kwargs):
             native = NativeGenerationController()

@@ -117,7 +117,7 @@ def test_every_loop_has_a_client_with_the_settings_of_the_one_given(server):
             assert getattr(client, name) == getattr(given, name)
 
 
-def test_a_scaffolding_llm_that_ends_closes_its_connections_if_nobody_uses_them(server):
+def test_a_scaffolding_llm_that_ends_closes_its_connections_if_they_are_idle(server):
     server.says, server.seconds_per_piece = lambda body: ["x"] * 50, 0.01
     worker = OpenaiWorker(AsyncOpenAI(base_url=server.url, api_key="key"), "tiny")
     workers = {"generation": worker}
@@ -222,7 +222,7 @@ def test_a_shape_in_json_is_a_response_format(server, shape, sent):
     assert all("guided_decoding" not in request for request in server.requests)
 
 
-def test_a_shape_that_the_server_has_no_word_for_is_refused_by_name(server):
+def test_a_shape_that_the_api_has_no_field_for_is_refused_by_name(server):
     chat = ChatTask.create_from_prompt("hi")
     chat.guided_decoding = GuidedDecodingParams(regex="a+")
     with pytest.raises(ParameterError, match="cannot honour guided_decoding with regex"):
@@ -301,7 +301,7 @@ def test_log_probabilities_come_back_with_the_tokens_texts(server):
     assert task.cumulative_logprob == -1.0
 
 
-def test_a_single_stop_string_is_taken_as_the_reason_unless_the_server_tells(server):
+def test_a_single_stop_string_is_taken_as_the_reason_unless_the_server_sends_one(server):
     task, told = GenerationTask(input_str="p", stop="}"), GenerationTask(input_str="p", stop="}")
     run(Client(server), task)
     assert (task.finish_reason, task.stop_reason) == ("stop", "}")
@@ -365,7 +365,7 @@ def test_a_stream_comes_back_with_exactly_its_step_however_far_the_server_is(ser
         assert stream.cumulative_logprob == -0.5 * 6
 
 
-def test_the_tokens_of_one_piece_are_told_apart_by_their_log_probabilities():
+def test_the_tokens_of_one_piece_are_separated_by_their_log_probabilities():
     def seen(texts, piece):
         choice = StreamedChoice()
         choice.add("x", [{-1: Logprob(-1.0, 1, "x")}], False)
@@ -465,11 +465,11 @@ def test_a_server_is_never_a_request_ahead_of_the_steps(server, tokens_per_chunk
     assert (stream.finish_reason, stream.num_generated) == ("abort", 32)
 
 
-@pytest.mark.parametrize("most", [5, 8, 9, 16, 21])
-def test_a_stream_in_parts_ends_at_its_most_tokens(server, most):
-    stream, _ = in_parts(server, 8, max_tokens=most)
-    assert (stream.output_str, stream.finish_reason) == ("".join(WORDS[:most]), "length")
-    assert stream.num_generated == most
+@pytest.mark.parametrize("max_tokens", [5, 8, 9, 16, 21])
+def test_a_stream_in_parts_ends_at_max_tokens(server, max_tokens):
+    stream, _ = in_parts(server, 8, max_tokens=max_tokens)
+    assert (stream.output_str, stream.finish_reason) == ("".join(WORDS[:max_tokens]), "length")
+    assert stream.num_generated == max_tokens
 
 
 def test_a_part_that_the_context_cuts_short_is_the_last(server):

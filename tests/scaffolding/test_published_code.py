@@ -392,7 +392,7 @@ def test_a_stop_that_is_no_text_is_refused_wherever_it_comes_from(stop):
 
 
 @pytest.mark.parametrize("wrap", [lambda text: text, lambda text: [text]])
-def test_a_generate_that_returns_text_is_told_what_to_return(wrap):
+def test_a_generate_that_returns_text_gets_an_error_with_the_fix(wrap):
     class Returns(Controller):
         def generate(self, prompt, **kwargs):
             yield []
@@ -403,7 +403,7 @@ def test_a_generate_that_returns_text_is_told_what_to_return(wrap):
     assert "ScaffoldingOutput(text)" in message
 
 
-def test_a_bare_task_that_is_yielded_is_told_to_be_a_list():
+def test_a_bare_task_that_is_yielded_must_be_in_a_list():
     class Bare(Controller):
         def process(self, tasks, **kwargs):
             yield tasks[0]
@@ -424,7 +424,7 @@ def test_a_controller_that_is_a_coroutine_is_refused_where_it_is_written(name):
             type("Mine", (Controller,), {name: function})
 
 
-def test_rewards_of_a_task_with_a_text_result_are_judged():
+def test_rewards_of_a_task_with_a_text_result_are_scored():
     class Judged(Controller):
         def process(self, tasks, **kwargs):
             tasks[0].result = "abc"

@@ -289,10 +289,10 @@ def test_without_a_chat_template_text_is_judged_as_a_pair_with_its_token_types(
 
 def test_a_task_that_asks_what_the_model_cannot_say_is_refused(workers):
     for name, task, reason in (
-        ("token", RewardTask(input_tokens=[1, 2]), "judges steps"),
-        ("one", RewardTask(input_tokens=[1, 2], step_positions=[1]), "judges whole answers"),
+        ("token", RewardTask(input_tokens=[1, 2]), "scores steps"),
+        ("one", RewardTask(input_tokens=[1, 2], step_positions=[1]), "scores whole answers"),
         ("token", RewardTask(input_tokens=[1, 2], step_positions=[2]), "step_positions"),
-        ("one", RewardTask(output_str="2"), "nothing to judge"),
+        ("one", RewardTask(output_str="2"), "nothing to score"),
         ("one", RewardTask(input_tokens=[]), "input_tokens"),
     ):
         with pytest.raises(ParameterError, match=reason):

@@ -183,7 +183,7 @@ def another_value(name, number=1):
 
 
 @pytest.mark.parametrize("name", sampling.FIELDS)
-def test_a_fork_inherits_every_sampling_field_unless_told_otherwise(name):
+def test_a_fork_inherits_every_sampling_field_unless_it_is_given_another(name):
     task = GenerationTask(input_str="p", **{name: another_value(name)})
     assert getattr(task.fork("?"), name) == another_value(name)
     assert getattr(task.fork("?", StreamGenerationTask), name) == another_value(name)
@@ -249,7 +249,7 @@ def test_a_token_that_ended_a_part_and_is_not_in_its_text_is_not_in_the_whole():
     assert (whole.text, whole.token_ids) == ("one two+three", [1, 9, 3])
     assert whole.logprobs == [{1: Logprob(-1.0)}, {}, {3: Logprob(-4.0)}]
     assert whole.cumulative_logprob == -5.0
-    assert (task.output_tokens, fork.fork_point.said.token_ids) == ([1, 2], [1, 2])
+    assert (task.output_tokens, fork.fork_point.output.token_ids) == ([1, 2], [1, 2])
 
 
 def test_what_several_parts_of_one_task_cost_is_counted_once():
@@ -335,7 +335,7 @@ def test_the_misspelled_status_is_the_correctly_spelled_one():
     assert TaskStatus.WORKER_EXECEPTION is TaskStatus.WORKER_EXCEPTION
 
 
-def test_tasks_are_told_apart_by_identity():
+def test_tasks_are_equal_by_identity_only():
     assert GenerationTask() != GenerationTask()
     assert len({GenerationTask(), GenerationTask()}) == 2
 

@@ -65,7 +65,7 @@ class Method:
     parameters: Mapping[str, Any]
     """Name -> default; ``REQUIRED`` where there is none."""
     explanations: Mapping[str, str] = field(default_factory=dict)
-    """Name -> what it means, as the docstring of the class says; those that it explains."""
+    """Name -> what it means, from the docstring of its class, as far as explained there."""
 
     REQUIRED = inspect.Parameter.empty
 

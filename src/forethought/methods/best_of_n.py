@@ -1,4 +1,4 @@
-"""Best of N: sample several answers, have each judged, return the one with the highest score."""
+"""Best of N: sample several answers, score each, return the one with the highest score."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from forethought.scaffolding.task import GenerationTask
 
 
 class BestOfNController(Controller):
-    """Runs a controller several times and returns the sample that a reward controller likes best.
+    """Runs a controller several times and returns the sample with the highest reward score.
 
     ``customized_result_fields["best_of_n"]`` holds the ``scores`` and the winner's ``index``.
 
     Args:
         generation_controller: cloned for each sample.
-        reward_controller: its ``process`` judges the samples' tasks and leaves ``scores``.
-        default_sample_num: samples, unless ``process`` is told otherwise.
-        on_failure: ``"drop"`` leaves failed samples out, as long as one does not fail; a judge's
-            failure is raised in any case.
+        reward_controller: its ``process`` scores the samples' tasks and sets ``scores``.
+        default_sample_num: samples, unless ``process`` gets ``sample_num``.
+        on_failure: ``"drop"`` leaves failed samples out, as long as one does not fail; a failure of
+            the reward controller is always raised.
 
     Raises:
         ParameterError: fewer than one sample, or a setting of the wrong kind.
@@ -54,7 +54,7 @@ class BestOfNController(Controller):
         select_best_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> Process:
-        """Sample, judge, and leave the winner's results on the task.
+        """Sample, score, and store the results of the best sample on the task.
 
         Args:
             tasks: exactly one; copied for each sample.
@@ -127,14 +127,14 @@ class BestOfNController(Controller):
             **kwargs: ``select_best_kwargs``, for a choice that overrides this one.
 
         Returns:
-            The chosen task and its place among them.
+            The chosen task and its index among them.
         """
         index = max(range(len(tasks)), key=lambda number: reward_values[number])
         return tasks[index], index
 
 
 def _unscored(samples: Sequence[GenerationTask]) -> Exception:
-    """Why there is nothing to choose from."""
+    """The error if no sample has a score."""
     errors = (sample.error for sample in samples if sample.error is not None)
     return next(errors, None) or ParameterError(
         "no sample has a score", "its worker gave none", "Use a worker that sets score"

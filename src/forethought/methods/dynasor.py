@@ -1,24 +1,20 @@
-"""Probes: forks of a chain of thought that are asked for the answer, and when they agree.
+"""Dynasor-CoT: stop a chain of thought once its answer does not change any more.
 
-Knows nothing about the chain's own fate.
+Every ``chunk_size`` tokens, a fork of the main chain, a *probe*, is prompted for the final answer.
+As soon as several probes in a row agree, the main chain is cut at the fork point of the last one
+and the answer is appended. Nothing is trained, and probes do not delay or change the main chain.
 
-[dynasor] Dynasor-CoT: stop thinking once the answer does not change any more.
+The output is the one that probes without latency would give, however long they take and however
+many tokens a step of the engine draws:
 
-While the main chain goes on, forks of it are asked for the answer every few tokens. As soon as
-several such probes in a row agree, the main chain is ended at the last one's fork point and the
-answer is put behind it. Nothing is trained, and the main chain never notices the probes.
-
-What comes out is what would if probes took no time, however long they take and however many tokens
-a step of the engine draws:
-
-1. A probe is forked at every multiple of ``chunk_size`` that the chain goes beyond, at exactly so
-   many tokens, even if the chain is ahead by then.
-2. Probes are judged in the order of their forks, whatever the order in which they answer.
-3. A chain that ends by itself is not probed any more. Those probes that are under way then were
-   forked before its end: they are heard, and may still cut it where they were forked.
-4. The chain's next step begins while the oldest probe under way is less than a chunk behind. On a
-   server, which generates the chain in requests of ``chunk_size`` tokens, no more than that is
-   decoded ahead of the probes; the engine, where probes come first, goes on meanwhile.
+1. A probe is forked at every multiple of ``chunk_size`` that the chain reaches, at exactly that
+   number of tokens, even if the engine is ahead by then.
+2. The answers of probes count in the order of their forks, in whatever order they finish.
+3. A chain that has ended gets no further probes. The probes in flight at that time were forked
+   before its end: their answers count, and may still cut the chain where they were forked.
+4. The chain's next step begins while the oldest probe in flight is less than a chunk behind. On a
+   server, which generates the chain in requests of ``chunk_size`` tokens, at most a chunk is
+   decoded ahead of the probes; the engine gives probes priority and runs on meanwhile.
 
 Paper: Fu et al., "Reasoning Without Self-Doubt: More Efficient Chain-of-Thought Through Certainty
 Probing", 2025. The texts and defaults are those of TensorRT-LLM's blog on scaffolding.
@@ -64,22 +60,22 @@ _CLOSE = "}"
 
 
 class Probe:
-    r"""A fork whose prompt ends in ``\boxed{``: what it says up to the closing brace is its answer.
+    r"""A fork whose prompt ends in ``\boxed{``: its answer is the text up to the closing brace.
 
-    Its task stops at every ``}``. If that one closes a brace of the answer itself, the probe goes
-    on with another task, until ``length`` tokens are spent.
+    Its task stops at every ``}``. If that closes a brace of the answer itself, the probe continues
+    with another task, up to ``length`` tokens.
 
     Args:
-        main: the chain; forked where it is now.
-        suffix: the question.
-        length: most tokens of the answer.
+        main: the chain; forked at its present length.
+        suffix: text that prompts for the answer.
+        length: maximum number of tokens of the answer.
         fields: sampling fields.
 
     Attributes:
         task: to be executed; after ``on_result`` it may be another one.
         kept_text: the chain's text at the fork.
         kept_tokens: the chain's tokens at the fork.
-        answer: ``""`` if it has said nothing of use; None while it is under way.
+        answer: ``""`` if it has found none; None while it is in flight.
     """
 
     def __init__(
@@ -91,7 +87,7 @@ class Probe:
         self.task = self._fork(main, suffix)
 
     def on_result(self) -> None:
-        """The task is done: either there is an answer now, or there is a further task."""
+        """Handle the finished task: sets ``answer``, or a further ``task``."""
         task = self.task
         if task.error is not None:
             _logger.warning("a probe failed, and counts as one without an answer: %s", task.error)
@@ -123,12 +119,12 @@ class Agreement:
     """How many answers in a row mean the same.
 
     Args:
-        needed: answers in a row that settle it.
+        needed: number of equal answers in a row.
         uncertain_words: an answer that has one of them, as a word, does not count.
         equivalence: decides which answers mean the same, see ``AnswerClasses``.
 
     Attributes:
-        answers: all judged so far, in order.
+        answers: all so far, in order.
         count: length of the present run.
     """
 
@@ -152,7 +148,7 @@ class Agreement:
         return self.count >= self.needed
 
     def add(self, answer: str) -> Process:
-        """Take in the next answer; a controller's generator, as comparing may take a while."""
+        """Count the next answer; a generator, as the comparison may be slow."""
         self.answers.append(answer)
         if not self._counts(answer):
             self.count = 0
@@ -189,7 +185,7 @@ THINK_END = "</think>"
 
 
 class _Unset(int):
-    """A default number, told apart from the same number when a user gives it."""
+    """A default, distinguishable from the same number given by the user."""
 
 
 _THRESHOLD, _CHUNK = map(_Unset, EFFORT["mid"])
@@ -205,21 +201,22 @@ class DynasorGenerationController(Controller):
 
     ``output_tokens`` are the tokens of the main chain that were kept, exactly. The answer behind
     them is written, not generated: its tokens are there only if ``generation_dir`` names a
-    tokenizer. ``customized_result_fields["dynasor"]`` tells what happened.
+    tokenizer. ``customized_result_fields["dynasor"]`` holds
+    ``early_exit``, the probes' ``answers`` and the number of ``kept_tokens``.
 
     Args:
         generation_dir: directory of the model's tokenizer, for the tokens of the written answer.
-        max_tokens: most tokens of the main chain.
+        max_tokens: maximum number of tokens of the main chain.
         certainty_threshold: probes in a row that have to agree.
         chunk_size: tokens of the main chain from one probe to the next.
         streaming: stream the output, each token as soon as it is certain to be a part of it; so
             does a task whose ``streaming_output_flag`` is set.
         effort: "mild", "low", "mid", "high" or "crazy": sets ``certainty_threshold`` and
             ``chunk_size`` where they are not given (see ``EFFORT``).
-        probe_length: most tokens of a probe.
+        probe_length: maximum number of tokens of a probe.
         temperature: of main chain and probes.
         top_p: of main chain and probes.
-        uncertain_words: a probe that says one of them does not count.
+        uncertain_words: a probe whose answer has one of them does not count.
         equivalence: decides which answers agree: an object with a method
             ``canonical_form(answer)``, by default ``MathEquivalence()``; or a function of two
             answers, which is called in a thread.
@@ -305,7 +302,7 @@ class DynasorGenerationController(Controller):
                 except BudgetExceeded:
                     if not main.end_flag:
                         raise
-                    break  # the chain is there, and no more than the probes under way is lost
+                    break  # the chain is complete; only probes in flight are lost
                 if done is not main:
                     self._on_probe_result(probes, done, running)
                 elif not main.end_flag and main.num_generated - forked_at >= self.chunk_size:
@@ -334,8 +331,9 @@ class DynasorGenerationController(Controller):
     def _may_continue(
         self, main: StreamGenerationTask, probes: Sequence[Probe], running: AsCompleted
     ) -> bool:
-        """Whether the next step of the main chain is to begin: one at a time, and none that takes
-        the chain further than a chunk beyond the oldest probe under way.
+        """Whether the next step of the main chain is to begin.
+
+        One step at a time, while the oldest probe in flight is less than a chunk behind.
         """
         if main.end_flag or any(item is main for item in running.pending):
             return False
@@ -345,7 +343,7 @@ class DynasorGenerationController(Controller):
         fields = {name: getattr(task, name) for name in _PROBE_SAMPLING}
         scope = current_scope()
         priority = task.priority if task.priority is not None else scope.priority if scope else 0
-        # Ahead of all main chains: what these generate while a probe waits may be for nothing.
+        # Before all main chains: what they generate while a probe waits may be discarded.
         fields["priority"] = priority - 1
         return Probe(main, PROBE_SUFFIX, self.probe_length, fields)
 
@@ -356,7 +354,7 @@ class DynasorGenerationController(Controller):
             running.add(probe.task)
 
     def _add_answers(self, probes: deque[Probe], agreement: Agreement) -> Process:
-        """Judge the probes that have answered, in the order of their forks.
+        """Count the answers of finished probes, in the order of their forks.
 
         Returns:
             The probe with which enough of them agree; None if there is none yet.
@@ -406,7 +404,7 @@ class DynasorGenerationController(Controller):
 
 
 def _effort(effort: str | None, threshold: int, chunk: int) -> tuple[int, int]:
-    """The two numbers: as given, else as ``effort`` says, else the defaults."""
+    """The two numbers: as given, else those of ``effort``, else the defaults."""
     if effort is None:
         return threshold, chunk
     if effort not in EFFORT:
@@ -433,7 +431,7 @@ def _certain(
 
 
 class _OutputStream:
-    """How much of a task's output has been streamed."""
+    """The output of a task as a stream of ``Delta``."""
 
     def __init__(self, task: GenerationTask) -> None:
         self._task, self._characters, self._tokens = task, 0, 0

@@ -68,7 +68,7 @@ class MajorityVoteController(Controller):
 
     Args:
         generation_controller: cloned for each sample.
-        default_sample_num: samples, unless ``process`` is told otherwise.
+        default_sample_num: samples, unless ``process`` gets ``sample_num``.
         early_stop: end each sample under way once it cannot change the output, which is the same
             as without (see the module for the proof).
         extract_answer: finds the answer in a text; None: the sample does not vote.
@@ -181,7 +181,7 @@ class MajorityVoteController(Controller):
         return (0, None) if pool.winner is None else (pool.winner.first, pool.winner.answer)
 
     def _run(self, branches: list[Branch], pool: AnswerPool) -> Process:
-        """Run the samples until all are done, or have been ended as they do not matter any more.
+        """Run the samples until all have ended, or the rest cannot change the output.
 
         Args:
             branches: the samples.

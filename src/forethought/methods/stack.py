@@ -1,7 +1,4 @@
-"""Methods inside methods, as one name: ``dynasor+majority_vote`` is Dynasor-CoT under a vote.
-
-Knows nothing about any method in particular.
-"""
+"""Methods inside methods, as one name: ``dynasor+majority_vote`` is Dynasor-CoT under a vote."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ Answers of one canonical form do (``canonical_form``). That makes classes, whate
 what and in which order. A function of two answers may take its place; ``AnswerClasses`` says what
 classes it makes.
 
-[answers] Answers in texts: find them, pool those that mean the same, vote.
+Also here: finding the answer in a text, and pooling the answers of samples for a vote.
 """
 
 from __future__ import annotations
@@ -327,7 +327,7 @@ class AnswerPool:
         if winner is None:
             return False
         rivals = [group.members for group in self.groups.values() if group is not winner]
-        for members in [*rivals, []]:  # the empty one: an answer that nobody has given yet
+        for members in [*rivals, []]:  # the empty one: an answer that no sample has given yet
             max_votes = len(members) + len(outstanding)
             if max_votes > len(winner.members):
                 return False
@@ -346,7 +346,7 @@ def get_majority_result(
     Args:
         results: texts.
         result_extractor: finds the answer in a text; None: it has none.
-        result_validator: says which answers may vote.
+        result_validator: whether an answer may vote.
 
     Returns:
         ``(index, answer)``; ``(None, None)`` if nothing voted. Ties go to the first seen.

@@ -1,4 +1,4 @@
-"""One account per request, from which every nested method draws: tokens, calls, seconds."""
+"""The budget of a request (tokens, calls, seconds), shared by all methods nested in it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Budget:
 
 
 class BudgetAccount:
-    """What a request has spent, and its limits.
+    """The usage of a request, and its limits.
 
     Args:
         budget: the limits.
@@ -58,7 +58,7 @@ class BudgetAccount:
     Attributes:
         on_exhausted: called once, when the tokens or seconds have run out under way.
         usage: tokens of all tasks together.
-        metrics: of all generations that have ended, as far as workers tell.
+        metrics: of all finished generations, as far as workers report them.
         calls: executions begun.
         exhausted: the error of every further execution; None while there is budget left.
         expired: whether the seconds are over.
@@ -102,9 +102,9 @@ class BudgetAccount:
         self.calls += 1
 
     def record(self, usage: Usage) -> None:
-        """Take in how far ``usage``, the live counter of one execution, has come.
+        """Add the growth of ``usage``, the live counter of one execution.
 
-        Call it as often as you like: only what has been added since the last time is counted.
+        It may be called any number of times: only growth since the last call is added.
         """
         _, before = self._seen.get(id(usage), (usage, Usage()))
         now = dataclasses.replace(usage)
@@ -117,7 +117,7 @@ class BudgetAccount:
             self._exhaust(self._exceeded("tokens", limit))
 
     def ended(self, metrics: SpeculationMetrics | None) -> None:
-        """A generation is over; None: nothing is known of its steps."""
+        """A generation is over, with its speculation metrics, if its worker has any."""
         if metrics is not None:
             self.metrics += metrics
 

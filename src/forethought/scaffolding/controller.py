@@ -155,7 +155,7 @@ class Controller(Cloneable):
 
     def process(self, tasks: Sequence[Any], **kwargs: Any) -> Generator[Any, Any, Any]:
         """Work on ``tasks``, leaving the results on them."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how it processes tasks")
+        raise NotImplementedError(f"{type(self).__name__} does not override process")
 
 
 class NativeGenerationController(Controller):

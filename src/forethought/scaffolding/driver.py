@@ -1,8 +1,7 @@
 """Drives the generators of one request: runs what they yield, and resumes them with the results.
 
-A *frame* is one generator being driven: that of the request, or that of a parallel branch. It owns
-everything that it has put in flight, and leaves nothing running behind. Knows nothing about queues
-of requests, event loops and threads.
+A ``Frame`` drives one generator: that of the request, or that of a parallel branch. It owns
+everything that it has put in flight, and when it ends, nothing of it is left running.
 """
 
 from __future__ import annotations
@@ -111,9 +110,9 @@ class Run:
     routes: Routes
     account: BudgetAccount
     stream: Callable[[StreamEvent | None, Sequence[Delta]], None]
-    """Hands something streamed to the caller, and what the text has grown by."""
+    """Passes a streamed event and the new text to the result."""
     compute: Callable[..., Any]
-    """``compute(function)`` -> awaitable of what it returns, worked out in a thread."""
+    """``compute(function)`` -> awaitable of its return value, run in a thread."""
     executions: set[asyncio.Task[None]] = field(default_factory=set)
     """Running executions of tasks by workers, in all frames."""
     computations: set[asyncio.Task[None]] = field(default_factory=set)
@@ -122,7 +121,7 @@ class Run:
     """What the request itself streams."""
 
     def publish(self, event: StreamEvent | None = None) -> None:
-        """Hand ``event`` to the caller, and what the text has grown by."""
+        """Pass ``event`` and the new text to the result."""
         grown = self.text.take()
         if event is not None or grown:
             self.stream(event, grown)
@@ -242,8 +241,8 @@ class Frame:
     def _raise_error(self, item: Item, job: Job) -> None:
         """Raise what ``item`` failed with.
 
-        This frame never waits for a job that it has cancelled. So one that was cancelled has been
-        so by its own code: a failure like any other.
+        This frame never waits for a job that it has cancelled, so a job that was cancelled was so
+        by its own code: a failure like any other.
         """
         try:
             job.result()
@@ -255,9 +254,9 @@ class Frame:
                 raise item.error from error
 
     def _end_cancelled_streams(self) -> None:
-        """Have the streams ended that their races have cancelled.
+        """End the generations of cancelled streams.
 
-        Cancelling what waits for a step ends its generation only if something waits just then.
+        Cancelling a step ends the generation only if a step is awaited at that moment.
         """
         cancelled = [item for race in self._races for item in race.take_cancelled()]
         self._races = [race for race in self._races if race]
@@ -271,7 +270,7 @@ class Frame:
         self._item_finished.set()
 
     async def _settle(self) -> None:
-        """End whatever is still in flight, then tell the workers that the scope is over."""
+        """End everything still in flight, then call ``on_scope_end`` of all workers."""
         await _end(list(self._jobs))
         for worker in self.run.routes.workers:
             try:
@@ -295,7 +294,7 @@ class Frame:
     def _forget(self, job: asyncio.Task[None]) -> None:
         self._jobs.discard(job)
         if not job.cancelled():
-            job.exception()  # whoever waits raises it; nobody may
+            job.exception()  # marks it as retrieved, in case that no frame waits for it
 
     async def _branch(self, branch: Branch) -> None:
         frame = Frame(self.run, self.scope.child(next(self._branch_numbers)))
@@ -366,7 +365,7 @@ class Frame:
             task.error = error if isinstance(error, Exception) else _failure(task, error)
 
     async def _run_on_worker(self, task: Task) -> None:
-        """Have a worker execute ``task``, and book what it costs.
+        """Have a worker execute ``task``, and record its usage.
 
         Raises:
             BudgetExceeded: the budget has been exhausted, before or meanwhile.
@@ -390,7 +389,7 @@ class Frame:
             raise run.account.exhausted
 
     def _begin_execution(self, task: Task) -> bool:
-        """Prepare ``task``; returns whether all it is to do is to end its stream."""
+        """Prepare ``task``; returns whether it only ends its stream."""
         stream = task if isinstance(task, StreamGenerationTask) and task.under_way else None
         ending = stream is not None and stream.cancel_flag
         if stream is None:
@@ -403,7 +402,7 @@ class Frame:
         return ending
 
     async def _outcome(self, task: Task) -> tuple[TaskStatus, Exception | None]:
-        """Have a worker execute ``task``, and say how it went."""
+        """Have a worker execute ``task``; returns the outcome."""
         failed = TaskStatus.WORKER_EXECEPTION
         try:
             worker = self.run.routes.find(task.worker_tag)
@@ -417,7 +416,7 @@ class Frame:
         if status is not TaskStatus.SUCCESS:
             failure = _unsuccessful(task, status, worker)
             return failure.status or failed, failure
-        if isinstance(task, GenerationTask):  # its worker may not count
+        if isinstance(task, GenerationTask):  # if the worker does not count
             known, counted = task.num_generated, task.usage.completion_tokens
             task.usage.completion_tokens = max(known, counted)
         return status, None
@@ -441,7 +440,7 @@ class Frame:
                 self.run.publish()
 
     def _stream(self, task: Task | None, output: Any) -> None:
-        """Stream what a task, or for None the controller itself, has to say."""
+        """Stream ``output`` of a task, or for None of the controller itself."""
         if isinstance(output, Delta):
             if task is not None and not output.source:
                 output = Delta(output.text, output.token_ids, f"{id(task):x}")
@@ -455,9 +454,9 @@ class Frame:
 
 
 def controller_quit(error: BaseException) -> UsageError:
-    """What a request fails with whose controller raises ``error``, which is no ``Exception``.
+    """The error of a request when its controller raises a ``BaseException``, such as SystemExit.
 
-    As it is it would end the event loop, or be taken for the end of the request.
+    Raised as it is, it would end the event loop, or look like the cancellation of the request.
     """
     if isinstance(error, SystemExit):
         return UsageError("a controller called sys.exit()", f"code {error.code}")

@@ -1,13 +1,13 @@
-"""What a controller yields to have several things in flight at once.
+"""Objects that a controller yields to run several tasks or branches at once.
 
 ============================  ==================================================================
 ``yield [task, ...]``         resumes when all tasks are done
 ``yield ParallelProcess(..)`` resumes when all branches are done
-``done = yield AsCompleted``  resumes with the first thing to finish; the rest goes on
-``done = yield FirstDone``    resumes with the first thing to finish; the rest is cancelled
+``done = yield AsCompleted``  resumes with the first item to finish; the others go on
+``done = yield FirstDone``    resumes with the first item to finish; the others are cancelled
 ============================  ==================================================================
 
-These objects only say what is wanted; the driver starts, awaits and cancels.
+They only describe the work; the driver starts, awaits and cancels it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def checked_process(controller: Any, method: str, returned: Any) -> Process:
 
 
 class Branch:
-    """A controller at work on tasks of its own, beside other things.
+    """A controller that runs on its own tasks, in parallel with others.
 
     Args:
         controller: its ``process`` is called at once, and begins when the branch is yielded.
@@ -83,7 +83,7 @@ class Branch:
 
 
 Item = Task | Branch
-"""What can be in flight."""
+"""A unit of work in flight."""
 
 
 class ParallelProcess:
@@ -132,7 +132,7 @@ Job = asyncio.Future[None]
 
 
 class AsCompleted:
-    """Things in flight, met one by one as they finish.
+    """Items in flight, returned one by one as they finish.
 
     ::
 
@@ -154,11 +154,11 @@ class AsCompleted:
         self.add(*items)
 
     def add(self, *items: Item) -> None:
-        """Put more things in flight; they start at the next ``yield``."""
+        """Add items; they start at the next ``yield``."""
         for item in items:
             if id(item) in self._running or any(item is other for other in self._new):
                 raise UsageError(
-                    "the same thing is in flight twice",
+                    "the same item is in flight twice",
                     f"{type(item).__name__} was added before it finished",
                     "Wait for it, or use a copy",
                 )
@@ -166,7 +166,7 @@ class AsCompleted:
             self._new.append(item)
 
     def cancel(self, *items: Item) -> None:
-        """End the given things, or all, now; they are never returned."""
+        """Cancel the given items, or all; they are not returned any more."""
         pending = self.pending
         unwanted = {id(item) for item in items or pending}
         self._cancelled += [item for item in pending if id(item) in unwanted]
@@ -177,7 +177,7 @@ class AsCompleted:
 
     @property
     def pending(self) -> list[Item]:
-        """What has not been returned yet, in no particular order."""
+        """Items that have not been returned yet, in no particular order."""
         started = (*self._finished, *self._running.values())
         return [*(item for item, _ in started), *self._new]
 
@@ -199,7 +199,7 @@ class AsCompleted:
 
     @property
     def new(self) -> tuple[Item, ...]:
-        """What the next ``yield`` will start."""
+        """Items that the next ``yield`` will start."""
         return tuple(self._new)
 
     def started(self, item: Item, job: Job) -> None:
@@ -214,7 +214,7 @@ class AsCompleted:
             self._finished.append(done)
 
     def take_cancelled(self) -> list[Item]:
-        """What was cancelled since this was asked last."""
+        """Items cancelled since the last call."""
         cancelled, self._cancelled = self._cancelled, []
         return cancelled
 
@@ -224,7 +224,7 @@ class AsCompleted:
 
 
 class FirstDone:
-    """Things in flight of which the first to finish is wanted; the others are then cancelled.
+    """Items in flight, of which the first to finish is returned; the others are then cancelled.
 
     ``winner = yield FirstDone([a, b])``. A failure counts as finishing: it is raised, and the
     others are cancelled.

@@ -1,8 +1,7 @@
-"""What a task gives back, and the pieces that it streams on the way. Plain values.
+"""The outputs of tasks, their streamed deltas, and the result of a request.
 
-[result] The result of one request: awaitable, iterable while it streams, readable from any thread.
-
-Knows nothing about controllers or workers; the driver writes to it, everybody else reads.
+``ScaffoldingResult`` is awaitable, iterable while it streams, and readable from any thread; only
+the driver writes to it.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class ScaffoldingOutput:
     token_ids: list[int] | None = None
     """Generated ids; None where the worker cannot know them (most HTTP servers)."""
     meta: dict[str, Any] = field(default_factory=dict)
-    """What a method has to say about how it came to this answer."""
+    """Details from the method, by its name."""
     finish_reason: str | None = None
     """``"stop"``, ``"length"`` or ``"abort"``."""
     stop_reason: int | str | None = None
@@ -51,7 +50,7 @@ class ScaffoldingOutput:
     """One entry per generated token, if asked for (nats)."""
     cumulative_logprob: float | None = None
     usage: Usage = field(default_factory=Usage)
-    """What its task cost; what the whole request cost is told by ``ScaffoldingResult.usage``."""
+    """Of its task; ``ScaffoldingResult.usage`` is that of the whole request."""
 
     @classmethod
     def inserted(cls, text: str, token_ids: list[int] | None = None) -> Self:
@@ -143,7 +142,7 @@ class Delta:
     text: str = ""
     token_ids: tuple[int, ...] = ()
     source: str = ""
-    """Tells streams of one branch apart: all deltas of one source join to one text."""
+    """Identifies a stream within its branch: the deltas of one source join to one text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +163,7 @@ class StreamedOutputs(list[Any]):
         self._forward = forward
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return list, ()  # a copy streams to nobody
+        return list, ()  # a copy is a plain list and streams nothing
 
     def append(self, item: Any) -> None:
         """Hand ``item`` on; the list itself stays empty, so that a long stream costs nothing."""
@@ -179,24 +178,23 @@ class StreamedOutputs(list[Any]):
 class StreamedText:
     """The text that a request has streamed so far: the parts in the order in which they started.
 
-    A part is a task of the request itself, or a ``Delta`` of its controller; parallel branches are
-    samples or steps of a method, and none. Text of a part beside an earlier one is held back until
-    that one is over, so the text only grows. Of the ``n`` samples of a task, that counts which
-    speaks first.
+    A part is a task of the request itself, or a ``Delta`` of its controller; tasks of parallel
+    branches are not in it. Text of a part is held back until all earlier parts are over, so the
+    text only grows. Of the ``n`` samples of a task, the first one to stream is its text.
     """
 
     def __init__(self) -> None:
         self._parts: deque[StreamedPart] = deque()
 
     def begin(self) -> StreamedPart:
-        """A new part. Streams that nobody waits for any more have been left: they are over."""
+        """A new part. Earlier streams that are not awaited any more are over."""
         for part in self._parts:
             part.is_open = part.is_open and part.is_awaited
         self._parts.append(StreamedPart())
         return self._parts[-1]
 
     def take(self) -> list[Delta]:
-        """What the text has grown by since it was asked last."""
+        """The new text since the last call."""
         grown: list[Delta] = []
         while self._parts:
             first = self._parts[0]
@@ -223,7 +221,7 @@ class StreamedPart:
         self._source: str | None = None
 
     def add(self, delta: Delta) -> None:
-        """More of it, unless it is of another sample."""
+        """Append ``delta``, unless it is of another sample."""
         self._source = delta.source if self._source is None else self._source
         if delta.source == self._source:
             self.deltas.append(delta)
@@ -258,10 +256,10 @@ class ScaffoldingResult:
 
     Attributes:
         id: name of the request; workers know it as the scope.
-        task_collections: those of the request's controller, by name.
+        task_collections: the collections of the request's controller, by name.
         usage: tokens of everything that the request ran; live.
-        metrics: how well its generations were guessed ahead, once it is over; without steps if no
-            worker tells.
+        metrics: of speculative decoding, once it is over; with zero steps if no worker reports
+            any.
     """
 
     def __init__(self, request_id: str, abort: Callable[[Exception], None]) -> None:
@@ -433,7 +431,7 @@ class ScaffoldingResult:
     # ---- for the driver -----------------------------------------------------------------------
 
     def stream(self, event: StreamEvent | None, grown: Sequence[Delta]) -> None:
-        """Hand something streamed, and what the text has grown by, to whoever iterates."""
+        """Append a streamed event, and the new text, for all iterators."""
         with self._lock:
             self._streamed.append(_StreamedItem(event, grown))
             self._notify()

@@ -1,4 +1,4 @@
-"""The sampling fields of generation tasks, for whoever writes a method or a worker.
+"""The sampling fields of generation tasks, for authors of methods and workers.
 
 A field that the task sets itself wins; one that it leaves at its default is the controller's.
 
@@ -91,13 +91,13 @@ class SamplingFields:
     guided_decoding: GuidedDecodingParams | None = None
     """The shape of the output."""
     speculation: SpeculationParams | None = None
-    """How to guess ahead; changes nothing but the time."""
+    """Speculative decoding of this request; changes the speed only."""
 
     chosen: set[str] = field(default_factory=set, init=False, repr=False)
-    """Sampling fields that the request sets, be it to their defaults: no controller fills them."""
+    """Fields that the request sets, possibly to their defaults: controllers do not fill them."""
     sample_path: tuple[int, ...] = field(default=(), init=False, repr=False)
-    """Which sample of its prompt it is, of which sample ..., outermost first; what the seed that a
-    controller fills in is varied by."""
+    """Numbers of the sample within its prompt, outermost first (a sample of a sample has two); a
+    seed that a controller fills in is varied by them."""
 
 
 _DECLARED = [field for field in dataclasses.fields(SamplingFields) if field.init]
@@ -115,7 +115,7 @@ def checked(owner: str, params: Mapping[str, Any] | SamplingParams | None) -> di
     """Sampling parameters by field name, none of them unknown.
 
     Args:
-        owner: who was given them, for the error.
+        owner: name of their receiver, for the error.
         params: by field name (``logprobs`` is accepted for ``num_logprobs``), or
             ``SamplingParams``, of which the fields count that were given.
 
@@ -201,14 +201,14 @@ def derived_seed(seed: int, number: int) -> int:
     """The seed of sample ``number`` of something seeded with ``seed``; distinct for all numbers.
 
     A hash, so that the samples of a sample get seeds that no other sample has: sums of numbers
-    would meet again. 53 bits, which every reader of JSON keeps exactly.
+    would collide. 53 bits, which JSON parsers keep exactly.
     """
     digest = hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 11
 
 
 def carry(source: SamplingFields, target: SamplingFields, names: Iterable[str] = FIELDS) -> None:
-    """Take over what ``source`` sets itself."""
+    """Copy the fields that ``source`` sets itself."""
     target.chosen |= source.chosen & set(names)
     target.sample_path = source.sample_path
     for name in names:

@@ -1,20 +1,12 @@
-"""What a controller asks for: tasks carry the input down to a worker and the results back up.
+"""Tasks: the input of a worker and its results, with the names of ``tensorrt_llm.scaffolding``.
 
-The fields and their names are those of ``tensorrt_llm.scaffolding``; what is added is said so.
-Knows nothing about who executes a task.
-
-[messages] The messages and tool descriptions of a chat, in the form that OpenAI's API speaks.
-
-[task] What all tasks have in common: who executes them, how they fared, what they cost.
-
-[generation] Tasks that generate from a prompt: at once, or coming back to their controller on the
-way.
-
-[chat] The task to take the assistant's next turn in a chat.
-
-[reward] The task to judge an answer.
-
-[compute] Slow work of a controller as a task.
+========================  ======================================================================
+``GenerationTask``        generates from a prompt, with the fields of ``sampling.SamplingFields``
+``StreamGenerationTask``  returns to its controller every ``streaming_step`` tokens
+``ChatTask``              generates the assistant's next message of a chat (``RoleMessage``, tools)
+``RewardTask``            scores an answer, or its steps
+``ComputeTask``           runs a function of the controller beside the event loop
+========================  ======================================================================
 """
 
 from __future__ import annotations
@@ -56,14 +48,14 @@ class RoleMessage:
 
 
 class UserMessage(RoleMessage):
-    """What the user says."""
+    """A message of the user."""
 
     def __init__(self, content: str) -> None:
         super().__init__("user", content)
 
 
 class SystemMessage(RoleMessage):
-    """What the system prompt says."""
+    """A system prompt."""
 
     def __init__(self, content: str) -> None:
         super().__init__("system", content)
@@ -117,11 +109,11 @@ class ToolCall:
 
 
 class AssistantMessage(RoleMessage):
-    """What the model said: text, tool calls, or both.
+    """A message of the model: text, tool calls, or both.
 
     Args:
         content: its text; None for a message that only calls tools.
-        reasoning: its thoughts, where the server tells them apart.
+        reasoning: its reasoning, if the server separates it.
         reasoning_content: the same under the name that some servers use.
         tool_calls: the calls; dictionaries in OpenAI's form become ``ToolCall``.
         finish_reason: why it ended.
@@ -146,7 +138,7 @@ class AssistantMessage(RoleMessage):
         self.finish_reason = finish_reason
 
     def to_dict(self) -> dict[str, Any]:
-        """The message as OpenAI's API takes it; thoughts stay out, as the API demands."""
+        """The message as OpenAI's API takes it; without the reasoning, as the API demands."""
         message = super().to_dict()
         if self.tool_calls:
             message["tool_calls"] = [call.to_dict() for call in self.tool_calls]
@@ -154,7 +146,7 @@ class AssistantMessage(RoleMessage):
 
 
 class ToolMessage(RoleMessage):
-    """What a tool answered to one call."""
+    """The result of one tool call."""
 
     def __init__(self, content: str, tool_call_id: str) -> None:
         super().__init__("tool", content)
@@ -175,7 +167,7 @@ class ToolDescription:
 
 
 class OpenAIToolDescription(ToolDescription):
-    """A tool description that knows OpenAI's form."""
+    """A tool description in the format of OpenAI's API."""
 
     def to_dict(self) -> dict[str, Any]:
         """The function-tool schema of OpenAI's API."""
@@ -190,7 +182,7 @@ class OpenAIToolDescription(ToolDescription):
 
 
 class TaskStatus(Enum):
-    """How a worker fared with a task."""
+    """The outcome of a task."""
 
     SUCCESS = "success"
     WORKER_NOT_SUPPORTED = "worker_not_supported"
@@ -206,17 +198,17 @@ class Task:
     A subclass need not call ``super().__init__``: the class attributes stand in.
 
     Attributes:
-        worker_tag: key of the worker that shall execute it, in ``ScaffoldingLlm``'s ``workers``.
+        worker_tag: key of its worker, in ``ScaffoldingLlm``'s ``workers``.
         streaming_output_flag: whether what the worker produces is streamed to the caller.
         streaming_output_list: where a worker appends what it streams.
         custom_input_params: for the user's own workers and collections; no built-in one reads it.
         custom_output_params: the same, on the way back.
         on_failure: ``"raise"`` throws a failure into the controller at its ``yield``; ``"drop"``
-            only notes it in ``status`` and ``error``.
+            only records it in ``status`` and ``error``.
         priority: lower runs first where a worker has a queue; None: that of the request.
-        status: how the worker fared; None before.
+        status: the outcome; None before.
         error: why it failed.
-        usage: what the last execution cost, as far as its worker counts it.
+        usage: tokens of the last execution, as far as its worker counts them.
     """
 
     worker_tag: Any = field(default=None)
@@ -236,7 +228,7 @@ class Task:
         raise NotImplementedError
 
     def create_scaffolding_output(self) -> ScaffoldingOutput | None:
-        """What the task gives back to the caller of the method; for subclasses to provide."""
+        """The output for the caller of the method; for subclasses to provide."""
         return None
 
     def create_scaffolding_output_stream(self) -> Any:
@@ -244,7 +236,7 @@ class Task:
         return None
 
     def copy(self) -> Self:
-        """The same request with its results blank: containers copied, contents shared."""
+        """The same request without results: containers copied, contents shared."""
         duplicate = copy.copy(self)
         for name, value in vars(duplicate).items():
             if isinstance(value, list | dict | set):
@@ -264,10 +256,10 @@ _Generation = TypeVar("_Generation", bound="GenerationTask")
 
 @dataclass(frozen=True, slots=True)
 class ForkPoint:
-    """Where another task's sequence is to be continued from.
+    """The point at which another task's sequence is continued.
 
     A worker that holds the sequence forks it there, token for token; every other one uses
-    ``input_str``, which says the same in text.
+    ``input_str``, the same as text.
     """
 
     handle: Any
@@ -278,8 +270,8 @@ class ForkPoint:
     """Text put behind them."""
     input_str: str | None
     """The whole as text; once the task's ``input_str`` differs, the fork no longer applies."""
-    said: ScaffoldingOutput | None = None
-    """What had been said there, behind the prompt of the first task of a chain of forks."""
+    output: ScaffoldingOutput | None = None
+    """The output up to there, behind the prompt of the first task of a chain of forks."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (None, self.kept, self.suffix, self.input_str)
@@ -289,19 +281,19 @@ class ForkPoint:
 class GenerationTask(sampling.SamplingFields, Task):
     """Generate text from a prompt.
 
-    A sampling field that is None (or at its default) leaves the choice to the controller's
-    ``sampling_params``, and then to the worker.
+    A sampling field at its default is filled by the controller's ``sampling_params``, and then by
+    the worker.
 
-    A deep copy or a pickle of a task holds its request and its results, and nothing that lives in
-    a worker: it has no ``request_handle``, a stream on its way starts anew if it is yielded, and a
-    fork continues its text. ``copy`` and ``copy.copy`` keep what a fork continues.
+    A deep copy or a pickle of a task holds its request and its results, but no ``request_handle``:
+    a stream in progress starts again if it is yielded, and a fork continues the text. ``copy`` and
+    ``copy.copy`` keep the sequence that a fork continues.
     """
 
     # the prompt: ids win over text
     input_tokens: list[int] | None = None
     input_str: str | None = None
     skip_tokenizer: bool = False
-    """The prompt is ``input_tokens`` and nothing else will do."""
+    """The prompt must be ``input_tokens``."""
     skip_detokenizer: bool = False
     """Do not turn the output into text: ``output_str`` stays None."""
 
@@ -322,9 +314,9 @@ class GenerationTask(sampling.SamplingFields, Task):
     """All ``n`` of them; the fields above are those of the first."""
     customized_result_fields: dict[str, Any] = field(default_factory=dict, init=False)
     llm_request_params: dict[str, Any] | None = field(default=None, init=False, repr=False)
-    """What the worker made of the sampling fields."""
+    """The sampling parameters as the worker sent them to its backend."""
     request_handle: Any = field(default=None, init=False, repr=False)
-    """The worker's name for the sequence; what ``fork`` continues."""
+    """The worker's handle of the sequence; ``fork`` continues it."""
     request_id: str | None = field(default=None, init=False)
     ttft_s: float | None = field(default=None, init=False)
     """Seconds to the first token."""
@@ -333,12 +325,12 @@ class GenerationTask(sampling.SamplingFields, Task):
     usage_prompt_tokens: int | None = field(default=None, init=False)
     usage_completion_tokens: int | None = field(default=None, init=False)
     inserted_tokens: list[int] | None = field(default=None, init=False, repr=False)
-    """Ids of the text between what this task continues and its own output: a fork's suffix, behind
-    what of the text no whole token makes. None if it continues nothing, or its worker works in
+    """Ids of the text between the continued tokens and the output: the end of the forked text that
+    is no whole token, and the fork's suffix. None if nothing is continued, or the worker works in
     text."""
     num_kept_tokens: int | None = field(default=None, init=False, repr=False)
-    """Of a fork: generated tokens of the forked task in front of them. A token that ended its text
-    is not among them."""
+    """Of a fork: generated tokens of the forked task in front of them, without a token that ended
+    its text."""
 
     @staticmethod
     def create_from_prompt(prompt: str | Sequence[int]) -> GenerationTask:
@@ -361,7 +353,7 @@ class GenerationTask(sampling.SamplingFields, Task):
         return self.result
 
     def copy(self) -> Self:
-        """The same request with its results blank."""
+        """The same request without results."""
         duplicate = super().copy()
         duplicate.result = None
         return duplicate
@@ -420,17 +412,17 @@ class GenerationTask(sampling.SamplingFields, Task):
         and of this task; of all tasks before, if the forked one is itself a fork. The ids are those
         that the sequence holds behind the first task's prompt. See ``ScaffoldingOutput.join``.
 
-        None before the task has run; what is no fork is not joined with anything.
+        None before the task has run; the result itself if it is no fork.
         """
         result, point = self.result, self.fork_point
         if result is None or point is None or point.input_str != self.input_str:
             return result
-        said = point.said or ScaffoldingOutput.inserted("")
+        before = point.output or ScaffoldingOutput.inserted("")
         if self.num_kept_tokens is None:
-            return ScaffoldingOutput.join([said, point.suffix, result])
-        said = said.without_last((point.kept or 0) - self.num_kept_tokens)
+            return ScaffoldingOutput.join([before, point.suffix, result])
+        before = before.without_last((point.kept or 0) - self.num_kept_tokens)
         suffix = ScaffoldingOutput.inserted(point.suffix, self.inserted_tokens)
-        return ScaffoldingOutput.join([said, suffix, result])
+        return ScaffoldingOutput.join([before, suffix, result])
 
     @property
     def num_generated(self) -> int:
@@ -483,8 +475,8 @@ class GenerationTask(sampling.SamplingFields, Task):
         """
         text = None
         if self.input_str is not None:
-            said = self.output_str or ""
-            text = (said if self.echo and said else self.input_str + said) + suffix
+            output = self.output_str or ""
+            text = (output if self.echo and output else self.input_str + output) + suffix
         kept = 0 if self.output_str is None else None  # nothing has come back yet, or no tokens
         if self.output_tokens is not None:
             kept = len(self.output_tokens)
@@ -506,11 +498,11 @@ class GenerationTask(sampling.SamplingFields, Task):
 
 @dataclass(eq=False)
 class StreamGenerationTask(GenerationTask):
-    """A generation that comes back to its controller on the way.
+    """A generation that returns to its controller every few tokens.
 
-    The controller yields the same task again and again until ``end_flag``. The generation itself
-    goes on between the yields, and its worker may be ahead: the results, and what ``fork``
-    continues, are those of exactly the tokens that were asked for.
+    The controller yields the same task again and again until ``end_flag``. Generation continues
+    between the yields, and the worker may be ahead; the results, and the sequence that ``fork``
+    continues, hold exactly the tokens that were asked for.
     """
 
     cancel_flag: bool = False
@@ -551,7 +543,7 @@ class StreamGenerationTask(GenerationTask):
         return validated("streaming_step", self.streaming_step, NON_NEGATIVE_INT)
 
     def copy(self) -> Self:
-        """The same request with its results blank."""
+        """The same request without results."""
         duplicate = super().copy()
         duplicate.cancel_flag = duplicate.end_flag = False
         return duplicate
@@ -599,7 +591,7 @@ class ChatTask(StreamGenerationTask):
         return False
 
     def copy(self) -> Self:
-        """The same chat, free to go on differently, with its results blank."""
+        """The same chat, free to go on differently, without results."""
         duplicate = super().copy()
         duplicate.prompt_tokens_num = duplicate.completion_tokens_num = 0
         duplicate.reasoning_tokens_num = 0
@@ -618,9 +610,9 @@ class ChatTask(StreamGenerationTask):
         self.messages.extend(messages)
 
     def last_assistant_content(self) -> str | None:
-        """What the assistant said last; None if it has said nothing."""
-        said = [m for m in self.messages if isinstance(m, AssistantMessage)]
-        return said[-1].content if said else None
+        """The text of the last assistant message; None if there is none."""
+        answers = [m for m in self.messages if isinstance(m, AssistantMessage)]
+        return answers[-1].content if answers else None
 
     @staticmethod
     def create_from_prompt(  # type: ignore[override]  # the established signature
@@ -648,9 +640,9 @@ class ChatTask(StreamGenerationTask):
 
 @dataclass(eq=False)
 class RewardTask(Task):
-    """Judge an answer.
+    """Score an answer.
 
-    ``score`` is the result. Judging several steps of one answer gives ``step_scores`` too, and
+    ``score`` is the result. Scoring several steps of one answer gives ``step_scores`` too, and
     their product as ``score``.
     """
 
@@ -658,21 +650,21 @@ class RewardTask(Task):
     input_str: str | None = None
     """The question."""
     output_str: str | None = None
-    """The answer to judge."""
+    """The answer to score."""
     step_positions: list[int] | None = None
-    """Where steps end: places in ``input_tokens`` at which a process reward model is read."""
+    """Where steps end: positions in ``input_tokens`` at which a process reward model is read."""
     score: float | None = field(default=None, init=False)
     step_scores: list[float] = field(default_factory=list, init=False)
 
     def copy(self) -> Self:
-        """The same request with its results blank."""
+        """The same request without results."""
         duplicate = super().copy()
         duplicate.score, duplicate.step_scores = None, []
         return duplicate
 
 
 class ComputeTask(Task):
-    """Slow work of a controller, done beside the event loop: ``yield [ComputeTask(f, args)]``.
+    """A function of a controller, run beside the event loop: ``yield [ComputeTask(f, args)]``.
 
     No worker is needed: the driver calls ``function(*args, **kwargs)`` in a thread; a coroutine
     function is awaited on the event loop instead, and cancelled when the request ends. The return

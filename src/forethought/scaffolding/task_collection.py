@@ -1,13 +1,8 @@
-"""``tensorrt_llm.scaffolding``'s name for ``collections`` and ``collectors``.
-
-[collections] Collections: observers of the tasks that a controller yields, one set per request.
+"""Task collections: observers of the tasks that a controller yields, one set per request.
 
 ``with_task_collection`` attaches one to a controller class. It sees every task before and after
-its execution, those of parallel branches included. Nothing here is shared between requests.
-
-[collectors] The collections that come with the package: what a request asked, how much, how long.
-
-Each belongs to one controller of one request; the result hands it out in ``task_collections``.
+its execution, also those of parallel branches, and is returned in ``task_collections`` of the
+result. Built in are counters of tokens, timers, and collectors of queries and metrics.
 """
 
 from __future__ import annotations
@@ -177,10 +172,10 @@ class GenerationTokenCounter(TaskCollection):
 
 
 class ChatTokenCounter(TaskCollection):
-    """Adds up what chat turns cost, as their workers count it.
+    """Adds up the tokens of chat turns, as their workers count them.
 
     Args:
-        statistics_name: what is counted here, for whoever reads several counters.
+        statistics_name: name of what is counted, where there are several counters.
 
     Attributes:
         prompt_tokens: tokens of all prompts.
@@ -205,7 +200,7 @@ class TaskTimer(TaskCollection):
     """Seconds that tasks took, by class of task, from the yield to their results.
 
     Args:
-        statistics_name: what is timed here, for whoever reads several timers.
+        statistics_name: name of what is timed, where there are several timers.
         task_types: classes to time; None: all.
 
     Attributes:
@@ -241,17 +236,17 @@ class TaskTimer(TaskCollection):
 
 
 class QueryCollector(TaskCollection):
-    """Keeps what was asked: prompts as text or ids, chats as lists of messages.
+    """Keeps all queries: prompts as text or ids, chats as lists of messages.
 
     Attributes:
-        queries: in the order in which they were asked.
+        queries: in the order of execution.
     """
 
     def __init__(self) -> None:
         self.queries: list[Any] = []
 
     def before_yield(self, tasks: Sequence[Any]) -> None:
-        """Note every question; a stream that goes on is no new one."""
+        """Record every query; a further step of a stream is no new one."""
         for task in tasks:
             if isinstance(task, ChatTask):
                 self.queries.append(task.messages_to_dict_content())

@@ -44,7 +44,7 @@ class Worker:
         """Execute ``task`` in place.
 
         Returns:
-            ``WORKER_NOT_SUPPORTED`` if there is no handler for it, else what the handler says.
+            ``WORKER_NOT_SUPPORTED`` if there is no handler for it, else what the handler returns.
         """
         handler = self._handler(type(task))
         if handler is None:

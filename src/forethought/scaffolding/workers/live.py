@@ -1,8 +1,13 @@
-"""A sequence in the engine that a task generates, and from where later tasks may continue it.
+"""Sequences of the engine that tasks of a request generate, and that later tasks continue.
 
-The engine runs on by itself. The task sees as much of the sequence as it has waited for, and no
-more: what it sees does not depend on how far the engine has come in the meantime.
-Knows nothing about which tasks come later.
+``LiveSession`` is the sequence of one task. The engine may be ahead of the task: a task's results
+hold exactly the tokens that it has waited for.
+
+``SessionCache`` finds the sequence that a new task continues, by two exact rules:
+
+1. A prompt that begins with the prompt and output of an earlier task continues that task's tokens;
+   of several such tasks, the one with the longest text.
+2. A prompt that another task of the request has too, word for word, shares its prefill.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ Prompt = str | tuple[int, ...]
 
 
 class Spelled(NamedTuple):
-    """A text, and the tokens of the sequence that make it."""
+    """A text, and the number of tokens that decode to it."""
 
     text: str
     length: int
@@ -33,7 +38,7 @@ class Spelled(NamedTuple):
 
 
 class LiveSession:
-    """One session of the engine and the task that it generates for.
+    """The session of the engine that generates for one task.
 
     Args:
         session: holds the prompt, and nothing generates from it yet.
@@ -43,8 +48,8 @@ class LiveSession:
         account: of the request; None outside of one.
 
     Attributes:
-        output: what has been generated, when it was last looked at.
-        shown: what its task has seen of that: all of it, or its beginning as it was then.
+        output: what has been generated, as of the last update.
+        shown: the part of it that the task has been given, as it was at that length.
         prompt_length: tokens of the prompt.
         tokenizer: of the model.
     """
@@ -74,7 +79,7 @@ class LiveSession:
 
     @property
     def over(self) -> bool:
-        """Whether its generation is over, and its task has seen all that it is to see."""
+        """Whether its generation is over, and its task has been given all of it."""
         return self.shown.finish_reason is not None
 
     def begin(self, params: SamplingParams) -> None:
@@ -93,17 +98,16 @@ class LiveSession:
         return self.output
 
     async def poll(self) -> CompletionOutput:
-        """See at once how far it has come."""
+        """The output so far, without waiting."""
         assert self._stream is not None, "it has begun"
         if not self.ended:
             self._update(await self._stream.peek())
         return self.output
 
     def show(self, count: int | None) -> CompletionOutput:
-        """Let the task see ``count`` generated tokens (None: all), as far as they are there.
+        """Give the task ``count`` generated tokens (None: all), as far as they exist.
 
-        It sees what there was when there were so many: their text, and nothing of the end before
-        it has seen them all.
+        The text is that of exactly these tokens; the finish reason comes with the last token.
         """
         tokens = self.output.token_ids
         if count is None or (self.ended and count >= len(tokens)):
@@ -113,7 +117,7 @@ class LiveSession:
         return self.shown
 
     async def cancel(self) -> None:
-        """End the generation and give back its pages; its task keeps what it has seen."""
+        """End the generation and give back its pages; its task keeps what it has been given."""
         if not self.ended:
             await self.session.abort()
             await self.reach(None)
@@ -132,7 +136,7 @@ class LiveSession:
             self.count()
 
     def count(self) -> None:
-        """Book what it has cost since the last time."""
+        """Record its usage since the last call."""
         now = self.session.usage
         for name in ("prefilled", "cached", "decoded", "discarded"):
             grown = getattr(now, name) - getattr(self._counted, name)
@@ -203,13 +207,13 @@ class LiveSession:
 
 
 class Continuation(NamedTuple):
-    """What a task continues."""
+    """The sequence that a task continues."""
 
     live: LiveSession
     length: int
     """Tokens kept, from the start of the prompt."""
     rest: str
-    """Text to be put behind them."""
+    """Text to append to them."""
 
 
 class _CachedSession(NamedTuple):
@@ -219,11 +223,11 @@ class _CachedSession(NamedTuple):
 
 
 class SessionCache:
-    """Keeps live sequences until their scope is over.
+    """The live sequences of each request, kept until their scope is over.
 
     Args:
-        capacity: sequences per scope that are kept after they have ended; beyond it the one that
-            was not used for longest leaves.
+        capacity: finished sequences that are kept per scope; the least recently used one is
+            evicted.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -232,18 +236,18 @@ class SessionCache:
         """Least recently used first."""
 
     def add(self, scope: ExecutionScope | None, live: LiveSession) -> list[LiveSession]:
-        """Keep a sequence that has been started. Returns those that have to leave for it."""
+        """Keep a sequence that has been started. Returns those that are evicted."""
         request, path = _where(scope)
         kept = self._requests.setdefault(request, [])
         ended = [entry for entry in kept if entry.path == path and entry.live.over]
-        leaving = ended[: max(0, len(ended) - self._capacity + 1)]
-        self._requests[request] = [entry for entry in kept if entry not in leaving] + [
+        evicted = ended[: max(0, len(ended) - self._capacity + 1)]
+        self._requests[request] = [entry for entry in kept if entry not in evicted] + [
             _CachedSession(path, live)
         ]
-        return [entry.live for entry in leaving]
+        return [entry.live for entry in evicted]
 
     def end_scope(self, scope_id: str) -> list[LiveSession]:
-        """A scope is over: the sequences that were kept for it."""
+        """Remove and return the sequences of a scope that is over."""
         request, _, path = scope_id.partition(":")
         kept = self._requests.pop(request, [])
         staying = [entry for entry in kept if path and entry.path != path]
@@ -252,7 +256,7 @@ class SessionCache:
         return [entry.live for entry in kept if entry not in staying]
 
     def clear(self) -> list[LiveSession]:
-        """Everything is over: all sequences that were kept."""
+        """Remove and return all sequences."""
         sessions = [entry.live for kept in self._requests.values() for entry in kept]
         self._requests.clear()
         return sessions
@@ -264,12 +268,12 @@ class SessionCache:
         )
 
     def find(self, scope: ExecutionScope | None, prompt: Prompt) -> Continuation | None:
-        """What a task with this prompt continues; None if nothing known fits."""
+        """The sequence that a task with this prompt continues; None if there is none."""
         request, path = _where(scope)
         kept = [entry for entry in self._requests.get(request, ()) if not entry.live.closed]
         best: tuple[int, _CachedSession, Continuation] | None = None
         for entry in kept:
-            # A task goes on from its own branch and those around it, not from those beside it.
+            # A task continues its own branch or an enclosing one, never a parallel one.
             inside = entry.path in ("", path) or path.startswith(f"{entry.path}.")
             spelled = entry.live.spelled
             if inside and spelled is not None and isinstance(prompt, str):

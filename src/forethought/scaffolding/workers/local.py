@@ -1,8 +1,8 @@
 """``EngineWorker``: tasks become live sequences of the built-in engine.
 
 A task that continues another one keeps its exact tokens and their KV: by handle, if it was made
-with ``fork``; by itself, if a controller only puts strings together, as its prompt then begins with
-what an earlier task of the same request has said.
+with ``fork``; by its text, if a controller only concatenates strings, so that its prompt begins
+with the prompt and output of an earlier task of the same request.
 """
 
 from __future__ import annotations
@@ -161,8 +161,8 @@ class EngineWorker(Worker):
         if task.tools:
             raise ParameterError(
                 "EngineWorker cannot honour tools",
-                "calls would have to be found in the text, in a form of each model's own",
-                "Use a worker whose server does that",
+                "tool calls would have to be parsed from text, and every model has its own format",
+                "Use an OpenaiWorker whose server parses them",
             )
         token_ids = self.llm.chat_prompt(task.messages_to_dict_content())
         await self._generate(task, tuple(token_ids))
@@ -183,7 +183,7 @@ class EngineWorker(Worker):
         sampling.refuse(task, _REFUSED, "EngineWorker", "Leave it out, or use another worker")
 
     def _params(self, task: GenerationTask, number: int = 0) -> SamplingParams:
-        """What sample ``number`` is to be drawn with."""
+        """The sampling parameters of sample ``number``."""
         scope = current_scope()
         params = sampling.to_params(task, priority=scope.priority if scope else 0)
         max_tokens = scope.account.limit(params.max_tokens) if scope else params.max_tokens
@@ -232,7 +232,7 @@ class EngineWorker(Worker):
             session = self.llm.start(prompt if isinstance(prompt, str) else list(prompt))
         live = self._live(task, session, prompt)
         try:
-            live.begin(params)  # before anything else may run: then others can share the prefill
+            live.begin(params)  # before any other task runs, so that others can share the prefill
             task.request_handle = live
             task.llm_request_params = params.to_dict()
             task.usage.prompt_tokens += live.prompt_length
@@ -269,7 +269,7 @@ class EngineWorker(Worker):
         return session
 
     async def _forked(self, source: Continuation) -> AsyncSession:
-        """What is continued, without the rest."""
+        """A session with the kept tokens of ``source``."""
         live = source.live
         try:
             if self._cache.holds(live):
@@ -277,7 +277,7 @@ class EngineWorker(Worker):
         except UsageError:
             if not live.closed:
                 raise
-        # It has left, perhaps in the meantime; which tokens it had is known.
+        # It was evicted, perhaps in the meantime; its tokens are known.
         return self.llm.start(live.session.tokens[: source.length])
 
     def _live(
@@ -317,7 +317,7 @@ class EngineWorker(Worker):
 
     def shutdown(self) -> None:
         """Close all sequences, and end the engine or give back the ``LLM``, if it is its own."""
-        self._cache.clear()  # a session that is forgotten is closed
+        self._cache.clear()  # a session without references is closed
         if self._owned:
             self.llm.shutdown()
 
@@ -390,7 +390,7 @@ async def _together(works: Sequence[Coroutine[Any, Any, None]]) -> None:
 
 
 async def _close(live_sessions: Iterable[LiveSession]) -> None:
-    """Close all of them, even if whoever waits for it is cancelled meanwhile."""
+    """Close all of them, even if the caller is cancelled meanwhile."""
 
     async def close() -> None:
         for live in live_sessions:

@@ -1,11 +1,12 @@
-"""One streamed answer of an OpenAI-compatible server, as far as it has come.
+"""``OpenaiWorker``: executes tasks as requests to an OpenAI-compatible server.
 
-Knows the shape of completion and chat chunks, and nothing about tasks or requests.
+Continuations and forks are sent as text; only the server's prefix cache makes them cheap. Time
+limits and retries are those of the client.
 
-[openai] ``OpenaiWorker``: tasks become requests to any OpenAI-compatible server.
+::
 
-Continuations and forks go out as text: only the server's own prefix cache keeps them cheap.
-Time limits and retries are those of the client that it is given.
+    task --> _Requests (one request, or one per part of a stream) --> chunks
+    task <-- ChunkReader (text, tokens, log-probabilities, usage) <-- chunks
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class StreamedChoice:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Ids are negative (-1 the chosen token) where the server does not tell them."""
+    """Ids are negative (-1 the chosen token) where the server does not send them."""
     reasoning: str = ""
     tool_calls: list[ToolCall] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
@@ -99,9 +100,9 @@ class StreamedChoice:
         return len(around) == 2 and around[1].isspace() and not around[0].isspace()
 
     def add(self, text: str, scores: Sequence[TokenLogprobs], thought: bool) -> int:
-        """Take in a piece of text, or of thought; returns its number of tokens.
+        """Append a piece of text, or of reasoning; returns its number of tokens.
 
-        Tokens whose texts are not told share theirs: it comes with the last of them.
+        Tokens whose own texts are not sent share one text, which counts for the last of them.
         """
         number = len(scores) or int(bool(text or thought))
         pieces = [next(iter(entries.values())).token or "" for entries in scores]
@@ -125,13 +126,13 @@ class Requests(Protocol):
     num_certain: float
 
     def chunks(self, choice: StreamedChoice) -> AsyncGenerator[Any, None]:
-        """The chunks of the request that goes on from ``choice``; leaving them ends it."""
+        """The chunks of the request that continues ``choice``; closing the iterator ends it."""
 
     def continues(self, choice: StreamedChoice) -> bool:
-        """A request is over: whether another one is to go on from ``choice``."""
+        """A request is over: whether another one is to continue ``choice``."""
 
-    def on_tokens(self, number: int, text: str, tokens: int) -> None:
-        """A new piece has come: number of the choice, text, tokens."""
+    def on_tokens(self, index: int, text: str, num_tokens: int) -> None:
+        """A new piece has arrived: index of the choice, text, number of tokens."""
 
     def on_usage(self, usage: Usage, num_received: int) -> None:
         """The server's usage of a finished request, of which ``num_received`` tokens came."""
@@ -141,16 +142,16 @@ class ChunkReader:
     """Reads the chunks of one answer, which may take several requests.
 
     Args:
-        requests: makes the requests, and is told what comes of them.
+        requests: makes the requests, and gets their tokens and usage.
         stops: the stop strings asked for.
 
     Attributes:
         choices: by number.
         usage: the server's own count of the last request, once it has sent it.
-        server_usage: that of all requests that are over; None if it counts none.
-        paused: a request is over, and the next one waits for somebody to want more tokens.
+        server_usage: its count of all finished requests; None if it sends none.
+        paused: a request is over, and the next one is sent when more tokens are wanted.
         ended: the answer is complete, has failed or was cancelled.
-        shown: tokens of the first choice that who follows it step by step has seen.
+        shown: tokens of the first choice that its task has been given so far.
     """
 
     def __init__(self, requests: Requests, stops: Sequence[str]) -> None:
@@ -166,7 +167,7 @@ class ChunkReader:
 
     @property
     def available(self) -> int:
-        """Tokens of the first choice that are there to stay."""
+        """Tokens of the first choice that are final."""
         count = self.choices[0].count
         return count if self.paused or self.ended else int(min(count, self._requests.num_certain))
 
@@ -274,7 +275,7 @@ class ChunkReader:
             self._requests.on_tokens(piece.index, text, new)
 
     def _stop_reason(self, piece: Any) -> int | str | None:
-        """What the server says; else the one stop string there is, as most servers do not say."""
+        """The server's stop reason; most send none: then the only stop string, if there is one."""
         extra = getattr(piece, "model_extra", None) or {}
         if "stop_reason" in extra:
             reason: int | str | None = extra["stop_reason"]
@@ -301,7 +302,7 @@ def _usage(reported: Any) -> Usage:
 
 
 def _thought(delta: Any) -> str:
-    """What a reasoning model thinks, under the names that servers have for it."""
+    """The reasoning text of a chunk, under any of the names that servers use."""
     for name in ("reasoning_content", "reasoning"):
         thought = getattr(delta, name, None)
         if thought:
@@ -448,13 +449,13 @@ class OpenaiWorker(Worker):
     """Executes generation, stream and chat tasks on a server.
 
     Token ids are not known: ``output_tokens`` stays None, and the server counts the tokens.
-    Where it does not say what ended an answer, and a single stop string was asked for, an answer
-    that ended with ``stop`` is taken to have met it.
+    If the server sends no stop reason and the task has a single stop string, an answer with the
+    finish reason ``stop`` is taken to have ended at that string.
 
     Args:
-        async_client: an ``openai.AsyncOpenAI``, or what behaves like one, or a function that makes
-            one. The worker uses a copy of it on each event loop, and closes the copies; one whose
-            ``http_client`` was set up by hand serves one event loop alone.
+        async_client: an ``openai.AsyncOpenAI`` (or a compatible object), or a function that makes
+            one. The worker uses a copy of it on each event loop, and closes the copies; a client
+            with an ``http_client`` of its own serves one event loop only.
         model: name of the model on the server.
         kv_cache_hint_enabled: must be False: no task asks for hints about the server's KV cache.
         extra_body: further fields of every request.
@@ -495,7 +496,7 @@ class OpenaiWorker(Worker):
     # ---- tasks --------------------------------------------------------------------------------
 
     async def generation_handler(self, task: GenerationTask) -> TaskStatus:
-        """Have all of it generated."""
+        """Generate all samples."""
         reader = self._completion(task)
         await reader.read()
         _fill(task, reader)
@@ -504,7 +505,7 @@ class OpenaiWorker(Worker):
     async def stream_handler(self, task: StreamGenerationTask) -> TaskStatus:
         """Bring back ``streaming_step`` tokens more than the last time, once they are there.
 
-        A server says that it has ended only behind the last token, so one more is waited for.
+        A server reports the end only behind the last token, so the step waits for what follows.
         """
         step = task.checked_step
         reader = task.request_handle if task.under_way else None
@@ -534,7 +535,7 @@ class OpenaiWorker(Worker):
         return TaskStatus.SUCCESS
 
     async def chat_handler(self, task: ChatTask) -> TaskStatus:
-        """Have the assistant's next turn generated."""
+        """Generate the assistant's next message."""
         sampling.refuse(task, ["n"], "a chat", "Use copies of the task")
         reader = self._chat(task)
         await reader.read()
@@ -584,7 +585,7 @@ class OpenaiWorker(Worker):
             raise ParameterError(
                 "the task has no prompt",
                 "input_str and input_tokens are empty",
-                "Set one of them; a fork needs a parent whose prompt is text",
+                "Set one of them; a fork needs a parent with a text prompt",
             )
         fields = self._fields(task, _COMPLETION)
         if task.num_logprobs is not None:
@@ -719,7 +720,7 @@ class _Requests:
         self.num_certain = math.inf
         self._asked, self._is_last, self._end, self._num_new = 0, True, 0, 0
         stream = isinstance(task, StreamGenerationTask) and not isinstance(task, ChatTask)
-        self._is_followed = stream  # what it emits is what its steps show
+        self._is_followed = stream  # its tokens are emitted step by step
 
     async def chunks(self, choice: StreamedChoice) -> AsyncGenerator[Any, None]:
         """The chunks of the request that goes on from ``choice``."""
@@ -766,26 +767,26 @@ class _Requests:
         """
         if self._is_last or not self._num_new or choice.finish_reason != "length":
             return False
-        self._book(Usage(discarded=choice.end_request(self._end, int(self.num_certain))))
+        self._record(Usage(discarded=choice.end_request(self._end, int(self.num_certain))))
         return True
 
-    def on_tokens(self, number: int, text: str, tokens: int) -> None:
+    def on_tokens(self, index: int, text: str, num_tokens: int) -> None:
         """Record and stream a new piece."""
         task = self._task
-        self._num_new += tokens
+        self._num_new += num_tokens
         task.latency_s = time.perf_counter() - self._began
         task.ttft_s = task.latency_s if task.ttft_s is None else task.ttft_s
-        self._book(Usage(completion_tokens=tokens, decoded=tokens))
+        self._record(Usage(completion_tokens=num_tokens, decoded=num_tokens))
         if not self._is_followed:
-            task.emit(text, (), f"{id(self):x}.{number}")
+            task.emit(text, (), f"{id(self):x}.{index}")
 
     def on_usage(self, usage: Usage, num_received: int) -> None:
         """Record the server's count in place of the number of tokens received."""
         if 0 < usage.completion_tokens < self._asked:  # the context is full
             self._is_last = True
-        self._book(usage + Usage(completion_tokens=-num_received, decoded=-num_received))
+        self._record(usage + Usage(completion_tokens=-num_received, decoded=-num_received))
 
-    def _book(self, usage: Usage) -> None:
+    def _record(self, usage: Usage) -> None:
         for count in dataclasses.fields(Usage):
             before = getattr(self._usage, count.name)
             setattr(self._usage, count.name, before + getattr(usage, count.name))
@@ -810,7 +811,7 @@ _WHOLE = (
     "stop",
     "suffix",
 )
-"""Sampling fields whose meaning would change if an answer were generated in parts."""
+"""Sampling fields that mean something else for an answer generated in parts."""
 
 
 def _part_size(task: GenerationTask) -> int | None:
@@ -840,7 +841,7 @@ def _response_format(task: GenerationTask) -> dict[str, Any]:
     if shape.json is None:
         raise ParameterError(
             f"OpenaiWorker cannot honour guided_decoding with {shape.kind}",
-            "servers have no common way to say it",
+            "there is no field for it that servers agree on",
             "Use json or json_object, or the field of your server in extra_body",
         )
     schema = {"name": "output", "schema": json.loads(str(shape.json)), "strict": True}
@@ -848,7 +849,7 @@ def _response_format(task: GenerationTask) -> dict[str, Any]:
 
 
 def _show(task: StreamGenerationTask, reader: ChunkReader, count: int) -> None:
-    """Let the task see ``count`` tokens of its stream, as far as they are there."""
+    """Emit the stream up to ``count`` tokens, as far as they have arrived."""
     choice = reader.choices[0]
     before, now = choice.begin_of(reader.shown), choice.begin_of(min(count, reader.available))
     reader.shown = now.count
@@ -858,7 +859,7 @@ def _show(task: StreamGenerationTask, reader: ChunkReader, count: int) -> None:
 def _fill(
     task: GenerationTask, reader: ChunkReader, choices: Mapping[int, StreamedChoice] | None = None
 ) -> None:
-    """Leave on the task what has been answered so far, or the part of it that is given."""
+    """Store the answer so far on the task, or ``choices``, a part of it."""
     choices = reader.choices if choices is None else choices
     server_usage, usage = reader.server_usage, task.usage
     samples = [_output(choice) for _, choice in sorted(choices.items())]

@@ -1,11 +1,8 @@
-"""A reward model: rows of token ids in, scores out.
+"""``RewardWorker``: a local reward model scores answers, or the steps of answers.
 
-Knows nothing about tasks, threads and batches.
-
-[reward] ``RewardWorker``: a local reward model judges answers, or the steps of answers.
-
-What arrives while the model is busy is judged together next. Knows nothing about where answers come
-from, nor how they are cut into steps: ``PRMController`` does that.
+``RewardModel`` runs the classifier: rows of token ids in, scores out. ``RewardWorker`` batches
+reward tasks for it in one thread: tasks that arrive during a forward pass make up the next batch.
+``PRMController`` splits answers into steps.
 """
 
 from __future__ import annotations
@@ -39,12 +36,12 @@ except ModuleNotFoundError as _error:
     raise DependencyError.missing(_error.name or "torch", "RewardWorker", "local") from _error
 
 _HEADS = {"ForTokenClassification": True, "ForSequenceClassification": False}
-"""End of an architecture's name -> whether it judges steps."""
+"""Suffix of the architecture -> whether it scores steps."""
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 class RewardQuery(NamedTuple):
-    """What a reward task asks; equal ones have the same answer."""
+    """The input of a reward task; equal queries are scored once."""
 
     tokens: tuple[int, ...] | None
     question: str | None
@@ -57,18 +54,18 @@ class ScoringRow(NamedTuple):
 
     ids: list[int]
     types: list[int] | None
-    """Token types, of models that tell question and answer apart by them."""
+    """Token types, of models with a type for question and for answer."""
 
 
 class RewardScore(NamedTuple):
-    """What the model says."""
+    """The result of a query."""
 
     score: float
     step_scores: list[float]
     length: int
     """Tokens of the input."""
     prefilled: int
-    """Tokens of it that were run for this task: 0 if they were run for an equal one."""
+    """Tokens of it that were run for this task; 0 if an equal query was run."""
 
 
 class RewardModel:
@@ -91,14 +88,14 @@ class RewardModel:
             )
         self.device = _device(device)
         check_model_dir(directory, "reward model")
-        self.by_step = judges_steps(directory)
+        self.by_step = scores_steps(directory)
         self._model, self.tokenizer = _load(directory, self.by_step, dtype)
         config = self._model.config
         labels = config.num_labels
         if labels != 2 and (self.by_step or labels != 1):
             raise ModelError(
                 f"the model in {directory} gives no scores",
-                f"it tells {labels} labels apart",
+                f"it has {labels} labels",
                 "Choose a classifier of two labels, or of sequences with one",
             )
         config.use_cache = False
@@ -108,10 +105,10 @@ class RewardModel:
         self._vocabulary = self._model.get_input_embeddings().num_embeddings
 
     def encode(self, query: RewardQuery) -> ScoringRow:
-        """The input for an query.
+        """The input row of a query.
 
         Raises:
-            ParameterError: there is none, or the model judges steps and none are named, or the
+            ParameterError: there is none, or the model scores steps and none are given, or the
                 other way round.
             ContextLengthError: it is too long.
         """
@@ -158,17 +155,17 @@ class RewardModel:
         return results
 
     def _tokenised(self, query: RewardQuery) -> ScoringRow:
-        """Question and answer as the model was trained to see them."""
+        """Question and answer in the format of the model's training."""
         question, answer = query.question, query.answer
         if question is None:
             raise ParameterError(
-                "the task has nothing to judge",
+                "the task has nothing to score",
                 "input_str and input_tokens are None",
-                "Give text; token ids of another model cannot be judged",
+                "Give text; token ids of another model cannot be scored",
             )
         if answer is not None and self.tokenizer.chat_template:
-            said = [("user", question), ("assistant", answer)]
-            messages = [{"role": role, "content": content} for role, content in said]
+            turns = [("user", question), ("assistant", answer)]
+            messages = [{"role": role, "content": content} for role, content in turns]
             text = self.tokenizer.apply_chat_template(messages, tokenize=False)
             encoding = self.tokenizer(text, add_special_tokens=False, verbose=False)
         else:
@@ -176,7 +173,7 @@ class RewardModel:
         return ScoringRow(list(encoding["input_ids"]), encoding.get("token_type_ids"))
 
     def _logits(self, rows: Sequence[ScoringRow]) -> Any:
-        """Per row, or per row and position if steps are judged: [rows, (positions,) labels]."""
+        """[num_rows, num_labels]; with scored steps [num_rows, length, num_labels]."""
         inputs = {
             "input_ids": self._padded([row.ids for row in rows], self.tokenizer.pad_token_id or 0),
             "attention_mask": self._padded([[1] * len(row.ids) for row in rows], 0),
@@ -186,8 +183,8 @@ class RewardModel:
             inputs["token_type_ids"] = self._padded(types, 0)
         if self.by_step or not hasattr(self._model, "score"):
             return self._model(**inputs).logits
-        # A decoder's head reads the last token. Where that is, its own forward guesses from the
-        # padding token, which it may not have, or which may end a text.
+        # A decoder's head reads the last token. Its own forward infers that position from the
+        # padding token, which may be missing, or may end a text.
         hidden = self._model.base_model(**inputs).last_hidden_state
         last = torch.tensor([len(row.ids) - 1 for row in rows], device=self.device)
         return self._model.score(hidden[torch.arange(len(rows), device=self.device), last])
@@ -220,7 +217,7 @@ def is_reward_model(directory: Path) -> bool:
         return False
 
 
-def judges_steps(directory: Path) -> bool:
+def scores_steps(directory: Path) -> bool:
     """Whether the checkpoint classifies tokens rather than sequences.
 
     Raises:
@@ -280,12 +277,12 @@ def _load(directory: Path, by_step: bool, dtype: str) -> tuple[Any, Any]:
 def _wrong_kind(by_step: bool) -> ParameterError:
     if by_step:
         return ParameterError(
-            "this reward model judges steps",
+            "this reward model scores steps",
             "the task has no step_positions",
             "Use PRMController, or a model that classifies sequences",
         )
     return ParameterError(
-        "this reward model judges whole answers",
+        "this reward model scores whole answers",
         "the task has step_positions",
         "Use NativeRewardController, or a model that classifies tokens",
     )
@@ -296,7 +293,7 @@ _FIELDS = ("dtype", "device", "max_batch_tokens")
 
 @dataclass(eq=False)
 class _PendingQuery:
-    """One query, and all who wait for the score."""
+    """A query, and the futures that wait for its score."""
 
     query: RewardQuery
     waiters: list[Future[RewardScore]] = field(default_factory=list)
@@ -305,25 +302,25 @@ class _PendingQuery:
 class RewardWorker(Worker):
     """Executes reward tasks on a local reward model, in a thread of its own.
 
-    A model that classifies sequences judges whole answers: ``score`` is the logit of its only label
+    A model that classifies sequences scores whole answers: ``score`` is the logit of its only label
     or the probability of the second of two. The text it sees is ``input_tokens``; without them,
     ``input_str`` and ``output_str`` in its chat template, or as a pair of texts.
 
-    A model that classifies tokens judges steps: ``step_scores`` holds the probability of the
+    A model that classifies tokens scores steps: ``step_scores`` holds the probability of the
     second label at each of ``step_positions``, and ``score`` their product.
 
-    Equal tasks under way are judged once. May serve several event loops.
+    Equal tasks in flight are scored once. May serve several event loops.
 
     Args:
         model_dir: local Hugging Face directory, or Hub id.
         dtype: ``"float32"``, ``"bfloat16"``, ``"float16"``, or ``"auto"``: as stored.
         device: such as ``"cuda:1"``; ``"auto"``: the GPU if there is one.
-        max_batch_tokens: judged in one pass at most, padding included; a longer one goes alone.
+        max_batch_tokens: maximum tokens of a forward pass, with padding; a longer row runs alone.
         revision: branch, tag or commit of a model of the Hub; None: its main branch.
 
     Attributes:
         tokenizer: the model's, for ``PRMController``.
-        by_step: whether the model judges the steps of answers, as ``PRMController`` wants it.
+        by_step: whether the model scores the steps of answers, for ``PRMController``.
 
     Raises:
         ModelError: the model is neither here nor on the Hub, or is of another kind.
@@ -370,8 +367,8 @@ class RewardWorker(Worker):
             model_dir: local Hugging Face directory.
             backend: ``"pytorch"``: there is no other.
             max_batch_size: any will do: passes are bounded by their tokens.
-            max_num_tokens: judged in one pass at most: ``max_batch_tokens``.
-            kv_cache_free_gpu_memory_fraction: any will do: judging keeps no KV cache.
+            max_num_tokens: the same as ``max_batch_tokens``.
+            kv_cache_free_gpu_memory_fraction: any will do: scoring keeps no KV cache.
             disable_overlap_scheduler: either will do: passes never overlap here.
             scheduler_config: must be None: the scheduler has no variants.
             **fields: further arguments of ``RewardWorker``.
@@ -391,7 +388,7 @@ class RewardWorker(Worker):
         return cls(model_dir, **fields)
 
     async def reward_handler(self, task: RewardTask) -> TaskStatus:
-        """Judge, and leave ``score`` and ``step_scores`` on the task."""
+        """Score the task: sets ``score`` and ``step_scores``."""
         tokens, positions = task.input_tokens, task.step_positions
         query = RewardQuery(
             None if tokens is None else tuple(tokens),
@@ -409,7 +406,7 @@ class RewardWorker(Worker):
     task_handlers = {RewardTask: reward_handler}  # noqa: RUF012
 
     def shutdown(self) -> None:
-        """Let go of the model; whoever still waits gets ``EngineStopped``."""
+        """Release the model; tasks that still wait fail with ``EngineStopped``."""
         with self._lock:
             self._stopped = True
         self._thread.shutdown()
@@ -430,10 +427,10 @@ class RewardWorker(Worker):
             pending.waiters.append(waiter)
         return waiter
 
-    # ---- judging: in the worker's thread ------------------------------------------------------
+    # ---- scoring: in the worker's thread ------------------------------------------------------
 
     def _score_queue(self) -> None:
-        """Judge all that has come since the last time."""
+        """Score all queued queries."""
         with self._lock:
             pending_queries, self._queue = self._queue, []
         encoded = []
@@ -468,7 +465,7 @@ class RewardWorker(Worker):
         except Exception as error:
             if len(batch) == 1:
                 self._end(batch[0][1], error)
-            else:  # only those that fail on their own fail
+            else:  # run each alone, so that only those with an error fail
                 for pair in batch:
                     self._score_batch([pair])
             return
@@ -476,7 +473,7 @@ class RewardWorker(Worker):
             self._end(pending, score)
 
     def _wanted(self, pending: _PendingQuery) -> bool:
-        """Whether somebody still waits for it; nobody else will, if not."""
+        """Whether a future still waits for it; if none does, the query is removed."""
         with self._lock:
             stopped = self._stopped
             wanted = not all(waiter.cancelled() for waiter in pending.waiters)

@@ -1,7 +1,6 @@
-"""``ScriptedWorker``: a worker that says what it was told to say. A double for tests of methods.
+"""``ScriptedWorker``: a worker with scripted answers, for tests of methods without a model.
 
-Knows no model. One character is one token, whose id is its code point, so that a text and its
-tokens can be checked by eye.
+One character is one token, and its id is the code point, so that text and tokens are easy to check.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Reply:
 
 Answer = str | Reply
 Script = Callable[[str, int], Answer] | Mapping[str, Answer | Sequence[Answer]] | Sequence[Answer]
-"""What is answered: a function of the prompt and of how often it was asked before; a table of
+"""The answers: a function of the prompt and of how often it was asked before; a table of
 answers (or lists of answers, one per time it is asked) by prompt; or a list, in order of asking."""
 
 
@@ -66,12 +65,12 @@ class Call:
 
 @dataclass
 class _Generation:
-    """An answer on its way out."""
+    """An answer that is being generated."""
 
     call: Call
     reply: Reply
     text: str
-    """All that will be said, after stop strings and ``max_tokens``."""
+    """The whole output, after stop strings and ``max_tokens``."""
     finish_reason: str
     stop_reason: str | None
     num_generated: int = 0
@@ -107,7 +106,7 @@ class ScriptedWorker(Worker):
         return [call.prompt for call in self.calls]
 
     async def generation_handler(self, task: GenerationTask) -> TaskStatus:
-        """Say all of it, ``n`` times."""
+        """Generate ``n`` answers."""
         task.samples = []
         for _ in range(task.n):
             generation = self._begin(task, _prompt(task))
@@ -119,7 +118,7 @@ class ScriptedWorker(Worker):
         return TaskStatus.SUCCESS
 
     async def stream_handler(self, task: StreamGenerationTask) -> TaskStatus:
-        """Say the next few tokens."""
+        """Generate the next ``streaming_step`` tokens."""
         step = max(1, task.checked_step)
         generation = task.request_handle if task.under_way else None
         if generation is None:
@@ -146,7 +145,7 @@ class ScriptedWorker(Worker):
         return TaskStatus.SUCCESS
 
     async def reward_handler(self, task: RewardTask) -> TaskStatus:
-        """Judge by the ``score`` function."""
+        """Score with the ``score`` function."""
         if self._score is None:
             return TaskStatus.WORKER_NOT_SUPPORTED
         task.score = self._score(task.input_str or "", task.output_str or "")
@@ -201,7 +200,7 @@ class ScriptedWorker(Worker):
     async def _generate(
         self, task: GenerationTask, generation: _Generation, step: int | None
     ) -> None:
-        """Say the next ``step`` tokens (None: all), streaming and counting each."""
+        """Generate the next ``step`` tokens (None: all), streaming and counting each."""
         call, reply, scope = generation.call, generation.reply, current_scope()
         call.steps += 1
         end = len(generation.text)
