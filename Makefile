@@ -3,7 +3,7 @@
 #   make demo      the main job on the embedded model: a table, a plot, one JSON line
 #   make test      ruff, mypy and the import contracts, then the tests
 #   make lint      only the first half of that
-#   make format    let ruff mend what it can
+#   make format    let ruff fix what it can
 #   make bench     speed on this machine: against transformers, and of every drafter
 #   make gpu       what needs a CUDA device: its tests, then the benchmarks
 #   make reasoner  train the embedded model again from its seed
@@ -69,7 +69,8 @@ reasoner: $(setup)
 	$(PY) -m forethought.training.reasoner.train --seed 0 --out runs/reasoner
 
 drafter: $(setup)
-	$(PY) -m forethought.training.drafter.train --seed 0 --out runs/drafter
+	$(PY) -m forethought.training.reasoner.problems --seed 0 --out runs/drafter/prompts.txt
+	$(PY) -m forethought train draft-model --self-distill runs/drafter/prompts.txt --held-out 64 --out runs/drafter --config src/forethought/assets/drafter/training.yaml
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

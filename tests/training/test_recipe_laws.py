@@ -20,8 +20,10 @@ from models import prompts, tiny
 
 PROMPTS = prompts((4, 7, 9, 5))
 LOOP: dict[str, Any] = {"steps": 4, "rate": 0.01, "batch_tokens": 100}
+_SIZES = {"hidden_size": 24, "intermediate_size": 32, "num_layers": 1}
 KINDS: dict[str, dict[str, Any]] = {
-    "draft-model": {"hidden_size": 24, "intermediate_size": 32, "num_layers": 1},
+    "draft-model": _SIZES,
+    "draft-model, muon": {**_SIZES, "optimizer": "muon", "weight_decay": 0.05},
     "eagle3": {"unrolled": 3, "unrolled_share": 0.5, "export_dtype": "float32"},
     "mtp": {"depths": 2, "export_dtype": "float32"},
     "redrafter": {"unrolled": 3, "blocks": 1, "export_dtype": "float32"},
@@ -46,7 +48,7 @@ class Runs:
     """Short runs of one recipe, each of which begins anew from what lies in its directory."""
 
     def __init__(self, kind: str, teacher: Teacher, texts: list[Text], directory: Path) -> None:
-        self.recipe, self.teacher, self.texts = recipe(kind), teacher, texts
+        self.recipe, self.teacher, self.texts = recipe(kind.partition(",")[0]), teacher, texts
         self.fields, self.directory = {**LOOP, **KINDS[kind]}, directory
 
     def trainer(self, name: str, seed: int = 0) -> Trainer:

@@ -22,14 +22,9 @@ from forethought.training.reasoner.problems import (
     sample_calculation,
     sample_problem,
 )
-from forethought.training.reasoner.traces import (
-    ANSWER_SUFFIX,
-    CLOSING_SUFFIX,
-    PROBE_SUFFIX,
-    Piece,
-    write_trace,
-)
-from forethought.training.reasoner.vocabulary import END, THINK_END, prompt_text
+from forethought.training.reasoner.traces import Piece, write_trace
+from forethought.training.reasoner.vocabulary import END, prompt_text
+from forethought.training.texts import probe_suffix
 
 IGNORED = -100
 SLIP_RATE = 0.25
@@ -101,7 +96,7 @@ def probed(
     cut = rng.randint(first, len(offsets))
     length = offsets[cut - 1][1]
     kept, guess = _keep(spans, length), guess_at(pieces, length - len(spans[0].text))
-    suffix = _suffix(text[:length], rng)
+    suffix = probe_suffix(text[:length], rng)
     elicited = [_Span(suffix, False), _Span(guess + "}\n\\]" + END, True)]
     if rng.random() < 0.5:
         return encode(tokenizer, kept + elicited)
@@ -143,12 +138,6 @@ def _keep(spans: list[_Span], length: int) -> list[_Span]:
         kept.append(_Span(span.text[:length], span.trained))
         length -= len(span.text)
     return kept
-
-
-def _suffix(text: str, rng: random.Random) -> str:
-    if THINK_END in text:
-        return ANSWER_SUFFIX
-    return PROBE_SUFFIX if rng.random() < 0.85 else CLOSING_SUFFIX
 
 
 def make_example(tokenizer: Tokenizer, rng: random.Random, kind: str) -> Example:

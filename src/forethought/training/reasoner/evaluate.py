@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from forethought.methods.dynasor import PROBE_SUFFIX
 from forethought.training.reasoner.problems import fixed_test_problems
-from forethought.training.reasoner.traces import PROBE_SUFFIX
 from forethought.training.reasoner.vocabulary import prompt_text
 
 Ids = list[int]

@@ -13,14 +13,6 @@ from dataclasses import dataclass, replace
 from forethought.training.reasoner.problems import Problem, Step, calculate
 
 UNSURE = "hmm"
-PROBE_SUFFIX = (
-    "... Oh, I suddenly got the answer to the whole problem, **Final Answer**\n\n\\[ \\boxed{"
-)
-ANSWER_SUFFIX = (
-    "\n\n... Oh, I have got the answer to the whole problem\n**Final Answer:**\n\\[\n \\boxed{"
-)
-CLOSING_SUFFIX = ANSWER_SUFFIX.replace("... Oh", "...</think>\n Oh")
-
 OPENINGS = ("", "", "Okay, let me see.\n", "Let me go step by step.\n")
 RECHECKS = (
     "Wait, let me check that again.\n",
