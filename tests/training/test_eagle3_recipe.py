@@ -30,12 +30,12 @@ from forethought.training.trainer import DRAFTER, Trainer
 from models import VOCAB, prompts, tiny, transformers_model
 
 PROMPTS = prompts((4, 7, 9, 5, 6, 8))
-PLACES = (1, 2, 3)
+LAYERS = (1, 2, 3)
 SETTINGS = Eagle3Settings(
     steps=6,
     rate=0.01,
     batch_tokens=256,
-    unrolled=3,
+    ttt_length=3,
     distribution_width=VOCAB,
     export_dtype="float32",
 )
@@ -60,20 +60,20 @@ def made(teacher: Teacher, texts: list[Text], **changes: Any) -> Eagle3Recipe:
     return Eagle3Recipe.build(SETTINGS.model_copy(update=changes), texts, teacher)
 
 
-def test_what_is_guessed_in_training_is_what_would_be_guessed_in_use(teacher: Teacher) -> None:
+def test_what_is_label_at_in_training_is_what_would_be_label_at_in_use(teacher: Teacher) -> None:
     texts = [Text(prompts((11,), seed=3)[0], 4), Text(prompts((8,), seed=4)[0], 3)]
     for share, hidden in ((1.0, None), (0.5, None), (1.0, 24)):
-        teaching = made(teacher, texts, unrolled_share=share, hidden_size=hidden)
+        teaching = made(teacher, texts, ttt_share=share, hidden_size=hidden)
         scatter(teaching.module)
-        lesson = teaching.batch(0)
-        oracle = Oracle(teaching.module, PLACES)
+        batch = teaching.batch(0)
+        oracle = Oracle(teaching.module, LAYERS)
         with torch.no_grad():
-            steps = list(teaching.guesses(lesson))
+            steps = list(teaching.predictions(batch))
         assert len(steps[1][0]) == (9 if share == 1.0 else 4)
         for step, (pairs, logits) in enumerate(steps):
             for column, pair in enumerate(pairs.tolist()):
                 for row in range(2):
-                    tokens = lesson.tokens[row, : int(lesson.lengths[row])].tolist()
+                    tokens = batch.tokens[row, : int(batch.lengths[row])].tolist()
                     read = tokens[pair + 2 : pair + 2 + step]
                     if len(read) < step or pair + 2 > len(tokens):
                         continue  # beyond the end
@@ -88,7 +88,7 @@ def test_the_loss_is_the_distance_from_the_targets_laws_within_the_draft_vocabul
 ) -> None:
     short = [Text(text.token_ids[: 9 + n], text.prompt_length) for n, text in enumerate(texts[:2])]
     teaching = made(teacher, short, draft_vocab_size=4)
-    head, oracle = teaching.module, Oracle(teaching.module, PLACES)
+    head, oracle = teaching.module, Oracle(teaching.module, LAYERS)
     module, ids = transformers_model(tiny("llama")), head.ids
     expected, left_out = 0.0, 0
     for step in range(3):
@@ -98,15 +98,15 @@ def test_the_loss_is_the_distance_from_the_targets_laws_within_the_draft_vocabul
             with torch.inference_mode():
                 distributions = module(torch.tensor([tokens])).logits[0].double().softmax(-1)
             for pair in range(len(tokens) - 2 - step):
-                guessed = pair + 2 + step
-                if guessed < text.prompt_length:
+                label_at = pair + 2 + step
+                if label_at < text.prompt_length:
                     continue
-                distribution = distributions[guessed - 1]
+                distribution = distributions[label_at - 1]
                 if int(distribution.argmax()) not in ids.tolist():
                     left_out += 1
                     continue
                 kept = distribution[ids] / distribution[ids].sum()
-                scores = oracle.logits(tokens[: pair + 2], tokens[pair + 2 : guessed])[ids]
+                scores = oracle.logits(tokens[: pair + 2], tokens[pair + 2 : label_at])[ids]
                 losses.append(-(kept * scores.log_softmax(0)).sum())
         expected += 0.8**step * float(sum(losses) / len(losses))
     assert left_out > 2
@@ -140,16 +140,16 @@ def test_the_draft_vocabulary_is_what_answers_hold_most_often() -> None:
 
 def test_a_step_lowers_the_loss(teacher: Teacher, texts: list[Text], tmp_path: Path) -> None:
     teaching = made(teacher, texts)
-    lesson = teaching.batch(0)
-    before = float(teaching.loss(lesson).detach())
+    batch = teaching.batch(0)
+    before = float(teaching.loss(batch).detach())
     Trainer(teaching, SETTINGS, tmp_path).run(until=1)
-    assert float(teaching.loss(lesson).detach()) < before
+    assert float(teaching.loss(batch).detach()) < before
 
 
 def test_resuming_gives_the_weights_of_a_run_without_a_pause(
     teacher: Teacher, texts: list[Text], tmp_path: Path
 ) -> None:
-    settings = SETTINGS.model_copy(update={"unrolled_share": 0.4, "batch_tokens": 100})
+    settings = SETTINGS.model_copy(update={"ttt_share": 0.4, "batch_tokens": 100})
     for name, pauses in (("whole", [6]), ("paused", [2, 5, 6])):
         for until in pauses:
             teaching = Eagle3Recipe.build(settings, texts, teacher)
@@ -165,15 +165,15 @@ def test_a_tiny_run_drafts_what_it_has_read(
     fields = {"steps": 140, "rate": 0.01, "layout": "speculators", "check_every": 140}
     settings = SETTINGS.model_copy(update=fields)
     kind = recipe("eagle3")
-    trial = AcceptanceEvaluation(teacher, PROMPTS, max_tokens=40)
+    evaluation = AcceptanceEvaluation(teacher, PROMPTS, max_tokens=40)
     trainer = Trainer(
         kind.build(settings, texts, teacher),
         settings,
         tmp_path,
-        check=lambda directory: trial(kind.decoding(directory)),
+        check=lambda directory: evaluation(kind.decoding(directory)),
     )
     assert trainer.run()["acceptance_length"] > 2.5
-    assert Eagle3Head.load(tmp_path / DRAFTER).traits.places == PLACES
+    assert Eagle3Head.load(tmp_path / DRAFTER).traits.places == LAYERS
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "gpt_neox", "opt", "phi"])
@@ -188,7 +188,7 @@ def test_targets_of_other_families_are_learned_from(architecture: str) -> None:
     assert teaching.module.config.num_key_value_heads in (2, 4)
 
 
-def test_places_are_captured_in_rising_order_however_they_are_given() -> None:
-    assert Eagle3Settings(places=(3, -1, 1)).places == (1, 3, -1)
-    with pytest.raises(ParameterError, match="one or more different places"):
-        Eagle3Settings(places=(1, 1))
+def test_layers_are_captured_in_rising_order_however_they_are_given() -> None:
+    assert Eagle3Settings(layers=(3, -1, 1)).layers == (1, 3, -1)
+    with pytest.raises(ParameterError, match="one or more different layers"):
+        Eagle3Settings(layers=(1, 1))

@@ -44,9 +44,9 @@ def test_every_prompt_is_answered_at_the_temperatures_in_turn(
 ) -> None:
     texts = self_distil(teacher, PROMPTS, tmp_path / "t.jsonl", SETTINGS)
     assert [text.prompt for text in texts] == PROMPTS
-    for place in (0, 2, 4):  # greedy ones; transformers does not stop at an end of sequence
-        answer = texts[place].token_ids[len(PROMPTS[place]) :]
-        assert answer == greedy(tiny("llama"), [PROMPTS[place]], 6)[0][: len(answer)]
+    for index in (0, 2, 4):  # greedy ones; transformers does not stop at an end of sequence
+        answer = texts[index].token_ids[len(PROMPTS[index]) :]
+        assert answer == greedy(tiny("llama"), [PROMPTS[index]], 6)[0][: len(answer)]
 
 
 @pytest.mark.parametrize(("lines", "asked"), [(0, 5), (1, 5), (2, 3), (3, 3), (4, 1), (5, 0)])

@@ -105,7 +105,7 @@ class Llama(nn.Module):
                 nn.init.zeros_(weight)
 
     def hidden(self, tokens: Tensor) -> Tensor:
-        """int64 ids ``[R, W]`` -> states behind the final norm ``[R, W, hidden]``."""
+        """int64 ids ``[R, W]`` -> states after the final norm ``[R, W, hidden]``."""
         x = self.embedding(tokens)
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))

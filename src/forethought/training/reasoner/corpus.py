@@ -5,7 +5,7 @@ derivation), ``full`` (with re-checks and the answer), and the two latter cut at
 followed by an elicited answer (``probed``, ``probed_full``). Loss is taken only where the solver
 has something to decide: never on the question, the operands of a drill, an elicitation suffix or
 the wrong value of a slip. The batch of a step is a function of seed and step alone, so a resumed
-run sees what an uninterrupted one would have seen. Knows nothing about networks.
+run has the batches of an uninterrupted one.
 """
 
 import random
@@ -33,7 +33,7 @@ DRILL_LINES = 12
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Token ids, and for each whether the network is trained to predict it."""
+    """Token ids, and for each whether it counts in the loss."""
 
     ids: list[int]
     trained: list[bool]
@@ -141,7 +141,7 @@ def _keep(spans: list[_Span], length: int) -> list[_Span]:
 
 
 def make_example(tokenizer: Tokenizer, rng: random.Random, kind: str) -> Example:
-    """A fresh example of the given kind, from the training side of the wall."""
+    """A new example of the given kind, from a training problem."""
     if kind == "drill":
         return drill(tokenizer, rng)
     problem = sample_problem(rng)
@@ -155,9 +155,9 @@ def make_example(tokenizer: Tokenizer, rng: random.Random, kind: str) -> Example
 def pack(
     tokenizer: Tokenizer, rng: random.Random, mix: Mapping[str, float], rows: int, length: int
 ) -> tuple[Tensor, Tensor]:
-    """Rows filled to the brim with examples; each row begins with a fresh one, the last is cut.
+    """Rows packed with examples; each row begins with a new one, and its last one is cut.
 
-    Returns tokens and targets, both int64 (rows, length); a target is the next token or
+    Returns tokens and targets, both int64 ``[rows, length]``; a target is the next token or
     ``IGNORED``.
     """
     kinds, weights = list(mix), list(mix.values())
@@ -170,6 +170,6 @@ def pack(
             ids += example.ids
             marks += example.trained
         tokens.append(ids[:length])
-        pairs = zip(ids[1 : length + 1], marks[1 : length + 1], strict=True)
-        targets.append([token if mark else IGNORED for token, mark in pairs])
+        shifted = zip(ids[1 : length + 1], marks[1 : length + 1], strict=True)
+        targets.append([token if mark else IGNORED for token, mark in shifted])
     return torch.tensor(tokens), torch.tensor(targets)

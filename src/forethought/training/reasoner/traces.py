@@ -4,7 +4,6 @@ A trace is a list of pieces. Each carries the guess that an honest solver gives 
 inside that piece: the value just computed at the end of a step, ``hmm`` in the middle of one, the
 answer once the derivation is complete. After the derivation come one to four re-checks, which
 repeat finished work; where the derivation contains a slip, one of them finds it.
-Knows nothing about tokens or models.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""Train the embedded reasoner from nothing, on problems that the project generates itself.
+"""Train the embedded reasoner from scratch, on problems that the project generates itself.
 
     python -m forethought.training.reasoner.train --seed 0 --out runs/reasoner
 
@@ -47,7 +47,7 @@ def mix_at(progress: float) -> tuple[dict[str, float], int]:
 
 
 def rate_at(progress: float, step: int) -> float:
-    """Learning rate as a fraction of its peak: a short warm-up, flat, then linear to nothing."""
+    """Learning rate as a fraction of its peak: a short warm-up, flat, then linear to 0."""
     falling = (1.0 - progress) / (1.0 - DECAY_FROM)
     return max(0.0, min(1.0, (step + 1) / WARM_UP_STEPS, falling))
 
@@ -98,7 +98,7 @@ def export_model(network: Llama, tokenizer: Tokenizer, directory: Path) -> None:
 
 
 def compiled_loss(network: Llama) -> Callable[[Tensor, Tensor], Tensor]:
-    """``network.loss`` under bf16 autocast, compiled where a compiler is at hand."""
+    """``network.loss`` under bf16 autocast, compiled where a compiler is installed."""
 
     def loss(tokens: Tensor, targets: Tensor) -> Tensor:
         with torch.autocast(tokens.device.type, dtype=torch.bfloat16):
@@ -108,7 +108,7 @@ def compiled_loss(network: Llama) -> Callable[[Tensor, Tensor], Tensor]:
     try:
         sample = torch.zeros(1, 8, dtype=torch.long, device=network.cos.device)
         compiled(sample, sample)
-    except Exception as error:  # any back-end failure means the same here: train uncompiled
+    except Exception as error:  # whatever fails in a back end: train uncompiled
         logger.warning("torch.compile is not available (%s): training uncompiled", error)
         return loss
     torch.compiler.reset()
@@ -166,15 +166,15 @@ def average_gradients(network: Llama) -> None:
         gradient.copy_(part.view_as(gradient))
 
 
-def first_workers(seconds: float) -> float:
-    """The clock of the first worker, so that all follow one schedule."""
+def broadcast_seconds(seconds: float) -> float:
+    """The seconds of the first worker, so that all follow one schedule."""
     clock = torch.tensor(seconds, dtype=torch.float64)
     dist.broadcast(clock, src=0)
     return clock.item()
 
 
 def train(options: argparse.Namespace, worker: int = 0) -> None:
-    """Run the whole schedule, resuming from ``options.out`` where a checkpoint lies there.
+    """Run the whole schedule, resuming from the checkpoint in ``options.out`` if there is one.
 
     Workers see different examples and average their gradients: on a CPU, two processes of one
     thread each lose far less to a busy machine than one process of two threads.
@@ -206,7 +206,7 @@ def train(options: argparse.Namespace, worker: int = 0) -> None:
             optimizer.zero_grad()
         step, seconds = step + 1, seconds + time.perf_counter() - began
         if options.workers > 1:
-            seconds = first_workers(seconds)
+            seconds = broadcast_seconds(seconds)
         if worker == 0 and step % 20 == 0:
             log_fields(logger, step=step, progress=progress, seconds=seconds, loss=loss.item())
         if worker == 0 and step % options.check_every == 0:

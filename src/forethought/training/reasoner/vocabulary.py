@@ -1,8 +1,8 @@
-"""The reasoner's tokenizer: byte-level BPE of 512 tokens in which every digit stands alone.
+"""The reasoner's tokenizer: byte-level BPE of 512 tokens; every digit is a token of its own.
 
 ``<think>`` and ``</think>`` are single tokens that stay visible in decoded text; turn markers and
 the end token are special. A number's leading space belongs to the word before it, so that
-``23 + 15 = 38`` is eight tokens. Knows the trace texts only as a sample to learn merges from.
+``23 + 15 = 38`` is eight tokens.
 """
 
 import json

@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor
 
 from forethought.config.drafters import DraftTargetDecodingConfig
-from forethought.training.batches import TrainingBatch, TrainingBatches
+from forethought.training.batches import TrainingBatch, TrainingBatches, cross_entropy_terms
 from forethought.training.llama import Llama, LlamaShape, muon_groups
 from forethought.training.teacher import Teacher
 from forethought.training.texts import Text
@@ -122,9 +122,8 @@ class DraftModelRecipe:
         Its lower bound is the entropy of the target.
         """
         probs = batch.probs[:, :-1] * batch.taught[:, 1:, None]  # [R, W - 1, K]
-        logits = self.module(batch.tokens[:, :-1]).float()  # [R, W - 1, vocab]
-        surprise = logits.logsumexp(-1, keepdim=True) - logits.gather(-1, batch.choices[:, :-1])
-        return (probs * surprise).sum() / probs.sum()
+        logits = self.module(batch.tokens[:, :-1])  # [R, W - 1, vocab]
+        return cross_entropy_terms(logits, batch.choices[:, :-1], probs).sum() / probs.sum()
 
     def save(self, directory: Path) -> None:
         """A Hugging Face directory of a Llama in bf16, with the target's tokenizer."""
