@@ -73,7 +73,8 @@ reasoner: $(setup)
 	$(PY) -m forethought.training.reasoner.train --seed 0 --out runs/reasoner
 
 drafter: $(setup)
-	$(PY) -m forethought.training.drafter.train --seed 0 --out runs/drafter
+	$(PY) -m forethought.training.reasoner.problems --seed 0 --out runs/drafter/prompts.txt
+	$(PY) -m forethought train draft-model --self-distill runs/drafter/prompts.txt --held-out 64 --out runs/drafter --config src/forethought/assets/drafter/training.yaml
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

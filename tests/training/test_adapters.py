@@ -129,7 +129,7 @@ def test_a_quantised_model_is_refused(told_by: str) -> None:
 
 
 def test_the_shift_is_the_divergence_over_the_answers() -> None:
-    """Against transformers' own logits, place by place."""
+    """Against transformers' own logits, position by position."""
     one, other = tiny("llama"), tiny("llama", seed=2)
     given = [Text(ids, 3) for ids in TEXTS]
     found = Divergence(teacher_of(one), given)(teacher_of(other))
@@ -140,9 +140,9 @@ def test_the_shift_is_the_divergence_over_the_answers() -> None:
                 transformers_model(path)(torch.tensor([text.token_ids])).logits[0].softmax(-1)
                 for path in (one, other)
             )
-        for place in range(2, len(text) - 1):
-            divergences.append(float((p[place] * (p[place] / q[place]).log()).sum()))
-            same += int(p[place].argmax() == q[place].argmax())
+        for position in range(2, len(text) - 1):
+            divergences.append(float((p[position] * (p[position] / q[position]).log()).sum()))
+            same += int(p[position].argmax() == q[position].argmax())
     assert found["kl"] == pytest.approx(sum(divergences) / len(divergences), rel=1e-4)
     assert found["same_choice"] == pytest.approx(same / len(divergences))
     assert Divergence(teacher_of(one), given)(teacher_of(one)) == {"kl": 0.0, "same_choice": 1.0}

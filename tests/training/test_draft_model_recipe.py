@@ -6,12 +6,66 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
-from forethought.assets import problems
+from forethought.assets import problems, reasoner_dir
 from forethought.cli.main import main
 from forethought.errors import ParameterError
 from forethought.model import loader
-from forethought.training.recipes.draft_model import DraftModelSettings
+from forethought.training.recipes.draft_model import DraftModelRecipe, DraftModelSettings
+from forethought.training.teacher import Teacher
+from forethought.training.texts import Text
+from forethought.training.trainer import seeded
+from models import prompts
+
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 1}
+
+
+@pytest.fixture(scope="module")
+def teacher() -> Teacher:
+    return Teacher.load(reasoner_dir(), "float32")
+
+
+def build(teacher: Teacher, **fields: object) -> DraftModelRecipe:
+    texts = [
+        Text(ids, length) for ids, length in zip(prompts((12, 30, 21)), (4, 9, 20), strict=True)
+    ]
+    settings = DraftModelSettings(**SIZES, **fields)  # type: ignore[arg-type]
+    with seeded(0):
+        return DraftModelRecipe.build(settings, texts, teacher)
+
+
+def test_the_loss_is_the_cross_entropy_from_the_targets_top_k_where_the_target_chose(
+    teacher: Teacher,
+) -> None:
+    recipe = build(teacher)
+    batch = recipe.batch(0)
+    log_probs = recipe.module(batch.tokens).log_softmax(-1).detach()
+    total = mass = 0.0
+    for row, (length, prompt_length) in enumerate(zip((12, 21, 30), (4, 20, 9), strict=True)):
+        for position in range(prompt_length - 1, length - 1):
+            choices, probs = batch.choices[row, position], batch.probs[row, position]
+            total -= float((probs * log_probs[row, position, choices]).sum())
+            mass += float(probs.sum())
+    assert recipe.loss(batch).item() == pytest.approx(total / mass, rel=1e-4)
+
+
+@pytest.mark.parametrize("runs_in_float32", [False, True])
+def test_a_saved_model_has_bf16_weights_runs_as_asked_and_shares_the_targets_files(
+    teacher: Teacher, tmp_path: Path, runs_in_float32: bool
+) -> None:
+    recipe = build(teacher, runs_in_float32=runs_in_float32)
+    recipe.save(tmp_path)
+    for name in ("tokenizer.json", "generation_config.json", "chat_template.jinja"):
+        assert (tmp_path / name).read_bytes() == (reasoner_dir() / name).read_bytes()
+    stored = load_file(tmp_path / "model.safetensors")
+    assert {weight.dtype for weight in stored.values()} == {torch.bfloat16}
+    assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o644
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    assert loaded.dtype == (torch.float32 if runs_in_float32 else torch.bfloat16)
+    assert loaded.config.max_position_embeddings == teacher.lm.max_positions
 
 
 def test_a_tiny_run_learns_to_be_accepted_and_leaves_a_model_directory(

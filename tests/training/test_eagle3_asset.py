@@ -1,4 +1,4 @@
-"""The EAGLE-3 head as shipped: small, used without a word, and mostly of the target's opinion.
+"""The EAGLE-3 head as shipped: small, used by default, and mostly accepted.
 
 What it reaches over more problems says its card.
 """
@@ -71,7 +71,7 @@ def test_with_as_many_nodes_it_is_ahead_of_medusas_heads() -> None:
 def test_the_layers_beside_those_that_it_learned_to_read_are_worth_less(
     layers: tuple[int, ...],
 ) -> None:
-    """The outputs of layers 1 to 3 enter 2 to 4: off by one, the text stays, guesses suffer."""
+    """The outputs of layers 1 to 3 enter 2 to 4; off by one, less is accepted."""
     right, _ = decoded(shipped("eagle 3")[0])
     wrong, _ = decoded(
         EagleDecodingConfig(

@@ -35,7 +35,7 @@ SETTINGS = Eagle3Settings(
     steps=6,
     rate=0.01,
     batch_tokens=256,
-    unrolled=3,
+    ttt_length=3,
     distribution_width=VOCAB,
     export_dtype="float32",
 )
@@ -60,20 +60,20 @@ def made(teacher: Teacher, texts: list[Text], **changes: Any) -> Eagle3Recipe:
     return Eagle3Recipe.build(SETTINGS.model_copy(update=changes), texts, teacher)
 
 
-def test_what_is_guessed_in_training_is_what_would_be_guessed_in_use(teacher: Teacher) -> None:
+def test_what_is_drafted_in_training_is_what_is_drafted_in_use(teacher: Teacher) -> None:
     texts = [Text(prompts((11,), seed=3)[0], 4), Text(prompts((8,), seed=4)[0], 3)]
     for share, hidden in ((1.0, None), (0.5, None), (1.0, 24)):
-        teaching = made(teacher, texts, unrolled_share=share, hidden_size=hidden)
+        teaching = made(teacher, texts, ttt_share=share, hidden_size=hidden)
         scatter(teaching.module)
-        lesson = teaching.batch(0)
+        batch = teaching.batch(0)
         oracle = Oracle(teaching.module, LAYER_IDS)
         with torch.no_grad():
-            steps = list(teaching.guesses(lesson))
+            steps = list(teaching.predictions(batch))
         assert len(steps[1][0]) == (9 if share == 1.0 else 4)
         for step, (pairs, logits) in enumerate(steps):
             for column, pair in enumerate(pairs.tolist()):
                 for row in range(2):
-                    tokens = lesson.tokens[row, : int(lesson.lengths[row])].tolist()
+                    tokens = batch.tokens[row, : int(batch.lengths[row])].tolist()
                     read = tokens[pair + 2 : pair + 2 + step]
                     if len(read) < step or pair + 2 > len(tokens):
                         continue  # beyond the end
@@ -98,15 +98,15 @@ def test_the_loss_is_the_distance_from_the_targets_laws_within_the_draft_vocabul
             with torch.inference_mode():
                 distributions = module(torch.tensor([tokens])).logits[0].double().softmax(-1)
             for pair in range(len(tokens) - 2 - step):
-                guessed = pair + 2 + step
-                if guessed < text.prompt_length:
+                label_at = pair + 2 + step
+                if label_at < text.prompt_length:
                     continue
-                distribution = distributions[guessed - 1]
+                distribution = distributions[label_at - 1]
                 if int(distribution.argmax()) not in ids.tolist():
                     left_out += 1
                     continue
                 kept = distribution[ids] / distribution[ids].sum()
-                scores = oracle.logits(tokens[: pair + 2], tokens[pair + 2 : guessed])[ids]
+                scores = oracle.logits(tokens[: pair + 2], tokens[pair + 2 : label_at])[ids]
                 losses.append(-(kept * scores.log_softmax(0)).sum())
         expected += 0.8**step * float(sum(losses) / len(losses))
     assert left_out > 2
@@ -140,16 +140,16 @@ def test_the_draft_vocabulary_is_what_answers_hold_most_often() -> None:
 
 def test_a_step_lowers_the_loss(teacher: Teacher, texts: list[Text], tmp_path: Path) -> None:
     teaching = made(teacher, texts)
-    lesson = teaching.batch(0)
-    before = float(teaching.loss(lesson).detach())
+    batch = teaching.batch(0)
+    before = float(teaching.loss(batch).detach())
     Trainer(teaching, SETTINGS, tmp_path).run(until=1)
-    assert float(teaching.loss(lesson).detach()) < before
+    assert float(teaching.loss(batch).detach()) < before
 
 
 def test_resuming_gives_the_weights_of_a_run_without_a_pause(
     teacher: Teacher, texts: list[Text], tmp_path: Path
 ) -> None:
-    settings = SETTINGS.model_copy(update={"unrolled_share": 0.4, "batch_tokens": 100})
+    settings = SETTINGS.model_copy(update={"ttt_share": 0.4, "batch_tokens": 100})
     for name, pauses in (("whole", [6]), ("paused", [2, 5, 6])):
         for until in pauses:
             teaching = Eagle3Recipe.build(settings, texts, teacher)
@@ -165,12 +165,12 @@ def test_a_tiny_run_drafts_what_it_has_read(
     fields = {"steps": 140, "rate": 0.01, "layout": "speculators", "check_every": 140}
     settings = SETTINGS.model_copy(update=fields)
     kind = recipe("eagle3")
-    trial = AcceptanceEvaluation(teacher, PROMPTS, max_tokens=40)
+    evaluation = AcceptanceEvaluation(teacher, PROMPTS, max_tokens=40)
     trainer = Trainer(
         kind.build(settings, texts, teacher),
         settings,
         tmp_path,
-        check=lambda directory: trial(kind.decoding(directory)),
+        check=lambda directory: evaluation(kind.decoding(directory)),
     )
     assert trainer.run()["acceptance_length"] > 2.5
     assert Eagle3Head.load(tmp_path / DRAFTER).traits.layer_ids == LAYER_IDS
@@ -190,10 +190,6 @@ def test_targets_of_other_families_are_learned_from(architecture: str) -> None:
 
 def test_layers_are_captured_in_rising_order_however_they_are_given() -> None:
     assert Eagle3Settings(layer_ids=(3, -1, 1)).layer_ids == (1, 3, -1)
-    assert Eagle3Settings.model_validate({"places": (3, -1, 1)}).layer_ids == (
-        1,
-        3,
-        -1,
-    )  # the old name
+    assert Eagle3Settings.model_validate({"places": (3, 1)}).layer_ids == (1, 3)  # the old name
     with pytest.raises(ParameterError, match="one or more different layers"):
         Eagle3Settings(layer_ids=(1, 1))

@@ -98,8 +98,8 @@ def weights(recipe: Medusa2Recipe, part: str = "") -> list[float]:
     return [x for name, w in named if name.startswith(part) for x in w.flatten().tolist()]
 
 
-@pytest.mark.parametrize("backbone_labels", ["laws", "tokens"])
-@pytest.mark.parametrize("labels", ["laws", "tokens"])
+@pytest.mark.parametrize("backbone_labels", ["distributions", "tokens"])
+@pytest.mark.parametrize("labels", ["distributions", "tokens"])
 def test_a_step_of_both_lowers_their_loss(
     labels: str, backbone_labels: str, tmp_path: Path
 ) -> None:
@@ -149,7 +149,7 @@ def test_each_part_has_its_own_rate_and_the_heads_loss_a_rising_weight() -> None
     assert [constant.heads_weight(progress) for progress in (0.5, 0.99)] == [0.2, 0.2]
 
 
-@pytest.mark.parametrize("backbone_labels", ["laws", "tokens"])
+@pytest.mark.parametrize("backbone_labels", ["distributions", "tokens"])
 def test_the_joint_loss_is_the_targets_and_the_weighted_heads(backbone_labels: str) -> None:
     """With adapters that change nothing, the divergence from the original is 0, and the cross
     entropy its own."""
@@ -164,9 +164,9 @@ def test_the_joint_loss_is_the_targets_and_the_weighted_heads(backbone_labels: s
         ids = [(text.token_ids, text.prompt_length) for text in texts]
         ends = torch.tensor([len(text) for text in texts]).cumsum(0).tolist()
         chosen = [
-            distributions[end - len(each) + place - 1, each[place]]
+            distributions[end - len(each) + position - 1, each[position]]
             for end, (each, prompt) in zip(ends, ids, strict=True)
-            for place in range(prompt, len(each))
+            for position in range(prompt, len(each))
         ]
         own = -float(torch.stack(chosen).mean())
     assert joint == pytest.approx(own + recipe.heads_weight(0.75) * alone, rel=1e-5)
@@ -178,7 +178,7 @@ def test_the_targets_loss_counts_chosen_tokens_only() -> None:
     p, q = (torch.randn(1, 5, 7, generator=source) for _ in range(2))
     read, told = BackboneOutput(q, q), BackboneOutput(p, p)
     tokens = torch.tensor([[1, 2, 3, 4, 0]])
-    taught = torch.tensor([[False, False, True, True, False]])  # the last one is filling
+    taught = torch.tensor([[False, False, True, True, False]])  # the last one is padding
     distribution, own = p[0, 1:3].softmax(-1), q[0, 1:3].log_softmax(-1)
     expected = float((distribution * (distribution.log() - own)).sum(-1).mean())
     assert float(backbone_loss(read, tokens, taught, told)) == pytest.approx(expected)
@@ -216,7 +216,7 @@ def test_a_seed_decides_the_weights_and_nothing_else_does(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_a_tiny_run_is_accepted_further_and_stays_near_the_original(tmp_path: Path) -> None:
     """On the very texts that are learned, from the shipped heads of Medusa-1: what is accepted
-    rises above 3.5 tokens per step; the laws move, by less than 0.005 nats."""
+    rises above 3.5 tokens per step; the distributions change, by less than 0.005 nats."""
     settings = Medusa2Settings(
         steps=30,
         rate=3e-3,

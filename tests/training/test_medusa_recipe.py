@@ -48,8 +48,8 @@ def texts(count: int = 12) -> tuple[Text, ...]:
     )
 
 
-def lesson(tokens: list[list[int]], prompt: int) -> TrainingBatch:
-    """A lesson whose states say which token stands at their place, and whose laws are points."""
+def made_batch(tokens: list[list[int]], prompt: int) -> TrainingBatch:
+    """A batch whose states encode the token of their position, with one-hot distributions."""
     ids = torch.tensor(tokens)
     rows, width = ids.shape
     following = torch.cat([ids[:, 1:], torch.zeros(rows, 1, dtype=torch.int64)], 1)
@@ -63,11 +63,11 @@ def lesson(tokens: list[list[int]], prompt: int) -> TrainingBatch:
     )
 
 
-@pytest.mark.parametrize("labels", ["tokens", "laws"])
+@pytest.mark.parametrize("labels", ["tokens", "distributions"])
 @pytest.mark.parametrize("ahead", [2, 3, 5])
 def test_a_head_learns_the_token_that_many_places_further_on(ahead: int, labels: str) -> None:
-    """A head that adds ``ahead`` to what stands at its place is right there and nowhere else."""
-    taught = lesson([list(range(10, 40)), list(range(50, 80))], 6)
+    """A head that adds ``ahead`` to its position's token is right at that offset alone."""
+    taught = made_batch([list(range(10, 40)), list(range(50, 80))], 6)
 
     def knowing(states: torch.Tensor) -> torch.Tensor:
         return 50.0 * states.roll(ahead, dims=-1)
@@ -85,11 +85,11 @@ def test_only_what_the_target_has_chosen_is_learned() -> None:
         rows.append(len(states))
         return states
 
-    taught = lesson([list(range(10, 40))], 6)
+    taught = made_batch([list(range(10, 40))], 6)
     head_loss(head, taught.states[FINAL], taught, 2, "tokens")  # type: ignore[arg-type]
     assert rows == [24]
-    short = lesson([[5, 6, 7]], 2)
-    assert float(head_loss(head, short.states[FINAL], short, 4, "laws")) == 0.0  # type: ignore[arg-type]
+    short = made_batch([[5, 6, 7]], 2)
+    assert float(head_loss(head, short.states[FINAL], short, 4, "distributions")) == 0.0  # type: ignore[arg-type]
 
 
 def test_a_lesson_shows_the_targets_own_states_and_laws() -> None:
@@ -110,15 +110,15 @@ def test_a_lesson_shows_the_targets_own_states_and_laws() -> None:
         assert torch.equal(found.choices[row, :size], top.indices)
         assert torch.allclose(found.probs[row, :size], top.values, **close)
         assert found.taught[row].tolist() == [
-            2 <= place < size for place in range(found.tokens.shape[1])
+            2 <= position < size for position in range(found.tokens.shape[1])
         ]
         assert not found.probs[row, size:].any()
 
 
 def test_lessons_are_a_function_of_seed_and_step() -> None:
     def order(seed: int, steps: list[int]) -> list[list[int]]:
-        lessons = TrainingBatches(texts(), teacher(), [], tokens=200, seed=seed)
-        return [lessons(step).tokens.flatten().tolist() for step in steps]
+        batches = TrainingBatches(texts(), teacher(), [], tokens=200, seed=seed)
+        return [batches(step).tokens.flatten().tolist() for step in steps]
 
     forwards = order(0, list(range(12)))
     assert order(0, [11, 3, 0, 7]) == [forwards[step] for step in (11, 3, 0, 7)]

@@ -1,4 +1,4 @@
-"""The MTP module as shipped: small, used without a word, and mostly of the target's opinion."""
+"""The MTP module as shipped: small, used by default, and mostly accepted."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def test_the_directory_stays_under_three_megabytes() -> None:
     assert sum(path.stat().st_size for path in heads_dir("mtp").iterdir()) < 3_000_000
 
 
-def test_more_than_two_of_five_guesses_are_accepted_and_the_text_is_the_targets(llm: LLM) -> None:
+def test_more_than_two_of_five_drafted_tokens_are_accepted_and_the_text_is_the_targets(
+    llm: LLM,
+) -> None:
     """On 3 of the 200 problems; over all of them see the module's card."""
     outputs = [output.outputs[0] for output in llm.generate(PROMPTS, GREEDY)]
     with LLM(reasoner_dir(), dtype="float32") as plain:
@@ -48,8 +50,8 @@ def test_more_than_two_of_five_guesses_are_accepted_and_the_text_is_the_targets(
 
 
 @pytest.mark.parametrize("one_per_place", [False, True])
-def test_pairs_whose_guessed_tokens_were_accepted_stay_right(one_per_place: bool) -> None:
-    """Deep in a well guessed text drafts are those of the slow twin, which remembers nothing."""
+def test_cached_inputs_whose_drafted_tokens_were_accepted_stay_right(one_per_place: bool) -> None:
+    """Deep in a text, drafts are those of the reference implementation, which has no cache."""
     config = MTPDecodingConfig(
         max_draft_len=4, speculative_model=heads_dir("mtp"), use_mtp_vanilla=one_per_place
     )

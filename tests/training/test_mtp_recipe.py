@@ -1,4 +1,4 @@
-"""MTP's recipe: modules learn under the conditions in which they will guess, and learn to guess."""
+"""MTP's recipe: modules are trained as they are used, and their drafts get accepted."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ def made(settings: MtpSettings, texts: list[Text], teacher: Teacher) -> MtpRecip
 
 
 @pytest.mark.parametrize("architecture", ["llama", "deepseek_v3", "qwen3_moe"])
-def test_unrolled_depths_see_what_a_replayed_module_sees(architecture: str) -> None:
+def test_depths_of_the_training_time_test_see_what_a_replayed_module_sees(
+    architecture: str,
+) -> None:
     """Row t of depth k is what leaves behind t + 1 true pairs and k - 1 of the module's own."""
     [module] = random_modules(architecture)
     hidden, width = module.eh_proj.out_features, 6
@@ -73,12 +75,12 @@ def test_unrolled_depths_see_what_a_replayed_module_sees(architecture: str) -> N
     tokens = torch.randn(1, width + 3, hidden, generator=source)  # their embeddings
 
     module.model.set_attn_implementation(ATTENTION)
-    keys, states, unrolled = TrainingTimeTestKeys(), target, list[Tensor]()
+    keys, states, by_depth = TrainingTimeTestKeys(), target, list[Tensor]()
     for depth in range(1, 4):
         positions = torch.arange(width)[None] + depth - 1
         left = module(tokens[:, depth : depth + width], states, positions, **{KEYWORD: keys})
         states = left.states
-        unrolled.append(left.normed)
+        by_depth.append(left.normed)
 
     module.model.set_attn_implementation("eager")
     for row in range(width):
@@ -86,7 +88,7 @@ def test_unrolled_depths_see_what_a_replayed_module_sees(architecture: str) -> N
         for depth in range(1, 4):
             positions = torch.arange(row + depth)[None]
             left = module(tokens[:, 1 : row + depth + 1], read, positions)
-            assert torch.allclose(left.normed[0, -1], unrolled[depth - 1][0, row], atol=1e-4)
+            assert torch.allclose(left.normed[0, -1], by_depth[depth - 1][0, row], atol=1e-4)
             read = torch.cat([read, left.states[:, -1:]], 1)
 
 
@@ -106,13 +108,13 @@ class Stub(nn.Module):
 
 
 def stubbed(teacher: Teacher, stubs: list[Stub], **settings: Any) -> MtpRecipe:
-    lessons = TrainingBatches([Text([1, 2], 1)], teacher, [FINAL], tokens=64, seed=0)
+    batches = TrainingBatches([Text([1, 2], 1)], teacher, [FINAL], tokens=64, seed=0)
     chosen = SETTINGS.model_copy(update=settings)
-    return MtpRecipe(chosen, lessons, nn.ModuleList(stubs), teacher)
+    return MtpRecipe(chosen, batches, nn.ModuleList(stubs), teacher)
 
 
-def lesson(width: int, taught_from: int) -> TrainingBatch:
-    """One text in which the token behind place t is certainly t + 1."""
+def made_batch(width: int, taught_from: int) -> TrainingBatch:
+    """One text in which the token after position t is t + 1 with probability 1."""
     tokens = torch.arange(width)[None]
     return TrainingBatch(
         tokens=tokens,
@@ -127,7 +129,7 @@ def lesson(width: int, taught_from: int) -> TrainingBatch:
 @pytest.mark.parametrize("replayed", [True, False])
 def test_each_depth_reads_the_token_one_further_on(teacher: Teacher, replayed: bool) -> None:
     stubs = [Stub(torch.zeros(32)) for _ in range(1 if replayed else 3)]
-    batch = lesson(10, 3)
+    batch = made_batch(10, 3)
     stubbed(teacher, stubs).loss(batch)
     given = [entry for stub in stubs for entry in stub.given]
     assert len(given) == 3
@@ -140,18 +142,18 @@ def test_each_depth_reads_the_token_one_further_on(teacher: Teacher, replayed: b
     assert len({id(keys) for *_, keys in given}) == (1 if replayed else 3)
 
 
-@pytest.mark.parametrize("labels", ["laws", "tokens"])
+@pytest.mark.parametrize("labels", ["distributions", "tokens"])
 def test_the_loss_is_that_of_the_token_behind_and_of_taught_ones_only(
     teacher: Teacher, labels: str
 ) -> None:
     recipe_ = stubbed(teacher, [Stub(torch.zeros(32))], labels=labels)
-    assert recipe_.loss(lesson(10, 3)).item() == pytest.approx(math.log(101), abs=1e-4)
-    # Sure of token 7, it is right in one of the wanted places 5 to 9 at each depth.
+    assert recipe_.loss(made_batch(10, 3)).item() == pytest.approx(math.log(101), abs=1e-4)
+    # Certain of token 7, it is right at one of the labelled positions 5 to 9 at each depth.
     recipe_._projection = torch.zeros(101, 32)
     recipe_._projection[7, 0] = 1.0
     recipe_.module[0].answer = torch.zeros(32).index_fill(0, torch.tensor(0), 20.0)
-    assert recipe_.loss(lesson(10, 5)).item() == pytest.approx(20.0 * 4 / 5, abs=1e-4)
-    assert recipe_.loss(lesson(8, 7)).item() == pytest.approx(0.0, abs=1e-4)
+    assert recipe_.loss(made_batch(10, 5)).item() == pytest.approx(20.0 * 4 / 5, abs=1e-4)
+    assert recipe_.loss(made_batch(8, 7)).item() == pytest.approx(0.0, abs=1e-4)
 
 
 def test_depths_weigh_as_published(teacher: Teacher) -> None:
@@ -186,7 +188,7 @@ def test_a_run_that_was_interrupted_ends_with_the_weights_of_one_that_was_not(
 def test_a_tiny_run_has_more_than_one_guess_per_step_accepted_of_what_it_has_read(
     teacher: Teacher, texts: list[Text], tmp_path: Path, modules: int
 ) -> None:
-    """Answers learned by heart; new weights guess nothing."""
+    """Overfitted answers; new weights have none accepted."""
     settings = SETTINGS.model_copy(update={"steps": 100, "modules": modules})
 
     def accepted(directory: Path) -> float:
@@ -201,7 +203,7 @@ def test_a_tiny_run_has_more_than_one_guess_per_step_accepted_of_what_it_has_rea
     assert accepted(tmp_path / DRAFTER) > 1.0
 
 
-def test_attention_that_cannot_be_unrolled_is_refused_by_name() -> None:
+def test_attention_that_the_training_time_test_lacks_is_refused_by_name() -> None:
     with pytest.raises(ModelError, match="its attention has attention sinks"):
         MtpRecipe.build(SETTINGS, [Text([1, 2], 1)], teacher_of("gpt_oss"))
 

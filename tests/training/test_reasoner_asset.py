@@ -6,8 +6,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from forethought.assets import problems, reasoner_dir  # noqa: E402
+from forethought.methods.dynasor import PROBE_SUFFIX  # noqa: E402
 from forethought.training.reasoner.evaluate import Solver, boxed_answer  # noqa: E402
-from forethought.training.reasoner.traces import PROBE_SUFFIX  # noqa: E402
 from forethought.training.reasoner.vocabulary import prompt_text  # noqa: E402
 
 

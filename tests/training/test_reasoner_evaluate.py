@@ -1,4 +1,4 @@
-"""The slow twin's bookkeeping: votes, intervals, and Dynasor-CoT replayed on finished traces."""
+"""The reference evaluation: votes, intervals, and Dynasor-CoT replayed on finished traces."""
 
 import pytest
 

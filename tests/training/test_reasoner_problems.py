@@ -1,10 +1,12 @@
-"""The problem generator: right answers, a wall between training and test, one set for everyone."""
+"""The problem generator: right answers, a split into training and test, one test set."""
 
 import random
+import sys
 
 import pytest
 
 from forethought.assets import problems as shipped_problems
+from forethought.training.reasoner import problems
 from forethought.training.reasoner.problems import (
     LARGEST,
     Step,
@@ -84,3 +86,22 @@ def test_drilled_calculations_are_exact_and_in_range():
         left, sign, right = sample_calculation(rng)
         assert 0 < calculate(left, sign, right) <= LARGEST
         assert sign != "/" or left % right == 0
+
+
+def test_the_program_writes_held_out_questions_first_then_training_ones(tmp_path, monkeypatch):
+    drawn, draw = [], problems.sample_problem
+
+    def drawing(rng, *, held_out):
+        drawn.append(draw(rng, held_out=held_out))
+        return drawn[-1]
+
+    monkeypatch.setattr(problems, "sample_problem", drawing)
+    for name in ("first", "again"):
+        command = f"problems --seed 3 --train 40 --held-out 5 --out {tmp_path / name / 'p.txt'}"
+        monkeypatch.setattr(sys, "argv", command.split())
+        problems.main()
+    lines = (tmp_path / "first" / "p.txt").read_text().splitlines()
+    assert lines == (tmp_path / "again" / "p.txt").read_text().splitlines()
+    assert lines == [problem.question for problem in drawn[:45]]
+    sides = [problems.is_held_out(problem.family, problem.steps) for problem in drawn[:45]]
+    assert sides == [True] * 5 + [False] * 40

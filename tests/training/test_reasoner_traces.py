@@ -7,13 +7,7 @@ import pytest
 
 from forethought.training.reasoner.corpus import guess_at
 from forethought.training.reasoner.problems import calculate, sample_problem
-from forethought.training.reasoner.traces import (
-    ANSWER_SUFFIX,
-    CLOSING_SUFFIX,
-    PROBE_SUFFIX,
-    UNSURE,
-    write_trace,
-)
+from forethought.training.reasoner.traces import UNSURE, write_trace
 
 FORMULA = re.compile(r"(\d+) ([-+x/]) (\d+) = (\d+)")
 
@@ -90,11 +84,3 @@ def test_an_unfinished_guess_never_outlives_the_words_before_the_next_number(cle
             held = "" if piece.guess == UNSURE else held + piece.text
             if piece.guess != trace.derivation[-1].guess:
                 assert len(held.split()) <= 6
-
-
-def test_the_three_suffixes_differ_as_the_method_expects():
-    assert PROBE_SUFFIX.startswith("... Oh, I suddenly")
-    assert PROBE_SUFFIX.endswith("\\boxed{")
-    assert "</think>" in CLOSING_SUFFIX
-    assert "</think>" not in ANSWER_SUFFIX
-    assert CLOSING_SUFFIX.replace("</think>\n", "") == ANSWER_SUFFIX

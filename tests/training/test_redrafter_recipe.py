@@ -27,7 +27,7 @@ HIDDEN = 32
 PROMPTS = prompts((4, 7, 9, 5, 6, 8))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 SETTINGS = ReDrafterSettings(
-    steps=6, rate=0.01, batch_tokens=256, blocks=1, unrolled=3, share=1.0, export_dtype="float32"
+    steps=6, rate=0.01, batch_tokens=256, blocks=1, draft_len=3, share=1.0, export_dtype="float32"
 )
 
 
@@ -50,8 +50,8 @@ def made(settings: ReDrafterSettings, texts: list[Text], teacher: Teacher) -> Re
         return ReDrafterRecipe.build(settings, texts, teacher)
 
 
-def lesson(tokens: list[int], taught_from: int, **fields: Any) -> TrainingBatch:
-    """One text, behind each place of which the next token is certain."""
+def made_batch(tokens: list[int], taught_from: int, **fields: Any) -> TrainingBatch:
+    """One text whose every next token has probability 1."""
     width = len(tokens)
     return TrainingBatch(
         tokens=torch.tensor([tokens]),
@@ -63,11 +63,11 @@ def lesson(tokens: list[int], taught_from: int, **fields: Any) -> TrainingBatch:
     )
 
 
-def loss_of(head: ReDrafterHead, batch: TrainingBatch, teacher: Teacher, unrolled: int) -> float:
-    settings = SETTINGS.model_copy(update={"unrolled": unrolled})
-    lessons = TrainingBatches([Text([1, 2], 1)], teacher, [FINAL], tokens=64, seed=0)
+def loss_of(head: ReDrafterHead, batch: TrainingBatch, teacher: Teacher, draft_len: int) -> float:
+    settings = SETTINGS.model_copy(update={"draft_len": draft_len})
+    batches = TrainingBatches([Text([1, 2], 1)], teacher, [FINAL], tokens=64, seed=0)
     with torch.no_grad():
-        return float(ReDrafterRecipe(settings, lessons, head, teacher).loss(batch))
+        return float(ReDrafterRecipe(settings, batches, head, teacher).loss(batch))
 
 
 def blank_head() -> ReDrafterHead:
@@ -84,21 +84,21 @@ def test_each_token_is_read_before_the_one_behind_it_is_guessed(teacher: Teacher
     nearest = torch.nn.functional.normalize(taken_in, dim=-1)
     head.lm_head[0].weight.data[:, HIDDEN:] = 500.0 * nearest.roll(1, 0)
     counting = list(range(20, 50))
-    assert loss_of(head, lesson(counting, 4), teacher, 5) < 0.01
-    assert loss_of(head, lesson(counting[::2], 4), teacher, 5) > 5.0
+    assert loss_of(head, made_batch(counting, 4), teacher, 5) < 0.01
+    assert loss_of(head, made_batch(counting[::2], 4), teacher, 5) > 5.0
 
 
-@pytest.mark.parametrize(("shift", "low"), [(2, True), (1, False), (3, False)])
+@pytest.mark.parametrize(("offset", "low"), [(2, True), (1, False), (3, False)])
 def test_the_first_guess_is_two_places_behind_the_state(
-    teacher: Teacher, shift: int, low: bool
+    teacher: Teacher, offset: int, low: bool
 ) -> None:
     """The token between them is the root, which is known when a draft is made."""
     width = 24
     states = {FINAL: torch.eye(width, HIDDEN)[None]}  # a state says where it stands
     head = blank_head()
-    for place in range(width - shift):  # and the head what it was taught of that place
-        head.lm_head[0].weight.data[40 + place + shift, place] = 50.0
-    batch = lesson(list(range(40, 40 + width)), 3, states=states)
+    for position in range(width - offset):  # the head predicts the token at this offset
+        head.lm_head[0].weight.data[40 + position + offset, position] = 50.0
+    batch = made_batch(list(range(40, 40 + width)), 3, states=states)
     assert (loss_of(head, batch, teacher, 1) < 0.01) == low
 
 
@@ -110,10 +110,10 @@ def test_only_what_the_target_chose_is_learned_and_nothing_behind_the_end(
         head.lm_head[0].weight.normal_()
         head.rnn_w.weight.normal_()
     tokens = list(range(20, 40))
-    alone = loss_of(head, lesson(tokens, 12), teacher, 3)
-    changed = lesson([7, 8, 9, *tokens[3:]], 12)
+    alone = loss_of(head, made_batch(tokens, 12), teacher, 3)
+    changed = made_batch([7, 8, 9, *tokens[3:]], 12)
     assert loss_of(head, changed, teacher, 3) == pytest.approx(alone, rel=1e-4)
-    longer = lesson([*tokens, 5, 6, 7], 12)
+    longer = made_batch([*tokens, 5, 6, 7], 12)
     cut = TrainingBatch(
         tokens=longer.tokens,
         taught=longer.taught & (torch.arange(23) < 20),
@@ -150,8 +150,8 @@ def test_a_run_that_was_interrupted_ends_with_the_weights_of_one_that_was_not(
 def test_a_tiny_run_has_more_than_one_guess_per_step_accepted_of_what_it_has_read(
     teacher: Teacher, texts: list[Text], tmp_path: Path
 ) -> None:
-    """Tokens of answers learned by heart, whose laws are broad; new weights guess nothing."""
-    settings = SETTINGS.model_copy(update={"steps": 150, "unrolled": 4, "check_every": 1000})
+    """Overfitted answers with broad distributions; new weights have none accepted."""
+    settings = SETTINGS.model_copy(update={"steps": 150, "draft_len": 4, "check_every": 1000})
 
     def accepted(directory: Path) -> float:
         config = ReDrafterDecodingConfig(speculative_model=directory, draft_len_per_beam=4)

@@ -72,7 +72,7 @@ def test_prompts_are_lines_of_text_or_the_beginnings_of_texts(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("{not json", "is no JSON"),
+        ("{not json", "is not JSON"),
         ("only words", "nothing to read"),
         ({"prompt": "without an answer"}, "nothing to read"),
         ({"token_ids": [5, "x"], "prompt_length": 1}, "a list of integers"),

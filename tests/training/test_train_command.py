@@ -22,9 +22,9 @@ from forethought.training import teacher
 
 SIZES = {
     "draft-model": "hidden_size: 24, intermediate_size: 32, num_layers: 1",
-    "eagle3": "unrolled: 2, intermediate_size: 32",
+    "eagle3": "ttt_length: 2, intermediate_size: 32",
     "mtp": "depths: 2",
-    "redrafter": "unrolled: 2, blocks: 1, exit_dim: 64",
+    "redrafter": "draft_len: 2, blocks: 1, exit_dim: 64",
 }
 QUICK = "batch_tokens: 512, max_tokens: 24, temperatures: [0.0]"
 

@@ -1,16 +1,10 @@
-"""Low-rank adapters beside the linear layers of a model that itself stays as it is.
+"""A target that is trained with low-rank adapters, and read with gradients.
 
 LoRA (Hu et al., 2021, arXiv 2106.09685, section 4.1): a layer ``W x`` becomes ``W x + s B A x``,
-with ``A`` of few rows, drawn at random, and ``B`` zero at first, so that a new adapter changes
-nothing. Layers are found by their type, whatever the architecture. The model is changed only while
-:meth:`Adapters.attached` is open, so that it serves as the original and as the adapted one, and is
-in memory once. Knows nothing about losses.
-
-[backbone] A target that learns: the teacher's own module, read with gradients, with adapters or
-without.
-
-One copy of the weights is the original and the adapted model. What is written is a directory like
-the target's, with the adapters merged into the weights. Knows nothing about losses or drafters.
+with ``A`` of few rows and random, and ``B`` zero at first, so that a new adapter changes nothing.
+Layers are found by their type, in any architecture. Adapters apply only inside
+:meth:`LoraAdapters.attached`: one copy of the weights is the original and the adapted model. The
+adapted model is saved as a directory like the target's, with the adapters merged into the weights.
 """
 
 from __future__ import annotations
@@ -35,12 +29,12 @@ from forethought.training.teacher import Teacher
 
 
 class LoraAdapter(nn.Module):
-    """What is added to one layer's output.
+    """The product that is added to one layer's output.
 
     Args:
         inputs, outputs: of the layer.
         rank: rows of ``A``.
-        scale: on the product.
+        scale: factor on the product.
     """
 
     def __init__(self, inputs: int, outputs: int, rank: int, scale: float) -> None:
@@ -54,23 +48,23 @@ class LoraAdapter(nn.Module):
         return F.linear(F.linear(x, self.a.to(x.dtype)), self.b.to(x.dtype)) * self._scale
 
     def weight(self) -> Tensor:
-        """The same as one matrix: float32 ``[outputs, inputs]``."""
+        """The product as one matrix: float32 ``[outputs, inputs]``."""
         return self._scale * (self.b @ self.a).detach()
 
 
 class LoraAdapters(nn.Module):
     """An adapter for every linear layer but the output projection, in float32.
 
-    The projection is left out because it is often the embedding, too. A layer that the model never
-    calls, but reads the weight of, keeps an adapter that learns nothing and changes nothing.
+    The projection is left out because it is often tied to the embedding. The adapter of a layer
+    that the model never calls, but reads the weight of, gets no gradient and changes nothing.
 
     Args:
-        module: whose layers; its weights are neither changed nor held as parameters of this one.
+        module: whose layers; its weights are neither changed nor parameters of this module.
         rank: of each adapter.
         alpha: ``s`` is ``alpha / rank``.
 
     Raises:
-        ModelError: it has no such layers, or its weights are quantised: nothing could be merged.
+        ModelError: it has no such layers, or its weights are quantised, which cannot be merged.
     """
 
     def __init__(self, module: PreTrainedModel, rank: int, alpha: float) -> None:
@@ -97,7 +91,7 @@ class LoraAdapters(nn.Module):
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """While it is open, the model is the adapted one."""
+        """Inside, the model is the adapted one."""
         handles = [
             layer.register_forward_hook(_adding(self._adapters[_key(name)]))
             for name, layer in self._layers.items()
@@ -141,10 +135,10 @@ _BEYOND_SDPA = frozenset({Capability.SOFTCAP, Capability.SINKS})
 
 @dataclass(frozen=True, slots=True)
 class BackboneOutput:
-    """What a model made of R texts of W tokens."""
+    """States and logits of R texts of W tokens."""
 
     states: Tensor
-    """``[R, W, hidden]`` behind the final norm, in the model's dtype."""
+    """``[R, W, hidden]`` after the final norm, in the model's dtype."""
     logits: Tensor
     """``[R, W, vocab]`` in the model's dtype."""
 
@@ -163,42 +157,42 @@ class Backbone:
     def __init__(self, teacher: Teacher, rank: int, alpha: float) -> None:
         self._teacher, self._module = teacher, teacher.module
         self.adapters = LoraAdapters(self._module, rank, alpha)
-        quick = getattr(self._module, "_supports_sdpa", False) and all(
+        sdpa = getattr(self._module, "_supports_sdpa", False) and all(
             _BEYOND_SDPA.isdisjoint(layer.needs()) for layer in teacher.lm.traits.layers
         )
-        self._attention = "sdpa" if quick else "eager"
+        self._attention = "sdpa" if sdpa else "eager"
 
     def original(self, tokens: Tensor) -> BackboneOutput:
         """Read texts as the original does, without gradients.
 
         Args:
-            tokens: int64 ``[R, W]``, filled up behind their ends with any tokens.
+            tokens: int64 ``[R, W]``, padded at their ends with any tokens.
         """
         with torch.no_grad():
             return self._read(tokens)
 
     def adapted(self, tokens: Tensor) -> BackboneOutput:
-        """The same as the adapted model does, with gradients for the adapters."""
+        """Read texts as the adapted model does, with gradients for the adapters."""
         with self.adapters.attached():
             return self._read(tokens)
 
     def _read(self, tokens: Tensor) -> BackboneOutput:
         states: list[Tensor] = []
 
-        def leaving(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        def keep_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             states.append(output[0])
 
         with ExitStack() as open_:
             open_.enter_context(self._differentiable())
-            hook = self._module.get_decoder().register_forward_hook(leaving)
+            hook = self._module.get_decoder().register_forward_hook(keep_output)
             open_.callback(hook.remove)
-            seen = torch.ones_like(tokens)  # filling stands behind all that is looked at
+            seen = torch.ones_like(tokens)  # causal: padding comes after all that counts
             output = self._module(input_ids=tokens, attention_mask=seen, use_cache=False)
         return BackboneOutput(states[0], output.logits)
 
     @contextmanager
     def _differentiable(self) -> Iterator[None]:
-        """While it is open, transformers' own attention is used in place of that over pages."""
+        """Inside, transformers' own attention replaces attention over pages."""
         self._module.set_attn_implementation(self._attention)
         try:
             yield
@@ -211,5 +205,5 @@ class Backbone:
         with without_progress_bars():
             self._module.save_pretrained(directory, state_dict=weights)
         for file in directory.glob("*.safetensors"):
-            file.chmod(0o644)  # safetensors lets nobody else read
+            file.chmod(0o644)  # safetensors makes files that only their owner can read
         self._teacher.tokenizer.hf.save_pretrained(directory)

@@ -1,11 +1,7 @@
-"""Lessons: texts in batches, with what the target thought while it read them.
+"""Training batches: padded texts with the target's hidden states and top-k probabilities.
 
-Lesson ``step`` is a function of seed and step alone. Knows nothing about what is learned.
-
-[batches] Which texts are read in which step.
-
-Their order is shuffled anew in each epoch; those of similar length share a batch. Batch ``step`` is
-a function of seed and step alone. Knows nothing about what is learned from them.
+Texts are shuffled in each epoch, and texts of similar length share a batch. The batch of a step is
+a function of seed and step alone.
 """
 
 from __future__ import annotations
@@ -23,37 +19,37 @@ from forethought.training.texts import Text
 
 @dataclass(frozen=True, slots=True)
 class TrainingBatch:
-    """R texts of at most W tokens, filled up with token 0."""
+    """R texts of at most W tokens, padded with token 0."""
 
     tokens: Tensor
     """int64 [R, W]."""
     taught: Tensor
-    """bool [R, W]: whether the token is one that the target chose; prompts and filling are not."""
+    """bool [R, W]: tokens of answers; not those of prompts, nor padding."""
     lengths: Tensor
     """int64 [R]: tokens of each text."""
     states: Mapping[int, Tensor]
-    """By layer index (see ``model.causal_lm``): [R, W, hidden] in its dtype, padded with 0."""
+    """By layer index (see ``model.causal_lm``): [R, W, hidden], 0 in the padding."""
     choices: Tensor
-    """int64 [R, W, K]: the likeliest tokens behind each place."""
+    """int64 [R, W, K]: the most probable next tokens at each position."""
     probs: Tensor
-    """float32 [R, W, K]: their probabilities at temperature 1; 0 in the filling."""
+    """float32 [R, W, K]: their probabilities at temperature 1; 0 in the padding."""
 
     @property
     def num_tokens(self) -> int:
-        """Of the texts, without the filling."""
+        """Of the texts, without padding."""
         return int(self.lengths.sum())
 
 
 class TrainingBatches:
-    """Lessons from texts.
+    """Batches of texts, each read by the target when it is asked for.
 
     Args:
         texts: at least one.
-        teacher: reads them.
-        layer_ids: the states that are wanted.
-        tokens: of a lesson, filling included; at least one text is in each.
+        teacher: the target.
+        layer_ids: indices of the hidden states to take.
+        tokens: of a batch, padding included; a longer text has a batch to itself.
         seed: of the shuffling.
-        width: K.
+        width: K, number of probabilities per position.
     """
 
     def __init__(
@@ -70,10 +66,10 @@ class TrainingBatches:
         self._batches = Batches(texts, tokens, seed)
 
     def __call__(self, step: int) -> TrainingBatch:
-        """The lesson of a step, counted from 0."""
+        """The batch of a step, counted from 0."""
         texts = self._batches(step)
         seen = self._teacher.observe([t.token_ids for t in texts], self._layer_ids, self._width)
-        tokens, taught = laid_out(texts, seen.probs.device)
+        tokens, taught = pad_texts(texts, seen.probs.device)
         lengths = [len(text) for text in texts]
         return TrainingBatch(
             tokens=tokens,
@@ -87,8 +83,8 @@ class TrainingBatches:
         )
 
 
-def laid_out(texts: Sequence[Text], device: torch.device) -> tuple[Tensor, Tensor]:
-    """``tokens`` and ``taught`` of a lesson: int64 and bool ``[R, W]``, a text in each row."""
+def pad_texts(texts: Sequence[Text], device: torch.device) -> tuple[Tensor, Tensor]:
+    """``tokens`` and ``taught`` of a batch: int64 and bool ``[R, W]``, one text per row."""
     tokens = [torch.tensor(text.token_ids, device=device) for text in texts]
     taught = [torch.arange(len(text), device=device) >= text.prompt_length for text in texts]
     return _padded(tokens), _padded(taught)
@@ -98,12 +94,24 @@ def _padded(parts: Sequence[Tensor]) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True)
 
 
+def cross_entropy_terms(logits: Tensor, choices: Tensor, probs: Tensor) -> Tensor:
+    """Terms ``-p log q`` of the cross entropy, in nats: float32 ``[..., K]``.
+
+    Args:
+        logits: of q, ``[..., vocab]``.
+        choices: int64 ``[..., K]``, the most probable tokens of p.
+        probs: float32 ``[..., K]``, their probabilities; the rest of p is left out.
+    """
+    logits = logits.float()
+    return probs * (logits.logsumexp(-1, keepdim=True) - logits.gather(-1, choices))
+
+
 class Batches:
     """Texts in batches.
 
     Args:
         texts: at least one.
-        tokens: of a batch, filling included; at least one text is in each.
+        tokens: of a batch, padding included; a longer text has a batch to itself.
         seed: of the shuffling.
     """
 
@@ -124,12 +132,14 @@ class Batches:
         return [self._texts[index] for index in self._order[step - self._begin]]
 
     def _shuffled(self, epoch: int) -> list[list[int]]:
-        """The texts in batches, each of neighbours in length."""
+        """Batches of an epoch, as indices of texts of similar length."""
         rng = random.Random(f"{self._seed}:{epoch}")
         mixed = rng.sample(range(len(self._texts)), len(self._texts))
-        mixed.sort(key=lambda index: len(self._texts[index]))  # stable: equals stay mixed
+        mixed.sort(
+            key=lambda index: len(self._texts[index])
+        )  # stable: texts of equal length stay shuffled
         batches: list[list[int]] = [[]]
-        for index in mixed:  # rising, so that the newest one is the widest
+        for index in mixed:  # in rising length, so that the last one decides the width
             if batches[-1] and (len(batches[-1]) + 1) * len(self._texts[index]) > self._tokens:
                 batches.append([])
             batches[-1].append(index)

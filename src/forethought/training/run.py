@@ -1,16 +1,12 @@
-"""How far a drafter gets: the engine decodes held-out prompts with it, and counts.
+"""A training run: texts from a file or from the target itself, the training loop, evaluations.
 
-Knows nothing about training.
+::
 
-[shift] How far an adapted model has moved from the original, on texts that it was not trained on.
+    Source -> texts -> held out | learned -> recipe.build -> Trainer
+                           |                                    | every check_every steps
+                           +--> AcceptanceEvaluation, Divergence <-- drafter (and adapted target)
 
-Knows nothing about training or drafters.
-
-[run] A whole training: texts from a file or from the target itself, the loop, trials on held-out
-ones.
-
-Where the recipe adapts the target, the adapted one is tried, and compared with the original. Knows
-recipes by name only.
+Where the recipe adapts the target, the adapted model is evaluated and compared with the original.
 """
 
 from __future__ import annotations
@@ -28,11 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forethought.assets import reasoner_dir
-from forethought.config.sampling import SamplingParams
 from forethought.config.speculation import DecodingBaseConfig
 from forethought.errors import ParameterError, UsageError
 from forethought.model.device import find_device
 from forethought.model_dir import find_model_dir
+from forethought.training.acceptance import AcceptanceEvaluation
 from forethought.training.recipes.table import recipe
 from forethought.training.teacher import Teacher
 from forethought.training.texts import (
@@ -40,45 +36,23 @@ from forethought.training.texts import (
     Text,
     load_prompts,
     load_texts,
+    probe_prompts,
     read_records,
     self_distil,
 )
 from forethought.training.trainer import DRAFTER, MODEL, Progress, Trainer, load_checkpoint, seeded
 
+logger = logging.getLogger(__name__)
 
-class AcceptanceEvaluation:
-    """Greedy answers to some prompts.
-
-    Args:
-        teacher: answers them.
-        prompts: token ids; none of them trained on.
-        max_tokens: of each answer.
-    """
-
-    def __init__(self, teacher: Teacher, prompts: Sequence[list[int]], max_tokens: int) -> None:
-        self._teacher, self._prompts = teacher, prompts
-        self._params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-
-    def __call__(self, drafter: DecodingBaseConfig) -> dict[str, float]:
-        """``acceptance_length``: tokens per step; ``accepted_1`` and so on: share of the steps
-        that accepted so many drafted tokens at least.
-
-        Raises:
-            UsageError: the drafter cannot be loaded.
-        """
-        params = [self._params] * len(self._prompts)
-        metrics = self._teacher.generate(self._prompts, params, drafter).metrics
-        found = {"acceptance_length": metrics.mean_acceptance_length or 1.0}
-        for place, count in enumerate(metrics.accepted_by_position, start=1):
-            found[f"accepted_{place}"] = count / metrics.steps
-        return found
+_DISTILLATION = ("temperatures", "max_tokens", "probe_share")
+"""Fields of ``DistillationSettings`` that are given with those of the recipe."""
 
 
 class Divergence:
-    """The laws of two models of one vocabulary, compared at every place of some answers.
+    """Compares the next-token distributions of two models at every position of some answers.
 
     Args:
-        original: what the other one was made from.
+        original: the model that the other one was adapted from.
         texts: prompts with answers.
     """
 
@@ -87,47 +61,44 @@ class Divergence:
         self._wanted = torch.cat([_before_answer(text) for text in texts])
 
     def __call__(self, adapted: Teacher) -> dict[str, float]:
-        """``kl``: mean divergence KL(original || adapted) of the laws of the next token, in nats,
-        at temperature 1; ``same_choice``: share of the places where both find the same token the
-        likeliest.
+        """Compare.
+
+        Returns:
+            ``kl``: mean KL(original || adapted) in nats, at temperature 1; ``same_choice``: share
+            of the positions where the two agree on the most probable token.
         """
         divergence, same, begin = 0.0, 0, 0
-        pairs = zip(
+        both = zip(
             self._original.distributions(self._ids), adapted.distributions(self._ids), strict=True
         )
-        for mine, other in pairs:
-            wanted = self._wanted[begin : begin + len(mine)].to(mine.device)
-            begin += len(mine)
-            mine, other = mine[wanted], other[wanted]  # [N, vocab]
-            divergence += float(F.kl_div(other, mine, reduction="sum", log_target=True))
-            same += int((mine.argmax(-1) == other.argmax(-1)).sum())
+        for original, other in both:
+            wanted = self._wanted[begin : begin + len(original)].to(original.device)
+            begin += len(original)
+            original, other = original[wanted], other[wanted]  # [N, vocab]
+            divergence += float(F.kl_div(other, original, reduction="sum", log_target=True))
+            same += int((original.argmax(-1) == other.argmax(-1)).sum())
         count = int(self._wanted.sum())
-        # Rounding takes a divergence of nothing below 0.
+        # Rounding may make the sum of a divergence of 0 negative.
         return {"kl": max(0.0, divergence / count), "same_choice": same / count}
 
 
 def _before_answer(text: Text) -> Tensor:
-    """bool ``[T]``: the places behind which a token of the answer stands."""
-    places = torch.arange(len(text))
-    return (places >= text.prompt_length - 1) & (places < len(text) - 1)
-
-
-logger = logging.getLogger(__name__)
-
-_DISTILLATION = ("temperatures", "max_tokens")
+    """bool ``[T]``: positions whose next token belongs to the answer."""
+    positions = torch.arange(len(text))
+    return (positions >= text.prompt_length - 1) & (positions < len(text) - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where texts come from: one of the two."""
+    """The file that texts come from; one of the two is given."""
 
     data: Path | None = None
-    """Texts; see ``training.text``."""
+    """Texts; see ``training.texts``."""
     prompts: Path | None = None
-    """What the target is to answer."""
+    """Prompts that the target answers."""
 
     def count(self) -> int:
-        """Texts, or prompts, that there will be at most.
+        """Number of texts or prompts in the file: an upper bound of the number of texts.
 
         Raises:
             UsageError: the file cannot be read.
@@ -139,7 +110,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class TargetModel:
-    """What a drafter is trained for, and how it is loaded."""
+    """The model that a drafter is trained for, and how it is loaded."""
 
     model: str | Path | None = None
     """Local Hugging Face directory, or Hub id; None: the embedded reasoner."""
@@ -149,7 +120,7 @@ class TargetModel:
     device: str = "auto"
 
     def load(self, fuse: bool) -> Teacher:
-        """Find it, and load it."""
+        """Find the model's directory and load it; see ``Teacher.load``."""
         directory = find_model_dir(self.model or reasoner_dir(), self.revision)
         return Teacher.load(directory, self.dtype, self.device, fuse)
 
@@ -159,9 +130,9 @@ class TrainingRun:
 
     Args:
         kind: name of the recipe.
-        fields: of its settings, and ``temperatures`` and ``max_tokens`` of the target's answers.
-        out: for texts, checkpoint and drafter.
-        target: loaded when it is first needed; None: the embedded reasoner.
+        fields: of its settings and of ``DistillationSettings``.
+        out: directory of texts, checkpoint and drafter.
+        target: loaded on first use; None: the embedded reasoner.
 
     Raises:
         UnknownNameError: there is no such recipe.
@@ -181,7 +152,7 @@ class TrainingRun:
         answers = {name: fields[name] for name in _DISTILLATION if name in fields}
         self._answers = DistillationSettings(seed=self.settings.seed, **answers)
         self._out, self._target = out, target or TargetModel()
-        find_device(self._target.device)  # which says that there is no such device
+        find_device(self._target.device)  # raises if there is no such device
 
     @cached_property
     def teacher(self) -> Teacher:
@@ -194,25 +165,25 @@ class TrainingRun:
 
     @property
     def drafter(self) -> Path:
-        """Where the drafter is written."""
+        """Directory of the drafter."""
         return self._out / DRAFTER
 
     @property
     def model(self) -> Path | None:
-        """Where the adapted target is written, which the drafter is for; None: none is."""
+        """Directory of the adapted target, which the drafter is for; None: it is not adapted."""
         return self._out / MODEL if self.settings.adapts else None
 
     @property
     def decoding(self) -> DecodingBaseConfig:
-        """How to decode with the drafter."""
+        """Configuration that decodes with the drafter."""
         return self._recipe.decoding(self.drafter)
 
     def check(self, source: Source, held_out: int) -> None:
-        """Refuse what can be told before the target is loaded.
+        """Check everything that needs no target.
 
         Raises:
             UsageError: there are too few texts, they cannot be read, the directory cannot be
-                written, or holds a run that this one cannot go on from.
+                written, or its checkpoint cannot be resumed from.
         """
         _check_held_out(held_out, source.count())
         try:
@@ -230,26 +201,27 @@ class TrainingRun:
         held_out: int = 32,
         on_step: Callable[[Progress], None] | None = None,
     ) -> dict[str, float]:
-        """Train to the end, from wherever an earlier run has got to.
+        """Train to the end, resuming an earlier run in the same directory.
 
         Args:
             source: of the texts.
-            held_out: how many of them are not learned from, and tried.
+            held_out: number of texts, the first ones, that are evaluated on and not trained on.
             on_step: called after each step.
 
         Returns:
-            What the last trial measured: see ``AcceptanceTrial``, and ``LawShift`` where the target
-            is adapted.
+            Results of the last evaluation: see ``AcceptanceEvaluation``, and ``Divergence`` where
+            the target is adapted.
 
         Raises:
             UsageError: as :meth:`check`, or the target cannot be loaded.
-            KeyboardInterrupt: it was interrupted; what is done so far is saved.
-            OSError: something cannot be written.
+            KeyboardInterrupt: it was interrupted, after a checkpoint was written.
+            OSError: a file cannot be written.
         """
         self.check(source, held_out)
         texts = self._texts(source)
         _check_held_out(held_out, len(texts))
-        tried, learned = texts[:held_out], texts[held_out:]
+        evaluated, learned = texts[:held_out], texts[held_out:]
+        learned += self._probes(learned)
         logger.info("%d texts, %d tokens", len(learned), sum(map(len, learned)))
         with seeded(self.settings.seed):
             chosen = self._recipe.build(self.settings, learned, self.teacher)
@@ -257,28 +229,37 @@ class TrainingRun:
             chosen,
             self.settings,
             self._out,
-            lambda directory: self._tried(directory, tried),
+            lambda directory: self._evaluate(directory, evaluated),
             on_step,
         )
         return trainer.run()
 
-    def _tried(self, drafter: Path, texts: Sequence[Text]) -> dict[str, float]:
-        """What is measured of a drafter, and of the model that it drafts for."""
+    def _evaluate(self, drafter: Path, texts: Sequence[Text]) -> dict[str, float]:
+        """Acceptance of the drafter, and divergence of the adapted target."""
         target, found = self.teacher, dict[str, float]()
         if self.model is not None:
             target = Teacher.load(self.model, "auto", str(self.teacher.lm.device), fuse=False)
             found = Divergence(self.teacher, texts)(target)
         prompts = [text.prompt for text in texts]
-        trial = AcceptanceEvaluation(target, prompts, self._answers.max_tokens)
-        return trial(self._recipe.decoding(drafter)) | found
+        evaluation = AcceptanceEvaluation(target, prompts, self._answers.max_tokens)
+        return evaluation(self._recipe.decoding(drafter)) | found
 
     def _texts(self, source: Source) -> list[Text]:
-        longest = self.teacher.lm.max_positions
+        max_len = self.teacher.lm.max_positions
         if source.data is not None:
-            return load_texts(source.data, self.teacher.tokenizer, longest)
+            return load_texts(source.data, self.teacher.tokenizer, max_len)
         assert source.prompts is not None
         prompts = load_prompts(source.prompts, self.teacher.tokenizer)
         return self_distil(self.teacher, prompts, self._out / "texts.jsonl", self._answers)
+
+    def _probes(self, texts: Sequence[Text]) -> list[Text]:
+        """The target's answers to probes among some texts."""
+        prompts = probe_prompts(texts, self.teacher, self._answers)
+        if not prompts:
+            return []
+        return self_distil(
+            self.teacher, prompts, self._out / "probes.jsonl", self._answers.for_probes()
+        )
 
 
 def _check_held_out(held_out: int, count: int) -> None:

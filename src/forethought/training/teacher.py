@@ -1,7 +1,7 @@
-"""The target while a drafter learns from it: it writes texts, and shows what it thinks of them.
+"""The target of a training run: it generates texts, and reads texts for a drafter to learn from.
 
-One copy of the model serves for generating, for reading hidden states and laws, and for measuring a
-drafter through the engine. Knows nothing about how drafters are trained.
+One copy of the model serves for generating through the engine, with a drafter or without, and for
+forward passes that return hidden states and next-token distributions.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ from forethought.speculative.registry import Target
 
 _PAGE_SIZE = 16
 _FORWARD_TOKENS = 2048
-"""Tokens in one forward: bounds the logits that are held at once."""
+"""Tokens in one forward pass: bounds the memory of logits."""
 _BATCH_SIZE = 32
-"""Sequences that are generated at once."""
+"""Number of sequences that are generated concurrently."""
 
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What the target thought at the T tokens of some texts, one text after the other."""
+    """Hidden states and probabilities at the T tokens of some texts, concatenated."""
 
     states: Mapping[int, Tensor]
     """By layer index (see ``model.causal_lm``): [T, hidden] in the model's dtype."""
     choices: Tensor
-    """int64 [T, K]: the likeliest tokens behind each."""
+    """int64 [T, K]: the most probable next tokens at each."""
     probs: Tensor
     """float32 [T, K]: their probabilities at temperature 1."""
 
 
 class Teacher:
-    """A target.
+    """A target model with its tokenizer.
 
     Args:
         lm: the model.
         tokenizer: its tokenizer.
-        directory: where it lies.
+        directory: of model and tokenizer.
     """
 
     def __init__(self, lm: CausalLM, tokenizer: Tokenizer, directory: Path) -> None:
@@ -74,7 +74,7 @@ class Teacher:
         Args:
             directory: of the model.
             dtype, device: of its weights.
-            fuse: take the faster forward where there is one; it leaves no ``module``.
+            fuse: use the fused forward where there is one; ``module`` is then not available.
 
         Raises:
             ModelError: it cannot be loaded.
@@ -84,41 +84,41 @@ class Teacher:
 
     @property
     def module(self) -> PreTrainedModel:
-        """The transformers module that runs, for who loaded it with ``fuse=False``."""
+        """The transformers module that runs; the model was loaded with ``fuse=False``."""
         assert isinstance(self.lm.network, TransformersNetwork)
         return self.lm.network.module
 
     @property
     def hidden_size(self) -> int:
-        """Width of its states."""
+        """Width of hidden states."""
         return self.lm.hidden_size
 
     def observe(
         self, texts: Sequence[Sequence[int]], layer_ids: Sequence[int], width: int = 8
     ) -> Observed:
-        """Read texts, each of which fits the context, to their ends.
+        """Hidden states and top-k probabilities at every token.
 
         Args:
-            texts: token ids.
-            layer_ids: where hidden states are taken.
-            width: K, how many tokens of each law are kept.
+            texts: token ids; each fits the context.
+            layer_ids: indices of the hidden states to take.
+            width: K.
         """
         reader = _Reader(layer_ids)
-        distributions: list[tuple[Tensor, Tensor]] = []
+        top_k: list[tuple[Tensor, Tensor]] = []
         for logits in self._read(texts, reader):
             top = logits.softmax(dim=-1).topk(min(width, logits.shape[-1]))
-            distributions.append((top.indices, top.values))
+            top_k.append((top.indices, top.values))
         return Observed(
             {layer_id: torch.cat(found) for layer_id, found in reader.found.items()},
-            torch.cat([indices for indices, _ in distributions]),
-            torch.cat([values for _, values in distributions]),
+            torch.cat([indices for indices, _ in top_k]),
+            torch.cat([values for _, values in top_k]),
         )
 
     def distributions(self, texts: Sequence[Sequence[int]]) -> Iterator[Tensor]:
-        """What it holds of every token, behind each place of texts, one text after the other.
+        """Next-token distributions at every token of texts, in their order.
 
         Yields:
-            Log-probabilities at temperature 1 in nats, float32 ``[T, vocab]``: of some whole texts.
+            Log-probabilities at temperature 1 in nats, float32 ``[T, vocab]``, of some whole texts.
             How many depends on the texts alone.
         """
         for logits in self._read(texts, _Reader(())):
@@ -147,7 +147,7 @@ class Teacher:
         Args:
             prompts: token ids.
             params: one for each.
-            drafter: how to guess ahead.
+            drafter: for speculative decoding; None: without.
 
         Raises:
             UsageError: a prompt does not fit, or the drafter cannot be loaded.
@@ -175,7 +175,7 @@ class Teacher:
         return Engine(runner, limits, drafters=drafters)
 
     def _reading(self, pages: int) -> ModelRunner:
-        """A runner with room for so many pages, kept for the next time."""
+        """A runner with at least ``pages`` pages, kept for the next call."""
         if self._runner is None or self._runner.storage.num_pages < pages:
             lm = self.lm
             storage = KvStorage(lm.layer_shapes, pages, _PAGE_SIZE, lm.dtype, lm.device)
@@ -184,18 +184,18 @@ class Teacher:
 
 
 class Answers:
-    """What came of some prompts."""
+    """Generated tokens and metrics of some prompts."""
 
     def __init__(self, live: Sequence[Live], seconds: float) -> None:
         self.token_ids = [list(sequence.output) for sequence in live]
         self.metrics = sum((sequence.metrics for sequence in live), SpeculationMetrics())
-        """Of all of them together."""
+        """Summed over the prompts."""
         self.seconds = seconds
         """Wall time."""
 
 
 class _Reader:
-    """Keeps all states that it is handed."""
+    """Keeps all hidden states that the runner passes to it."""
 
     def __init__(self, layer_ids: Sequence[int]) -> None:
         self.layer_ids = tuple(layer_ids)
@@ -208,7 +208,7 @@ class _Reader:
 
 
 def _parts(texts: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
-    """Runs of texts that go through the network together."""
+    """Consecutive texts that share a forward pass."""
     part: list[Sequence[int]] = []
     for text in texts:
         if part and sum(map(len, part)) + len(text) > _FORWARD_TOKENS:

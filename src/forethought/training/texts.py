@@ -1,23 +1,24 @@
-"""Texts to learn from: token ids, of which the first ones are the prompt.
+"""Texts to train on, as token ids: a prompt and an answer; and the target answering prompts itself.
 
-One JSON object per line, in one of three spellings::
+A file has one JSON object per line, in one of three formats::
 
     {"token_ids": [5, 9, 2, 7], "prompt_length": 2}
     {"prompt": "Name a prime.", "response": "7"}
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
 
-Prompts in words go through the chat template, where there is one. Knows nothing about models.
+Prompts given as text are rendered with the target's chat template, if it has one.
 
-[corpus] Self-distillation: the target answers prompts, and its answers are the texts to learn from.
-
-A file grows by a part at a time; an interrupted run goes on behind the last whole part. Knows
-nothing about what is learned from them.
+Self-distillation (:func:`self_distil`) writes such a file: the target answers the prompts, ``PART``
+at a time, and an interrupted run resumes after the last complete part. A share of the answers may
+be cut at a random position and probed for the final answer as Dynasor-CoT does
+(:func:`probe_prompts`), since a drafter is also used on such text.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,46 +30,59 @@ from forethought.config.base import StrictModel
 from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError, UsageError
 from forethought.llm.tokenizer import Tokenizer
+from forethought.methods.dynasor import (
+    ANSWER_SUFFIX,
+    ANSWER_SUFFIX_WITH_MARKER,
+    PROBE_SUFFIX,
+    THINK_END,
+)
 from forethought.training.teacher import Teacher
+
+logger = logging.getLogger(__name__)
+
+PART = 64
+"""Number of prompts that are answered and written together."""
+PROBE_TOKENS = 12
+"""Maximum tokens of the answer to a probe."""
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Something that the target has said, or is to be taught."""
+    """A prompt and its answer."""
 
     token_ids: list[int]
     prompt_length: int
-    """Tokens before the answer."""
+    """Number of tokens before the answer."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     @property
     def prompt(self) -> list[int]:
-        """The ids of the prompt."""
+        """Token ids of the prompt."""
         return self.token_ids[: self.prompt_length]
 
     def to_line(self) -> str:
-        """How it is written."""
+        """Its line in a file of texts."""
         return json.dumps({"token_ids": self.token_ids, "prompt_length": self.prompt_length})
 
 
-def load_texts(path: Path, tokenizer: Tokenizer, longest: int) -> list[Text]:
-    """The texts of a file, cut after ``longest`` tokens; one whose prompt fills that is left out.
+def load_texts(path: Path, tokenizer: Tokenizer, max_len: int) -> list[Text]:
+    """The texts of a file, truncated to ``max_len`` tokens; those left without answer are dropped.
 
     Raises:
-        UsageError: the file cannot be read, or a line is none of the spellings.
+        UsageError: the file cannot be read, or a line has none of the formats.
     """
     texts = [
         _text(record, tokenizer, f"{path}:{number}")
         for number, record in read_records(path, "texts")
     ]
-    cut = [Text(text.token_ids[:longest], text.prompt_length) for text in texts]
+    cut = [Text(text.token_ids[:max_len], text.prompt_length) for text in texts]
     kept = [text for text in cut if 0 < text.prompt_length < len(text)]
     if not kept:
         raise UsageError(
             f"nothing to learn from in {path}",
-            f"none of its {len(texts)} texts has an answer within {longest} tokens",
+            f"none of its {len(texts)} texts has an answer within {max_len} tokens",
             "Give prompts with answers",
         )
     return kept
@@ -89,17 +103,17 @@ def load_prompts(path: Path, tokenizer: Tokenizer) -> list[list[int]]:
             ids = _ids(record, where)
             prompts.append(ids[: record.get("prompt_length", len(ids))])
         elif "messages" in record:
-            said = [turn for turn in record["messages"] if turn.get("role") != "assistant"]
-            prompts.append(_asked(said, tokenizer))
+            turns = [turn for turn in record["messages"] if turn.get("role") != "assistant"]
+            prompts.append(_render(turns, tokenizer))
         elif isinstance(record.get("prompt"), str):
-            prompts.append(_asked([{"role": "user", "content": record["prompt"]}], tokenizer))
+            prompts.append(_render([{"role": "user", "content": record["prompt"]}], tokenizer))
         else:
             raise _bad(where, "prompt, messages or token_ids")
     return prompts
 
 
 def save_texts(texts: Iterable[Text], path: Path) -> None:
-    """Put texts behind those of a file."""
+    """Append texts to a file."""
     with path.open("a", encoding="utf-8") as stream:
         stream.writelines(text.to_line() + "\n" for text in texts)
 
@@ -118,28 +132,28 @@ def _text(record: Any, tokenizer: Tokenizer, where: str) -> Text:
 
 
 def _answered(turns: Sequence[dict[str, Any]], response: str, tokenizer: Tokenizer) -> Text:
-    prompt = _asked(turns, tokenizer)
+    prompt = _render(turns, tokenizer)
     end = tokenizer.hf.eos_token_id
     answer = tokenizer.encode_more(response) + ([] if end is None else [end])
     return Text(prompt + answer, len(prompt))
 
 
-def _asked(turns: Sequence[dict[str, Any]], tokenizer: Tokenizer) -> list[int]:
-    """As ``LLM.chat`` asks, or, without a template, the turns as they stand."""
+def _render(turns: Sequence[dict[str, Any]], tokenizer: Tokenizer) -> list[int]:
+    """Token ids as ``LLM.chat`` renders turns; without a chat template, their contents by line."""
     if tokenizer.hf.chat_template:
         return tokenizer.encode_more(tokenizer.render(turns))
     return tokenizer.encode("\n".join(str(turn["content"]) for turn in turns))
 
 
 def read_records(path: Path, kind: str) -> list[tuple[int, Any]]:
-    """Line numbers and what stands there: objects, or lines of text.
+    """Line numbers and records, each an object or a line of text.
 
     Args:
         path: of the file.
-        kind: what it holds, as messages say it.
+        kind: of its records, for messages.
 
     Raises:
-        UsageError: it cannot be read, is empty, or a line that begins as an object is none.
+        UsageError: it cannot be read, is empty, or a line that begins with ``{`` is not JSON.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -151,7 +165,9 @@ def read_records(path: Path, kind: str) -> list[tuple[int, Any]]:
             try:
                 found.append((number, json.loads(line) if line.startswith("{") else line))
             except json.JSONDecodeError as error:
-                raise UsageError(f"{path}:{number} is no JSON", str(error), "Mend it") from error
+                raise UsageError(
+                    f"{path}:{number} is not JSON", str(error), "Fix the line"
+                ) from error
     if not found:
         raise UsageError(f"no {kind} in {path}", "the file is empty", "Write one per line")
     return found
@@ -168,30 +184,30 @@ def _bad(where: str, wanted: str) -> UsageError:
     return UsageError(f"nothing to read at {where}", f"it lacks {wanted}", "See --help")
 
 
-logger = logging.getLogger(__name__)
-
-PART = 64
-"""Prompts that are answered and written together."""
-
-
 class DistillationSettings(StrictModel):
-    """How the target answers."""
+    """How the target answers prompts."""
 
     seed: int = Field(default=0, ge=0)
     temperatures: tuple[float, ...] = Field(default=(0.0, 0.8), min_length=1)
-    """In turn. A drafter serves greedy requests and sampled ones."""
+    """Used in turn: a drafter serves greedy and sampled requests."""
     max_tokens: int = Field(default=512, ge=1)
     """Of an answer."""
+    probe_share: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Number of probes, as a share of the texts; see :func:`probe_prompts`."""
+
+    def for_probes(self) -> DistillationSettings:
+        """How probes are answered: greedily and briefly."""
+        return DistillationSettings(seed=self.seed, temperatures=(0.0,), max_tokens=PROBE_TOKENS)
 
 
 def self_distil(
     teacher: Teacher, prompts: Sequence[list[int]], path: Path, settings: DistillationSettings
 ) -> list[Text]:
-    """Have every prompt answered, as far as ``path`` does not hold the answers already.
+    """Texts with the target's answers to all prompts; those that ``path`` lacks are generated.
 
     Raises:
-        ParameterError: it holds answers to other prompts.
-        UsageError: it is broken.
+        ParameterError: it has answers to other prompts.
+        UsageError: it cannot be parsed.
     """
     done = _resume(prompts, path) if path.exists() else 0
     while done < len(prompts):
@@ -205,7 +221,7 @@ def self_distil(
 
 
 def _resume(prompts: Sequence[list[int]], path: Path) -> int:
-    """How many prompts are answered; a part that was not finished is taken back."""
+    """Number of prompts that are answered; an incomplete part is removed from the file."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     if lines and not lines[-1].endswith("\n"):  # an interrupted write
         lines.pop()
@@ -237,3 +253,35 @@ def _params(settings: DistillationSettings, number: int) -> SamplingParams:
         max_tokens=settings.max_tokens,
         seed=(settings.seed << 32) + number,
     )
+
+
+def probe_prompts(
+    texts: Sequence[Text], teacher: Teacher, settings: DistillationSettings
+) -> list[list[int]]:
+    """Prompts that interrupt a share of the texts and ask for the final answer.
+
+    Each is a text cut at a random position of its answer, followed by :func:`probe_suffix`; those
+    that leave no space for ``PROBE_TOKENS`` in the context are dropped. A function of the texts
+    and of the seed.
+
+    Args:
+        texts: prompts and answers.
+        teacher: whose tokenizer and context length.
+        settings: ``seed`` and ``probe_share``.
+    """
+    rng, tokenizer = random.Random(f"{settings.seed}:probes"), teacher.tokenizer
+    max_len, prompts = teacher.lm.max_positions - PROBE_TOKENS, []
+    for text in rng.sample(texts, int(len(texts) * settings.probe_share)):
+        kept = text.token_ids[: rng.randint(text.prompt_length, len(text))]
+        suffix = probe_suffix(tokenizer.decode(kept[text.prompt_length :]), rng)
+        prompt = kept + tokenizer.encode_more(suffix)
+        if len(prompt) <= max_len:
+            prompts.append(prompt)
+    return prompts
+
+
+def probe_suffix(text: str, rng: random.Random) -> str:
+    """A suffix with which Dynasor-CoT elicits an answer after ``text``, mostly that of a probe."""
+    if THINK_END in text:
+        return ANSWER_SUFFIX
+    return PROBE_SUFFIX if rng.random() < 0.85 else ANSWER_SUFFIX_WITH_MARKER

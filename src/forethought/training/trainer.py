@@ -1,9 +1,12 @@
-"""One training loop for every drafter: seeded, resumable, evaluated while it runs.
+"""The training loop of every recipe: seeded, resumable, with an evaluation every so many steps.
 
-A recipe brings the module, the batch of each step and its loss; the loop brings AdamW, the
-schedule, checkpoints and logs. Batches are functions of the step, and so is every random number
-drawn in it: a run that was interrupted ends with the weights of one that was not. Knows nothing
-about drafters or targets.
+A :class:`Recipe` has the module, the batch of each step and its loss; the :class:`Trainer` has the
+optimizers, the learning rate's schedule, checkpoints and logs. Batches are functions of the step,
+and so is every random number drawn in it: a run that was interrupted ends with the weights of one
+that was not::
+
+    step:  batch(step) -> loss -> backward -> clip -> optimizers     random numbers: (seed, step)
+    every check_every steps:  checkpoint -> save drafter -> check(drafter directory)
 """
 
 from __future__ import annotations
@@ -34,109 +37,148 @@ logger = logging.getLogger(__name__)
 
 CHECKPOINT = "checkpoint.pt"
 DRAFTER = "drafter"
-"""Where in the run's directory the trained drafter is written, at every check and at the end."""
+"""Subdirectory of the trained drafter, written before every evaluation and at the end."""
 MODEL = "model"
-"""Where beside it a recipe that adapts the target writes the adapted one."""
+"""Subdirectory of the adapted target, where the recipe adapts it."""
 _FREE = frozenset({"check_every", "log_every", "save_seconds"})
-"""Settings that may differ when a run goes on."""
+"""Settings that may differ when a run is resumed."""
 Check = Callable[[Path], dict[str, float]]
-"""Measures a drafter that was written to a directory: name -> value."""
+"""Evaluates the drafter in a directory: name -> value."""
 
 
 class TrainingSettings(StrictModel):
-    """What all recipes have in common; each adds its own fields."""
+    """Settings of the loop, which all recipes share; each recipe adds its own fields."""
 
     adapts: ClassVar[bool] = False
-    """Whether the target is trained, too, and written beside the drafter."""
+    """Whether the target is trained as well, and written beside the drafter."""
 
     seed: int = Field(default=0, ge=0, lt=2**32)
     steps: int = Field(default=1000, ge=1)
     rate: float = Field(default=1e-3, gt=0.0)
     """Peak learning rate."""
     warm_up: float = Field(default=0.02, ge=0.0, le=1.0)
-    """Share of the steps in which the rate rises."""
+    """Share of the steps in which the learning rate rises linearly from 0."""
     decay_from: float = Field(default=0.3, ge=0.0, lt=1.0)
-    """Share of the steps after which the rate falls, linearly to nothing."""
+    """Share of the steps after which the learning rate falls linearly to 0."""
     weight_decay: float = Field(default=0.0, ge=0.0)
     clip: float = Field(default=1.0, gt=0.0)
-    """Largest norm of the gradient."""
+    """Maximum norm of the gradient."""
     batch_tokens: int = Field(default=8192, ge=1)
-    """Tokens of a step, filling included."""
+    """Tokens of a batch, padding included."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the products; weights and their updates stay in float32."""
+    """Of the matrix products (autocast); weights and optimizer states stay in float32."""
     check_every: int = Field(default=500, ge=1)
-    """Steps between checkpoints that are evaluated."""
+    """Steps between evaluations, before each of which a checkpoint is written."""
     save_seconds: float = Field(default=60.0, gt=0.0)
-    """Most seconds between checkpoints, evaluated or not."""
+    """Maximum seconds between checkpoints."""
     log_every: int = Field(default=50, ge=1)
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterGroup:
-    """Parameters that share a schedule."""
+    """Parameters that share an optimizer and a schedule."""
 
     parameters: Sequence[nn.Parameter]
     scale: Callable[[float], float] = lambda progress: 1.0
-    """Progress of the run, 0 to 1 -> what the learning rate is multiplied by."""
+    """Progress of the run, 0 to 1 -> factor on the learning rate."""
+    muon: bool = False
+    """Use Muon (Jordan et al., 2024) in place of AdamW; for matrices only."""
+    weight_decay: float | None = None
+    """None: that of the settings."""
+
+
+def build_optimizers(
+    groups: Sequence[ParameterGroup], rate: float, weight_decay: float
+) -> list[tuple[torch.optim.Optimizer, list[ParameterGroup]]]:
+    """AdamW and Muon, as far as groups ask for them, each with its groups in their order.
+
+    Args:
+        groups: one entry of ``param_groups`` each.
+        rate: peak learning rate; Muon's updates are scaled to the size of AdamW's.
+        weight_decay: of groups that have none of their own.
+    """
+
+    def entries(chosen: Sequence[ParameterGroup]) -> list[dict[str, Any]]:
+        return [
+            {
+                "params": list(group.parameters),
+                "weight_decay": weight_decay if group.weight_decay is None else group.weight_decay,
+            }
+            for group in chosen
+        ]
+
+    with_adam = [group for group in groups if not group.muon]
+    with_muon = [group for group in groups if group.muon]
+    found: list[tuple[torch.optim.Optimizer, list[ParameterGroup]]] = []
+    if with_adam:
+        adam = torch.optim.AdamW(entries(with_adam), lr=rate, betas=(0.9, 0.98))
+        found.append((adam, with_adam))
+    if with_muon:
+        muon = torch.optim.Muon(
+            entries(with_muon), lr=rate, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+        )
+        found.append((muon, with_muon))
+    return found
 
 
 class Recipe(Protocol):
-    """What is trained, and how it is told."""
+    """A module to train, its batches and its loss."""
 
     @property
     def module(self) -> nn.Module:
-        """What a checkpoint holds, in float32."""
+        """The module that checkpoints hold, in float32."""
 
     def groups(self) -> list[ParameterGroup]:
-        """What is trained of it."""
+        """The parameters that are trained."""
 
     def batch(self, step: int) -> Any:
-        """What is learned from in a step, counted from 0: a function of nothing else.
+        """The batch of a step, counted from 0; it depends on the seed and the step alone.
 
         Its ``num_tokens``, where it has that attribute, are counted for the tokens per second.
         """
 
     def loss(self, batch: Any) -> Tensor:
-        """A float32 scalar to lower."""
+        """The loss, a float32 scalar."""
 
     def save(self, directory: Path) -> None:
-        """Write the drafter as it is used, and beside it, as ``MODEL``, the target if it adapts."""
+        """Write the drafter for use; a recipe that adapts the target writes that as ``MODEL``
+        beside it.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run has come."""
+    """State of a run after a step."""
 
     step: int
-    """Steps done."""
+    """Number of steps done."""
     num_steps: int
     loss: float
-    """Of the step just done."""
+    """Of the last step."""
     tokens_per_second: float
-    """Of training since the run began or went on; 0 where batches do not say their size."""
+    """Since the run was started or resumed; 0 where batches have no ``num_tokens``."""
     seconds_left: float
-    """As long as the steps to come take if they take as long as those since then."""
+    """Estimate, at the mean time of a step since the run was started or resumed."""
     found: Mapping[str, float]
-    """What the last evaluation measured; nothing before the first one."""
+    """Results of the last evaluation; empty before the first one."""
 
 
 class Trainer:
-    """Runs a recipe.
+    """Trains the module of a recipe.
 
-    While it runs, SIGINT and SIGTERM wait for the end of the step: the run is saved, and then ends
-    as it would have ended without (``KeyboardInterrupt``, or the end of the process). A second one
-    does not wait.
+    While it runs, SIGINT and SIGTERM are deferred to the end of the step: a checkpoint is written
+    and the signal is raised again. A second signal takes effect at once.
 
     Args:
-        recipe: made under ``seeded``, so that its initial weights are the seed's.
-        settings: the loop's part is looked at; all of it is kept with the checkpoint.
-        directory: for checkpoint and drafter. Where a checkpoint lies there, the run goes on.
-        check: called with the directory of the drafter every ``check_every`` steps.
+        recipe: built under :func:`seeded`, so that its initial weights depend on the seed.
+        settings: the loop's fields are used; all fields are stored in the checkpoint.
+        directory: of checkpoint and drafter. If it has a checkpoint, the run is resumed.
+        check: evaluation of a drafter's directory, called every ``check_every`` steps.
         on_step: called after each step, such as to move a progress bar.
 
     Raises:
         ParameterError: the checkpoint was made with other settings.
-        UsageError: it cannot be read.
+        UsageError: the checkpoint cannot be read.
     """
 
     def __init__(
@@ -150,26 +192,20 @@ class Trainer:
         self.recipe, self.settings, self.directory = recipe, settings, directory
         self._check, self._on_step = check, on_step
         self._found: dict[str, float] | None = None
-        self._tokens = 0  # of the batch at hand
-        self._groups = recipe.groups()
-        self._optimizer = torch.optim.AdamW(
-            [{"params": list(group.parameters)} for group in self._groups],
-            lr=settings.rate,
-            betas=(0.9, 0.98),
-            weight_decay=settings.weight_decay,
-        )
+        self._num_tokens = 0  # of the current batch
+        self._optimizers = build_optimizers(recipe.groups(), settings.rate, settings.weight_decay)
         self.step, self.seconds = 0, 0.0
         directory.mkdir(parents=True, exist_ok=True)
         self._load()
 
     def run(self, until: int | None = None) -> dict[str, float]:
-        """Train to the end, or until so many steps are done.
+        """Train to the end, or up to step ``until``.
 
         Returns:
-            What the last check measured; nothing without one.
+            Results of the last evaluation; empty without ``check``.
 
         Raises:
-            KeyboardInterrupt: SIGINT came, and the run is saved.
+            KeyboardInterrupt: on SIGINT, after a checkpoint was written.
             OSError: a checkpoint or the drafter cannot be written.
         """
         settings, pace = self.settings, _Pace()
@@ -190,12 +226,12 @@ class Trainer:
         return self._evaluate() if self._found is None else self._found
 
     def _advance(self, pace: _Pace, end: int) -> None:
-        """One step, timed and told."""
+        """One step, with its timing, log line and callback."""
         settings, began = self.settings, time.perf_counter()
         loss = self._learn()
         seconds = time.perf_counter() - began
         self.step, self.seconds = self.step + 1, self.seconds + seconds
-        pace.add(self._tokens, seconds)
+        pace.add(self._num_tokens, seconds)
         logged = self.step % settings.log_every == 0
         if not logged and self._on_step is None:
             return  # to read the loss is to wait for a GPU
@@ -208,7 +244,8 @@ class Trainer:
             found=self._found or {},
         )
         if logged:
-            _log(
+            log_fields(
+                logger,
                 step=self.step,
                 seconds=self.seconds,
                 loss=progress.loss,
@@ -222,19 +259,25 @@ class Trainer:
         """One step; returns its loss."""
         settings, recipe = self.settings, self.recipe
         progress = self.step / settings.steps
-        for group, entry in zip(self._groups, self._optimizer.param_groups, strict=True):
-            entry["lr"] = settings.rate * self._schedule(progress) * group.scale(progress)
+        for optimizer, groups in self._optimizers:
+            for group, entry in zip(groups, optimizer.param_groups, strict=True):
+                entry["lr"] = settings.rate * self._schedule(progress) * group.scale(progress)
         with seeded(settings.seed, self.step + 1):
             batch = recipe.batch(self.step)
-            self._tokens = getattr(batch, "num_tokens", 0)
+            self._num_tokens = getattr(batch, "num_tokens", 0)
             with self._precision():
                 loss = recipe.loss(batch)
             loss.backward()
-        weights = [weight for group in self._groups for weight in group.parameters]
-        torch.nn.utils.clip_grad_norm_(weights, settings.clip)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        torch.nn.utils.clip_grad_norm_(self._parameters, settings.clip)
+        for optimizer, _ in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         return loss.detach()
+
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        groups = (group for _, groups in self._optimizers for group in groups)
+        return [parameter for group in groups for parameter in group.parameters]
 
     def _schedule(self, progress: float) -> float:
         """The learning rate as a share of its peak."""
@@ -258,7 +301,7 @@ class Trainer:
             self.recipe.module.eval()
             self._found = self._check(drafter)
             self.recipe.module.train()
-            _log(step=self.step, **self._found)
+            log_fields(logger, step=self.step, **self._found)
         return self._found
 
     @property
@@ -266,11 +309,11 @@ class Trainer:
         return self.directory / CHECKPOINT
 
     def _save(self) -> None:
-        """Replace the checkpoint at once, so that an interrupted save leaves the older one."""
+        """Replace the checkpoint atomically: an interrupted save leaves the older one."""
         draft = self._checkpoint.with_suffix(".tmp")
         state = {
             "module": self.recipe.module.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer, _ in self._optimizers],
             "settings": self.settings.model_dump(mode="json"),
             "step": self.step,
             "seconds": self.seconds,
@@ -293,17 +336,18 @@ class Trainer:
             return
         try:
             self.recipe.module.load_state_dict(state["module"])
-            self._optimizer.load_state_dict(state["optimizer"])
+            for (optimizer, _), saved in zip(self._optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(saved)
             self.step, self.seconds = state["step"], state["seconds"]
         except (KeyError, RuntimeError, ValueError) as error:
             raise _broken(self._checkpoint, error) from error
-        logger.info("going on from step %d", self.step)
+        logger.info("resumed at step %d", self.step)
 
 
 def load_checkpoint(
     directory: Path, settings: TrainingSettings, device: torch.device | str = "cpu"
 ) -> dict[str, Any] | None:
-    """What a run in ``directory`` has left to go on from; None: nothing.
+    """The checkpoint of a run in ``directory``; None: there is none.
 
     Raises:
         ParameterError: it was made with other settings.
@@ -341,19 +385,19 @@ def _first_line(error: BaseException) -> str:
 
 
 class _Pace:
-    """Tokens and seconds of the steps since a run began or went on."""
+    """Tokens and seconds of the steps since a run was started or resumed."""
 
     def __init__(self) -> None:
-        self._steps, self._tokens, self._seconds = 0, 0, 0.0
+        self._steps, self._num_tokens, self._seconds = 0, 0, 0.0
 
     def add(self, tokens: int, seconds: float) -> None:
-        """A step more."""
-        self._steps, self._tokens = self._steps + 1, self._tokens + tokens
+        """Count a step."""
+        self._steps, self._num_tokens = self._steps + 1, self._num_tokens + tokens
         self._seconds += seconds
 
     @property
     def tokens_per_second(self) -> float:
-        return self._tokens / self._seconds if self._seconds else 0.0
+        return self._num_tokens / self._seconds if self._seconds else 0.0
 
     @property
     def seconds_per_step(self) -> float:
@@ -361,9 +405,9 @@ class _Pace:
 
 
 class _Interruption:
-    """SIGINT and SIGTERM, held back until :meth:`act`; a second one is not.
+    """Defers SIGINT and SIGTERM until :meth:`act`; a second signal is not deferred.
 
-    Outside of the main thread, which alone may handle signals, nothing is held back; nor is a
+    Nothing is deferred outside of the main thread, which alone may set signal handlers, and no
     signal that the process ignores.
     """
 
@@ -384,7 +428,7 @@ class _Interruption:
         self._before.clear()
 
     def act(self) -> None:
-        """Do what the signal that came would have done."""
+        """Raise the deferred signal, if there is one."""
         if self.pending is not None:
             number, self.pending = self.pending, None
             logger.info("saved; the same command goes on from here")
@@ -393,7 +437,7 @@ class _Interruption:
 
     @contextmanager
     def let_through(self) -> Iterator[None]:
-        """While it is open, nothing is held back."""
+        """Inside, signals are not deferred."""
         self.__exit__()
         try:
             yield
@@ -409,16 +453,17 @@ class _Interruption:
 
 @contextmanager
 def seeded(seed: int, step: int = 0) -> Iterator[None]:
-    """Torch's random numbers are those of seed and step inside, and as before behind it.
+    """Inside, torch's random state is a function of (seed, step); it is restored afterwards.
 
-    Step 0 is for initial weights; the loop's steps count from 1.
+    Step 0 is for initial weights; the steps of the loop count from 1.
     """
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
     with torch.random.fork_rng(devices=list(devices)):
         digest = blake2b(f"{seed}:{step}".encode(), digest_size=4).digest()
-        torch.manual_seed(int.from_bytes(digest, "little"))  # a CPU looks at 32 bits only
+        torch.manual_seed(int.from_bytes(digest, "little"))  # on a CPU torch uses 32 bits only
         yield
 
 
-def _log(**fields: float) -> None:
+def log_fields(logger: logging.Logger, **fields: float) -> None:
+    """Log numbers as one JSON object, rounded to 4 places."""
     logger.info("%s", json.dumps({name: round(value, 4) for name, value in fields.items()}))

@@ -1,1 +1,1 @@
-"""The embedded reasoner's recipe: problems, traces, tokenizer, network, training, evaluation."""
+"""Training of the embedded reasoner: problems, traces, tokenizer, network, training, evaluation."""

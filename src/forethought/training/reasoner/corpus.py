@@ -5,7 +5,7 @@ derivation), ``full`` (with re-checks and the answer), and the two latter cut at
 followed by an elicited answer (``probed``, ``probed_full``). Loss is taken only where the solver
 has something to decide: never on the question, the operands of a drill, an elicitation suffix or
 the wrong value of a slip. The batch of a step is a function of seed and step alone, so a resumed
-run sees what an uninterrupted one would have seen. Knows nothing about networks.
+run has the batches of an uninterrupted one.
 """
 
 import random
@@ -22,14 +22,9 @@ from forethought.training.reasoner.problems import (
     sample_calculation,
     sample_problem,
 )
-from forethought.training.reasoner.traces import (
-    ANSWER_SUFFIX,
-    CLOSING_SUFFIX,
-    PROBE_SUFFIX,
-    Piece,
-    write_trace,
-)
-from forethought.training.reasoner.vocabulary import END, THINK_END, prompt_text
+from forethought.training.reasoner.traces import Piece, write_trace
+from forethought.training.reasoner.vocabulary import END, prompt_text
+from forethought.training.texts import probe_suffix
 
 IGNORED = -100
 SLIP_RATE = 0.25
@@ -38,7 +33,7 @@ DRILL_LINES = 12
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Token ids, and for each whether the network is trained to predict it."""
+    """Token ids, and for each whether it counts in the loss."""
 
     ids: list[int]
     trained: list[bool]
@@ -101,7 +96,7 @@ def probed(
     cut = rng.randint(first, len(offsets))
     length = offsets[cut - 1][1]
     kept, guess = _keep(spans, length), guess_at(pieces, length - len(spans[0].text))
-    suffix = _suffix(text[:length], rng)
+    suffix = probe_suffix(text[:length], rng)
     elicited = [_Span(suffix, False), _Span(guess + "}\n\\]" + END, True)]
     if rng.random() < 0.5:
         return encode(tokenizer, kept + elicited)
@@ -145,14 +140,8 @@ def _keep(spans: list[_Span], length: int) -> list[_Span]:
     return kept
 
 
-def _suffix(text: str, rng: random.Random) -> str:
-    if THINK_END in text:
-        return ANSWER_SUFFIX
-    return PROBE_SUFFIX if rng.random() < 0.85 else CLOSING_SUFFIX
-
-
 def make_example(tokenizer: Tokenizer, rng: random.Random, kind: str) -> Example:
-    """A fresh example of the given kind, from the training side of the wall."""
+    """A new example of the given kind, from a training problem."""
     if kind == "drill":
         return drill(tokenizer, rng)
     problem = sample_problem(rng)
@@ -166,9 +155,9 @@ def make_example(tokenizer: Tokenizer, rng: random.Random, kind: str) -> Example
 def pack(
     tokenizer: Tokenizer, rng: random.Random, mix: Mapping[str, float], rows: int, length: int
 ) -> tuple[Tensor, Tensor]:
-    """Rows filled to the brim with examples; each row begins with a fresh one, the last is cut.
+    """Rows packed with examples; each row begins with a new one, and its last one is cut.
 
-    Returns tokens and targets, both int64 (rows, length); a target is the next token or
+    Returns tokens and targets, both int64 ``[rows, length]``; a target is the next token or
     ``IGNORED``.
     """
     kinds, weights = list(mix), list(mix.values())
@@ -181,6 +170,6 @@ def pack(
             ids += example.ids
             marks += example.trained
         tokens.append(ids[:length])
-        pairs = zip(ids[1 : length + 1], marks[1 : length + 1], strict=True)
-        targets.append([token if mark else IGNORED for token, mark in pairs])
+        shifted = zip(ids[1 : length + 1], marks[1 : length + 1], strict=True)
+        targets.append([token if mark else IGNORED for token, mark in shifted])
     return torch.tensor(tokens), torch.tensor(targets)

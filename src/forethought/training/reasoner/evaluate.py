@@ -2,7 +2,7 @@
 
     python -m forethought.training.reasoner.evaluate --model DIR --problems 200
 
-The slow and obvious twin of the demo: it decodes with transformers alone and shares no code with
+The reference implementation of the demo: it decodes with transformers alone and shares no code with
 the engine or the methods. With greedy decoding the main chain does not depend on the probes, so
 every setting of Dynasor-CoT can be replayed on the same traces.
 """
@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from forethought.methods.dynasor import PROBE_SUFFIX
 from forethought.training.reasoner.problems import fixed_test_problems
-from forethought.training.reasoner.traces import PROBE_SUFFIX
 from forethought.training.reasoner.vocabulary import prompt_text
 
 Ids = list[int]
@@ -60,7 +60,7 @@ class Solver:
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
         results: list[Ids] = [[] for _ in prompts]
         end = self.tokenizer.eos_token_id
-        drawing = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
         for start in range(0, len(order), self.batch):
             part = order[start : start + self.batch]
             width = max(len(prompts[index]) for index in part)
@@ -70,7 +70,7 @@ class Solver:
                 torch.tensor(rows, device=self.device),
                 attention_mask=torch.tensor(mask, device=self.device),
                 max_new_tokens=limit,
-                **(drawing if temperature > 0 else {"do_sample": False}),
+                **(sampling if temperature > 0 else {"do_sample": False}),
             )
             for index, row in zip(part, output[:, width:].tolist(), strict=True):
                 results[index] = row[: row.index(end) + 1] if end in row else row
@@ -110,19 +110,19 @@ class Replay:
     def __init__(self, solver: Solver, prompts: list[Ids], traces: list[Ids], every: int) -> None:
         suffix = solver.encode(PROBE_SUFFIX)
         self.traces = traces
-        places = [
+        cuts = [
             (row, cut)
             for row, trace in enumerate(traces)
             for cut in range(every, len(trace), every)
         ]
-        cuts = [prompts[row] + traces[row][:cut] + suffix for row, cut in places]
+        asked = [prompts[row] + traces[row][:cut] + suffix for row, cut in cuts]
         self.probes: dict[tuple[int, int], tuple[str, int]] = {}
-        for place, ids in zip(places, solver.complete(cuts, PROBE_TOKENS), strict=True):
+        for key, ids in zip(cuts, solver.complete(asked, PROBE_TOKENS), strict=True):
             count = next(
                 (n for n in range(1, len(ids)) if "}" in solver.tokenizer.decode(ids[:n])), len(ids)
             )
             text = solver.tokenizer.decode(ids[:count])
-            self.probes[place] = (text.split("}")[0].strip() if "}" in text else "", count)
+            self.probes[key] = (text.split("}")[0].strip() if "}" in text else "", count)
 
     def run(self, row: int, chunk: int, threshold: int) -> tuple[str | None, int]:
         """Answer at the exit (None: the trace ended first) and tokens generated, probes included.

@@ -1,15 +1,20 @@
-"""Arithmetic word problems: a seeded generator and the wall between training and test.
+"""Arithmetic word problems: a seeded generator with a split into training and test problems.
 
-A problem is a short story with its solution steps. Whether a problem may be trained on is a
-function of its steps alone (:func:`is_held_out`), so the two sides never share a calculation chain,
-whatever names and things the story is dressed in. Knows nothing about models or tokens.
+A problem is a short story with its solution steps. Which side of the split it is on is a function
+of its steps alone (:func:`is_held_out`): training and test problems never share a chain of
+calculations, whatever the names and things in the story.
 
-    >>> sample_problem(random.Random(0), held_out=True).answer
+    python -m forethought.training.reasoner.problems --out prompts.txt --train 10000 --held-out 64
+
+writes the questions of fresh problems, one per line, as ``forethought train --self-distill`` reads
+them: the held-out ones first, so that ``--held-out 64`` evaluates on these.
 """
 
+import argparse
 import hashlib
 import random
 from dataclasses import dataclass
+from pathlib import Path
 
 PEOPLE = (
     ("Tom", "he"), ("Ann", "she"), ("Sam", "he"), ("Eva", "she"), ("Ben", "he"), ("Mia", "she"),
@@ -42,8 +47,8 @@ class Problem:
     question: str
     steps: tuple[Step, ...]
     inputs: tuple[int | None, ...]
-    """Two entries a step (left, right): the index of the step that the operand comes
-    from, or None where the story tells it."""
+    """Two entries per step (left, right): the index of the step whose value the operand is; None:
+    the number is in the story."""
 
     @property
     def answer(self) -> str:
@@ -67,7 +72,7 @@ def is_held_out(family: str, steps: tuple[Step, ...]) -> bool:
 
 
 def sample_problem(rng: random.Random, *, held_out: bool = False) -> Problem:
-    """Draw a problem from the wanted side of the wall; it depends on the state of rng alone."""
+    """Draw a problem from one side of the split; it depends on the state of rng alone."""
     while True:
         problem = rng.choice(FAMILIES)(rng)
         in_range = all(0 < step.value <= LARGEST for step in problem.steps)
@@ -99,10 +104,10 @@ def is_demanding(problem: Problem) -> bool:
 
 
 def fixed_test_problems(count: int = 200, seed: int = 2024) -> list[Problem]:
-    """The shipped test set: distinct held-out problems that are demanding, the same for everyone.
+    """The test set: distinct held-out problems that are demanding; the shipped one by default.
 
-    The easy ones are left out because the model solves nearly all of them at the first attempt:
-    they would say nothing about a method.
+    Easy problems are left out: the model solves nearly all of them at the first attempt, so they
+    would not tell methods apart.
     """
     rng, seen = random.Random(seed), set[str]()
     problems: list[Problem] = []
@@ -238,3 +243,22 @@ def _chained(count: int) -> tuple[int | None, ...]:
 
 
 FAMILIES = (_collection, _boxes, _boxes, _shop, _compare, _share)
+
+
+def main() -> None:
+    """Read the command line and write questions."""
+    parser = argparse.ArgumentParser(description="Write questions of fresh problems, one per line.")
+    parser.add_argument("--out", type=Path, required=True, help="file to write")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--train", type=int, default=10_000, help="number of training problems")
+    parser.add_argument("--held-out", type=int, default=64, help="number of held-out problems")
+    options = parser.parse_args()
+    rng = random.Random(options.seed)
+    sides = [True] * options.held_out + [False] * options.train
+    questions = [sample_problem(rng, held_out=side).question for side in sides]
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text("".join(f"{question}\n" for question in questions), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

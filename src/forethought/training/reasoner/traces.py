@@ -4,7 +4,6 @@ A trace is a list of pieces. Each carries the guess that an honest solver gives 
 inside that piece: the value just computed at the end of a step, ``hmm`` in the middle of one, the
 answer once the derivation is complete. After the derivation come one to four re-checks, which
 repeat finished work; where the derivation contains a slip, one of them finds it.
-Knows nothing about tokens or models.
 """
 
 import random
@@ -13,14 +12,6 @@ from dataclasses import dataclass, replace
 from forethought.training.reasoner.problems import Problem, Step, calculate
 
 UNSURE = "hmm"
-PROBE_SUFFIX = (
-    "... Oh, I suddenly got the answer to the whole problem, **Final Answer**\n\n\\[ \\boxed{"
-)
-ANSWER_SUFFIX = (
-    "\n\n... Oh, I have got the answer to the whole problem\n**Final Answer:**\n\\[\n \\boxed{"
-)
-CLOSING_SUFFIX = ANSWER_SUFFIX.replace("... Oh", "...</think>\n Oh")
-
 OPENINGS = ("", "", "Okay, let me see.\n", "Let me go step by step.\n")
 RECHECKS = (
     "Wait, let me check that again.\n",

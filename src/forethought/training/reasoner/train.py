@@ -1,4 +1,4 @@
-"""Train the embedded reasoner from nothing, on problems that the project generates itself.
+"""Train the embedded reasoner from scratch, on problems that the project generates itself.
 
     python -m forethought.training.reasoner.train --seed 0 --out runs/reasoner
 
@@ -23,11 +23,12 @@ import torch.multiprocessing as mp
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from forethought.training.reasoner.checkpoint import Checkpoint, export_model
+from forethought.model_dir import replace_file
+from forethought.training.llama import Llama, LlamaShape, muon_groups
 from forethought.training.reasoner.corpus import Example, pack, probed, values_only
-from forethought.training.reasoner.network import Network, NetworkShape
 from forethought.training.reasoner.problems import sample_problem
-from forethought.training.reasoner.vocabulary import train_tokenizer
+from forethought.training.reasoner.vocabulary import END, save_tokenizer, train_tokenizer
+from forethought.training.trainer import build_optimizers, log_fields
 
 logger = logging.getLogger(__name__)
 
@@ -46,25 +47,58 @@ def mix_at(progress: float) -> tuple[dict[str, float], int]:
 
 
 def rate_at(progress: float, step: int) -> float:
-    """Learning rate as a fraction of its peak: a short warm-up, flat, then linear to nothing."""
+    """Learning rate as a fraction of its peak: a short warm-up, flat, then linear to 0."""
     falling = (1.0 - progress) / (1.0 - DECAY_FROM)
     return max(0.0, min(1.0, (step + 1) / WARM_UP_STEPS, falling))
 
 
-def make_optimizers(network: Network, rate: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, AdamW for the embedding and the norms."""
-    matrices = [w for w in network.layers.parameters() if w.ndim == 2]
-    known = {id(w) for w in matrices}
-    others = [w for w in network.parameters() if id(w) not in known]
-    muon = torch.optim.Muon(
-        matrices, lr=rate, weight_decay=0.05, momentum=0.95, adjust_lr_fn="match_rms_adamw"
-    )
-    adam = torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.98), weight_decay=0.0)
-    return [muon, adam]
+def make_optimizers(network: Llama, rate: float) -> list[torch.optim.Optimizer]:
+    """See :func:`~forethought.training.llama.muon_groups`."""
+    built = build_optimizers(muon_groups(network, weight_decay=0.05), rate, 0.0)
+    return [optimizer for optimizer, _ in built]
 
 
-def compiled_loss(network: Network) -> Callable[[Tensor, Tensor], Tensor]:
-    """``network.loss`` under bf16 autocast, compiled where a compiler is at hand."""
+class Checkpoint:
+    """One file that holds network, optimizers, step and seconds of training so far."""
+
+    def __init__(self, path: Path, network: Llama, optimizers: list[torch.optim.Optimizer]) -> None:
+        self.path, self.network, self.optimizers = path, network, optimizers
+
+    def save(self, step: int, seconds: float) -> None:
+        """Replace the file atomically: an interrupted save leaves the older one."""
+        state = {
+            "network": self.network.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "step": step,
+            "seconds": seconds,
+        }
+        draft = self.path.with_suffix(".tmp")
+        torch.save(state, draft)
+        replace_file(draft, self.path)
+
+    def load(self) -> tuple[int, float]:
+        """Restore everything and return (step, seconds); (0, 0.0) where there is no file."""
+        if not self.path.exists():
+            return 0, 0.0
+        state = torch.load(self.path, weights_only=True)
+        self.network.load_state_dict(state["network"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        return state["step"], state["seconds"]
+
+
+def export_model(network: Llama, tokenizer: Tokenizer, directory: Path) -> None:
+    """Write a directory that transformers loads: config, bf16 weights, tokenizer, template."""
+    end = tokenizer.token_to_id(END)
+    assert end is not None, "the tokenizer was trained with an end token"
+    network.save(directory, end)
+    generation = {"eos_token_id": end, "pad_token_id": end, "do_sample": False}
+    (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    save_tokenizer(tokenizer, directory, network.shape.max_positions)
+
+
+def compiled_loss(network: Llama) -> Callable[[Tensor, Tensor], Tensor]:
+    """``network.loss`` under bf16 autocast, compiled where a compiler is installed."""
 
     def loss(tokens: Tensor, targets: Tensor) -> Tensor:
         with torch.autocast(tokens.device.type, dtype=torch.bfloat16):
@@ -74,7 +108,7 @@ def compiled_loss(network: Network) -> Callable[[Tensor, Tensor], Tensor]:
     try:
         sample = torch.zeros(1, 8, dtype=torch.long, device=network.cos.device)
         compiled(sample, sample)
-    except Exception as error:  # any back-end failure means the same here: train uncompiled
+    except Exception as error:  # whatever fails in a back end: train uncompiled
         logger.warning("torch.compile is not available (%s): training uncompiled", error)
         return loss
     torch.compiler.reset()
@@ -82,7 +116,7 @@ def compiled_loss(network: Network) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 @torch.no_grad()
-def skill(network: Network, tokenizer: Tokenizer, kind: str, count: int = 200) -> float:
+def skill(network: Llama, tokenizer: Tokenizer, kind: str, count: int = 200) -> float:
     """Share of held-out problems on which every marked token is the network's first choice.
 
     ``kind`` is ``values`` (results of a first derivation) or ``probe`` (the elicited answer).
@@ -115,14 +149,14 @@ def skill(network: Network, tokenizer: Tokenizer, kind: str, count: int = 200) -
 
 
 @torch.no_grad()
-def loss_of(network: Network, tokenizer: Tokenizer, kind: str) -> float:
+def loss_of(network: Llama, tokenizer: Tokenizer, kind: str) -> float:
     """Mean loss in nats per trained token on one packed batch of a single kind."""
     tokens, targets = pack(tokenizer, random.Random(11), {kind: 1.0}, 4, 512)
     device = network.cos.device
     return float(network.loss(tokens.to(device), targets.to(device)))
 
 
-def average_gradients(network: Network) -> None:
+def average_gradients(network: Llama) -> None:
     """Replace the gradients of every worker by their mean, in one message."""
     gradients = [w.grad for w in network.parameters() if w.grad is not None]
     flat = torch.cat([gradient.flatten() for gradient in gradients])
@@ -132,15 +166,15 @@ def average_gradients(network: Network) -> None:
         gradient.copy_(part.view_as(gradient))
 
 
-def first_workers(seconds: float) -> float:
-    """The clock of the first worker, so that all follow one schedule."""
+def broadcast_seconds(seconds: float) -> float:
+    """The seconds of the first worker, so that all follow one schedule."""
     clock = torch.tensor(seconds, dtype=torch.float64)
     dist.broadcast(clock, src=0)
     return clock.item()
 
 
 def train(options: argparse.Namespace, worker: int = 0) -> None:
-    """Run the whole schedule, resuming from ``options.out`` where a checkpoint lies there.
+    """Run the whole schedule, resuming from the checkpoint in ``options.out`` if there is one.
 
     Workers see different examples and average their gradients: on a CPU, two processes of one
     thread each lose far less to a busy machine than one process of two threads.
@@ -148,7 +182,7 @@ def train(options: argparse.Namespace, worker: int = 0) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(options.seed)
     tokenizer = train_tokenizer(options.seed)
-    network = Network(NetworkShape(vocab_size=tokenizer.get_vocab_size())).to(device)
+    network = Llama(LlamaShape(vocab_size=tokenizer.get_vocab_size())).to(device)
     optimizers = make_optimizers(network, options.rate)
     checkpoint = Checkpoint(options.out / "checkpoint.pt", network, optimizers)
     step, seconds = checkpoint.load()
@@ -172,9 +206,9 @@ def train(options: argparse.Namespace, worker: int = 0) -> None:
             optimizer.zero_grad()
         step, seconds = step + 1, seconds + time.perf_counter() - began
         if options.workers > 1:
-            seconds = first_workers(seconds)
+            seconds = broadcast_seconds(seconds)
         if worker == 0 and step % 20 == 0:
-            _log(step=step, progress=progress, seconds=seconds, loss=loss.item())
+            log_fields(logger, step=step, progress=progress, seconds=seconds, loss=loss.item())
         if worker == 0 and step % options.check_every == 0:
             checkpoint.save(step, seconds)
             _check(network, tokenizer, step)
@@ -199,14 +233,10 @@ def _progress(step: int, seconds: float, options: argparse.Namespace) -> float:
     return max(by_step, seconds / 60 / options.minutes) if options.minutes else by_step
 
 
-def _check(network: Network, tokenizer: Tokenizer, step: int) -> None:
+def _check(network: Llama, tokenizer: Tokenizer, step: int) -> None:
     losses = {kind: loss_of(network, tokenizer, kind) for kind in FINISH}
     values, probe = (skill(network, tokenizer, kind) for kind in ("values", "probe"))
-    _log(step=step, values=values, probe=probe, **losses)
-
-
-def _log(**fields: float) -> None:
-    logger.info("%s", json.dumps({k: round(v, 4) for k, v in fields.items()}))
+    log_fields(logger, step=step, values=values, probe=probe, **losses)
 
 
 def main() -> None:

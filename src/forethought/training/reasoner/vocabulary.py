@@ -1,8 +1,8 @@
-"""The reasoner's tokenizer: byte-level BPE of 512 tokens in which every digit stands alone.
+"""The reasoner's tokenizer: byte-level BPE of 512 tokens; every digit is a token of its own.
 
 ``<think>`` and ``</think>`` are single tokens that stay visible in decoded text; turn markers and
 the end token are special. A number's leading space belongs to the word before it, so that
-``23 + 15 = 38`` is eight tokens. Knows the trace texts only as a sample to learn merges from.
+``23 + 15 = 38`` is eight tokens.
 """
 
 import json
@@ -11,13 +11,9 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from forethought.methods.dynasor import ANSWER_SUFFIX, ANSWER_SUFFIX_WITH_MARKER, PROBE_SUFFIX
 from forethought.training.reasoner.problems import sample_problem
-from forethought.training.reasoner.traces import (
-    ANSWER_SUFFIX,
-    CLOSING_SUFFIX,
-    PROBE_SUFFIX,
-    write_trace,
-)
+from forethought.training.reasoner.traces import write_trace
 
 SIZE = 512
 END, USER, ASSISTANT = "<|end|>", "<|user|>", "<|assistant|>"
@@ -46,7 +42,8 @@ def prompt_text(question: str) -> str:
 def train_tokenizer(seed: int = 0, samples: int = 4000) -> Tokenizer:
     """Learn the merges from freshly generated problems, traces and elicitation suffixes."""
     rng = random.Random(seed)
-    texts = [PROBE_SUFFIX, ANSWER_SUFFIX, CLOSING_SUFFIX.replace(THINK_END, "")] * (samples // 4)
+    suffixes = (PROBE_SUFFIX, ANSWER_SUFFIX, ANSWER_SUFFIX_WITH_MARKER.replace(THINK_END, ""))
+    texts = [*suffixes] * (samples // 4)
     for _ in range(samples):
         problem = sample_problem(rng)
         trace = write_trace(problem, rng, slip_rate=0.2).text.replace(THINK_END, "")

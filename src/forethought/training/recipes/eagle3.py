@@ -1,10 +1,10 @@
-"""EAGLE-3's recipe: the head learns on its own guesses, as it will be used.
+"""EAGLE-3: the head is trained on its own outputs, as it is used ("training-time test").
 
-Li et al., 2025 (arXiv 2503.01840), "training-time test": behind the target's states the head takes
-several steps on the states that it made itself, each guess measured against the target's law at
-that place, step i with weight ``0.8 ** i``. The law is restricted to the draft vocabulary, the
-tokens that the target says most often; places where its first choice lies outside are left out.
-Knows nothing about the loop around it.
+Li et al., 2025 (arXiv 2503.01840): after the first step on the target's hidden states, the head
+takes several steps on its own output states. Each step's logits have the target's distribution at
+that position as label, with weight ``step_decay ** step``. Distributions are restricted to the
+draft vocabulary, the most frequent tokens of the answers; positions where the target's most
+probable token is not in it are left out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Literal
 import pydantic
 import torch
 import torch.nn.functional as F
-from pydantic import Field
+from pydantic import AliasChoices, Field
 from torch import Tensor
 from transformers import LlamaConfig
 
@@ -33,34 +33,38 @@ from forethought.speculative.heads.eagle3 import (
     rising,
 )
 from forethought.speculative.heads.layers import head_dim, rotary_tables
-from forethought.training.batches import TrainingBatch, TrainingBatches
-from forethought.training.recipes.mtp import Keys, attend_unrolled
+from forethought.training.batches import TrainingBatch, TrainingBatches, cross_entropy_terms
+from forethought.training.llama import rotate
+from forethought.training.recipes.mtp import Keys, attend_depth
 from forethought.training.teacher import Teacher
 from forethought.training.texts import Text
 from forethought.training.trainer import ParameterGroup, TrainingSettings, seeded
 
-CHAIN = 7
-"""Levels of the drafts by which a head is measured while it learns."""
+_EVALUATED_DRAFT_LEN = 7
 
 
 class Eagle3Settings(TrainingSettings):
-    """Of a run. Sizes that are left out are the target's."""
+    """The loop's settings, and these; sizes that are left out are the target's."""
 
-    unrolled: int = Field(default=7, ge=1)
-    """Steps, the first of them on the target's states."""
-    step_decay: float = Field(default=0.8, gt=0.0, le=1.0)
-    """Each step's weight, as a share of that of the one before."""
-    unrolled_share: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Share of the places, drawn anew for each batch, at which steps behind the first are taken."""
-    distribution_width: int = Field(default=32, ge=1)
-    """Tokens of the target's law that are learned from."""
-    draft_vocab_size: int | None = Field(default=None, ge=1)
-    """Most tokens that the head knows: the most frequent ones. None: all that occur."""
-    layer_ids: tuple[int, ...] | None = Field(
-        default=None, validation_alias=pydantic.AliasChoices("layer_ids", "places")
+    ttt_length: int = Field(
+        default=7, ge=1, validation_alias=AliasChoices("ttt_length", "unrolled")
     )
-    """Layers whose input states are captured (see ``model.causal_lm``); None: as the paper's code
-    does. ``places`` is the old name, still read."""
+    """Number of steps of the training-time test, the first one on the target's states."""
+    step_decay: float = Field(default=0.8, gt=0.0, le=1.0)
+    """Weight of a step relative to that of the one before."""
+    ttt_share: float = Field(
+        default=1.0, gt=0.0, le=1.0, validation_alias=AliasChoices("ttt_share", "unrolled_share")
+    )
+    """Share of the positions, random in each batch, at which steps after the first are taken."""
+    distribution_width: int = Field(default=32, ge=1)
+    """Number of the target's top-k probabilities that are learned from."""
+    draft_vocab_size: int | None = Field(default=None, ge=1)
+    """Maximum size of the draft vocabulary, the most frequent tokens; None: all that occur."""
+    layer_ids: tuple[int, ...] | None = Field(
+        default=None, validation_alias=AliasChoices("layer_ids", "places")
+    )
+    """Indices of the hidden states that the head reads, each the one that enters a layer, -1 after
+    the final norm; None: as in the paper's code."""
     hidden_size: int | None = Field(default=None, ge=1)
     """If it is not the target's, the head learns an embedding of its own."""
     intermediate_size: int | None = Field(default=None, ge=1)
@@ -78,7 +82,7 @@ class Eagle3Settings(TrainingSettings):
     @pydantic.field_validator("layer_ids", mode="after")
     @classmethod
     def _rising(cls, value: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        """Heads are served with the states in this order, whatever was written."""
+        """Heads are served with states in rising order of layers, whatever was written."""
         if value is not None and (not value or len(set(value)) < len(value)):
             raise ValueError("they are one or more different layers")
         return value and rising(value)
@@ -89,7 +93,7 @@ class Eagle3Recipe:
 
     Args:
         teacher: the target.
-        texts: what it has said.
+        texts: to train on.
         settings: of the run.
     """
 
@@ -105,9 +109,9 @@ class Eagle3Recipe:
         self._head.to(lm.device)
         self._rows = draft_rows(self._head)
         self._rotary = rotary_tables(
-            self._head.config, lm.max_positions + settings.unrolled, self._head.fc.weight
+            self._head.config, lm.max_positions + settings.ttt_length, self._head.fc.weight
         )
-        self._lessons = TrainingBatches(
+        self._batches = TrainingBatches(
             texts,
             teacher,
             self._layer_ids,
@@ -125,8 +129,8 @@ class Eagle3Recipe:
 
     @staticmethod
     def decoding(directory: Path) -> DecodingBaseConfig:
-        """How to decode with a head: in chains, as long as it was unrolled in the paper."""
-        return EagleDecodingConfig(max_draft_len=CHAIN, speculative_model=directory)
+        """See ``recipes.table``: chains of the length of the training-time test in the paper."""
+        return EagleDecodingConfig(max_draft_len=_EVALUATED_DRAFT_LEN, speculative_model=directory)
 
     @property
     def module(self) -> Eagle3Head:
@@ -134,22 +138,22 @@ class Eagle3Recipe:
         return self._head
 
     def groups(self) -> list[ParameterGroup]:
-        """All of it."""
+        """All weights of the head."""
         return [ParameterGroup(list(self._head.parameters()))]
 
     def batch(self, step: int) -> TrainingBatch:
-        """The lesson of a step."""
-        return self._lessons(step)
+        """See :class:`~forethought.training.trainer.Recipe`."""
+        return self._batches(step)
 
     def loss(self, batch: TrainingBatch) -> Tensor:
         """Cross entropy in nats, summed over the steps with their weights."""
         loss, device = self._head.fc.weight.new_zeros(()), self._rows.device.type
-        # All in one dtype: to convert what goes in and out of a product takes longer than it does.
+        # All in one dtype: conversions around a product take longer than the product.
         mixed = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if mixed else torch.float32
         with torch.autocast(device, enabled=False):
-            for step, (pairs, logits) in enumerate(self.guesses(batch, dtype)):
-                read = pairs + 1 + step
+            for step, (positions, logits) in enumerate(self.predictions(batch, dtype)):
+                read = positions + 1 + step
                 distribution = restricted(
                     _at(batch.choices, read), _at(batch.probs, read), self._rows
                 )
@@ -158,31 +162,31 @@ class Eagle3Recipe:
                 loss = loss + weight * soft_cross_entropy(logits, distribution, learned)
         return loss
 
-    def guesses(
+    def predictions(
         self, batch: TrainingBatch, dtype: torch.dtype = torch.float32
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """What the head guesses in each step.
+        """Logits of each step.
 
-        Pair t of a text is state t and token t + 1. In step i its successor reads token t + 1 + i,
-        and guesses the one behind it.
+        Step 0 reads state t and token t + 1 at position t; step i reads its own output of step
+        i - 1 for position t, and token t + 1 + i, and predicts token t + 2 + i.
 
         Args:
             batch: texts.
             dtype: of the computation.
 
         Yields:
-            Which pairs t, int64 ``[S]``, and the logits ``[R, S, draft_vocab_size]``.
+            Positions t, int64 ``[S]``, and logits ``[R, S, draft_vocab_size]``.
         """
-        features = torch.cat([batch.states[layer_id] for layer_id in self._layer_ids], -1)
-        states = self._head.fuse(features[:, :-2].to(dtype))
-        pairs = torch.arange(states.shape[1], device=states.device)
+        captured = torch.cat([batch.states[layer] for layer in self._layer_ids], -1)
+        states = self._head.fuse(captured[:, :-2].to(dtype))
+        positions = torch.arange(states.shape[1], device=states.device)
         attention = TrainingTimeTestAttention(self._rotary)
-        for step in range(self._settings.unrolled):
+        for step in range(self._settings.ttt_length):
             if step == 1:
-                pairs, states = self._sample(batch, pairs, states)
-            embedded = self._embed(_at(batch.tokens, pairs + 1 + step)).to(dtype)
-            states, logits = self._head(embedded, states, partial(attention, pairs))
-            yield pairs, logits
+                positions, states = self._sample(batch, positions, states)
+            embedded = self._embed(_at(batch.tokens, positions + 1 + step)).to(dtype)
+            states, logits = self._head(embedded, states, partial(attention, positions))
+            yield positions, logits
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         """int64 ``[...]`` -> ``[..., hidden]``."""
@@ -191,14 +195,16 @@ class Eagle3Recipe:
             return own
         return self._teacher.lm.embed(token_ids)
 
-    def _sample(self, batch: TrainingBatch, pairs: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        """The places at which the head goes on: a share of those from which it can learn."""
-        if self._settings.unrolled_share == 1.0:  # all from which a later step reaches an answer
-            first = int(batch.taught.any(0).int().argmax()) - 1 - self._settings.unrolled
-            return pairs[max(0, first) :], states[:, max(0, first) :]
-        useful = pairs[batch.taught[:, 2:].any(0)]
-        count = max(1, round(self._settings.unrolled_share * len(useful)))
-        chosen = useful[torch.randperm(len(useful), device=pairs.device)[:count]].sort().values
+    def _sample(
+        self, batch: TrainingBatch, positions: Tensor, states: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Positions of the later steps: a share of those from which a label can be reached."""
+        if self._settings.ttt_share == 1.0:  # all from which a later step reaches an answer
+            first = int(batch.taught.any(0).int().argmax()) - 1 - self._settings.ttt_length
+            return positions[max(0, first) :], states[:, max(0, first) :]
+        useful = positions[batch.taught[:, 2:].any(0)]
+        count = max(1, round(self._settings.ttt_share * len(useful)))
+        chosen = useful[torch.randperm(len(useful), device=positions.device)[:count]].sort().values
         return chosen, states[:, chosen]
 
     def save(self, directory: Path) -> None:
@@ -212,12 +218,12 @@ class Eagle3Recipe:
 
 
 class Restricted:
-    """The target's laws, as far as the draft vocabulary goes.
+    """The target's top-k probabilities, restricted to the draft vocabulary.
 
     Attributes:
         rows: int64 ``[..., K]``, rows of the head's logits; 0 for what is not in the vocabulary.
         probs: float32 ``[..., K]``, summing to 1, or all 0.
-        known: bool ``[...]``, whether the first choice is in the vocabulary.
+        known: bool ``[...]``, whether the most probable token is in the vocabulary.
     """
 
     def __init__(self, rows: Tensor, probs: Tensor, known: Tensor) -> None:
@@ -225,10 +231,10 @@ class Restricted:
 
 
 def restricted(choices: Tensor, probs: Tensor, rows: Tensor) -> Restricted:
-    """Restrict laws.
+    """Restrict top-k probabilities to the draft vocabulary.
 
     Args:
-        choices: int64 ``[..., K]``, the target's likeliest tokens, the first choice first.
+        choices: int64 ``[..., K]``, the target's most probable tokens in falling order.
         probs: float32 ``[..., K]``.
         rows: int64 ``[vocab]``, each token's row in the draft vocabulary, or -1.
     """
@@ -240,19 +246,16 @@ def restricted(choices: Tensor, probs: Tensor, rows: Tensor) -> Restricted:
 
 
 def soft_cross_entropy(logits: Tensor, target: Restricted, learned: Tensor) -> Tensor:
-    """Mean over the places that are ``learned`` (bool ``[...]``), in nats; 0 if there are none."""
-    logits = logits.float()
-    surprise = logits.logsumexp(-1, keepdim=True) - logits.gather(-1, target.rows)
-    losses = (target.probs * surprise).sum(-1) * learned
+    """Mean over the positions that are ``learned`` (bool ``[...]``), in nats; 0 without any."""
+    losses = cross_entropy_terms(logits, target.rows, target.probs).sum(-1) * learned
     return losses.sum() / learned.sum().clamp_min(1)
 
 
 class TrainingTimeTestAttention:
     """Attention of the training-time test, one call per step.
 
-    A pair of the first step sees the pairs before it and itself. Its successor in a later step sees
-    the same ones, and of every step since then only its own predecessor, and itself: what it would
-    see in use.
+    In the first step, position t sees positions 0 to t. In a later step it sees the same keys of
+    the first step, and of each step since then its own alone, as in decoding; see ``recipes.mtp``.
 
     Args:
         rotary: cosines and sines ``[positions, head_dim]``.
@@ -263,16 +266,16 @@ class TrainingTimeTestAttention:
         self._past: Keys | None = None
         self._own: list[Keys] = []
 
-    def __call__(self, pairs: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See ``heads.draft_layer.Attend``.
+    def __call__(self, positions: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See ``speculative.heads.layers.Attend``.
 
         Args:
-            pairs: int64 ``[S]``, rising: which pairs of the first step these follow, which in the
-                first step are all. From the second step on they stay the same.
+            positions: int64 ``[S]``, rising: positions t of the first step, all of them in that
+                step; they stay the same from the second step on.
             q, k, v: ``[R, S, heads or kv_heads, head_dim]``.
         """
-        positions = pairs + len(self._own) + (self._past is not None)
-        q, k = self._rotated(q, positions), self._rotated(k, positions)
+        rotated = positions + len(self._own) + (self._past is not None)
+        q, k = self._rotate(q, rotated), self._rotate(k, rotated)
         grouped = q.shape[2] // k.shape[2]
         if grouped > 1:
             k, v = (x.repeat_interleave(grouped, 2) for x in (k, v))
@@ -282,21 +285,20 @@ class TrainingTimeTestAttention:
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
             self._own.append((k, v))
-            mixed = attend_unrolled(q, self._past, self._own, pairs, q.shape[-1] ** -0.5)
+            mixed = attend_depth(q, self._past, self._own, positions, q.shape[-1] ** -0.5)
         return mixed.transpose(1, 2)
 
-    def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
+    def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         cos, sin = (table[positions, None].to(x.dtype) for table in (self._cos, self._sin))
-        left, right = x.chunk(2, -1)
-        return x * cos + torch.cat([-right, left], -1) * sin
+        return rotate(x, cos, sin)
 
 
 def draft_vocabulary(texts: Sequence[Text], settings: Eagle3Settings) -> Tensor:
-    """int64, rising: the tokens that answers hold most often; of equally frequent ones the first.
+    """Ids of the most frequent tokens of the answers, int64, rising; ties go to the smaller id.
 
     Args:
         texts: prompts and answers.
-        settings: how many at most.
+        settings: ``draft_vocab_size``.
     """
     counts = Counter(token for text in texts for token in text.token_ids[text.prompt_length :])
     ranked = sorted(counts, key=lambda token: (-counts[token], token))
@@ -316,7 +318,7 @@ def new_head(teacher: Teacher, vocabulary: Tensor, settings: Eagle3Settings) -> 
     target = lm.config.get_text_config(decoder=True)
     heads = settings.num_attention_heads or target.num_attention_heads
     hidden = settings.hidden_size or lm.hidden_size
-    alike = (heads, hidden) == (target.num_attention_heads, lm.hidden_size)
+    same_sizes = (heads, hidden) == (target.num_attention_heads, lm.hidden_size)
     config = LlamaConfig(
         vocab_size=lm.vocab_size,
         hidden_size=hidden,
@@ -324,7 +326,7 @@ def new_head(teacher: Teacher, vocabulary: Tensor, settings: Eagle3Settings) -> 
         num_hidden_layers=1,
         num_attention_heads=heads,
         num_key_value_heads=settings.num_key_value_heads or _num_key_value_heads(target),
-        head_dim=head_dim(target) if alike else None,
+        head_dim=head_dim(target) if same_sizes else None,
         max_position_embeddings=lm.max_positions,
         rms_norm_eps=getattr(target, "rms_norm_eps", 1e-6),
         rope_parameters=_plain_rope(target),
@@ -343,7 +345,7 @@ def new_head(teacher: Teacher, vocabulary: Tensor, settings: Eagle3Settings) -> 
     for weight in head.parameters():
         if weight.ndim == 2:
             torch.nn.init.normal_(weight, std=0.02)
-    if not traits.own_embedding:  # its logits begin as the target's own projection
+    if not traits.own_embedding:  # the head's projection begins as the target's
         with torch.no_grad():
             unit = torch.eye(hidden, dtype=lm.dtype, device=lm.device)
             rows = (lm.unembed(unit) - lm.unembed(torch.zeros_like(unit[:1]))).T
@@ -353,27 +355,27 @@ def new_head(teacher: Teacher, vocabulary: Tensor, settings: Eagle3Settings) -> 
 
 
 def _intermediate_size(target: object) -> int:
-    """The width of the target's feed-forward layers; 4 hidden sizes where it does not say."""
+    """Width of the target's feed-forward layers; 4 hidden sizes if its config has none."""
     found = getattr(target, "intermediate_size", None) or getattr(target, "ffn_dim", None)
     return int(found or 4 * target.hidden_size)  # type: ignore[attr-defined]
 
 
 def _num_key_value_heads(target: object) -> int:
-    """The target's, which has as many as query heads where it does not say."""
+    """The target's; as many as query heads if its config has none."""
     found = getattr(target, "num_key_value_heads", None)
     return int(found or target.num_attention_heads)  # type: ignore[attr-defined]
 
 
 def _plain_rope(target: object) -> dict[str, object]:
-    """The target's rotary base; its scaling is not needed for so few layers."""
+    """The target's rotary base, without its scaling, which a single layer does not need."""
     rope = getattr(target, "rope_parameters", None) or {}
     theta = rope.get("rope_theta") or 10_000.0
     return {"rope_type": "default", "rope_theta": theta}
 
 
-def _at(x: Tensor, places: Tensor) -> Tensor:
-    """x ``[R, W, ...]`` -> ``[R, S, ...]``: what stands at ``places`` [S]; 0 behind the end."""
+def _at(x: Tensor, positions: Tensor) -> Tensor:
+    """x ``[R, W, ...]`` at ``positions`` [S] -> ``[R, S, ...]``; 0 after the end."""
     width = x.shape[1]
-    found = x[:, places.clamp(max=width - 1)]
-    beyond = (places >= width).view(-1, *[1] * (x.ndim - 2))
+    found = x[:, positions.clamp(max=width - 1)]
+    beyond = (positions >= width).view(-1, *[1] * (x.ndim - 2))
     return found.masked_fill(beyond, 0)

@@ -1,41 +1,46 @@
-"""Medusa-1: heads learn beside a target that stays as it is.
+"""Medusa-1: heads are trained for a target that stays as it is.
 
-Cai et al., 2024 (arXiv 2401.10774), section 2.2.1: at each place, head k (from 0) learns the token
-k + 2 places further on, from the target's state behind its final norm; the loss is the sum over
-the heads of ``decay ** k`` times their cross entropy. Knows nothing about trees.
+Cai et al., 2024 (arXiv 2401.10774), section 2.2.1: at position t, head k (from 0) predicts token
+t + k + 2 from the target's hidden state t after its final norm; the loss is the sum over the heads
+of ``decay ** k`` times their cross entropy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from torch import Tensor, nn
 
 from forethought.config.drafters import MedusaDecodingConfig
 from forethought.model.causal_lm import FINAL
 from forethought.speculative.heads.medusa import MedusaHeads, MedusaShape
-from forethought.training.batches import TrainingBatch, TrainingBatches
+from forethought.training.batches import TrainingBatch, TrainingBatches, cross_entropy_terms
 from forethought.training.teacher import Teacher
 from forethought.training.texts import Text
 from forethought.training.trainer import ParameterGroup, TrainingSettings
 
+Labels = Annotated[
+    Literal["tokens", "distributions"],
+    BeforeValidator(lambda value: "distributions" if value == "laws" else value),
+]
+"""The tokens of the texts, or the target's distributions over them; ``laws`` is an older name."""
+
 
 class MedusaSettings(TrainingSettings):
-    """The loop's, and these."""
+    """The loop's settings, and these."""
 
     num_heads: int = Field(default=4, ge=1)
     num_layers: int = Field(default=1, ge=0)
     """Residual blocks of each head."""
     decay: float = Field(default=0.8, gt=0.0, le=1.0)
     """Weight of a head's loss relative to that of the head before it."""
-    labels: Literal["tokens", "laws"] = "laws"
-    """Learn the tokens that stand there, as published, or the target's law of each of them, which
-    says more about it."""
+    labels: Labels = "distributions"
+    """Learn the tokens of the texts, as published, or the target's next-token distributions."""
 
 
 class MedusaRecipe:
@@ -43,7 +48,7 @@ class MedusaRecipe:
 
     Args:
         settings: sizes and weights of the losses.
-        lessons: with the states behind the final norm.
+        batches: with the states after the final norm.
         module: the heads, in float32, on the target's device.
         teacher: the target, in whose dtype the heads are saved.
     """
@@ -53,23 +58,23 @@ class MedusaRecipe:
     def __init__(
         self,
         settings: MedusaSettings,
-        lessons: TrainingBatches,
+        batches: TrainingBatches,
         module: MedusaHeads,
         teacher: Teacher,
     ) -> None:
-        self._settings, self._lessons, self._teacher = settings, lessons, teacher
+        self._settings, self._batches, self._teacher = settings, batches, teacher
         self.module = module
 
     @classmethod
     def build(
         cls, settings: MedusaSettings, texts: Sequence[Text], teacher: Teacher
     ) -> MedusaRecipe:
-        """New heads, each of which says what the target itself says."""
+        """New heads, each of which predicts what the target's own projection predicts."""
         heads = new_heads(settings, teacher)
-        lessons = TrainingBatches(
+        batches = TrainingBatches(
             texts, teacher, [FINAL], tokens=settings.batch_tokens, seed=settings.seed
         )
-        return cls(settings, lessons, heads, teacher)
+        return cls(settings, batches, heads, teacher)
 
     @staticmethod
     def decoding(directory: Path) -> MedusaDecodingConfig:
@@ -82,7 +87,7 @@ class MedusaRecipe:
 
     def batch(self, step: int) -> TrainingBatch:
         """See :class:`~forethought.training.trainer.Recipe`."""
-        return self._lessons(step)
+        return self._batches(step)
 
     def loss(self, batch: TrainingBatch) -> Tensor:
         """See :func:`heads_loss`."""
@@ -95,7 +100,7 @@ class MedusaRecipe:
 
 
 def new_heads(settings: MedusaSettings, teacher: Teacher) -> MedusaHeads:
-    """Heads each of which says what the target itself says, in float32 on its device."""
+    """Heads that begin as the target's own projection, in float32 on its device."""
     shape = MedusaShape(
         hidden=teacher.hidden_size,
         vocab=teacher.lm.vocab_size,
@@ -113,7 +118,7 @@ def heads_loss(heads: MedusaHeads, batch: TrainingBatch, settings: MedusaSetting
     """Mean cross entropy of each head in nats, weighted, summed.
 
     Args:
-        heads: that read the lesson's states behind the final norm.
+        heads: applied to the batch's states after the final norm.
         batch: texts.
         settings: weights and labels.
     """
@@ -126,31 +131,30 @@ def heads_loss(heads: MedusaHeads, batch: TrainingBatch, settings: MedusaSetting
 
 
 def head_loss(
-    head: nn.Module, states: Tensor, batch: TrainingBatch, ahead: int, labels: str
+    head: Callable[[Tensor], Tensor], states: Tensor, batch: TrainingBatch, ahead: int, labels: str
 ) -> Tensor:
-    """Mean cross entropy of one head over the places whose label the target has chosen.
+    """Mean cross entropy of one head over the positions whose label is a token of an answer.
 
     Args:
         head: states ``[N, hidden]`` -> logits ``[N, vocab]``.
-        states: float32 ``[R, W, hidden]``.
+        states: float32 ``[R, W - ahead, hidden]`` or longer.
         batch: R texts.
-        ahead: how many places further on the label stands.
+        ahead: the label of position t is token t + ahead.
         labels: see ``MedusaSettings``.
     """
     wanted = batch.taught[:, ahead:]  # [R, W - ahead]
     logits = head(states[:, : wanted.shape[1]][wanted]).float()  # [N, vocab]
-    if not len(logits):  # every answer is shorter than this head looks ahead
+    if not len(logits):  # every answer is too short for this head
         return logits.sum()
     if labels == "tokens":
         return nn.functional.cross_entropy(logits, batch.tokens[:, ahead:][wanted])
     choices = batch.choices[:, ahead - 1 : -1][wanted]  # [N, K]
     probs = batch.probs[:, ahead - 1 : -1][wanted]
-    surprise = logits.logsumexp(-1, keepdim=True) - logits.gather(-1, choices)
-    return (probs * surprise).sum() / probs.sum()
+    return cross_entropy_terms(logits, choices, probs).sum() / probs.sum()
 
 
 def projection_of(teacher: Teacher) -> Tensor:
-    """The target's own projection, float32 ``[vocab, hidden]``, whatever layout it is kept in."""
+    """The target's output projection, float32 ``[vocab, hidden]``."""
     unit = torch.eye(teacher.hidden_size, dtype=teacher.lm.dtype, device=teacher.lm.device)
     bias = teacher.lm.unembed(torch.zeros_like(unit[:1]))
     return (teacher.lm.unembed(unit) - bias).T.float().clone()

@@ -1,10 +1,10 @@
-"""Medusa-2: heads and target learn together, the target close to what it was.
+"""Medusa-2: heads and target are trained together; the target stays close to the original.
 
-Cai et al., 2024 (arXiv 2401.10774), sections 2.2.2 and 2.3.2. First the heads learn alone, as in
-Medusa-1; then both, with the loss ``L_LM + w * L_heads``. ``L_LM`` holds the target: for texts that
-it wrote itself it is the divergence from the original's laws, KL(original || adapted), for texts
-that it was trained on their cross entropy. The target learns through low-rank adapters, at a rate
-of its own. What comes out is another model than the original. Knows nothing about trees.
+Cai et al., 2024 (arXiv 2401.10774), sections 2.2.2 and 2.3.2. First the heads are trained alone, as
+in Medusa-1; then both, with the loss ``L_LM + w * L_heads``. ``L_LM`` is the divergence
+KL(original || adapted) for texts that the target wrote itself, and the cross entropy for texts that
+it was trained on. The target is trained through low-rank adapters, at a learning rate of its own.
+The result is another model than the original.
 """
 
 from __future__ import annotations
@@ -27,41 +27,41 @@ from forethought.model.causal_lm import FINAL
 from forethought.model_dir import find_model_dir
 from forethought.speculative.heads.medusa import MedusaHeads
 from forethought.training.backbone import Backbone, BackboneOutput
-from forethought.training.batches import Batches, TrainingBatch, laid_out
-from forethought.training.recipes.medusa import MedusaSettings, heads_loss, new_heads
+from forethought.training.batches import Batches, TrainingBatch, pad_texts
+from forethought.training.recipes.medusa import Labels, MedusaSettings, heads_loss, new_heads
 from forethought.training.teacher import Teacher
 from forethought.training.texts import Text
 from forethought.training.trainer import MODEL, ParameterGroup
 
 _DISTRIBUTION_WIDTH = 8
-"""Tokens of the original's law that heads learn from."""
+"""Number of the original's top-k probabilities that heads learn from."""
 
 
 class Medusa2Settings(MedusaSettings):
-    """Medusa-1's, where ``rate`` is that of the heads, and these."""
+    """Medusa-1's settings, where ``rate`` is that of the heads, and these."""
 
     adapts: ClassVar[bool] = True
 
     initial_heads: Path | None = None
     """Directory or Hub id of heads to start from, such as those of Medusa-1; their tree is kept."""
     heads_first: float = Field(default=0.4, ge=0.0, lt=1.0)
-    """Share of the steps in which the heads learn alone."""
+    """Share of the steps in which the heads are trained alone."""
     heads_weight: float = Field(default=0.2, gt=0.0)
-    """Weight of the heads' loss while both learn."""
+    """Weight of the heads' loss while both are trained."""
     heads_weight_schedule: Literal["sine", "constant"] = "sine"
-    """Whether that weight is reached at the end only, rising as a quarter of a sine."""
+    """Whether the weight rises to that value as a quarter of a sine, or is constant."""
     backbone_rate: float = Field(default=2.5e-4, gt=0.0)
-    """Peak learning rate of the target; it rises over ``warm_up`` once the heads are ready."""
-    backbone_labels: Literal["laws", "tokens"] = "laws"
-    """Keep the target near the original's laws, or teach it the texts, which are to be such as the
-    original was trained on."""
+    """Peak learning rate of the target; it rises over ``warm_up`` after ``heads_first``."""
+    backbone_labels: Labels = "distributions"
+    """Keep the target near the original's distributions, or train it on the tokens of the texts,
+    which should be texts that the original was trained on."""
     lora_rank: int = Field(default=32, ge=1)
     lora_alpha: float = Field(default=16.0, gt=0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class JointBatch:
-    """What is read in a step."""
+    """Texts of a step."""
 
     texts: Sequence[Text]
     progress: float
@@ -74,7 +74,7 @@ class JointBatch:
 
 
 class Medusa2Recipe:
-    """Heads for a target that is adapted to them.
+    """Heads for a target that is trained with them.
 
     Args:
         settings: of the run.
@@ -102,7 +102,7 @@ class Medusa2Recipe:
     def build(
         cls, settings: Medusa2Settings, texts: Sequence[Text], teacher: Teacher
     ) -> Medusa2Recipe:
-        """Heads that are given, or new ones; adapters that change nothing yet.
+        """Given heads or new ones, and new adapters.
 
         Args:
             settings: of the run.
@@ -131,7 +131,7 @@ class Medusa2Recipe:
         ]
 
     def backbone_scale(self, progress: float) -> float:
-        """The target's learning rate as a multiple of the heads'."""
+        """The target's learning rate as a factor on that of the heads."""
         settings = self._settings
         if progress < settings.heads_first:
             return 0.0
@@ -139,7 +139,7 @@ class Medusa2Recipe:
         return settings.backbone_rate / settings.rate * min(1.0, rising)
 
     def heads_weight(self, progress: float) -> float:
-        """Weight of the heads' loss: 1 while they learn alone."""
+        """Weight of the heads' loss: 1 while they are trained alone."""
         settings = self._settings
         if progress < settings.heads_first:
             return 1.0
@@ -149,7 +149,7 @@ class Medusa2Recipe:
         return settings.heads_weight * math.sin(math.pi / 2 * min(1.0, done))
 
     def _joint(self, progress: float) -> float:
-        """Share of the steps in which both have learned, the current one included."""
+        """Share of the steps that trained both, the current one included."""
         return progress - self._settings.heads_first + 1 / self._settings.steps
 
     def batch(self, step: int) -> JointBatch:
@@ -157,21 +157,21 @@ class Medusa2Recipe:
         return JointBatch(self._batches(step), step / self._settings.steps)
 
     def loss(self, batch: JointBatch) -> Tensor:
-        """The heads' loss, and in the second stage the target's beside it."""
+        """The heads' loss, plus in the second stage that of the target."""
         settings = self._settings
-        tokens, taught = laid_out(batch.texts, self._teacher.lm.device)
+        tokens, taught = pad_texts(batch.texts, self._teacher.lm.device)
         joint = batch.progress >= settings.heads_first
-        asked = "laws" in (settings.labels, settings.backbone_labels)
-        original = self._backbone.original(tokens) if asked or not joint else None
+        needed = "distributions" in (settings.labels, settings.backbone_labels)
+        original = self._backbone.original(tokens) if needed or not joint else None
         read = self._backbone.adapted(tokens) if joint else original
         assert read is not None
-        choices, probs = _distribution(original or read)
+        choices, probs = _top_k(original or read)
         lengths = torch.tensor([len(text) for text in batch.texts], device=tokens.device)
-        lesson = TrainingBatch(tokens, taught, lengths, {FINAL: read.states}, choices, probs)
-        loss = self.heads_weight(batch.progress) * heads_loss(self._heads, lesson, settings)
+        padded = TrainingBatch(tokens, taught, lengths, {FINAL: read.states}, choices, probs)
+        loss = self.heads_weight(batch.progress) * heads_loss(self._heads, padded, settings)
         if joint:
-            told = original if settings.backbone_labels == "laws" else None
-            loss = loss + backbone_loss(read, tokens, taught, told)
+            labels = original if settings.backbone_labels == "distributions" else None
+            loss = loss + backbone_loss(read, tokens, taught, labels)
         return loss
 
     def save(self, directory: Path) -> None:
@@ -186,14 +186,14 @@ class Medusa2Recipe:
 def backbone_loss(
     adapted: BackboneOutput, tokens: Tensor, taught: Tensor, original: BackboneOutput | None
 ) -> Tensor:
-    """Mean over the places whose next token was chosen, in nats.
+    """Mean over the positions whose next token belongs to an answer, in nats.
 
     Args:
-        adapted: what is to learn.
+        adapted: outputs of the model that is trained.
         tokens: int64 ``[R, W]``.
-        taught: bool ``[R, W]``: tokens that were chosen.
-        original: learn its laws, the loss being KL(original || adapted); None: learn the tokens,
-            the loss being the cross entropy.
+        taught: bool ``[R, W]``, tokens of answers.
+        original: the loss is KL(original || adapted); None: the loss is the cross entropy of the
+            tokens.
     """
     wanted = taught[:, 1:]
     logits = adapted.logits[:, :-1][wanted].float()  # [N, vocab]
@@ -203,8 +203,8 @@ def backbone_loss(
     return F.kl_div(logits.log_softmax(-1), distributions, reduction="batchmean", log_target=True)
 
 
-def _distribution(read: BackboneOutput) -> tuple[Tensor, Tensor]:
-    """``choices`` and ``probs`` of a lesson."""
+def _top_k(read: BackboneOutput) -> tuple[Tensor, Tensor]:
+    """``choices`` and ``probs`` of a batch."""
     distribution = read.logits.detach().float().softmax(-1)
     top = distribution.topk(min(_DISTRIBUTION_WIDTH, distribution.shape[-1]))
     return top.indices, top.values
@@ -226,7 +226,7 @@ def _heads(settings: Medusa2Settings, teacher: Teacher) -> MedusaHeads:
     if heads.token_map is not None:
         raise ParameterError(
             f"the heads in {given} cannot be trained on",
-            "they know a part of the target's tokens only",
+            "they know only a part of the target's tokens",
             "Give heads without a token_map",
         )
     return heads.to(teacher.lm.device)

@@ -1,20 +1,20 @@
-"""Attention of a layer that learns on its own guesses: several depths over one text.
+"""MTP modules for a target that was trained without them: all depths of a draft at once.
 
-Row t of the first depth sees rows 0 to t, as ever. Row t of a later depth stands for what follows
-row t of the depth before: it sees rows 0 to t of the first depth, and of each later one row t
-alone, its own last. That is what a module sees when it is replayed behind a known text (the
-"training-time test" of EAGLE-3, arXiv 2503.01840). :func:`attend_unrolled` computes one such depth;
-:class:`UnrolledKeys` is registered with transformers, so that any architecture's layer can learn
-so. Knows nothing about losses.
+At depth k (from 1) row t of the module reads what depth k - 1 returned for row t, and token t + k,
+and predicts token t + k + 1 (DeepSeek-V3, 2024, arXiv 2412.19437, section 2.2). Depth k has weight
+``decay ** (k - 1)``, normalised to a sum of 1. A single module is trained as it is replayed in
+decoding: positions advance with the depth, and its attention is that of the "training-time test" of
+EAGLE-3 (arXiv 2503.01840). Row t of the first depth sees rows 0 to t; row t of a later depth
+follows row t of the depth before, and sees rows 0 to t of the first depth and row t alone of every
+later one, its own last::
 
-[mtp] MTP modules for a target that was trained without: each place of a draft is learned at once.
+    depth 1   0 1 2 ... t
+    depth 2             t    query row t of depth 3 sees these
+    depth 3             t
 
-At depth k (from 1) a module reads what depth k - 1 made of every position, with the token k places
-further on, and guesses the one behind it (DeepSeek-V3, 2024, arXiv 2412.19437, section 2.2). Depth
-k weighs ``decay ** (k - 1)``, all weights together 1. One module is trained as it will be replayed:
-with positions that move on, on keys and values that it made of the target's states where these are
-known, and of its own where not. Several modules have a depth each, and see their own depth only.
-Knows nothing about the loop around it.
+:func:`attend_depth` computes one such depth, and :class:`TrainingTimeTestKeys` serves it to the
+layers of any architecture through transformers' registry. Several modules have a depth each, and
+see their own depth only.
 """
 
 from __future__ import annotations
@@ -36,27 +36,25 @@ from forethought.model.attention.base import Capability
 from forethought.model.causal_lm import FINAL
 from forethought.speculative.heads.mtp import MtpModule, Recycled, save_modules
 from forethought.training.batches import TrainingBatch, TrainingBatches
-from forethought.training.recipes.medusa import projection_of
+from forethought.training.recipes.medusa import Labels, head_loss, projection_of
 from forethought.training.teacher import Teacher
 from forethought.training.texts import Text
 from forethought.training.trainer import ParameterGroup, TrainingSettings
 
-ATTENTION = "forethought_unrolled"
-KEYWORD = "forethought_unrolled"
-"""The extra argument of a layer that carries the keys."""
+ATTENTION = "forethought_training_time_test"
+KEYWORD = "forethought_training_time_test"
+"""Keyword argument of a layer that passes the keys on to attention."""
 
 
 Keys = tuple[Tensor, Tensor]
 """Keys ``[R, heads, rows, key_dim]``, and values ``[R, heads, rows, value_dim]``."""
 
 
-def attend_unrolled(
-    q: Tensor, past: Keys, own: Sequence[Keys], rows: Tensor, scale: float
-) -> Tensor:
-    """A later depth: query s sees rows 0 to ``rows[s]`` of the past, and row s of each of ``own``.
+def attend_depth(q: Tensor, past: Keys, own: Sequence[Keys], rows: Tensor, scale: float) -> Tensor:
+    """A later depth: query s sees rows 0 to ``rows[s]`` of ``past``, and row s of each of ``own``.
 
     On a CPU with torch's flash kernel, which never holds the scores of all pairs; elsewhere by
-    :func:`attend_unrolled_reference`.
+    :func:`attend_depth_reference`.
 
     Args:
         q: ``[R, heads, S, key_dim]``.
@@ -69,16 +67,16 @@ def attend_unrolled(
         ``[R, heads, S, value_dim]``.
     """
     if q.device.type != "cpu" or q.shape[-1] != past[1].shape[-1]:
-        return attend_unrolled_reference(q, past, own, rows, scale)
+        return attend_depth_reference(q, past, own, rows, scale)
     flat = [tensor for pair in own for tensor in pair]
-    mixed: Tensor = _FlashUnrolled.apply(q, *past, rows, scale, *flat)
+    mixed: Tensor = _FlashDepth.apply(q, *past, rows, scale, *flat)
     return mixed
 
 
-def attend_unrolled_reference(
+def attend_depth_reference(
     q: Tensor, past: Keys, own: Sequence[Keys], rows: Tensor, scale: float
 ) -> Tensor:
-    """The same with one softmax over all scores; see :func:`attend_unrolled`."""
+    """Reference implementation of :func:`attend_depth`: one softmax over all scores."""
     keys, values = past
     seen = torch.arange(keys.shape[2], device=q.device) <= rows[:, None]
     scores = [(q @ keys.transpose(-1, -2)).float().masked_fill(~seen, float("-inf"))]
@@ -90,7 +88,7 @@ def attend_unrolled_reference(
     return mixed
 
 
-class _FlashUnrolled(torch.autograd.Function):
+class _FlashDepth(torch.autograd.Function):
     """Blocks of the past through the flash kernel and ``own`` by hand, joined by log-sum-exp.
 
     With the joint log-sum-exp and output, the kernel's own backward gives a block's gradients of
@@ -145,7 +143,7 @@ class _FlashUnrolled(torch.autograd.Function):
 
 
 class _Block(NamedTuple):
-    """Rows of the past that the kernel reads in one call."""
+    """Rows of the past in one call of the kernel."""
 
     start: int
     stop: int
@@ -161,7 +159,7 @@ class _Block(NamedTuple):
 def _blocks(rows: Tensor, width: int, dtype: torch.dtype) -> list[_Block]:
     """What queries at ``rows`` see of ``width`` rows.
 
-    Where these are the last ones: those before them, and a triangle, half of which is computed.
+    If these are the last rows: a full block before them and a causal triangle.
     """
     first = width - len(rows)
     if int(rows[0]) == first:
@@ -173,14 +171,14 @@ def _blocks(rows: Tensor, width: int, dtype: torch.dtype) -> list[_Block]:
 
 
 class TrainingTimeTestKeys:
-    """Keys and values of the depths so far, of one text in each of R rows."""
+    """Keys and values of the depths so far, for R texts."""
 
     def __init__(self) -> None:
         self._past: Keys | None = None
         self._own: list[Keys] = []
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-        """The next depth, of at most as many rows as the one before.
+        """Attention of the next depth, which has at most as many rows as the one before.
 
         Args:
             q: ``[R, heads, S, key_dim]``, rotated, as is k.
@@ -200,7 +198,7 @@ class TrainingTimeTestKeys:
         self._own.append((k, v))
         own = [(k[:, :, :num_rows], v[:, :, :num_rows]) for k, v in self._own]
         rows = torch.arange(num_rows, device=q.device)
-        return attend_unrolled(q, self._past, own, rows, scale or q.shape[-1] ** -0.5)
+        return attend_depth(q, self._past, own, rows, scale or q.shape[-1] ** -0.5)
 
 
 def attend(
@@ -219,25 +217,24 @@ def attend(
 AttentionInterface.register(ATTENTION, attend)
 
 
-CHAIN = 5
-"""Levels of the drafts by which one module is measured while it learns."""
+_EVALUATED_DRAFT_LEN = 5
 
 
 class MtpSettings(TrainingSettings):
-    """The loop's, and these."""
+    """The loop's settings, and these."""
 
     modules: int = Field(default=1, ge=1)
-    """One is replayed; of several, each has a place of its own."""
+    """Number of modules. One is replayed for every depth; several have a depth each."""
     depths: int = Field(default=3, ge=1)
-    """Places that one module learns to guess; of several modules, as many as there are."""
+    """Number of depths that one module is trained for; several modules have one each."""
     decay: float = Field(default=0.6, gt=0.0, le=1.0)
-    """Each depth's weight, as a share of that of the one before."""
+    """Weight of a depth relative to that of the one before."""
     recycled_state: Recycled = "normed"
-    """What takes the target's state's place at the next depth."""
-    labels: Literal["tokens", "laws"] = "laws"
-    """Learn the tokens that stand there, or the target's law of each of them."""
+    """Output that is fed back as hidden state at the next depth."""
+    labels: Labels = "distributions"
+    """Learn the tokens of the texts, or the target's next-token distributions."""
     layout: Literal["deepseek", "mimo", "qwen"] = "deepseek"
-    """Whose names the modules are written under, and whose order of inputs they have."""
+    """Family whose tensor names and order of inputs the modules have."""
     export_dtype: Literal["float32", "bfloat16"] = "bfloat16"
 
 
@@ -246,7 +243,7 @@ class MtpRecipe:
 
     Args:
         settings: sizes and weights of the losses.
-        lessons: with the states behind the final norm.
+        batches: with the states after the final norm.
         module: the modules, in float32, on the target's device.
         teacher: the target.
     """
@@ -256,11 +253,11 @@ class MtpRecipe:
     def __init__(
         self,
         settings: MtpSettings,
-        lessons: TrainingBatches,
+        batches: TrainingBatches,
         module: nn.ModuleList,
         teacher: Teacher,
     ) -> None:
-        self._settings, self._lessons, self._teacher = settings, lessons, teacher
+        self._settings, self._batches, self._teacher = settings, batches, teacher
         self.module, self._projection = module, projection_of(teacher)
         depths = settings.depths if len(module) == 1 else len(module)
         weights = [settings.decay**depth for depth in range(depths)]
@@ -271,7 +268,7 @@ class MtpRecipe:
         """New modules.
 
         Raises:
-            ModelError: the target's attention is of a kind that cannot be unrolled here.
+            ModelError: the target's attention has features that the training-time test lacks.
         """
         lm = teacher.lm
         unknown = {Capability.SOFTCAP, Capability.SINKS}.intersection(
@@ -289,15 +286,15 @@ class MtpRecipe:
         ]
         for module in modules:
             module.model.set_attn_implementation(ATTENTION)
-        lessons = TrainingBatches(
+        batches = TrainingBatches(
             texts, teacher, [FINAL], tokens=settings.batch_tokens, seed=settings.seed
         )
-        return cls(settings, lessons, nn.ModuleList(modules), teacher)
+        return cls(settings, batches, nn.ModuleList(modules), teacher)
 
     @staticmethod
     def decoding(directory: Path) -> MTPDecodingConfig:
         """See ``recipes.table``."""
-        return MTPDecodingConfig(max_draft_len=CHAIN, speculative_model=directory)
+        return MTPDecodingConfig(max_draft_len=_EVALUATED_DRAFT_LEN, speculative_model=directory)
 
     def groups(self) -> list[ParameterGroup]:
         """All weights of the modules; embedding and projection are the target's."""
@@ -305,18 +302,18 @@ class MtpRecipe:
 
     def batch(self, step: int) -> TrainingBatch:
         """See :class:`~forethought.training.trainer.Recipe`."""
-        return self._lessons(step)
+        return self._batches(step)
 
     def loss(self, batch: TrainingBatch) -> Tensor:
         """Mean cross entropy at each depth in nats, weighted.
 
-        At depth k row t has state t and token t + k, and guesses the token at t + k + 1.
+        At depth k row t has state t and token t + k, and predicts token t + k + 1.
         """
         states = batch.states[FINAL].float()
         rows, width = batch.tokens.shape
         keys, losses = TrainingTimeTestKeys(), list[Tensor]()
         for depth, weight in enumerate(self._weights, start=1):
-            size = width - depth - 1  # rows whose label lies in the text
+            size = width - depth - 1  # rows whose label is in the text
             if size < 1:
                 break
             states = states[:, :size]
@@ -328,26 +325,17 @@ class MtpRecipe:
                 positions.expand(rows, -1),
                 **{KEYWORD: keys if replayed else TrainingTimeTestKeys()},
             )
-            losses.append(weight * self._depth_loss(left.normed, batch, depth))
+            loss = head_loss(self._logits, left.normed, batch, depth + 1, self._settings.labels)
+            losses.append(weight * loss)
             states = left.states
         return torch.stack(losses).sum()
 
-    def _depth_loss(self, normed: Tensor, batch: TrainingBatch, depth: int) -> Tensor:
-        """normed ``[R, S, hidden]``, what left the module at one depth."""
-        told = slice(depth, depth + normed.shape[1])  # where the laws of the guesses stand
-        wanted = batch.taught[:, told.start + 1 : told.stop + 1]
-        logits = nn.functional.linear(normed[wanted], self._projection).float()  # [N, vocab]
-        if not len(logits):
-            return logits.sum()
-        if self._settings.labels == "tokens":
-            labels = batch.tokens[:, told.start + 1 : told.stop + 1][wanted]
-            return nn.functional.cross_entropy(logits, labels)
-        choices, probs = batch.choices[:, told][wanted], batch.probs[:, told][wanted]
-        surprise = logits.logsumexp(-1, keepdim=True) - logits.gather(-1, choices)
-        return (probs * surprise).sum() / probs.sum()
+    def _logits(self, normed: Tensor) -> Tensor:
+        """normed ``[N, hidden]``, as modules return it -> ``[N, vocab]``."""
+        return nn.functional.linear(normed, self._projection)
 
     def save(self, directory: Path) -> None:
-        """Write the modules, as they are numbered behind the target's layers."""
+        """Write the modules, numbered from the target's last layer on where the layout says so."""
         dtype = getattr(torch, self._settings.export_dtype)
         first = self._teacher.lm.num_layers if self._settings.layout == "deepseek" else 0
         modules = [copy.deepcopy(module).to(dtype) for module in self.module]

@@ -1,9 +1,9 @@
-"""ReDrafter's recipe: the head reads on behind a place, and learns what the target thinks there.
+"""ReDrafter: the recurrent head is trained on the target's distributions along texts.
 
-Cheng et al., 2024 (arXiv 2403.09919, section 3.4): distillation along texts that the target wrote
-itself. Behind a place the head takes in the tokens that stand there, one after the other, and is
-measured at each against the target's law of the next one. Places that follow each other teach much
-the same, so a share of them is learned from, drawn anew in each step. Knows nothing about beams.
+Cheng et al., 2024 (arXiv 2403.09919, section 3.4): distillation on texts that the target wrote
+itself. From the hidden state of token t the head reads tokens t + 1, t + 2, ... of the text, and
+after each predicts the next one, with the target's distribution there as label. Neighbouring
+positions give much the same gradient, so each step uses a random share of them.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from pydantic import Field
+from pydantic import AliasChoices, Field
 from torch import Tensor, nn
 
 from forethought.config.drafters import ReDrafterDecodingConfig
 from forethought.model.causal_lm import FINAL
 from forethought.speculative.heads.redrafter import ReDrafterHead, ReDrafterShape
-from forethought.training.batches import TrainingBatch, TrainingBatches
+from forethought.training.batches import TrainingBatch, TrainingBatches, cross_entropy_terms
 from forethought.training.teacher import Teacher
 from forethought.training.texts import Text
 from forethought.training.trainer import ParameterGroup, TrainingSettings
 
 
 class ReDrafterSettings(TrainingSettings):
-    """The loop's, and these."""
+    """The loop's settings, and these."""
 
-    unrolled: int = Field(default=5, ge=1)
-    """Tokens that are guessed behind each place: those of a beam."""
+    draft_len: int = Field(default=5, ge=1, validation_alias=AliasChoices("draft_len", "unrolled"))
+    """Number of tokens that are predicted from each position: those of a beam."""
     blocks: int = Field(default=2, ge=0)
     """Residual blocks."""
     exit_dim: int | None = Field(default=None, ge=1)
-    """Their width; None: twice the target's hidden size, and no projection to it."""
+    """Their width; None: twice the target's hidden size, without a projection to it."""
     distribution_width: int = Field(default=8, ge=1)
-    """Tokens of the target's law that are learned from."""
+    """Number of the target's top-k probabilities that are learned from."""
     share: float = Field(default=0.5, gt=0.0, le=1.0)
-    """Of the places, that is learned from in a step."""
+    """Share of the positions that is used in a step."""
     export_dtype: Literal["float32", "bfloat16"] = "bfloat16"
 
 
@@ -46,7 +46,7 @@ class ReDrafterRecipe:
 
     Args:
         settings: of the run.
-        lessons: with the states behind the final norm.
+        batches: with the states after the final norm.
         module: the head, in float32, on the target's device.
         teacher: the target, for its embeddings.
     """
@@ -56,11 +56,11 @@ class ReDrafterRecipe:
     def __init__(
         self,
         settings: ReDrafterSettings,
-        lessons: TrainingBatches,
+        batches: TrainingBatches,
         module: ReDrafterHead,
         teacher: Teacher,
     ) -> None:
-        self._settings, self._lessons, self._teacher = settings, lessons, teacher
+        self._settings, self._batches, self._teacher = settings, batches, teacher
         self.module = module
 
     @classmethod
@@ -68,7 +68,7 @@ class ReDrafterRecipe:
         cls, settings: ReDrafterSettings, texts: Sequence[Text], teacher: Teacher
     ) -> ReDrafterRecipe:
         """A new head. See ``recipes.table``."""
-        lessons = TrainingBatches(
+        batches = TrainingBatches(
             texts,
             teacher,
             [FINAL],
@@ -76,7 +76,7 @@ class ReDrafterRecipe:
             seed=settings.seed,
             width=settings.distribution_width,
         )
-        return cls(settings, lessons, new_head(teacher, settings), teacher)
+        return cls(settings, batches, new_head(teacher, settings), teacher)
 
     @staticmethod
     def decoding(directory: Path) -> ReDrafterDecodingConfig:
@@ -89,35 +89,35 @@ class ReDrafterRecipe:
 
     def batch(self, step: int) -> TrainingBatch:
         """See :class:`~forethought.training.trainer.Recipe`."""
-        return self._lessons(step)
+        return self._batches(step)
 
     def loss(self, batch: TrainingBatch) -> Tensor:
-        """Mean cross entropy in nats, over places and tokens.
+        """Mean cross entropy in nats, over positions and tokens.
 
-        From the state of token t, the head reads token t + 1, and guesses the token at t + 2; then
-        it reads that one. As in use, token t + 1 is one that the target chose.
+        From state t the head reads token t + 1 and predicts token t + 2; then it reads that one. As
+        in decoding, token t + 1 belongs to the answer.
         """
         head = self.module
-        rows, places = self._places(batch)
-        context = batch.states[FINAL][rows, places].float()  # [N, hidden]
+        rows, positions = self._sample(batch)
+        context = batch.states[FINAL][rows, positions].float()  # [N, hidden]
         state = torch.zeros_like(context)
         total, count = context.new_zeros(()), 0
-        for read in range(1, 1 + self._settings.unrolled):
-            known = places + read + 1 < batch.lengths[rows]  # the token to guess is there
-            rows, places, context, state = (x[known] for x in (rows, places, context, state))
-            at = rows, places + read
+        for read in range(1, 1 + self._settings.draft_len):
+            known = positions + read + 1 < batch.lengths[rows]  # the label is in the text
+            rows, positions, context, state = (x[known] for x in (rows, positions, context, state))
+            at = rows, positions + read
             embedded = self._teacher.lm.embed(batch.tokens[at]).float()
             state = head.advance(embedded, state)
-            surprise = cross_entropies(head(context, state), batch.choices[at], batch.probs[at])
-            total, count = total + surprise.sum(), count + len(rows)
+            terms = cross_entropy_terms(head(context, state), batch.choices[at], batch.probs[at])
+            total, count = total + terms.sum(-1).sum(), count + len(rows)
         return total / max(1, count)
 
-    def _places(self, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
-        """int64 ``[N]`` each, row and place: a share of those whose next token was chosen."""
-        rows, places = batch.taught[:, 1:].nonzero(as_tuple=True)
+    def _sample(self, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
+        """Row and position, int64 ``[N]`` each: a share of those whose next token is taught."""
+        rows, positions = batch.taught[:, 1:].nonzero(as_tuple=True)
         kept = torch.randperm(len(rows)).to(rows.device)
         kept = kept[: max(1, int(len(rows) * self._settings.share))]
-        return rows[kept], places[kept]
+        return rows[kept], positions[kept]
 
     def save(self, directory: Path) -> None:
         """In Apple's layout."""
@@ -126,26 +126,13 @@ class ReDrafterRecipe:
         written.to(getattr(torch, self._settings.export_dtype)).save(directory)
 
 
-def cross_entropies(logits: Tensor, choices: Tensor, probs: Tensor) -> Tensor:
-    """From the target's laws to the head's, in nats: float32 ``[N]``.
-
-    Args:
-        logits: ``[N, vocab]``.
-        choices: int64 ``[N, K]``, the target's likeliest tokens.
-        probs: float32 ``[N, K]``, theirs; what lies outside is left out.
-    """
-    logits = logits.float()
-    surprise = logits.logsumexp(-1, keepdim=True) - logits.gather(-1, choices)
-    return (probs * surprise).sum(-1)
-
-
 def new_head(teacher: Teacher, settings: ReDrafterSettings) -> ReDrafterHead:
-    """An untrained head in float32, whose state has values around 1 whatever the embeddings are."""
+    """An untrained head in float32; its state has values around 1 for any scale of embeddings."""
     lm = teacher.lm
     wide = settings.exit_dim or 2 * lm.hidden_size
     head = ReDrafterHead(ReDrafterShape(lm.hidden_size, lm.vocab_size, wide, settings.blocks))
-    everything = torch.arange(lm.vocab_size, device=lm.device)
-    size = float(lm.embed(everything).float().square().mean().sqrt())
+    vocabulary = torch.arange(lm.vocab_size, device=lm.device)
+    size = float(lm.embed(vocabulary).float().square().mean().sqrt())
     nn.init.normal_(head.rnn_w.weight, std=lm.hidden_size**-0.5 / max(size, 1e-6))
     nn.init.normal_(head.lm_head[-1].weight, std=0.02)
     return head.to(lm.device)

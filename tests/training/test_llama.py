@@ -5,23 +5,24 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from forethought.training.reasoner.checkpoint import Checkpoint, export_model  # noqa: E402
-from forethought.training.reasoner.network import Network, NetworkShape  # noqa: E402
-from forethought.training.reasoner.train import make_optimizers  # noqa: E402
+from forethought.training.llama import Llama, LlamaShape, muon_groups  # noqa: E402
+from forethought.training.reasoner.train import (  # noqa: E402
+    Checkpoint,
+    export_model,
+    make_optimizers,
+)
 from forethought.training.reasoner.vocabulary import (  # noqa: E402
     prompt_text,
     train_tokenizer,
 )
 
-SHAPE = NetworkShape(
-    hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2
-)
+SHAPE = LlamaShape(hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2)
 
 
 @pytest.fixture
 def network():
     torch.manual_seed(0)
-    network = Network(SHAPE)
+    network = Llama(SHAPE)
     with torch.no_grad():
         for weight in network.parameters():
             weight.normal_(std=0.3)
@@ -67,7 +68,7 @@ def test_loss_leaves_ignored_targets_out(network):
 def test_a_checkpoint_restores_weights_step_and_clock(network, tmp_path):
     optimizers = make_optimizers(network, 1e-3)
     Checkpoint(tmp_path / "run.pt", network, optimizers).save(step=7, seconds=1.5)
-    other = Network(SHAPE)
+    other = Llama(SHAPE)
     found = Checkpoint(tmp_path / "run.pt", other, make_optimizers(other, 1e-3)).load()
     assert found == (7, 1.5)
     for left, right in zip(network.parameters(), other.parameters(), strict=True):
@@ -76,3 +77,14 @@ def test_a_checkpoint_restores_weights_step_and_clock(network, tmp_path):
 
 def test_a_missing_checkpoint_means_a_fresh_start(network, tmp_path):
     assert Checkpoint(tmp_path / "none.pt", network, []).load() == (0, 0.0)
+
+
+def test_muon_trains_the_matrices_of_the_layers_and_adamw_the_rest(network):
+    adam, muon = muon_groups(network)
+    assert {id(w) for w in muon.parameters} == {
+        id(w) for layer in network.layers for w in layer.parameters() if w.ndim == 2
+    }
+    assert len(muon.parameters) == 4 * SHAPE.num_layers
+    together = [id(w) for w in (*adam.parameters, *muon.parameters)]
+    assert sorted(together) == sorted(id(w) for w in network.parameters())
+    assert (adam.muon, muon.muon, adam.weight_decay) == (False, True, 0.0)

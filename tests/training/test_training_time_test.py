@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forethought.training.recipes.mtp import attend_unrolled, attend_unrolled_reference
+from forethought.training.recipes.mtp import attend_depth, attend_depth_reference
 
 WIDTH = 37
 
@@ -34,8 +34,8 @@ def test_flash_blocks_give_the_output_and_the_gradients_of_one_softmax(
     rows: object, depths: int, dtype: torch.dtype
 ) -> None:
     at = torch.tensor(list(rows))  # type: ignore[call-overload]
-    out, gradients = grown(at, depths, attend_unrolled, dtype)
-    expected, wanted = grown(at, depths, attend_unrolled_reference, dtype)
+    out, gradients = grown(at, depths, attend_depth, dtype)
+    expected, wanted = grown(at, depths, attend_depth_reference, dtype)
     bound = 1e-5 if dtype is torch.float32 else 0.06
     for mine, other in zip([out, *gradients], [expected, *wanted], strict=True):
         assert mine.dtype == dtype

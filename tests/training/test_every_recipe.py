@@ -1,4 +1,4 @@
-"""What holds for every recipe: weights are a function of the seed, pauses change nothing."""
+"""Properties of every recipe: weights are a function of the seed, pauses change nothing."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ from models import prompts, tiny
 
 PROMPTS = prompts((4, 7, 9, 5))
 LOOP: dict[str, Any] = {"steps": 4, "rate": 0.01, "batch_tokens": 100}
+_SIZES = {"hidden_size": 24, "intermediate_size": 32, "num_layers": 1}
 KINDS: dict[str, dict[str, Any]] = {
-    "draft-model": {"hidden_size": 24, "intermediate_size": 32, "num_layers": 1},
-    "eagle3": {"unrolled": 3, "unrolled_share": 0.5, "export_dtype": "float32"},
+    "draft-model": _SIZES,
+    "draft-model, muon": {**_SIZES, "optimizer": "muon", "weight_decay": 0.05},
+    "eagle3": {"ttt_length": 3, "ttt_share": 0.5, "export_dtype": "float32"},
     "mtp": {"depths": 2, "export_dtype": "float32"},
-    "redrafter": {"unrolled": 3, "blocks": 1, "export_dtype": "float32"},
+    "redrafter": {"draft_len": 3, "blocks": 1, "export_dtype": "float32"},
 }
 
 
@@ -46,7 +48,7 @@ class Runs:
     """Short runs of one recipe, each of which begins anew from what lies in its directory."""
 
     def __init__(self, kind: str, teacher: Teacher, texts: list[Text], directory: Path) -> None:
-        self.recipe, self.teacher, self.texts = recipe(kind), teacher, texts
+        self.recipe, self.teacher, self.texts = recipe(kind.partition(",")[0]), teacher, texts
         self.fields, self.directory = {**LOOP, **KINDS[kind]}, directory
 
     def trainer(self, name: str, seed: int = 0) -> Trainer:
@@ -88,9 +90,9 @@ def test_a_run_that_was_interrupted_ends_with_the_weights_of_one_that_was_not(ru
 def test_a_step_lowers_the_loss(runs: Runs) -> None:
     trainer = runs.trainer("run")
     with seeded(0, 1):
-        lesson = trainer.recipe.batch(0)
-        before = float(trainer.recipe.loss(lesson).detach())
+        batch = trainer.recipe.batch(0)
+        before = float(trainer.recipe.loss(batch).detach())
     trainer.run(until=1)
     with seeded(0, 1):
         trainer.recipe.batch(0)
-        assert float(trainer.recipe.loss(lesson).detach()) < before
+        assert float(trainer.recipe.loss(batch).detach()) < before

@@ -1,20 +1,28 @@
-"""The reasoner's network in plain torch: a Llama whose projections are fused, for fast training.
+"""A small Llama in plain torch for training from scratch: the embedded reasoner and draft models.
 
-It computes exactly what ``transformers.LlamaForCausalLM`` computes with the weights that
-:meth:`Network.llama_state` exports (a test holds the two together); query, key and value share one
-matrix product, gate and up another. It knows nothing about problems, tokenizers or optimisers.
+It computes what ``transformers.LlamaForCausalLM`` computes with the weights that
+:meth:`Llama.llama_state` exports (a test compares the two), with fewer and larger matrix products::
+
+    x [R, W, hidden] -> attention_norm -> qkv (one product) -> attention -> attention_out -> + x
+                     -> feed_norm -> gate_up (one product) -> silu(gate) * up -> down -> + x
 """
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor, nn
+
+from forethought.speculative.heads.layers import RmsNorm
+from forethought.training.trainer import ParameterGroup
 
 
 @dataclass(frozen=True, slots=True)
-class NetworkShape:
-    """Sizes of a network; the names follow the Llama configuration."""
+class LlamaShape:
+    """Sizes; the names follow the Llama configuration."""
 
     vocab_size: int = 512
     hidden_size: int = 256
@@ -32,8 +40,8 @@ class NetworkShape:
         return self.hidden_size // self.num_heads
 
 
-def rotary_tables(shape: NetworkShape, length: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines for positions 0..length-1, each float32 of shape (length, head_dim)."""
+def rotary_tables(shape: LlamaShape, length: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of positions 0..length-1, each float32 ``[length, head_dim]``."""
     half = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
     angles = torch.outer(torch.arange(length, dtype=torch.float32), shape.rope_theta**-half)
     angles = torch.cat([angles, angles], dim=-1)
@@ -41,35 +49,27 @@ def rotary_tables(shape: NetworkShape, length: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary embedding to x of shape (rows, heads, tokens, head_dim)."""
+    """Rotary embedding of x ``[..., head_dim]``; cos and sin broadcast against it."""
     left, right = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-right, left], dim=-1) * sin
 
 
-class Norm(nn.RMSNorm):
-    """RMSNorm whose weight follows the dtype of its input, as autocast does for products."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: (..., hidden) -> the same shape and dtype."""
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
-
-
-class Layer(nn.Module):
+class LlamaLayer(nn.Module):
     """One pre-norm decoder layer: grouped-query attention, then a gated feed-forward."""
 
-    def __init__(self, shape: NetworkShape) -> None:
+    def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
         self.shape = shape
         width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-        self.attention_norm = Norm(shape.hidden_size, eps=shape.norm_eps)
+        self.attention_norm = RmsNorm(shape.hidden_size, eps=shape.norm_eps)
         self.qkv = nn.Linear(shape.hidden_size, width, bias=False)
         self.attention_out = nn.Linear(shape.hidden_size, shape.hidden_size, bias=False)
-        self.feed_norm = Norm(shape.hidden_size, eps=shape.norm_eps)
+        self.feed_norm = RmsNorm(shape.hidden_size, eps=shape.norm_eps)
         self.gate_up = nn.Linear(shape.hidden_size, 2 * shape.intermediate_size, bias=False)
         self.down = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x: (rows, tokens, hidden) -> the same shape."""
+        """x ``[R, W, hidden]``, cos and sin ``[W, head_dim]`` -> ``[R, W, hidden]``."""
         shape, (rows, tokens, _) = self.shape, x.shape
         heads, kv_heads = shape.num_heads, shape.num_kv_heads
         packed = self.qkv(self.attention_norm(x)).view(rows, tokens, -1, shape.head_dim)
@@ -86,15 +86,15 @@ class Layer(nn.Module):
         return x + self.down(F.silu(gate) * up)
 
 
-class Network(nn.Module):
-    """Token ids (rows, tokens) -> hidden states; the output head is the embedding, transposed."""
+class Llama(nn.Module):
+    """A Llama with tied embeddings and random initial weights, in float32."""
 
-    def __init__(self, shape: NetworkShape) -> None:
+    def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
         self.shape = shape
         self.embedding = nn.Embedding(shape.vocab_size, shape.hidden_size)
-        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_layers))
-        self.norm = Norm(shape.hidden_size, eps=shape.norm_eps)
+        self.layers = nn.ModuleList(LlamaLayer(shape) for _ in range(shape.num_layers))
+        self.norm = RmsNorm(shape.hidden_size, eps=shape.norm_eps)
         cos, sin = rotary_tables(shape, shape.max_positions)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
@@ -105,7 +105,7 @@ class Network(nn.Module):
                 nn.init.zeros_(weight)
 
     def hidden(self, tokens: Tensor) -> Tensor:
-        """Final normalised states, (rows, tokens, hidden), for int64 ids (rows, tokens)."""
+        """int64 ids ``[R, W]`` -> states after the final norm ``[R, W, hidden]``."""
         x = self.embedding(tokens)
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -116,11 +116,11 @@ class Network(nn.Module):
         return self.norm(x)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits (rows, tokens, vocab) for int64 ids (rows, tokens)."""
+        """int64 ids ``[R, W]`` -> logits ``[R, W, vocab]``."""
         return F.linear(self.hidden(tokens), self.embedding.weight)
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross entropy in nats over targets (rows, tokens); a target of -100 is left out."""
+        """Mean cross entropy in nats over targets int64 ``[R, W]``; -100 is left out."""
         logits = self(tokens).float()
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
 
@@ -146,8 +146,13 @@ class Network(nn.Module):
         state["model.norm.weight"] = self.norm.weight
         return {name: w.detach().to(dtype).contiguous().clone() for name, w in state.items()}
 
-    def llama_config(self, eos_token_id: int) -> dict[str, object]:
-        """The ``config.json`` with which transformers loads :meth:`llama_state`."""
+    def llama_config(self, eos_token_id: int, dtype: str = "bfloat16") -> dict[str, object]:
+        """The ``config.json`` with which transformers loads :meth:`llama_state`.
+
+        Args:
+            eos_token_id: end of sequence and padding.
+            dtype: that the model is to run in, whatever its weights are stored in.
+        """
         shape = self.shape
         return {
             "architectures": ["LlamaForCausalLM"],
@@ -169,5 +174,30 @@ class Network(nn.Module):
             "bos_token_id": None,
             "eos_token_id": eos_token_id,
             "pad_token_id": eos_token_id,
-            "dtype": "bfloat16",
+            "dtype": dtype,
         }
+
+    def save(self, directory: Path, eos_token_id: int, dtype: str = "bfloat16") -> None:
+        """Write ``config.json``, and the weights in bf16; for the rest see :meth:`llama_config`."""
+        directory.mkdir(parents=True, exist_ok=True)
+        config = self.llama_config(eos_token_id, dtype)
+        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        weights = directory / "model.safetensors"
+        save_file(self.llama_state(), weights, metadata={"format": "pt"})
+        weights.chmod(0o644)  # safetensors makes files that only their owner can read
+
+
+def muon_groups(network: Llama, weight_decay: float | None = None) -> list[ParameterGroup]:
+    """Muon for the matrices of the layers, AdamW without weight decay for embedding and norms.
+
+    Args:
+        network: whose parameters.
+        weight_decay: of the matrices; None: that of the settings.
+    """
+    matrices = [weight for weight in network.layers.parameters() if weight.ndim == 2]
+    known = {id(weight) for weight in matrices}
+    others = [weight for weight in network.parameters() if id(weight) not in known]
+    return [
+        ParameterGroup(others, weight_decay=0.0),
+        ParameterGroup(matrices, muon=True, weight_decay=weight_decay),
+    ]
