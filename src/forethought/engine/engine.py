@@ -2,7 +2,7 @@
 
 A sequence can be forked, extended, rewound, resumed and aborted with its KV kept. Prompts and
 params are checked here against the model and the limits, before anything is computed. What a step
-does is written in ``step.py``. The engine belongs to one thread and knows no text.
+does is written in ``step.py``. An engine is used by one thread at a time.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class Engine:
 
         Raises:
             ParameterError: an empty prompt, or ids outside the vocabulary.
-            ContextLengthError: no room for a single new token in the context.
-            CapacityError: no room for a single new token in the KV cache.
+            ContextLengthError: the context cannot hold the prompt and one new token.
+            CapacityError: the KV cache cannot, or one step without chunked prefill.
         """
         if not prompt_ids:
             raise ParameterError("empty prompt", "there is no token to continue", "Give some text")
@@ -154,7 +154,7 @@ class Engine:
             raise ParameterError(
                 "guided_decoding and constraints belong together",
                 f"guided_decoding is {params.guided_decoding}, constraints are {constraints}",
-                "The engine knows no text: llm.grammar compiles the constraints of a shape",
+                "Text is not known here: llm.grammar compiles the constraints of a shape",
             )
 
     # ---- sequences --------------------------------------------------------------------------
@@ -340,10 +340,10 @@ class Engine:
         constraint: Constraint | None,
     ) -> None:
         """Let a parked sequence generate."""
-        room = self.limits.max_length - len(sequence.tokens)
+        left = self.limits.max_length - len(sequence.tokens)
         sequence.params, sequence.arrival, sequence.seed = params, arrival, seed
         sequence.prompt_length = len(sequence.tokens)
-        sequence.limit = len(sequence.tokens) + min(room, params.max_tokens or room)
+        sequence.limit = len(sequence.tokens) + min(left, params.max_tokens or left)
         sequence.finish_reason = sequence.stop_reason = None
         sequence.constraint, sequence.had_nonfinite_logits = constraint, False
         sequence.metrics = SpeculationMetrics()

@@ -155,7 +155,7 @@ class Step:
             requested = self._drafting.requested_nodes(rows, len(self._scheduler.running))
             self._scheduler.reserve_draft_slots(plan, rows, requested)
         except Exception:
-            log.exception("no room for drafts could be reserved in this step")
+            log.exception("no slots for drafts could be reserved in this step")
             plan.drop_drafts()
 
     def _prepare_pages(self, plan: Plan) -> None:
@@ -384,7 +384,7 @@ class Step:
             _add_prompt_logprobs(sequence, row.known_logits, row.start)
 
     def _append(self, sequence: Sequence, result: VerificationResult, end: End) -> Event:
-        """The only place where a sequence gets new tokens, the last of which may finish it."""
+        """Append the tokens of a result, the last of which may finish the generation."""
         tokens, begin = result.tokens, len(sequence.tokens)
         sequence.sampled_positions += range(begin, begin + len(tokens))
         sequence.tokens += tokens
