@@ -324,6 +324,16 @@ def test_a_limit_that_is_met_behind_the_first_token_is_told_before_anything_runs
         follow(wide, GrammarCompiler(BYTES, WIDTH, frozenset({EOS})))
 
 
+def test_a_definition_of_many_intersections_is_refused_before_it_is_compiled():
+    parts = [f"/(.|\\n)*w{n}(.|\\n)*/" for n in range(200)]
+    with pytest.raises(ParameterError, match=r"has 199 intersections \(&\), and at most 16"):
+        follow({"grammar": "start: A\nA: " + " & ".join(parts)})
+    few = [f"A{n}: /a*/ & /[ab]*/ & /[^&]/" for n in range(20)]
+    assert follow({"grammar": 'start: A0 "&"  // & and &\n' + "\n".join(few)})
+    assert follow({"grammar": "start: A\nA: /[a-z]+/" + "".join(f" & ~/x{n}/" for n in range(50))})
+    assert follow({"grammar": 'root ::= "he" [' + "&" * 20 + "]"})
+
+
 @pytest.mark.parametrize("depth", [300, 3000, 100_000])
 def test_a_schema_that_is_nested_too_deeply_is_refused(depth):
     text, nested = '{"items": ' * depth + "{}" + "}" * depth, {}

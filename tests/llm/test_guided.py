@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 from engines import expect_empty
+from forethought.config.engine import GuidedDecodingConfig
 from forethought.config.guided import GuidedDecodingParams
 from forethought.config.sampling import SamplingParams
 from forethought.errors import (
@@ -21,7 +22,7 @@ from forethought.errors import (
     UsageError,
 )
 from forethought.llm.async_llm import AsyncLLM
-from forethought.llm.grammar import MAX_COMPILERS
+from forethought.llm.grammar import MAX_COMPILER_THREADS, MAX_COMPILERS
 from forethought.llm.llm import LLM
 from forethought.outputs import GRAMMAR_COMPLETE, FinishReason
 from tokens import speaking
@@ -415,6 +416,47 @@ def test_a_grammar_over_the_time_limit_fails_its_request_and_is_there_for_later_
         assert len(slow.compiled) == 1
 
     with clients(monkeypatch, compile_timeout=0.05) as (llm, slow):
+        asyncio.run(main(llm, slow))
+
+
+def test_compilers_that_are_over_their_time_leave_room_for_others_up_to_a_limit(monkeypatch):
+    async def main(llm, slow):
+        guidance, never = llm._frontend.guidance, [{"regex": f"{n}"} for n in range(20)]
+        for shape in never[: MAX_COMPILER_THREADS - 1]:
+            with pytest.raises(RequestTimeout):
+                await llm.generate(PROMPTS[0], params(shape))
+        assert len(guidance._compilers) == MAX_COMPILER_THREADS - 1
+        stuck = asyncio.create_task(llm.generate(PROMPTS[0], params(never[-1])))
+        await asyncio.to_thread(slow.entered.acquire)
+        monkeypatch.setattr(guidance, "_config", GuidedDecodingConfig(compile_timeout=20))
+        late = asyncio.create_task(llm.generate(PROMPTS[0], params(WORD)))
+        with pytest.raises(RequestTimeout):
+            await stuck
+        assert len(guidance._compilers) == MAX_COMPILER_THREADS
+        slow.leave.set()
+        assert re.fullmatch(WORD["regex"], (await late).outputs[0].text)
+
+    with clients(monkeypatch, compile_timeout=0.05) as (llm, slow):
+        asyncio.run(main(llm, slow))
+
+
+def test_a_grammar_that_waits_is_compiled_as_soon_as_a_compiler_before_it_is_given_up(monkeypatch):
+    async def main(llm, slow):
+        shapes = [{"regex": f"[a-z]{{{size}}}"} for size in range(2, 2 + MAX_COMPILERS)]
+        stuck = [asyncio.create_task(llm.generate(PROMPTS[0], params(s))) for s in shapes]
+        for _ in shapes:
+            await asyncio.to_thread(slow.entered.acquire)
+        waiting = asyncio.create_task(llm.generate(PROMPTS[0], params(WORD)))
+        while not llm._frontend.guidance._queue:
+            await asyncio.sleep(0)
+        assert len(slow.compiled) == MAX_COMPILERS
+        stuck[0].cancel()
+        await asyncio.to_thread(slow.entered.acquire)
+        slow.leave.set()
+        assert re.fullmatch(WORD["regex"], (await waiting).outputs[0].text)
+        await asyncio.gather(*stuck[1:])
+
+    with clients(monkeypatch) as (llm, slow):
         asyncio.run(main(llm, slow))
 
 

@@ -10,7 +10,8 @@ runs. llguidance does the work; it is loaded with the first request that needs i
 
 Compiling may take seconds, so it happens in threads of its own, which leave the GIL alone: no event
 loop and no engine waits for it. A request waits for at most ``compile_timeout`` seconds. The thread
-cannot be stopped then, it ends when llguidance does; there are never more than ``MAX_COMPILERS``.
+cannot be stopped then, it ends when llguidance does, and does not count any more; there are never
+more than ``MAX_COMPILER_THREADS``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import asyncio
 import contextlib
 import copy
 import functools
+import math
 import os
+import re
 import threading
 import time
 import weakref
@@ -166,7 +169,12 @@ def _shared(path: list[int], output: list[int]) -> int:
 COMPILED = 64
 """Grammars that are kept for requests to come."""
 MAX_COMPILERS = 2
-"""Grammars that are compiled at the same time; further ones wait in order of arrival."""
+"""Grammars that are compiled at the same time for requests that wait for them; further ones wait in
+order of arrival."""
+MAX_COMPILER_THREADS = 8
+"""Threads that compile, those included that take longer than anybody waits for."""
+MAX_INTERSECTIONS = 16
+"""Uses of ``&`` in one definition of a grammar. The time to compile doubles with each."""
 STACK_BYTES = 512 * 2**20
 """Address space of a compiling thread's stack. llguidance recurses along chains of references; a
 grammar of a megabyte overflowed a usual stack of 8 MiB, which ends the process."""
@@ -196,6 +204,8 @@ class _Compilation:
     future: Future[GrammarConstraint] = field(default_factory=Future)
     num_waiting: int = 0
     """Requests that wait for it."""
+    began: float = math.inf
+    """By ``time.monotonic``."""
 
 
 class GrammarCompiler:
@@ -224,6 +234,7 @@ class GrammarCompiler:
         """The least recently used first."""
         self._queue: deque[_Compilation] = deque()
         self._compilers: set[threading.Thread] = set()
+        self._compiling_now: set[_Compilation] = set()
         weakref.finalize(self, _await_compilers, self._compilers)
 
     def check(self, params: SamplingParams) -> None:
@@ -283,6 +294,7 @@ class GrammarCompiler:
         self._lock, self._vocabulary_lock = threading.RLock(), threading.Lock()
         self._queue.clear()
         self._compilers.clear()
+        self._compiling_now.clear()
         for compilation in list(self._compilations.values()):
             compilation.num_waiting = 0
             if not compilation.future.done():
@@ -306,6 +318,9 @@ class GrammarCompiler:
                     self._queue.remove(compilation)
                     self._drop(compilation)
                 self._evict()
+                if self._queue:
+                    with contextlib.suppress(RequestError):  # those that wait are told in time
+                        self._start_compiler()
 
     def _find(self, key: _Key) -> _Compilation:
         """Found or started; with the lock held."""
@@ -318,7 +333,11 @@ class GrammarCompiler:
         return found
 
     def _start_compiler(self) -> None:
-        if len(self._compilers) >= MAX_COMPILERS:
+        """Start a thread if fewer than ``MAX_COMPILERS`` are in use: one that is over its time, or
+        that compiles what no request waits for any more, does not count."""
+        limit = time.monotonic() - self._config.compile_timeout
+        late = sum(c.began <= limit or not c.num_waiting for c in self._compiling_now)
+        if len(self._compilers) >= min(MAX_COMPILERS + late, MAX_COMPILER_THREADS):
             return
         thread = threading.Thread(target=self._serve, name="forethought-grammar", daemon=True)
         self._compilers.add(thread)
@@ -338,11 +357,13 @@ class GrammarCompiler:
                 constraint = self._compile(*compilation.key)
             except BaseException as error:
                 with self._lock:
+                    self._compiling_now.discard(compilation)
                     self._drop(compilation)
                 compilation.future.set_exception(_as_ours(error))
             else:
                 compilation.future.set_result(constraint)
                 with self._lock:
+                    self._compiling_now.discard(compilation)
                     self._evict()
             del compilation
 
@@ -352,6 +373,8 @@ class GrammarCompiler:
             if self._queue:
                 compilation = self._queue.popleft()
                 compilation.future.set_running_or_notify_cancel()
+                compilation.began = time.monotonic()
+                self._compiling_now.add(compilation)
                 return compilation
             self._compilers.discard(threading.current_thread())
             return None
@@ -372,7 +395,7 @@ class GrammarCompiler:
         return RequestTimeout(
             f"the {shape.kind} in guided_decoding was not compiled in time",
             f"guided_decoding_config.compile_timeout is {self._config.compile_timeout:g} seconds"
-            f", and {len(self._compilers)} of at most {MAX_COMPILERS} compilers are busy",
+            f", and {len(self._compiling_now)} grammars are being compiled",
             f"Use a simpler {shape.kind}, or allow more time",
         )
 
@@ -449,8 +472,34 @@ def _grammar(shape: GuidedDecodingParams) -> str:
     if shape.regex is not None:
         return LLMatcher.grammar_from_regex(shape.regex)
     if shape.grammar is not None:
-        return grammar_from("grammar", shape.grammar)
+        grammar = grammar_from("grammar", shape.grammar)
+        _check_intersections(grammar)
+        return grammar
     return LLMatcher.grammar_from_regex("|".join(map(_escape, shape.choice or ())))
+
+
+def _check_intersections(grammar: str) -> None:
+    """Refuse what takes too long to compile.
+
+    Args:
+        grammar: in llguidance's notation, which is Lark's.
+
+    Raises:
+        ValueError: a definition has too many ``&``. Those with a negation, ``& ~``, cost little.
+    """
+    for definition in _DEFINITION.split(_LITERAL.sub(" ", grammar)):
+        count = len(_INTERSECTION.findall(definition))
+        if count > MAX_INTERSECTIONS:
+            raise ValueError(
+                f"a definition has {count} intersections (&), and at most {MAX_INTERSECTIONS} can "
+                "be compiled"
+            )
+
+
+_LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/')
+"""Strings, comments and regular expressions of Lark's notation."""
+_DEFINITION = re.compile(r"^[ \t]*[?!]?[A-Za-z_][\w-]*(?:\[[^\]]*\])?[ \t]*:", re.MULTILINE)
+_INTERSECTION = re.compile(r"&(?!\s*~)")
 
 
 def _escape(text: str) -> str:
