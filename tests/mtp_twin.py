@@ -62,7 +62,7 @@ class Watch:
     """Keeps every draft, with the tokens that it was made behind."""
 
     def __init__(self, machine: Any) -> None:
-        [entry] = machine.speculation._drafters
+        [entry] = machine.speculation.drafters
         self.drafter, self._inner = entry.drafter, entry.drafter.prepare_draft_tokens
         entry.drafter.prepare_draft_tokens = self._prepare
         self.seen: list[tuple[list[int], list[int], int]] = []

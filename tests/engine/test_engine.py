@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from benchmarks.step_overhead import files_entered
 
 from engines import GREEDY, drain, engine, expect_empty, outputs
 from forethought.engine.sequence import Status
@@ -558,3 +559,13 @@ def test_what_can_never_run_is_refused_by_name() -> None:
     short.close(held)
     for machine in (small, short, whole):
         expect_empty(machine)
+
+
+def test_a_plain_decode_step_enters_few_files() -> None:
+    machine = engine("qwen2")
+    machine.add(PROMPTS[0], GREEDY)
+    machine.step()
+    machine.step()
+    assert len(files_entered(machine)) <= 20
+    drain(machine)
+    expect_empty(machine)

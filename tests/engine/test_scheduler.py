@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 
@@ -15,7 +16,7 @@ from forethought.engine.scheduler import (
     PROMPT_LOGPROB_ROWS,
     Limits,
     Plan,
-    RequestedNodes,
+    PlannedRow,
     Scheduler,
 )
 from forethought.engine.sequence import Sequence, Status
@@ -35,7 +36,7 @@ class Queue:
             self.pool, PrefixIndex(self.pool), Limits(**settings), EngineStats()
         )
         self.numbers = count()
-        self.requested_nodes: RequestedNodes | None = None
+        self.requested_nodes: Callable[[list[PlannedRow]], list[int]] = lambda rows: [0] * len(rows)
 
     def add(self, length: int, new: int = 4, priority: int = 0) -> Sequence:
         number = next(self.numbers)
@@ -51,12 +52,20 @@ class Queue:
         self.scheduler.place(sequence, Status.WAITING)
         return sequence
 
+    def plan(self) -> Plan:
+        """Plan a step in the order in which ``Step`` does."""
+        plan = Plan()
+        self.scheduler.plan_decodes(plan)
+        rows = plan.decodes
+        self.scheduler.reserve_draft_slots(plan, rows, self.requested_nodes(rows))
+        self.scheduler.plan_prefills(plan)
+        return plan
+
     def step(self) -> dict[int, int]:
         """Plan and pretend; tokens computed per sequence id."""
-        plan = Plan()
-        self.scheduler.plan(plan, self.requested_nodes)
-        assert plan.tokens == sum(row.count + row.nodes for row in plan.rows)
-        assert plan.tokens <= self.scheduler.limits.max_num_tokens
+        plan = self.plan()
+        assert plan.num_tokens == sum(row.num_tokens + row.num_nodes for row in plan.rows)
+        assert plan.num_tokens <= self.scheduler.limits.max_num_tokens
         assert len(self.scheduler.running) <= self.scheduler.limits.max_batch_size
         for row in plan.rows:
             row.sequence.table.rewind(row.stop)  # no draft was accepted
@@ -65,7 +74,7 @@ class Queue:
                 if len(row.sequence.tokens) >= row.sequence.limit:
                     self.scheduler.finish(row.sequence, FinishReason.LENGTH)
         self.pool.check_integrity()
-        return {row.sequence.id: row.count for row in plan.rows}
+        return {row.sequence.id: row.num_tokens for row in plan.rows}
 
 
 def test_the_scheduler_and_the_pages_import_no_torch() -> None:
@@ -80,10 +89,10 @@ def test_the_scheduler_and_the_pages_import_no_torch() -> None:
     st.integers(14, 20),
 )
 def test_a_plan_counts_its_tokens_whatever_is_reserved_given_back_and_taken_away(
-    arrivals: list[tuple[int, int]], wish: int, pages: int
+    arrivals: list[tuple[int, int]], requested: int, pages: int
 ) -> None:
     queue = Queue(pages=pages)
-    queue.requested_nodes = lambda sequences, running: [wish] * len(sequences)
+    queue.requested_nodes = lambda rows: [requested] * len(rows)
     for length, priority in arrivals:
         queue.add(length, new=12, priority=priority)
         queue.step()  # which looks at what the plan says of itself
@@ -172,9 +181,9 @@ def test_arrival_alone_takes_no_place_away() -> None:
     queue = Queue(max_batch_size=1)
     decoding: list[list[int]] = []
 
-    def requested_nodes(sequences: Any, running: int) -> list[int]:
-        decoding.append([sequence.id for sequence in sequences])
-        return [0] * len(sequences)
+    def requested_nodes(rows: list[PlannedRow]) -> list[int]:
+        decoding.append([row.sequence.id for row in rows])
+        return [0] * len(rows)
 
     queue.requested_nodes = requested_nodes
     early = queue.add(3, new=3, priority=1)
@@ -187,7 +196,7 @@ def test_arrival_alone_takes_no_place_away() -> None:
 
 def test_drafts_take_at_most_half_of_what_decodes_leave_to_prefills() -> None:
     queue = Queue()
-    queue.requested_nodes = lambda sequences, running: [100] * len(sequences)
+    queue.requested_nodes = lambda rows: [100] * len(rows)
     early = queue.add(3, new=20)
     queue.step()
     late = queue.add(60, new=3)
@@ -198,13 +207,12 @@ def test_drafts_take_at_most_half_of_what_decodes_leave_to_prefills() -> None:
 
 def test_drafts_fill_the_last_page_where_no_other_is_free() -> None:
     queue = Queue(pages=2, page_size=8)
-    queue.requested_nodes = lambda sequences, running: [5] * len(sequences)
+    queue.requested_nodes = lambda rows: [5] * len(rows)
     queue.add(9, new=5)
     queue.step()
-    plan = Plan()
-    queue.scheduler.plan(plan, queue.requested_nodes)
+    plan = queue.plan()
     assert queue.pool.available == 0
-    assert [row.nodes for row in plan.rows] == [5]
+    assert [row.num_nodes for row in plan.rows] == [5]
 
 
 def test_logits_of_few_prompt_tokens_are_wanted_in_one_step() -> None:
@@ -217,9 +225,8 @@ def test_logits_of_few_prompt_tokens_are_wanted_in_one_step() -> None:
 
 def test_drafts_take_all_that_is_left_where_nobody_prefills() -> None:
     queue = Queue()
-    queue.requested_nodes = lambda sequences, running: [100] * len(sequences)
+    queue.requested_nodes = lambda rows: [100] * len(rows)
     queue.add(3, new=40)
     queue.step()
-    plan = Plan()
-    queue.scheduler.plan(plan, queue.requested_nodes)
-    assert plan.tokens == 16
+    plan = queue.plan()
+    assert plan.num_tokens == 16

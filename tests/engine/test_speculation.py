@@ -531,7 +531,7 @@ def out_of_memory(*args: Any) -> Any:
 
 def test_a_step_for_whose_drafts_no_room_can_be_reserved_goes_on_without(monkeypatch: Any) -> None:
     machine = engine(speculative=drafting("oracle"))
-    monkeypatch.setattr(machine.scheduler, "_reserve", out_of_memory)
+    monkeypatch.setattr(machine.scheduler, "reserve_draft_slots", out_of_memory)
     assert run(machine, 2) == list(plain().values())[:2]
     assert machine.stats.drafted == 0
 
@@ -542,7 +542,7 @@ def test_when_planning_itself_fails_the_engine_outlives_it(monkeypatch: Any) -> 
     machine.add(PROMPTS[2], GREEDY)  # waits
     machine.step()
     with monkeypatch.context() as patch:
-        patch.setattr(machine.scheduler, "_yield_places", out_of_memory)
+        patch.setattr(machine.scheduler, "plan_decodes", out_of_memory)
         events = machine.step()
     assert len(events) == 2
     for event in events:

@@ -122,7 +122,7 @@ def test_a_manager_is_told_of_a_step_once_even_if_its_requests_are_asked_for_aga
     assert lost[-2:] == ["prepare", "free"]
     assert ledger.told.index(("free", samples[1].id)) < len(ledger.told) - 5, "freed at once"
     assert ledger.held == set()
-    assert not made.speculation._lost, "nothing is remembered of requests that are over"
+    assert not made.speculation._disabled, "nothing is remembered of requests that are over"
     assert samples[0].metrics.accepted == samples[2].metrics.accepted > 0
 
 
@@ -342,7 +342,7 @@ def test_a_length_policy_that_fails_costs_the_drafts_of_the_step(answer: Any, ca
         )
     )
     made = machine(drafters.PerRequest(truth))
-    made.speculation._drafters[0].policy = policy
+    made.speculation.drafters[0].policy = policy
     samples = run(made)
     assert all(sample.metrics.accepted > 0 for sample in samples)
     assert made.stats.draft_failures > 0
@@ -351,7 +351,7 @@ def test_a_length_policy_that_fails_costs_the_drafts_of_the_step(answer: Any, ca
 
 def test_a_length_policy_that_cannot_learn_is_logged_and_goes_on(caplog: Any) -> None:
     made = machine(drafters.PerRequest(truth))
-    made.speculation._drafters[0].policy = Policy(observe=lambda record: 1 // 0)
+    made.speculation.drafters[0].policy = Policy(observe=lambda record: 1 // 0)
     samples = run(made)
     assert all(sample.metrics.accepted > 0 for sample in samples)
     assert "did not take in what became of a step" in caplog.text
@@ -373,7 +373,7 @@ def test_each_drafters_policy_is_told_the_seconds_of_its_own_drafting(monkeypatc
         for name, drafter in (("idle", taking(10.0, lambda _: ())), ("busy", taking(1.0, truth)))
     ]
     made = engine(speculative=configs)
-    for entry in made.speculation._drafters:
+    for entry in made.speculation.drafters:
         entry.policy = Policy(
             observe=lambda record, name=entry.name: told[name].append(record.draft_seconds)
         )

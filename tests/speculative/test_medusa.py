@@ -38,7 +38,7 @@ class Watch:
     """Keeps every draft that a drafter makes, with the tokens that it was made behind."""
 
     def __init__(self, machine: Any) -> None:
-        [self._equipped] = machine.speculation._drafters
+        [self._equipped] = machine.speculation.drafters
         self._inner = self._equipped.drafter.prepare_draft_tokens
         self._equipped.drafter.prepare_draft_tokens = self._prepare
         self.seen: list[tuple[list[int], DraftRequest, Any]] = []

@@ -29,7 +29,7 @@ def run(made: Engine) -> list[Any]:
     samples = [made.add(prompt, GREEDY, keep=True)[0] for prompt in PROMPTS]
     assert all(event.error is None for event in drain(made))
     assert outputs(samples) == SAID
-    drafter = made.speculation._drafters[0].drafter
+    drafter = made.speculation.drafters[0].drafter
     assert drafter.pages_in_use == 0  # type: ignore[attr-defined]
     for sample in samples:
         made.close(sample)
@@ -78,7 +78,7 @@ def test_a_forward_that_fails_for_several_at_once_is_made_for_each_alone(
 ) -> None:
     whole = [sample.metrics for sample in run(machine(overlap))]
     made = machine(overlap)
-    model = made.speculation._drafters[0].drafter._model  # type: ignore[attr-defined]
+    model = made.speculation.drafters[0].drafter._model  # type: ignore[attr-defined]
     forward = model.forward
 
     def narrow(rows: Any, *more: Any) -> Any:
@@ -99,12 +99,12 @@ def test_an_interrupt_while_drafting_leaves_nothing_that_was_not_computed(
     made = machine(False)
     samples = [made.add(prompt, GREEDY)[0] for prompt in PROMPTS]
     made.step()  # the prompts, which the draft model is to see next
-    compute = made.speculation._drafters[0].drafter._model.compute  # type: ignore[attr-defined]
+    compute = made.speculation.drafters[0].drafter._model.compute  # type: ignore[attr-defined]
 
     def interrupted(pasts: Any) -> Any:
         raise KeyboardInterrupt
 
-    model = made.speculation._drafters[0].drafter._model  # type: ignore[attr-defined]
+    model = made.speculation.drafters[0].drafter._model  # type: ignore[attr-defined]
     monkeypatch.setattr(model, "compute", interrupted)
     with pytest.raises(KeyboardInterrupt):
         made.step()

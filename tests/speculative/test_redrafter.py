@@ -264,7 +264,7 @@ class Watched:
     def __init__(self, config: DecodingBaseConfig, **sizes: Any) -> None:
         self.machine: Engine = engine(speculative=[config], **sizes)
         self.drafts: list[tuple[list[int], list[int], tuple[int, ...]]] = []
-        [entry] = self.machine.speculation._drafters
+        [entry] = self.machine.speculation.drafters
         propose = entry.drafter.prepare_draft_tokens
 
         def noted(scheduled: ScheduledRequests, manager: Any = None) -> None:

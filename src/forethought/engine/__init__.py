@@ -1,1 +1,1 @@
-"""The machine: token ids in, token ids out. Knows nothing about text."""
+"""The engine: token ids in, token ids out; text is turned into ids in ``llm``."""

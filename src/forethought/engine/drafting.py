@@ -1,16 +1,16 @@
-"""What requests hold of a user's resource manager, and in which order it is told of them.
+"""Drafting in the engine: how many nodes to reserve, which drafter to ask, and what it answered.
 
-For each request it is asked once how much it may need, as soon as there is room for it, and told
-once that the request is over. What the manager raises is raised here. Knows nothing about drafts.
+Per step and decode row::
 
-[speculation] Who guesses for which sequence, and how far: the engine's side of drafting.
+    requested_nodes   depth: least of the schedule, the request's own max_draft_len, what is left
+                      of its length, and what the length policy chooses; nodes: those of such a tree
+    draft             drafters in the configured order, until one of them has a draft
+    observe           drafters and length policies get the number of accepted tokens
 
-Asks the length policies how many nodes to reserve, the drafters in their given order for drafts,
-and checks what they answer. What a drafter does wrong for one request costs that request the
-speculation and nothing else: a call for several that fails is made again for each alone. Hooks that
-are told of several requests once (``update`` and a resource manager's) cannot be asked again, so
-where one of them fails, all those requests lose it; a length policy that fails costs the drafts of
-the step. Knows nothing about how drafts are made or verified.
+An error of a drafter for one request ends that drafter's drafts for that request alone: a call for
+several requests that fails is repeated for each of them. Hooks that are called once for several
+requests (``update`` and those of a resource manager) cannot be repeated, so if one raises, none of
+these requests gets another draft. A length policy that raises costs the drafts of the step.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from operator import index
 from types import CodeType
+from typing import NamedTuple
 
 from forethought.engine.scheduler import Plan, PlannedRow
 from forethought.engine.sequence import Sequence
@@ -45,12 +46,16 @@ from forethought.speculative.length.base import Schedule
 from forethought.speculative.length.policy import LengthPolicy, StepRecord
 from forethought.speculative.verify.rules import AcceptanceRule
 
+log = logging.getLogger(__name__)
+
 
 class ManagedResources:
-    """The units of one manager.
+    """The units of a user's resource manager that requests hold.
+
+    Each request is asked for its units until they are available, and freed once.
 
     Args:
-        manager: the user's; None: there is nothing to hold, and everybody holds it.
+        manager: the user's; None: every request has what it needs.
     """
 
     def __init__(self, manager: ResourceManager | None) -> None:
@@ -58,7 +63,7 @@ class ManagedResources:
         self._held: dict[int, int] = {}
 
     def take(self, request: DraftRequest) -> bool:
-        """Whether the request has what it may come to need; if not, it may ask again later."""
+        """Whether the request holds the units it may need; if not, a later step may try again."""
         if self.manager is None or request.request_id in self._held:
             return True
         needed = index(self.manager.get_needed_resource_to_completion(request))
@@ -80,7 +85,7 @@ class ManagedResources:
             self.manager.update_resources(batch)
 
     def free(self, request: DraftRequest) -> None:
-        """The request has no more to do with the manager, which is told so if it held anything."""
+        """The request is over; the manager is called if the request held units."""
         if self._held.pop(request.request_id, None) is not None:
             assert self.manager is not None
             self.manager.free_resources(request)
@@ -91,47 +96,56 @@ class ManagedResources:
             self.manager.shutdown()
 
 
-log = logging.getLogger(__name__)
-
-
 @dataclass(eq=False, slots=True)
 class DrafterEntry:
-    """A drafter with what belongs to it."""
+    """A drafter and its settings in the engine."""
 
     name: str
-    """As requests name it."""
+    """By which requests choose it."""
     drafter: Drafter
     policy: LengthPolicy
     schedule: Schedule
-    """Most depth of its drafts, by how many sequences run."""
+    """Max draft length by the number of running sequences."""
     max_nodes: int
-    """Most tokens of a draft, whatever it says itself."""
+    """Max tokens of a draft, whatever ``drafter.nodes`` returns."""
     resource_manager: ResourceManager | None = None
     rule: AcceptanceRule | None = None
-    """What decides about its drafts where it applies; None: their law, exactly."""
+    """Accepts or rejects its drafts where it applies; None: the exact rule."""
+
+
+class _Limits(NamedTuple):
+    """Of a draft for one request by one drafter."""
+
+    max_draft_len: int
+    """Levels."""
+    max_nodes: int
 
 
 @dataclass(eq=False, slots=True)
 class _RequestDraft:
-    """The part of one sequence in the current step."""
+    """The drafting for one request in the current step."""
 
+    row: PlannedRow
     request: DraftRequest
-    depths: dict[DrafterEntry, int] = field(default_factory=dict)
-    """Whom to ask, in order, and the most depth of the answer."""
-    nodes: dict[DrafterEntry, int] = field(default_factory=dict)
-    """And the most tokens of it."""
+    limits: dict[DrafterEntry, _Limits] = field(default_factory=dict)
+    """By drafter to ask, in order."""
     asked: list[DrafterEntry] = field(default_factory=list)
-    """Who was asked; the draft, if there is one, is the last one's."""
+    """Drafters asked so far; the draft, if there is one, is from the last."""
     draft: Draft = NO_DRAFT
-    """What was proposed, checked. The request's own is in the drafter's hands."""
+    """The proposal, checked. The drafter may still change the one of the request."""
+
+    def set_limits(self, entry: DrafterEntry) -> None:
+        """Write the limits of a drafter's draft into the request that it is shown."""
+        self.request.max_draft_len, max_nodes = self.limits[entry]
+        self.request.max_nodes = min(max_nodes, self.row.num_nodes)
 
 
 @dataclass(eq=False, slots=True)
 class _DrafterStep:
-    """What one drafter did in the current step."""
+    """The work of one drafter in the current step."""
 
     prefilling: list[DraftRequest] = field(default_factory=list)
-    """Whom it was shown beside those that it was asked for."""
+    """The context requests that it was shown."""
     seconds: float = 0.0
 
 
@@ -139,100 +153,113 @@ class Drafting:
     """Drafts for the sequences of an engine.
 
     Args:
-        drafters: asked in this order, the next one for whom the one before had nothing.
+        drafters: asked in this order, the next one for requests that have no draft yet.
         stats: the engine's totals.
         vocab_size: ids are below this.
     """
 
     def __init__(self, drafters: List[DrafterEntry], stats: EngineStats, vocab_size: int) -> None:
-        self._drafters, self._stats, self._vocab_size = list(drafters), stats, vocab_size
+        self.drafters, self._stats, self._vocab_size = list(drafters), stats, vocab_size
         self.names = [entry.name for entry in drafters]
         self.draft_caches: list[DraftKvCache] = [
             draft_cache for entry in drafters for draft_cache in entry.drafter.draft_caches
         ]
-        self.features = [each for each in self.draft_caches if isinstance(each, HiddenStateCache)]
+        self.hidden_state_caches = [
+            cache for cache in self.draft_caches if isinstance(cache, HiddenStateCache)
+        ]
         self._resources = {each: ManagedResources(each.resource_manager) for each in drafters}
         self._requests: dict[int, DraftRequest] = {}
-        self._lost: set[tuple[DrafterEntry, int]] = set()
-        """Which drafters have failed which requests."""
+        self._disabled: set[tuple[DrafterEntry, int]] = set()
+        """Drafters, and the ids of the requests for which they have failed."""
         self._warned_of_ids: set[DrafterEntry] = set()
-        self._parts: dict[int, _RequestDraft] = {}
-        self._turns: dict[DrafterEntry, _DrafterStep] = {}
-
-    @property
-    def drafters(self) -> List[DrafterEntry]:
-        """Who is asked, in this order."""
-        return self._drafters
+        self._drafts: dict[int, _RequestDraft] = {}
+        self._steps: dict[DrafterEntry, _DrafterStep] = {}
 
     # ---- before the forward -----------------------------------------------------------------
 
-    def requested_nodes(self, sequences: List[Sequence], running: int) -> list[int]:
-        """How many draft nodes each of the sequences, all about to decode, would like.
+    def requested_nodes(self, rows: List[PlannedRow], num_running: int) -> list[int]:
+        """How many draft nodes to reserve behind each of these rows, all decodes.
 
         Args:
-            sequences: those that decode in this step.
-            running: how many have a place in the running batch, these and those that prefill.
+            rows: the decodes of this step.
+            num_running: sequences in the running batch, these and those that prefill.
         """
-        self._parts, self._turns = {}, {}
-        for entry in self._drafters:
-            most = entry.schedule.length(running)
-            requests = [r for s in sequences if (r := self._request(entry, s, most)) is not None]
-            lengths = self._lengths(entry, requests, len(sequences)) if requests else []
-            sizes: dict[int, int] = {}  # by depth
-            for request, length in zip(requests, lengths, strict=True):
-                depth = min(length, request.max_draft_len)
-                if depth > 0 and not sizes.get(depth):
-                    sizes[depth] = self._nodes(entry, request, depth)
-                if depth > 0 and sizes[depth] > 0:
-                    part = self._parts.setdefault(request.request_id, _RequestDraft(request))
-                    part.depths[entry], part.nodes[entry] = depth, sizes[depth]
-        parts = [self._parts.get(sequence.id) for sequence in sequences]
-        return [max(part.nodes.values()) if part else 0 for part in parts]
+        self._drafts, self._steps = {}, {}
+        for entry in self.drafters:
+            self._request_nodes(entry, rows, entry.schedule.length(num_running))
+        drafts = [self._drafts.get(row.sequence.id) for row in rows]
+        return [max(each.max_nodes for each in d.limits.values()) if d else 0 for d in drafts]
+
+    def _request_nodes(
+        self, entry: DrafterEntry, rows: List[PlannedRow], max_draft_len: int
+    ) -> None:
+        """Set the limits of one drafter's drafts behind the rows."""
+        asking = [
+            (row, request)
+            for row in rows
+            if (request := self._request(entry, row.sequence, max_draft_len)) is not None
+        ]
+        if not asking:
+            return
+        lengths = self._lengths(entry, [request for _, request in asking], len(rows))
+        max_nodes: dict[int, int] = {}  # by draft length
+        for (row, request), length in zip(asking, lengths, strict=True):
+            length = min(length, request.max_draft_len)
+            if length > 0 and not max_nodes.get(length):
+                max_nodes[length] = self._max_nodes(entry, request, length)
+            if length > 0 and max_nodes[length] > 0:
+                draft = self._drafts.setdefault(request.request_id, _RequestDraft(row, request))
+                draft.limits[entry] = _Limits(length, max_nodes[length])
 
     def draft(self, plan: Plan) -> None:
-        """Fill the rows' drafts; each row keeps no more room than its draft needs."""
+        """Fill the rows' drafts; each row keeps only as many draft slots as its draft has nodes."""
         began = time.perf_counter()
-        rows = {row.sequence.id: row for row in plan.rows if row.nodes}
-        prefilling = [row.sequence for row in plan.rows if not row.decodes]
-        for entry in self._drafters:
-            self._ask(entry, rows, prefilling)
-        for number, row in rows.items():
-            part = self._parts[number]
-            row.draft = part.draft
-            rule = part.asked[-1].rule if len(row.draft) else None
+        drafts = [self._drafts[row.sequence.id] for row in plan.rows if row.num_nodes]
+        prefilling = [row.sequence for row in plan.rows if not row.is_decode]
+        for entry in self.drafters:
+            self._ask(entry, drafts, prefilling)
+        for each in drafts:
+            row = each.row
+            row.draft = each.draft
+            rule = each.asked[-1].rule if len(row.draft) else None
             if rule is not None and rule.applies_to(row.sequence.params):
                 row.rule = rule
-            if len(row.draft) != row.nodes:
-                plan.reserve(row, len(row.draft))
+            if len(row.draft) != row.num_nodes:
+                plan.trim(row, len(row.draft))
         self._stats.draft_seconds += time.perf_counter() - began
 
-    def _request(self, entry: DrafterEntry, sequence: Sequence, most: int) -> DraftRequest | None:
-        """What the drafter is to see of the sequence; None if it is not to be asked."""
-        depth = self._depth(entry, sequence, most)
-        if depth <= 0:
+    def _request(
+        self, entry: DrafterEntry, sequence: Sequence, max_draft_len: int
+    ) -> DraftRequest | None:
+        """The request that the drafter may be shown; None if it is not to be asked."""
+        length = self._max_draft_len(entry, sequence, max_draft_len)
+        if length <= 0:
             return None
-        request = self._introduced(sequence)
-        request.draft, request.max_draft_len = NO_DRAFT, depth
+        request = self._request_of(sequence)
+        request.draft, request.max_draft_len = NO_DRAFT, length
         try:
             return request if self._resources[entry].take(request) else None
         except BaseException as error:
-            self._fail(entry, error, "its resource manager cannot say what a request needs")
-            self._lose(entry, [request])
+            self._count_failure(
+                entry, error, "its resource manager cannot say what a request needs"
+            )
+            self._disable(entry, [request])
             return None
 
-    def _depth(self, entry: DrafterEntry, sequence: Sequence, most: int) -> int:
-        """Most depth of a draft for the sequence: by the schedule, its room and its own wish."""
-        room = sequence.limit - len(sequence.tokens) - 1  # the last token is drawn, not drafted
-        depth, wish = min(room, most), sequence.params.speculation
-        if wish is not None:
-            if not wish.enabled or wish.drafter not in (None, entry.name):
-                return 0
-            depth = depth if wish.max_draft_len is None else min(depth, wish.max_draft_len)
-        lost = sequence.suspect or (entry, sequence.id) in self._lost
-        return 0 if lost else depth
+    def _max_draft_len(self, entry: DrafterEntry, sequence: Sequence, max_draft_len: int) -> int:
+        """``max_draft_len`` of the schedule, limited by the sequence and its params."""
+        if sequence.had_nonfinite_logits or (entry, sequence.id) in self._disabled:
+            return 0
+        left = sequence.limit - len(sequence.tokens) - 1  # the last token is sampled, not drafted
+        length, own = min(left, max_draft_len), sequence.params.speculation
+        if own is None:
+            return length
+        if not own.enabled or own.drafter not in (None, entry.name):
+            return 0
+        return length if own.max_draft_len is None else min(length, own.max_draft_len)
 
-    def _introduced(self, sequence: Sequence) -> DraftRequest:
-        """The one object that drafters are shown of a generation."""
+    def _request_of(self, sequence: Sequence) -> DraftRequest:
+        """The one object that drafters are shown in every step of a generation."""
         if sequence.id not in self._requests:
             prompt = tuple(sequence.tokens[: sequence.prompt_length])
             self._requests[sequence.id] = DraftRequest(
@@ -249,106 +276,102 @@ class Drafting:
     def _lengths(
         self, entry: DrafterEntry, requests: list[DraftRequest], batch_size: int
     ) -> list[int]:
-        """What the policy says; zeros if it cannot."""
+        """The lengths that the policy chooses; zeros if it raises."""
         try:
             lengths = [index(n) for n in entry.policy.lengths(requests, batch_size)]
             if len(lengths) != len(requests):
                 raise ValueError(f"{len(lengths)} lengths for {len(requests)} requests")
         except BaseException as error:
-            self._fail(entry, error, "its length policy failed: no drafts in this step")
+            self._count_failure(entry, error, "its length policy failed: no drafts in this step")
             return [0] * len(requests)
         return lengths
 
-    def _nodes(self, entry: DrafterEntry, request: DraftRequest, depth: int) -> int:
-        """Most tokens of a draft of ``depth`` levels; 0 if the drafter cannot say."""
+    def _max_nodes(self, entry: DrafterEntry, request: DraftRequest, length: int) -> int:
+        """Max tokens of a draft of ``length`` levels; 0 if the drafter cannot say."""
         try:
-            return min(index(entry.drafter.nodes(depth)), entry.max_nodes)
+            return min(index(entry.drafter.nodes(length)), entry.max_nodes)
         except BaseException as error:
-            self._fail(entry, error, "it does not say how large its drafts are")
-            self._lose(entry, [request])
+            self._count_failure(entry, error, "it does not say how large its drafts are")
+            self._disable(entry, [request])
             return 0
 
     def _ask(
-        self, entry: DrafterEntry, rows: dict[int, PlannedRow], prefilling: list[Sequence]
+        self, entry: DrafterEntry, drafts: List[_RequestDraft], prefilling: List[Sequence]
     ) -> None:
-        """Let one drafter propose for those who may ask it and have nothing yet."""
+        """Let one drafter propose for the requests that may use it and have no draft yet."""
         began = time.perf_counter()
-        asking: list[_RequestDraft] = []
-        for number, row in rows.items():
-            part = self._parts[number]
-            if entry not in part.depths or len(part.draft):
-                continue
-            part.request.table = TableView(row.sequence.table)
-            part.nodes[entry] = min(row.nodes, part.nodes[entry])
-            part.asked.append(entry)
-            asking.append(part)
+        asking = [each for each in drafts if entry in each.limits and not len(each.draft)]
         if not asking:
             return
-        turn = self._turns[entry] = _DrafterStep(self._prefilling(entry, prefilling))
-        if self._prepare(entry, asking, turn.prefilling) and not self._propose(
-            entry, asking, turn.prefilling
+        for each in asking:
+            each.request.table = TableView(each.row.sequence.table)
+            each.asked.append(entry)
+        step = self._steps[entry] = _DrafterStep(self._prefilling(entry, prefilling))
+        if self._prepare(entry, asking, step.prefilling) and not self._propose(
+            entry, asking, step.prefilling
         ):
-            for part in asking:  # one by one, if there are several: who fails alone loses it
-                if len(asking) == 1 or not self._propose(entry, [part], []):
-                    self._lose(entry, [part.request])
-        turn.seconds = time.perf_counter() - began
+            for each in asking:  # one by one, if there are several
+                if len(asking) == 1 or not self._propose(entry, [each], []):
+                    self._disable(entry, [each.request])
+        step.seconds = time.perf_counter() - began
 
-    def _prefilling(self, entry: DrafterEntry, sequences: list[Sequence]) -> list[DraftRequest]:
-        """Those of the sequences that the drafter may come to draft for, to look at."""
+    def _prefilling(self, entry: DrafterEntry, sequences: List[Sequence]) -> list[DraftRequest]:
+        """The context requests: those of the sequences that the drafter may later draft for."""
         shown = []
         for sequence in sequences:
-            if self._depth(entry, sequence, entry.schedule.most) > 0:
-                request = self._introduced(sequence)
+            if self._max_draft_len(entry, sequence, entry.schedule.most) > 0:
+                request = self._request_of(sequence)
                 request.draft, request.table = NO_DRAFT, TableView(sequence.table)
                 request.max_draft_len = request.max_nodes = 0
                 shown.append(request)
         return shown
 
     def _prepare(
-        self, entry: DrafterEntry, parts: list[_RequestDraft], prefilling: list[DraftRequest]
+        self, entry: DrafterEntry, drafts: List[_RequestDraft], prefilling: list[DraftRequest]
     ) -> bool:
-        """Whether the resource manager, if there is one, is ready for them."""
+        """Whether the resource manager, if there is one, is ready for the requests."""
         try:
-            self._resources[entry].prepare(_batch(parts, prefilling))
+            self._resources[entry].prepare(_batch(drafts, prefilling))
         except BaseException as error:
-            self._fail(entry, error, "prepare_resources failed")
-            self._lose(entry, [part.request for part in parts])
+            self._count_failure(entry, error, "prepare_resources failed")
+            self._disable(entry, [each.request for each in drafts])
             return False
         return True
 
     def _propose(
-        self, entry: DrafterEntry, parts: list[_RequestDraft], prefilling: list[DraftRequest]
+        self, entry: DrafterEntry, drafts: List[_RequestDraft], prefilling: list[DraftRequest]
     ) -> bool:
-        """Whether the drafter came through; if not, nothing is proposed."""
-        for part in parts:
-            part.request.draft = NO_DRAFT
-            _limit(part, entry)
+        """Whether the drafter returned without an error; if not, it proposes nothing."""
+        for each in drafts:
+            each.request.draft = NO_DRAFT
+            each.set_limits(entry)
         try:
             entry.drafter.prepare_draft_tokens(
-                _batch(parts, prefilling), self._resources[entry].manager
+                _batch(drafts, prefilling), self._resources[entry].manager
             )
         except BaseException as error:
-            self._fail(entry, error, "it raised")
+            self._count_failure(entry, error, "it raised")
             return False
-        for part in parts:
-            self._check(entry, part)
+        for each in drafts:
+            self._check(entry, each)
         return True
 
-    def _check(self, entry: DrafterEntry, part: _RequestDraft) -> None:
-        """Take over what was proposed for one request, if it is a draft."""
-        _limit(part, entry)  # whatever the drafter has made of it
+    def _check(self, entry: DrafterEntry, draft: _RequestDraft) -> None:
+        """Take what was proposed for one request, if it is a draft."""
+        request = draft.request
+        draft.set_limits(entry)  # a drafter may have changed them
         try:
-            drafted = part.request.draft
-            part.draft = part.request.draft = check_draft(part.request, self._vocab_size)
-            if len(part.draft) < len(drafted.tokens):
-                self._warn_of_ids(entry, drafted)
+            proposed = request.draft
+            draft.draft = request.draft = check_draft(request, self._vocab_size)
+            if len(draft.draft) < len(proposed.tokens):
+                self._warn_of_ids(entry, proposed)
         except BaseException as error:
-            part.draft = part.request.draft = NO_DRAFT
-            self._fail(entry, error, "what it proposed is no draft")
-            self._lose(entry, [part.request])
+            draft.draft = request.draft = NO_DRAFT
+            self._count_failure(entry, error, "what it proposed is no draft")
+            self._disable(entry, [request])
 
     def _warn_of_ids(self, entry: DrafterEntry, drafted: Draft) -> None:
-        """Say once of a drafter that its ids are not all the target's."""
+        """Warn once per drafter of ids outside the target's vocabulary."""
         size = self._vocab_size
         outside = [token for token in map(index, drafted.tokens) if not 0 <= token < size]
         if outside and entry not in self._warned_of_ids:
@@ -362,50 +385,53 @@ class Drafting:
     # ---- after the commit -------------------------------------------------------------------
 
     def observe(self, plan: Plan, seconds: float) -> None:
-        """Tell drafters and policies what became of the drafts.
+        """Report a committed step to drafters and length policies.
 
         Args:
-            plan: the step's rows, with their outcomes.
+            plan: the step's rows, with their results.
             seconds: of the whole step.
         """
         accepted = {
-            row.sequence.id: len(row.outcome[0][1].path) for row in plan.rows if row.outcome
+            row.sequence.id: len(row.results[0][1].path) for row in plan.rows if row.results
         }
-        forward_seconds = seconds - sum(turn.seconds for turn in self._turns.values())
-        for entry in self._drafters:
-            turn = self._turns.get(entry, _DrafterStep())
-            parts = [part for part in self._parts.values() if entry in part.asked]
-            self._update(entry, [part.request for part in parts], turn.prefilling)
+        context = sum(row.stop for row in plan.rows)
+        forward_seconds = seconds - sum(step.seconds for step in self._steps.values())
+        for entry in self.drafters:
+            step = self._steps.get(entry, _DrafterStep())
+            drafts = [each for each in self._drafts.values() if entry in each.asked]
+            self._update(entry, [each.request for each in drafts], step.prefilling)
             record = StepRecord(
                 requests=[
-                    (part.request.request_id, part.draft.depth, accepted[number])
-                    for part in parts
-                    if part.asked[-1] is entry
-                    and len(part.draft)
-                    and (number := part.request.request_id) in accepted
+                    (number, each.draft.depth, accepted[number])
+                    for each in drafts
+                    if each.asked[-1] is entry
+                    and len(each.draft)
+                    and (number := each.request.request_id) in accepted
                 ],
                 batch_size=len(plan.rows),
-                tokens=plan.tokens,
-                context=sum(row.stop for row in plan.rows),
+                tokens=plan.num_tokens,
+                context=context,
                 forward_seconds=forward_seconds,
-                draft_seconds=turn.seconds,
+                draft_seconds=step.seconds,
             )
             try:
                 entry.policy.observe(record)
             except BaseException as error:
-                self._fail(entry, error, "its length policy did not take in what became of a step")
-        self._parts, self._turns = {}, {}
+                self._count_failure(
+                    entry, error, "its length policy did not take in what became of a step"
+                )
+        self._drafts, self._steps = {}, {}
 
     def _update(
         self, entry: DrafterEntry, asked: list[DraftRequest], prefilling: list[DraftRequest]
     ) -> None:
-        """Tell drafter and manager of the step, as far as its requests go on with them."""
+        """Call drafter and manager after the step, for the requests that go on."""
         batch, shown = (
             [
                 request
                 for request in requests
                 if request.request_id in self._requests
-                and (entry, request.request_id) not in self._lost
+                and (entry, request.request_id) not in self._disabled
             ]
             for requests in (asked, prefilling)
         )
@@ -415,11 +441,11 @@ class Drafting:
             entry.drafter.update(ScheduledRequests(list(batch), list(shown)))
             self._resources[entry].update(ScheduledRequests(list(batch), list(shown)))
         except BaseException as error:
-            self._fail(entry, error, "it or its resource manager failed after a step")
-            self._lose(entry, batch)
+            self._count_failure(entry, error, "it or its resource manager failed after a step")
+            self._disable(entry, batch)
 
-    def _fail(self, entry: DrafterEntry, error: BaseException, why: str) -> None:
-        """Log and count what a drafter, or what belongs to it, has raised: ``sys.exit()`` as well.
+    def _count_failure(self, entry: DrafterEntry, error: BaseException, why: str) -> None:
+        """Log and count what a drafter, its policy or its manager has raised, even ``SystemExit``.
 
         Raises:
             BaseException: the error, if it is not the drafter's own; see ``_is_interrupt``.
@@ -429,49 +455,49 @@ class Drafting:
         log.warning("drafter %r: %s", entry.name, why, exc_info=error)
         self._stats.draft_failures += 1
 
-    def _lose(self, entry: DrafterEntry, requests: list[DraftRequest]) -> None:
-        """No more drafts of this drafter for these; what they hold is free for others."""
+    def _disable(self, entry: DrafterEntry, requests: list[DraftRequest]) -> None:
+        """No more drafts of this drafter for these requests; their units are freed."""
         for request in requests:
-            self._lost.add((entry, request.request_id))
-            self._quietly(entry, self._resources[entry].free, request)
+            self._disabled.add((entry, request.request_id))
+            self._call_last(entry, self._resources[entry].free, request)
 
     def drop(self, sequence: Sequence, error: Exception) -> None:
-        """The target failed on a draft of the sequence, which gets no more of this drafter."""
-        part = self._parts[sequence.id]
-        self._fail(part.asked[-1], error, "the target failed on its draft")
-        self._lose(part.asked[-1], [part.request])
-        part.draft = NO_DRAFT
+        """The target failed on the sequence's draft: no more drafts of that drafter for it."""
+        draft = self._drafts[sequence.id]
+        self._count_failure(draft.asked[-1], error, "the target failed on its draft")
+        self._disable(draft.asked[-1], [draft.request])
+        draft.draft = NO_DRAFT
 
     def release(self, sequence: Sequence) -> None:
-        """The generation is over, for better or worse."""
+        """The generation is over, finished or failed."""
         self._release(sequence.id)
 
     def _release(self, number: int) -> None:
         request = self._requests.pop(number, None)
         if request is None:
             return
-        for entry in self._drafters:
-            self._lost.discard((entry, number))
-            self._quietly(entry, entry.drafter.release, request)
-            self._quietly(entry, self._resources[entry].free, request)
+        for entry in self.drafters:
+            self._disabled.discard((entry, number))
+            self._call_last(entry, entry.drafter.release, request)
+            self._call_last(entry, self._resources[entry].free, request)
 
     def shutdown(self) -> None:
-        """The engine is going away, and with it every generation that is not over."""
+        """Release every request; the engine is going away."""
         for number in list(self._requests):
             self._release(number)
-        for entry in self._drafters:
-            self._quietly(entry, entry.drafter.shutdown)
-            self._quietly(entry, self._resources[entry].shutdown)
+        for entry in self.drafters:
+            self._call_last(entry, entry.drafter.shutdown)
+            self._call_last(entry, self._resources[entry].shutdown)
 
-    def _quietly(self, entry: DrafterEntry, call: Callable[..., None], *args: object) -> None:
+    def _call_last(self, entry: DrafterEntry, call: Callable[..., None], *args: object) -> None:
         try:
             call(*args)
         except BaseException as error:
-            self._fail(entry, error, "it or its resource manager failed at the end")
+            self._count_failure(entry, error, "it or its resource manager failed at the end")
 
 
 def _is_interrupt(error: BaseException) -> bool:
-    """Whether an error is meant for the program, and only came while a drafter was running.
+    """Whether an error is meant for the program, and was raised while a drafter was running.
 
     Signals are handled in the main thread. There a KeyboardInterrupt is taken for Ctrl-C, and what
     a signal handler has raised, such as SystemExit on SIGTERM, is the program's as well.
@@ -493,12 +519,6 @@ def _code(handler: Callable[..., object]) -> CodeType | None:
     return getattr(called, "__code__", None)
 
 
-def _batch(parts: list[_RequestDraft], prefilling: list[DraftRequest]) -> ScheduledRequests:
-    """New lists each time: whoever gets them may do with them what it likes."""
-    return ScheduledRequests([part.request for part in parts], list(prefilling))
-
-
-def _limit(part: _RequestDraft, entry: DrafterEntry) -> None:
-    """Tell the request how far this drafter's answer may go."""
-    part.request.max_draft_len = part.depths[entry]
-    part.request.max_nodes = part.nodes[entry]
+def _batch(drafts: List[_RequestDraft], prefilling: list[DraftRequest]) -> ScheduledRequests:
+    """New lists for each call, which the drafter may change."""
+    return ScheduledRequests([each.request for each in drafts], list(prefilling))

@@ -1,8 +1,8 @@
-"""The engine: sequences of token ids that can be held on to while it carries them along.
+"""The engine: sequences of token ids, each a handle that its holder can fork while it runs.
 
-A sequence is a handle. It can be forked while it runs, extended, rewound, resumed and aborted, with
-its KV kept. What a step does stands in ``loop.py``. The engine belongs to one thread and knows
-nothing about text, clients or time.
+A sequence can be forked, extended, rewound, resumed and aborted with its KV kept. Prompts and
+params are checked here against the model and the limits, before anything is computed. What a step
+does is written in ``step.py``. An engine is used by one thread at a time.
 """
 
 from __future__ import annotations
@@ -11,17 +11,22 @@ import itertools
 import random
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Iterable
 from collections.abc import Sequence as Ids
 from dataclasses import replace
 
 from forethought.config.sampling import SamplingParams
-from forethought.engine.accounting import Accounting
-from forethought.engine.admission import Admission
 from forethought.engine.drafting import DrafterEntry, Drafting
 from forethought.engine.scheduler import Limits, Scheduler
 from forethought.engine.sequence import Sequence, Status, attach_ready_dependents, depend_on
 from forethought.engine.step import Event, Step
-from forethought.errors import UsageError
+from forethought.errors import (
+    CapacityError,
+    ContextLengthError,
+    ParameterError,
+    UnknownNameError,
+    UsageError,
+)
 from forethought.kv.pool import PagePool
 from forethought.kv.prefix import PrefixIndex
 from forethought.kv.table import PageTable
@@ -38,7 +43,7 @@ class Engine:
         limits: of a step and of a sequence, which the KV cache may limit further.
         reuse: whether full pages are found again by later prompts with the same prefix.
         seed: where the seeds of unseeded requests come from; None: the operating system.
-        drafters: who guesses ahead, in the order of asking.
+        drafters: in the order in which they are asked.
     """
 
     def __init__(
@@ -53,15 +58,13 @@ class Engine:
         self.runner, self.stats = runner, EngineStats()
         self.pool = PagePool(runner.storage.num_pages, runner.storage.page_size)
         self.index = PrefixIndex(self.pool, reuse)
-        capacity = self.pool.num_pages * self.pool.page_size
-        self.limits = replace(limits, max_length=min(limits.max_length, capacity))
-        self.speculation = Drafting(drafters, self.stats, runner.lm.vocab_size)
-        names = self.speculation.names
-        self.admission = Admission(limits, runner.lm.vocab_size, capacity, names)
+        self._capacity = self.pool.num_pages * self.pool.page_size
+        self._max_context = limits.max_length
+        self.limits = replace(limits, max_length=min(limits.max_length, self._capacity))
         self.scheduler = Scheduler(self.pool, self.index, self.limits, self.stats)
+        self.speculation = Drafting(drafters, self.stats, runner.lm.vocab_size)
         self.scheduler.on_end = self.speculation.release
-        self._ledger = Accounting(self.stats, self.index, self.pool.page_size)
-        self.loop = Step(runner, self.scheduler, self.speculation, self._ledger, self.stats)
+        self._step = Step(runner, self.scheduler, self.speculation, self.index, self.stats)
         self._seeds = random.Random(seed)
         self._ids, self._arrivals = itertools.count(), itertools.count()
 
@@ -71,12 +74,104 @@ class Engine:
         return bool(self.scheduler.running or self.scheduler.waiting)
 
     def step(self) -> list[Event]:
-        """One pass through the network for everyone; see ``Loop.step``."""
-        return self.loop.step()
+        """One forward for all that run, and what it did to each sequence; see ``Step.run``."""
+        return self._step.run()
 
-    # ---- the handles ------------------------------------------------------------------------
+    # ---- admission --------------------------------------------------------------------------
+
+    def check_prompt(self, prompt_ids: Ids[int], params: SamplingParams) -> None:
+        """Whether a prompt can be added with these params.
+
+        Raises:
+            ParameterError: an empty prompt, or ids outside the vocabulary.
+            ContextLengthError: the context cannot hold the prompt and one new token.
+            CapacityError: the KV cache cannot, or one step without chunked prefill.
+        """
+        if not prompt_ids:
+            raise ParameterError("empty prompt", "there is no token to continue", "Give some text")
+        self._check_ids("prompt", prompt_ids)
+        self._check_params(params)
+        self._check_length(len(prompt_ids) + 1)
+        step = self.limits.max_num_tokens
+        if not self.limits.chunked_prefill and len(prompt_ids) > step:
+            raise CapacityError(
+                f"a prompt of {len(prompt_ids)} tokens does not fit into one step",
+                f"max_num_tokens is {step} and chunked prefill is off",
+                "Raise max_num_tokens or switch enable_chunked_prefill on",
+            )
+
+    def check_resume(self, sequence: Sequence, params: SamplingParams) -> None:
+        """Whether a parked sequence can generate with these params; raises as ``resume`` does."""
+        self._expect_parked(sequence, "resumed")
+        if params.n != 1:
+            raise ParameterError(
+                "invalid n", f"a live sequence has one continuation, not {params.n}", "Fork it"
+            )
+        if params.prompt_logprobs is not None:
+            raise ParameterError(
+                "prompt_logprobs of a live sequence",
+                "its earlier tokens are computed already",
+                "Ask for them when generating from a prompt",
+            )
+        self._check_params(params)
+        self._check_length(len(sequence.tokens) + 1)
+
+    def _check_params(self, params: SamplingParams) -> None:
+        self._check_ids("logit_bias", params.logit_bias or ())
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        drafter = params.speculation.drafter if params.speculation is not None else None
+        if drafter is not None and drafter not in self.speculation.names:
+            raise UnknownNameError("drafter", drafter, self.speculation.names)
+
+    def _check_ids(self, what: str, ids: Iterable[int]) -> None:
+        size = self.runner.lm.vocab_size
+        bad = next((token for token in ids if not 0 <= token < size), None)
+        if bad is not None:
+            raise ParameterError(
+                f"token id {bad} in {what}",
+                f"the model's vocabulary has the ids 0 to {size - 1}",
+                "Use the model's own tokenizer",
+            )
+
+    def _check_length(self, length: int) -> None:
+        if length > self._max_context:
+            raise ContextLengthError(
+                f"{length} tokens do not fit into the context",
+                f"one sequence may have {self._max_context}, prompt and output together",
+                "Shorten the prompt, or raise max_seq_len if the model allows it",
+            )
+        if length > self._capacity:
+            raise CapacityError(
+                f"{length} tokens do not fit into the KV cache",
+                f"it holds {self._capacity}",
+                "Shorten the prompt or raise kv_cache_config.max_tokens",
+            )
+
+    @staticmethod
+    def _check_constraints(params: SamplingParams, constraints: Constraints | None) -> None:
+        """Constraints are given if and only if the params ask for a shape of the output."""
+        if (params.guided_decoding is None) != (constraints is None):
+            raise ParameterError(
+                "guided_decoding and constraints belong together",
+                f"guided_decoding is {params.guided_decoding}, constraints are {constraints}",
+                "Text is not known here: llm.grammar compiles the constraints of a shape",
+            )
+
+    # ---- sequences --------------------------------------------------------------------------
 
     def add(
+        self,
+        prompt_ids: Ids[int],
+        params: SamplingParams,
+        *,
+        keep: bool = False,
+        constraints: Constraints | None = None,
+    ) -> list[Sequence]:
+        """Check a prompt and its params, and ``start`` them."""
+        self.check_prompt(prompt_ids, params)
+        return self.start(prompt_ids, params, keep=keep, constraints=constraints)
+
+    def start(
         self,
         prompt_ids: Ids[int],
         params: SamplingParams,
@@ -87,16 +182,15 @@ class Engine:
         """Start ``params.n`` generations from one prompt, which is prefilled once.
 
         Args:
-            prompt_ids: the prompt.
-            params: how to draw and when to stop.
+            prompt_ids: the prompt, which has passed ``check_prompt`` with these params.
+            params: how to sample and when to stop.
             keep: park each sequence at its end instead of closing it.
             constraints: of the shape that ``params.guided_decoding`` asks for, if it does.
 
         Raises:
-            ParameterError, ContextLengthError, CapacityError: see ``Admission.check``.
+            ParameterError: constraints without a shape, or a shape without constraints.
         """
-        self.admission.check(prompt_ids, params)
-        self.admission.check_constraints(params, constraints)
+        self._check_constraints(params, constraints)
         made = [constraints() if constraints is not None else None for _ in range(params.n)]
         arrival, seed = next(self._arrivals), self._seed(params)
         samples: list[Sequence] = []
@@ -110,14 +204,11 @@ class Engine:
         return samples
 
     def open(self, prompt_ids: Ids[int]) -> Sequence:
-        """A parked sequence that holds the prompt; nothing is computed before ``resume``."""
-        self.admission.check(prompt_ids, SamplingParams())
-        return self._new(list(prompt_ids), keep=True)
+        """A parked sequence that holds a prompt which has passed ``check_prompt``.
 
-    def check_resume(self, sequence: Sequence, params: SamplingParams) -> None:
-        """Raise what ``resume`` would."""
-        self._expect_parked(sequence, "resumed")
-        self.admission.check_resume(sequence.tokens, params)
+        Nothing is computed before ``resume``.
+        """
+        return self._new(list(prompt_ids), keep=True)
 
     def resume(
         self,
@@ -132,10 +223,10 @@ class Engine:
 
         Raises:
             UsageError: it is not parked.
-            ParameterError, ContextLengthError, CapacityError: see ``Admission.check``.
+            ParameterError, ContextLengthError, CapacityError: as ``check_prompt``.
         """
         self.check_resume(sequence, params)
-        self.admission.check_constraints(params, constraints)
+        self._check_constraints(params, constraints)
         constraint = constraints() if constraints is not None else None
         if sequence.num_uncomputed == 0:  # the last token's logits are needed once more
             sequence.table.rewind(len(sequence.tokens) - 1)
@@ -144,7 +235,8 @@ class Engine:
     def extend(self, sequence: Sequence, token_ids: Ids[int]) -> None:
         """Put tokens behind a parked sequence; they are computed when it is resumed."""
         self._expect_parked(sequence, "extended")
-        self.admission.check_extension(sequence.tokens, token_ids)
+        self._check_ids("extension", token_ids)
+        self._check_length(len(sequence.tokens) + len(token_ids))
         sequence.tokens.extend(token_ids)
         sequence.prompt_length = len(sequence.tokens)
 
@@ -174,30 +266,30 @@ class Engine:
                 "Rewind to a length that it has had",
             )
         attach_ready_dependents(sequence, all_of_them=True)
-        kept = bisect_left(sequence.drawn, length)
-        self._ledger.count(sequence, discarded=len(sequence.drawn) - kept)
-        del sequence.drawn[kept:]
+        kept = bisect_left(sequence.sampled_positions, length)
+        self._count_discarded(sequence, len(sequence.sampled_positions) - kept)
+        del sequence.sampled_positions[kept:]
         del sequence.tokens[length:]
         sequence.table.rewind(min(length, sequence.table.length))
         sequence.prompt_length = min(sequence.prompt_length, length)
-        sequence.peak = min(sequence.peak, length)
-        sequence.shared = min(sequence.shared, length)
+        sequence.num_ever_computed = min(sequence.num_ever_computed, length)
+        sequence.num_shared = min(sequence.num_shared, length)
 
     def abort(self, sequence: Sequence) -> None:
-        """End a generation now; no further event tells of it. Idle and closed ones stay so."""
+        """End a generation now, without a further event. Parked and closed ones stay so."""
         if sequence.active:
             self.scheduler.finish(sequence, FinishReason.ABORT)
 
     def cut(self, sequence: Sequence, length: int) -> None:
         """End a generation of which the first ``length`` tokens of the sequence are wanted.
 
-        A step may draw several tokens, and the caller's reason to stop may lie before the last.
+        A step may append several tokens, and the caller's reason to stop may lie before the last.
         """
         self.abort(sequence)
         if sequence.status is Status.PARKED:
             self.rewind(sequence, length)
         else:
-            self._ledger.count(sequence, discarded=len(sequence.tokens) - length)
+            self._count_discarded(sequence, len(sequence.tokens) - length)
 
     def close(self, sequence: Sequence) -> None:
         """Give back all its pages; the sequence is of no further use. Closing twice is fine."""
@@ -217,7 +309,7 @@ class Engine:
             assert sequence.num_computed <= len(sequence.tokens)
             assert all(child.parent is sequence for child in sequence.dependents)
 
-    # ---- what they share --------------------------------------------------------------------
+    # ---- shared --------------------------------------------------------------------
 
     def _new(self, tokens: list[int], keep: bool) -> Sequence:
         """A parked sequence without KV."""
@@ -232,6 +324,10 @@ class Engine:
         self.scheduler.place(sequence, Status.PARKED)
         return sequence
 
+    def _count_discarded(self, sequence: Sequence, num_tokens: int) -> None:
+        sequence.usage.discarded += num_tokens
+        self.stats.discarded += num_tokens
+
     def _seed(self, params: SamplingParams) -> int:
         return self._seeds.getrandbits(64) if params.seed is None else params.seed
 
@@ -244,12 +340,12 @@ class Engine:
         constraint: Constraint | None,
     ) -> None:
         """Let a parked sequence generate."""
-        room = self.limits.max_length - len(sequence.tokens)
+        left = self.limits.max_length - len(sequence.tokens)
         sequence.params, sequence.arrival, sequence.seed = params, arrival, seed
         sequence.prompt_length = len(sequence.tokens)
-        sequence.limit = len(sequence.tokens) + min(room, params.max_tokens or room)
+        sequence.limit = len(sequence.tokens) + min(left, params.max_tokens or left)
         sequence.finish_reason = sequence.stop_reason = None
-        sequence.constraint, sequence.suspect = constraint, False
+        sequence.constraint, sequence.had_nonfinite_logits = constraint, False
         sequence.metrics = SpeculationMetrics()
         self.scheduler.place(sequence, Status.WAITING)
 

@@ -1,4 +1,4 @@
-"""From what the caller wrote to a running engine. Every ``"auto"`` and None is settled here."""
+"""Build an engine from ``LlmArgs``. Every ``"auto"`` and None is resolved here."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ log = logging.getLogger(__name__)
 
 HOST_SHARE = 0.1
 """Share of the free host memory that the KV cache may take by default."""
-PREFIX_ROOM = 3
-"""Contexts that a cache holds by default, if memory allows, beside those that run at once: for the
-prefixes of earlier requests."""
+NUM_PREFIX_CONTEXTS = 3
+"""Contexts that the KV cache holds by default, if memory allows, beside those of the running batch:
+for the prefixes of earlier requests."""
 HOST_LIMIT = 4 * 2**30
-"""Bytes of host memory that the KV cache takes at most by default."""
+"""Max bytes of host memory that the KV cache takes by default."""
 
 
 def build(args: LlmArgs, model_dir: Path) -> Engine:
@@ -71,7 +71,7 @@ def build(args: LlmArgs, model_dir: Path) -> Engine:
     target = Target(runner, args.max_num_tokens)
     drafters = [build_drafter_entry(config, target, batch_size) for config in configs]
     capacity = _fill(
-        args.kv_cache_config, runner.storage, drafters, (batch_size + PREFIX_ROOM) * context
+        args.kv_cache_config, runner.storage, drafters, (batch_size + NUM_PREFIX_CONTEXTS) * context
     )
     limits = Limits(
         max_batch_size=batch_size,
@@ -92,7 +92,7 @@ def build(args: LlmArgs, model_dir: Path) -> Engine:
 def build_drafter_entry(
     config: DecodingBaseConfig, target: Target, batch_size: int
 ) -> DrafterEntry:
-    """The drafter that ``config`` describes, with all that belongs to it.
+    """The drafter that ``config`` describes, with its length policy and acceptance rule.
 
     Args:
         config: how to draft.
@@ -144,13 +144,13 @@ def _check_lengths(configs: Sequence[DecodingBaseConfig], context: int) -> None:
 def _fill(
     config: KvCacheConfig, storage: KvStorage, drafters: list[DrafterEntry], useful: int
 ) -> int:
-    """Give the KV cache, and what drafters store beside it, their pages.
+    """Allocate the pages of the KV cache and of the drafters' caches.
 
     Args:
-        config: what the caller wants.
+        config: of the KV cache.
         storage: the target's.
-        drafters: theirs follow it page by page.
-        useful: tokens beyond which there is nothing to hold.
+        drafters: their caches get the same number of pages.
+        useful: tokens that the running batch and earlier prefixes could take.
 
     Returns:
         Tokens that the cache holds: not more than ``useful``, unless asked for.

@@ -1,18 +1,19 @@
-"""Who runs in the next step, and with how many tokens. No torch; knows pages and counts only.
+"""The scheduler: the queues of sequences, and the plan of a step. Pages and counts only, no torch.
 
 One token budget per step. Running sequences come first, those with a single token to compute (a
 decode) before those with more (a chunk of a prefill), so that a long prompt never stalls running
-answers; what is left goes to waiting sequences, strictly in the order of priority and arrival.
-Behind a decode, room for the nodes of a draft is reserved as far as budget and free pages go; it is
-the first to be given back when anybody needs pages, and takes at most half of what prefills want.
-Where all places are taken, one of higher priority gets that of one of lower, which pauses.
-When pages run out, they are taken from whoever is served last: first from parked sequences, then
-from waiting ones that still hold some, then from running ones, whose KV is computed again later.
+decodes; what is left goes to waiting sequences, strictly by priority and arrival. Between decodes
+and prefills, slots for draft nodes are reserved as far as budget and free pages go: at most half of
+what prefills could use, and they are the first to be given back when a sequence needs pages.
+
+When the batch is full, a waiting sequence of higher priority replaces a running one of lower
+priority, which keeps its pages. When pages run out, they are taken from the sequence that is served
+last: parked sequences first, then waiting ones that hold some, then running ones (preemption by
+recomputation).
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
@@ -33,21 +34,11 @@ from forethought.speculative.draft import NO_DRAFT, Draft
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from forethought.speculative.verify.rules import AcceptanceRule
     from forethought.speculative.verify.verify import VerificationResult
 
-    Outcome = list[tuple[Sequence, VerificationResult]]
-    # What was sampled after one row: for its own sequence first, then for its siblings.
-
-    from forethought.speculative.verify.rules import AcceptanceRule
-
-log = logging.getLogger(__name__)
-
-RequestedNodes = Callable[[List[Sequence], int], List[int]]
-"""How many draft nodes to reserve behind each of these sequences, all of which decode, while so
-many run."""
-
 PROMPT_LOGPROB_ROWS = 256
-"""Most prompt tokens per step whose logits are wanted, as these take vocabulary-sized rows."""
+"""Max prompt tokens scored per step, as each takes a vocabulary-sized row of logits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,43 +57,46 @@ class Limits:
 
 @dataclass(slots=True)
 class PlannedRow:
-    """``count`` tokens of a sequence from position ``start``, and the draft behind the last one."""
+    """``num_tokens`` tokens of a sequence from position ``start``, and the draft behind them."""
 
     sequence: Sequence
     start: int
-    count: int
-    logits: int
-    """Of how many of its last known tokens the logits are wanted."""
+    num_tokens: int
+    """Known tokens to compute."""
+    num_logits: int
+    """The logits of so many of its last known tokens are wanted."""
     copies: tuple[PageCopy, ...] | None = None
-    """To be made before the forward; None: the table has no room for the tokens yet."""
-    nodes: int = 0
-    """Room behind the tokens that is reserved for a draft."""
+    """To make before the forward; None: the table has no slots for the tokens yet."""
+    num_nodes: int = 0
+    """Draft slots behind the known tokens: those reserved by the plan, and from drafting on as many
+    as the draft has nodes."""
     draft: Draft = NO_DRAFT
+    """Set by drafting."""
     rule: AcceptanceRule | None = None
-    """What decides about the draft; None: its law, exactly."""
+    """Set by drafting: accepts or rejects the draft; None: the exact rule."""
     known_logits: Tensor | None = None
-    """Filled by the forward: [logits, V] float32, of its last known tokens."""
-    outcome: Outcome = field(default_factory=list)
-    """Filled by verification: what was drawn behind it."""
+    """Set by verification: [num_logits, V] float32."""
+    results: list[tuple[Sequence, VerificationResult]] = field(default_factory=list)
+    """Set by verification: what was sampled, for its own sequence first, then for siblings."""
 
     @property
     def stop(self) -> int:
         """The position behind its last known token."""
-        return self.start + self.count
+        return self.start + self.num_tokens
 
     @property
     def is_last(self) -> bool:
-        """Whether the row computes the sequence's last token, so that one is drawn after it."""
+        """Whether it computes the sequence's last token, behind which a token is sampled."""
         return self.stop == len(self.sequence.tokens)
 
     @property
-    def decodes(self) -> bool:
-        """Whether the row computes a token drawn in this generation: a draft may follow it."""
-        drawn = self.stop > self.sequence.prompt_length
-        return drawn and self.count == 1 == self.logits and self.is_last
+    def is_decode(self) -> bool:
+        """Whether it computes a token sampled in this generation: a draft may follow it."""
+        in_output = self.stop > self.sequence.prompt_length
+        return in_output and self.num_tokens == 1 == self.num_logits and self.is_last
 
     def undo(self) -> None:
-        """Take back the room for its tokens: they were not stored.
+        """Give back the slots of its tokens, which were not stored.
 
         A page that was to be copied may be empty, so that one is given back as a whole.
         """
@@ -117,8 +111,8 @@ class Plan:
     """The rows of one step."""
 
     rows: list[PlannedRow] = field(default_factory=list)
-    tokens: int = 0
-    """To compute, those of drafts included."""
+    num_tokens: int = 0
+    """To compute: known tokens and draft slots."""
     failures: list[tuple[Sequence, Exception]] = field(default_factory=list)
     """Sequences that cannot go on, to be closed at the end of the step. They have no row."""
 
@@ -127,18 +121,23 @@ class Plan:
         """Page copies to make before the forward."""
         return [copy for row in self.rows for copy in row.copies or ()]
 
+    @property
+    def decodes(self) -> list[PlannedRow]:
+        """The rows that a draft may follow."""
+        return [row for row in self.rows if row.is_decode]
+
     def add(self, row: PlannedRow) -> None:
-        """One more, without room for a draft as yet."""
+        """Add a row without draft slots."""
         self.rows.append(row)
-        self.tokens += row.count
+        self.num_tokens += row.num_tokens
 
     def remove(self, sequence: Sequence) -> None:
         """Leave a sequence out of the step: its row, if it has one, is undone."""
-        for place, row in enumerate(self.rows):
+        for position, row in enumerate(self.rows):
             if row.sequence is sequence:
                 row.undo()
-                self.tokens -= row.count + row.nodes
-                del self.rows[place]
+                self.num_tokens -= row.num_tokens + row.num_nodes
+                del self.rows[position]
                 return
 
     def fail(self, sequence: Sequence, error: Exception) -> None:
@@ -156,34 +155,42 @@ class Plan:
         return any(failed is sequence for failed, _ in self.failures)
 
     def undo(self) -> None:
-        """Nothing of this step was stored, and nobody fails."""
+        """Undo all rows: nothing of this step was stored."""
         for row in self.rows:
             row.undo()
 
-    def reserve(self, row: PlannedRow, nodes: int) -> None:
-        """Make room for a draft, in place of the room that there was; ``nodes`` pages are free."""
-        table = row.sequence.table
-        if table.length > row.stop:
-            table.rewind(row.stop)
-        copies = table.append(nodes)
+    def reserve(self, row: PlannedRow, num_nodes: int) -> None:
+        """Append draft slots to a row that has none; enough pages must be available."""
+        copies = row.sequence.table.append(num_nodes)
         assert not copies, "the page of the root is the sequence's own already"
-        self.tokens += nodes - row.nodes
-        row.nodes = nodes
+        self.num_tokens += num_nodes
+        row.num_nodes = num_nodes
 
-    def give_back_nodes(self) -> bool:
-        """Release what is reserved for drafts; whether there was anything."""
-        reserved = [row for row in self.rows if row.nodes]
+    def trim(self, row: PlannedRow, num_nodes: int) -> None:
+        """Keep only the first ``num_nodes`` draft slots of a row."""
+        row.sequence.table.rewind(row.stop + num_nodes)
+        self.num_tokens -= row.num_nodes - num_nodes
+        row.num_nodes = num_nodes
+
+    def drop_draft(self, row: PlannedRow) -> None:
+        """Leave the row without a draft and without slots for one."""
+        row.draft, row.rule = NO_DRAFT, None
+        self.trim(row, 0)
+
+    def drop_drafts(self) -> bool:
+        """``drop_draft`` for every row; whether this gave back any slots."""
+        reserved = [row for row in self.rows if row.num_nodes]
         for row in reserved:
-            self.reserve(row, 0)
+            self.drop_draft(row)
         return bool(reserved)
 
 
 class Scheduler:
-    """Holds the queues; plans steps.
+    """The queues of running, waiting and parked sequences.
 
     Args:
-        pool: where pages come from.
-        index: where prefixes that are stored already are found.
+        pool: of the pages.
+        index: finds prefixes that are stored already.
         limits: of a step and of a sequence.
         stats: counts cached tokens, preemptions and drops.
     """
@@ -197,7 +204,7 @@ class Scheduler:
         self.parked: list[Sequence] = []
         """Least recently used first."""
         self.on_end: Callable[[Sequence], None] = lambda sequence: None
-        """Told of each generation that is over, and of each sequence that is closed."""
+        """Called with each sequence whose generation is over or that is closed."""
         self._queues = {
             Status.RUNNING: self.running,
             Status.WAITING: self.waiting,
@@ -239,21 +246,42 @@ class Scheduler:
             sequence.table.release()
             self.place(sequence, Status.CLOSED)
 
-    def plan(self, plan: Plan, requested_nodes: RequestedNodes | None = None) -> None:
-        """Choose the rows of the next step and make room for their tokens.
+    def plan_decodes(self, plan: Plan) -> None:
+        """Add a row for each running sequence with one token to compute.
 
         Args:
             plan: an empty one, filled row by row, so that it can be undone wherever this stops.
                 What is raised for one sequence ends up in its ``failures``.
-            wishes: how many draft nodes the sequences that decode would like.
         """
-        self._yield_places()
+        self._replace_by_priority()
         self.running.sort(key=lambda sequence: sequence.rank)
-        decoding = [sequence for sequence in self.running if sequence.num_uncomputed == 1]
-        prefilling = [sequence for sequence in self.running if sequence.num_uncomputed > 1]
-        self._plan_rows(plan, decoding)
-        if requested_nodes is not None:
-            self._try_to_reserve(plan, requested_nodes)
+        self._plan_rows(plan, [s for s in self.running if s.num_uncomputed == 1])
+
+    def reserve_draft_slots(self, plan: Plan, rows: List[PlannedRow], requested: List[int]) -> None:
+        """Reserve draft slots behind decodes, the first rows first; preempts no sequence.
+
+        Args:
+            plan: of which nothing but decodes is planned.
+            rows: the decodes.
+            requested: draft nodes that each of them would like.
+        """
+        left = self.limits.max_num_tokens - plan.num_tokens
+        if len(self.running) > len(rows) or any(s.parent is None for s in self.waiting):
+            left //= 2
+        for row, wanted in zip(rows, requested, strict=True):
+            table = row.sequence.table
+            free = -table.length % self._pool.page_size
+            num_nodes = min(wanted, left, free + self._pool.available * self._pool.page_size)
+            if num_nodes > 0:
+                plan.reserve(row, num_nodes)
+                left -= num_nodes
+
+    def plan_prefills(self, plan: Plan) -> None:
+        """Add chunks of running prefills, then admit waiting sequences, as far as there is budget.
+
+        Draft slots are given back where their pages are needed.
+        """
+        prefilling = [s for s in self.running if s.num_uncomputed > 1 and not plan.has_failed(s)]
         self._plan_rows(plan, prefilling)
         self.waiting.sort(key=lambda sequence: sequence.rank)
         for sequence in list(self.waiting):
@@ -268,38 +296,16 @@ class Scheduler:
     def _plan_rows(self, plan: Plan, sequences: list[Sequence]) -> None:
         for sequence in sequences:
             try:
-                if sequence.status is Status.RUNNING:  # may have lost its pages to an earlier one
+                if sequence.status is Status.RUNNING:  # else preempted by an earlier one
                     self._plan_row(plan, sequence)
             except Exception as error:
                 plan.fail(sequence, error)
 
-    def _try_to_reserve(self, plan: Plan, requested_nodes: RequestedNodes) -> None:
-        """Reserve room for drafts; where that fails, this step has none."""
-        try:
-            self._reserve(plan, requested_nodes)
-        except Exception:
-            log.exception("no room for drafts could be reserved in this step")
-            plan.give_back_nodes()
+    def _replace_by_priority(self) -> None:
+        """Let waiting sequences of higher priority replace running ones of lower priority.
 
-    def _reserve(self, plan: Plan, requested_nodes: RequestedNodes) -> None:
-        """Give the decodes room for drafts, the first ones first; nobody loses a page by it."""
-        rows = [row for row in plan.rows if row.decodes]
-        left = self.limits.max_num_tokens - plan.tokens
-        if len(self.running) > len(rows) or any(s.parent is None for s in self.waiting):
-            left //= 2
-        wished = requested_nodes([row.sequence for row in rows], len(self.running))
-        for row, wish in zip(rows, wished, strict=True):
-            table = row.sequence.table
-            free = -table.length % self._pool.page_size
-            nodes = min(wish, left, free + self._pool.available * self._pool.page_size)
-            if nodes > 0:
-                plan.reserve(row, nodes)
-                left -= nodes
-
-    def _yield_places(self) -> None:
-        """Let waiting sequences of higher priority take the places of running ones of lower.
-
-        Those keep their pages and wait for the next free place. Arrival takes no place away.
+        Those keep their pages and wait until the batch has a free slot. Among equal priorities an
+        earlier arrival replaces none.
         """
         ready = sorted((s for s in self.waiting if s.parent is None), key=lambda s: s.rank)
         free = max(0, self.limits.max_batch_size - len(self.running))
@@ -309,25 +315,25 @@ class Scheduler:
             self.place(last, Status.WAITING)
 
     def _plan_row(self, plan: Plan, sequence: Sequence) -> None:
-        count = self._count(plan, sequence)
+        count = self._fitting_tokens(plan, sequence)
         if count == 0:
             return
         while sequence.table.pages_needed(count) > self._pool.available:
-            if plan.give_back_nodes():
+            if plan.drop_drafts():
                 continue
             if not self._take_pages_from(plan, self._victims(sequence), sequence):
                 return
         start = sequence.table.length
-        logits = int(sequence.num_uncomputed == count)
+        num_logits = int(sequence.num_uncomputed == count)
         if sequence.wants_prompt_logprobs:
-            logits = count
-        row = PlannedRow(sequence, start, count, logits)
+            num_logits = count
+        row = PlannedRow(sequence, start, count, num_logits)
         plan.add(row)  # before the table grows: an interrupt in between can be undone
         row.copies = tuple(sequence.table.append(count))
 
-    def _count(self, plan: Plan, sequence: Sequence) -> int:
+    def _fitting_tokens(self, plan: Plan, sequence: Sequence) -> int:
         """Tokens of the sequence that fit into what is left of the step's budget."""
-        left = self.limits.max_num_tokens - plan.tokens
+        left = self.limits.max_num_tokens - plan.num_tokens
         wanted = sequence.num_uncomputed
         if sequence.wants_prompt_logprobs:
             wanted = min(wanted, PROMPT_LOGPROB_ROWS)
@@ -336,13 +342,13 @@ class Scheduler:
         return min(wanted, left)
 
     def _admit(self, plan: Plan, sequence: Sequence) -> bool:
-        """Start a waiting sequence if budget and pages allow; parked ones give up theirs."""
+        """Start a waiting sequence if budget and pages allow; parked ones release theirs."""
         self._adopt_prefix(sequence)
-        if self._count(plan, sequence) == 0:
+        if self._fitting_tokens(plan, sequence) == 0:
             return False
         needed = sequence.table.pages_needed(sequence.num_uncomputed)
         if needed > self._pool.available:
-            plan.give_back_nodes()
+            plan.drop_drafts()
         while needed > self._pool.available:
             idle = [other for other in self.parked if other.table.pages]
             if not idle:
@@ -356,7 +362,7 @@ class Scheduler:
 
     def _adopt_prefix(self, sequence: Sequence) -> None:
         """Begin an empty table with the pages of a known prefix; at least one token is left."""
-        if sequence.table.pages or sequence.wants_prompt_logprobs or sequence.suspect:
+        if sequence.table.pages or sequence.wants_prompt_logprobs or sequence.had_nonfinite_logits:
             return
         pages = self._index.match(sequence.tokens[:-1], sequence.params.cache_salt)
         sequence.table.adopt(pages)
@@ -364,7 +370,7 @@ class Scheduler:
         self._stats.cached += sequence.table.length
 
     def _victims(self, needy: Sequence) -> list[Sequence]:
-        """Who gives pages to ``needy``, first one first: idle ones, then those served after it."""
+        """The sequences to take pages from for ``needy``: idle ones, then those served after it."""
         idle = [other for other in self.parked if other.table.pages]
         waiting = [other for other in self.waiting if other.table.pages]
         later = [other for other in self.running if other.rank >= needy.rank]

@@ -1,4 +1,4 @@
-"""One live run of tokens: the only mutable state of a request. Knows nothing about its company.
+"""One sequence of token ids: the only mutable state of a request in the engine.
 
 There are no phases, only counters that catch up::
 
@@ -7,13 +7,11 @@ There are no phases, only counters that catch up::
     stored     [ .............. )                       num_computed == table.length
     to compute                 [ ................... )  num_uncomputed; 1 for a plain decode
 
-When a step has computed the last token, the next one is drawn and appended.
+When a step has computed the last token, the next one is sampled and appended.
 
-[kinship] Forks that wait for KV which their parent is still computing.
-
-A fork shares the first ``shared`` tokens of its parent. If the parent has computed them, their
-pages are shared at once; else the fork becomes a dependent, and shares them as soon as they are
-there. Nothing is computed twice, and the parent never notices. Knows nothing about queues.
+A fork shares the first ``num_shared`` tokens of its parent. If the parent has computed them, their
+pages are shared at once; else the fork becomes a dependent of the parent, and shares them as soon
+as they are computed, so that no prefix is computed twice.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ class Status(Enum):
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """Token ids, their place in the KV cache, and how far the work on them has come."""
+    """Token ids, their page table, and how far they are computed."""
 
     id: int
     tokens: list[int]
@@ -59,32 +57,32 @@ class Sequence:
     keep: bool = False
     """Park when a generation ends, instead of closing."""
     index: int = 0
-    """Which of the ``n`` samples of its prompt this is."""
+    """Number among the ``n`` samples of its prompt."""
     arrival: int = 0
     """Order of arrival; the samples of one prompt share theirs."""
     seed: int = 0
-    """The coin for position t is a pure function of (seed, index, t)."""
+    """The uniform sample for position t is a pure function of (seed, index, t)."""
     limit: int = 0
     """The generation ends when there are this many tokens."""
     parent: Sequence | None = None
     """While set, the KV of a shared prefix comes from the parent, which is still computing it."""
     dependents: list[Sequence] = field(default_factory=list)
-    """The sequences that wait for this one's KV."""
-    shared: int = 0
+    """Sequences that wait for this one's KV."""
+    num_shared: int = 0
     """Tokens that it has in common with ``parent``."""
-    peak: int = 0
-    """Tokens computed at least once; computing them again is prefilling."""
-    drawn: list[int] = field(default_factory=list)
-    """The positions of the tokens that it has drawn itself, rising."""
+    num_ever_computed: int = 0
+    """Tokens computed at least once; computing them again counts as prefill."""
+    sampled_positions: list[int] = field(default_factory=list)
+    """The positions of the tokens that were sampled for it, rising."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """The stop token that ended the generation, if it was one of ``stop_token_ids``; or
     ``GRAMMAR_COMPLETE``."""
-    suspect: bool = False
-    """Its logits were not finite in this generation. It is computed again from the first token on,
-    on cleared pages, without drafts; the second time is an error."""
+    had_nonfinite_logits: bool = False
+    """In this generation. It is then computed again from the first token on, on cleared pages and
+    without drafts; the second time is an error."""
     constraint: Constraint | None = None
-    """What the output of the current generation has to keep to."""
+    """What restricts the output of the current generation."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     """One entry per prompt token as far as computed, if asked for."""
     usage: Usage = field(default_factory=Usage)
@@ -93,7 +91,7 @@ class Sequence:
 
     @property
     def has_stateful_distribution(self) -> bool:
-        """Whether the law of the next token depends on the tokens before it but for the logits."""
+        """Whether the next token depends on earlier tokens beyond the logits."""
         params = self.params
         return bool(
             self.constraint is not None
@@ -131,13 +129,13 @@ class Sequence:
 
     @property
     def rank(self) -> tuple[int, int, int]:
-        """Sorts sequences by who is served first: priority, arrival, sample."""
+        """The order of service: priority, arrival, sample."""
         return self.params.priority, self.arrival, self.index
 
 
-def depend_on(child: Sequence, parent: Sequence, shared: int) -> None:
-    """``child`` begins with the first ``shared`` tokens of ``parent``."""
-    child.parent, child.shared = parent, shared
+def depend_on(child: Sequence, parent: Sequence, num_shared: int) -> None:
+    """``child`` begins with the first ``num_shared`` tokens of ``parent``."""
+    child.parent, child.num_shared = parent, num_shared
     parent.dependents.append(child)
     attach_ready_dependents(parent)
 
@@ -146,11 +144,11 @@ def attach_ready_dependents(parent: Sequence, all_of_them: bool = False) -> None
     """Give dependents the KV they wait for, if it is there or will not come any more.
 
     Args:
-        parent: whose dependents.
+        parent: the sequence that they wait for.
         all_of_them: give every dependent what there is now; the parent is about to change.
     """
     for child in list(parent.dependents):
-        if all_of_them or not parent.active or parent.num_computed >= child.shared:
+        if all_of_them or not parent.active or parent.num_computed >= child.num_shared:
             attach_to_parent(child)
 
 
@@ -159,7 +157,7 @@ def attach_to_parent(child: Sequence, has_logits: bool = False) -> None:
 
     Args:
         child: a dependent.
-        has_logits: its next token is drawn from the parent's logits; else one that is about to
+        has_logits: its next token is sampled from the parent's logits; else one that is about to
             generate has to compute its last token itself.
     """
     parent = child.parent
@@ -170,7 +168,7 @@ def attach_to_parent(child: Sequence, has_logits: bool = False) -> None:
         if len(parent.prompt_logprobs) < child.prompt_length:
             return  # it has to compute its own, from the first token on
         child.prompt_logprobs = list(parent.prompt_logprobs)
-    ready = min(child.shared, parent.num_computed)
+    ready = min(child.num_shared, parent.num_computed)
     if child.active and not has_logits:
         ready = min(ready, len(child.tokens) - 1)
     child.table = parent.table.fork(ready)
@@ -184,11 +182,11 @@ def detach_from_parent(child: Sequence) -> None:
 
 
 def siblings_to_sample(sequence: Sequence) -> list[Sequence]:
-    """The sequence and those forks of it that want their next token after the very same tokens."""
+    """The sequence and those forks that have the very same tokens and wait to be sampled."""
     length = len(sequence.tokens)
     siblings = [
         other
         for other in sequence.dependents
-        if other.status is Status.WAITING and other.shared == len(other.tokens) == length
+        if other.status is Status.WAITING and other.num_shared == len(other.tokens) == length
     ]
     return [sequence, *siblings]

@@ -1,37 +1,30 @@
-"""A plan's way through the network: from planned rows to logits, from logits to verdicts.
+"""One engine step: schedule, draft, forward, verify, commit.
 
-What fails for several at once is tried again with half of them, down to single ones, so that an
-error is that of the request that causes it. Changes nothing about the sequences.
+Plain and speculative decoding are the same step: every decode verifies a tree of draft tokens,
+which without a drafter is its root, the last known token, alone::
 
-[commit] The end of a step: what was computed is recorded, what was drawn joins its sequence.
+    schedule   rows of known tokens: decodes, draft slots behind them, then prefill chunks
+    draft      each decode row gets a draft of N >= 0 nodes
+    forward    all rows in one batch                      -> logits [R, V] float32
+    verify     per decode, the accepted path of its draft and one more sampled token
+    commit     keep the KV of the path, publish full pages, append the tokens, finish sequences
 
-The only place where a sequence gets a token or learns that its generation is over by itself. Of a
-draft, the accepted path is kept and moved into place; the rest is forgotten.
-
-[loop] The loop: schedule, draft, forward, verify, commit.
-
-There is only this one. Every decode verifies a tree of drafted tokens, which without a drafter is
-its root alone. What is raised on the way is the error of the request that causes it: a forward or a
-verification that fails is made again with fewer rows, and once without the draft, before a request
-fails. Knows nothing about handles, and of each part only that it does its part.
+An exception fails the request that causes it. A forward or a verification that raises is repeated
+with half of its rows, down to single rows, and a single row once more without its draft, before
+its request fails; the other requests go on in the same step.
 """
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    pass
-
-import logging
-import time
-
-from forethought.engine.accounting import Accounting
 from forethought.engine.drafting import Drafting
 from forethought.engine.scheduler import Plan, PlannedRow, Scheduler
 from forethought.engine.sequence import (
@@ -43,27 +36,370 @@ from forethought.engine.sequence import (
 )
 from forethought.errors import LogitsError, RequestError
 from forethought.kv.draft_cache import DraftKvCache
+from forethought.kv.prefix import PrefixIndex
 from forethought.kv.storage import KvStorage
 from forethought.kv.table import SlotMove
 from forethought.model.batch import Row
-from forethought.model.causal_lm import HiddenStateReader
 from forethought.model.runner import Runner
-from forethought.model.sampling import TokenContext
+from forethought.model.sampling import TokenContext, prompt_logprobs
 from forethought.outputs import GRAMMAR_COMPLETE, EngineStats, FinishReason, TokenLogprobs
 from forethought.speculative.draft import NO_DRAFT, Draft
 from forethought.speculative.verify.verify import VerificationRequest, VerificationResult, verify
 
+log = logging.getLogger(__name__)
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
+End = tuple[FinishReason | None, int | str | None]
+"""The finish reason of a generation, None while it goes on, and its stop reason."""
+
 
 @dataclass(frozen=True, slots=True)
-class Drawing:
-    """A sequence that wants the token that follows a row: the row's own, or a twin of it."""
+class Event:
+    """What one step did to one sequence."""
 
-    row: PlannedRow
     sequence: Sequence
-    candidate: VerificationRequest
+    tokens: list[int]
+    """Sampled in this step."""
+    logprobs: list[TokenLogprobs] | None = None
+    """One entry per token, if asked for."""
+    finish_reason: FinishReason | None = None
+    error: Exception | None = None
+    """The step failed for this sequence, which is closed."""
+
+
+class Step:
+    """Runs engine steps.
+
+    Args:
+        runner: the model and its KV cache.
+        scheduler: holds the sequences and plans the rows of a step.
+        drafting: the drafters and their length policies.
+        index: where full pages are published.
+        stats: the engine's totals.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        drafting: Drafting,
+        index: PrefixIndex,
+        stats: EngineStats,
+    ) -> None:
+        self._runner, self._scheduler, self._drafting = runner, scheduler, drafting
+        self._index, self._stats = index, stats
+        self._has_drafters = bool(drafting.drafters)
+        self._storages: list[KvStorage | DraftKvCache] = [runner.storage, *drafting.draft_caches]
+        self._eos_ids = runner.lm.eos_token_ids
+        self._events: list[Event] = []
+        """What was committed and not returned yet."""
+
+    def run(self) -> list[Event]:
+        """One forward for all sequences that the plan has a row for.
+
+        A sequence that cannot go on is closed, its pages are released, and its event has the error.
+        A step that is interrupted can be repeated: before it commits it leaves all sequences as
+        they were, and the events of what it has committed are returned by the next one.
+        """
+        began = time.perf_counter()
+        plan, forward_seconds = Plan(), 0.0
+        try:
+            self._schedule(plan)
+            self._prepare_pages(plan)
+            if self._has_drafters:
+                self._draft(plan)
+            drafted = time.perf_counter()
+            computed = self._forward(plan)
+            forward_seconds = time.perf_counter() - drafted
+            self._verify(plan, computed)
+        except Exception as error:  # a defect of the engine itself
+            plan.fail_all(error)
+        except BaseException:
+            plan.undo()
+            raise
+        self._commit(plan)
+        if plan.rows:
+            self._observe(plan, time.perf_counter() - began)
+            self._stats.steps += 1
+            self._stats.forward_seconds += forward_seconds
+            self._stats.step_seconds += time.perf_counter() - began
+        events, self._events = self._events, []
+        return events
+
+    # ---- schedule ---------------------------------------------------------------------------
+
+    def _schedule(self, plan: Plan) -> None:
+        """Fill the plan. An error that is not one sequence's fails all that run or wait."""
+        try:
+            for sequence in list(self._scheduler):
+                attach_ready_dependents(sequence)
+            self._scheduler.plan_decodes(plan)
+            if self._has_drafters:
+                self._reserve_draft_slots(plan)
+            self._scheduler.plan_prefills(plan)
+        except Exception as error:
+            log.exception("no step could be planned")
+            plan.undo()
+            plan.rows.clear()
+            plan.failures = [
+                (sequence, _unplanned(error))
+                for sequence in (*self._scheduler.running, *self._scheduler.waiting)
+            ]
+
+    def _reserve_draft_slots(self, plan: Plan) -> None:
+        """Reserve slots for drafts behind the decodes; if that fails, this step has no drafts."""
+        rows = plan.decodes
+        try:
+            requested = self._drafting.requested_nodes(rows, len(self._scheduler.running))
+            self._scheduler.reserve_draft_slots(plan, rows, requested)
+        except Exception:
+            log.exception("no slots for drafts could be reserved in this step")
+            plan.drop_drafts()
+
+    def _prepare_pages(self, plan: Plan) -> None:
+        """Make the copy-on-write copies; invalidate in the draft caches what is computed anew."""
+        try:
+            for storage in self._storages:
+                storage.copy_pages(plan.copies)
+        except Exception:  # these rows compute their tokens in the next step, without a copy
+            log.exception("pages could not be copied")
+            for row in [row for row in plan.rows if row.copies]:
+                plan.remove(row.sequence)
+        for row in plan.rows:
+            table = row.sequence.table
+            for draft_cache in self._drafting.draft_caches:
+                draft_cache.invalidate(table, row.start, row.stop + row.num_nodes)
+            if row.sequence.had_nonfinite_logits:  # masked slots count if they are not finite
+                end = len(table.pages) * table.page_size
+                self._runner.storage.clear_slots(table.slots(row.start, end))
+
+    # ---- draft ------------------------------------------------------------------------------
+
+    def _draft(self, plan: Plan) -> None:
+        """Run the drafters; an error here costs the drafts alone."""
+        try:
+            self._drafting.draft(plan)
+        except Exception:
+            log.exception("this step has no drafts")
+            plan.drop_drafts()
+
+    def _observe(self, plan: Plan, seconds: float) -> None:
+        """Report the committed step to drafters and length policies."""
+        if not self._has_drafters:
+            return
+        try:
+            self._drafting.observe(plan, seconds)
+        except Exception:
+            log.exception("the result of a step could not be reported to the drafters")
+
+    # ---- forward ----------------------------------------------------------------------------
+
+    def _forward(self, plan: Plan) -> list[tuple[List[PlannedRow], Tensor]]:
+        """The rows that were computed together, with their logits.
+
+        Logits are [R, V] float32, row after row: the last ``num_logits`` known tokens, then the
+        draft nodes. The hidden-state caches of the drafters are filled on the way.
+        """
+        caches = self._drafting.hidden_state_caches
+
+        def compute(rows: List[PlannedRow]) -> Tensor:
+            try:
+                packed = [_pack(row) for row in rows]
+                forward = self._runner.forward
+                return forward(packed, caches) if caches else forward(packed)
+            except Exception as error:
+                log.warning("a forward of %d rows failed: %r", len(rows), error)
+                self._stats.failed_forwards += 1
+                raise
+
+        def failed(row: PlannedRow, error: Exception) -> PlannedRow | None:
+            if not row.num_nodes:
+                plan.fail(row.sequence, error)
+                return None
+            self._drafting.drop(row.sequence, error)
+            plan.drop_draft(row)
+            return row
+
+        return by_halves(list(plan.rows), compute, failed)
+
+    # ---- verify -----------------------------------------------------------------------------
+
+    def _verify(self, plan: Plan, computed: List[tuple[List[PlannedRow], Tensor]]) -> None:
+        """Fill ``results`` and ``known_logits`` of the rows from their logits [R, V]."""
+        nonfinite = dict.fromkeys(
+            sequence
+            for rows, logits in computed
+            for sequence in (*_keep_logits(rows, logits), *self._sample(plan, rows, logits))
+        )
+        for sequence in nonfinite:
+            self._recompute(plan, sequence)
+
+    def _sample(self, plan: Plan, rows: List[PlannedRow], logits: Tensor) -> list[Sequence]:
+        """Verify the drafts of rows computed together, and sample behind what is accepted.
+
+        Returns:
+            The sequences whose logits behind the root are not finite.
+        """
+
+        def compute(pending: List[_PendingSample]) -> list[VerificationResult]:
+            return verify(logits, [each.request for each in pending])
+
+        def failed(pending: _PendingSample, error: Exception) -> _PendingSample | None:
+            if not pending.request.draft.tokens:
+                plan.fail(pending.sequence, error)
+                return None
+            self._drafting.drop(pending.sequence, error)
+            return pending.without_draft()
+
+        nonfinite: list[Sequence] = []
+        for some, results in by_halves(_pending_samples(rows, self._eos_ids), compute, failed):
+            for pending, result in zip(some, results, strict=True):
+                if result.tokens:
+                    pending.row.results.append((pending.sequence, result))
+                elif pending.sequence is pending.row.sequence:  # its siblings wait for it
+                    nonfinite.append(pending.sequence)
+        return nonfinite
+
+    def _recompute(self, plan: Plan, sequence: Sequence) -> None:
+        """Compute a sequence with non-finite logits once more; the second time, fail it.
+
+        The NaN may come from another sequence: attention adds up whole pages, in which a masked
+        slot has weight 0, and 0 * NaN is NaN.
+        """
+        if plan.has_failed(sequence):
+            return
+        plan.remove(sequence)
+        self._index.withdraw(sequence.table.pages)
+        if sequence.had_nonfinite_logits:
+            plan.fail(sequence, _not_finite(sequence))
+        sequence.had_nonfinite_logits = True
+        self._scheduler.restart(sequence)
+
+    # ---- commit -----------------------------------------------------------------------------
+
+    def _commit(self, plan: Plan) -> None:
+        """Commit the rows one by one; an interrupt undoes those that are left."""
+        moves: list[SlotMove] = []
+        rows = list(plan.rows)
+        try:
+            while rows:
+                self._events += self._commit_row(rows[0], moves)
+                del rows[0]
+        finally:
+            for row in rows:
+                row.undo()
+            for storage in self._storages:
+                storage.move_slots(moves)
+        self._events += [self._fail(*failure) for failure in plan.failures]
+
+    def _commit_row(self, row: PlannedRow, moves: list[SlotMove]) -> list[Event]:
+        """Keep what was computed and accepted; append the sampled tokens, as the last thing."""
+        sequence, result, accepted = row.sequence, None, list[int]()
+        end: End = (None, None)
+        try:
+            if row.results:
+                result = row.results[0][1]
+                end = self._truncate(sequence, result)
+                accepted = result.tokens[: len(result.path)]
+                self._count_draft(row, len(accepted))
+            moves += sequence.table.keep_path(row.stop, result.path if result else ())
+            self._record(row, accepted)
+        except Exception as error:  # its siblings go on without it
+            return [self._fail(sequence, error)]
+        siblings = [self._start_sibling(*each) for each in row.results[1:]]
+        return [self._append(sequence, result, end), *siblings] if result else []
+
+    def _start_sibling(self, sibling: Sequence, result: VerificationResult) -> Event:
+        """Let a sibling of a row's sequence go on with a token of its own."""
+        try:
+            end = self._truncate(sibling, result)
+            attach_to_parent(sibling, has_logits=True)
+            is_full = self._scheduler.is_full
+            self._scheduler.place(sibling, Status.WAITING if is_full else Status.RUNNING)
+            return self._append(sibling, result, end)
+        except Exception as error:
+            return self._fail(sibling, error)
+
+    def _truncate(self, sequence: Sequence, result: VerificationResult) -> End:
+        """Cut a result behind the token that ends the generation."""
+        tokens = result.tokens
+        assert len(tokens) <= sequence.limit - len(sequence.tokens), "drafts are shorter than this"
+        for size in range(1, len(tokens) + 1):
+            reason, stop_reason = self._end(sequence, tokens[:size])
+            if reason is not None:
+                del tokens[size:], result.path[size - 1 :]
+                return reason, stop_reason
+        return None, None
+
+    def _end(self, sequence: Sequence, tokens: list[int]) -> End:
+        """Whether and how the last of these new tokens ends the generation.
+
+        Raises:
+            ParameterError: it breaks the grammar, with which nothing could go on.
+        """
+        params, constraint, token = sequence.params, sequence.constraint, tokens[-1]
+        complete = constraint is not None and constraint.is_complete([*sequence.output, *tokens])
+        if token in params.stop_token_ids:
+            return FinishReason.STOP, token
+        if token in self._eos_ids and not params.ignore_eos:
+            return FinishReason.STOP, None
+        if complete:
+            return FinishReason.STOP, GRAMMAR_COMPLETE
+        is_full = len(sequence.tokens) + len(tokens) >= sequence.limit
+        return FinishReason.LENGTH if is_full else None, None
+
+    def _count_draft(self, row: PlannedRow, num_accepted: int) -> None:
+        if not row.is_decode:
+            return
+        metrics = row.sequence.metrics
+        metrics.record(row.num_nodes, num_accepted)
+        if row.rule is not None:
+            metrics.lossy = True
+            metrics.synthetic |= row.rule.synthetic
+        self._stats.drafted += row.num_nodes
+        self._stats.accepted += num_accepted
+
+    def _record(self, row: PlannedRow, accepted: list[int]) -> None:
+        """Count and publish the tokens of a computed row, and score those of the prompt.
+
+        Tokens that the sequence did not sample in this generation, or that were computed before,
+        are prefilled; the others are counted as decoded when they are appended.
+
+        Args:
+            row: its table holds its known tokens and the accepted ones.
+            accepted: the tokens of the accepted path, which the sequence has yet to get.
+        """
+        sequence = row.sequence
+        known = max(sequence.prompt_length, sequence.num_ever_computed)
+        prefilled = max(0, min(known, row.stop) - row.start)
+        sequence.usage.prefilled += prefilled
+        self._stats.prefilled += prefilled
+        sequence.num_ever_computed = max(sequence.num_ever_computed, sequence.table.length)
+        if self._index.enabled:
+            _publish(self._index, sequence, accepted)
+        if sequence.wants_prompt_logprobs:
+            assert row.known_logits is not None, "a computed row has its logits"
+            _add_prompt_logprobs(sequence, row.known_logits, row.start)
+
+    def _append(self, sequence: Sequence, result: VerificationResult, end: End) -> Event:
+        """Append the tokens of a result, the last of which may finish the generation."""
+        tokens, begin = result.tokens, len(sequence.tokens)
+        sequence.sampled_positions += range(begin, begin + len(tokens))
+        sequence.tokens += tokens
+        sequence.usage.decoded += len(tokens)
+        self._stats.decoded += len(tokens)
+        reason, sequence.stop_reason = end
+        if reason is not None:
+            self._scheduler.finish(sequence, reason)
+        logprobs = result.logprobs and result.logprobs[: len(tokens)]
+        return Event(sequence, tokens, logprobs, reason)
+
+    def _fail(self, sequence: Sequence, error: Exception) -> Event:
+        self._stats.failures += 1
+        self._scheduler.close(sequence)
+        return Event(sequence, [], error=error)
 
 
 def by_halves(
@@ -75,12 +411,12 @@ def by_halves(
 
     Args:
         items: in order.
-        compute: what does not change the items, so that it can be called again.
-        on_failure: told of an item for which ``compute`` fails alone. It may return another item to
-            try in its place; else nothing is computed for it.
+        compute: must not change the items, as it may be called again.
+        on_failure: called with an item for which ``compute`` fails alone. It may return another
+            item to compute in its place; else nothing is computed for it.
 
     Returns:
-        In order, the items that were computed together, with what came of it.
+        In order, the items that were computed together and the result.
     """
     done: list[tuple[List[Item], Result]] = []
     left = [items] if items else []
@@ -103,84 +439,76 @@ def by_halves(
     return done
 
 
-def forward(
-    runner: Runner, rows: List[PlannedRow], readers: List[HiddenStateReader] = ()
-) -> Tensor:
-    """Compute the rows' tokens, and hand their hidden states to those who keep them.
-
-    Returns:
-        [R, V] float32 in the order of the rows: of each row its ``logits`` last known tokens, then
-        the nodes of its draft.
-    """
-    packed = [_row(row) for row in rows]
-    return runner.forward(packed, readers) if readers else runner.forward(packed)
-
-
-def drawings(rows: List[PlannedRow], eos_ids: frozenset[int]) -> list[Drawing]:
-    """Who wants a token behind rows that were computed together.
-
-    Args:
-        rows: in the order of their logits; only those that are their sequence's last one count.
-        eos_ids: the model's end-of-sequence ids.
-    """
-    found: list[Drawing] = []
-    begin = 0
-    for row in rows:
-        root = begin + row.logits - 1
-        for sequence in siblings_to_sample(row.sequence) if row.is_last else []:
-            draft = row.draft if sequence is row.sequence else NO_DRAFT
-            candidate = VerificationRequest(
-                draft=draft,
-                rows=range(root, root + 1 + len(draft)),
-                contexts=_contexts(sequence, draft, eos_ids),
-                seed=sequence.seed,
-                stream=sequence.index,
-                position=len(sequence.tokens),
-                past=sequence.tokens,
-                rule=row.rule if sequence is row.sequence else None,
-            )
-            found.append(Drawing(row, sequence, candidate))
-        begin = root + 1 + len(row.draft)
-    return found
-
-
-def verify_plan(logits: Tensor, wanted: List[Drawing]) -> list[VerificationResult]:
-    """What each of them gains; ``logits`` [R, V] float32 are those of ``forward``."""
-    return verify(logits, [each.candidate for each in wanted])
-
-
-def without_draft(drawing: Drawing) -> Drawing:
-    """The same, where the token behind the row alone is drawn."""
-    candidate = drawing.candidate
-    plain = replace(
-        candidate,
-        draft=NO_DRAFT,
-        rows=candidate.rows[:1],
-        contexts=candidate.contexts[:1],
-        rule=None,
-    )
-    return replace(drawing, candidate=plain)
-
-
-def _row(row: PlannedRow) -> Row:
-    draft, parents = row.draft, None
+def _pack(row: PlannedRow) -> Row:
+    """The model's view of a row: its known tokens, then the nodes of its draft."""
+    draft, parents, count = row.draft, None, row.num_tokens
     if draft.parents is not None:
-        nodes = (row.count + parent if parent >= 0 else row.count - 1 for parent in draft.parents)
-        parents = (*range(-1, row.count - 1), *nodes)
+        nodes = (count + parent if parent >= 0 else count - 1 for parent in draft.parents)
+        parents = (*range(-1, count - 1), *nodes)
     return Row(
         tokens=[*row.sequence.tokens[row.start : row.stop], *draft.tokens],
         start=row.start,
         table=row.sequence.table,
         parents=parents,
-        logits_from=row.count - row.logits,
+        logits_from=count - row.num_logits,
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _PendingSample:
+    """A sequence to sample for behind a row: the row's own, or a sibling with the same tokens."""
+
+    row: PlannedRow
+    sequence: Sequence
+    request: VerificationRequest
+
+    def without_draft(self) -> _PendingSample:
+        """The same, sampled behind the root."""
+        rows, contexts = self.request.rows[:1], self.request.contexts[:1]
+        plain = replace(self.request, draft=NO_DRAFT, rows=rows, contexts=contexts, rule=None)
+        return replace(self, request=plain)
+
+
+def _pending_samples(rows: List[PlannedRow], eos_ids: frozenset[int]) -> list[_PendingSample]:
+    """The sequences to sample for behind rows that were computed together.
+
+    Args:
+        rows: in the order of their logits; only one that is its sequence's last is sampled behind.
+        eos_ids: the model's end-of-sequence ids.
+    """
+    pending: list[_PendingSample] = []
+    begin = 0
+    for row in rows:
+        root = begin + row.num_logits - 1
+        begin = root + 1 + row.num_nodes
+        if not row.is_last:
+            continue
+        for sequence in siblings_to_sample(row.sequence):
+            is_own = sequence is row.sequence
+            draft = row.draft if is_own else NO_DRAFT
+            request = VerificationRequest(
+                draft=draft,
+                rows=range(root, root + 1 + len(draft.tokens)),
+                contexts=_contexts(sequence, draft, eos_ids),
+                seed=sequence.seed,
+                stream=sequence.index,
+                position=len(sequence.tokens),
+                past=sequence.tokens,
+                rule=row.rule if is_own else None,
+            )
+            pending.append(_PendingSample(row, sequence, request))
+    return pending
+
+
 def _contexts(sequence: Sequence, draft: Draft, eos_ids: frozenset[int]) -> list[TokenContext]:
-    """Of the root and of each node, with the path to it where the law looks at it."""
+    """Of the root and of each node, with the tokens before it if the distribution depends on them.
+
+    Returns:
+        1 + N, for the N nodes of the draft.
+    """
     params, start = sequence.params, sequence.prompt_length
     if not sequence.has_stateful_distribution:
-        return [TokenContext(params, (), (), eos_ids)] * (1 + len(draft))
+        return [TokenContext(params, (), (), eos_ids)] * (1 + len(draft.tokens))
     prompt, output, constraint = sequence.tokens[:start], sequence.output, sequence.constraint
     contexts = [TokenContext(params, prompt, output, eos_ids, constraint)]
     for node, token in enumerate(draft.tokens):
@@ -189,342 +517,53 @@ def _contexts(sequence: Sequence, draft: Draft, eos_ids: frozenset[int]) -> list
     return contexts
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
-    """What one step did to one sequence."""
+def _keep_logits(rows: List[PlannedRow], logits: Tensor) -> list[Sequence]:
+    """Set ``known_logits`` of rows that were computed together; ``logits`` is [R, V].
 
-    sequence: Sequence
-    tokens: list[int]
-    """Drawn in this step."""
-    logprobs: list[TokenLogprobs] | None = None
-    """One entry per token, if asked for."""
-    finish_reason: FinishReason | None = None
-    error: Exception | None = None
-    """The step failed for this sequence, which is closed."""
-
-
-@dataclass(frozen=True, slots=True)
-class _End:
-    """A generation has come to an end of its own."""
-
-    stop_reason: int | str | None
-
-
-class Commit:
-    """Commits steps.
-
-    Args:
-        scheduler: where sequences are placed.
-        ledger: where computed rows are recorded.
-        eos_ids: the model's end-of-sequence ids.
-        fail: closes a sequence whose row cannot be committed, and says so.
+    Returns:
+        The sequences whose prompt is to be scored with logits that are not finite.
     """
-
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        ledger: Accounting,
-        eos_ids: frozenset[int],
-        fail: Callable[[Sequence, Exception], Event],
-    ) -> None:
-        self._scheduler, self._ledger, self._eos_ids = scheduler, ledger, eos_ids
-        self._fail = fail
-
-    def __call__(self, plan: Plan, events: list[Event], moves: list[SlotMove]) -> None:
-        """Record the rows of ``plan``, all computed, and append what was drawn after each.
-
-        Args:
-            plan: the rows; where this is interrupted, those that are left are undone.
-            events: what happened is added.
-            moves: those to make in the storages before the next step are added.
-        """
-        left = list(plan.rows)
-        try:
-            while left:
-                events += self._events(left[0], moves)
-                del left[0]
-        finally:
-            for row in left:
-                row.undo()
-
-    def _events(self, row: PlannedRow, moves: list[SlotMove]) -> list[Event]:
-        try:
-            drawn = self._row(row, moves)
-        except Exception as error:  # is this row's; its twins go on alone
-            return [self._fail(row.sequence, error)]
-        siblings = [self._twin(*each) for each in row.outcome[1:]]
-        return [self._append(row.sequence, *drawn), *siblings] if drawn else []
-
-    def _row(
-        self, row: PlannedRow, moves: list[SlotMove]
-    ) -> tuple[VerificationResult, _End | None] | None:
-        """Keep of the row what counts; returns what its sequence has drawn, if anything."""
-        sequence, drawn, path = row.sequence, None, list[int]()
-        if row.outcome:
-            verdict = row.outcome[0][1]
-            drawn = verdict, self._cut(sequence, verdict)
-            path = verdict.path
-            if row.decodes:
-                self._ledger.count_draft(row, len(path))
-        moves += sequence.table.keep_path(row.stop, path)
-        drawn_at = len(sequence.tokens)
-        sequence.tokens += [row.draft.tokens[node] for node in path]
-        try:
-            self._ledger.record(row)
-        finally:
-            del sequence.tokens[drawn_at:]
-        return drawn
-
-    def _twin(self, sibling: Sequence, verdict: VerificationResult) -> Event:
-        """Let a twin of a row's sequence go on with a token of its own."""
-        try:
-            end = self._cut(sibling, verdict)
-            attach_to_parent(sibling, has_logits=True)
-            full = self._scheduler.is_full
-            self._scheduler.place(sibling, Status.WAITING if full else Status.RUNNING)
-            return self._append(sibling, verdict, end)
-        except Exception as error:  # is the twin's
-            return self._fail(sibling, error)
-
-    def _cut(self, sequence: Sequence, verdict: VerificationResult) -> _End | None:
-        """Leave out what follows the token that ends the generation; how it ends, if it does."""
-        tokens, size, end = verdict.tokens, 0, None
-        assert len(tokens) <= sequence.limit - len(sequence.tokens), "drafts are shorter than this"
-        while end is None and size < len(tokens):
-            size += 1
-            end = self._end(sequence, tokens[:size])
-        del verdict.tokens[size:], verdict.path[size - 1 :]
-        return end
-
-    def _end(self, sequence: Sequence, tokens: list[int]) -> _End | None:
-        """How the last one of these new tokens ends the generation, if it does.
-
-        Raises:
-            ParameterError: it breaks the grammar, with which nothing could go on.
-        """
-        params, constraint, token = sequence.params, sequence.constraint, tokens[-1]
-        complete = constraint is not None and constraint.is_complete([*sequence.output, *tokens])
-        if token in params.stop_token_ids:
-            return _End(token)
-        if token in self._eos_ids and not params.ignore_eos:
-            return _End(None)
-        return _End(GRAMMAR_COMPLETE) if complete else None
-
-    def _append(self, sequence: Sequence, verdict: VerificationResult, end: _End | None) -> Event:
-        """Drawn tokens join their sequence, and the last one may be its last."""
-        begin, tokens, reason = len(sequence.tokens), verdict.tokens, None
-        sequence.drawn += range(begin, begin + len(tokens))
-        sequence.tokens += tokens
-        self._ledger.count(sequence, decoded=len(tokens))
-        if end is not None:
-            sequence.stop_reason, reason = end.stop_reason, FinishReason.STOP
-        elif len(sequence.tokens) >= sequence.limit:
-            reason = FinishReason.LENGTH
-        if reason is not None:
-            self._scheduler.finish(sequence, reason)
-        logprobs = verdict.logprobs and verdict.logprobs[: len(tokens)]
-        return Event(sequence, tokens, logprobs, reason)
-
-
-log = logging.getLogger(__name__)
-
-
-class Step:
-    """Carries sequences through the network, step by step.
-
-    Args:
-        runner: the network and the tensors of its KV cache.
-        scheduler: who runs.
-        speculation: who guesses.
-        ledger: who counts.
-        stats: the engine's totals.
-    """
-
-    def __init__(
-        self,
-        runner: Runner,
-        scheduler: Scheduler,
-        speculation: Drafting,
-        ledger: Accounting,
-        stats: EngineStats,
-    ) -> None:
-        self._runner, self._scheduler, self._stats = runner, scheduler, stats
-        self._speculation, self._ledger = speculation, ledger
-        self._storages: list[KvStorage | DraftKvCache] = [runner.storage, *speculation.draft_caches]
-        self._eos_ids = runner.lm.eos_token_ids
-        self._commit = Commit(scheduler, ledger, self._eos_ids, self._fail)
-        self._events: list[Event] = []
-        """What has happened and was not told yet."""
-
-    def step(self) -> list[Event]:
-        """One pass through the network for everyone.
-
-        A sequence that cannot go on is closed, its pages are given back, and its event has the
-        error. A step that is interrupted can be repeated: until it commits, it leaves all sequences
-        as they were, and the events of what it has committed are told by the next one.
-        """
-        began = time.perf_counter()
-        plan, forward_seconds = Plan(), 0.0
-        try:
-            self._plan(plan)
-            self._prepare(plan)
-            self._draft(plan)
-            drafted = time.perf_counter()
-            parts = self._forward(plan)
-            forward_seconds = time.perf_counter() - drafted
-            suspects = dict.fromkeys(s for part in parts for s in self._judge(plan, *part))
-        except Exception as error:  # a mistake of our own
-            plan.fail_all(error)
-            suspects = {}
-        except BaseException:
-            plan.undo()
-            raise
-        for sequence in suspects:
-            self._suspect(plan, sequence)
-        moves: list[SlotMove] = []
-        try:
-            self._commit(plan, self._events, moves)
-        finally:
-            self._move_slots(moves)
-        self._events += [self._fail(*failure) for failure in plan.failures]
-        if plan.rows:
-            self._observe(plan, time.perf_counter() - began)
-            self._stats.steps += 1
-            self._stats.forward_seconds += forward_seconds
-            self._stats.step_seconds += time.perf_counter() - began
-        events, self._events = self._events, []
-        return events
-
-    def _plan(self, plan: Plan) -> None:
-        """Choose the rows. What cannot be told to be one sequence's error is everybody's."""
-        try:
-            for sequence in list(self._scheduler):
-                attach_ready_dependents(sequence)
-            self._scheduler.plan(plan, self._speculation.requested_nodes)
-        except Exception as error:
-            log.exception("no step could be planned")
-            plan.undo()
-            plan.rows.clear()
-            plan.failures = [
-                (sequence, _unplanned(error))
-                for sequence in (*self._scheduler.running, *self._scheduler.waiting)
-            ]
-
-    def _prepare(self, plan: Plan) -> None:
-        """Copy what is copied on write; say what will be written anew."""
-        try:
-            for storage in self._storages:
-                storage.copy_pages(plan.copies)
-        except Exception:  # they compute those tokens in the next step instead, without a copy
-            log.exception("pages could not be copied")
-            for row in [row for row in plan.rows if row.copies]:
-                plan.remove(row.sequence)
-        for row in plan.rows:
-            table = row.sequence.table
-            for draft_cache in self._speculation.draft_caches:
-                draft_cache.invalidate(table, row.start, row.stop + row.nodes)
-            if row.sequence.suspect:  # masked slots count if they are not finite
-                end = len(table.pages) * table.page_size
-                self._runner.storage.clear_slots(table.slots(row.start, end))
-
-    def _draft(self, plan: Plan) -> None:
-        """Have the drafters asked; what fails there costs drafts alone."""
-        try:
-            self._speculation.draft(plan)
-        except Exception:
-            log.exception("this step has no drafts")
-            for row in plan.rows:
-                row.draft, row.rule = NO_DRAFT, None
-                plan.reserve(row, 0)
-
-    def _forward(self, plan: Plan) -> list[tuple[List[PlannedRow], Tensor]]:
-        """Compute the rows: those that were computed together, with their logits [R, V]."""
-        readers = self._speculation.features
-
-        def failed(row: PlannedRow, error: Exception) -> PlannedRow | None:
-            if not len(row.draft):
-                plan.fail(row.sequence, error)
-                return None
-            self._speculation.drop(row.sequence, error)
-            row.draft, row.rule = NO_DRAFT, None
-            plan.reserve(row, 0)
-            return row
-
-        def compute(rows: List[PlannedRow]) -> Tensor:
-            try:
-                return forward(self._runner, rows, readers)
-            except Exception as error:
-                log.warning("a forward of %d rows failed: %r", len(rows), error)
-                self._stats.failed_forwards += 1
-                raise
-
-        return by_halves(list(plan.rows), compute, failed)
-
-    def _judge(self, plan: Plan, rows: List[PlannedRow], logits: Tensor) -> list[Sequence]:
-        """Fill what the rows, which were computed together, have of their logits [R, V].
-
-        Returns:
-            The sequences that want logits which are not finite.
-        """
-
-        def failed(drawing: Drawing, error: Exception) -> Drawing | None:
-            if not len(drawing.candidate.draft):
-                plan.fail(drawing.sequence, error)
-                return None
-            self._speculation.drop(drawing.sequence, error)
-            return without_draft(drawing)
-
-        suspects = _known(rows, logits)
-        wanted = drawings(rows, self._eos_ids)
-        judged = by_halves(wanted, lambda some: verify_plan(logits, some), failed)
-        for some, verdicts in judged:
-            for drawing, verdict in zip(some, verdicts, strict=True):
-                if verdict.tokens:
-                    drawing.row.outcome.append((drawing.sequence, verdict))
-                elif drawing.sequence is drawing.row.sequence:  # its twins wait for it
-                    suspects.append(drawing.sequence)
-        return suspects
-
-    def _suspect(self, plan: Plan, sequence: Sequence) -> None:
-        """Its logits are not finite: have it computed again, or give up if that has been done.
-
-        What is not finite in the cache may be another's: attention adds up whole pages, in which
-        the weight of what is masked is 0, and 0 times NaN is NaN.
-        """
-        if plan.has_failed(sequence):
-            return
-        plan.remove(sequence)
-        self._ledger.withdraw(sequence)
-        if sequence.suspect:
-            plan.fail(sequence, _not_finite(sequence))
-        sequence.suspect = True
-        self._scheduler.restart(sequence)
-
-    def _observe(self, plan: Plan, seconds: float) -> None:
-        try:
-            self._speculation.observe(plan, seconds)
-        except Exception:
-            log.exception("drafters were not told what became of a step")
-
-    def _move_slots(self, moves: list[SlotMove]) -> None:
-        for storage in self._storages:
-            storage.move_slots(moves)
-
-    def _fail(self, sequence: Sequence, error: Exception) -> Event:
-        self._stats.failures += 1
-        self._scheduler.close(sequence)
-        return Event(sequence, [], error=error)
-
-
-def _known(rows: List[PlannedRow], logits: Tensor) -> list[Sequence]:
-    """Give the rows their logits [R, V]; returns whose prompt has some that are not finite."""
-    begin, suspects = 0, []
+    begin, nonfinite = 0, []
     for row in rows:
-        known = row.known_logits = logits[begin : begin + row.logits]
-        begin += row.logits + len(row.draft)
+        known = row.known_logits = logits[begin : begin + row.num_logits]
+        begin += row.num_logits + row.num_nodes
         if row.sequence.wants_prompt_logprobs and not known.amax(-1).isfinite().all():
-            suspects.append(row.sequence)
-    return suspects
+            nonfinite.append(row.sequence)
+    return nonfinite
+
+
+def _publish(index: PrefixIndex, sequence: Sequence, accepted: list[int]) -> None:
+    """Publish the full pages of computed tokens under the sequence's cache salt.
+
+    A sequence that is resumed under another salt begins another chain of digests. Its pages stay
+    published under the first salt, so that the index finds them under that one alone.
+    """
+    table, size = sequence.table, sequence.table.page_size
+    if len(table.digests) >= table.length // size:
+        return
+    root = index.root(sequence.params.cache_salt)
+    if table.root != root:
+        table.root = root
+        table.digests.clear()
+    first = len(table.digests)
+    tokens = [*sequence.tokens[first * size :], *accepted]
+    for begin in range(0, table.length - first * size - size + 1, size):
+        parent = table.digests[-1] if table.digests else root
+        page = table.pages[len(table.digests)]
+        table.digests.append(index.publish(parent, tokens[begin : begin + size], page))
+
+
+def _add_prompt_logprobs(sequence: Sequence, logits: Tensor, start: int) -> None:
+    """Score the prompt tokens that follow the positions from ``start`` on; logits: [M, V]."""
+    found = sequence.prompt_logprobs
+    if not found:
+        found.append(None)
+    first = len(found) - 1  # earlier positions were scored before a preemption
+    stop = min(start + len(logits), sequence.prompt_length - 1)
+    if first < stop:
+        following = sequence.tokens[first + 1 : stop + 1]
+        k = sequence.params.prompt_logprobs or 0
+        found += prompt_logprobs(logits[first - start : stop - start], following, k)
 
 
 def _unplanned(error: Exception) -> RequestError:

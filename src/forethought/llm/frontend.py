@@ -228,10 +228,10 @@ class Frontend:
         """A caller's prompt in tokens, and its params, both checked but for the grammar.
 
         Raises:
-            ParameterError, ContextLengthError, CapacityError: see ``Admission.check``.
+            ParameterError, ContextLengthError, CapacityError: see ``Engine.check_prompt``.
         """
         read, settled = read_prompt(prompt, self.tokenizer), self.read_params(params)
-        self.engine.admission.check(read.token_ids, settled)
+        self.engine.check_prompt(read.token_ids, settled)
         return read, settled
 
     def read_params(self, params: Any) -> SamplingParams:
@@ -289,7 +289,7 @@ class Frontend:
         self, prompt: Prompt, params: SamplingParams, constraints: Constraints | None
     ) -> Generation:
         """Start ``params.n`` samples of a prompt; ``guidance`` makes the constraints."""
-        sequences = self.engine.add(prompt.token_ids, params, constraints=constraints)
+        sequences = self.engine.start(prompt.token_ids, params, constraints=constraints)
         return self._follow(sequences, prompt)
 
     def open(self, token_ids: list[int]) -> Sequence:
