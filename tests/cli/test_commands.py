@@ -69,6 +69,7 @@ def test_eval_compares_methods_on_a_model_and_problems_of_ones_own(tmp_path, cap
         (["--samples", "0"], "at least 1"),
         (["--in-flight", "0"], "at least 1"),
         (["--temperature", "-1"], "temperature"),
+        (["--revision", "main"], "--revision needs --model"),
     ],
 )
 def test_eval_refuses_what_cannot_be(capsys, options, said):

@@ -248,6 +248,34 @@ def test_a_method_that_continues_text_needs_the_prompt_as_it_stands_on_a_server(
     assert server.requests[0]["prompt"] == QUESTION
 
 
+@pytest.mark.parametrize("command", [["generate", "Hello"], ["chat"], ["eval"]])
+@pytest.mark.parametrize(
+    "url", ["http://[::1", "http://h:x/v1", "http://127.0.0.1:99999/v1", "http://:80/v1", "ftp://h"]
+)
+def test_what_is_no_url_is_one_line_and_status_2(capsys, command, url):
+    assert main([*command, "--url", url, "--api-model", "m"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert f"invalid --url {url!r}" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--regex", "a+"], "--json-schema"),
+        (["--choice", "a", "--choice", "b"], "--json-schema"),
+        (["--json-schema", "{}", "--raw"], "Leave out --raw"),
+    ],
+)
+def test_a_shape_that_a_server_does_not_know_is_refused_in_the_command_lines_words(
+    capsys, options, said
+):
+    line = refused(capsys, "--url", "http://127.0.0.1:9/v1", "--api-model", "m", *options)
+    assert said in line
+    assert "Task" not in line
+    assert "extra_body" not in line
+
+
 def test_a_server_that_is_not_there_is_one_line_and_status_1(capsys):
     options = ["--url", "http://127.0.0.1:9/v1", "--api-model", "m"]
     assert main(["generate", QUESTION, *options]) == 1

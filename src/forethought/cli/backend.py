@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from forethought import methods
 from forethought.cli import options
@@ -350,11 +350,31 @@ def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
     names = ("max_tokens", "temperature", "top_p", "seed")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if any(value is not None for value in (args.json_schema, args.regex, args.choice)):
+        _check_shape(args)
         schema = None if args.json_schema is None else _schema(args.json_schema)
         shape = GuidedDecodingParams(json=schema, regex=args.regex, choice=args.choice)
         given["guided_decoding"] = shape
     SamplingParams(**given)
     return given
+
+
+def _check_shape(args: argparse.Namespace) -> None:
+    """Refuse a shape of the output that OpenAI's API cannot express, where a server answers."""
+    if not wants_server(args):
+        return
+    if args.json_schema is None:
+        option = "--regex" if args.regex is not None else "--choice"
+        raise ParameterError(
+            f"{option} needs a model on this machine",
+            "OpenAI's API has no field for it, only for JSON",
+            "Use --json-schema, or --model instead of --url",
+        )
+    if getattr(args, "raw", False):
+        raise ParameterError(
+            "--json-schema needs a chat with the server",
+            "--raw asks for a completion, and OpenAI's API has no schema there",
+            "Leave out --raw, or use --model instead of --url",
+        )
 
 
 def _schema(given: str) -> str:
@@ -369,18 +389,26 @@ def _schema(given: str) -> str:
         ) from error
 
 
-@contextmanager
-def open_backend(args: argparse.Namespace) -> Iterator[Backend]:
-    """The backend that the options choose, shut down at the end.
+def open_backend(args: argparse.Namespace) -> AbstractContextManager[Backend]:
+    """The backend that the options choose: loaded when entered, shut down at the end.
 
     Raises:
-        UsageError: options that contradict each other, or a model that cannot be opened.
+        UsageError: options that contradict each other; when entered, a model that cannot be loaded.
     """
     if wants_server(args):
-        yield Backend(server_opener(args)(), args.api_model)
-        return
+        open_server = server_opener(args)
+        return _server(open_server, args.api_model)
     fields = options.llm_args_of(args)
-    open_llm = options.llm_opener(fields)
+    return _engine(options.llm_opener(fields), fields)
+
+
+@contextmanager
+def _server(open_server: Callable[[], Worker], name: str) -> Iterator[Backend]:
+    yield Backend(open_server(), name)
+
+
+@contextmanager
+def _engine(open_llm: Callable[[], AsyncLLM], fields: Mapping[str, Any]) -> Iterator[Backend]:
     from forethought.scaffolding.workers.local import EngineWorker
 
     llm = open_llm()
@@ -406,11 +434,9 @@ def server_opener(args: argparse.Namespace) -> Callable[[], Worker]:
             "with them are for this machine",
             "Give --url and --api-model, or --model",
         )
-    if not re.match(r"https?://[^/]", args.url):
+    if reason := _url_error(args.url):
         raise ParameterError(
-            f"invalid --url {args.url!r}",
-            "it does not begin with http:// or https:// and a host",
-            "Write it as in http://host:8000/v1",
+            f"invalid --url {args.url!r}", reason, "Write it as in http://host:8000/v1"
         )
     try:
         from openai import AsyncOpenAI
@@ -420,3 +446,15 @@ def server_opener(args: argparse.Namespace) -> Callable[[], Worker]:
 
     key = os.environ.get("OPENAI_API_KEY", "none")
     return lambda: OpenaiWorker(AsyncOpenAI(base_url=args.url, api_key=key), args.api_model)
+
+
+def _url_error(url: str) -> str:
+    """Why a text is not the URL of a server; empty if it is."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # raises if it is not a number in 0..65535
+    except ValueError as error:
+        return str(error)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        return "it does not begin with http:// or https:// and a host"
+    return ""

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from forethought.llm.llm import LLM
 
 BATCHES = (1, 4, 16, 64)
+ROUNDS, OUT = 3, Path("runs/bench")
 _FIT_PROMPTS = 64
 """Prompts that a tree is fitted on."""
 
@@ -45,9 +46,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     options.add_argument(
         "--max-tokens", type=int, default=192, metavar="N", help="of each answer (default: 192)"
     )
-    options.add_argument(
-        "--rounds", type=int, default=3, metavar="R", help="runs of everything (default: 3)"
-    )
+    options.add_argument("--rounds", type=int, metavar="R", help="runs of everything (default: 3)")
     options.add_argument(
         "--batch", type=int, nargs="+", metavar="B", help="prompts at once (default: 1 4 16 64)"
     )
@@ -68,7 +67,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     options.add_argument(
         "--out",
         type=Path,
-        default=Path("runs/bench"),
         metavar="DIR",
         help="where plot and JSON are written (default: runs/bench)",
     )
@@ -88,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.fit_tree is not None:
         return _fit_tree(args, texts)
+    rounds, folder = args.rounds or ROUNDS, args.out or OUT
     batches = args.batch or [batch for batch in BATCHES if batch <= len(texts)]
     check_batches(batches, len(texts))
     fields = model.llm_args_of(args)
@@ -100,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     fields["speculative_config"] = configs
     variants = variant.variants_of(configs, args.lengths)
     check_installed()
-    _make(args.out)
+    _make(folder)
 
     from forethought.bench.report import BenchProgress
     from forethought.bench.speculation import SpeculationBench
@@ -108,19 +107,19 @@ def run(args: argparse.Namespace) -> int:
 
     with LLM(**fields) as llm:
         chosen = [_prompt(llm, text) for text in texts]
-        bench = SpeculationBench(llm, chosen, max_tokens=args.max_tokens, rounds=args.rounds)
+        bench = SpeculationBench(llm, chosen, max_tokens=args.max_tokens, rounds=rounds)
         total = bench.trials(variants, batches)
         with nullcontext(_ignore) if args.json else BenchProgress(total) as bar:
             rows = bench.run(variants, batches, bar)
     fields["dtype"] = _dtype(fields, llm.model_dir)
-    _report(args, fields, rows)
+    _report(args, fields, rows, rounds, folder)
     return 0
 
 
 def _check(args: argparse.Namespace) -> None:
     """Refuse values that cannot be, and those that would be ignored."""
     SamplingParams(max_tokens=args.max_tokens)
-    if args.rounds < 1:
+    if args.rounds is not None and args.rounds < 1:
         raise ParameterError("invalid --rounds", f"got {args.rounds}", "Run at least 1")
     if args.fit_tree is None:
         return
@@ -128,10 +127,12 @@ def _check(args: argparse.Namespace) -> None:
         raise ParameterError(
             "invalid --fit-tree", f"got {args.fit_tree}", "A tree has at least 1 node"
         )
-    for name in ("batch", "lengths"):
+    for name in ("batch", "lengths", "rounds", "out"):
         if getattr(args, name) is not None:
             raise ParameterError(
-                f"--{name} is for timing", "--fit-tree takes no time", f"Leave out --{name}"
+                f"--{name} is for timing",
+                "--fit-tree decodes once, prints the tree and writes no files",
+                f"Leave out --{name}",
             )
 
 
@@ -177,7 +178,13 @@ def _prompt(llm: LLM, text: str) -> Prompt:
     return llm.chat_prompt([{"role": "user", "content": text}])
 
 
-def _report(args: argparse.Namespace, fields: dict[str, Any], rows: list[BenchRow]) -> None:
+def _report(
+    args: argparse.Namespace,
+    fields: dict[str, Any],
+    rows: list[BenchRow],
+    rounds: int,
+    folder: Path,
+) -> None:
     """Write the files, and print."""
     from forethought.bench.report import recommend, save_plot, table
     from forethought.bench.variant import written
@@ -189,13 +196,13 @@ def _report(args: argparse.Namespace, fields: dict[str, Any], rows: list[BenchRo
         "model": name,
         "machine": _machine(fields),
         "max_tokens": args.max_tokens,
-        "rounds": args.rounds,
+        "rounds": rounds,
         "rows": [row.to_dict() for row in rows],
         "recommendation": advice.to_dict() | {"speculative_config": block},
     }
     line = json.dumps(report, ensure_ascii=False)
-    (args.out / "speculation.json").write_text(line + "\n", encoding="utf-8")
-    plot = save_plot(rows, args.out / "speculation.png", f"speculation on {name}")
+    (folder / "speculation.json").write_text(line + "\n", encoding="utf-8")
+    plot = save_plot(rows, folder / "speculation.png", f"speculation on {name}")
     if not args.json:
         print(f"{table(rows)}\n")
         print("\n".join(_notes(rows, report)))

@@ -59,10 +59,11 @@ def run(args: argparse.Namespace) -> int:
         raise ParameterError(
             "--system needs the chat template", "--raw leaves it out", "Put it into the prompt"
         )
+    backend = open_backend(args)
     with ExitStack() as opened:
         judge = opened.enter_context(open_judge(args))
         method = _method(args, params, judge.controller if judge else None)
-        chosen = opened.enter_context(open_backend(args))
+        chosen = opened.enter_context(backend)
         prompt = _prompt(args, question, chosen)
         respondent = Respondent(method, chosen.worker, judge.workers if judge else None)
         write = _Writing(chosen, show=not args.json)

@@ -24,6 +24,7 @@ from forethought.config.engine import LlmArgs
 from forethought.config.speculation import DecodingBaseConfig
 from forethought.errors import DependencyError, ParameterError, UsageError
 from forethought.methods.stack import parameters
+from forethought.model_dir import find_model_dir
 
 if TYPE_CHECKING:
     from forethought.llm.async_llm import AsyncLLM
@@ -142,7 +143,7 @@ def add_speculation_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--draft-model",
-        type=Path,
+        type=model_path,
         metavar="DIR|ID",
         help="local directory or Hub id of the smaller model, or of the heads, that --speculative "
         "drafts with (default: for the embedded reasoner, its own)",
@@ -211,11 +212,18 @@ INTRODUCTION = (
 _OPTIONS = ("model", "revision", "dtype", "device")
 
 
+def model_path(text: str) -> Path:
+    """A directory or Hub id as given to an option; an empty one is not the working directory."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty; give a directory or a Hub id")
+    return Path(text)
+
+
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Declare ``--model`` and what belongs to it."""
     parser.add_argument(
         "--model",
-        type=Path,
+        type=model_path,
         metavar="DIR|ID",
         help="local Hugging Face directory, or Hub id such as Qwen/Qwen3-0.6B (default: the "
         "embedded reasoner)",
@@ -257,12 +265,28 @@ def llm_args_of(args: argparse.Namespace, **defaults: Any) -> dict[str, Any]:
     given = {name: getattr(args, name) for name in _OPTIONS}
     fields |= {name: value for name, value in given.items() if value is not None}
     embedded = fields.get("model") is None
+    _check_revision(fields)
     own = embedded_draft_model(args.speculative) if embedded else None
     config = speculative_config_of(args, own)
     if config is not None:
         fields["speculative_config"] = config
     checked = LlmArgs.from_dict(fields)
     return {name: getattr(checked, name) for name in checked.model_fields_set}
+
+
+def _check_revision(fields: Mapping[str, Any]) -> None:
+    """Refuse a revision of what does not come from the Hub."""
+    model, revision = fields.get("model"), fields.get("revision")
+    if revision is None:
+        return
+    if model is None:
+        raise ParameterError(
+            "--revision needs --model",
+            "the embedded reasoner has no revisions",
+            "Leave it out, or name a model of the Hugging Face Hub",
+        )
+    if Path(model).exists():
+        find_model_dir(model, revision)  # refuses it
 
 
 def llm_opener(fields: Mapping[str, Any]) -> Callable[[], AsyncLLM]:

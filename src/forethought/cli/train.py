@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from forethought.cli.options import load_config_file
+from forethought.cli.options import load_config_file, model_path
 from forethought.errors import DependencyError, ParameterError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("kind", choices=KINDS, help="what to train")
     parser.add_argument(
         "--target",
-        type=Path,
+        type=model_path,
         metavar="DIR|ID",
         help="local Hugging Face directory, or Hub id, of the model to draft for (default: the "
         "embedded reasoner)",
