@@ -312,9 +312,9 @@ def test_an_output_that_cannot_go_on_fails_alone(monkeypatch):
 class Slow:
     """A compiler that stands still at each grammar until it is told to go on."""
 
-    def __init__(self, guidance, monkeypatch):
+    def __init__(self, compiler, monkeypatch):
         self.entered, self.leave, self.compiled = threading.Semaphore(0), threading.Event(), []
-        compile_ = guidance._compile
+        compile_ = compiler._compile
 
         def slow(shape, ignore_eos):
             self.compiled.append(shape)
@@ -322,7 +322,7 @@ class Slow:
             assert self.leave.wait(20)
             return compile_(shape, ignore_eos)
 
-        monkeypatch.setattr(guidance, "_compile", slow)
+        monkeypatch.setattr(compiler, "_compile", slow)
 
 
 @contextmanager
@@ -331,7 +331,7 @@ def clients(monkeypatch, **limits):
     config = {"guided_decoding_config": limits} if limits else {}
     llm = LLM(speaking("byte_level"), **SETTINGS, **config)
     clients = AsyncLLM.over(llm)
-    slow = Slow(llm._frontend.guidance, monkeypatch)
+    slow = Slow(llm._frontend.grammars, monkeypatch)
     try:
         yield clients, slow
     finally:
@@ -402,7 +402,7 @@ def test_a_grammar_over_the_time_limit_fails_its_request_and_is_there_for_later_
                 await session.generate(params(WORD))
             assert (await session.generate(FREE)).token_ids
         slow.leave.set()
-        for thread in list(llm._frontend.guidance._compilers):
+        for thread in list(llm._frontend.grammars._compilers):
             await asyncio.to_thread(thread.join)
         output = await llm.generate(PROMPTS[0], params(WORD))
         assert re.fullmatch(WORD["regex"], output.outputs[0].text)
@@ -415,7 +415,7 @@ def test_a_grammar_over_the_time_limit_fails_its_request_and_is_there_for_later_
 def test_the_time_limit_holds_for_callers_that_wait_too(monkeypatch):
     limit = {"guided_decoding_config": {"compile_timeout": 0.05}}
     with LLM(speaking("byte_level"), **SETTINGS, **limit) as llm:
-        slow = Slow(llm._frontend.guidance, monkeypatch)
+        slow = Slow(llm._frontend.grammars, monkeypatch)
         with llm.start("Who?") as session:
             for call in (llm.generate, llm.stream):
                 with pytest.raises(RequestTimeout, match="not compiled in time"):
