@@ -17,14 +17,12 @@ from forethought.cli import machine
 from forethought.cli import options as model
 from forethought.cli.options import embedded_draft_model
 from forethought.config.sampling import SamplingParams
-from forethought.errors import ParameterError, UsageError
+from forethought.errors import ParameterError
 from forethought.evaluation.report import count_of
 
 if TYPE_CHECKING:
     from forethought.bench.report import BenchRow
-    from forethought.bench.speculation import Prompt
     from forethought.bench.variant import Variant
-    from forethought.llm.llm import LLM
 
 BATCHES = (1, 4, 16, 64)
 ROUNDS, OUT = 3, Path("runs/bench")
@@ -79,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
     from forethought.bench import prompts, variant
     from forethought.bench.speculation import check_batches
-    from forethought.evaluation.report import check_installed
+    from forethought.evaluation.report import check_installed, make_folder
 
     texts = (
         prompts.shipped_prompts() if args.prompts is None else prompts.load_prompts(args.prompts)
@@ -99,16 +97,17 @@ def run(args: argparse.Namespace) -> int:
     fields["speculative_config"] = configs
     variants = variant.variants_of(configs, args.lengths)
     check_installed()
-    _make(folder)
+    make_folder(folder)
 
     from forethought.bench.report import BenchProgress
     from forethought.bench.speculation import SpeculationBench
+    from forethought.evaluation.problems import user_prompt
     from forethought.llm.llm import LLM
 
     with LLM(**fields) as llm:
-        chosen = [_prompt(llm, text) for text in texts]
+        chosen = [user_prompt(llm, text) for text in texts]
         bench = SpeculationBench(llm, chosen, max_tokens=args.max_tokens, rounds=rounds)
-        total = bench.trials(variants, batches)
+        total = bench.num_runs(variants, batches)
         with nullcontext(_ignore) if args.json else BenchProgress(total) as bar:
             rows = bench.run(variants, batches, bar)
     fields["dtype"] = _dtype(fields, llm.model_dir)
@@ -169,13 +168,6 @@ def _dtype(fields: dict[str, Any], model_dir: Path) -> str:
         return str(fields["dtype"])
     written = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     return str(written.get("dtype") or written.get("torch_dtype") or "auto")
-
-
-def _prompt(llm: LLM, text: str) -> Prompt:
-    """The text as the model wants to be asked."""
-    if not llm.tokenizer.chat_template:
-        return text
-    return llm.chat_prompt([{"role": "user", "content": text}])
 
 
 def _report(
@@ -248,13 +240,6 @@ def _machine(fields: dict[str, Any]) -> dict[str, Any]:
         "torch": torch.__version__,
         "dtype": fields["dtype"],
     }
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"cannot write to {folder}", str(error), "Give another folder") from error
 
 
 def _ignore(variant: Variant, batch: int) -> None:

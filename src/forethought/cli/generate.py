@@ -31,6 +31,7 @@ from forethought.cli.backend import (
 )
 from forethought.cli.options import parse_settings, with_samples
 from forethought.errors import ParameterError
+from forethought.evaluation.problems import user_prompt
 from forethought.methods.stack import stack
 from forethought.scaffolding.controller import Controller, NativeRewardController
 
@@ -166,10 +167,8 @@ def _prompt(args: argparse.Namespace, question: str, chosen: Backend) -> Any:
                 file=sys.stderr,
             )
         return question
-    assert chosen.llm is not None, "what is no server is an engine"
-    messages = [{"role": "system", "content": args.system}] if args.system else []
-    messages.append({"role": "user", "content": question})
-    return chosen.llm.chat_prompt(messages)
+    assert chosen.llm is not None, "a backend is a server or an engine"
+    return user_prompt(chosen.llm, question, args.system)
 
 
 def _write(text: str) -> None:
