@@ -219,7 +219,7 @@ def test_a_model_without_a_chat_template_is_prompted_as_it_stands(capsys):
         assert main(["generate", QUESTION, *common, *options]) == 0
         answers.append(capsys.readouterr())
     assert answers[0].out == answers[1].out
-    assert "has no chat template: the prompt is continued as it stands\n" in answers[0].err
+    assert "has no chat template: the prompt is continued as it is\n" in answers[0].err
     assert "chat template" not in answers[1].err
     assert "--system" in refused(capsys, "--system", "s", *common)
 
@@ -323,7 +323,7 @@ def test_best_of_n_over_a_server_is_judged_here(capsys, reward_model):
 
 def test_a_reward_model_is_asked_for_if_and_only_if_something_is_judged(capsys):
     assert "Give --reward-model DIR" in refused(capsys, "--method", "best_of_n")
-    assert "nothing to judge" in refused(capsys, "--reward-model", "dir")
+    assert "nothing to score" in refused(capsys, "--reward-model", "dir")
     missing = ["--method", "best_of_n", "--reward-model", "no/such/dir"]
     assert "no model at no/such/dir" in refused(capsys, *missing)
     assert "default_samples" in refused(capsys, *missing, "--set", "default_samples=3")

@@ -21,7 +21,7 @@ def shipped_prompts() -> list[str]:
 
 
 def load_prompts(path: Path) -> list[str]:
-    """One prompt per line: as it stands, or in the field ``prompt`` or ``question`` of an object.
+    """One prompt per line: as text, or in the field ``prompt`` or ``question`` of an object.
 
     Blank lines and repetitions are left out: drafters would find the earlier answer of the latter.
 

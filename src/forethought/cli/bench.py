@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse values that cannot be, and those that would be ignored."""
+    """Refuse impossible values, and options that would be ignored."""
     SamplingParams(max_tokens=args.max_tokens)
     if args.rounds is not None and args.rounds < 1:
         raise ParameterError("invalid --rounds", f"got {args.rounds}", "Run at least 1")
@@ -163,7 +163,7 @@ def _fit_tree(args: argparse.Namespace, texts: list[str]) -> int:
 
 
 def _dtype(fields: dict[str, Any], model_dir: Path) -> str:
-    """Of the weights, as the model's own configuration says unless told otherwise."""
+    """Of the weights: as given, else as the model's configuration says."""
     if fields.get("dtype", "auto") != "auto":
         return str(fields["dtype"])
     written = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
@@ -206,23 +206,23 @@ def _report(
 
 
 def _notes(rows: list[BenchRow], report: dict[str, Any]) -> list[str]:
-    """What the table does not say by itself."""
+    """Lines below the table."""
     where, rounds = report["machine"], report["rounds"]
-    place = where["processor"] if where["device"] == "cpu" else where["device"]
+    device = where["processor"] if where["device"] == "cpu" else where["device"]
     found = [
-        f"{report['model']} in {where['dtype']} on {place}, "
+        f"{report['model']} in {where['dtype']} on {device}, "
         f"{count_of(where['threads'], 'thread')}, torch {where['torch']}; "
         f"medians of {count_of(rounds, 'round')}; "
         "ratio: to plain decoding in the same round; by position: of the decode steps"
     ]
     if any(row.identical_share < 1.0 for row in rows):
         found.append(
-            "identical: where two tokens are nearly as likely, rounding decides, and rounding "
-            "depends on company and on where pages lie, with drafts or without: the rows of plain "
-            "decoding say how often it differs from itself; in float32 that is hardly ever seen"
+            "identical: between nearly equal probabilities rounding decides, and it depends on the "
+            "other sequences of the batch and on page boundaries, with drafts or without; the rows "
+            "of plain decoding show how often it differs from itself (in float32 hardly ever)"
         )
     if any(row.metrics.synthetic for row in rows):
-        found.append("*: acceptance was made up (synthetic_acceptance); the tokens mean nothing")
+        found.append("*: synthetic_acceptance is set; the tokens mean nothing")
     return found
 
 
@@ -243,4 +243,4 @@ def _machine(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ignore(variant: Variant, batch: int) -> None:
-    """There is no bar to move."""
+    """With --json there is no progress bar."""
