@@ -319,9 +319,9 @@ def test_an_output_that_cannot_go_on_fails_alone(monkeypatch):
 class Slow:
     """A compiler that stands still at each grammar until it is told to go on."""
 
-    def __init__(self, guidance, monkeypatch):
+    def __init__(self, compiler, monkeypatch):
         self.entered, self.leave, self.compiled = threading.Semaphore(0), threading.Event(), []
-        compile_ = guidance._compile
+        compile_ = compiler._compile
 
         def slow(shape, ignore_eos):
             self.compiled.append(shape)
@@ -329,7 +329,7 @@ class Slow:
             assert self.leave.wait(20)
             return compile_(shape, ignore_eos)
 
-        monkeypatch.setattr(guidance, "_compile", slow)
+        monkeypatch.setattr(compiler, "_compile", slow)
 
 
 @contextmanager
@@ -338,7 +338,7 @@ def clients(monkeypatch, **limits):
     config = {"guided_decoding_config": limits} if limits else {}
     llm = LLM(speaking("byte_level"), **SETTINGS, **config)
     clients = AsyncLLM.over(llm)
-    slow = Slow(llm._frontend.guidance, monkeypatch)
+    slow = Slow(llm._frontend.grammars, monkeypatch)
     try:
         yield clients, slow
     finally:
@@ -409,7 +409,7 @@ def test_a_grammar_over_the_time_limit_fails_its_request_and_is_there_for_later_
                 await session.generate(params(WORD))
             assert (await session.generate(FREE)).token_ids
         slow.leave.set()
-        for thread in list(llm._frontend.guidance._compilers):
+        for thread in list(llm._frontend.grammars._compilers):
             await asyncio.to_thread(thread.join)
         output = await llm.generate(PROMPTS[0], params(WORD))
         assert re.fullmatch(WORD["regex"], output.outputs[0].text)
@@ -421,18 +421,18 @@ def test_a_grammar_over_the_time_limit_fails_its_request_and_is_there_for_later_
 
 def test_compilers_that_are_over_their_time_leave_room_for_others_up_to_a_limit(monkeypatch):
     async def main(llm, slow):
-        guidance, never = llm._frontend.guidance, [{"regex": f"{n}"} for n in range(20)]
+        compiler, never = llm._frontend.grammars, [{"regex": f"{n}"} for n in range(20)]
         for shape in never[: MAX_COMPILER_THREADS - 1]:
             with pytest.raises(RequestTimeout):
                 await llm.generate(PROMPTS[0], params(shape))
-        assert len(guidance._compilers) == MAX_COMPILER_THREADS - 1
+        assert len(compiler._compilers) == MAX_COMPILER_THREADS - 1
         stuck = asyncio.create_task(llm.generate(PROMPTS[0], params(never[-1])))
         await asyncio.to_thread(slow.entered.acquire)
-        monkeypatch.setattr(guidance, "_config", GuidedDecodingConfig(compile_timeout=20))
+        monkeypatch.setattr(compiler, "_config", GuidedDecodingConfig(compile_timeout=20))
         late = asyncio.create_task(llm.generate(PROMPTS[0], params(WORD)))
         with pytest.raises(RequestTimeout):
             await stuck
-        assert len(guidance._compilers) == MAX_COMPILER_THREADS
+        assert len(compiler._compilers) == MAX_COMPILER_THREADS
         slow.leave.set()
         assert re.fullmatch(WORD["regex"], (await late).outputs[0].text)
 
@@ -447,7 +447,7 @@ def test_a_grammar_that_waits_is_compiled_as_soon_as_a_compiler_before_it_is_giv
         for _ in shapes:
             await asyncio.to_thread(slow.entered.acquire)
         waiting = asyncio.create_task(llm.generate(PROMPTS[0], params(WORD)))
-        while not llm._frontend.guidance._queue:
+        while not llm._frontend.grammars._queue:
             await asyncio.sleep(0)
         assert len(slow.compiled) == MAX_COMPILERS
         stuck[0].cancel()
@@ -463,7 +463,7 @@ def test_a_grammar_that_waits_is_compiled_as_soon_as_a_compiler_before_it_is_giv
 def test_the_time_limit_holds_for_callers_that_wait_too(monkeypatch):
     limit = {"guided_decoding_config": {"compile_timeout": 0.05}}
     with LLM(speaking("byte_level"), **SETTINGS, **limit) as llm:
-        slow = Slow(llm._frontend.guidance, monkeypatch)
+        slow = Slow(llm._frontend.grammars, monkeypatch)
         with llm.start("Who?") as session:
             for call in (llm.generate, llm.stream):
                 with pytest.raises(RequestTimeout, match="not compiled in time"):

@@ -1,17 +1,12 @@
-"""A grammar followed along the tokens of one generation: the engine's ``Constraint``.
+"""Structured output: a JSON schema, expression, grammar or choice compiled to a ``Constraint``.
 
-Knows nothing about requests, or about where the grammar came from.
+``GrammarCompiler`` compiles with llguidance, which is imported with the first request that needs
+it. A schema that cannot be honoured is refused before anything runs. Compiling may take seconds, so
+it runs in threads of its own and releases the GIL: no event loop and no engine waits for it. A
+request waits for at most ``compile_timeout`` seconds. The thread cannot be stopped then; it no
+longer counts for ``MAX_COMPILERS``, and there are never more than ``MAX_COMPILER_THREADS``.
 
-[guidance] From the shape that a caller wants an output to have to a constraint that the engine
-can follow.
-
-Everything that can be wrong with a schema, an expression or a grammar is told here, before anything
-runs. llguidance does the work; it is loaded with the first request that needs it.
-
-Compiling may take seconds, so it happens in threads of its own, which leave the GIL alone: no event
-loop and no engine waits for it. A request waits for at most ``compile_timeout`` seconds. The thread
-cannot be stopped then, it ends when llguidance does, and does not count any more; there are never
-more than ``MAX_COMPILER_THREADS``.
+``GrammarConstraint`` follows the compiled grammar along the tokens of one sample.
 """
 
 from __future__ import annotations
@@ -53,32 +48,32 @@ if TYPE_CHECKING:
 
 
 Bits = NDArray[np.uint8]
-"""[ceil(V / 8)] bytes, a bit for each of the model's V tokens, as ``Constraint.mask`` has them."""
+"""[ceil(V / 8)] bytes, one bit for each of the model's V tokens; see ``Constraint.mask``."""
 
 
 class GrammarConstraint:
-    """A ``Constraint`` that asks llguidance's matcher.
+    """A ``Constraint`` over llguidance's matcher.
 
-    The matcher stands behind one prefix at a time. It is moved to the one asked about by taking
-    back tokens and taking in others, so that what lies near costs little.
+    The matcher has consumed one prefix at a time. For another prefix it is rolled back to their
+    common part and consumes the rest, so a prefix that shares most tokens costs little.
 
     Args:
         start: a matcher at its beginning; it is copied and never moved.
-        writable: the tokens that may be in an output, or end one, at all.
-        ends: those of them that end one.
+        writable: the tokens that may occur in an output or end it.
+        ends: those of them that end an output.
     """
 
     def __init__(self, start: LLMatcher, writable: Bits, ends: Bits) -> None:
         self._start, self._writable, self._text = start, writable, writable & ~ends
         self._matcher = start.deep_copy()
         self._path: list[int] = []
-        """What the matcher has taken in."""
+        """The tokens that the matcher has consumed."""
         self._mask: Bits | None = None
-        """Behind ``_path``, once somebody has asked."""
+        """The mask behind ``_path``, once computed."""
         self._failure = ""
-        """What the matcher last gave up for."""
+        """The last error of a matcher."""
         self._stuck: dict[tuple[int, ...], str] = {}
-        """Prefixes that keep to the grammar and cannot go on, and why."""
+        """Prefix within the grammar that no token may follow -> why."""
 
     def fresh(self) -> GrammarConstraint:
         """A constraint of the same grammar, for another generation."""
@@ -88,7 +83,7 @@ class GrammarConstraint:
 
     @property
     def failure(self) -> str:
-        """What llguidance last gave up for; empty if it never did."""
+        """llguidance's last error; empty if there was none."""
         return self._failure
 
     def mask(self, output: Sequence[int]) -> Bits:
@@ -126,7 +121,7 @@ class GrammarConstraint:
         return mask
 
     def _move(self, output: list[int]) -> bool:
-        """Put the matcher behind ``output``, if that keeps to the grammar."""
+        """Move the matcher behind ``output``, if that is within the grammar."""
         shared = _shared(self._path, output)
         if shared < len(self._path):
             self._matcher.rollback(len(self._path) - shared)
@@ -137,23 +132,23 @@ class GrammarConstraint:
             return True
         if not all(self._writable[token // 8] >> token % 8 & 1 for token in more):
             return False
-        taken = self._matcher.try_consume_tokens(more)
+        consumed = self._matcher.try_consume_tokens(more)
         if self._matcher.is_error():
             self._give_up()
             return False
-        if taken:
-            self._path += more[:taken]
+        if consumed:
+            self._path += more[:consumed]
             self._mask = None
-        return taken == len(more)
+        return consumed == len(more)
 
     def _give_up(self) -> None:
-        """An error stays with its matcher: begin again with another one."""
+        """Replace the matcher by a fresh one: an error makes it unusable."""
         self._failure = read_error(self._matcher)
         self._matcher, self._path, self._mask = self._start.deep_copy(), [], None
 
 
 def read_error(matcher: LLMatcher) -> str:
-    """What the matcher says is wrong, in one line; empty if nothing is."""
+    """The matcher's error in one line; empty if there is none."""
     words = matcher.get_error().removesuffix("<non-verbose/>").split()
     return " ".join(words)[:400]
 
@@ -167,12 +162,12 @@ def _shared(path: list[int], output: list[int]) -> int:
 
 
 COMPILED = 64
-"""Grammars that are kept for requests to come."""
+"""Compiled grammars that are cached."""
 MAX_COMPILERS = 2
-"""Grammars that are compiled at the same time for requests that wait for them; further ones wait in
-order of arrival."""
+"""Grammars compiled at the same time for requests that wait for them; further ones wait in order of
+arrival."""
 MAX_COMPILER_THREADS = 8
-"""Threads that compile, those included that take longer than anybody waits for."""
+"""Threads that compile, those included that have exceeded the time limit."""
 MAX_INTERSECTIONS = 16
 """Uses of ``&`` in one definition of a grammar. The time to compile doubles with each."""
 STACK_BYTES = 512 * 2**20
@@ -198,7 +193,7 @@ _Key: TypeAlias = tuple[GuidedDecodingParams, bool]
 
 @dataclass(eq=False, slots=True)
 class _Compilation:
-    """A grammar that is compiled, or will be, for all requests that ask for it."""
+    """A grammar that is compiled, or will be, for all requests with the same parameters."""
 
     key: _Key
     future: Future[GrammarConstraint] = field(default_factory=Future)
@@ -243,21 +238,21 @@ class GrammarCompiler:
         Raises:
             ParameterError: it is larger than ``max_grammar_bytes``.
         """
-        shape, most = params.guided_decoding, self._config.max_grammar_bytes
-        if shape is None or (size := _size(shape)) <= most:
+        shape, max_bytes = params.guided_decoding, self._config.max_grammar_bytes
+        if shape is None or (size := _size(shape)) <= max_bytes:
             return
         raise ParameterError(
             f"the {shape.kind} in guided_decoding is too large",
-            f"it has {size:,} bytes, and guided_decoding_config.max_grammar_bytes is {most:,}",
+            f"it has {size:,} bytes, and guided_decoding_config.max_grammar_bytes is {max_bytes:,}",
             f"Shorten the {shape.kind}",
         )
 
     def constraints(self, params: SamplingParams) -> Make | None:
-        """What makes the constraint of each sample, once it is compiled; None without a shape.
+        """What makes the constraint of each sample, once compiled; None without a grammar.
 
         Raises:
-            ParameterError: the shape is too large, malformed, uses what is not supported, or cannot
-                be written with the model's tokens; or the tokenizer is none that this works with.
+            ParameterError: the grammar is too large, malformed, unsupported, or cannot be written
+                with the model's tokens; or the tokenizer is not supported.
             DependencyError: llguidance is not installed.
             RequestTimeout: it was not compiled within ``compile_timeout`` seconds.
         """
@@ -282,7 +277,7 @@ class GrammarCompiler:
             return future.result().fresh
 
     def find(self, params: SamplingParams) -> Make | None:
-        """What ``constraints`` would return without waiting, if it is compiled."""
+        """As ``constraints`` if the grammar is compiled already, else None. Never waits."""
         if params.guided_decoding is None:
             return None
         with self._lock:
@@ -304,7 +299,7 @@ class GrammarCompiler:
 
     @contextlib.contextmanager
     def _compiling(self, params: SamplingParams) -> Iterator[Future[GrammarConstraint]]:
-        """The compilation of a shape, which is given up if nobody waits before it has begun."""
+        """The compilation of a grammar; cancelled if no request waits for it before it begins."""
         self.check(params)
         with self._lock:
             compilation = self._find(_key(params))
@@ -345,7 +340,7 @@ class GrammarCompiler:
             _start_with_large_stack(thread)
         except RuntimeError as error:
             self._compilers.discard(thread)
-            if not self._compilers:  # else one that runs takes its work
+            if not self._compilers:  # else one that runs compiles it
                 raise RequestError(
                     "the grammar cannot be compiled", f"no thread for it: {error}", "Free memory"
                 ) from error
@@ -359,7 +354,7 @@ class GrammarCompiler:
                 with self._lock:
                     self._compiling_now.discard(compilation)
                     self._drop(compilation)
-                compilation.future.set_exception(_as_ours(error))
+                compilation.future.set_exception(_wrapped(error))
             else:
                 compilation.future.set_result(constraint)
                 with self._lock:
@@ -384,7 +379,7 @@ class GrammarCompiler:
             del self._compilations[compilation.key]
 
     def _evict(self) -> None:
-        """Keep the latest grammars, and all that are still to come."""
+        """Keep the ``COMPILED`` latest grammars, and those that requests wait for."""
         done = [
             c for c in list(self._compilations.values()) if c.future.done() and not c.num_waiting
         ]
@@ -400,7 +395,7 @@ class GrammarCompiler:
         )
 
     def _compile(self, shape: GuidedDecodingParams, ignore_eos: bool) -> GrammarConstraint:
-        tokens = self._tokens  # first: it tells if llguidance is missing
+        tokens = self._tokens  # first: raises if llguidance is missing
         from llguidance import LLMatcher, LLParserLimits
 
         try:
@@ -428,7 +423,7 @@ class GrammarCompiler:
 
     @property
     def _tokens(self) -> Any:
-        """The vocabulary as llguidance has it, made once."""
+        """The vocabulary in llguidance's form, made once."""
         with self._vocabulary_lock:
             return self._vocabulary
 
@@ -458,7 +453,7 @@ class GrammarCompiler:
 
 
 def _grammar(shape: GuidedDecodingParams) -> str:
-    """In llguidance's own notation.
+    """The grammar in llguidance's notation.
 
     Raises:
         ValueError: it is malformed.
@@ -511,7 +506,7 @@ _SPECIAL = frozenset(r"\.+*?()|[]{}^$#&-~/")
 
 
 def _check_first_token(shape: GuidedDecodingParams, constraint: GrammarConstraint) -> None:
-    """Some limits of llguidance are met only behind the first token: take one, and ask again."""
+    """Some limits of llguidance show only behind the first token: consume one and check again."""
     first = int(np.unpackbits(constraint.mask([]), bitorder="little").argmax())
     probe = constraint.fresh()
     try:
@@ -522,7 +517,7 @@ def _check_first_token(shape: GuidedDecodingParams, constraint: GrammarConstrain
 
 
 def _reason(error: str) -> str:
-    """llguidance's words, but for those about its own insides."""
+    """llguidance's message, without those about its internals."""
     if error.startswith("panic:") or "schema too large" in error:
         return "llguidance cannot compile it: it has too many parts"
     if "recursion limit" in error:
@@ -543,7 +538,7 @@ def _key(params: SamplingParams) -> _Key:
     return params.guided_decoding, params.ignore_eos
 
 
-def _as_ours(error: BaseException) -> ForethoughtError:
+def _wrapped(error: BaseException) -> ForethoughtError:
     if isinstance(error, ForethoughtError):
         return error
     failure = RequestError("the grammar cannot be compiled", f"{type(error).__name__}: {error}")
@@ -558,13 +553,13 @@ async def _done(future: Future[Any]) -> None:
     loop = asyncio.get_running_loop()
     waiter = loop.create_future()
 
-    def tell() -> None:
+    def finish() -> None:
         if not waiter.done():
             waiter.set_result(None)
 
     def wake(_: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(tell)
+            loop.call_soon_threadsafe(finish)
 
     future.add_done_callback(wake)
     await waiter

@@ -25,7 +25,7 @@ BYTES = Tokenizer(byte_level())
 EOS = 2
 WIDTH = 304
 """Logits of four more ids than the tokenizer has."""
-guidance = GrammarCompiler(BYTES, WIDTH, frozenset({EOS}))
+compiler = GrammarCompiler(BYTES, WIDTH, frozenset({EOS}))
 
 LIST = {"type": "array", "items": {"enum": ["a", "he", 12]}, "maxItems": 3}
 SHAPES = [
@@ -39,7 +39,7 @@ SHAPES = [
 ]
 
 
-def follow(shape: dict, of: GrammarCompiler = guidance, **params) -> Constraint:
+def follow(shape: dict, of: GrammarCompiler = compiler, **params) -> Constraint:
     return of.constraints(SamplingParams(guided_decoding=shape, **params))()
 
 
@@ -88,7 +88,7 @@ def test_a_constraint_asked_in_any_order_answers_as_a_new_one_does(asked):
 
 
 def test_samples_of_one_prompt_have_constraints_of_their_own():
-    make = guidance.constraints(SamplingParams(guided_decoding={"choice": ["ab", "cd"]}))
+    make = compiler.constraints(SamplingParams(guided_decoding={"choice": ["ab", "cd"]}))
     first, second = make(), make()
     assert allowed(first, ids("a")) == set(ids("b"))
     assert allowed(second, ids("c")) == set(ids("d"))
@@ -235,12 +235,12 @@ def test_an_output_that_grows_beyond_what_can_be_followed_fails_and_does_not_spo
 
 
 def test_no_shape_is_no_constraint():
-    assert guidance.constraints(SamplingParams()) is None
+    assert compiler.constraints(SamplingParams()) is None
 
 
 def test_a_grammar_is_compiled_once():
     params = [SamplingParams(guided_decoding={"json": LIST}, seed=seed) for seed in (1, 2)]
-    first, second = (guidance.constraints(each) for each in params)
+    first, second = (compiler.constraints(each) for each in params)
     assert first.__self__ is second.__self__
 
 
