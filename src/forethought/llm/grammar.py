@@ -99,6 +99,9 @@ class GrammarConstraint:
         output = list(output)
         reason = self._stuck.get(tuple(output[:-1])) if self._stuck else None
         if reason is not None or not self._move(output):
+            self._matcher.compute_bitmask()  # a limit that stopped it may be reported only here
+            if self._matcher.is_error():
+                self._give_up()
             raise ParameterError(
                 "the output cannot be kept to its grammar",
                 reason or self._failure or f"token {output[-1]} is not in it",
@@ -522,7 +525,7 @@ def _reason(error: str) -> str:
         return "llguidance cannot compile it: it has too many parts"
     if "recursion limit" in error:
         return f"it is nested too deeply: {error}"
-    if "too big" in error:
+    if "too big" in error or "too many expressions" in error:
         return f"it is too large to be compiled: {error}"
     return error
 
