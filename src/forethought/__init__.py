@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from forethought.config.sampling import SamplingParams, SpeculationParams
     from forethought.errors import ForethoughtError
     from forethought.llm.async_llm import AsyncLLM
-    from forethought.llm.llm import LLM
-    from forethought.llm.session import Session
+    from forethought.llm.llm import LLM, Session
     from forethought.outputs import (
         CompletionOutput,
         FinishReason,
@@ -44,7 +43,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "LLM": "llm.llm",
     "AsyncLLM": "llm.async_llm",
-    "Session": "llm.session",
+    "Session": "llm.llm",
     "SamplingParams": "config.sampling",
     "GuidedDecodingConfig": "config.engine",
     "GuidedDecodingParams": "config.guided",

@@ -3,7 +3,7 @@
 import pytest
 
 from forethought.bench import speculation
-from forethought.bench.speculation import FEWEST_PROMPTS, BenchRun, SpeculationBench
+from forethought.bench.speculation import MIN_PROMPTS, BenchRun, SpeculationBench
 from forethought.bench.variant import PLAIN, Variant
 from forethought.config.drafters import NGramDecodingConfig, SuffixDecodingConfig
 from forethought.errors import ParameterError, UnknownNameError
@@ -12,7 +12,7 @@ from forethought.outputs import SpeculationMetrics
 from tokens import speaking
 
 NGRAM, SUFFIX = Variant("ngram", 3), Variant("suffix", 2)
-PROMPTS = [f"Hello {number} " * 3 for number in range(FEWEST_PROMPTS + 2)]
+PROMPTS = [f"Hello {number} " * 3 for number in range(MIN_PROMPTS + 2)]
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def llm():
 
 
 @pytest.fixture
-def trials(monkeypatch):
+def runs(monkeypatch):
     """Nothing is decoded: what would be is noted."""
     seen = []
 
@@ -45,10 +45,10 @@ def test_every_row_of_a_real_run_equals_plain_decoding_in_float32(llm):
     told = []
     rows = bench.run([NGRAM, SUFFIX], [1, 10], lambda *run: told.append(run))
     assert [(row.variant, row.batch) for row in rows] == told
-    assert len(rows) == bench.trials([NGRAM, SUFFIX], [1, 10]) == 6
+    assert len(rows) == bench.num_runs([NGRAM, SUFFIX], [1, 10]) == 6
     for row in rows:
         assert row.identical_share == 1.0
-        assert row.tokens == 24 * (10 if row.batch == 10 else FEWEST_PROMPTS)
+        assert row.tokens == 24 * (10 if row.batch == 10 else MIN_PROMPTS)
         assert row.tokens_per_second > 0
         assert 0 < row.verify_share < 1
         assert (row.metrics.drafted == 0) == (row.variant == PLAIN)
@@ -68,22 +68,22 @@ def test_a_drafter_that_the_engine_does_not_have_is_refused(llm):
         SpeculationBench(llm, PROMPTS, max_tokens=4).run([Variant("telepathy", 2)], [1])
 
 
-def test_every_round_begins_with_another_variant_and_no_two_runs_share_a_salt(trials):
+def test_every_round_begins_with_another_variant_and_no_two_runs_share_a_salt(runs):
     prompts = PROMPTS[:1] * 20
     SpeculationBench(None, prompts, max_tokens=32, rounds=3).run([NGRAM, SUFFIX], [4, 16])
-    for place, (batch, count) in enumerate(((4, FEWEST_PROMPTS), (16, 16))):
-        block = trials[12 * place : 12 * (place + 1)]
+    for place, (batch, count) in enumerate(((4, MIN_PROMPTS), (16, 16))):
+        block = runs[12 * place : 12 * (place + 1)]
         assert [run[1:3] for run in block] == [(batch, count)] * 12
         assert [run[3] for run in block[:3]] == [8] * 3, "warming up"
         assert [run[3] for run in block[3:]] == [32] * 9
         order = [PLAIN, NGRAM, SUFFIX]
         timed = [run[0] for run in block[3:]]
         assert timed == [*order, NGRAM, SUFFIX, PLAIN, SUFFIX, PLAIN, NGRAM]
-    salts = [run[4] for run in trials]
+    salts = [run[4] for run in runs]
     assert len(set(salts)) == len(salts)
 
 
-def test_ratios_shares_and_equality_come_from_the_trials(trials):
+def test_ratios_shares_and_equality_come_from_the_runs(runs):
     bench = SpeculationBench(None, PROMPTS, max_tokens=32, rounds=2)
     plain, ngram, suffix = bench.run([NGRAM, SUFFIX], [1])
     assert (plain.ratio, ngram.ratio, suffix.ratio) == (1.0, 2.0, 0.5)
@@ -94,10 +94,10 @@ def test_ratios_shares_and_equality_come_from_the_trials(trials):
 
 
 @pytest.mark.parametrize("batch", [0, 11])
-def test_a_batch_without_enough_prompts_is_refused(trials, batch):
+def test_a_batch_without_enough_prompts_is_refused(runs, batch):
     with pytest.raises(ParameterError, match="there are 10 different prompts"):
         SpeculationBench(None, PROMPTS, max_tokens=4).run([NGRAM], [1, batch])
-    assert trials == []
+    assert runs == []
 
 
 def test_no_rounds_are_refused():

@@ -71,6 +71,8 @@ def test_a_configuration_says_which_drafters_and_json_is_all_there_is(capsys, tm
         (["speculation", "--fit-tree", "0"], "at least 1 node"),
         (["speculation", "--fit-tree", "4", "--batch", "2"], "--batch is for timing"),
         (["speculation", "--fit-tree", "4", "--lengths", "2"], "--lengths is for timing"),
+        (["speculation", "--fit-tree", "4", "--rounds", "2"], "--rounds is for timing"),
+        (["speculation", "--fit-tree", "4", "--out", "here"], "--out is for timing"),
         (["speculation", "--fit-tree", "4", "--max-tokens", "0"], "max_tokens"),
         (["speculation", "--device", "abacus"], "invalid device"),
         (["speculation", "--speculative", "pearl", "--draft-model", "/no/such/dir"], "/no/such"),

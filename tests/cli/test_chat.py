@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from forethought.cli import chat
-from forethought.cli.backend import Respondent, Turn
+from forethought.cli.backend import ConversationController, Respondent
 from forethought.cli.main import main
 from forethought.cli.options import INTRODUCTION
 from forethought.errors import ContextLengthError
@@ -43,7 +43,7 @@ def talk(monkeypatch):
                 return await super().run_task(task)
 
         monkeypatch.setattr(builtins, "input", Typed(*lines))
-        respondent = Respondent(Turn(streaming=True), Recording(script))
+        respondent = Respondent(ConversationController(streaming=True), Recording(script))
         try:
             chat.Conversation(respondent, {}, system).talk()
         finally:

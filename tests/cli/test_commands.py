@@ -69,6 +69,7 @@ def test_eval_compares_methods_on_a_model_and_problems_of_ones_own(tmp_path, cap
         (["--samples", "0"], "at least 1"),
         (["--in-flight", "0"], "at least 1"),
         (["--temperature", "-1"], "temperature"),
+        (["--revision", "main"], "--revision needs --model"),
     ],
 )
 def test_eval_refuses_what_cannot_be(capsys, options, said):
@@ -208,4 +209,4 @@ def test_eval_has_best_of_n_judged_by_a_reward_model(tmp_path, capsys):
     assert main(["eval", *options, "--methods", "best_of_n"]) == 2
     assert "Give --reward-model DIR" in capsys.readouterr().err
     assert main(["eval", *options, "--reward-model", reward_model]) == 2
-    assert "nothing to judge" in capsys.readouterr().err
+    assert "nothing to score" in capsys.readouterr().err

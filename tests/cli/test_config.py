@@ -19,6 +19,7 @@ from forethought.config.drafters import (
 )
 from forethought.config.engine import KvCacheConfig
 from forethought.errors import UsageError
+from forethought.model import loader
 from tokens import speaking
 
 BLOCK = """
@@ -162,12 +163,18 @@ def test_a_bad_file_is_one_line_and_status_2(capsys, write, text, said):
         (["--speculative", "ngram", "--draft-model", "d"], "no draft model"),
         (["--speculative", "ngram", "--max-draft-len", "0"], "max_draft_len"),
         (["--draft-model", "d"], "need --speculative"),
+        (["--draft-model", "", "--speculative", "pearl"], "--draft-model: it is empty"),
+        (["--model", ""], "--model: it is empty"),
+        (["--revision", "main"], "--revision needs --model"),
+        (["--revision", "main", "--model", str(speaking("byte_level"))], "invalid revision"),
+        (["--speculative", "medusa", "--max-draft-len", "99"], "max_draft_len"),
         (["--max-draft-len", "3"], "need --speculative"),
         (["--url", "u", "--api-model", "m", "--speculative", "ngram"], "--speculative"),
         (["--url", "u", "--api-model", "m", "--config", "c.yaml"], "--config"),
     ],
 )
-def test_options_that_cannot_be_are_one_line_and_status_2(capsys, options, said):
+def test_options_that_cannot_be_are_one_line_and_status_2(capsys, monkeypatch, options, said):
+    monkeypatch.setattr(loader, "load", None)  # no model is loaded for it
     assert main(["generate", "Hello", *options]) == 2
     out, err = capsys.readouterr()
     assert out == ""

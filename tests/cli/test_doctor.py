@@ -105,7 +105,7 @@ def test_the_processor_is_called_by_its_name_and_not_by_its_architecture(monkeyp
 
 def test_a_machine_that_tells_nothing_has_the_name_of_its_architecture(monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "_CPUINFO", tmp_path / "nowhere")
-    monkeypatch.setattr(machine, "_asked", lambda: "")
+    monkeypatch.setattr(machine, "_macos_name", lambda: "")
     monkeypatch.setattr(machine.platform, "processor", lambda: "")
     assert machine.processor_name() == machine.platform.machine()
     assert machine.instruction_sets() == []

@@ -219,7 +219,7 @@ def test_a_model_without_a_chat_template_is_prompted_as_it_stands(capsys):
         assert main(["generate", QUESTION, *common, *options]) == 0
         answers.append(capsys.readouterr())
     assert answers[0].out == answers[1].out
-    assert "has no chat template: the prompt is continued as it stands\n" in answers[0].err
+    assert "has no chat template: the prompt is continued as it is\n" in answers[0].err
     assert "chat template" not in answers[1].err
     assert "--system" in refused(capsys, "--system", "s", *common)
 
@@ -246,6 +246,34 @@ def test_a_method_that_continues_text_needs_the_prompt_as_it_stands_on_a_server(
         assert server.requests == []
         assert main(["generate", QUESTION, *options, "--raw"]) == 0
     assert server.requests[0]["prompt"] == QUESTION
+
+
+@pytest.mark.parametrize("command", [["generate", "Hello"], ["chat"], ["eval"]])
+@pytest.mark.parametrize(
+    "url", ["http://[::1", "http://h:x/v1", "http://127.0.0.1:99999/v1", "http://:80/v1", "ftp://h"]
+)
+def test_what_is_no_url_is_one_line_and_status_2(capsys, command, url):
+    assert main([*command, "--url", url, "--api-model", "m"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert f"invalid --url {url!r}" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--regex", "a+"], "--json-schema"),
+        (["--choice", "a", "--choice", "b"], "--json-schema"),
+        (["--json-schema", "{}", "--raw"], "Leave out --raw"),
+    ],
+)
+def test_a_shape_that_a_server_does_not_know_is_refused_in_the_command_lines_words(
+    capsys, options, said
+):
+    line = refused(capsys, "--url", "http://127.0.0.1:9/v1", "--api-model", "m", *options)
+    assert said in line
+    assert "Task" not in line
+    assert "extra_body" not in line
 
 
 def test_a_server_that_is_not_there_is_one_line_and_status_1(capsys):
@@ -295,7 +323,7 @@ def test_best_of_n_over_a_server_is_judged_here(capsys, reward_model):
 
 def test_a_reward_model_is_asked_for_if_and_only_if_something_is_judged(capsys):
     assert "Give --reward-model DIR" in refused(capsys, "--method", "best_of_n")
-    assert "nothing to judge" in refused(capsys, "--reward-model", "dir")
+    assert "nothing to score" in refused(capsys, "--reward-model", "dir")
     missing = ["--method", "best_of_n", "--reward-model", "no/such/dir"]
     assert "no model at no/such/dir" in refused(capsys, *missing)
     assert "default_samples" in refused(capsys, *missing, "--set", "default_samples=3")

@@ -279,6 +279,27 @@ def test_a_draft_on_which_the_network_fails_costs_the_drafts_alone(name: str) ->
     expect_healthy(machine, healthy, name)
 
 
+@pytest.mark.parametrize("num_failures", [1, 2])
+def test_a_forward_of_one_row_is_tried_twice_before_its_request_fails(num_failures: int) -> None:
+    failures = iter([False, False, *[True] * num_failures])
+
+    def before(batch: Batch) -> None:
+        if next(failures, False):
+            raise RuntimeError("out of memory")
+
+    machine = engine()
+    rig(machine.runner, before=before)
+    [sequence] = machine.start(HEALTHY[0], GREEDY)
+    errors = errors_of(drain(machine))
+    assert machine.stats.failed_forwards == num_failures
+    if num_failures == 1:
+        assert not errors
+        assert tuple(sequence.output) == undisturbed("greedy")[0]
+    else:
+        assert set(errors) == {sequence.id}
+    expect_empty(machine)
+
+
 def test_a_failed_prefill_leaves_its_samples_and_forks_to_fail_or_go_on_by_themselves() -> None:
     machine = engine()
     [main] = machine.add(HEALTHY[2], GREEDY, keep=True)

@@ -53,8 +53,8 @@ def llm(direct, expected):
     try:
         yield llm
         wait_until(lambda: is_idle(llm))
-        assert not llm._thread._listeners
-        assert llm._gate._free == 1024
+        assert not llm._thread._streams
+        assert llm._limit._free == 1024
     finally:
         llm.shutdown()
     expect_empty(direct._frontend.engine)
@@ -337,7 +337,7 @@ def test_more_requests_than_max_pending_wait_and_all_are_served(direct, expected
         await asyncio.sleep(0)
         doomed.cancel()  # while it waits at the gate
         while not all(task.done() for task in tasks):
-            most = max(most, len(llm._thread._listeners))
+            most = max(most, len(llm._thread._streams))
             await asyncio.sleep(0)
         assert doomed.cancelled()
         return [await task for task in tasks]
@@ -345,7 +345,7 @@ def test_more_requests_than_max_pending_wait_and_all_are_served(direct, expected
     outputs = asyncio.run(main())
     assert [output.outputs[0] for output in outputs] == [expected[p] for p in PROMPTS * 3]
     assert most == 2
-    assert llm._gate._free == 2
+    assert llm._limit._free == 2
     llm.shutdown()
     with pytest.raises(ParameterError, match="max_pending"):
         AsyncLLM.over(direct, max_pending=0)
@@ -634,13 +634,13 @@ def test_shutdown_fails_what_is_unfinished_and_everything_later(direct):
         session = llm.start(PROMPTS[0])
         stream = session.stream(LONG)
         running = asyncio.create_task(llm.generate(PROMPTS[0], LONG))
-        at_the_gate = asyncio.create_task(llm.generate(PROMPTS[1], LONG))
+        waiting = asyncio.create_task(llm.generate(PROMPTS[1], LONG))
         await eventually(lambda: llm._frontend.engine.pool.in_use > 0)
         llm.shutdown()
         llm.shutdown()
         for call in (
             running,
-            at_the_gate,
+            waiting,
             stream.finish(),
             llm.generate(PROMPTS[0]),
             session.fork(),

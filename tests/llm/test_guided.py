@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 from engines import expect_empty
+from forethought.config.engine import GuidedDecodingConfig
 from forethought.config.guided import GuidedDecodingParams
 from forethought.config.sampling import SamplingParams
 from forethought.errors import (
@@ -21,7 +22,7 @@ from forethought.errors import (
     UsageError,
 )
 from forethought.llm.async_llm import AsyncLLM
-from forethought.llm.grammar import MAX_COMPILERS
+from forethought.llm.grammar import MAX_COMPILER_THREADS, MAX_COMPILERS
 from forethought.llm.llm import LLM
 from forethought.outputs import GRAMMAR_COMPLETE, FinishReason
 from tokens import speaking
@@ -318,9 +319,9 @@ def test_an_output_that_cannot_go_on_fails_alone(monkeypatch):
 class Slow:
     """A compiler that stands still at each grammar until it is told to go on."""
 
-    def __init__(self, guidance, monkeypatch):
+    def __init__(self, compiler, monkeypatch):
         self.entered, self.leave, self.compiled = threading.Semaphore(0), threading.Event(), []
-        compile_ = guidance._compile
+        compile_ = compiler._compile
 
         def slow(shape, ignore_eos):
             self.compiled.append(shape)
@@ -328,7 +329,7 @@ class Slow:
             assert self.leave.wait(20)
             return compile_(shape, ignore_eos)
 
-        monkeypatch.setattr(guidance, "_compile", slow)
+        monkeypatch.setattr(compiler, "_compile", slow)
 
 
 @contextmanager
@@ -337,7 +338,7 @@ def clients(monkeypatch, **limits):
     config = {"guided_decoding_config": limits} if limits else {}
     llm = LLM(speaking("byte_level"), **SETTINGS, **config)
     clients = AsyncLLM.over(llm)
-    slow = Slow(llm._frontend.guidance, monkeypatch)
+    slow = Slow(llm._frontend.grammars, monkeypatch)
     try:
         yield clients, slow
     finally:
@@ -408,7 +409,7 @@ def test_a_grammar_over_the_time_limit_fails_its_request_and_is_there_for_later_
                 await session.generate(params(WORD))
             assert (await session.generate(FREE)).token_ids
         slow.leave.set()
-        for thread in list(llm._frontend.guidance._compilers):
+        for thread in list(llm._frontend.grammars._compilers):
             await asyncio.to_thread(thread.join)
         output = await llm.generate(PROMPTS[0], params(WORD))
         assert re.fullmatch(WORD["regex"], output.outputs[0].text)
@@ -418,10 +419,51 @@ def test_a_grammar_over_the_time_limit_fails_its_request_and_is_there_for_later_
         asyncio.run(main(llm, slow))
 
 
+def test_compilers_that_are_over_their_time_leave_room_for_others_up_to_a_limit(monkeypatch):
+    async def main(llm, slow):
+        compiler, never = llm._frontend.grammars, [{"regex": f"{n}"} for n in range(20)]
+        for shape in never[: MAX_COMPILER_THREADS - 1]:
+            with pytest.raises(RequestTimeout):
+                await llm.generate(PROMPTS[0], params(shape))
+        assert len(compiler._compilers) == MAX_COMPILER_THREADS - 1
+        stuck = asyncio.create_task(llm.generate(PROMPTS[0], params(never[-1])))
+        await asyncio.to_thread(slow.entered.acquire)
+        monkeypatch.setattr(compiler, "_config", GuidedDecodingConfig(compile_timeout=20))
+        late = asyncio.create_task(llm.generate(PROMPTS[0], params(WORD)))
+        with pytest.raises(RequestTimeout):
+            await stuck
+        assert len(compiler._compilers) == MAX_COMPILER_THREADS
+        slow.leave.set()
+        assert re.fullmatch(WORD["regex"], (await late).outputs[0].text)
+
+    with clients(monkeypatch, compile_timeout=0.05) as (llm, slow):
+        asyncio.run(main(llm, slow))
+
+
+def test_a_grammar_that_waits_is_compiled_as_soon_as_a_compiler_before_it_is_given_up(monkeypatch):
+    async def main(llm, slow):
+        shapes = [{"regex": f"[a-z]{{{size}}}"} for size in range(2, 2 + MAX_COMPILERS)]
+        stuck = [asyncio.create_task(llm.generate(PROMPTS[0], params(s))) for s in shapes]
+        for _ in shapes:
+            await asyncio.to_thread(slow.entered.acquire)
+        waiting = asyncio.create_task(llm.generate(PROMPTS[0], params(WORD)))
+        while not llm._frontend.grammars._queue:
+            await asyncio.sleep(0)
+        assert len(slow.compiled) == MAX_COMPILERS
+        stuck[0].cancel()
+        await asyncio.to_thread(slow.entered.acquire)
+        slow.leave.set()
+        assert re.fullmatch(WORD["regex"], (await waiting).outputs[0].text)
+        await asyncio.gather(*stuck[1:])
+
+    with clients(monkeypatch) as (llm, slow):
+        asyncio.run(main(llm, slow))
+
+
 def test_the_time_limit_holds_for_callers_that_wait_too(monkeypatch):
     limit = {"guided_decoding_config": {"compile_timeout": 0.05}}
     with LLM(speaking("byte_level"), **SETTINGS, **limit) as llm:
-        slow = Slow(llm._frontend.guidance, monkeypatch)
+        slow = Slow(llm._frontend.grammars, monkeypatch)
         with llm.start("Who?") as session:
             for call in (llm.generate, llm.stream):
                 with pytest.raises(RequestTimeout, match="not compiled in time"):

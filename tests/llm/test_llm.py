@@ -548,7 +548,7 @@ def elsewhere(work):
     inside.acquire()
 
 def use(inside, leave=threading.Event()):
-    with llm._turns:
+    with llm._lock:
         inside.release()
         leave.wait()
 
@@ -566,12 +566,12 @@ for number in range(MAX_COMPILERS + 1):
     threading.Thread(target=lambda: llm.generate("Hello", still), daemon=True).start()
     number == MAX_COMPILERS or standing.acquire()
 in_child(lambda: llm.generate("Hello", guided("[ab]")).outputs[0].text in "ab")
-llm._turns._taken = True  # as while one thread leaves and the next one has not come in yet
+llm._lock._locked = True  # as while one thread leaves and the next one has not come in yet
 in_child(ask)
-llm._turns._taken = False
-llm._turns._lock.acquire()
+llm._lock._locked = False
+llm._lock._lock.acquire()
 in_child(ask)
-llm._turns._lock.release()
+llm._lock._lock.release()
 elsewhere(use)
 in_child(lambda: in_child(ask))
 os._exit(0)

@@ -1,1 +1,1 @@
-"""Speed, measured on the machine and model at hand: what helps here, and by how much."""
+"""Speed of decoding, measured on this machine and model."""

@@ -1,4 +1,4 @@
-"""What to generate from while time is taken. Knows nothing about models."""
+"""The prompts of a benchmark: those of the embedded reasoner, or of a file."""
 
 from __future__ import annotations
 
@@ -21,27 +21,15 @@ def shipped_prompts() -> list[str]:
 
 
 def load_prompts(path: Path) -> list[str]:
-    """One prompt per line: as it stands, or in the field ``prompt`` or ``question`` of an object.
+    """One prompt per line: as text, or in the field ``prompt`` or ``question`` of an object.
 
-    Blank lines and repetitions are left out: what was said once already would be drafted at once.
+    Blank lines and repetitions are left out: drafters would find the earlier answer of the latter.
 
     Raises:
         UsageError: the file cannot be read, holds no prompt, or an object has none.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"cannot read the prompts in {path}", str(error), "Give a file with one per line"
-        ) from error
-    found = dict.fromkeys(
-        _prompt(line.strip(), f"{path}:{number}")
-        for number, line in enumerate(lines, start=1)
-        if line.strip()
-    )
-    if not found:
-        raise UsageError(f"no prompts in {path}", "the file is empty", "Write one per line")
-    return list(found)
+    lines = problems.read_lines(path, "prompts")
+    return list(dict.fromkeys(_prompt(line.strip(), where) for where, line in lines))
 
 
 def as_asked(text: str, tokenizer: Tokenizer) -> list[int]:

@@ -1,11 +1,4 @@
-"""What was found of one variant at one batch size, and the table of all.
-
-[recommendation] What to configure, given what was measured. Knows nothing about how.
-
-[plot] The picture of a benchmark of speculation, as a PNG. Draws without a display.
-
-[progress] A progress bar on standard error: runs that were timed.
-"""
+"""Results of ``bench speculation``: rows, their table, a recommendation, and a plot as a PNG."""
 
 from __future__ import annotations
 
@@ -13,12 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from forethought.bench.variant import PLAIN, Variant
-from forethought.errors import DependencyError
-from forethought.evaluation.report import check_installed
+from forethought.evaluation.report import ProgressBar, aligned, check_installed
 from forethought.outputs import SpeculationMetrics
 
 if TYPE_CHECKING:
@@ -42,15 +33,15 @@ class BenchRow:
     draft_share: float
     """Of the wall time."""
     verify_share: float
-    """Of the wall time: inside the target's network."""
+    """Of the wall time: in forward passes of the target."""
     identical_share: float
-    """Of the outputs: those that equal the ones of plain decoding, token for token."""
+    """Of the outputs: those with the tokens of plain decoding."""
     tokens: int
     """Generated in one round."""
 
     @property
     def rest_share(self) -> float:
-        """Of the wall time: scheduling, drawing, verification, text."""
+        """Of the wall time: scheduling, sampling, acceptance, detokenization."""
         return max(0.0, 1.0 - self.draft_share - self.verify_share)
 
     @property
@@ -93,17 +84,8 @@ _SHOWN_POSITIONS = 4
 
 def table(rows: Sequence[BenchRow]) -> str:
     """The rows as aligned text."""
-    cells = [_HEAD, *(_cells(row) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if name in ("drafter", "by position") else cell.rjust(width)
-            for cell, width, name in zip(line, widths, _HEAD, strict=True)
-        ).rstrip()
-        for line in cells
-    ]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(lines)
+    left = [_HEAD.index(name) for name in ("drafter", "by position")]
+    return aligned([_HEAD, *(_cells(row) for row in rows)], left)
 
 
 def _cells(row: BenchRow) -> tuple[str, ...]:
@@ -136,11 +118,11 @@ class Recommendation:
     """The variant that does best over all batch sizes, and the numbers behind it."""
 
     variant: Variant
-    """Plain decoding where nothing pays."""
+    """Plain decoding if no drafter is faster."""
     rows: tuple[BenchRow, ...]
     """Its rows, by batch size."""
     max_concurrency: int | None
-    """The largest batch size measured at which it pays, if it does not at a larger one."""
+    """The largest batch size at which it is faster, if a larger one was measured; else None."""
     best: tuple[BenchRow, ...]
     """The fastest row at each batch size."""
 
@@ -178,10 +160,10 @@ class Recommendation:
 
 
 def recommend(rows: Sequence[BenchRow]) -> Recommendation:
-    """The variant with the highest geometric mean of its ratios, where it may be switched off.
+    """The variant with the highest geometric mean of its ratios to plain decoding.
 
-    At batch sizes where a variant is slower than plain decoding it counts as plain decoding, since
-    ``max_concurrency`` can switch it off there. Rows with made-up acceptance do not count.
+    Where a variant is slower than plain decoding its ratio counts as 1, since ``max_concurrency``
+    switches it off there. Rows with synthetic acceptance do not count.
 
     Args:
         rows: of all variants at the same batch sizes, plain decoding among them.
@@ -210,7 +192,7 @@ def _score(rows: Sequence[BenchRow]) -> float:
 
 
 def _limit(rows: Sequence[BenchRow]) -> int | None:
-    """The last batch size that pays, in rising order; None if the largest one does."""
+    """The largest batch size with a ratio of at least 1; None if that is the last of ``rows``."""
     paying = [row.batch for row in rows if row.ratio >= 1.0]
     return None if not paying or paying[-1] == rows[-1].batch else paying[-1]
 
@@ -271,8 +253,8 @@ def _draw_acceptance(axes: Any, variant: Variant, row: BenchRow, color: str) -> 
     axes.plot(range(1, len(rates) + 1), rates, "o-", color=color, label=variant.label)
 
 
-class BenchProgress:
-    """Call it after each run.
+class BenchProgress(ProgressBar):
+    """One bar over all runs; called after each.
 
     Args:
         total: runs there will be.
@@ -282,24 +264,9 @@ class BenchProgress:
     """
 
     def __init__(self, total: int) -> None:
-        try:
-            from tqdm import tqdm
-        except ImportError as error:
-            raise DependencyError.missing("tqdm", "the progress bar", "eval") from error
-        self._bar: Any = tqdm(total=total, desc="warming up", unit="run", dynamic_ncols=True)
+        super().__init__(total, "run")
 
     def __call__(self, variant: Variant, batch: int) -> None:
-        """Move on by one."""
+        """Advance by one run."""
         self._bar.set_description(f"batch {batch}, {variant.label}", refresh=False)
         self._bar.update()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._bar.close()

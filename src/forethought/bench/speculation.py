@@ -1,10 +1,8 @@
-"""One run over the clock: some prompts, so many at once, decoded in one way.
+"""Each drafter against plain decoding, interleaved in one engine.
 
-[speculation] Does guessing ahead pay here? Each variant against plain decoding, interleaved in
-one engine.
-
-Every round runs all variants once, beginning with another one each time, so that what disturbs the
-machine disturbs all alike. A ratio is taken within its round; rows hold medians over the rounds.
+A *run* decodes some prompts, ``batch`` of them at a time, with one variant. Every round runs all
+variants once, beginning with another one each time, so that a disturbance of the machine falls on
+all alike. A ratio is taken within its round; rows hold medians over the rounds.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ Prompt = str | list[int]
 
 @dataclass(frozen=True, slots=True)
 class BenchRun:
-    """What one run gave and took."""
+    """Outputs and costs of one run."""
 
     outputs: list[list[int]]
     """Generated ids of each prompt."""
@@ -40,7 +38,7 @@ class BenchRun:
     draft_seconds: float
     """Of these, making drafts."""
     verify_seconds: float
-    """Of these, inside the target's network."""
+    """Of these, in forward passes of the target."""
 
     @property
     def tokens(self) -> int:
@@ -69,8 +67,8 @@ def run_once(
         variant: how to decode.
         prompts: each as text or token ids.
         batch: prompts under way at once; the next ones start when all of these have ended.
-        max_tokens: most tokens of each.
-        salt: what no other run was called: neither prefixes nor pools of drafts are shared with it.
+        max_tokens: of each answer.
+        salt: unique to the run, so that it shares neither prefixes nor pools of drafts with others.
 
     Raises:
         UsageError: a prompt does not fit, or the variant's drafter does not exist.
@@ -99,8 +97,8 @@ def run_once(
     )
 
 
-FEWEST_PROMPTS = 8
-"""With smaller batches, several follow each other: one prompt alone says little."""
+MIN_PROMPTS = 8
+"""Prompts of a run with a smaller batch, which then runs several times in a row."""
 _WARM_UP_TOKENS = 8
 
 
@@ -108,10 +106,10 @@ class SpeculationBench:
     """Measures the drafters of an engine.
 
     Args:
-        llm: with the drafters, and room for the largest batch in one step.
+        llm: with the drafters, and a ``max_batch_size`` of at least the largest batch.
         prompts: each as text or token ids; as many as the largest batch.
-        max_tokens: most tokens of each answer.
-        rounds: how often everything is run.
+        max_tokens: of each answer.
+        rounds: runs of each variant at each batch size.
 
     Raises:
         ParameterError: no rounds.
@@ -124,9 +122,9 @@ class SpeculationBench:
             raise ParameterError("invalid rounds", f"got {rounds}", "Run at least 1")
         self._llm, self._prompts = llm, prompts
         self._max_tokens, self._rounds = max_tokens, rounds
-        self._name, self._trials = secrets.token_hex(8), 0
+        self._name, self._num_runs = secrets.token_hex(8), 0
 
-    def trials(self, variants: Sequence[Variant], batches: Sequence[int]) -> int:
+    def num_runs(self, variants: Sequence[Variant], batches: Sequence[int]) -> int:
         """How many runs ``run`` will time."""
         return self._rounds * len(batches) * (1 + len(variants))
 
@@ -134,49 +132,49 @@ class SpeculationBench:
         self,
         variants: Sequence[Variant],
         batches: Sequence[int],
-        on_trial: Callable[[Variant, int], None] = lambda variant, batch: None,
+        on_run: Callable[[Variant, int], None] = lambda variant, batch: None,
     ) -> list[BenchRow]:
         """Measure all variants, and plain decoding, at all batch sizes.
 
         Args:
             variants: plain decoding not among them.
             batches: prompts under way at once.
-            on_trial: called after each run with its variant and batch size.
+            on_run: called after each run with its variant and batch size.
 
         Raises:
             ParameterError: a batch size for which there are too few prompts.
-            UsageError: as ``run_trial``.
+            UsageError: as ``run_once``.
         """
         check_batches(batches, len(self._prompts))
         rows = []
         for batch in batches:
-            found = self._rounds_of([PLAIN, *variants], batch, on_trial)
+            found = self._rounds_of([PLAIN, *variants], batch, on_run)
             rows += [_row(variant, batch, found) for variant in found]
         return rows
 
     def _rounds_of(
-        self, variants: list[Variant], batch: int, on_trial: Callable[[Variant, int], None]
+        self, variants: list[Variant], batch: int, on_run: Callable[[Variant, int], None]
     ) -> dict[Variant, list[BenchRun]]:
-        """The trials of each variant, one per round."""
+        """The runs of each variant, one per round."""
         for variant in variants:
-            self._trial(variant, batch, _WARM_UP_TOKENS)
+            self._run(variant, batch, _WARM_UP_TOKENS)
         found: dict[Variant, list[BenchRun]] = {variant: [] for variant in variants}
         for number in range(self._rounds):
             start = number % len(variants)
             for variant in chain(variants[start:], variants[:start]):
-                found[variant].append(self._trial(variant, batch, self._max_tokens))
-                on_trial(variant, batch)
+                found[variant].append(self._run(variant, batch, self._max_tokens))
+                on_run(variant, batch)
         return found
 
-    def _trial(self, variant: Variant, batch: int, max_tokens: int) -> BenchRun:
-        self._trials += 1
+    def _run(self, variant: Variant, batch: int, max_tokens: int) -> BenchRun:
+        self._num_runs += 1
         return run_once(
             self._llm,
             variant,
-            self._prompts[: max(batch, FEWEST_PROMPTS)],
+            self._prompts[: max(batch, MIN_PROMPTS)],
             batch=batch,
             max_tokens=max_tokens,
-            salt=f"bench {self._name} {self._trials}",
+            salt=f"bench {self._name} {self._num_runs}",
         )
 
 
@@ -196,24 +194,22 @@ def check_batches(batches: Sequence[int], prompts: int) -> None:
 
 
 def _row(variant: Variant, batch: int, found: dict[Variant, list[BenchRun]]) -> BenchRow:
-    trials, plain = found[variant], found[PLAIN]
-    ratios = [mine.speed / other.speed for mine, other in zip(trials, plain, strict=True)]
+    runs, plain = found[variant], found[PLAIN]
+    ratios = [mine.speed / other.speed for mine, other in zip(runs, plain, strict=True)]
     reference = plain[0].outputs
     equal = [
-        mine == other
-        for trial in trials
-        for mine, other in zip(trial.outputs, reference, strict=True)
+        mine == other for run in runs for mine, other in zip(run.outputs, reference, strict=True)
     ]
-    metrics = sum((trial.metrics for trial in trials), SpeculationMetrics())
+    metrics = sum((run.metrics for run in runs), SpeculationMetrics())
     return BenchRow(
         variant=variant,
         batch=batch,
-        tokens_per_second=median(trial.speed for trial in trials),
+        tokens_per_second=median(run.speed for run in runs),
         ratio=median(ratios),
         ratio_range=(min(ratios), max(ratios)),
         metrics=metrics,
-        draft_share=median(trial.draft_seconds / trial.seconds for trial in trials),
-        verify_share=median(trial.verify_seconds / trial.seconds for trial in trials),
+        draft_share=median(run.draft_seconds / run.seconds for run in runs),
+        verify_share=median(run.verify_seconds / run.seconds for run in runs),
         identical_share=sum(equal) / len(equal),
-        tokens=trials[0].tokens,
+        tokens=runs[0].tokens,
     )

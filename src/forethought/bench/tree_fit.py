@@ -1,17 +1,11 @@
-"""A static tree of drafts that fits what was measured: greedy expansion, as for Medusa.
+"""``bench speculation --fit-tree``: the static draft tree that suits a model and its prompts.
 
-Cai et al., 2024 (arXiv 2401.10774), section 2.3.3 and its appendix on tree construction: with the
-ranks of different levels taken as independent, a node is accepted with the product of the chances
-on its path, and the expected number of accepted tokens is the sum over all nodes. Adding the
-likeliest node that hangs on the tree, again and again, gives the best tree of each size. Knows
-nothing about how a profile was measured.
-
-[profile] Which ranks of a drafter's guesses are right, measured by decoding with a wide tree.
-
-Knows nothing about what is made of it.
-
-[tree_fit] ``bench speculation --fit-tree``: the static tree of drafts that suits a model, and its
-worth.
+Cai et al., 2024 (arXiv 2401.10774), section 2.3.3 and its appendix on tree construction. First a
+profile is measured by decoding with a wide tree: how often the drafter's token of each rank is
+right at each level. With the ranks of different levels taken as independent, a node is accepted
+with the product of the probabilities on its path, and the expected number of accepted tokens is the
+sum over all nodes. Adding the most probable child of the tree, again and again, gives the best tree
+of each size.
 """
 
 from __future__ import annotations
@@ -47,13 +41,13 @@ RankPath = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceProfile:
-    """How often the drafter's r-th likeliest token at a level was right, its parent being right."""
+    """How often the drafter's r-th most probable token was right, given that its parent was."""
 
     chances: tuple[tuple[float, ...], ...]
     """One row per level, from the root's children down; entry r is that of rank r, from 0."""
 
     def chance(self, path: RankPath) -> float:
-        """Of all tokens on a path together."""
+        """Product of the probabilities on a path."""
         product = 1.0
         for level, rank in enumerate(path):
             product *= self.chances[level][rank]
@@ -62,12 +56,12 @@ class AcceptanceProfile:
 
 @dataclass(frozen=True, slots=True)
 class FittedTree:
-    """The best tree of its size, as far as the profile tells."""
+    """The best tree of its size under a profile."""
 
     choices: tuple[RankPath, ...]
     """All nodes, sorted by length, then by value."""
     acceptance_length: float
-    """Tokens per step to expect: 1 and the chances of all nodes."""
+    """Expected tokens per step: 1 plus the sum over all nodes."""
 
     @property
     def depth(self) -> int:
@@ -85,9 +79,9 @@ class FittedTree:
 
 
 def fit_tree(profile: AcceptanceProfile, nodes: int) -> FittedTree:
-    """The tree of at most ``nodes`` nodes with the most accepted tokens to expect.
+    """The tree of at most ``nodes`` nodes with the largest expected acceptance.
 
-    Nodes without any chance are left out. Among equals the one that comes first is taken: by
+    Nodes of probability 0 are left out. Among equals the one that comes first is taken: by
     length, then by value.
     """
     kept: list[RankPath] = []
@@ -115,7 +109,7 @@ def _children(profile: AcceptanceProfile, path: RankPath) -> Iterator[RankPath]:
 
 
 def comb(depth: int, width: int) -> tuple[RankPath, ...]:
-    """The tree to measure a profile with: ``width`` ranks behind each prefix of the likeliest path.
+    """The tree that measures a profile: ``width`` ranks behind each prefix of the top-1 path.
 
     It has ``depth * width`` nodes, and every rank of every level is seen where the levels before
     it were right.
@@ -136,11 +130,11 @@ class ProfileCount:
         self._right = [[0] * width for _ in range(depth)]
 
     def record(self, drafted: Sequence[RankPath], accepted: RankPath) -> None:
-        """One draft was verified.
+        """Count one verified draft.
 
         Args:
             drafted: its nodes, as paths of ranks.
-            accepted: the path that was right, as far as it was.
+            accepted: the accepted path.
         """
         inner = {path[:-1] for path in drafted}
         for level in range(len(accepted) + 1):
@@ -150,7 +144,7 @@ class ProfileCount:
             self._right[level][rank] += 1
 
     def profile(self) -> AcceptanceProfile:
-        """What was found; levels that were never tried are left out."""
+        """The profile so far; levels that were never tried are left out."""
         return AcceptanceProfile(
             tuple(
                 tuple(count / tried for count in right)
@@ -161,7 +155,7 @@ class ProfileCount:
 
 
 WIDTH = 10
-"""Ranks that are looked at on each level."""
+"""Ranks measured on each level."""
 _PAGE_SIZE = 16
 
 
@@ -224,20 +218,20 @@ def measure_profile(
     entry = resolve.build_drafter_entry(wide, Target(runner, limits.max_num_tokens), len(prompts))
     count = ProfileCount(wide.max_draft_len, WIDTH)
     entry.drafter = _Recorder(entry.drafter, count)
-    machine = Engine(runner, limits, drafters=[entry])
+    engine = Engine(runner, limits, drafters=[entry])
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     for prompt in prompts:
-        machine.add(prompt, params)
-    while machine.has_work:
-        for event in machine.step():
+        engine.add(prompt, params)
+    while engine.has_work:
+        for event in engine.step():
             if event.error is not None:
                 raise event.error
-    machine.shutdown()
+    engine.shutdown()
     return count.profile()
 
 
 class _Recorder(Drafter):
-    """Counts what becomes of another one's drafts."""
+    """Wraps a drafter and counts which ranks of its drafts are accepted."""
 
     def __init__(self, inner: Drafter, count: ProfileCount) -> None:
         self._inner, self._count = inner, count
@@ -265,8 +259,8 @@ class _Recorder(Drafter):
             if len(request.draft):
                 self._record(request, request.tokens[self._lengths[request.request_id] :])
 
-    def _record(self, request: DraftRequest, said: Sequence[int]) -> None:
-        """Find the drafted path that was said: siblings stand in the order of their ranks."""
+    def _record(self, request: DraftRequest, accepted: Sequence[int]) -> None:
+        """Find the accepted path: siblings are in the order of their ranks."""
         draft = request.draft
         parents = [draft.parent(node) for node in range(len(draft))]
         paths: dict[int, tuple[int, ...]] = {-1: ()}
@@ -274,7 +268,7 @@ class _Recorder(Drafter):
             earlier_siblings = sum(other == parent for other in parents[:node])
             paths[node] = (*paths[parent], earlier_siblings)
         at = -1
-        for token in said:
+        for token in accepted:
             following = [
                 n for n, above in enumerate(parents) if (above, draft.tokens[n]) == (at, token)
             ]
@@ -320,7 +314,7 @@ def fit_static_tree(
     max_tokens: int,
     **loading: Any,
 ) -> dict[str, Any]:
-    """Measure, fit, and say so in plain values: a tree of so many ``nodes``, at least 1."""
+    """Measure a profile and fit a tree of ``nodes`` nodes, at least 1; as plain values."""
     profile = measure_profile(model_dir, config, prompts, max_tokens=max_tokens, **loading)
     sizes = sorted({nodes, *(size for size in _SIZES if size < nodes)})
     return {

@@ -1,4 +1,4 @@
-"""One way of decoding that is measured: a drafter with a draft length, or none."""
+"""A variant of decoding that is measured: a drafter with a draft length, or plain decoding."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from forethought.errors import ParameterError
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """How drafts are made."""
+    """A drafter and its draft length."""
 
     drafter: str | None = None
     """By its name; None: plain decoding."""
     max_draft_len: int = 0
-    """Most levels of a draft."""
+    """Levels of a draft."""
 
     @property
     def label(self) -> str:
-        """What it is called in reports."""
+        """Its name in reports."""
         return f"{self.drafter} {self.max_draft_len}" if self.drafter else "plain"
 
     @property
     def speculation(self) -> SpeculationParams:
-        """What a request must say to be decoded like this."""
+        """The request parameter that selects it."""
         if self.drafter is None:
             return SpeculationParams(enabled=False)
         return SpeculationParams(max_draft_len=self.max_draft_len, drafter=self.drafter)
@@ -43,11 +43,11 @@ class Variant:
 _DEPTHS = ("draft_len_per_beam", "num_eagle_layers")
 """Other names of ``max_draft_len``."""
 PLAIN = Variant()
-"""What every other one is compared with."""
+"""The baseline."""
 
 
 def default_configs(draft_model: Path | None = None) -> list[DecodingBaseConfig]:
-    """The drafters that need no model, one whose length follows what pays, and a draft model's.
+    """The drafters without a model, one with goodput length control, and a draft model's.
 
     Args:
         draft_model: directory of the target's draft model; None: there is none.
@@ -94,13 +94,13 @@ def variants_of(
     Raises:
         ParameterError: a length that no drafter can make.
     """
-    most = max(config.max_draft_len for config in configs)
+    longest = max(config.max_draft_len for config in configs)
     for length in lengths or ():
-        if not 1 <= length <= most:
+        if not 1 <= length <= longest:
             raise ParameterError(
                 f"invalid draft length {length}",
-                f"the longest drafts have {most} levels",
-                f"Use 1 to {most}, or a configuration with a larger max_draft_len",
+                f"the longest drafts have {longest} levels",
+                f"Use 1 to {longest}, or a configuration with a larger max_draft_len",
             )
     found: dict[Variant, None] = {}  # as a set that keeps its order
     for config in configs:
@@ -142,7 +142,7 @@ def written(
 
 
 def _plain(value: Any) -> object:
-    """As YAML and JSON can hold it; a drafter of the user's own by where its class stands."""
+    """A value of YAML and JSON; a class of the user's as ``module:name``."""
     if isinstance(value, bool | int | float | str | dict | None):
         return value
     if isinstance(value, tuple | list):

@@ -1,22 +1,22 @@
-"""One answer at the terminal: printed as it comes, with what it cost.
+"""What the commands that generate share: their options, the model or server, and one answer.
 
-[backend] Where answers come from, the engine on this machine or a server that speaks OpenAI's
-API; and who
-judges them, a reward model on this machine.
+A ``Backend`` is the engine on this machine or a server that speaks OpenAI's API. A ``Judge`` is a
+reward model on this machine, which scores answers for best_of_n. A ``Respondent`` runs a method on
+them and writes its ``Answer`` as it streams.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from forethought import methods
 from forethought.cli import options
@@ -54,7 +54,7 @@ class Answer:
     """Of everything that was run for it."""
     seconds: float
     metrics: SpeculationMetrics = field(default_factory=SpeculationMetrics)
-    """Of everything that was run for it; without steps if a server did."""
+    """Of everything that was run for it; empty for a server."""
 
     @property
     def text(self) -> str:
@@ -68,9 +68,7 @@ class Answer:
         return self.usage.completion_tokens if tokens is None else len(tokens)
 
     def summary(self) -> str:
-        """One line: tokens, seconds, speed, what was generated beside the answer, and how well it
-        was guessed ahead.
-        """
+        """One line: tokens, seconds, speed, tokens generated beside the answer, and acceptance."""
         speed = self.usage.decoded / self.seconds if self.seconds else 0.0
         line = (
             f"{count_of(self.token_count, 'token')} in {self.seconds:.2f} s ({speed:.0f} tokens/s)"
@@ -81,7 +79,7 @@ class Answer:
         if self.metrics.drafted:
             line += f", {self.metrics.mean_acceptance_length:.1f} tokens per step"
         if self.metrics.synthetic:
-            line += " (acceptance made up)"
+            line += " (synthetic acceptance)"
         elif self.metrics.lossy:
             line += " (lossy)"
         return f"{line}, finished by {self.output.finish_reason}"
@@ -119,12 +117,12 @@ class Respondent:
         """Answer one prompt.
 
         Args:
-            prompt: whatever the controller takes.
+            prompt: of a type that the controller takes.
             params: sampling fields by name.
             write: called with each new piece of text; all pieces together are the answer.
 
         Raises:
-            Exception: what the method failed with. If ``write`` raises, or Ctrl-C is pressed, the
+            Exception: of the method. If ``write`` raises, or Ctrl-C is pressed, the
                 request is ended first.
         """
         began = time.perf_counter()
@@ -137,18 +135,17 @@ class Respondent:
         output = result.output or ScaffoldingOutput("")
         seconds = time.perf_counter() - began
         answer = Answer(output, result.usage, seconds, result.metrics)
-        # A method that streams nothing, or something else than its answer in the end.
-        whole = answer.text
+        whole = answer.text  # the method may have streamed nothing, or another text
         write(whole[len(streamed) :] if whole.startswith(streamed) else f"\n{whole}")
         return answer
 
     def close(self) -> None:
-        """End what is under way."""
+        """End requests in flight."""
         self._llm.shutdown()
 
 
 def _print(result: ScaffoldingResult, write: Callable[[str], None]) -> str:
-    """Write the stream of the request itself, not those of its branches; all of its text."""
+    """Write the stream of the request, without those of its branches; returns its text."""
     streamed = ""
     for event in result.events():
         if not event.branch and isinstance(event.output, Delta):
@@ -168,32 +165,32 @@ class Backend:
 
     worker: Worker
     name: str
-    """What the model is called in reports."""
+    """Of the model, in reports."""
     llm: AsyncLLM | None = None
     """The engine; None for a server."""
     introduction: str = ""
-    """One line about the model, for who has not chosen it; empty where there is nothing to say."""
+    """One line about a model that the user has not named; empty otherwise."""
 
     @property
     def can_chat(self) -> bool:
-        """Whether the model has a chat template, as far as can be known."""
+        """Whether the model has a chat template; True for a server, which does not say."""
         return self.llm is None or bool(self.llm.tokenizer.chat_template)
 
     def introduce(self) -> None:
-        """Say on standard error what the model is, if nobody has chosen it."""
+        """Write ``introduction`` on standard error, if there is one."""
         if self.introduction:
             print(self.introduction, file=sys.stderr)
 
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """A reward model, and how methods have it judge."""
+    """A reward model that scores answers."""
 
     worker: RewardWorker
 
     @property
     def controller(self) -> NativeRewardController:
-        """Has steps or whole answers judged, as the model does."""
+        """Scores steps or whole answers, as the model was trained to."""
         by_step = self.worker.by_step
         return PRMController(self.worker.tokenizer) if by_step else NativeRewardController()
 
@@ -204,16 +201,16 @@ class Judge:
 
 
 def judged_by(spec: str, controller: NativeRewardController | None) -> dict[str, Any]:
-    """The settings by which a stack of methods has ``controller`` judge; none if it has no use."""
+    """The setting that gives a stack of methods its judge; empty if it takes none."""
     return {_REWARD: controller} if controller is not None and _REWARD in parameters(spec) else {}
 
 
 def is_judged(settings: Collection[str]) -> bool:
-    """Whether these settings of a method name what scores its answers."""
+    """Whether these settings of a method include a judge."""
     return _REWARD in settings
 
 
-class Turn(NativeChatController):
+class ConversationController(NativeChatController):
     """Answers a whole conversation: its prompt is the list of messages."""
 
     def generate(
@@ -223,8 +220,8 @@ class Turn(NativeChatController):
         sampling_params: Mapping[str, Any] | SamplingParams | None = None,
         **kwargs: Any,
     ) -> Process:
-        """Let the assistant answer; its message is the output."""
-        task = ChatTask.create_from_messages([RoleMessage.from_dict(said) for said in prompt])
+        """Generate the assistant's message."""
+        task = ChatTask.create_from_messages([RoleMessage.from_dict(message) for message in prompt])
         sampling.fill(task, sampling.checked("sampling_params", sampling_params))
         yield from self.process([task], **kwargs)
         return task.create_scaffolding_output()
@@ -233,9 +230,11 @@ class Turn(NativeChatController):
 def add_backend_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options that choose a backend, and those of sampling."""
     configure_choice(parser)
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of an answer")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="limit of an answer")
     parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
-    parser.add_argument("--top-p", type=float, metavar="P", help="keep the likeliest of mass P")
+    parser.add_argument(
+        "--top-p", type=float, metavar="P", help="sample from the most probable tokens of mass P"
+    )
     parser.add_argument("--seed", type=int, metavar="S", help="same seed, same tokens")
     parser.add_argument(
         "--json-schema", metavar="FILE|JSON", help="answer in JSON that fits this schema"
@@ -270,12 +269,12 @@ def configure_judge(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--reward-model",
         metavar="DIR",
-        help="directory, or Hub id, of the reward model that judges for best_of_n",
+        help="directory, or Hub id, of the reward model that scores for best_of_n",
     )
 
 
 def check_judge(args: argparse.Namespace, specs: Sequence[str], given: Collection[str]) -> None:
-    """See that a reward model is chosen if, and only if, a method needs one.
+    """Check that a reward model is given if and only if a method needs one.
 
     Args:
         args: the options.
@@ -283,7 +282,7 @@ def check_judge(args: argparse.Namespace, specs: Sequence[str], given: Collectio
         given: names of the methods' settings that are given.
 
     Raises:
-        ParameterError: it is not so.
+        ParameterError: one is missing, or would not be used.
     """
     judged = [spec for spec in specs if _REWARD in parameters(spec)]
     if judged and args.reward_model is None and _REWARD not in given:
@@ -294,8 +293,8 @@ def check_judge(args: argparse.Namespace, specs: Sequence[str], given: Collectio
         )
     if args.reward_model is not None and not judged:
         raise ParameterError(
-            "--reward-model has nothing to judge",
-            f"{', '.join(specs)} chooses by no scores",
+            "--reward-model has nothing to score",
+            f"{', '.join(specs)} does not choose by scores",
             "Leave it out, or use best_of_n",
         )
 
@@ -319,7 +318,7 @@ def open_judge(args: argparse.Namespace) -> Iterator[Judge | None]:
 
 
 def as_chat(spec: str, settings: Collection[str], instead: str) -> str:
-    """The same stack of methods with a turn of chat where it decodes plainly.
+    """The same stack of methods, with chats instead of its plain decoding.
 
     Args:
         spec: names of methods, as for ``stack``.
@@ -335,8 +334,8 @@ def as_chat(spec: str, settings: Collection[str], instead: str) -> str:
     if _INNER in methods.describe(first).parameters and _INNER not in settings:
         return f"{_CHAT}+{spec}"
     raise ParameterError(
-        f"method {spec} cannot chat with a server, nor be judged by a reward model",
-        "it continues text: the server knows the chat template, and the judge reads no template",
+        f"method {spec} cannot chat with a server, nor be scored by a reward model",
+        "it continues its own text, which neither takes: both apply their own chat template",
         instead,
     )
 
@@ -350,6 +349,7 @@ def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
     names = ("max_tokens", "temperature", "top_p", "seed")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if any(value is not None for value in (args.json_schema, args.regex, args.choice)):
+        _check_shape(args)
         schema = None if args.json_schema is None else _schema(args.json_schema)
         shape = GuidedDecodingParams(json=schema, regex=args.regex, choice=args.choice)
         given["guided_decoding"] = shape
@@ -357,8 +357,27 @@ def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
+def _check_shape(args: argparse.Namespace) -> None:
+    """Refuse a shape of the output that OpenAI's API cannot express, where a server answers."""
+    if not wants_server(args):
+        return
+    if args.json_schema is None:
+        option = "--regex" if args.regex is not None else "--choice"
+        raise ParameterError(
+            f"{option} needs a model on this machine",
+            "OpenAI's API has no field for it, only for JSON",
+            "Use --json-schema, or --model instead of --url",
+        )
+    if getattr(args, "raw", False):
+        raise ParameterError(
+            "--json-schema needs a chat with the server",
+            "--raw asks for a completion, and OpenAI's API has no schema there",
+            "Leave out --raw, or use --model instead of --url",
+        )
+
+
 def _schema(given: str) -> str:
-    """The schema itself, be it given or in a file."""
+    """The schema, given as text or as the path of a file."""
     if given.lstrip().startswith("{"):
         return given
     try:
@@ -369,18 +388,26 @@ def _schema(given: str) -> str:
         ) from error
 
 
-@contextmanager
-def open_backend(args: argparse.Namespace) -> Iterator[Backend]:
-    """The backend that the options choose, shut down at the end.
+def open_backend(args: argparse.Namespace) -> AbstractContextManager[Backend]:
+    """The backend that the options choose: loaded when entered, shut down at the end.
 
     Raises:
-        UsageError: options that contradict each other, or a model that cannot be opened.
+        UsageError: options that contradict each other; when entered, a model that cannot be loaded.
     """
     if wants_server(args):
-        yield Backend(server_opener(args)(), args.api_model)
-        return
+        open_server = server_opener(args)
+        return _server(open_server, args.api_model)
     fields = options.llm_args_of(args)
-    open_llm = options.llm_opener(fields)
+    return _engine(options.llm_opener(fields), fields)
+
+
+@contextmanager
+def _server(open_server: Callable[[], Worker], name: str) -> Iterator[Backend]:
+    yield Backend(open_server(), name)
+
+
+@contextmanager
+def _engine(open_llm: Callable[[], AsyncLLM], fields: Mapping[str, Any]) -> Iterator[Backend]:
     from forethought.scaffolding.workers.local import EngineWorker
 
     llm = open_llm()
@@ -393,7 +420,7 @@ def open_backend(args: argparse.Namespace) -> Iterator[Backend]:
 
 
 def server_opener(args: argparse.Namespace) -> Callable[[], Worker]:
-    """What builds a worker for the server that the options choose.
+    """A function that builds a worker for the server that the options choose.
 
     Raises:
         ParameterError: options that contradict each other, or no URL.
@@ -406,11 +433,9 @@ def server_opener(args: argparse.Namespace) -> Callable[[], Worker]:
             "with them are for this machine",
             "Give --url and --api-model, or --model",
         )
-    if not re.match(r"https?://[^/]", args.url):
+    if reason := _url_error(args.url):
         raise ParameterError(
-            f"invalid --url {args.url!r}",
-            "it does not begin with http:// or https:// and a host",
-            "Write it as in http://host:8000/v1",
+            f"invalid --url {args.url!r}", reason, "Write it as in http://host:8000/v1"
         )
     try:
         from openai import AsyncOpenAI
@@ -420,3 +445,15 @@ def server_opener(args: argparse.Namespace) -> Callable[[], Worker]:
 
     key = os.environ.get("OPENAI_API_KEY", "none")
     return lambda: OpenaiWorker(AsyncOpenAI(base_url=args.url, api_key=key), args.api_model)
+
+
+def _url_error(url: str) -> str:
+    """Why a text is not the URL of a server; empty if it is."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # raises if it is not a number in 0..65535
+    except ValueError as error:
+        return str(error)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        return "it does not begin with http:// or https:// and a host"
+    return ""

@@ -17,16 +17,15 @@ from forethought.cli import machine
 from forethought.cli import options as model
 from forethought.cli.options import embedded_draft_model
 from forethought.config.sampling import SamplingParams
-from forethought.errors import ParameterError, UsageError
+from forethought.errors import ParameterError
 from forethought.evaluation.report import count_of
 
 if TYPE_CHECKING:
     from forethought.bench.report import BenchRow
-    from forethought.bench.speculation import Prompt
     from forethought.bench.variant import Variant
-    from forethought.llm.llm import LLM
 
 BATCHES = (1, 4, 16, 64)
+ROUNDS, OUT = 3, Path("runs/bench")
 _FIT_PROMPTS = 64
 """Prompts that a tree is fitted on."""
 
@@ -45,9 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     options.add_argument(
         "--max-tokens", type=int, default=192, metavar="N", help="of each answer (default: 192)"
     )
-    options.add_argument(
-        "--rounds", type=int, default=3, metavar="R", help="runs of everything (default: 3)"
-    )
+    options.add_argument("--rounds", type=int, metavar="R", help="runs of everything (default: 3)")
     options.add_argument(
         "--batch", type=int, nargs="+", metavar="B", help="prompts at once (default: 1 4 16 64)"
     )
@@ -68,7 +65,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     options.add_argument(
         "--out",
         type=Path,
-        default=Path("runs/bench"),
         metavar="DIR",
         help="where plot and JSON are written (default: runs/bench)",
     )
@@ -81,13 +77,14 @@ def run(args: argparse.Namespace) -> int:
 
     from forethought.bench import prompts, variant
     from forethought.bench.speculation import check_batches
-    from forethought.evaluation.report import check_installed
+    from forethought.evaluation.report import check_installed, make_folder
 
     texts = (
         prompts.shipped_prompts() if args.prompts is None else prompts.load_prompts(args.prompts)
     )
     if args.fit_tree is not None:
         return _fit_tree(args, texts)
+    rounds, folder = args.rounds or ROUNDS, args.out or OUT
     batches = args.batch or [batch for batch in BATCHES if batch <= len(texts)]
     check_batches(batches, len(texts))
     fields = model.llm_args_of(args)
@@ -100,27 +97,28 @@ def run(args: argparse.Namespace) -> int:
     fields["speculative_config"] = configs
     variants = variant.variants_of(configs, args.lengths)
     check_installed()
-    _make(args.out)
+    make_folder(folder)
 
     from forethought.bench.report import BenchProgress
     from forethought.bench.speculation import SpeculationBench
+    from forethought.evaluation.problems import user_prompt
     from forethought.llm.llm import LLM
 
     with LLM(**fields) as llm:
-        chosen = [_prompt(llm, text) for text in texts]
-        bench = SpeculationBench(llm, chosen, max_tokens=args.max_tokens, rounds=args.rounds)
-        total = bench.trials(variants, batches)
+        chosen = [user_prompt(llm, text) for text in texts]
+        bench = SpeculationBench(llm, chosen, max_tokens=args.max_tokens, rounds=rounds)
+        total = bench.num_runs(variants, batches)
         with nullcontext(_ignore) if args.json else BenchProgress(total) as bar:
             rows = bench.run(variants, batches, bar)
     fields["dtype"] = _dtype(fields, llm.model_dir)
-    _report(args, fields, rows)
+    _report(args, fields, rows, rounds, folder)
     return 0
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse values that cannot be, and those that would be ignored."""
+    """Refuse impossible values, and options that would be ignored."""
     SamplingParams(max_tokens=args.max_tokens)
-    if args.rounds < 1:
+    if args.rounds is not None and args.rounds < 1:
         raise ParameterError("invalid --rounds", f"got {args.rounds}", "Run at least 1")
     if args.fit_tree is None:
         return
@@ -128,10 +126,12 @@ def _check(args: argparse.Namespace) -> None:
         raise ParameterError(
             "invalid --fit-tree", f"got {args.fit_tree}", "A tree has at least 1 node"
         )
-    for name in ("batch", "lengths"):
+    for name in ("batch", "lengths", "rounds", "out"):
         if getattr(args, name) is not None:
             raise ParameterError(
-                f"--{name} is for timing", "--fit-tree takes no time", f"Leave out --{name}"
+                f"--{name} is for timing",
+                "--fit-tree decodes once, prints the tree and writes no files",
+                f"Leave out --{name}",
             )
 
 
@@ -163,21 +163,20 @@ def _fit_tree(args: argparse.Namespace, texts: list[str]) -> int:
 
 
 def _dtype(fields: dict[str, Any], model_dir: Path) -> str:
-    """Of the weights, as the model's own configuration says unless told otherwise."""
+    """Of the weights: as given, else as the model's configuration says."""
     if fields.get("dtype", "auto") != "auto":
         return str(fields["dtype"])
     written = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     return str(written.get("dtype") or written.get("torch_dtype") or "auto")
 
 
-def _prompt(llm: LLM, text: str) -> Prompt:
-    """The text as the model wants to be asked."""
-    if not llm.tokenizer.chat_template:
-        return text
-    return llm.chat_prompt([{"role": "user", "content": text}])
-
-
-def _report(args: argparse.Namespace, fields: dict[str, Any], rows: list[BenchRow]) -> None:
+def _report(
+    args: argparse.Namespace,
+    fields: dict[str, Any],
+    rows: list[BenchRow],
+    rounds: int,
+    folder: Path,
+) -> None:
     """Write the files, and print."""
     from forethought.bench.report import recommend, save_plot, table
     from forethought.bench.variant import written
@@ -189,13 +188,13 @@ def _report(args: argparse.Namespace, fields: dict[str, Any], rows: list[BenchRo
         "model": name,
         "machine": _machine(fields),
         "max_tokens": args.max_tokens,
-        "rounds": args.rounds,
+        "rounds": rounds,
         "rows": [row.to_dict() for row in rows],
         "recommendation": advice.to_dict() | {"speculative_config": block},
     }
     line = json.dumps(report, ensure_ascii=False)
-    (args.out / "speculation.json").write_text(line + "\n", encoding="utf-8")
-    plot = save_plot(rows, args.out / "speculation.png", f"speculation on {name}")
+    (folder / "speculation.json").write_text(line + "\n", encoding="utf-8")
+    plot = save_plot(rows, folder / "speculation.png", f"speculation on {name}")
     if not args.json:
         print(f"{table(rows)}\n")
         print("\n".join(_notes(rows, report)))
@@ -207,23 +206,23 @@ def _report(args: argparse.Namespace, fields: dict[str, Any], rows: list[BenchRo
 
 
 def _notes(rows: list[BenchRow], report: dict[str, Any]) -> list[str]:
-    """What the table does not say by itself."""
+    """Lines below the table."""
     where, rounds = report["machine"], report["rounds"]
-    place = where["processor"] if where["device"] == "cpu" else where["device"]
+    device = where["processor"] if where["device"] == "cpu" else where["device"]
     found = [
-        f"{report['model']} in {where['dtype']} on {place}, "
+        f"{report['model']} in {where['dtype']} on {device}, "
         f"{count_of(where['threads'], 'thread')}, torch {where['torch']}; "
         f"medians of {count_of(rounds, 'round')}; "
         "ratio: to plain decoding in the same round; by position: of the decode steps"
     ]
     if any(row.identical_share < 1.0 for row in rows):
         found.append(
-            "identical: where two tokens are nearly as likely, rounding decides, and rounding "
-            "depends on company and on where pages lie, with drafts or without: the rows of plain "
-            "decoding say how often it differs from itself; in float32 that is hardly ever seen"
+            "identical: between nearly equal probabilities rounding decides, and it depends on the "
+            "other sequences of the batch and on page boundaries, with drafts or without; the rows "
+            "of plain decoding show how often it differs from itself (in float32 hardly ever)"
         )
     if any(row.metrics.synthetic for row in rows):
-        found.append("*: acceptance was made up (synthetic_acceptance); the tokens mean nothing")
+        found.append("*: synthetic_acceptance is set; the tokens mean nothing")
     return found
 
 
@@ -243,12 +242,5 @@ def _machine(fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"cannot write to {folder}", str(error), "Give another folder") from error
-
-
 def _ignore(variant: Variant, batch: int) -> None:
-    """There is no bar to move."""
+    """With --json there is no progress bar."""

@@ -1,6 +1,6 @@
 """Talk to a model. /exit or Ctrl-D leaves, /clear begins anew.
 
-Ctrl-C ends the answer under way and keeps what has been said; pressed at the prompt it leaves.
+Ctrl-C ends the answer under way and keeps its text so far; pressed at the prompt it leaves.
 """
 
 from __future__ import annotations
@@ -11,7 +11,13 @@ import sys
 from contextlib import closing
 from typing import Any
 
-from forethought.cli.backend import Respondent, Turn, add_backend_options, open_backend, sampling_of
+from forethought.cli.backend import (
+    ConversationController,
+    Respondent,
+    add_backend_options,
+    open_backend,
+    sampling_of,
+)
 from forethought.errors import UsageError
 
 
@@ -26,7 +32,9 @@ def run(args: argparse.Namespace) -> int:
     if args.url is None:
         params.setdefault("temperature", 0.0)
     if sys.stdin is None:
-        raise UsageError("there is nobody to talk to", "standard input is closed")
+        raise UsageError(
+            "chat needs input", "standard input is closed", "Use 'forethought generate'"
+        )
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # makes input() a line editor
     with open_backend(args) as chosen:
@@ -38,7 +46,9 @@ def run(args: argparse.Namespace) -> int:
             )
         chosen.introduce()
         print(f"{chosen.name}: /exit or Ctrl-D leaves, /clear begins anew", file=sys.stderr)
-        with closing(Respondent(Turn(streaming=True), chosen.worker)) as respondent:
+        with closing(
+            Respondent(ConversationController(streaming=True), chosen.worker)
+        ) as respondent:
             Conversation(respondent, params, args.system).talk()
     return 0
 
@@ -61,21 +71,21 @@ class Conversation:
         """Read and answer until the user leaves."""
         while True:
             try:
-                said = _ask().strip()
+                line = _ask().strip()
             except EOFError:
                 if _is_interactive():
                     print()
                 return
-            if said == "/exit":
+            if line == "/exit":
                 return
-            if said == "/clear":
+            if line == "/clear":
                 self._messages = list(self._opening)
-            elif said.startswith("/"):
+            elif line.startswith("/"):
                 print("there are /exit and /clear", file=sys.stderr)
-            elif said:
-                self._answer(said)
+            elif line:
+                self._answer(line)
 
-    def _answer(self, said: str) -> None:
+    def _answer(self, line: str) -> None:
         pieces: list[str] = []
 
         def write(text: str) -> None:
@@ -83,7 +93,7 @@ class Conversation:
             sys.stdout.write(text)
             sys.stdout.flush()
 
-        turn = [*self._messages, {"role": "user", "content": said}]
+        turn = [*self._messages, {"role": "user", "content": line}]
         note = "stopped"
         try:
             note = self._respondent.answer(turn, self._params, write).summary()

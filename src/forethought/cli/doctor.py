@@ -1,7 +1,7 @@
-"""Say what there is on this machine: versions, processor, GPU, what is installed and what is not,
-and which of the engine's fast paths are taken here.
+"""Say what this machine has: versions, processor, GPU, the extras that are installed, and which of
+the engine's fast paths are used here.
 
-Works without torch; what it cannot find out then it says.
+Works without torch, and says what is unknown then.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from forethought.evaluation.report import count_of
 
 _SHOWN = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic")
 _NOT_FOR_USERS = ("dev",)
-"""Extras that only those who work on forethought need."""
+"""Extras for work on forethought itself."""
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -31,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Look around, and print what was found."""
+    """Examine the machine and print the result."""
     found = examine()
     print(json.dumps(found, ensure_ascii=False) if args.json else "\n".join(lines(found)))
     return 0
@@ -131,7 +131,7 @@ def _version(name: str) -> str | None:
 
 
 def _torch_facts() -> dict[str, Any]:
-    """What torch says, and which ways the engine goes; None where it cannot be imported."""
+    """Facts of torch and the engine's fast paths; None where torch cannot be imported."""
     try:
         torch = importlib.import_module("torch")
     except (ImportError, OSError) as error:  # OSError: a library that it needs is broken
@@ -159,7 +159,7 @@ def _gpu(torch: Any, number: int) -> str:
 
 
 def _fast_paths(torch: Any) -> dict[str, str]:
-    """How the engine computes on this machine's processor, as the engine itself decides."""
+    """The engine's kernels on this machine, as the engine itself chooses them."""
     from forethought.model.attention.sdpa import MIN_QUERIES
     from forethought.model.llama.layers import PackedProjection, projection
 

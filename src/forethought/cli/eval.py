@@ -64,7 +64,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--instruction",
         metavar="TEXT",
-        help="put behind every question (default: a wish for a boxed answer; nothing for the "
+        help="appended to every question (default: to box the answer; nothing for the "
         "embedded reasoner)",
     )
     parser.add_argument(
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     given = problems.load(args.data) if args.data else problems.shipped()
     chosen = problems.choose(given, args.problems, args.seed)
     stand_in = None if args.reward_model is None else NativeRewardController()
-    _recipes(args, stand_in)  # refuses what cannot be before a model is loaded
+    _recipes(args, stand_in)  # checks the options before a model is loaded
     open_llm: Callable[[], AsyncLLM | Worker]
     if wants_server(args):
         open_llm, is_embedded = server_opener(args), False
@@ -132,7 +132,7 @@ def _recipes(args: argparse.Namespace, judging: NativeRewardController | None) -
     if wants_server(args) and not chats and args.max_tokens is None:
         raise ParameterError(
             "--prompt-format with --url needs --max-tokens",
-            "servers end a completion after a few tokens unless told otherwise",
+            "servers end a completion after a few tokens by default",
             "Say how long an answer may be",
         )
     specs = [spec.strip() for spec in given.split(",")]
@@ -151,7 +151,7 @@ def _recipes(args: argparse.Namespace, judging: NativeRewardController | None) -
 
 
 def _recipe(args: argparse.Namespace, spec: str, settings: dict[str, Any], chats: bool) -> Recipe:
-    """One method, under the name that was given, as turns of chat if it ``chats`` or is judged."""
+    """One method under the name given; its prompts are chats if it ``chats`` or has a judge."""
     judged = is_judged(settings)
     instead = "Write the prompt in the model's own format: --prompt-format"
     if judged:

@@ -31,6 +31,7 @@ from forethought.cli.backend import (
 )
 from forethought.cli.options import parse_settings, with_samples
 from forethought.errors import ParameterError
+from forethought.evaluation.problems import user_prompt
 from forethought.methods.stack import stack
 from forethought.scaffolding.controller import Controller, NativeRewardController
 
@@ -53,16 +54,17 @@ def run(args: argparse.Namespace) -> int:
     params = sampling_of(args)
     check_judge(args, [args.method or "plain"], parse_settings(args.set))
     stand_in = None if args.reward_model is None else NativeRewardController()
-    _method(args, {}, stand_in)  # refuses what cannot be before a model is loaded
+    _method(args, {}, stand_in)  # checks the options before a model is loaded
     question = _question(args.prompt)
     if args.raw and args.system:
         raise ParameterError(
             "--system needs the chat template", "--raw leaves it out", "Put it into the prompt"
         )
+    backend = open_backend(args)
     with ExitStack() as opened:
         judge = opened.enter_context(open_judge(args))
         method = _method(args, params, judge.controller if judge else None)
-        chosen = opened.enter_context(open_backend(args))
+        chosen = opened.enter_context(backend)
         prompt = _prompt(args, question, chosen)
         respondent = Respondent(method, chosen.worker, judge.workers if judge else None)
         write = _Writing(chosen, show=not args.json)
@@ -78,13 +80,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Writing:
-    """Writes an answer as it comes, behind what there is to say about the model.
+    """Writes an answer as it streams, after the introduction of the model.
 
-    After Ctrl-C the text so far stays, on a line that is ended.
+    Ctrl-C ends the line of the text so far.
 
     Args:
-        chosen: what answers.
-        show: whether the text is written, and not only awaited.
+        chosen: the backend.
+        show: whether the text is written.
     """
 
     def __init__(self, chosen: Backend, *, show: bool) -> None:
@@ -107,7 +109,7 @@ class _Writing:
 
 
 def _question(prompt: str) -> str:
-    """The prompt as it was typed, or what standard input says for ``-``."""
+    """The prompt as given, or standard input for ``-``."""
     if prompt == "-" and sys.stdin is None:
         raise ParameterError("no prompt", "standard input is closed", "Give the prompt itself")
     question = sys.stdin.read() if prompt == "-" else prompt
@@ -125,7 +127,7 @@ def _question(prompt: str) -> str:
 def _method(
     args: argparse.Namespace, params: dict[str, Any], judging: NativeRewardController | None
 ) -> Controller:
-    """The method that was chosen; plain decoding, greedy unless told otherwise, if none was."""
+    """The chosen method; by default plain decoding, which is greedy unless sampling is set."""
     spec = args.method or "plain"
     settings = with_samples(spec, parse_settings(args.set))
     if spec == "plain" and args.url is None:
@@ -142,14 +144,14 @@ def _method(
 
 
 def _chats(args: argparse.Namespace) -> bool:
-    """Whether the method is given the question as it is, and makes a chat of it: a server has the
-    chat template, and a reward model reads the question alone.
+    """Whether the method gets the bare question and sends it as a chat: a server applies the chat
+    template itself, and a reward model reads the question without one.
     """
     return not args.raw and (args.url is not None or args.reward_model is not None)
 
 
 def _prompt(args: argparse.Namespace, question: str, chosen: Backend) -> Any:
-    """The prompt that the method is to be given."""
+    """The prompt for the method."""
     if _chats(args) or args.url is not None:
         return question
     if args.raw or not chosen.can_chat:
@@ -161,14 +163,12 @@ def _prompt(args: argparse.Namespace, question: str, chosen: Backend) -> Any:
             )
         if not args.raw:
             print(
-                f"{chosen.name} has no chat template: the prompt is continued as it stands",
+                f"{chosen.name} has no chat template: the prompt is continued as it is",
                 file=sys.stderr,
             )
         return question
-    assert chosen.llm is not None, "what is no server is an engine"
-    messages = [{"role": "system", "content": args.system}] if args.system else []
-    messages.append({"role": "user", "content": question})
-    return chosen.llm.chat_prompt(messages)
+    assert chosen.llm is not None, "a backend is a server or an engine"
+    return user_prompt(chosen.llm, question, args.system)
 
 
 def _write(text: str) -> None:

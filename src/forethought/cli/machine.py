@@ -10,7 +10,7 @@ from pathlib import Path
 
 _CPUINFO = Path("/proc/cpuinfo")
 _NAMES = ("model name", "Model", "cpu model", "Hardware")
-"""What architectures call the processor's name in ``/proc/cpuinfo``, the best first."""
+"""Keys of the processor's name in ``/proc/cpuinfo``, the best first."""
 _FLAGS = ("flags", "Features")
 _SETS = (
     *("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
@@ -21,14 +21,14 @@ _SETS = (
 
 
 def processor_name() -> str:
-    """As its maker calls it, such as "AMD EPYC 7763"; the architecture where that is not known."""
+    """Such as "AMD EPYC 7763"; the architecture where the name is unknown."""
     facts = _facts(_CPUINFO)
-    name = next((facts[key] for key in _NAMES if facts.get(key)), "") or _asked()
+    name = next((facts[key] for key in _NAMES if facts.get(key)), "") or _macos_name()
     return name or platform.processor() or platform.machine()
 
 
 def instruction_sets() -> list[str]:
-    """Those of ``_SETS`` that the processor has; empty where the system does not tell."""
+    """Those of ``_SETS`` that the processor has; empty where that is unknown."""
     facts = _facts(_CPUINFO)
     flags = set(" ".join(facts.get(key, "") for key in _FLAGS).split())
     return [name for name in _SETS if name in flags]
@@ -55,8 +55,8 @@ def _facts(path: Path) -> dict[str, str]:
     return found
 
 
-def _asked() -> str:
-    """What macOS says."""
+def _macos_name() -> str:
+    """The name that macOS gives; empty elsewhere."""
     if platform.system() != "Darwin":
         return ""
     try:

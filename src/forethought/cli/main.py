@@ -36,16 +36,16 @@ COMMANDS = {
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose complaint is a ``UsageError``: one line like every other."""
+    """An argument parser that raises ``UsageError``, so that its errors are one line, too."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise instead of printing the usage and leaving."""
+        """Raise instead of printing the usage and exiting."""
         raise UsageError(message, fix=f"See {self.prog} --help")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status; never raises."""
-    if sys.stderr is None:  # closed by who called; a print would go to standard output
+    if sys.stderr is None:  # closed by the caller; a print would go to standard output
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # until the end
     if sys.stdout is None:
         return _complain("standard output is closed: there is nowhere to answer", 2)
@@ -100,7 +100,7 @@ def _top_level() -> Parser:
         prog="forethought",
         usage="forethought COMMAND [ARGUMENTS]",
         description=f"Draft ahead, think deeper.\n\ncommands:\n{listing}",
-        epilog="forethought COMMAND --help tells more about one of them.",
+        epilog="forethought COMMAND --help shows the arguments of one of them.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"forethought {__version__}")
@@ -108,7 +108,7 @@ def _top_level() -> Parser:
 
 
 def _silence_stdout() -> None:
-    """What cannot be written would be tried again at exit: give it somewhere to go."""
+    """Python flushes standard output again at exit: let that go to the null device."""
     real = sys.__stdout__
     if real is not None and sys.stdout is real:
         os.dup2(os.open(os.devnull, os.O_WRONLY), real.fileno())

@@ -1,14 +1,7 @@
-"""``--config config.yaml``: fields of the engine's arguments, as they are written in a file.
+"""Options that several commands share: the model and its engine, drafting, settings of methods.
 
-Knows nothing about what the fields mean.
-
-[settings] ``--set key=value``: settings of a method as they are typed on a command line.
-
-[speculation] ``--speculative``: one way of guessing ahead, chosen by its name on the command line.
-
-[model] The options by which commands choose a model and its engine, and how they open it.
-
-What the command line says wins over what ``--config`` says, and that over the command's defaults.
+``--config FILE`` holds fields of ``LlmArgs`` as YAML. An option overrides the file, and the file a
+command's defaults. ``--set KEY=VALUE`` is a setting of a method.
 """
 
 from __future__ import annotations
@@ -24,6 +17,7 @@ from forethought.config.engine import LlmArgs
 from forethought.config.speculation import DecodingBaseConfig
 from forethought.errors import DependencyError, ParameterError, UsageError
 from forethought.methods.stack import parameters
+from forethought.model_dir import find_model_dir
 
 if TYPE_CHECKING:
     from forethought.llm.async_llm import AsyncLLM
@@ -57,7 +51,7 @@ def load_config_file(path: Path) -> dict[str, Any]:
 
 
 def _once_each(yaml: Any) -> Any:
-    """YAML's safe loader, which would take the last of several equal names without a word."""
+    """YAML's safe loader, but it refuses a name that is given twice instead of taking the last."""
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
@@ -73,14 +67,14 @@ def _once_each(yaml: Any) -> Any:
 
 
 SAMPLES = 8
-"""Samples of a vote, unless the user says otherwise."""
+"""Default samples of a vote on the command line."""
 
 
 def parse_settings(pairs: Iterable[str]) -> dict[str, Any]:
     """``["threshold=3", "streaming=true"]`` -> ``{"threshold": 3, "streaming": True}``.
 
-    A value is read as JSON (numbers, ``true``, ``false``, ``null``, quoted text, lists), and as
-    text where it is none.
+    A value is read as JSON (numbers, ``true``, ``false``, ``null``, quoted text, lists), else as
+    text.
 
     Raises:
         ParameterError: a pair without ``=`` or without a key, or a key given twice.
@@ -104,7 +98,7 @@ def parse_settings(pairs: Iterable[str]) -> dict[str, Any]:
 def with_samples(spec: str, settings: dict[str, Any]) -> dict[str, Any]:
     """The settings of a method, with ``SAMPLES`` samples where it would draw a single one.
 
-    A vote of one sample is TensorRT-LLM's default, which the class keeps, and no vote.
+    The class defaults to 1, as in TensorRT-LLM; but a vote needs several.
     """
     if parameters(spec).get("default_sample_num") != 1:
         return settings
@@ -125,7 +119,7 @@ DRAFTERS = ("ngram", "suffix", *_WITH_MODEL, *_WITH_HEADS, "auto")
 _IN_TARGET = ("mtp",)
 """Those whose heads may lie in the directory of the model that they draft for."""
 _DRAFT_LENS = {"draft_target": 4, "eagle3": 5, "mtp": 6, "pearl": 4}
-"""Levels of drafts unless said otherwise; the other ways have defaults."""
+"""Default ``max_draft_len``; the other ways have their own."""
 _TREES = {"medusa": "likeliest"}
 """What trees are made of, where the default is the published way, which suits larger batches."""
 _EMBEDDED_LENS = {"draft_target": 8, "pearl": 8}
@@ -137,23 +131,21 @@ def add_speculation_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--speculative",
         choices=DRAFTERS,
-        help="guess ahead and verify: the same text in less time (medusa: with the likeliest "
+        help="draft and verify: the same text in less time (medusa: with the likeliest "
         "trees, whatever tree the heads bring)",
     )
     parser.add_argument(
         "--draft-model",
-        type=Path,
+        type=model_path,
         metavar="DIR|ID",
         help="local directory or Hub id of the smaller model, or of the heads, that --speculative "
         "drafts with (default: for the embedded reasoner, its own)",
     )
-    parser.add_argument(
-        "--max-draft-len", type=int, metavar="K", help="most tokens to guess in a row"
-    )
+    parser.add_argument("--max-draft-len", type=int, metavar="K", help="limit of tokens in a draft")
 
 
 def embedded_draft_model(kind: str | None = "draft_target") -> Path | None:
-    """Directory of what drafts for the embedded reasoner in such a way, where it is installed."""
+    """Directory of the embedded reasoner's drafter of a kind; None if it is not installed."""
     folder = assets.heads_dir(kind) if kind in _WITH_HEADS else assets.drafter_dir()
     return folder if folder.is_dir() else None
 
@@ -161,11 +153,11 @@ def embedded_draft_model(kind: str | None = "draft_target") -> Path | None:
 def speculative_config_of(
     args: argparse.Namespace, draft_model: Path | None = None
 ) -> DecodingBaseConfig | None:
-    """What the options say; None if they say nothing.
+    """The configuration that the options stand for; None if none is given.
 
     Args:
         args: the options.
-        draft_model: what to draft with unless they say otherwise.
+        draft_model: default of ``--draft-model``.
 
     Raises:
         UsageError: an impossible value, or an option without what it belongs to.
@@ -207,15 +199,22 @@ INTRODUCTION = (
     'embedded reasoner: 3.6 M parameters, solves arithmetic word problems such as "Sam has 110 '
     'nuts. He uses 84. How many nuts does Sam have now?"; --model DIR for a real one'
 )
-"""What the embedded model is, for those who have not chosen another."""
+"""Shown where the user has named no model."""
 _OPTIONS = ("model", "revision", "dtype", "device")
+
+
+def model_path(text: str) -> Path:
+    """A directory or Hub id as given to an option; an empty one is not the working directory."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty; give a directory or a Hub id")
+    return Path(text)
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Declare ``--model`` and what belongs to it."""
     parser.add_argument(
         "--model",
-        type=Path,
+        type=model_path,
         metavar="DIR|ID",
         help="local Hugging Face directory, or Hub id such as Qwen/Qwen3-0.6B (default: the "
         "embedded reasoner)",
@@ -257,6 +256,7 @@ def llm_args_of(args: argparse.Namespace, **defaults: Any) -> dict[str, Any]:
     given = {name: getattr(args, name) for name in _OPTIONS}
     fields |= {name: value for name, value in given.items() if value is not None}
     embedded = fields.get("model") is None
+    _check_revision(fields)
     own = embedded_draft_model(args.speculative) if embedded else None
     config = speculative_config_of(args, own)
     if config is not None:
@@ -265,8 +265,23 @@ def llm_args_of(args: argparse.Namespace, **defaults: Any) -> dict[str, Any]:
     return {name: getattr(checked, name) for name in checked.model_fields_set}
 
 
+def _check_revision(fields: Mapping[str, Any]) -> None:
+    """Refuse a revision of what does not come from the Hub."""
+    model, revision = fields.get("model"), fields.get("revision")
+    if revision is None:
+        return
+    if model is None:
+        raise ParameterError(
+            "--revision needs --model",
+            "the embedded reasoner has no revisions",
+            "Leave it out, or name a model of the Hugging Face Hub",
+        )
+    if Path(model).exists():
+        find_model_dir(model, revision)  # refuses it
+
+
 def llm_opener(fields: Mapping[str, Any]) -> Callable[[], AsyncLLM]:
-    """What builds the chosen model.
+    """A function that builds the chosen model.
 
     Args:
         fields: of ``LlmArgs``.
@@ -281,7 +296,7 @@ def llm_opener(fields: Mapping[str, Any]) -> Callable[[], AsyncLLM]:
 
 
 def check_installed() -> None:
-    """Whether a model can run here.
+    """Check that a model can run on this machine.
 
     Raises:
         DependencyError: torch or transformers is not installed.
@@ -295,11 +310,11 @@ def check_installed() -> None:
 
 
 def introduction(fields: Mapping[str, Any]) -> str:
-    """What there is to say about the chosen model before it answers; empty if it was named."""
+    """One line about the embedded model if the user has named no other; else empty."""
     return INTRODUCTION if fields.get("model") is None else ""
 
 
 def model_label(fields: Mapping[str, Any]) -> str:
-    """What the chosen model is called in reports."""
+    """Name of the chosen model in reports."""
     model = fields.get("model")
     return "embedded reasoner" if model is None else str(model)

@@ -1,11 +1,11 @@
 """Train a drafter for your own model: texts in, a drafter out that generate and bench load.
 
 forethought train medusa --target DIR --self-distill prompts.txt --out runs/medusa: the model
-answers the prompts itself, and the drafter learns what it says. With --data the texts are given.
-Some of the prompts are held out, and now and then the drafter is tried on them: acceptance_length
-is the number of tokens per step that it makes of decoding. Interrupt it at any time; the same
-command goes on where it was, which is kept every minute and when it is interrupted. medusa-2 trains
-the model, too: OUT/model is another model than the target, and the drafter is for that one.
+answers the prompts itself, and the drafter learns from the answers. With --data the texts are
+given. Some of the prompts are held out, and the drafter is evaluated on them at intervals:
+acceptance_length is the number of tokens per decode step. Interrupt it at any time; the same
+command resumes from the checkpoint, which is written every minute and when it is interrupted.
+medusa-2 trains the model, too: OUT/model is another model, and the drafter is for that one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from forethought.cli.options import load_config_file
+from forethought.cli.options import load_config_file, model_path
 from forethought.errors import DependencyError, ParameterError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("kind", choices=KINDS, help="what to train")
     parser.add_argument(
         "--target",
-        type=Path,
+        type=model_path,
         metavar="DIR|ID",
         help="local Hugging Face directory, or Hub id, of the model to draft for (default: the "
         "embedded reasoner)",
@@ -67,7 +67,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--steps", type=int, metavar="N", help="of training")
     parser.add_argument("--seed", type=int, metavar="S", help="of weights and order (default: 0)")
-    parser.add_argument("--held-out", type=int, default=32, metavar="N", help="prompts to try on")
+    parser.add_argument(
+        "--held-out", type=int, default=32, metavar="N", help="prompts to evaluate on"
+    )
     parser.add_argument(
         "--dtype",
         choices=["auto", "float32", "bfloat16", "float16"],
@@ -110,8 +112,8 @@ def _source(args: argparse.Namespace) -> Source:
 
 
 class _ProgressBar:
-    """Steps, loss, tokens per second, time left and acceptance, on a terminal; else the log's lines
-    say the same.
+    """Steps, loss, tokens per second, time left and acceptance, if standard error is a terminal;
+    the log has the same.
     """
 
     def __init__(self) -> None:
@@ -119,7 +121,7 @@ class _ProgressBar:
         self._bar: Any = None
 
     def __call__(self, progress: Progress) -> None:
-        """Move on by a step."""
+        """Advance by a step."""
         if self._bar is None:
             self._bar = self._begin(progress)
         shown = [f"loss {progress.loss:.3f}"]
@@ -164,8 +166,8 @@ def _report(args: argparse.Namespace, training: TrainingRun, found: dict[str, fl
     if training.model is not None:
         print(
             f"{training.model}: the model that it drafts for, which is not the original: it is "
-            f"{found['kl']:.4f} nats (mean KL) away from it on held-out answers and finds another "
-            f"token the likeliest at {1 - found['same_choice']:.1%} of the places"
+            f"{found['kl']:.4f} nats (mean KL) away from it on held-out answers and has another "
+            f"most probable token at {1 - found['same_choice']:.1%} of the positions"
         )
     name, target = _SPECULATIVE.get(args.kind, args.kind), training.model or args.target
     model = f" --model {target}" if target is not None else ""

@@ -402,6 +402,11 @@ class MedusaDecodingConfig(DecodingBaseConfig):
         if heads is not None and self.max_draft_len > heads:
             reason = f"num_medusa_heads is {heads}"
             raise self._refuse("max_draft_len", self.max_draft_len, reason)
+        directory = self._directory() if self.max_draft_len else None
+        heads = None if directory is None else stored_heads(directory)
+        if heads is not None and self.max_draft_len > heads:
+            reason = f"{directory} holds {heads} heads, each for one token"
+            raise self._refuse("max_draft_len", self.max_draft_len, reason)
         depth = self.max_draft_len or self._heads() or max(map(len, MEDUSA_CHOICES))
         self._set("max_draft_len", depth)
         usual = max(USUAL_NODES, self.max_draft_len)

@@ -10,7 +10,7 @@ which without a drafter is its root, the last known token, alone::
     commit     keep the KV of the path, publish full pages, append the tokens, finish sequences
 
 An exception fails the request that causes it. A forward or a verification that raises is repeated
-with half of its rows, down to single rows, and a single row once more without its draft, before
+with half of its rows, down to single rows, and a single row once more, without its draft, before
 its request fails; the other requests go on in the same step.
 """
 
@@ -214,8 +214,13 @@ class Step:
                 self._stats.failed_forwards += 1
                 raise
 
+        retried = set[int]()
+
         def failed(row: PlannedRow, error: Exception) -> PlannedRow | None:
             if not row.num_nodes:
+                if row.sequence.id not in retried:  # the failure may pass, as of memory
+                    retried.add(row.sequence.id)
+                    return row
                 plan.fail(row.sequence, error)
                 return None
             self._drafting.drop(row.sequence, error)

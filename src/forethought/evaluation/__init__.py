@@ -1,10 +1,9 @@
-"""Measuring methods: the same problems, solved by each, with what it cost.
+"""Evaluation of methods: the same problems, solved by each, with accuracy and cost.
 
-``problems`` (what to solve), ``recipe`` (a method with its settings), ``runner`` (many problems in
-flight, graded as they finish), ``lockstep`` (why their token counts repeat), ``statistics``
-(intervals), ``report`` and ``plot`` (what people see), ``demo`` (the four recipes that the package
-shows itself with).
+``problems`` (questions and grading), ``recipe`` (a method with its settings; those of the demo),
+``runner`` (many problems in flight, graded as they finish; the comparison of several methods),
+``lockstep`` (why token counts repeat), ``report`` (intervals, tables, JSON, plot).
 """
 
 IN_FLIGHT = 64
-"""Chains of thought under way at once unless told otherwise."""
+"""Default number of chains of thought in flight."""

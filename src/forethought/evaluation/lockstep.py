@@ -1,11 +1,11 @@
-"""An event loop and an engine that take turns, so that a measurement can be repeated exactly.
+"""An event loop and an engine that alternate, so that a measurement repeats exactly.
 
 Methods run on an event loop and the engine in a thread of its own, which does not wait for them: by
 the time that a controller ends a chain of thought or a sample, the engine has run some steps more,
 and their number depends on how the operating system schedules the two threads. So do the token
 counts and, in half precision, which sequences share a batch and with it how near-ties are rounded.
-Here the engine steps only while the event loop is idle: every controller has seen what the last
-step brought it, and everything that it asks for in reply has been handed in.
+Here the engine steps only while the event loop is idle: every controller has received the outputs
+of the last step and submitted its requests in reply.
 
 The event loop counts as busy while an executor works for it (``run_in_executor``, as for a
 ``ComputeTask``). What it awaits in another way, such as a process or a server, is not waited for.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 Values = TypeVarTuple("Values")
 _POLL_SECONDS = 0.1
-"""How often the engine looks whether the event loop that it waits for has ended."""
+"""How often the engine checks whether the event loop that it waits for has ended."""
 _SETTLE_SECONDS = 5.0
 
 
@@ -40,7 +40,7 @@ class Lockstep:
             scaffolding = lockstep.call(lambda: ScaffoldingLlm(controller, workers))
 
     Args:
-        llm: whose clients all live on this event loop.
+        llm: all of its clients run on this event loop.
     """
 
     def __init__(self, llm: AsyncLLM) -> None:
@@ -85,7 +85,7 @@ class Lockstep:
         """Wait until the event loop is idle; called on the engine's thread."""
         idle = threading.Event()
         try:
-            self._loop.call_soon_threadsafe(self._loop.tell_when_idle, idle)
+            self._loop.call_soon_threadsafe(self._loop.notify_when_idle, idle)
         except RuntimeError:  # it is closed
             return
         while not idle.wait(_POLL_SECONDS) and self._thread.is_alive():
@@ -93,14 +93,14 @@ class Lockstep:
 
 
 class _IdleLoop(asyncio.SelectorEventLoop):
-    """An event loop that tells when it has nothing to do, and no executor works for it."""
+    """An event loop that sets an event when it is idle and no executor works for it."""
 
     def __init__(self) -> None:
         super().__init__(_Selector(self._on_wait))
         self._asked: threading.Event | None = None
         self._num_computing = 0
 
-    def tell_when_idle(self, idle: threading.Event) -> None:
+    def notify_when_idle(self, idle: threading.Event) -> None:
         """Set ``idle`` as soon as the loop waits for something from outside."""
         self._asked = idle
 
@@ -139,7 +139,7 @@ class _Selector(selectors.DefaultSelector):
 
 
 async def _settle() -> None:
-    """Let what was shielded from cancellation end, such as the closing of sequences."""
+    """Wait for tasks shielded from cancellation, such as those that close sequences."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     if others:
         await asyncio.wait(others, timeout=_SETTLE_SECONDS)

@@ -1,10 +1,8 @@
-"""What to solve: questions with known answers. Knows nothing about who solves them.
+r"""Questions with known answers, and the grading of answers to them.
 
-A file of the user's own is JSON lines, one object per line with ``question`` and ``answer``
-(``problem`` and ``solution`` are accepted for them); other fields are left alone. A worked solution
-counts by what stands in its last ``\boxed{}`` or behind its last ``####``.
-
-[grader] Whether an answer is right. Knows nothing about who gave it.
+A user's file is JSON lines, one object per line with ``question`` and ``answer`` (or ``problem``
+and ``solution``); other fields are ignored. The answer of a worked solution is what stands in its
+last ``\boxed{}`` or behind its last ``####``.
 """
 
 from __future__ import annotations
@@ -16,12 +14,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forethought.errors import ParameterError, UsageError
 from forethought.scaffolding.answers import extract_answer_from_boxed, extract_answer_with_regex
 from forethought.scaffolding.canonical_form import canonical_form
 from forethought.scaffolding.sympy_pool import SympyPool
+
+if TYPE_CHECKING:
+    from forethought.llm.async_llm import AsyncLLM
+    from forethought.llm.llm import LLM
 
 _QUESTION = ("question", "problem")
 _ANSWER = ("answer", "solution")
@@ -49,25 +51,49 @@ def load(path: str | Path) -> list[Problem]:
     Raises:
         UsageError: the file cannot be read, is empty, or a line is not such an object.
     """
-    path = Path(path)
+    return [_from_line(line, where) for where, line in read_lines(path, "problems")]
+
+
+def read_lines(path: str | Path, what: str) -> list[tuple[str, str]]:
+    """The lines of a text file that are not blank, each with its place, ``path:number``.
+
+    Args:
+        path: of the file.
+        what: the lines are, for messages, such as "problems".
+
+    Raises:
+        UsageError: the file cannot be read, or has no such line.
+    """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
-            f"cannot read the problems in {path}", str(error), "Give a file of JSON lines"
+            f"cannot read the {what} in {path}", str(error), "Give a text file with one per line"
         ) from error
     found = [
-        _from_line(line, f"{path}:{number}")
-        for number, line in enumerate(lines, start=1)
-        if line.strip()
+        (f"{path}:{number}", line) for number, line in enumerate(lines, start=1) if line.strip()
     ]
     if not found:
-        raise UsageError(f"no problems in {path}", "the file is empty", "Give one object per line")
+        raise UsageError(f"no {what} in {path}", "the file is empty", "Write one per line")
     return found
 
 
+def user_prompt(llm: LLM | AsyncLLM, text: str, system: str | None = None) -> str | list[int]:
+    """A user's text through the model's chat template; as it is where there is none.
+
+    Args:
+        llm: with the template.
+        text: of the user.
+        system: system prompt, if any; needs a template.
+    """
+    if not llm.tokenizer.chat_template:
+        return text
+    messages = [{"role": "system", "content": system}] if system else []
+    return llm.chat_prompt([*messages, {"role": "user", "content": text}])
+
+
 def choose(problems: Sequence[Problem], count: int | None, seed: int = 0) -> list[Problem]:
-    """``count`` of the problems, drawn without replacement by ``seed``; None: all, as they stand.
+    """``count`` of the problems, drawn without replacement by ``seed``; None: all, in their order.
 
     Raises:
         ParameterError: ``count`` is below 1 or above what there is.
@@ -105,7 +131,7 @@ def _from_record(record: Any, where: str) -> Problem:
 
 
 def _final(answer: str) -> str:
-    """The answer alone, where the reference is a worked solution."""
+    """The final answer, where the reference is a worked solution."""
     return (
         extract_answer_from_boxed(answer)
         or extract_answer_with_regex(answer, r"#### (.+)$")
@@ -122,13 +148,13 @@ def _first(record: Any, names: Sequence[str]) -> Any:
 class Grader:
     r"""Compares what stands in the last ``\boxed{}`` of a text with the reference answer.
 
-    An answer of the reference's canonical form is right. So is one that ``math-verify`` finds
-    equal, which is more lenient: ``50\%`` is right where the reference says ``50``, and where it
-    says ``0.5``. For that there is a process with sympy; ``close`` ends it.
+    An answer is right if its canonical form is the reference's, or if ``math-verify`` finds them
+    equal, which is more lenient: ``50\%`` is right for both ``50`` and ``0.5``. It runs in a
+    process with sympy, which ``close`` ends.
 
     Args:
         extract: finds the answer in a text; a text without one is wrong.
-        equivalence: whether an answer and the reference mean the same, in place of all that.
+        equivalence: whether an answer and the reference mean the same; replaces the above.
         time_limit: seconds for one comparison by ``math-verify``; beyond it an answer is wrong.
     """
 

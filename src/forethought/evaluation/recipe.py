@@ -1,9 +1,8 @@
-"""A method with its settings, ready to be measured. Knows nothing about problems.
+"""A method with its settings, as one row of a comparison; and the four recipes of the demo.
 
-[demo] The four recipes that the package shows itself with, tuned to the embedded reasoner.
-
-Greedy decoding, Dynasor-CoT on the same chains, a vote of eight samples, and both together. The
-reasoner's chains are some hundreds of tokens long, so it is probed more often than a large model.
+The demo's are greedy decoding, Dynasor-CoT on the same chains, a vote of eight samples, and both
+together. The embedded reasoner's chains have some hundreds of tokens, so it is probed more often
+than a large model.
 """
 
 from __future__ import annotations
@@ -24,20 +23,20 @@ _SAMPLES = "default_sample_num"
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What is measured as one row."""
+    """One row of a comparison."""
 
     name: str
     controller: Controller
     """Prototype; cloned for each problem."""
     sampling_params: Mapping[str, Any] = field(default_factory=dict)
-    """Sampling fields of every task, by name; they win over the controller's own."""
+    """Sampling fields of every task, by name; they override the controller's."""
     chains: int = 1
     """Chains of thought that it has under way at once for one problem."""
     workers: Mapping[Any, Worker] = field(default_factory=dict)
     """Workers by tag, beside the model's."""
     is_chat: bool = False
-    """It is given the question itself and makes a chat of it; otherwise, what the chat template
-    makes of the question."""
+    """Whether its prompts are the questions, which it sends as chats; otherwise they are the
+    questions rendered by the chat template."""
 
 
 def recipe(
@@ -52,8 +51,8 @@ def recipe(
 
     Args:
         spec: name of a method, or several as for ``stack``: ``"dynasor+majority_vote"``.
-        samples: answers that a method draws which draws several.
-        temperature: at which it draws them; 0 is used for every other method.
+        samples: of a method that draws several answers.
+        temperature: of those samples; every other method is greedy.
         max_tokens: of each chain; None: to the end of the context.
         settings: parameters of the method.
 
@@ -72,7 +71,7 @@ def recipe(
 
 
 DRAFTS = NGramDecodingConfig(max_draft_len=8, max_matching_ngram_size=3, is_use_oldest=False)
-"""The reasoner checks its own steps, and so repeats itself: n-grams guess it well."""
+"""The reasoner repeats itself when it checks its steps: n-grams draft it well."""
 PROBING = {"chunk_size": 16, "certainty_threshold": 2}
 SAMPLES = 8
 TEMPERATURE = 0.8

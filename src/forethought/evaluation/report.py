@@ -1,8 +1,7 @@
-"""Numbers with their uncertainty. Knows nothing about models or methods.
+"""Results of a comparison of methods: rows, a table, one JSON line, and a plot as a PNG.
 
-[report] What a comparison of methods found: rows, a table for people, one line for programs.
-
-[plot] The picture of a comparison: accuracy against tokens, as a PNG. Draws without a display.
+Also what every report of the package shares: aligned tables, the progress bar, and the check of
+packages and folder before anything runs.
 """
 
 from __future__ import annotations
@@ -14,9 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
-from forethought.errors import DependencyError, ParameterError
+from forethought.errors import DependencyError, ParameterError, UsageError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -93,14 +93,14 @@ def table(rows: Sequence[ReportRow]) -> str:
     """The rows as aligned text; ``tokens`` compares the generated tokens of two methods: those of
     ``inner+outer`` with those of ``outer`` where that is a row, else with those of the first row.
     """
-    return _aligned([_HEAD, *(_cells(row, rows) for row in rows)])
+    return aligned([_HEAD, *(_cells(row, rows) for row in rows)])
 
 
 _RACE_HEAD = ("method", "drafts", "right", "generated", "seconds each", "speed")
 
 
 def race_table(rows: Sequence[tuple[str, ReportRow]], problems: int) -> str:
-    """Who drafted and the row, as aligned text; ``speed`` is against the first row."""
+    """(drafter, row) pairs as aligned text; ``speed`` is against the first row."""
     cells: list[tuple[str, ...]] = [_RACE_HEAD]
     slow = rows[0][1]
     for drafts, row in rows:
@@ -114,11 +114,11 @@ def race_table(rows: Sequence[tuple[str, ReportRow]], problems: int) -> str:
                 "" if row is slow else times(row.seconds, slow.seconds, "slower", "faster"),
             )
         )
-    return _aligned(cells)
+    return aligned(cells)
 
 
 def count_of(number: int, noun: str) -> str:
-    """ "1 problem", "2 problems"."""
+    """The number with its noun: "1 problem", "2 problems"."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
@@ -149,11 +149,18 @@ def json_line(rows: Sequence[ReportRow], races: Sequence[dict[str, object]] = ()
     return json.dumps(found)
 
 
-def _aligned(cells: Sequence[tuple[str, ...]]) -> str:
+def aligned(cells: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
+    """A table as text: columns padded to one width, and a rule below the head.
+
+    Args:
+        cells: one sequence per line, the head first.
+        left: indices of the columns that are aligned to the left; the others are to the right.
+    """
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [
         "  ".join(
-            _align(cell, width, i) for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
         )
         for line in cells
     ]
@@ -185,18 +192,56 @@ def _against(row: ReportRow, other: ReportRow) -> str:
     return f"{compared} {'as' if compared == 'the same' else 'than'} {other.method}"
 
 
-def _align(cell: str, width: int, column: int) -> str:
-    return cell.ljust(width) if column == 0 else cell.rjust(width)
-
-
 def check_installed() -> None:
-    """Find out now rather than after minutes of work.
+    """Check for the plot's package before anything runs.
 
     Raises:
         DependencyError: matplotlib is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise DependencyError.missing("matplotlib", "the plot", "eval")
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder that a report is written to, with its parents.
+
+    Raises:
+        UsageError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot write to {folder}", str(error), "Give another folder") from error
+
+
+class ProgressBar:
+    """tqdm's bar on standard error, in a ``with`` statement.
+
+    Args:
+        total: units there will be.
+        unit: what one is called.
+
+    Raises:
+        DependencyError: tqdm is not installed.
+    """
+
+    def __init__(self, total: int, unit: str) -> None:
+        try:
+            from tqdm import tqdm
+        except ImportError as error:
+            raise DependencyError.missing("tqdm", "the progress bar", "eval") from error
+        self._bar: Any = tqdm(total=total, desc="warming up", unit=unit, dynamic_ncols=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.close()
 
 
 def save_plot(rows: Sequence[ReportRow], path: Path, title: str = "") -> Path:
@@ -223,7 +268,7 @@ def draw(rows: Sequence[ReportRow], title: str = "") -> Figure:
     axes.xaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.margins(x=0.2, y=0.15)  # room for the names
+    axes.margins(x=0.2, y=0.15)  # space for the names
     # Neighbours have their names on different sides of their points.
     for number, row in enumerate(sorted(rows, key=lambda row: row.tokens_generated)):
         _draw_row(axes, row, above=number % 2 == 0)

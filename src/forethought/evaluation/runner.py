@@ -1,15 +1,11 @@
-"""Solves problems with a method, many at once, and counts what it cost.
+"""Solves problems with a method, many at once, and counts what it cost; compares several methods.
 
-Each method gets an engine of its own: with one for all, the prompts that the first has paid for
-would be in the prefix index for the others, and their tokens would be too few. A server is another
-one's: its tokens are those that it reports.
+Each method gets an engine of its own: in a shared one, later methods would find the prompts of the
+first in the prefix index, and their counts of prefilled tokens would be too low. The tokens of a
+server are those that it reports.
 
-[progress] A progress bar on standard error: problems solved, and how many of them rightly.
-
-[comparison] Several methods on the same problems: progress while it runs, then tables, a plot, a
-JSON line.
-
-Prints its report, as it is what an application shows; everything else in this folder is silent.
+``compare`` shows a progress bar on standard error and prints its report: tables, the path of a
+plot, one JSON line. The rest of this folder prints nothing.
 """
 
 from __future__ import annotations
@@ -24,21 +20,22 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from forethought.config.sampling import SamplingParams
-from forethought.errors import DependencyError, ParameterError, UsageError
+from forethought.errors import ParameterError
 from forethought.evaluation import IN_FLIGHT
 from forethought.evaluation.lockstep import Lockstep
-from forethought.evaluation.problems import Grader, Problem
+from forethought.evaluation.problems import Grader, Problem, user_prompt
 from forethought.evaluation.recipe import Recipe
 from forethought.evaluation.report import (
+    ProgressBar,
     Proportion,
     ReportRow,
     check_installed,
     count_of,
     json_line,
+    make_folder,
     race_row,
     race_table,
     save_plot,
@@ -56,11 +53,11 @@ if TYPE_CHECKING:
 
 Prompt = str | list[int]
 QUESTION = "{question}"
-"""Where a prompt format has the question."""
+"""The placeholder of a prompt format."""
 
 
 Call = Callable[[Callable[[], Any]], Any]
-"""Calls a function, and returns what it does."""
+"""Calls a function and returns its result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +77,12 @@ class EvaluationRunner:
         open_llm: builds the model with an empty KV cache, or a worker for a server; called once for
             each method.
         seed: from which every problem's seed is drawn; the same for every method.
-        in_flight: chains of thought under way at once, over all problems. An engine with room for
-            twice as many sequences in a step (``max_batch_size``) runs their forks beside them.
-        instruction: put behind every question, such as a wish for boxed answers.
+        in_flight: chains of thought under way at once, over all problems. With a
+            ``max_batch_size`` of twice as many, an engine runs their forks in the same steps.
+        instruction: appended to every question, such as to box the answer.
         prompt_format: the prompt in the model's own format, with ``{question}`` where the question
             goes; None: the chat template where there is one, and the question alone elsewhere.
-        grader: tells right from wrong.
+        grader: compares answers with the reference.
     """
 
     def __init__(
@@ -125,7 +122,7 @@ class EvaluationRunner:
 
         Raises:
             UsageError: a prompt does not fit, or no problems.
-            Exception: what the first failing problem failed with; the others are ended.
+            Exception: of the first problem that fails; the others are ended.
         """
         opened = self._open_llm()
         source = _Server(opened) if isinstance(opened, Worker) else _Engine(opened)
@@ -185,7 +182,7 @@ class EvaluationRunner:
 
 
 class _Source(Protocol):
-    """What answers: an engine, or a server."""
+    """An engine or a server."""
 
     @property
     def worker(self) -> Worker:
@@ -195,20 +192,20 @@ class _Source(Protocol):
         """The prompt of a user's question."""
 
     def begin(self) -> None:
-        """From now on tokens are counted."""
+        """Begin to count tokens."""
 
     def calling(self) -> AbstractContextManager[Call]:
-        """Calls functions where the event loop of the methods is to run."""
+        """Yields what calls functions on the event loop of the methods."""
 
     def spent(self, usage: Usage) -> tuple[int, int]:
-        """Tokens decoded and prefilled since; ``usage`` is what the requests report themselves."""
+        """Tokens decoded and prefilled since ``begin``; ``usage`` is the sum over the requests."""
 
     def close(self) -> None:
-        """Give back everything."""
+        """Shut it down."""
 
 
 class _Engine:
-    """An engine of its own, whose counters say what was spent."""
+    """An engine of its own; its counters give the tokens."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         from forethought.scaffolding.workers.local import EngineWorker
@@ -217,9 +214,7 @@ class _Engine:
 
     def ask(self, question: str) -> Prompt:
         """Through the chat template, where there is one."""
-        if not self._llm.tokenizer.chat_template:
-            return question
-        return self._llm.chat_prompt([{"role": "user", "content": question}])
+        return user_prompt(self._llm, question)
 
     def begin(self) -> None:
         _warm_up(self._llm)
@@ -241,7 +236,7 @@ class _Engine:
 
 
 class _Server:
-    """A server, which says itself what was spent, and knows its model's chat template."""
+    """A server: it reports its tokens, and applies its model's chat template."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
@@ -254,7 +249,7 @@ class _Server:
 
     @contextmanager
     def calling(self) -> Iterator[Call]:
-        """Calls run where they are made: a server is not waited for."""
+        """Calls run on the calling thread: there is no engine to hold back."""
         yield lambda function: function()
 
     def spent(self, usage: Usage) -> tuple[int, int]:
@@ -265,12 +260,12 @@ class _Server:
 
 
 def _warm_up(llm: AsyncLLM) -> None:
-    """Let first-time work happen before the clock starts; one token fills no page."""
+    """Do first-time work before the clock starts; one token fills no page of the prefix index."""
     asyncio.run(llm.generate([0], SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)))
 
 
-class EvaluationProgress:
-    """One bar over all methods. Call it with each ``Attempt``.
+class EvaluationProgress(ProgressBar):
+    """One bar over all methods; called with each ``Attempt``.
 
     Args:
         total: attempts there will be.
@@ -280,37 +275,22 @@ class EvaluationProgress:
     """
 
     def __init__(self, total: int) -> None:
-        try:
-            from tqdm import tqdm
-        except ImportError as error:
-            raise DependencyError.missing("tqdm", "the progress bar", "eval") from error
-        self._bar: Any = tqdm(total=total, desc="warming up", unit="problem", dynamic_ncols=True)
-        self._label, self._right, self._seen = "", 0, 0
+        super().__init__(total, "problem")
+        self._label, self._num_right, self._num_seen = "", 0, 0
 
     def begin(self, label: str) -> None:
-        """The next method is loaded, warmed up and at work on its first problem."""
-        self._label, self._right, self._seen = label, 0, 0
+        """The next method is about to be loaded."""
+        self._label, self._num_right, self._num_seen = label, 0, 0
         self._bar.set_postfix_str("", refresh=False)
         self._bar.set_description(f"{label}, warming up")
 
     def __call__(self, attempt: Attempt) -> None:
-        """Move on by one."""
-        if not self._seen:
+        """Advance by one attempt."""
+        if not self._num_seen:
             self._bar.set_description(self._label, refresh=False)
-        self._right, self._seen = self._right + attempt.correct, self._seen + 1
-        self._bar.set_postfix_str(f"{self._right}/{self._seen} right", refresh=False)
+        self._num_right, self._num_seen = self._num_right + attempt.correct, self._num_seen + 1
+        self._bar.set_postfix_str(f"{self._num_right}/{self._num_seen} right", refresh=False)
         self._bar.update()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._bar.close()
 
 
 RACE_PROBLEMS = 10
@@ -323,7 +303,7 @@ class Race:
 
     recipe: Recipe
     drafts: str
-    """Who guesses ahead; empty: nobody."""
+    """Name of the drafter; empty: plain decoding."""
     runner: EvaluationRunner
     """With one chain in flight."""
 
@@ -342,19 +322,18 @@ def compare(
         recipes: the first is what the others' tokens are compared with.
         problems: solved by each.
         runner: runs them.
-        folder: where ``comparison.png`` and ``comparison.json`` are written; made if missing.
-        out: where the report goes; None: standard output.
-        races: run and reported first, one problem at a time, for the time that a single user
-            waits.
+        folder: for ``comparison.png`` and ``comparison.json``; made if missing.
+        out: the report is written to it; None: standard output.
+        races: run and reported first, one problem at a time: the latency of a single user.
 
     Raises:
         DependencyError: matplotlib or tqdm is not installed.
         UsageError: the folder cannot be made.
-        Exception: as ``Runner.run``.
+        Exception: as ``EvaluationRunner.run``.
     """
     out = out or sys.stdout
     check_installed()
-    _make(folder)
+    make_folder(folder)
     single = list(problems)[:RACE_PROBLEMS]
     with EvaluationProgress(len(recipes) * len(problems) + len(races) * len(single)) as bar:
         raced = [_run(race, single, bar) for race in races]
@@ -406,7 +385,7 @@ def _solve(
 
 
 def _notes(raced: Sequence[_Raced]) -> list[str]:
-    """What drafts have changed beside the time, for each method that raced with and without."""
+    """What drafts have changed beside the time, for each method that ran with and without."""
     without = {one.row.method: one for one in raced if not one.drafts}
     notes = []
     for one in raced:
@@ -433,10 +412,3 @@ def _changes(drafted: _Raced, plain: _Raced) -> list[str]:
             "ahead by the time that a probe ends it"
         )
     return notes
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"cannot write to {folder}", str(error), "Give another folder") from error

@@ -1,9 +1,10 @@
 """Text in, text out.
 
-* ``tokenizer.py`` ``detokenizer.py`` ``stops.py``  text to tokens, tokens to text, where text ends
-* ``prompt.py`` ``transcript.py`` ``generation.py`` what came in, what one sample said, one request
-* ``frontend.py``                                      between text and engine, for both LLMs
-* ``llm.py`` ``session.py``                        for a program that waits
-* ``async_llm.py`` ``async_session.py``            for many clients, over ``engine_thread.py``,
-                                                   ``listener.py`` and ``gate.py``
+* ``tokenizer.py`` text to token ids, and what callers may give as a prompt
+* ``detokenizer.py`` token ids to text as they arrive, up to a stop string
+* ``grammar.py`` JSON schemas, expressions and grammars to constraints of the next token
+* ``frontend.py`` requests in, outputs out, over one engine; for both LLMs
+* ``llm.py`` ``LLM`` and ``Session``: the caller's thread steps the engine
+* ``async_llm.py`` ``async_session.py`` ``AsyncLLM`` and ``AsyncSession``: an ``engine_thread.py``
+  steps it for the clients of any event loop
 """

@@ -1,11 +1,14 @@
-"""``AsyncLLM``: the verbs of ``LLM`` for many clients at once, from any event loop or thread.
+"""``AsyncLLM``: the methods of ``LLM`` for many clients at once, from any event loop or thread.
 
-One engine thread runs everybody's requests in the same batches. Knows nothing about how.
+One ``EngineThread`` runs the requests of all clients in the same batches.
 """
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import weakref
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
@@ -16,13 +19,65 @@ from forethought.errors import ParameterError
 from forethought.llm.async_session import AsyncSession
 from forethought.llm.engine_thread import EngineThread, OutputStream
 from forethought.llm.frontend import Frontend, Generation
-from forethought.llm.llm import LLM, ConcurrencyLimit
+from forethought.llm.llm import LLM
 from forethought.llm.tokenizer import Prompt
 from forethought.model.sampling import Constraints
 from forethought.outputs import EngineStats, RequestOutput
 
 MAX_PENDING = 1024
-"""Requests that may be unfinished at once unless told otherwise."""
+"""Default of ``max_pending``."""
+
+
+class ConcurrencyLimit:
+    """``async with limit:`` waits until fewer than ``max_running`` tasks are inside, in order.
+
+    For tasks of any event loop in any thread, which ``asyncio.Semaphore`` is not.
+
+    Args:
+        max_running: at least 1.
+    """
+
+    def __init__(self, max_running: int) -> None:
+        self._free, self._lock = max_running, threading.Lock()
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def __aenter__(self) -> None:
+        with self._lock:
+            if self._free:
+                self._free -= 1
+                return
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiting.append(waiter)
+        try:
+            await waiter
+        except BaseException:  # cancelled
+            with self._lock:
+                waited = waiter in self._waiting
+                if waited:
+                    self._waiting.remove(waiter)
+            if not waited:  # it was admitted, or about to be
+                self._leave()
+            raise
+
+    async def __aexit__(self, *_: object) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        """Admit the task that has waited longest and whose loop still runs."""
+        with self._lock:
+            while self._waiting:
+                waiter = self._waiting.popleft()
+                try:
+                    waiter.get_loop().call_soon_threadsafe(_admit, waiter)
+                except RuntimeError:  # its loop is closed
+                    continue
+                return
+            self._free += 1
+
+
+def _admit(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 class AsyncLLM:
@@ -38,7 +93,7 @@ class AsyncLLM:
     Args:
         model: local Hugging Face directory, or Hub id; None: the embedded reasoner.
         max_pending: requests that may be unfinished at once; more wait before they begin. Sessions
-            are not counted: those that a session's owner waits for could otherwise never begin.
+            are not counted: a client that holds one may wait for another, which must then begin.
         fields: any field of ``LlmArgs``.
 
     Raises:
@@ -69,7 +124,7 @@ class AsyncLLM:
 
     def _run(self, frontend: Frontend, max_pending: int, lender: LLM | None = None) -> None:
         self.model_dir, self.tokenizer = frontend.model_dir, frontend.tokenizer.hf
-        self._frontend, self._gate = frontend, ConcurrencyLimit(max_pending)
+        self._frontend, self._limit = frontend, ConcurrencyLimit(max_pending)
         self._thread = EngineThread(frontend)
         self._shutdown = weakref.finalize(self, _stop, self._thread, lender)
 
@@ -80,12 +135,12 @@ class AsyncLLM:
 
         Raises:
             ParameterError: the prompt is empty, of a wrong type or outside the vocabulary.
-            ContextLengthError, CapacityError: it leaves no room for an answer.
+            ContextLengthError, CapacityError: it leaves no capacity for an answer.
             RequestTimeout: the grammar of ``guided_decoding`` was not compiled in time.
             RequestError: the request failed in the engine; others go on.
             EngineStopped: the engine has ended.
         """
-        return await self._generate(*self._serving().read(prompt, params))
+        return await self._generate(*self._checked().read(prompt, params))
 
     async def chat(
         self,
@@ -98,16 +153,16 @@ class AsyncLLM:
 
         Args:
             messages: mappings with ``role`` and ``content``.
-            params: how to draw and when to stop.
+            params: how to sample and when to stop.
             template_args: further arguments of the template.
 
         Raises:
             UsageError: there is no template, or it refuses the messages; else as ``generate``.
         """
-        frontend = self._serving()
+        frontend = self._checked()
         text, token_ids = frontend.render(messages, template_args)
-        _, settled = frontend.read(token_ids, params)
-        return await self._generate(Prompt(text, token_ids), settled)
+        _, checked = frontend.read(token_ids, params)
+        return await self._generate(Prompt(text, token_ids), checked)
 
     def chat_prompt(
         self,
@@ -115,25 +170,25 @@ class AsyncLLM:
         template_args: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """The token ids of a conversation, to ``generate``, ``stream`` or ``start`` from."""
-        return self._serving().render(messages, template_args)[1]
+        return self._checked().render(messages, template_args)[1]
 
     def stream(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None
     ) -> AsyncIterator[RequestOutput]:
-        """Continue one prompt; everything so far, as often as you ask. Raises as ``generate``.
+        """Continue one prompt; each item is everything so far. Raises as ``generate``.
 
         The request begins with the first item, and the engine never waits for the reader. Leaving
-        the iterator early aborts the request. What is wrong with a grammar is raised by the first
-        item, since it is compiled then.
+        the iterator early aborts the request. Errors of a grammar are raised with the first item,
+        since it is compiled then.
         """
-        return self._stream(*self._serving().read(prompt, params))
+        return self._stream(*self._checked().read(prompt, params))
 
     def start(self, prompt: str | Sequence[int]) -> AsyncSession:
-        """A live sequence that holds the prompt and generates when told to.
+        """A live sequence that holds the prompt; it generates when its methods are called.
 
         Raises as ``generate``.
         """
-        read, _ = self._serving().read(prompt, None)
+        read, _ = self._checked().read(prompt, None)
         return AsyncSession(self, self._thread, read.token_ids)
 
     @property
@@ -149,10 +204,10 @@ class AsyncLLM:
     def set_step_barrier(self, barrier: Callable[[], None] | None) -> None:
         """Have the engine call ``barrier`` on its thread, and step when that has returned.
 
-        It is called once clients have been told something or have asked for something. The engine
-        does not wait for its clients otherwise, so how far it runs ahead of one that is about to
-        end its request depends on the scheduling of threads. A measurement that is to be repeated
-        exactly waits there until its event loop is idle.
+        It is called if outputs were delivered or commands run since the step before. Without it
+        the engine does not wait for its clients, and how many steps it runs before a client ends
+        its request depends on the scheduling of threads. A measurement that must repeat exactly
+        waits in it until its event loop is idle.
 
         Args:
             barrier: None: do not wait any more.
@@ -170,38 +225,38 @@ class AsyncLLM:
         self.shutdown()
 
     async def _generate(self, prompt: Prompt, params: SamplingParams) -> RequestOutput:
-        constraints = await self._frontend.guidance.compiled(params)
-        async with self._gate:
-            listener = self._begin(prompt, params, constraints)
+        constraints = await self._frontend.grammars.compiled(params)
+        async with self._limit:
+            stream = self._begin(prompt, params, constraints)
             try:
-                return await listener.last()
+                return await stream.last()
             finally:
-                self._leave(listener)
+                self._abort(stream)
 
     async def _stream(self, prompt: Prompt, params: SamplingParams) -> AsyncIterator[RequestOutput]:
-        constraints = await self._frontend.guidance.compiled(params)
-        async with self._gate:
-            listener = self._begin(prompt, params, constraints)
+        constraints = await self._frontend.grammars.compiled(params)
+        async with self._limit:
+            stream = self._begin(prompt, params, constraints)
             try:
-                while (output := await listener.next()) is not None:
+                while (output := await stream.next()) is not None:
                     yield output
             finally:
-                self._leave(listener)
+                self._abort(stream)
 
-    def _serving(self) -> Frontend:
+    def _checked(self) -> Frontend:
         self._thread.check_process()
         return self._frontend
 
     def _begin(
         self, prompt: Prompt, params: SamplingParams, constraints: Constraints | None
     ) -> OutputStream[RequestOutput]:
-        listener, frontend = OutputStream(Generation.output), self._frontend
-        self._thread.begin(listener, lambda: frontend.submit(prompt, params, constraints))
-        return listener
+        stream, frontend = OutputStream(Generation.output), self._frontend
+        self._thread.begin(stream, lambda: frontend.submit(prompt, params, constraints))
+        return stream
 
-    def _leave(self, listener: OutputStream[RequestOutput]) -> None:
-        if not listener.ended:
-            self._thread.abort(listener)
+    def _abort(self, stream: OutputStream[RequestOutput]) -> None:
+        if not stream.ended:
+            self._thread.abort(stream)
 
 
 def _check(max_pending: int) -> None:
@@ -210,7 +265,7 @@ def _check(max_pending: int) -> None:
 
 
 def _stop(thread: EngineThread, lender: LLM | None) -> None:
-    """Also called when the AsyncLLM is forgotten, and at the end of the program."""
+    """Also called when the AsyncLLM is garbage, and at the end of the program."""
     thread.stop()
     if thread.is_forked:
         return  # the parent ends its engine

@@ -1,4 +1,9 @@
-"""A live sequence in the hand of a coroutine. Knows nothing about other requests."""
+"""``AsyncSession``: a live sequence that a coroutine generates from, extends, forks and rewinds.
+
+The sequence belongs to the engine thread: every change is a command to it. A generation with a
+grammar that is not compiled yet is *reserved*: the sequence refuses changes until compilation ends
+and the generation begins.
+"""
 
 from __future__ import annotations
 
@@ -26,26 +31,26 @@ Result = TypeVar("Result")
 class _Reservation:
     """A generation of a session that begins once its grammar is compiled."""
 
-    listener: OutputStream[CompletionOutput]
+    stream: OutputStream[CompletionOutput]
     params: SamplingParams
-    beginning: asyncio.Task[None] | None = None
-    """Waits for the grammar."""
+    compiling: asyncio.Task[None] | None = None
+    """Waits for the grammar; None if there is none or it was compiled before."""
 
 
 @dataclass(slots=True)
 class _Handle:
-    """Where the engine's thread puts the sequence once it has opened it."""
+    """The sequence of a session, once the engine thread has opened it."""
 
     prompt_ids: list[int]
     sequence: engine_sequence.Sequence | None = None
-    forgotten: bool = False
-    """Whether nobody holds the session any more, perhaps before the sequence was opened."""
+    dropped: bool = False
+    """Whether the session was garbage collected, perhaps before the sequence was opened."""
     reserved: _Reservation | None = None
-    """Touched by the engine's thread only."""
+    """Read and written on the engine thread only."""
 
     @property
-    def taken(self) -> engine_sequence.Sequence:
-        assert self.sequence is not None, "errands run in order, and the first one opens"
+    def opened(self) -> engine_sequence.Sequence:
+        assert self.sequence is not None, "commands run in order, and the first one opens it"
         return self.sequence
 
     @property
@@ -61,12 +66,12 @@ class _Handle:
                 "a generation is under way, whose grammar is being compiled",
                 "Wait for its generation to end, or abort it",
             )
-        return self.taken
+        return self.opened
 
 
 class AsyncSession:
     """Made by ``AsyncLLM.start``. Closed by ``close``, at the end of an ``async with``, or when
-    forgotten.
+    garbage collected.
 
     Lengths count tokens from the start of the prompt. One generation at a time; while it goes on
     the session can be forked and read.
@@ -75,7 +80,7 @@ class AsyncSession:
         owner: kept alive for as long as the session is.
         thread: of the engine.
         token_ids: the prompt; None if ``sequence`` is given.
-        sequence: a live sequence that nobody else holds.
+        sequence: a live sequence of this session alone.
     """
 
     def __init__(
@@ -87,15 +92,15 @@ class AsyncSession:
     ) -> None:
         self._owner, self._thread = owner, thread
         self._handle = _Handle(token_ids or [], sequence)
-        self._forgotten = weakref.finalize(self, _forget, thread, self._handle)
-        self._forgotten.atexit = False
+        self._finalizer = weakref.finalize(self, _drop, thread, self._handle)
+        self._finalizer.atexit = False
         if sequence is None:
             thread.call(_open, thread.frontend, self._handle)
 
     async def generate(self, params: SamplingParams | None = None) -> CompletionOutput:
         """Continue the sequence; the new tokens become part of it.
 
-        Cancelling the awaiting task ends the generation; what it has said stays.
+        Cancelling the awaiting task ends the generation; its tokens so far stay.
 
         Raises:
             UsageError: a generation is under way, or the session is closed.
@@ -113,58 +118,55 @@ class AsyncSession:
     def stream(self, params: SamplingParams | None = None) -> SessionStream:
         """Continue the sequence; iterate for everything so far, as often as you ask.
 
-        The generation begins at once and runs on whether or not anybody iterates, until it ends or
+        The generation begins at once and runs on, iterated or not, until it ends or
         ``abort`` or ``close`` end it. Errors, as of ``generate``, are raised by the iterator. With
         a new grammar, tokens come once that is compiled.
         """
         handle, thread = self._handle, self._thread
         thread.check_process()
         settled = thread.frontend.read_params(params)
-        listener = OutputStream(Generation.completion)
-        reservation = _Reservation(listener, settled)
-        found = thread.frontend.guidance.find(settled)
+        stream = OutputStream(Generation.completion)
+        reservation = _Reservation(stream, settled)
+        found = thread.frontend.grammars.find(settled)
         if found is not None or settled.guided_decoding is None:
-            thread.begin(listener, lambda: thread.frontend.resume(handle.idle, settled, found))
+            thread.begin(stream, lambda: thread.frontend.resume(handle.idle, settled, found))
         else:
-            thread.call_for(listener, _reserve, thread, handle, reservation)
+            thread.call_for(stream, _reserve, thread, handle, reservation)
             work = _begin_compiled(thread, handle, reservation)
-            reservation.beginning = asyncio.get_running_loop().create_task(work)
-            reservation.beginning.add_done_callback(
+            reservation.compiling = asyncio.get_running_loop().create_task(work)
+            reservation.compiling.add_done_callback(
                 lambda done: _leave(thread, handle, reservation) if done.cancelled() else None
             )
         return SessionStream(self, reservation)
 
     async def extend(self, more: str | Sequence[int]) -> None:
-        """Put text or token ids behind; they are computed with the next generation.
+        """Append text or token ids; they are computed with the next generation.
 
         Raises:
             UsageError: a generation is under way, or the session is closed.
             ContextLengthError, CapacityError: it does not fit.
         """
-        token_ids, handle, frontend = (
-            self._thread.frontend.read_more(more),
-            self._handle,
-            self._thread.frontend,
-        )
+        handle, frontend = self._handle, self._thread.frontend
+        token_ids = frontend.read_more(more)
         await self._do(lambda: frontend.engine.extend(handle.idle, token_ids))
 
     async def fork(self, length: int | None = None) -> AsyncSession:
         """Another session with the first ``length`` tokens of this one (all by default).
 
-        The pages are shared. May be taken while this session generates, which does not notice.
+        The pages are shared. Allowed while this session generates, which goes on unchanged.
 
         Raises:
             UsageError: the session does not have this many tokens, or is closed.
         """
         owner, thread, handle = self._owner, self._thread, self._handle
         cut = None if length is None else read_length(length)
-        # Made on the engine's thread: if nobody waits for it any more, it is closed as forgotten.
+        # Made on the engine thread: if the caller is cancelled, it is garbage.
         return await self._do(
-            lambda: AsyncSession(owner, thread, sequence=thread.frontend.fork(handle.taken, cut))
+            lambda: AsyncSession(owner, thread, sequence=thread.frontend.fork(handle.opened, cut))
         )
 
     async def rewind(self, length: int) -> None:
-        """Forget all tokens from ``length`` on.
+        """Drop all tokens from ``length`` on.
 
         Raises:
             UsageError: a generation is under way, the session is closed or not that long.
@@ -173,13 +175,13 @@ class AsyncSession:
         await self._do(lambda: frontend.engine.rewind(handle.idle, kept))
 
     async def abort(self) -> None:
-        """End the generation under way, if any; who waits for it gets what it has said."""
+        """End the generation under way, if any, with the output so far."""
         handle, thread = self._handle, self._thread
         await self._do(lambda: _stop(thread, handle))
 
     async def close(self) -> None:
         """Give back the pages; a generation under way ends. Closing twice is fine."""
-        if self._forgotten.detach():
+        if self._finalizer.detach():
             handle, thread = self._handle, self._thread
             with contextlib.suppress(EngineStopped):  # which closed everything
                 await self._do(lambda: _close(thread, handle))
@@ -214,95 +216,95 @@ class AsyncSession:
         await self.close()
 
     async def _do(self, command: Callable[[], Result]) -> Result:
-        # Done even if the asker is cancelled meanwhile: a session must not stay half closed.
+        # Done even if this task is cancelled meanwhile: a session must not stay half closed.
         return await asyncio.shield(asyncio.wrap_future(self._thread.call(command)))
 
 
 class SessionStream:
-    """An async iterator over one generation of a session: everything so far, newest first asked.
+    """An async iterator over one generation of a session: the newest output, everything so far.
 
     Args:
-        session: kept alive while somebody iterates.
+        session: kept alive for as long as the stream is.
         reservation: of its generation, which may have begun.
     """
 
     def __init__(self, session: AsyncSession, reservation: _Reservation) -> None:
         self._session, self._reservation = session, reservation
-        self._listener = reservation.listener
+        self._stream = reservation.stream
 
     def __aiter__(self) -> SessionStream:
         return self
 
     async def __anext__(self) -> CompletionOutput:
-        output = await self._listener.next()
+        output = await self._stream.next()
         if output is None:
             raise StopAsyncIteration
         return output
 
     async def finish(self) -> CompletionOutput:
-        """Wait for the end; the whole of it."""
-        return await self._listener.last()
+        """The whole output, at the end of the generation."""
+        return await self._stream.last()
 
     async def reach(self, count: int) -> CompletionOutput:
-        """What has come so far, once it is ``count`` tokens or the end has come."""
-        return await self._listener.reach(count)
+        """The output so far, once it has ``count`` tokens or the generation has ended."""
+        return await self._stream.reach(count)
 
     async def peek(self) -> CompletionOutput:
-        """Everything so far, at once."""
+        """Everything so far, without waiting for a step."""
         thread, handle = self._session._thread, self._session._handle
-        looking = thread.call(_look, thread, handle, self._reservation)
-        found = await asyncio.wrap_future(looking)
-        return await self._listener.last() if found is None else found
+        future = thread.call(_peek, thread, handle, self._reservation)
+        output = await asyncio.wrap_future(future)
+        return await self._stream.last() if output is None else output
 
     def leave(self) -> None:
         """End the generation if it goes on, or is about to begin; it then ends with ``ABORT``."""
-        if self._listener.ended:
+        if self._stream.ended:
             return
-        if self._reservation.beginning is not None:
-            self._reservation.beginning.cancel()
+        if self._reservation.compiling is not None:
+            self._reservation.compiling.cancel()
         _leave(self._session._thread, self._session._handle, self._reservation)
 
 
 def _leave(thread: EngineThread, handle: _Handle, reservation: _Reservation) -> None:
     try:
-        thread.call_for(reservation.listener, _end, thread, handle, reservation)
+        thread.call_for(reservation.stream, _end, thread, handle, reservation)
     except EngineStopped as error:
-        reservation.listener.fail(error)
+        reservation.stream.fail(error)
 
 
 def _open(frontend: Frontend, handle: _Handle) -> None:
     handle.sequence = frontend.open(handle.prompt_ids)
-    if handle.forgotten:  # set before ``_forget`` looked for the sequence
+    if handle.dropped:  # set before ``_drop`` looked for the sequence
         frontend.abandon(handle.sequence)
 
 
-def _forget(thread: EngineThread, handle: _Handle) -> None:
-    """Called by the garbage collector, at any moment and on any thread: leave a note only."""
-    handle.forgotten = True
-    if handle.sequence is not None:  # else ``_open`` sees that it is forgotten
+def _drop(thread: EngineThread, handle: _Handle) -> None:
+    """Called by the garbage collector, at any moment and on any thread: takes no lock."""
+    handle.dropped = True
+    if handle.sequence is not None:  # else ``_open`` sees ``dropped``
         thread.frontend.abandon(handle.sequence)
         thread.wake()
 
 
-# ---- on the engine's thread ---------------------------------------------------------------------
+# ---- on the engine thread -----------------------------------------------------------------------
 
 
 def _reserve(thread: EngineThread, handle: _Handle, reservation: _Reservation) -> None:
-    """Nothing else may change the sequence before the generation begins."""
+    """Refuse other changes of the sequence until the generation begins."""
     thread.frontend.engine.check_resume(handle.idle, reservation.params)
     handle.reserved = reservation
 
 
 async def _begin_compiled(thread: EngineThread, handle: _Handle, reservation: _Reservation) -> None:
-    """Begin a generation when its grammar is compiled, or tell why it does not begin."""
-    listener = reservation.listener
+    """Begin a generation when its grammar is compiled, or fail its stream."""
+    stream = reservation.stream
     try:
-        constraints = await thread.frontend.guidance.compiled(reservation.params)
-        thread.call_for(listener, _begin, thread, handle, reservation, constraints)
+        constraints = await thread.frontend.grammars.compiled(reservation.params)
+        thread.call_for(stream, _begin, thread, handle, reservation, constraints)
     except EngineStopped as error:
-        listener.fail(error)
+        stream.fail(error)
     except Exception as error:
-        thread.call_for(listener, _refuse, handle, reservation, error)
+        thread.call_for(stream, _refuse, handle, reservation, error)
 
 
 def _begin(
@@ -313,8 +315,8 @@ def _begin(
 ) -> None:
     """Begin the generation, unless it was refused or has been ended in the meantime."""
     if _release(handle, reservation):
-        sequence, params, frontend = handle.taken, reservation.params, thread.frontend
-        thread.adopt(reservation.listener, lambda: frontend.resume(sequence, params, constraints))
+        sequence, params, frontend = handle.opened, reservation.params, thread.frontend
+        thread.follow(reservation.stream, lambda: frontend.resume(sequence, params, constraints))
 
 
 def _refuse(handle: _Handle, reservation: _Reservation, error: Exception) -> None:
@@ -323,41 +325,41 @@ def _refuse(handle: _Handle, reservation: _Reservation, error: Exception) -> Non
 
 
 def _release(handle: _Handle, reservation: _Reservation) -> bool:
-    """Give the reservation up; whether there still was one."""
+    """Drop the reservation; whether there still was one."""
     if handle.reserved is not reservation:
         return False
     handle.reserved = None
     return True
 
 
-def _look(
+def _peek(
     thread: EngineThread, handle: _Handle, reservation: _Reservation
 ) -> CompletionOutput | None:
-    """What there is of a generation; None if it has ended."""
+    """The output of a generation so far; None if it has ended."""
     if handle.reserved is reservation:
         return CompletionOutput(0)
-    return thread.look(reservation.listener)
+    return thread.peek(reservation.stream)
 
 
 def _end(thread: EngineThread, handle: _Handle, reservation: _Reservation) -> None:
-    """End a generation that may not have begun yet, and tell who waits for it."""
+    """End a generation that may not have begun yet, and publish its output."""
     if handle.reserved is reservation:  # it begins here, and ends before any step
-        _begin(thread, handle, reservation, _never_asked)
-    thread.end(reservation.listener)
+        _begin(thread, handle, reservation, _unconstrained)
+    thread.end(reservation.stream)
 
 
 def _stop(thread: EngineThread, handle: _Handle) -> None:
-    """End the generation under way, if any, and tell who waits for it."""
+    """End the generation under way, if any, and publish its output."""
     if handle.reserved is not None:
         _end(thread, handle, handle.reserved)
-    thread.tell(thread.frontend.stop(handle.taken))
+    thread.publish(thread.frontend.stop(handle.opened))
 
 
 def _close(thread: EngineThread, handle: _Handle) -> None:
     _stop(thread, handle)
-    thread.tell(thread.frontend.close(handle.taken))
+    thread.publish(thread.frontend.close(handle.opened))
 
 
-def _never_asked() -> Any:
-    """In place of the constraint of a generation that draws no token."""
+def _unconstrained() -> Any:
+    """The constraint of a generation that ends before its first token."""
     return None

@@ -1,20 +1,15 @@
-"""Tokens to text while they arrive: the pieces together are the text of all tokens.
+"""Token ids to text as they arrive, up to a stop string.
 
-Decoding a token depends on those around it: a character may be spread over several tokens, and a
-sentencepiece tokenizer drops the space in front of a text's first word. So a token is decoded in a
-short window behind its predecessors, and what may still change is held back.
+``Transcript`` is the text side of one sample: tokens in, a ``CompletionOutput`` out at any time. It
+decodes when the text is asked for, or with each token if there are stop strings.
 
-Knows nothing about requests or stop strings.
+``Detokenizer`` makes the text of all tokens in pieces. Decoding a token depends on those around it:
+a character may be spread over several tokens, and a sentencepiece tokenizer drops the space before
+a text's first word. So tokens are decoded in a short window behind the preceding ones, and text
+that may still change is held back.
 
-[stops] Stop strings: where a text ends, and how much of its end may be the start of one.
-
-The result does not depend on how the text was cut into tokens: it is that of matching one character
-at a time. Knows nothing about tokens.
-
-[transcript] The text side of one generation: tokens in, a ``CompletionOutput`` out, at any time.
-
-Cuts at stop strings. Decodes when the text is asked for, or with each token if a stop string may
-end the generation. Knows nothing about engines.
+``find_stop`` gives the same result however the text was cut into tokens: that of matching one
+character at a time.
 """
 
 from __future__ import annotations
@@ -34,7 +29,7 @@ from forethought.outputs import (
 )
 
 UNREADABLE = "\ufffd"
-"""What decoding shows for bytes that are no character, or not yet."""
+"""What decoding gives for bytes that are no character, or not yet."""
 
 KEEP = 5
 """Tokens kept as context: one for the spaces; four bytes for the longest character."""
@@ -51,7 +46,7 @@ class Detokenizer:
 
     Args:
         tokenizer: of the model.
-        context: the tokens before; only the last few are looked at.
+        context: the tokens before; only the last few are read.
         skip_special_tokens: leave special tokens out of the text.
     """
 
@@ -76,7 +71,7 @@ class Detokenizer:
         return self._advance(visible)
 
     def flush(self) -> str:
-        """The text held back, as nothing follows."""
+        """The text held back, at the end of the tokens."""
         text = self._decode()
         rest, self._shown = text[self._shown :], len(text)
         self._held_bytes = 0
@@ -164,12 +159,12 @@ def count_held(text: str, stops: Sequence[str]) -> int:
 
 
 class Transcript:
-    """What one sample has said.
+    """The text of one sample.
 
     ``token_ids`` are all tokens up to the one that ended it, the token that completed a stop string
     included; ``text`` ends before the stop string and before an end-of-sequence or stop token,
     unless ``include_stop_str_in_output``. Stop strings completed before ``min_tokens`` tokens are
-    passed over.
+    ignored.
 
     Args:
         tokenizer: of the model.
@@ -198,7 +193,7 @@ class Transcript:
         finish_reason: FinishReason | None = None,
         stop_reason: int | str | None = None,
     ) -> None:
-        """Append what the engine drew.
+        """Append the tokens that the engine sampled.
 
         A completed stop string ends the transcript; the caller then finds ``finish_reason`` set and
         tokens behind the completing one left out.
@@ -206,15 +201,15 @@ class Transcript:
         Args:
             tokens: in order; the last one ended the generation if ``finish_reason`` is ``STOP``.
             logprobs: one entry per token, if asked for.
-            finish_reason: of the engine; None: it goes on.
-            stop_reason: of the engine.
+            finish_reason: as the engine gives it; None: the sample goes on.
+            stop_reason: as the engine gives it.
         """
         ended_by_token = finish_reason is FinishReason.STOP and stop_reason != GRAMMAR_COMPLETE
-        for place, token in enumerate(tokens):
+        for i, token in enumerate(tokens):
             self.token_ids.append(token)
             if self._logprobs is not None and logprobs is not None:
-                self._add_logprobs(token, logprobs[place])
-            is_end = ended_by_token and place == len(tokens) - 1
+                self._add_logprobs(token, logprobs[i])
+            is_end = ended_by_token and i == len(tokens) - 1
             if not is_end or self._params.include_stop_str_in_output:
                 self._undecoded.append(token)
             if self._params.stop and (stop := self._find_stop()):
@@ -242,14 +237,14 @@ class Transcript:
         self.finish_reason = self._stop_reason = None
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """Nothing follows; text that was held back is certain now."""
+        """End the sample; the text held back becomes part of it."""
         self._decode()
         self._text += self._detokenizer.flush()
         self._end(reason, stop_reason)
 
     @property
     def text(self) -> str:
-        """The text so far, without what may turn out to be the beginning of a stop string."""
+        """The text so far, without an end that may be the beginning of a stop string."""
         self._decode()
         if self.finish_reason is not None:
             return self._text

@@ -1,15 +1,18 @@
-"""A client's end of one generation: between the engine's thread and the client's event loop.
+"""The thread that owns an ``AsyncLLM``'s engine, and the output streams of its clients.
 
-The engine never waits for a client. While a client is busy with one output, later ones are not
-even made; when it asks again it gets the newest, which holds everything before.
+::
 
-Several coroutines of the client may wait at once, each for something else. Knows nothing about how
-generations run.
+    client's event loop                              engine thread
+    -------------------                              -------------
+    thread.begin(stream, start)   -- command -->     start()
+    await stream.next()                              frontend.step()
+    stream._receive(output, ...)  <-- callback --    stream.on_step(generation)
 
-[engine_thread] The thread that owns a desk, and with it the engine: the only one in the package.
-
-Everything that changes the engine runs here, between two steps, in the order in which it was asked
-for. The thread sleeps when there is nothing to do. Knows nothing about event loops.
+*Commands* change the engine. They run on the engine thread between two steps, in the order in which
+they were queued; the thread sleeps when there are none and the engine has no work. *Callbacks*
+deliver outputs; they run on the client's event loop, which is woken up once per step for all of
+them. The engine never waits for a client: an output is made only if the client asked for one with
+as many tokens as there are now, and holds everything before it.
 """
 
 from __future__ import annotations
@@ -30,25 +33,31 @@ from typing import Any, Generic, TypeVar
 from forethought.errors import EngineStopped
 from forethought.llm.frontend import Frontend, Generation
 
+log = logging.getLogger(__name__)
+
 Output = TypeVar("Output")
+Result = TypeVar("Result")
 Callback = Callable[[], None]
-"""Something for a client to learn, to be called on its loop."""
+"""Delivers an output; runs on the client's event loop."""
 
 
 class OutputStream(Generic[Output]):
-    """Listens to one generation from the running event loop.
+    """The outputs of one generation, awaited on the event loop that is running now.
+
+    Several coroutines of that loop may wait at once, for different numbers of tokens.
 
     Args:
-        read: makes the client's output of a generation; called on the engine's thread.
+        read: makes the client's output of a generation; called on the engine thread.
     """
 
     def __init__(self, read: Callable[[Generation], Output]) -> None:
         self.read, self.loop = read, asyncio.get_running_loop()
-        self._wanted = math.inf
-        """With how many tokens the client wants to know of it. Set on the client's loop, reset by
-        the engine's thread when it writes; every letter has it set again for who still waits."""
+        self._min_tokens = math.inf
+        """The next output is made once the generation has this many tokens. Set on the client's
+        loop, reset by the engine thread when it makes an output; each callback sets it again for
+        the coroutines that still wait."""
         self._waiters: dict[asyncio.Future[None], float] = {}
-        """Who waits, and for how many tokens; without end: for the end."""
+        """What coroutines await -> tokens they wait for; infinity: the end."""
         self._newest: Output | None = None
         self._size = -1
         """Tokens of the newest output."""
@@ -59,25 +68,25 @@ class OutputStream(Generic[Output]):
         self.ended = False
         """Whether the last output or the failure has arrived."""
 
-    # ---- on the engine's thread -------------------------------------------------------------
+    # ---- on the engine thread ---------------------------------------------------------------
 
-    def hear(self, generation: Generation) -> Callback | None:
-        """What the client wants to know after a step gave the generation something or ended it."""
+    def on_step(self, generation: Generation) -> Callback | None:
+        """The callback for what a step did to the generation; None if no output is wanted yet."""
         failure: Exception | None = generation.failure
         size = generation.size
-        if failure is None and not generation.finished and size < self._wanted:
+        if failure is None and not generation.finished and size < self._min_tokens:
             return None
-        self._wanted = math.inf
+        self._min_tokens = math.inf
         try:
             output = None if failure else self.read(generation)
-        except Exception as error:  # is this client's misfortune, and nobody else's
+        except Exception as error:  # fails this request only
             output, failure = None, error
         ended = generation.finished or failure is not None
         return functools.partial(self._receive, output, size, failure, ended)
 
     def fail(self, failure: BaseException) -> None:
-        """Nothing more will come, and this is why."""
-        deliver(self.loop, [functools.partial(self._receive, None, self._size, failure, True)])
+        """End the stream with a failure."""
+        schedule(self.loop, [functools.partial(self._receive, None, self._size, failure, True)])
 
     # ---- on the client's loop ---------------------------------------------------------------
 
@@ -96,7 +105,7 @@ class OutputStream(Generic[Output]):
                 del self._waiters[waiter]
                 if not waiter.done():
                     waiter.set_result(None)
-        self._wanted = min(self._waiters.values(), default=math.inf)
+        self._min_tokens = min(self._waiters.values(), default=math.inf)
 
     async def next(self) -> Output | None:
         """The newest output not returned before; None when there are no more.
@@ -114,9 +123,9 @@ class OutputStream(Generic[Output]):
         return self._newest
 
     async def reach(self, count: int) -> Output:
-        """The newest output that has come, once its first sample has ``count`` tokens; or the last.
+        """The newest output once its first sample has ``count`` tokens; the last if it ends before.
 
-        Raises as ``next``. The loop is not woken up before.
+        Raises as ``next``. The loop is not woken up earlier.
         """
         while not self.ended and self._size < count:
             await self._wait(count)
@@ -134,58 +143,54 @@ class OutputStream(Generic[Output]):
     async def _wait(self, count: float) -> None:
         waiter = self.loop.create_future()
         self._waiters[waiter] = count
-        self._wanted = min(self._wanted, count)
+        self._min_tokens = min(self._min_tokens, count)
         try:
             await waiter
         finally:
             self._waiters.pop(waiter, None)
 
 
-def deliver(loop: asyncio.AbstractEventLoop, callbacks: list[Callback]) -> None:
-    """Have letters opened on their loop, which is woken up once."""
+def schedule(loop: asyncio.AbstractEventLoop, callbacks: list[Callback]) -> None:
+    """Run callbacks on their event loop, which is woken up once."""
     with contextlib.suppress(RuntimeError):  # the loop is closed, its clients gone
-        loop.call_soon_threadsafe(_open, callbacks)
+        loop.call_soon_threadsafe(_run, callbacks)
 
 
-def _open(callbacks: list[Callback]) -> None:
+def _run(callbacks: list[Callback]) -> None:
     for callback in callbacks:
         callback()
 
 
-log = logging.getLogger(__name__)
-Result = TypeVar("Result")
-
-
 class EngineThread:
-    """Runs a desk until it is stopped or the engine dies.
+    """Steps a frontend's engine until it is stopped or the engine dies.
 
     Args:
-        desk: which no other thread uses from now on.
+        frontend: used by this thread alone from now on, but for what its class allows from any.
     """
 
     def __init__(self, frontend: Frontend) -> None:
         self.frontend = frontend
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._listeners: dict[Generation, OutputStream[Any]] = {}
+        self._streams: dict[Generation, OutputStream[Any]] = {}
         self._ended = False
         self._cause: BaseException | None = None
         """What the engine died of, if it did."""
         self._stopping = False
         self._pid = os.getpid()
         self.barrier: Callable[[], None] | None = None
-        """Called before a step if a client has been told something, or handed in something, since
-        the step before; see ``AsyncLLM.set_step_barrier``."""
-        self._has_news = False
-        self._gate = threading.Lock()  # between handing in an errand and the end of the thread
+        """Called before a step if callbacks were scheduled or commands run since the step before;
+        see ``AsyncLLM.set_step_barrier``."""
+        self._needs_barrier = False
+        self._end_lock = threading.Lock()  # no command is queued once the thread has ended
         self._thread = threading.Thread(target=self._serve, name="forethought-engine", daemon=True)
         self._thread.start()
 
     # ---- from any thread --------------------------------------------------------------------
 
     def call(self, function: Callable[..., Result], *args: Any) -> Future[Result]:
-        """Run a function on the engine's thread, before its next step.
+        """Queue a command: run a function on the engine thread before the next step.
 
-        If the future is cancelled before its turn, the function is not run.
+        If the future is cancelled before that, the function is not run.
 
         Raises:
             EngineStopped: the thread has ended. If it ends later, the future fails with the same.
@@ -203,7 +208,7 @@ class EngineThread:
             except Exception as error:
                 future.set_exception(error)
 
-        with self._gate:
+        with self._end_lock:
             if self._ended:
                 raise self._failure()
             self._commands.put(command)
@@ -227,32 +232,32 @@ class EngineThread:
                 "Build it in the process that uses it",
             )
 
-    def begin(self, listener: OutputStream[Any], start: Callable[[], Generation]) -> None:
-        """Start a generation that ``listener`` is told of, its failure to start included.
+    def begin(self, stream: OutputStream[Any], start: Callable[[], Generation]) -> None:
+        """Start a generation whose outputs go to ``stream``; it fails if ``start`` does.
 
         Raises:
             EngineStopped: the thread has ended.
         """
-        self.call_for(listener, self.adopt, listener, start)
+        self.call_for(stream, self.follow, stream, start)
 
     def call_for(
-        self, listener: OutputStream[Any], function: Callable[..., None], *args: Any
+        self, stream: OutputStream[Any], function: Callable[..., None], *args: Any
     ) -> None:
-        """As ``call``; if the function fails, so does what ``listener`` waits for."""
+        """As ``call``; an error of the function ends ``stream`` with it."""
 
         def fail(done: Future[None]) -> None:
             if (error := done.exception()) is not None:
-                listener.fail(error)
+                stream.fail(error)
 
         self.call(function, *args).add_done_callback(fail)
 
-    def abort(self, listener: OutputStream[Any]) -> None:
-        """End the generation of a listener that does not listen any more."""
+    def abort(self, stream: OutputStream[Any]) -> None:
+        """End the generation of a stream that is not read any more."""
         with contextlib.suppress(EngineStopped):
-            self.call(self.end, listener)
+            self.call(self.end, stream)
 
     def wake(self) -> None:
-        """Let an idle thread look around. Safe in the garbage collector."""
+        """Wake an idle thread up to look for work. Safe in the garbage collector."""
         self._commands.put(None)
 
     def stop(self) -> None:
@@ -267,77 +272,77 @@ class EngineThread:
         if threading.current_thread() is not self._thread:  # the garbage collector may be there
             self._thread.join()
 
-    # ---- on the engine's thread -------------------------------------------------------------
+    # ---- on the engine thread ---------------------------------------------------------------
 
-    def tell(self, generations: Iterable[Generation]) -> None:
-        """Tell the listeners of generations that these have changed."""
+    def publish(self, generations: Iterable[Generation]) -> None:
+        """Schedule the callbacks of generations that have changed."""
         callbacks = defaultdict(list)
         for generation in generations:
-            if (listener := self._listeners.get(generation)) is None:
+            if (stream := self._streams.get(generation)) is None:
                 continue
-            if (callback := listener.hear(generation)) is not None:
-                callbacks[listener.loop].append(callback)
+            if (callback := stream.on_step(generation)) is not None:
+                callbacks[stream.loop].append(callback)
             if generation.finished:
-                del self._listeners[generation]
-            if generation.failure is not None:  # perhaps of the listener's reading it
+                del self._streams[generation]
+            if generation.failure is not None:  # perhaps of reading its output
                 self.frontend.abort(generation)
-        for loop, written in callbacks.items():
-            deliver(loop, written)
-            self._has_news = True
+        for loop, batch in callbacks.items():
+            schedule(loop, batch)
+            self._needs_barrier = True
 
-    def adopt(self, listener: OutputStream[Any], start: Callable[[], Generation]) -> None:
-        """Start a generation that ``listener`` is told of."""
-        self._listeners[start()] = listener
+    def follow(self, stream: OutputStream[Any], start: Callable[[], Generation]) -> None:
+        """Start a generation whose outputs go to ``stream``."""
+        self._streams[start()] = stream
 
-    def look(self, listener: OutputStream[Result]) -> Result | None:
-        """What there is of a listener's generation; None if that has ended."""
-        found = next((g for g, other in self._listeners.items() if other is listener), None)
-        return None if found is None else listener.read(found)
+    def peek(self, stream: OutputStream[Result]) -> Result | None:
+        """The output of a stream's generation so far; None if that has ended."""
+        generation = self._generation_of(stream)
+        return None if generation is None else stream.read(generation)
 
-    def end(self, listener: OutputStream[Any]) -> None:
-        """End the generation of a listener, if it has one that goes on."""
-        for generation in [g for g, other in self._listeners.items() if other is listener]:
+    def end(self, stream: OutputStream[Any]) -> None:
+        """End the generation of a stream, if it has one that goes on."""
+        generation = self._generation_of(stream)
+        if generation is not None:
             self.frontend.abort(generation)
-            self.tell([generation])
+            self.publish([generation])
+
+    def _generation_of(self, stream: OutputStream[Any]) -> Generation | None:
+        return next((g for g, other in self._streams.items() if other is stream), None)
 
     def _serve(self) -> None:
         try:
             while not self._stopping:
                 self._run_commands()
-                while self._has_news and self.barrier is not None:
-                    self._wait(self.barrier)
+                while self._needs_barrier and self.barrier is not None:
+                    self._needs_barrier = False
+                    self.barrier()  # clients may queue further commands
                     self._run_commands()
-                self.tell(self.frontend.step())
+                self.publish(self.frontend.step())
         except BaseException as error:
             log.exception("the engine died")
             self._cause = error
         finally:
             self._end()
 
-    def _wait(self, barrier: Callable[[], None]) -> None:
-        """Let the clients react to what they have been told."""
-        self._has_news = False
-        barrier()
-
     def _run_commands(self) -> None:
-        """Run what has been handed in; wait for something if there is nothing else to do."""
+        """Run the queued commands; wait for one if there is nothing else to do."""
         while not self._commands.empty() or not (self.frontend.has_work or self._stopping):
             command = self._commands.get()
             if command is not None:
                 command()
-                self._has_news = True
-            command = None  # while the thread sleeps, nothing that it has made is kept
+                self._needs_barrier = True
+            command = None  # while the thread sleeps it keeps no references
 
     def _end(self) -> None:
-        with self._gate:
+        with self._end_lock:
             self._ended = True
         while not self._commands.empty():
             command = self._commands.get()
             if command is not None:
                 command()
-        for listener in self._listeners.values():
-            listener.fail(self._failure())
-        self._listeners.clear()
+        for stream in self._streams.values():
+            stream.fail(self._failure())
+        self._streams.clear()
         try:
             self.frontend.clear()
         except Exception:

@@ -1,11 +1,14 @@
-"""One request in flight: its samples in the engine, and what each has said.
+"""``Frontend``: requests in, outputs out, over one engine; ``LLM`` and ``AsyncLLM`` share it.
 
-Knows nothing about who waits for it.
+::
 
-[desk] The desk between text and engine: prompts go in as tokens, events come out as text.
+    prompt, params -- read --> Prompt, SamplingParams -- submit --> Generation -> RequestOutput
+                                                                        ^
+                                    Engine.step --> Event per sample -- take
 
-``LLM`` and ``AsyncLLM`` both work through one. Like the engine it is used by one thread at a time;
-only what stands under "from any thread" may be called at any time.
+A ``Generation`` is one request in flight: the sequences of its samples in the engine, and a
+transcript of the text of each. Like the engine, a frontend is used by one thread at a time; only
+the methods under "from any thread" may be called at any moment.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ class Generation:
     Args:
         sequences: the samples, just started.
         tokenizer: of the model.
-        prompt: what they continue; None for a live sequence, which knows by itself.
+        prompt: what they continue; None for a live sequence, which holds its own.
     """
 
     def __init__(
@@ -56,22 +59,22 @@ class Generation:
         self._taken: Event | None = None
         """The event taken in last."""
         self.num_events = 0
-        """Events of the engine taken in so far."""
+        """Events of the engine so far."""
 
     @property
     def finished(self) -> bool:
-        """Whether nothing more will come, for better or worse."""
+        """Whether nothing more will come: all samples have ended, or it failed."""
         return self._error is not None or not self.unfinished
 
     @property
     def unfinished(self) -> list[Sequence]:
-        """The samples that go on."""
+        """The samples that have not ended."""
         transcripts = self._transcripts
         return [s for s in self.sequences if transcripts[s.id].finish_reason is None]
 
     @property
     def failure(self) -> RequestError | None:
-        """What the engine could not do for it, if it failed."""
+        """Why it failed; None if it did not."""
         if self._error is None or isinstance(self._error, RequestError):
             return self._error
         failure = RequestError(
@@ -83,7 +86,7 @@ class Generation:
         return failure
 
     def take(self, event: Event) -> bool:
-        """Take in what a step did to one sample; whether that sample is finished now.
+        """Add what a step did to one sample; whether that sample is finished now.
 
         A call that is interrupted changes nothing; one that is repeated changes nothing more.
         """
@@ -95,7 +98,7 @@ class Generation:
                     raise event.error
                 transcript.add(event.tokens, event.logprobs, event.finish_reason, stop_reason)
                 self._taken, self.num_events = event, self.num_events + 1
-            except Exception as error:  # is this request's, and no other one's
+            except Exception as error:  # fails this request only
                 self._error, self._taken, self.num_events = error, event, self.num_events + 1
             except BaseException:  # KeyboardInterrupt, perhaps of a thread that steps for others
                 transcript.restore(before)
@@ -112,9 +115,9 @@ class Generation:
         return sequence.prompt_length + len(self._transcripts[sequence.id].token_ids)
 
     def abort(self) -> None:
-        """Whatever goes on has ended here."""
+        """Mark the samples that have not ended as aborted."""
         if self._error is not None:
-            return  # it has ended, and what was said may be unreadable
+            return  # it has ended, and its tokens may be undecodable
         try:
             for sequence in self.unfinished:
                 self._transcripts[sequence.id].finish(FinishReason.ABORT)
@@ -122,7 +125,7 @@ class Generation:
             self._error = error
 
     def completion(self) -> CompletionOutput:
-        """A copy of what the first sample has said. Raises as ``output``."""
+        """A copy of the first sample's output so far. Raises as ``output``."""
         with self._failing():
             return self._completion(self.sequences[0])
 
@@ -130,14 +133,14 @@ class Generation:
         """A copy of everything so far.
 
         Raises:
-            RequestError: what was said cannot be read; the generation is finished then.
+            RequestError: its tokens cannot be decoded; the generation is finished then.
         """
         with self._failing():
             return self._output()
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """What goes wrong inside fails this generation."""
+        """An exception inside fails this generation."""
         try:
             yield
         except Exception as error:
@@ -149,16 +152,16 @@ class Generation:
 
     def _output(self) -> RequestOutput:
         assert self._prompt is not None, "a live sequence gives completions only"
-        leader = self.sequences[0]
+        first = self.sequences[0]
         outputs = [self._completion(sequence) for sequence in self.sequences]
         usage = sum((sequence.usage for sequence in self.sequences), Usage())
         usage.prompt_tokens = len(self._prompt.token_ids)
         usage.completion_tokens = sum(len(output.token_ids) for output in outputs)
         scores = None
-        if leader.params.prompt_logprobs is not None:
-            scores = [s and name_tokens(s, self._tokenizer) for s in leader.prompt_logprobs]
+        if first.params.prompt_logprobs is not None:
+            scores = [s and name_tokens(s, self._tokenizer) for s in first.prompt_logprobs]
         return RequestOutput(
-            request_id=f"request-{leader.id}",
+            request_id=f"request-{first.id}",
             prompt=self._prompt.text,
             prompt_token_ids=list(self._prompt.token_ids),
             outputs=outputs,
@@ -174,20 +177,20 @@ class Generation:
 
 
 class Frontend:
-    """Starts generations, steps the engine, and hands its events to the generations they are of.
+    """Starts generations, steps the engine, and gives its events to their generations.
 
     Args:
-        engine: which no one else uses.
+        engine: used through this frontend alone.
         tokenizer: of its model.
-        model_dir: where both came from.
-        guidance: compiles grammars for this tokenizer.
+        model_dir: of the model.
+        grammars: compiles grammars for this tokenizer.
     """
 
     def __init__(
-        self, engine: Engine, tokenizer: Tokenizer, model_dir: Path, guidance: GrammarCompiler
+        self, engine: Engine, tokenizer: Tokenizer, model_dir: Path, grammars: GrammarCompiler
     ) -> None:
         self.engine, self.tokenizer, self.model_dir = engine, tokenizer, model_dir
-        self.guidance = guidance
+        self.grammars = grammars
         self._generations: dict[int, Generation] = {}
         self._live: set[Sequence] = set()
         self._abandoned: deque[Sequence | Generation] = deque()
@@ -209,40 +212,40 @@ class Frontend:
         args = LlmArgs.from_dict({"model": model, **fields})
         code = args.trust_remote_code
         model_dir = find_model_dir(args.model or reasoner_dir(), args.revision, code=code)
-        spoken = model_dir
+        tokenizer_dir = model_dir
         if args.tokenizer is not None:
-            spoken = find_model_dir(args.tokenizer, weights=False, code=code)
+            tokenizer_dir = find_model_dir(args.tokenizer, weights=False, code=code)
         engine = resolve.build(args, model_dir)  # first: a wrong directory is about the model
-        tokenizer = Tokenizer.load(spoken, code)
+        tokenizer = Tokenizer.load(tokenizer_dir, code)
         lm, config = engine.runner.lm, args.guided_decoding_config
-        guidance = GrammarCompiler(tokenizer, lm.vocab_size, lm.eos_token_ids, config)
-        return cls(engine, tokenizer, model_dir, guidance)
+        grammars = GrammarCompiler(tokenizer, lm.vocab_size, lm.eos_token_ids, config)
+        return cls(engine, tokenizer, model_dir, grammars)
 
-    def another(self) -> Frontend:
-        """A desk over the same engine, for when this one is not used."""
-        return Frontend(self.engine, self.tokenizer, self.model_dir, self.guidance)
+    def copy(self) -> Frontend:
+        """A frontend over the same engine without generations; only one of the two may be used."""
+        return Frontend(self.engine, self.tokenizer, self.model_dir, self.grammars)
 
     # ---- from any thread --------------------------------------------------------------------
 
     def read(self, prompt: Any, params: Any) -> tuple[Prompt, SamplingParams]:
-        """A caller's prompt in tokens, and its params, both checked but for the grammar.
+        """A caller's prompt in tokens, and its params, checked; the grammar is not compiled yet.
 
         Raises:
             ParameterError, ContextLengthError, CapacityError: see ``Engine.check_prompt``.
         """
-        read, settled = read_prompt(prompt, self.tokenizer), self.read_params(params)
-        self.engine.check_prompt(read.token_ids, settled)
-        return read, settled
+        read, checked = read_prompt(prompt, self.tokenizer), self.read_params(params)
+        self.engine.check_prompt(read.token_ids, checked)
+        return read, checked
 
     def read_params(self, params: Any) -> SamplingParams:
-        """The params of one generation. ``guidance`` tells whether a grammar can be followed.
+        """The params of one generation, checked; the grammar is not compiled yet.
 
         Raises:
-            ParameterError: they are none, or the shape that they ask for is too large.
+            ParameterError: they are no ``SamplingParams``, or their grammar is too large.
         """
-        settled = read_params(params)
-        self.guidance.check(settled)
-        return settled
+        checked = read_params(params)
+        self.grammars.check(checked)
+        return checked
 
     def read_more(self, more: str | List[int]) -> list[int]:
         """The tokens of a text or of ids that continue a live sequence."""
@@ -256,10 +259,9 @@ class Frontend:
         return text, self.tokenizer.encode_more(text)  # the template wrote all special tokens
 
     def abandon(self, left: Sequence | Generation) -> None:
-        """Nobody holds this live sequence, or waits for this generation, any more: end it with the
-        next ``sweep``.
+        """End a live sequence or a generation with the next ``sweep``.
 
-        May be called by the garbage collector at any moment.
+        The garbage collector may call this at any moment.
         """
         self._abandoned.append(left)
 
@@ -273,7 +275,7 @@ class Frontend:
         """A copy of the engine's counts."""
         return dataclasses.replace(self.engine.stats)
 
-    # ---- from the engine's thread -----------------------------------------------------------
+    # ---- from the thread that steps ----------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
@@ -288,7 +290,7 @@ class Frontend:
     def submit(
         self, prompt: Prompt, params: SamplingParams, constraints: Constraints | None
     ) -> Generation:
-        """Start ``params.n`` samples of a prompt; ``guidance`` makes the constraints."""
+        """Start ``params.n`` samples of a prompt, under the constraints of ``grammars``."""
         sequences = self.engine.start(prompt.token_ids, params, constraints=constraints)
         return self._follow(sequences, prompt)
 
@@ -308,10 +310,10 @@ class Frontend:
         return self._keep(self.engine.fork(sequence, length))
 
     def step(self) -> list[Generation]:
-        """One step of the engine. Returns the generations that have got something from it.
+        """One step of the engine; the generations that it has changed.
 
-        A step that is interrupted can be repeated: events that were not taken in are kept, and the
-        next step takes in those instead of making new ones.
+        A step that is interrupted can be repeated: events that were not added are kept, and the
+        next step adds those instead of making new ones.
         """
         changed = dict.fromkeys(self.sweep())  # as a set that keeps its order
         if not self._events:
@@ -319,7 +321,7 @@ class Frontend:
         while self._events:
             event = self._events[0]
             generation = self._generations.get(event.sequence.id)
-            if generation is not None:  # else a sibling that failed in this step took it along
+            if generation is not None:  # else aborted in this step with a sibling that failed
                 changed[generation] = None
                 if generation.take(event):
                     self._finish(generation, event.sequence)
@@ -327,7 +329,7 @@ class Frontend:
         return list(changed)
 
     def sweep(self) -> list[Generation]:
-        """End what was abandoned; returns the generations that this ended."""
+        """End what was abandoned; the generations that this ended."""
         ended = []
         while self._abandoned:
             left = self._abandoned.popleft()
@@ -339,7 +341,7 @@ class Frontend:
         return ended
 
     def abort(self, generation: Generation) -> None:
-        """End what goes on of a generation, now."""
+        """End the samples of a generation that have not ended."""
         for sequence in generation.unfinished:
             self._generations.pop(sequence.id, None)
             self.engine.abort(sequence)
@@ -354,7 +356,7 @@ class Frontend:
         return [generation]
 
     def close(self, sequence: Sequence) -> list[Generation]:
-        """Give back the pages of a live sequence; returns the generation that this ended."""
+        """Free the pages of a live sequence; the generation that this ended."""
         ended = self.stop(sequence)
         self._live.discard(sequence)
         self.engine.close(sequence)
@@ -368,7 +370,7 @@ class Frontend:
             self.close(sequence)
 
     def _finish(self, generation: Generation, sequence: Sequence) -> None:
-        """A sample is over; if by a stop string or a sibling's failure, the engine must be told."""
+        """A sample has ended: drop tokens behind a stop string, or abort failed siblings."""
         if generation.failure is not None:
             self.abort(generation)
         else:

@@ -1,16 +1,12 @@
-"""A grammar followed along the tokens of one generation: the engine's ``Constraint``.
+"""Structured output: a JSON schema, expression, grammar or choice compiled to a ``Constraint``.
 
-Knows nothing about requests, or about where the grammar came from.
+``GrammarCompiler`` compiles with llguidance, which is imported with the first request that needs
+it. A schema that cannot be honoured is refused before anything runs. Compiling may take seconds, so
+it runs in threads of its own and releases the GIL: no event loop and no engine waits for it. A
+request waits for at most ``compile_timeout`` seconds. The thread cannot be stopped then; it no
+longer counts for ``MAX_COMPILERS``, and there are never more than ``MAX_COMPILER_THREADS``.
 
-[guidance] From the shape that a caller wants an output to have to a constraint that the engine
-can follow.
-
-Everything that can be wrong with a schema, an expression or a grammar is told here, before anything
-runs. llguidance does the work; it is loaded with the first request that needs it.
-
-Compiling may take seconds, so it happens in threads of its own, which leave the GIL alone: no event
-loop and no engine waits for it. A request waits for at most ``compile_timeout`` seconds. The thread
-cannot be stopped then, it ends when llguidance does; there are never more than ``MAX_COMPILERS``.
+``GrammarConstraint`` follows the compiled grammar along the tokens of one sample.
 """
 
 from __future__ import annotations
@@ -19,7 +15,9 @@ import asyncio
 import contextlib
 import copy
 import functools
+import math
 import os
+import re
 import threading
 import time
 import weakref
@@ -50,32 +48,32 @@ if TYPE_CHECKING:
 
 
 Bits = NDArray[np.uint8]
-"""[ceil(V / 8)] bytes, a bit for each of the model's V tokens, as ``Constraint.mask`` has them."""
+"""[ceil(V / 8)] bytes, one bit for each of the model's V tokens; see ``Constraint.mask``."""
 
 
 class GrammarConstraint:
-    """A ``Constraint`` that asks llguidance's matcher.
+    """A ``Constraint`` over llguidance's matcher.
 
-    The matcher stands behind one prefix at a time. It is moved to the one asked about by taking
-    back tokens and taking in others, so that what lies near costs little.
+    The matcher has consumed one prefix at a time. For another prefix it is rolled back to their
+    common part and consumes the rest, so a prefix that shares most tokens costs little.
 
     Args:
         start: a matcher at its beginning; it is copied and never moved.
-        writable: the tokens that may be in an output, or end one, at all.
-        ends: those of them that end one.
+        writable: the tokens that may occur in an output or end it.
+        ends: those of them that end an output.
     """
 
     def __init__(self, start: LLMatcher, writable: Bits, ends: Bits) -> None:
         self._start, self._writable, self._text = start, writable, writable & ~ends
         self._matcher = start.deep_copy()
         self._path: list[int] = []
-        """What the matcher has taken in."""
+        """The tokens that the matcher has consumed."""
         self._mask: Bits | None = None
-        """Behind ``_path``, once somebody has asked."""
+        """The mask behind ``_path``, once computed."""
         self._failure = ""
-        """What the matcher last gave up for."""
+        """The last error of a matcher."""
         self._stuck: dict[tuple[int, ...], str] = {}
-        """Prefixes that keep to the grammar and cannot go on, and why."""
+        """Prefix within the grammar that no token may follow -> why."""
 
     def fresh(self) -> GrammarConstraint:
         """A constraint of the same grammar, for another generation."""
@@ -85,7 +83,7 @@ class GrammarConstraint:
 
     @property
     def failure(self) -> str:
-        """What llguidance last gave up for; empty if it never did."""
+        """llguidance's last error; empty if there was none."""
         return self._failure
 
     def mask(self, output: Sequence[int]) -> Bits:
@@ -101,6 +99,9 @@ class GrammarConstraint:
         output = list(output)
         reason = self._stuck.get(tuple(output[:-1])) if self._stuck else None
         if reason is not None or not self._move(output):
+            self._matcher.compute_bitmask()  # a limit that stopped it may be reported only here
+            if self._matcher.is_error():
+                self._give_up()
             raise ParameterError(
                 "the output cannot be kept to its grammar",
                 reason or self._failure or f"token {output[-1]} is not in it",
@@ -123,7 +124,7 @@ class GrammarConstraint:
         return mask
 
     def _move(self, output: list[int]) -> bool:
-        """Put the matcher behind ``output``, if that keeps to the grammar."""
+        """Move the matcher behind ``output``, if that is within the grammar."""
         shared = _shared(self._path, output)
         if shared < len(self._path):
             self._matcher.rollback(len(self._path) - shared)
@@ -134,23 +135,23 @@ class GrammarConstraint:
             return True
         if not all(self._writable[token // 8] >> token % 8 & 1 for token in more):
             return False
-        taken = self._matcher.try_consume_tokens(more)
+        consumed = self._matcher.try_consume_tokens(more)
         if self._matcher.is_error():
             self._give_up()
             return False
-        if taken:
-            self._path += more[:taken]
+        if consumed:
+            self._path += more[:consumed]
             self._mask = None
-        return taken == len(more)
+        return consumed == len(more)
 
     def _give_up(self) -> None:
-        """An error stays with its matcher: begin again with another one."""
+        """Replace the matcher by a fresh one: an error makes it unusable."""
         self._failure = read_error(self._matcher)
         self._matcher, self._path, self._mask = self._start.deep_copy(), [], None
 
 
 def read_error(matcher: LLMatcher) -> str:
-    """What the matcher says is wrong, in one line; empty if nothing is."""
+    """The matcher's error in one line; empty if there is none."""
     words = matcher.get_error().removesuffix("<non-verbose/>").split()
     return " ".join(words)[:400]
 
@@ -164,9 +165,14 @@ def _shared(path: list[int], output: list[int]) -> int:
 
 
 COMPILED = 64
-"""Grammars that are kept for requests to come."""
+"""Compiled grammars that are cached."""
 MAX_COMPILERS = 2
-"""Grammars that are compiled at the same time; further ones wait in order of arrival."""
+"""Grammars compiled at the same time for requests that wait for them; further ones wait in order of
+arrival."""
+MAX_COMPILER_THREADS = 8
+"""Threads that compile, those included that have exceeded the time limit."""
+MAX_INTERSECTIONS = 16
+"""Uses of ``&`` in one definition of a grammar. The time to compile doubles with each."""
 STACK_BYTES = 512 * 2**20
 """Address space of a compiling thread's stack. llguidance recurses along chains of references; a
 grammar of a megabyte overflowed a usual stack of 8 MiB, which ends the process."""
@@ -190,12 +196,14 @@ _Key: TypeAlias = tuple[GuidedDecodingParams, bool]
 
 @dataclass(eq=False, slots=True)
 class _Compilation:
-    """A grammar that is compiled, or will be, for all requests that ask for it."""
+    """A grammar that is compiled, or will be, for all requests with the same parameters."""
 
     key: _Key
     future: Future[GrammarConstraint] = field(default_factory=Future)
     num_waiting: int = 0
     """Requests that wait for it."""
+    began: float = math.inf
+    """By ``time.monotonic``."""
 
 
 class GrammarCompiler:
@@ -224,6 +232,7 @@ class GrammarCompiler:
         """The least recently used first."""
         self._queue: deque[_Compilation] = deque()
         self._compilers: set[threading.Thread] = set()
+        self._compiling_now: set[_Compilation] = set()
         weakref.finalize(self, _await_compilers, self._compilers)
 
     def check(self, params: SamplingParams) -> None:
@@ -232,21 +241,21 @@ class GrammarCompiler:
         Raises:
             ParameterError: it is larger than ``max_grammar_bytes``.
         """
-        shape, most = params.guided_decoding, self._config.max_grammar_bytes
-        if shape is None or (size := _size(shape)) <= most:
+        shape, max_bytes = params.guided_decoding, self._config.max_grammar_bytes
+        if shape is None or (size := _size(shape)) <= max_bytes:
             return
         raise ParameterError(
             f"the {shape.kind} in guided_decoding is too large",
-            f"it has {size:,} bytes, and guided_decoding_config.max_grammar_bytes is {most:,}",
+            f"it has {size:,} bytes, and guided_decoding_config.max_grammar_bytes is {max_bytes:,}",
             f"Shorten the {shape.kind}",
         )
 
     def constraints(self, params: SamplingParams) -> Make | None:
-        """What makes the constraint of each sample, once it is compiled; None without a shape.
+        """What makes the constraint of each sample, once compiled; None without a grammar.
 
         Raises:
-            ParameterError: the shape is too large, malformed, uses what is not supported, or cannot
-                be written with the model's tokens; or the tokenizer is none that this works with.
+            ParameterError: the grammar is too large, malformed, unsupported, or cannot be written
+                with the model's tokens; or the tokenizer is not supported.
             DependencyError: llguidance is not installed.
             RequestTimeout: it was not compiled within ``compile_timeout`` seconds.
         """
@@ -271,7 +280,7 @@ class GrammarCompiler:
             return future.result().fresh
 
     def find(self, params: SamplingParams) -> Make | None:
-        """What ``constraints`` would return without waiting, if it is compiled."""
+        """As ``constraints`` if the grammar is compiled already, else None. Never waits."""
         if params.guided_decoding is None:
             return None
         with self._lock:
@@ -283,6 +292,7 @@ class GrammarCompiler:
         self._lock, self._vocabulary_lock = threading.RLock(), threading.Lock()
         self._queue.clear()
         self._compilers.clear()
+        self._compiling_now.clear()
         for compilation in list(self._compilations.values()):
             compilation.num_waiting = 0
             if not compilation.future.done():
@@ -292,7 +302,7 @@ class GrammarCompiler:
 
     @contextlib.contextmanager
     def _compiling(self, params: SamplingParams) -> Iterator[Future[GrammarConstraint]]:
-        """The compilation of a shape, which is given up if nobody waits before it has begun."""
+        """The compilation of a grammar; cancelled if no request waits for it before it begins."""
         self.check(params)
         with self._lock:
             compilation = self._find(_key(params))
@@ -306,6 +316,9 @@ class GrammarCompiler:
                     self._queue.remove(compilation)
                     self._drop(compilation)
                 self._evict()
+                if self._queue:
+                    with contextlib.suppress(RequestError):  # those that wait are told in time
+                        self._start_compiler()
 
     def _find(self, key: _Key) -> _Compilation:
         """Found or started; with the lock held."""
@@ -318,7 +331,11 @@ class GrammarCompiler:
         return found
 
     def _start_compiler(self) -> None:
-        if len(self._compilers) >= MAX_COMPILERS:
+        """Start a thread if fewer than ``MAX_COMPILERS`` are in use: one that is over its time, or
+        that compiles what no request waits for any more, does not count."""
+        limit = time.monotonic() - self._config.compile_timeout
+        late = sum(c.began <= limit or not c.num_waiting for c in self._compiling_now)
+        if len(self._compilers) >= min(MAX_COMPILERS + late, MAX_COMPILER_THREADS):
             return
         thread = threading.Thread(target=self._serve, name="forethought-grammar", daemon=True)
         self._compilers.add(thread)
@@ -326,7 +343,7 @@ class GrammarCompiler:
             _start_with_large_stack(thread)
         except RuntimeError as error:
             self._compilers.discard(thread)
-            if not self._compilers:  # else one that runs takes its work
+            if not self._compilers:  # else one that runs compiles it
                 raise RequestError(
                     "the grammar cannot be compiled", f"no thread for it: {error}", "Free memory"
                 ) from error
@@ -338,11 +355,13 @@ class GrammarCompiler:
                 constraint = self._compile(*compilation.key)
             except BaseException as error:
                 with self._lock:
+                    self._compiling_now.discard(compilation)
                     self._drop(compilation)
-                compilation.future.set_exception(_as_ours(error))
+                compilation.future.set_exception(_wrapped(error))
             else:
                 compilation.future.set_result(constraint)
                 with self._lock:
+                    self._compiling_now.discard(compilation)
                     self._evict()
             del compilation
 
@@ -352,6 +371,8 @@ class GrammarCompiler:
             if self._queue:
                 compilation = self._queue.popleft()
                 compilation.future.set_running_or_notify_cancel()
+                compilation.began = time.monotonic()
+                self._compiling_now.add(compilation)
                 return compilation
             self._compilers.discard(threading.current_thread())
             return None
@@ -361,7 +382,7 @@ class GrammarCompiler:
             del self._compilations[compilation.key]
 
     def _evict(self) -> None:
-        """Keep the latest grammars, and all that are still to come."""
+        """Keep the ``COMPILED`` latest grammars, and those that requests wait for."""
         done = [
             c for c in list(self._compilations.values()) if c.future.done() and not c.num_waiting
         ]
@@ -372,12 +393,12 @@ class GrammarCompiler:
         return RequestTimeout(
             f"the {shape.kind} in guided_decoding was not compiled in time",
             f"guided_decoding_config.compile_timeout is {self._config.compile_timeout:g} seconds"
-            f", and {len(self._compilers)} of at most {MAX_COMPILERS} compilers are busy",
+            f", and {len(self._compiling_now)} grammars are being compiled",
             f"Use a simpler {shape.kind}, or allow more time",
         )
 
     def _compile(self, shape: GuidedDecodingParams, ignore_eos: bool) -> GrammarConstraint:
-        tokens = self._tokens  # first: it tells if llguidance is missing
+        tokens = self._tokens  # first: raises if llguidance is missing
         from llguidance import LLMatcher, LLParserLimits
 
         try:
@@ -405,7 +426,7 @@ class GrammarCompiler:
 
     @property
     def _tokens(self) -> Any:
-        """The vocabulary as llguidance has it, made once."""
+        """The vocabulary in llguidance's form, made once."""
         with self._vocabulary_lock:
             return self._vocabulary
 
@@ -435,7 +456,7 @@ class GrammarCompiler:
 
 
 def _grammar(shape: GuidedDecodingParams) -> str:
-    """In llguidance's own notation.
+    """The grammar in llguidance's notation.
 
     Raises:
         ValueError: it is malformed.
@@ -449,8 +470,34 @@ def _grammar(shape: GuidedDecodingParams) -> str:
     if shape.regex is not None:
         return LLMatcher.grammar_from_regex(shape.regex)
     if shape.grammar is not None:
-        return grammar_from("grammar", shape.grammar)
+        grammar = grammar_from("grammar", shape.grammar)
+        _check_intersections(grammar)
+        return grammar
     return LLMatcher.grammar_from_regex("|".join(map(_escape, shape.choice or ())))
+
+
+def _check_intersections(grammar: str) -> None:
+    """Refuse what takes too long to compile.
+
+    Args:
+        grammar: in llguidance's notation, which is Lark's.
+
+    Raises:
+        ValueError: a definition has too many ``&``. Those with a negation, ``& ~``, cost little.
+    """
+    for definition in _DEFINITION.split(_LITERAL.sub(" ", grammar)):
+        count = len(_INTERSECTION.findall(definition))
+        if count > MAX_INTERSECTIONS:
+            raise ValueError(
+                f"a definition has {count} intersections (&), and at most {MAX_INTERSECTIONS} can "
+                "be compiled"
+            )
+
+
+_LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/')
+"""Strings, comments and regular expressions of Lark's notation."""
+_DEFINITION = re.compile(r"^[ \t]*[?!]?[A-Za-z_][\w-]*(?:\[[^\]]*\])?[ \t]*:", re.MULTILINE)
+_INTERSECTION = re.compile(r"&(?!\s*~)")
 
 
 def _escape(text: str) -> str:
@@ -462,7 +509,7 @@ _SPECIAL = frozenset(r"\.+*?()|[]{}^$#&-~/")
 
 
 def _check_first_token(shape: GuidedDecodingParams, constraint: GrammarConstraint) -> None:
-    """Some limits of llguidance are met only behind the first token: take one, and ask again."""
+    """Some limits of llguidance show only behind the first token: consume one and check again."""
     first = int(np.unpackbits(constraint.mask([]), bitorder="little").argmax())
     probe = constraint.fresh()
     try:
@@ -473,12 +520,12 @@ def _check_first_token(shape: GuidedDecodingParams, constraint: GrammarConstrain
 
 
 def _reason(error: str) -> str:
-    """llguidance's words, but for those about its own insides."""
+    """llguidance's message, without those about its internals."""
     if error.startswith("panic:") or "schema too large" in error:
         return "llguidance cannot compile it: it has too many parts"
     if "recursion limit" in error:
         return f"it is nested too deeply: {error}"
-    if "too big" in error:
+    if "too big" in error or "too many expressions" in error:
         return f"it is too large to be compiled: {error}"
     return error
 
@@ -494,7 +541,7 @@ def _key(params: SamplingParams) -> _Key:
     return params.guided_decoding, params.ignore_eos
 
 
-def _as_ours(error: BaseException) -> ForethoughtError:
+def _wrapped(error: BaseException) -> ForethoughtError:
     if isinstance(error, ForethoughtError):
         return error
     failure = RequestError("the grammar cannot be compiled", f"{type(error).__name__}: {error}")
@@ -509,13 +556,13 @@ async def _done(future: Future[Any]) -> None:
     loop = asyncio.get_running_loop()
     waiter = loop.create_future()
 
-    def tell() -> None:
+    def finish() -> None:
         if not waiter.done():
             waiter.set_result(None)
 
     def wake(_: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(tell)
+            loop.call_soon_threadsafe(finish)
 
     future.add_done_callback(wake)
     await waiter

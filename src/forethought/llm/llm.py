@@ -1,19 +1,14 @@
-"""How many may be inside at once; the rest wait in the order of their coming.
+"""``LLM`` and its ``Session``: prompts in, texts out, for a program that waits for them.
 
-``Gate`` is for tasks of any event loop in any thread, which ``asyncio.Semaphore`` is not. ``Turns``
-is for threads, one at a time.
-
-[llm] ``LLM``: prompts in, texts out, for a program that waits for them.
-
-Owns an engine through a ``Desk`` and steps it while somebody waits. May be used from several
-threads: they take turns at the engine, and whoever has the turn steps for all, so that their
-requests share batches. Many clients at once are ``AsyncLLM``'s business.
+An ``LLM`` steps its engine while a call waits for output. Threads may call it at the same time:
+they take the engine one step at a time, in order of arrival, and a step advances the requests of
+all of them, so that they share batches. ``AsyncLLM`` is for many clients at once.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import dataclasses
 import os
 import threading
 import weakref
@@ -30,144 +25,93 @@ from forethought.config.sampling import SamplingParams
 from forethought.engine import sequence as engine_sequence
 from forethought.errors import DependencyError, EngineStopped, ParameterError, UsageError
 from forethought.llm.frontend import Frontend, Generation
-from forethought.llm.session import Session
-from forethought.llm.tokenizer import Prompt, is_batch
+from forethought.llm.tokenizer import Prompt, is_batch, read_length
 from forethought.model.sampling import Constraints
-from forethought.outputs import EngineStats, RequestOutput
+from forethought.outputs import CompletionOutput, EngineStats, RequestOutput, Usage
 
 
-class ConcurrencyLimit:
-    """``async with gate:`` waits for a place and gives it back.
+class FifoLock:
+    """A lock that threads get in order of arrival.
 
-    Args:
-        places: how many there are, at least 1.
-    """
-
-    def __init__(self, places: int) -> None:
-        self._free, self._lock = places, threading.Lock()
-        self._waiting: deque[asyncio.Future[None]] = deque()
-
-    async def __aenter__(self) -> None:
-        with self._lock:
-            if self._free:
-                self._free -= 1
-                return
-            turn = asyncio.get_running_loop().create_future()
-            self._waiting.append(turn)
-        try:
-            await turn
-        except BaseException:  # cancelled
-            with self._lock:
-                waited = turn in self._waiting
-                if waited:
-                    self._waiting.remove(turn)
-            if not waited:  # the place had been given, or was about to be
-                self._leave()
-            raise
-
-    async def __aexit__(self, *_: object) -> None:
-        self._leave()
-
-    def _leave(self) -> None:
-        """Pass the place on to whoever waits longest and still has a loop to run on."""
-        with self._lock:
-            while self._waiting:
-                turn = self._waiting.popleft()
-                try:
-                    turn.get_loop().call_soon_threadsafe(_admit, turn)
-                except RuntimeError:  # its loop is closed
-                    continue
-                return
-            self._free += 1
-
-
-def _admit(turn: asyncio.Future[None]) -> None:
-    if not turn.done():
-        turn.set_result(None)
-
-
-class Turns:
-    """``with turns:`` waits until no other thread is inside.
-
-    In order of arrival, which ``threading.Lock`` does not promise: there a thread that leaves and
-    comes back at once keeps the others out for as long as it likes.
+    ``threading.Lock`` does not promise that: a thread that releases it and acquires it again at
+    once keeps the others waiting for as long as it likes.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waiting: deque[threading.Lock] = deque()
-        self._taken = False
+        self._locked = False
         self.owner: int | None = None
-        """The thread inside, as ``threading.get_ident`` names it; None also while one leaves and
-        the next one has not come in yet."""
+        """The thread that holds it, as ``threading.get_ident`` gives it; None also between the
+        release by one thread and the return of ``acquire`` in the next."""
         self.lost_at_fork = False
-        """Whether this is a forked child, and a thread of the parent was inside at the fork."""
+        """Whether this is a forked child, and a thread of the parent held it at the fork."""
 
     def __enter__(self) -> None:
         with self._lock:
-            if not self._taken:
-                self._take()
+            if not self._locked:
+                self._hold()
                 return
-            turn = threading.Lock()
-            turn.acquire()
-            self._waiting.append(turn)
+            waiter = threading.Lock()
+            waiter.acquire()
+            self._waiting.append(waiter)
         try:
-            turn.acquire()
+            waiter.acquire()
         except BaseException:  # KeyboardInterrupt
             with self._lock:
-                waited = turn in self._waiting
+                waited = waiter in self._waiting
                 if waited:
-                    self._waiting.remove(turn)
+                    self._waiting.remove(waiter)
             if not waited:
-                self.leave()
+                self.release()
             raise
         self.owner = threading.get_ident()
 
     def __exit__(self, *_: object) -> None:
-        self.leave()
+        self.release()
 
-    def enter_at_once(self) -> bool:
-        """Enter if nobody is inside. Never waits, so the garbage collector may call it."""
+    def try_acquire(self) -> bool:
+        """Acquire if no thread holds it. Never waits, so the garbage collector may call it."""
         if not self._lock.acquire(blocking=False):
             return False
         try:
-            if self._taken:
+            if self._locked:
                 return False
-            self._take()
+            self._hold()
             return True
         finally:
             self._lock.release()
 
-    def leave(self) -> None:
-        """Let the one in who waits longest."""
+    def release(self) -> None:
+        """Hand it to the thread that has waited longest."""
         with self._lock:
             self.owner = None
             if self._waiting:
                 self._waiting.popleft().release()
             else:
-                self._taken = False
+                self._locked = False
 
     def after_fork(self) -> None:
-        """In a forked child, which has but one thread: nobody else leaves or waits any more.
+        """In a forked child, which has one thread: no other one releases it or waits for it.
 
-        If another thread was inside, or about to be, nobody can enter: it may have left what it
-        was changing half changed.
+        If another thread held it, or was about to, it is never released: what that thread was
+        changing may be half changed.
         """
-        inside = self._taken and self.owner != threading.get_ident()
-        self.lost_at_fork = self.lost_at_fork or inside or self._lock.locked()
-        self._taken = self._taken or self.lost_at_fork
+        held = self._locked and self.owner != threading.get_ident()
+        self.lost_at_fork = self.lost_at_fork or held or self._lock.locked()
+        self._locked = self._locked or self.lost_at_fork
         self._lock = threading.Lock()
         self._waiting.clear()
 
-    def _take(self) -> None:
-        self._taken, self.owner = True, threading.get_ident()
+    def _hold(self) -> None:
+        self._locked, self.owner = True, threading.get_ident()
 
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 Output = TypeVar("Output")
 Request = tuple[Prompt, SamplingParams, Constraints | None]
-Bar = Callable[[list[Generation]], Iterable[Generation]]
-"""Iterates over generations, and may show how far it is."""
+WithProgress = Callable[[list[Generation]], Iterable[Generation]]
+"""Iterates over generations, perhaps with a progress bar."""
 
 
 class LLM:
@@ -192,7 +136,7 @@ class LLM:
         self._frontend: Frontend | None = Frontend.build(model, fields)
         self.model_dir, self.tokenizer = self._frontend.model_dir, self._frontend.tokenizer.hf
         self._borrower: str | None = None
-        self._turns, self._pid = Turns(), os.getpid()
+        self._lock, self._pid = FifoLock(), os.getpid()
         after_fork = weakref.WeakMethod(self._after_fork)
         os.register_at_fork(after_in_child=lambda: (call := after_fork()) and call())
 
@@ -213,24 +157,24 @@ class LLM:
         Args:
             prompts: a string or a list of token ids; or a list of such, for a list of results.
             params: for all prompts, or one for each.
-            use_tqdm: show a bar of the finished prompts, in their order, on standard error.
+            use_tqdm: show a progress bar of the prompts, in their order, on standard error.
 
         Raises:
             DependencyError: ``use_tqdm``, and tqdm is not installed.
             ParameterError: a prompt is empty, of a wrong type or outside the vocabulary.
-            ContextLengthError, CapacityError: a prompt leaves no room for an answer.
+            ContextLengthError, CapacityError: a prompt leaves no capacity for an answer.
             RequestTimeout: a grammar of ``guided_decoding`` was not compiled in time.
             RequestError: a request failed in the engine; the others of this call are aborted.
 
         If one prompt of many is refused, none has run and the error gives its index.
         """
-        bar = _bar(use_tqdm)
+        bar = _progress_bar(use_tqdm)
         if not is_batch(prompts):
-            return self._finish([self._read(prompts, params)], bar)[0]
+            return self._run([self._read(prompts, params)], bar)[0]
         each = self._params_of_each(params, len(prompts))
         pairs = zip(prompts, each, strict=True)
         requests = [self._read_one(index, *pair) for index, pair in enumerate(pairs)]
-        return self._finish(requests, bar)
+        return self._run(requests, bar)
 
     def chat(
         self,
@@ -243,15 +187,15 @@ class LLM:
 
         Args:
             messages: mappings with ``role`` and ``content``.
-            params: how to draw and when to stop.
+            params: how to sample and when to stop.
             template_args: further arguments of the template.
 
         Raises:
             UsageError: there is no template, or it refuses the messages; else as ``generate``.
         """
-        text, token_ids = self._available().render(messages, template_args)
-        _, settled, constraints = self._read(token_ids, params)
-        return self._finish([(Prompt(text, token_ids), settled, constraints)])[0]
+        text, token_ids = self._checked().render(messages, template_args)
+        _, checked, constraints = self._read(token_ids, params)
+        return self._run([(Prompt(text, token_ids), checked, constraints)])[0]
 
     def chat_prompt(
         self,
@@ -259,7 +203,7 @@ class LLM:
         template_args: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """The token ids of a conversation, to ``generate``, ``stream`` or ``start`` from."""
-        return self._available().render(messages, template_args)[1]
+        return self._checked().render(messages, template_args)[1]
 
     def stream(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None
@@ -271,31 +215,31 @@ class LLM:
         return self._stream(self._read(prompt, params))
 
     def start(self, prompt: str | Sequence[int]) -> Session:
-        """A live sequence that holds the prompt and generates when told to.
+        """A live sequence that holds the prompt and generates when its methods are called.
 
         Raises as ``generate``.
         """
-        read, _ = self._available().read(prompt, None)
-        with self._serving() as frontend:
+        read, _ = self._checked().read(prompt, None)
+        with self._exclusive() as frontend:
             return Session(self, frontend.open(read.token_ids))
 
     @property
     def stats(self) -> EngineStats:
         """A copy of the engine's counts."""
-        return self._standing().stats
+        return self._running().stats
 
     @property
     def max_length(self) -> int:
         """Tokens that one sequence may have, prompt and output."""
-        return self._standing().engine.limits.max_length
+        return self._running().engine.limits.max_length
 
     def lend(self, borrower: str) -> Frontend:
-        """A desk of its own for ``borrower``; direct calls are refused until ``take_back``.
+        """A frontend for ``borrower``; direct calls are refused until ``take_back``.
 
         Raises:
             UsageError: it is lent already, or a stream is under way.
         """
-        with self._serving() as frontend:
+        with self._exclusive() as frontend:
             if frontend.is_busy:
                 raise UsageError(
                     f"{borrower} cannot take over this LLM",
@@ -303,16 +247,16 @@ class LLM:
                     "Finish or close its streams first",
                 )
             self._borrower = borrower
-            return frontend.another()
+            return frontend.copy()
 
     def take_back(self) -> None:
-        """The borrower is done."""
+        """Take direct calls again: the borrower has ended its requests."""
         self._borrower = None
 
     def shutdown(self) -> None:
-        """Give back everything. Later calls raise ``EngineStopped``."""
+        """Free the engine. Later calls raise ``EngineStopped``."""
         if self._frontend is not None:
-            with self._serving() as frontend:
+            with self._exclusive() as frontend:
                 frontend.clear()
                 frontend.engine.shutdown()
                 self._frontend = None
@@ -323,14 +267,14 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.shutdown()
 
-    def _standing(self) -> Frontend:
+    def _running(self) -> Frontend:
         if self._frontend is None:
             raise EngineStopped("this LLM has been shut down", fix="Build a new one")
         return self._frontend
 
-    def _available(self) -> Frontend:
-        """The desk, for what may be done in any thread."""
-        frontend = self._standing()
+    def _checked(self) -> Frontend:
+        """The frontend, for what may be done in any thread; raises as ``_exclusive``."""
+        frontend = self._running()
         if self._borrower is not None:
             raise UsageError(
                 "this LLM does not take direct calls now",
@@ -343,18 +287,18 @@ class LLM:
 
     def _after_fork(self) -> None:
         """In a forked child: forget the threads of its parent."""
-        self._turns.after_fork()
+        self._lock.after_fork()
         if self._frontend is not None:
-            self._frontend.guidance.after_fork()
+            self._frontend.grammars.after_fork()
 
     def _check_fork(self, frontend: Frontend) -> None:
-        """Whether this forked child can go on with the engine of its parent."""
+        """Raises if this forked child cannot go on with the engine of its parent."""
         reason = ""
         if frontend.engine.runner.lm.device.type != "cpu":
             reason = "CUDA does not survive a fork"
         elif torch.get_num_threads() > 1:
             reason = f"the {torch.get_num_threads()} threads of torch do not survive a fork"
-        elif self._turns.lost_at_fork:
+        elif self._lock.lost_at_fork:
             reason = "another thread was using it at the fork"
         if reason:
             raise EngineStopped(
@@ -364,54 +308,54 @@ class LLM:
             )
 
     @contextlib.contextmanager
-    def _serving(self) -> Iterator[Frontend]:
-        """The desk, while no other thread uses it.
+    def _exclusive(self) -> Iterator[Frontend]:
+        """The frontend, while no other thread uses it.
 
         Raises:
             EngineStopped: the LLM has been shut down, or cannot run in this process.
-            UsageError: it is lent; or this very thread is using it, as in a drafter.
+            UsageError: it is lent, or called from within its own step, such as by a drafter.
         """
-        self._available()
-        if self._turns.owner == threading.get_ident():
+        self._checked()
+        if self._lock.owner == threading.get_ident():
             raise UsageError(
                 "this LLM is in use", "it is called from within its own step", "Build another one"
             )
         try:
-            with self._turns:
-                frontend = self._available()
+            with self._lock:
+                frontend = self._checked()
                 frontend.sweep()
                 yield frontend
         finally:
             self._sweep()
 
     def _sweep(self) -> None:
-        """End what was abandoned, unless a thread is inside: then it does so when it leaves."""
+        """End what was abandoned; a thread that holds the lock does so when it releases it."""
         frontend = self._frontend
         while frontend and self._borrower is None and frontend.has_abandoned:
-            if not self._turns.enter_at_once():
+            if not self._lock.try_acquire():
                 return
             try:
                 frontend.sweep()
             finally:
-                self._turns.leave()
+                self._lock.release()
 
-    def _leave(self, generation: Generation) -> None:
-        """Nobody waits for a generation any more. The garbage collector may call this."""
+    def _abort(self, generation: Generation) -> None:
+        """End a generation if it goes on. The garbage collector may call this."""
         frontend = self._frontend
         if frontend is not None and generation.unfinished:
             frontend.abandon(generation)
             self._sweep()
 
-    def _forget(self, sequence: engine_sequence.Sequence) -> None:
-        """Nobody holds a live sequence any more. The garbage collector may call this."""
+    def _drop(self, sequence: engine_sequence.Sequence) -> None:
+        """Close the live sequence of a session that is garbage."""
         if self._frontend is not None:
             self._frontend.abandon(sequence)
             self._sweep()
 
     def _read(self, prompt: Any, params: Any) -> Request:
-        frontend = self._available()
-        read, settled = frontend.read(prompt, params)
-        return read, settled, frontend.guidance.constraints(settled)
+        frontend = self._checked()
+        read, checked = frontend.read(prompt, params)
+        return read, checked, frontend.grammars.constraints(checked)
 
     def _read_one(self, index: int, prompt: Any, params: SamplingParams | None) -> Request:
         try:
@@ -431,53 +375,176 @@ class LLM:
             )
         return params
 
-    def _finish(self, requests: list[Request], bar: Bar = list) -> list[RequestOutput]:
+    def _run(self, requests: list[Request], bar: WithProgress = list) -> list[RequestOutput]:
         generations = list[Generation]()
         try:
-            with self._serving() as frontend:
+            with self._exclusive() as frontend:
                 for request in requests:
                     generations.append(frontend.submit(*request))
             return [self._last(generation, Generation.output) for generation in bar(generations)]
         finally:
             for generation in generations:
-                self._leave(generation)
+                self._abort(generation)
 
     def _stream(self, request: Request) -> Iterator[RequestOutput]:
-        with self._serving() as frontend:
+        with self._exclusive() as frontend:
             generation = frontend.submit(*request)
-        return (yield from self._follow(generation, Generation.output))
+        return (yield from self._iterate(generation, Generation.output))
 
     def _last(self, generation: Generation, read: Callable[[Generation], Output]) -> Output:
-        """Step until a generation is finished; what it has said then."""
+        """Step until a generation is finished; its output."""
         while not generation.finished:
-            with self._serving() as frontend:
+            with self._exclusive() as frontend:
                 if not generation.finished:  # else another thread's step has ended it
                     frontend.step()
         if generation.failure is not None:
             raise generation.failure
         return read(generation)
 
-    def _follow(
+    def _iterate(
         self, generation: Generation, read: Callable[[Generation], Output]
     ) -> Iterator[Output]:
-        """Step until a generation is finished; what it has said after each step that told more."""
+        """Step until a generation is finished; its output after each step that changed it."""
         try:
-            told = 0
+            num_seen = 0
             while not generation.finished:
-                with self._serving() as frontend:
-                    while generation.num_events == told and not generation.finished:
+                with self._exclusive() as frontend:
+                    while generation.num_events == num_seen and not generation.finished:
                         frontend.step()
-                    told = generation.num_events
+                    num_seen = generation.num_events
                     output = None if generation.finished else read(generation)
                 if output is not None:
                     yield output
             yield self._last(generation, read)
         finally:
-            self._leave(generation)
+            self._abort(generation)
 
 
-def _bar(use_tqdm: bool) -> Bar:
-    """tqdm's bar, or none.
+class Session:
+    """A live sequence: generate, extend, fork and rewind it, with its KV cache kept.
+
+    Made by ``LLM.start``. Closed by ``close``, at the end of a ``with``, or when garbage collected.
+    Lengths count tokens from the start of the prompt. One generation at a time.
+
+    Args:
+        llm: runs it.
+        sequence: live, in the engine of ``llm``.
+    """
+
+    def __init__(self, llm: LLM, sequence: engine_sequence.Sequence) -> None:
+        self._llm, self._sequence = llm, sequence
+        self._finalizer = weakref.finalize(self, llm._drop, sequence)
+        self._finalizer.atexit = False
+
+    def generate(self, params: SamplingParams | None = None) -> CompletionOutput:
+        """Continue the sequence; the new tokens become part of it.
+
+        Raises:
+            ContextLengthError, CapacityError: there is no capacity for another token.
+            ParameterError: params that a live sequence cannot honour.
+            RequestTimeout: the grammar of ``guided_decoding`` was not compiled in time.
+            RequestError: it failed in the engine; the session is closed.
+        """
+        generation = self._resume(*self._read(params))
+        try:
+            return self._llm._last(generation, Generation.completion)
+        finally:
+            self._llm._abort(generation)
+
+    def stream(self, params: SamplingParams | None = None) -> Iterator[CompletionOutput]:
+        """Continue the sequence; everything so far after each step. Raises as ``generate``.
+
+        The generation begins with the first item. Leaving the iterator early ends it; its
+        tokens so far stay.
+        """
+        checked, constraints = self._read(params)
+        with self._llm._exclusive() as frontend:
+            frontend.engine.check_resume(self._sequence, checked)
+        return self._stream(checked, constraints)
+
+    def _read(self, params: Any) -> tuple[SamplingParams, Constraints | None]:
+        frontend = self._llm._checked()
+        checked = frontend.read_params(params)
+        return checked, frontend.grammars.constraints(checked)
+
+    def _resume(self, params: SamplingParams, constraints: Constraints | None) -> Generation:
+        with self._llm._exclusive() as frontend:
+            return frontend.resume(self._sequence, params, constraints)
+
+    def _stream(
+        self, params: SamplingParams, constraints: Constraints | None
+    ) -> Iterator[CompletionOutput]:
+        generation = self._resume(params, constraints)
+        return (yield from self._llm._iterate(generation, Generation.completion))
+
+    def extend(self, more: str | Sequence[int]) -> None:
+        """Append text or token ids; they are computed with the next generation.
+
+        Raises:
+            ContextLengthError, CapacityError: it does not fit.
+        """
+        token_ids = self._llm._checked().read_more(more)
+        with self._llm._exclusive() as frontend:
+            frontend.engine.extend(self._sequence, token_ids)
+
+    def fork(self, length: int | None = None) -> Session:
+        """Another session with the first ``length`` tokens of this one (all by default).
+
+        The pages are shared. Allowed while this session streams, which goes on unchanged.
+
+        Raises:
+            UsageError: the session does not have this many tokens, or is closed.
+        """
+        cut = None if length is None else read_length(length)
+        with self._llm._exclusive() as frontend:
+            return Session(self._llm, frontend.fork(self._sequence, cut))
+
+    def rewind(self, length: int) -> None:
+        """Drop all tokens from ``length`` on.
+
+        Raises:
+            UsageError: a generation is under way, the session is closed or not that long.
+        """
+        kept = read_length(length)
+        with self._llm._exclusive() as frontend:
+            frontend.engine.rewind(self._sequence, kept)
+
+    def close(self) -> None:
+        """Free the pages. Closing twice is fine."""
+        if self._finalizer.alive:
+            with self._llm._exclusive() as frontend:
+                self._finalizer.detach()
+                frontend.close(self._sequence)
+
+    @property
+    def tokens(self) -> list[int]:
+        """All token ids, prompt and output."""
+        return list(self._sequence.tokens)
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the current or last generation began."""
+        return self._sequence.prompt_length
+
+    @property
+    def text(self) -> str:
+        """The text of all tokens, special ones included."""
+        return self._llm._running().tokenizer.decode(self.tokens, skip_special_tokens=False)
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens prefilled, cached, decoded and discarded for this session so far."""
+        return dataclasses.replace(self._sequence.usage)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _progress_bar(use_tqdm: bool) -> WithProgress:
+    """tqdm's progress bar, or none.
 
     Raises:
         DependencyError: tqdm is not installed.

@@ -1,9 +1,4 @@
-"""A Hugging Face tokenizer, and the little that the rest of this floor asks of one.
-
-Knows nothing about engines or requests.
-
-[prompt] What callers may give as a prompt: text, or token ids. Knows nothing about engines.
-"""
+"""A Hugging Face tokenizer, and the prompts that callers may give: text, or token ids."""
 
 from __future__ import annotations
 
@@ -29,17 +24,17 @@ class Tokenizer:
     """Text to ids and back; safe to use from several threads.
 
     Args:
-        hf: the Hugging Face tokenizer, at hand as ``.hf``.
+        hf: the Hugging Face tokenizer; an attribute of the same name.
     """
 
     def __init__(self, hf: Any) -> None:
         self.hf = hf
-        self._lock = threading.Lock()  # encoding may reset the tokenizer's padding and truncation
+        self._lock = threading.Lock()  # encoding may reset padding and truncation of hf
         added = hf.added_tokens_decoder.items()
         self.special_ids = frozenset(token for token, entry in added if entry.special)
         """The ids that ``skip_special_tokens`` leaves out of a text."""
         self.byte_values = self._find_byte_values()
-        """id -> byte, of the tokens that stand for one raw byte (sentencepiece's fallback)."""
+        """Token id -> byte, for tokens of one raw byte (sentencepiece's byte fallback)."""
         self._prepends_space = self.decode([*self._ids("a"), *self._ids("a")]) == "a a"
         self._pieces: dict[int, str] = {}
 
@@ -137,8 +132,8 @@ class Tokenizer:
 
         Args:
             messages: mappings with ``role`` and ``content``, as OpenAI's API has them.
-            template_args: further arguments of the template; ``add_generation_prompt`` is on unless
-                said otherwise here.
+            template_args: further arguments of the template; ``add_generation_prompt`` is True by
+                default.
 
         Raises:
             UsageError: the model has no chat template, or the template refuses the messages.
@@ -172,7 +167,7 @@ class Tokenizer:
     def _ids(self, text: str, add_special_tokens: bool = False) -> list[int]:
         try:
             with self._lock:
-                # verbose: the engine itself tells, once, that a text is too long
+                # verbose: admission refuses a text that is too long, without a warning
                 ids: list[int] = self.hf(
                     text, add_special_tokens=add_special_tokens, verbose=False
                 ).input_ids
@@ -203,7 +198,7 @@ def _failure(what: str, error: Exception) -> RequestError:
 
 
 def _invalidity(text: str) -> str:
-    """What makes a text invalid Unicode; empty if nothing does."""
+    """Why a text is invalid Unicode; empty if it is not."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -221,7 +216,7 @@ class Prompt:
 
 
 def read_prompt(prompt: Any, tokenizer: Tokenizer) -> Prompt:
-    """The tokens of a prompt: a string or a list of ids. An empty list is left to the engine.
+    """The tokens of a prompt: a string or a list of ids. Admission refuses an empty list.
 
     Raises:
         ParameterError: it is neither, or an empty string.

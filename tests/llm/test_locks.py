@@ -1,4 +1,4 @@
-"""Laws of gate and turns: never more inside than there are places, and no place is ever lost."""
+"""Concurrency limit and FIFO lock: no more inside than allowed, in order of arrival."""
 
 from __future__ import annotations
 
@@ -7,36 +7,37 @@ import threading
 
 import pytest
 
-from forethought.llm.llm import ConcurrencyLimit, Turns
+from forethought.llm.async_llm import ConcurrencyLimit
+from forethought.llm.llm import FifoLock
 
 
-def test_no_more_are_inside_than_there_are_places_and_all_get_in_by_turn():
+def test_no_more_run_than_the_limit_and_all_run_in_order():
     async def main():
-        gate, inside, order, most = ConcurrencyLimit(2), 0, [], 0
+        limit, inside, order, peak = ConcurrencyLimit(2), 0, [], 0
 
         async def visit(name):
-            nonlocal inside, most
-            async with gate:
+            nonlocal inside, peak
+            async with limit:
                 inside += 1
-                most = max(most, inside)
+                peak = max(peak, inside)
                 order.append(name)
                 await asyncio.sleep(0)
                 inside -= 1
 
         await asyncio.gather(*[visit(name) for name in range(9)])
-        assert most == 2
+        assert peak == 2
         assert order == list(range(9))
-        assert gate._free == 2
+        assert limit._free == 2
 
     asyncio.run(main())
 
 
-def test_who_is_cancelled_when_the_place_is_given_passes_it_on():
+def test_a_task_cancelled_when_it_is_admitted_lets_the_next_one_in():
     async def main():
-        gate, order = ConcurrencyLimit(1), []
+        limit, order = ConcurrencyLimit(1), []
 
         async def visit(name, stay):
-            async with gate:
+            async with limit:
                 order.append(name)
                 await stay.wait()
 
@@ -47,63 +48,65 @@ def test_who_is_cancelled_when_the_place_is_given_passes_it_on():
         third = asyncio.create_task(visit("third", others))
         await asyncio.sleep(0)
         first_leaves.set()
-        await asyncio.sleep(0)  # the first one is on its way out, and has given its place away
+        await asyncio.sleep(0)  # the first one has left and admitted the second
         second.cancel()
         await asyncio.wait([first, second, third], timeout=10)
         assert second.cancelled()
         assert order == ["first", "third"]
-        assert gate._free == 1
+        assert limit._free == 1
 
     asyncio.run(main())
 
 
-def test_a_waiting_client_whose_loop_is_gone_is_passed_over():
-    gate = ConcurrencyLimit(1)
+def test_a_waiting_task_whose_loop_is_closed_is_skipped():
+    limit = ConcurrencyLimit(1)
 
     async def leave_waiting():
-        turn = asyncio.get_running_loop().create_future()
-        gate._waiting.append(turn)  # as a loop that was closed in the middle of waiting leaves it
+        waiter = asyncio.get_running_loop().create_future()
+        limit._waiting.append(
+            waiter
+        )  # as a loop that was closed in the middle of waiting leaves it
 
     async def main():
-        async with gate:
+        async with limit:
             thread = threading.Thread(target=lambda: asyncio.run(leave_waiting()))
             thread.start()
             thread.join()
-        async with asyncio.timeout(10), gate:
-            assert gate._free == 0
+        async with asyncio.timeout(10), limit:
+            assert limit._free == 0
 
     asyncio.run(main())
-    assert gate._free == 1
+    assert limit._free == 1
 
 
-def test_threads_enter_by_turn_and_one_that_comes_back_goes_to_the_end():
-    turns, order, count = Turns(), [], 4
+def test_threads_get_the_lock_in_order_of_arrival():
+    lock, order, count = FifoLock(), [], 4
 
     def visit(name):
-        with turns:
+        with lock:
             order.append(name)
 
-    with turns:
-        assert turns.owner == threading.get_ident()
-        assert not turns.enter_at_once()
+    with lock:
+        assert lock.owner == threading.get_ident()
+        assert not lock.try_acquire()
         threads = []
         for name in range(count):
             threads.append(threading.Thread(target=visit, args=(name,)))
             threads[-1].start()
-            while len(turns._waiting) <= name:
+            while len(lock._waiting) <= name:
                 threads[-1].join(0.001)
     visit("again")
     for thread in threads:
         thread.join(20)
     assert order == [*range(count), "again"]
-    assert turns.owner is None
-    assert turns.enter_at_once()
-    turns.leave()
-    assert not turns._taken
+    assert lock.owner is None
+    assert lock.try_acquire()
+    lock.release()
+    assert not lock._locked
 
 
-def test_who_is_interrupted_while_waiting_takes_no_turn(monkeypatch):
-    turns, real = Turns(), threading.Lock
+def test_a_thread_interrupted_while_waiting_does_not_get_the_lock(monkeypatch):
+    lock, real = FifoLock(), threading.Lock
 
     class Interrupted:
         def __init__(self):
@@ -114,12 +117,12 @@ def test_who_is_interrupted_while_waiting_takes_no_turn(monkeypatch):
             if self.asked == 2:
                 raise KeyboardInterrupt
 
-    with turns:
+    with lock:
         monkeypatch.setattr("forethought.llm.llm.threading.Lock", Interrupted)
-        with pytest.raises(KeyboardInterrupt), turns:
+        with pytest.raises(KeyboardInterrupt), lock:
             pass
         monkeypatch.setattr("forethought.llm.llm.threading.Lock", real)
-        assert not turns._waiting
-        turns.owner = threading.get_ident()
-    with turns:
+        assert not lock._waiting
+        lock.owner = threading.get_ident()
+    with lock:
         pass

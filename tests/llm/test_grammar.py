@@ -25,7 +25,7 @@ BYTES = Tokenizer(byte_level())
 EOS = 2
 WIDTH = 304
 """Logits of four more ids than the tokenizer has."""
-guidance = GrammarCompiler(BYTES, WIDTH, frozenset({EOS}))
+compiler = GrammarCompiler(BYTES, WIDTH, frozenset({EOS}))
 
 LIST = {"type": "array", "items": {"enum": ["a", "he", 12]}, "maxItems": 3}
 SHAPES = [
@@ -39,7 +39,7 @@ SHAPES = [
 ]
 
 
-def follow(shape: dict, of: GrammarCompiler = guidance, **params) -> Constraint:
+def follow(shape: dict, of: GrammarCompiler = compiler, **params) -> Constraint:
     return of.constraints(SamplingParams(guided_decoding=shape, **params))()
 
 
@@ -88,7 +88,7 @@ def test_a_constraint_asked_in_any_order_answers_as_a_new_one_does(asked):
 
 
 def test_samples_of_one_prompt_have_constraints_of_their_own():
-    make = guidance.constraints(SamplingParams(guided_decoding={"choice": ["ab", "cd"]}))
+    make = compiler.constraints(SamplingParams(guided_decoding={"choice": ["ab", "cd"]}))
     first, second = make(), make()
     assert allowed(first, ids("a")) == set(ids("b"))
     assert allowed(second, ids("c")) == set(ids("d"))
@@ -235,12 +235,12 @@ def test_an_output_that_grows_beyond_what_can_be_followed_fails_and_does_not_spo
 
 
 def test_no_shape_is_no_constraint():
-    assert guidance.constraints(SamplingParams()) is None
+    assert compiler.constraints(SamplingParams()) is None
 
 
 def test_a_grammar_is_compiled_once():
     params = [SamplingParams(guided_decoding={"json": LIST}, seed=seed) for seed in (1, 2)]
-    first, second = (guidance.constraints(each) for each in params)
+    first, second = (compiler.constraints(each) for each in params)
     assert first.__self__ is second.__self__
 
 
@@ -312,6 +312,8 @@ def test_the_limit_of_size_can_be_lowered():
 def test_what_llguidance_finds_too_large_is_refused_as_such():
     with pytest.raises(ParameterError, match="it is too large to be compiled"):
         follow({"regex": "|".join(f"w{n * 7919 % 1000003}.*" for n in range(90_000))})
+    with pytest.raises(ParameterError, match=r"too large to be compiled: .*too many expressions"):
+        follow({"regex": "a" * 1_000_000})
     parts = [{"type": "object", "properties": {f"k{n}": {}}} for n in range(10_000)]
     with pytest.raises(ParameterError, match="too many parts"):
         follow({"json": {"anyOf": parts}})
@@ -322,6 +324,16 @@ def test_a_limit_that_is_met_behind_the_first_token_is_told_before_anything_runs
     wide = {"grammar": "start: " + " | ".join(f'"option {n}"' for n in range(200))}
     with pytest.raises(ParameterError, match="row has 201 items"):
         follow(wide, GrammarCompiler(BYTES, WIDTH, frozenset({EOS})))
+
+
+def test_a_definition_of_many_intersections_is_refused_before_it_is_compiled():
+    parts = [f"/(.|\\n)*w{n}(.|\\n)*/" for n in range(200)]
+    with pytest.raises(ParameterError, match=r"has 199 intersections \(&\), and at most 16"):
+        follow({"grammar": "start: A\nA: " + " & ".join(parts)})
+    few = [f"A{n}: /a*/ & /[ab]*/ & /[^&]/" for n in range(20)]
+    assert follow({"grammar": 'start: A0 "&"  // & and &\n' + "\n".join(few)})
+    assert follow({"grammar": "start: A\nA: /[a-z]+/" + "".join(f" & ~/x{n}/" for n in range(50))})
+    assert follow({"grammar": 'root ::= "he" [' + "&" * 20 + "]"})
 
 
 @pytest.mark.parametrize("depth", [300, 3000, 100_000])

@@ -1,0 +1,91 @@
+"""The output stream of a client: every waiting coroutine gets its output as soon as it is there."""
+
+import asyncio
+
+import pytest
+
+from forethought.llm.engine_thread import OutputStream, schedule
+
+
+class Generation:
+    """A generation with as many tokens as a test says."""
+
+    def __init__(self):
+        self.size, self.finished, self.failure = 0, False, None
+
+    def grow(self, stream, size, finished=False):
+        """One step of the engine; returns whether an output was delivered."""
+        self.size, self.finished = size, finished
+        callback = stream.on_step(self)
+        if callback is not None:
+            schedule(stream.loop, [callback])
+        return callback is not None
+
+
+async def settled(*works):
+    """The coroutines as tasks, each run until it waits."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    await asyncio.sleep(0.001)
+    return tasks
+
+
+def reader():
+    return OutputStream(lambda generation: generation.size), Generation()
+
+
+def test_one_coroutine_waits_for_a_number_of_tokens_while_another_takes_every_output():
+    async def main():
+        stream, generation = reader()
+        far, near = await settled(stream.reach(10), stream.next())
+        assert generation.grow(stream, 3)
+        assert await near == 3
+        await asyncio.sleep(0.001)
+        assert not far.done()
+        assert not generation.grow(stream, 5)  # no coroutine waits for it
+        assert generation.grow(stream, 12)
+        assert await far == 12
+        assert await stream.next() == 12
+
+    asyncio.run(main())
+
+
+def test_a_wait_that_begins_while_an_output_is_made_is_not_lost():
+    async def main():
+        stream, generation = reader()
+        (near,) = await settled(stream.next())
+        generation.size = 1
+        callback = stream.on_step(generation)
+        (far,) = await settled(stream.reach(2))
+        stream._min_tokens = float("inf")  # as the engine thread resets it, just after
+        schedule(stream.loop, [callback])
+        assert await near == 1
+        assert generation.grow(stream, 2)
+        assert await far == 2
+
+    asyncio.run(main())
+
+
+def test_tokens_that_are_there_are_not_waited_for():
+    async def main():
+        stream, generation = reader()
+        (near,) = await settled(stream.next())
+        generation.grow(stream, 6)
+        assert await near == 6
+        assert await stream.reach(4) == 6
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("failure", [None, RuntimeError("gone")])
+def test_the_end_reaches_every_waiting_coroutine(failure):
+    async def main():
+        stream, generation = reader()
+        waiters = await settled(stream.reach(99), stream.last(), stream.next())
+        generation.failure = failure
+        generation.grow(stream, 7, finished=True)
+        ends = await asyncio.gather(*waiters, return_exceptions=True)
+        assert ends == [failure or 7] * 3
+        if failure is None:
+            assert await stream.next() is None
+
+    asyncio.run(main())
