@@ -202,6 +202,7 @@ class EagleDecodingConfig(DecodingBaseConfig):
     decoding_type: ClassVar[str] = "Eagle"
     uses_model: ClassVar[bool] = True
     branches: ClassVar[bool] = True
+    length_aliases: ClassVar[tuple[str, ...]] = ("num_eagle_layers",)
 
     name: str = Field(default="eagle", min_length=1)
     eagle_choices: TreePaths | None = None
@@ -526,6 +527,7 @@ class ReDrafterDecodingConfig(DecodingBaseConfig):
     decoding_type: ClassVar[str] = "ReDrafter"
     uses_model: ClassVar[bool] = True
     branches: ClassVar[bool] = True
+    length_aliases: ClassVar[tuple[str, ...]] = ("draft_len_per_beam",)
 
     name: str = Field(default="redrafter", min_length=1)
     num_beams: int = Field(default=10, ge=1, le=MAX_NODES)

@@ -31,7 +31,6 @@ they are written.
 from __future__ import annotations
 
 import ast
-import importlib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
@@ -40,7 +39,9 @@ import pydantic
 from pydantic import AliasChoices, BeforeValidator, Field
 
 from forethought.config.base import StrictModel
-from forethought.errors import ParameterError, UnknownNameError
+from forethought.config.drafter_table import decoding_types, find_drafter
+from forethought.config.registry import Registry
+from forethought.errors import ParameterError
 from forethought.model_dir import find_model_dir
 
 MAX_LEVELS = 256
@@ -89,53 +90,25 @@ def missing_path(paths: Collection[tuple[int, ...]]) -> tuple[int, ...] | None:
     return next((node for node in nodes if node not in listed), None)
 
 
-CONFIGS: Mapping[str, str] = {
-    "AUTO": "AutoDecodingConfig",
-    "Draft_Target": "DraftTargetDecodingConfig",
-    "Eagle": "EagleDecodingConfig",
-    "Medusa": "MedusaDecodingConfig",
-    "MTP": "MTPDecodingConfig",
-    "NGram": "NGramDecodingConfig",
-    "Pearl": "PearlDecodingConfig",
-    "ReDrafter": "ReDrafterDecodingConfig",
-    "Suffix": "SuffixDecodingConfig",
-    "User_Provided": "UserProvidedDecodingConfig",
-}
-"""``decoding_type`` -> class in ``config.drafters``."""
-
-ALIASES: Mapping[str, str] = {"Eagle3": "Eagle"}
-"""Other strings that ``decoding_type`` may be."""
-
-
 def find_config_class(kind: Any) -> type[DecodingBaseConfig]:
     """The class that a ``decoding_type`` names; case, ``_`` and ``-`` do not matter.
 
     Raises:
         UnknownNameError: there is no such ``decoding_type``.
     """
-    spelled = _plain(str(kind))
-    known = {_plain(name): name for name in CONFIGS}
-    known |= {_plain(alias): name for alias, name in ALIASES.items()}
-    if spelled not in known:
-        raise UnknownNameError("decoding_type", str(kind), CONFIGS)
-    name = CONFIGS[known[spelled]]
-    found: type[DecodingBaseConfig] = getattr(
-        importlib.import_module("forethought.config.drafters"), name
+    found: type[DecodingBaseConfig] = Registry("decoding_type", {}).resolve(
+        find_drafter(kind).config
     )
     return found
 
 
 def missing_decoding_type() -> ParameterError:
-    """What to raise where nothing says how to draft."""
+    """The error for a configuration without ``decoding_type``."""
     return ParameterError(
         "speculative_config needs decoding_type",
         "nothing says how to draft",
-        f"Use one of {', '.join(sorted(CONFIGS))}",
+        f"Use one of {', '.join(decoding_types())}",
     )
-
-
-def _plain(kind: str) -> str:
-    return kind.casefold().replace("_", "").replace("-", "")
 
 
 class DecodingBaseConfig(StrictModel):
@@ -147,6 +120,8 @@ class DecodingBaseConfig(StrictModel):
     """Whether it needs ``speculative_model``; None: it can do without."""
     branches: ClassVar[bool] = False
     """Whether a draft may be a tree: have more tokens than levels."""
+    length_aliases: ClassVar[tuple[str, ...]] = ()
+    """Fields that are other names of ``max_draft_len``."""
 
     name: str = Field(default="", min_length=1)
     """What ``SpeculationParams.drafter`` and the metrics call it."""

@@ -66,7 +66,7 @@ class DraftTargetDrafter(Drafter):
 
     @classmethod
     def build(cls, config: DraftTargetDecodingConfig, target: Target) -> DraftTargetDrafter:
-        """Load the draft model. See ``speculative.table``.
+        """Load the draft model.
 
         Raises:
             ModelError: it cannot be loaded.

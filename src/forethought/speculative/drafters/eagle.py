@@ -44,7 +44,7 @@ class EagleDrafter(Drafter):
 
     @classmethod
     def build(cls, config: EagleDecodingConfig, target: Target) -> EagleDrafter:
-        """Load the head. See ``speculative.table``.
+        """Load the head.
 
         Raises:
             ModelError: it cannot be loaded, or is another target's.

@@ -176,7 +176,7 @@ class MedusaDrafter(Drafter):
 
     @classmethod
     def build(cls, config: MedusaDecodingConfig, target: Target) -> MedusaDrafter:
-        """Load the heads. See ``speculative.table``.
+        """Load the heads.
 
         Raises:
             ModelError: they cannot be loaded, or are another target's.

@@ -198,7 +198,7 @@ class MTPDrafter(Drafter):
 
     @classmethod
     def build(cls, config: MTPDecodingConfig, target: Target) -> MTPDrafter:
-        """Load the modules. See ``speculative.table``.
+        """Load the modules.
 
         Raises:
             ModelError: there are none, or they do not fit the target.

@@ -118,7 +118,7 @@ class PearlDrafter(Drafter):
 
     @classmethod
     def build(cls, config: PearlDecodingConfig, target: Target) -> PearlDrafter:
-        """Load the draft model. See ``speculative.table``.
+        """Load the draft model.
 
         Raises:
             ModelError: it cannot be loaded.

@@ -55,7 +55,7 @@ class ReDrafterDrafter(Drafter):
 
     @classmethod
     def build(cls, config: ReDrafterDecodingConfig, target: Target) -> ReDrafterDrafter:
-        """Load the head. See ``speculative.table``.
+        """Load the head.
 
         Raises:
             ModelError: it cannot be loaded, or is another target's.
