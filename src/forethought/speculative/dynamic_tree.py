@@ -32,7 +32,7 @@ class TreeBuilder(Protocol):
         """Room behind the root that a draft of ``depth`` levels takes."""
         ...
 
-    def grow(self, pairs: DraftModuleRunner, requests: Sequence[DraftRequest]) -> None:
+    def grow(self, runner: DraftModuleRunner, requests: Sequence[DraftRequest]) -> None:
         """Set the drafts of ``requests``."""
         ...
 
@@ -53,15 +53,15 @@ class StaticTreeBuilder:
         """Nodes of the tree down to ``depth``."""
         return sum(len(path) <= depth for path in self._choices.paths)
 
-    def grow(self, pairs: DraftModuleRunner, requests: Sequence[DraftRequest]) -> None:
+    def grow(self, runner: DraftModuleRunner, requests: Sequence[DraftRequest]) -> None:
         """See :class:`Growth`. Drafts of fewer levels drop out of the forwards of later ones."""
         requests = sorted(requests, key=self._size, reverse=True)
         sizes = list(map(self._size, requests))
-        begun = pairs.begin(requests, sum(level.inner for level in self._levels))
-        states, logits = begun.guess
+        begun = runner.begin(requests, sum(level.inner for level in self._levels))
+        states, logits = begun.output
         drawn: list[Tensor] = []
         for depth, level in enumerate(self._levels, start=1):
-            tokens = level.draw(logits, pairs.head.ids)
+            tokens = level.draw(logits, runner.network.ids)
             drawn.append(tokens)
             further = sum(size > level.end for size in sizes)
             if not further:
@@ -69,7 +69,7 @@ class StaticTreeBuilder:
             begun.workspace.keep(further)
             token_ids, states = level.grown(tokens[:further], states[: further * level.width])
             seen = None if level.seen is None else level.seen.expand(further, -1, -1)
-            states, logits = pairs.advance(begun, depth, token_ids, states, seen)
+            states, logits = runner.advance(begun, depth, token_ids, states, seen)
         self._finish(requests, sizes, drawn)
 
     def _size(self, request: DraftRequest) -> int:
@@ -267,13 +267,13 @@ class DynamicTreeBuilder:
         made = self._width + (depth - 1) * self._width**2
         return max(min(self._total, made), self._width * (depth - 1))
 
-    def grow(self, pairs: DraftModuleRunner, requests: Sequence[DraftRequest]) -> None:
+    def grow(self, runner: DraftModuleRunner, requests: Sequence[DraftRequest]) -> None:
         """See ``Growth``. Requests with less room than others grow narrower trees, apart."""
         shapes: dict[tuple[int, int], list[DraftRequest]] = {}
         for request in requests:
-            shapes.setdefault(self._shape(request, pairs.head.vocab_size), []).append(request)
+            shapes.setdefault(self._shape(request, runner.network.vocab_size), []).append(request)
         for (depth, width), group in shapes.items():
-            self._grow(pairs, group, depth, width)
+            self._grow(runner, group, depth, width)
 
     def _shape(self, request: DraftRequest, vocab_size: int) -> tuple[int, int]:
         """Depth and width for which its room is enough."""
@@ -281,18 +281,18 @@ class DynamicTreeBuilder:
         return depth, max(1, min(self._width, vocab_size, request.max_nodes // max(1, depth - 1)))
 
     def _grow(
-        self, pairs: DraftModuleRunner, requests: Sequence[DraftRequest], depth: int, width: int
+        self, runner: DraftModuleRunner, requests: Sequence[DraftRequest], depth: int, width: int
     ) -> None:
-        expansion, ids = Expansion(width), pairs.head.ids
-        begun = pairs.begin(requests, width * (depth - 1))
-        guess = begun.guess
+        expansion, ids = Expansion(width), runner.network.ids
+        begun = runner.begin(requests, width * (depth - 1))
+        guess = begun.output
         with torch.inference_mode():
             expansion.begin(guess.logits)
             states = guess.states.unsqueeze(1)  # [B, 1, hidden], later [B, k, hidden]
             for level in range(1, depth):
                 beams = expansion.beams.flatten()
                 above = expansion.above[..., None].expand(-1, -1, states.shape[-1])
-                guess = pairs.advance(
+                guess = runner.advance(
                     begun,
                     level,
                     beams if ids is None else ids[beams],

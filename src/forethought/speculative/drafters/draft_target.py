@@ -12,18 +12,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from forethought.config.drafters import DraftTargetDecodingConfig
 from forethought.kv.draft_cache import DraftKvCache
-from forethought.kv.table import ReadableTable
-from forethought.model.attention.workspace import KvWorkspace, catch_up_start
 from forethought.model.sampling import TokenContext, invert_cdf, logits_to_probs, uniform_at
 from forethought.speculative.draft import Draft, DraftKind
-from forethought.speculative.draft_model import DraftModel, Past
+from forethought.speculative.draft_model import DraftModel
+from forethought.speculative.draft_module import DraftModuleRunner
 from forethought.speculative.drafter import (
     Drafter,
     DraftRequest,
@@ -35,17 +33,6 @@ from forethought.speculative.tree import TreeChoices
 
 DRAFTING = 1
 """The ``use`` of the coins that drafts are drawn with."""
-
-
-class _Roots(NamedTuple):
-    """B drafts at their roots."""
-
-    workspace: KvWorkspace
-    """Known tokens are the first behind the pasts."""
-    known: int
-    """How many of each."""
-    logits: Tensor
-    """float32 [B, V], behind the roots."""
 
 
 class DraftTargetDrafter(Drafter):
@@ -61,7 +48,9 @@ class DraftTargetDrafter(Drafter):
     def __init__(
         self, model: DraftModel, *, sampled: bool = False, choices: TreeChoices | None = None
     ) -> None:
-        self._model, self._draft_cache = model, DraftKvCache(model.runner.storage)
+        cache, backend = DraftKvCache(model.runner.storage), model.runner.lm.backend
+        self._model = model
+        self._runner = DraftModuleRunner(model, cache, None, backend, model.max_num_tokens, 0)
         self._sampled, self._choices = sampled, choices
 
     @classmethod
@@ -86,7 +75,7 @@ class DraftTargetDrafter(Drafter):
     @property
     def draft_caches(self) -> Sequence[DraftKvCache]:
         """The draft model's keys and values."""
-        return (self._draft_cache,)
+        return self._runner.draft_caches
 
     def nodes(self, depth: int) -> int:
         """Nodes of the tree down to ``depth``."""
@@ -116,52 +105,16 @@ class DraftTargetDrafter(Drafter):
     def _is_sampled(self, request: DraftRequest) -> bool:
         return self._sampled and not request.params.greedy
 
-    def _begin(self, requests: list[DraftRequest], room: int) -> _Roots:
-        """Compute what the draft model has not seen yet, the root at least.
-
-        Args:
-            requests: B of them.
-            room: most tokens of each to be put behind the roots.
-        """
-        tables = [_table(request) for request in requests]
-        texts = [request.tokens for request in requests]
-        starts = [
-            self._draft_cache.ready_length(table, len(text) - 1)
-            for table, text in zip(tables, texts, strict=True)
-        ]
-        alike = catch_up_start(starts, list(map(len, texts)), first=1)
-        if alike is not None:
-            parts = [text[start:] for text, start in zip(texts, alike, strict=True)]
-            known = len(parts[0])
-            workspace = self._model.workspace(tables, alike, known + room)
-            return _Roots(workspace, known, self._model.read(workspace, parts, alike))
-        pasts = [Past(*past) for past in zip(texts, starts, tables, strict=True)]
-        logits = self._model.compute(pasts)
-        for table, start, text in zip(tables, starts, texts, strict=True):
-            self._draft_cache.mark(table, start, len(text))
-        return _Roots(self._model.workspace(tables, list(map(len, texts)), room), 0, logits)
-
-    def _keep(self, requests: list[DraftRequest], begun: _Roots, drafted: Sequence[int]) -> None:
-        """Store what was computed: known tokens, and so many drafted ones of each request."""
-        workspace, known, _ = begun
-        counts = [known + count for count in drafted]
-        if not any(counts):
-            return
-        workspace.store(counts)
-        for request, count in zip(requests, counts, strict=True):
-            start = len(request.tokens) - known
-            self._draft_cache.mark(_table(request), start, start + count)
-
     def _chains(self, requests: list[DraftRequest]) -> None:
-        """The likeliest tokens; they stay on the device until the drafts are complete."""
+        """Greedy chains; tokens stay on the device until the drafts are complete."""
         depths = [min(request.max_draft_len, request.max_nodes) for request in requests]
-        workspace, _, logits = begun = self._begin(requests, max(depths) - 1)
-        positions = self._positions(requests)
-        levels = [logits.argmax(dim=-1)]
-        for depth in range(max(depths) - 1):
-            step = workspace.chain(levels[-1], self._within(positions + depth))
-            levels.append(self._model.advance(step).argmax(dim=-1))
-        self._keep(requests, begun, [depth - 1 for depth in depths])
+        root = self._runner.read_known(requests, max(depths) - 1)
+        output = root.output
+        levels = [output.logits.argmax(dim=-1)]
+        for depth in range(1, max(depths)):
+            output = self._runner.advance(root, depth, levels[-1], output.states)
+            levels.append(output.logits.argmax(dim=-1))
+        self._runner.store(requests, root, [depth - 1 for depth in depths])
         drafted = torch.stack(levels, 1).tolist()  # one transfer for all
         for request, tokens, depth in zip(requests, drafted, depths, strict=True):
             request.draft = Draft(tokens[:depth])
@@ -169,52 +122,33 @@ class DraftTargetDrafter(Drafter):
     def _levels(self, requests: list[DraftRequest]) -> None:
         """Trees, and chains of which some are sampled: drawn level by level on the host.
 
-        All levels are as wide as the widest; what fills the others up is seen by nobody.
+        All levels are padded to the widest; the padding is masked.
         """
-        growths = [
+        drafts = [
             DraftInProgress(request, self._is_sampled(request), self._choices)
             for request in requests
         ]
-        room = self.nodes(max(request.max_draft_len for request in requests))
-        workspace, known, logits = begun = self._begin(requests, room)
-        positions, size = self._positions(requests), 1
-        for depth in itertools.count():
-            for place, growth in enumerate(growths):
-                if not growth.complete:
-                    growth.grow(logits[place * size : place * size + growth.wanted])
-            if all(growth.complete for growth in growths):
+        capacity = self.nodes(max(request.max_draft_len for request in requests))
+        root = self._runner.read_known(requests, capacity)
+        output, size = root.output, 1
+        for depth in itertools.count(1):
+            for index, draft in enumerate(drafts):
+                if not draft.complete:
+                    draft.grow(output.logits[index * size : index * size + draft.wanted])
+            if all(draft.complete for draft in drafts):
                 break
-            size = max(growth.wanted for growth in growths)
-            tokens = [token for growth in growths for token in growth.level(size)]
-            seen = None
+            size = max(draft.wanted for draft in drafts)
+            tokens = [token for draft in drafts for token in draft.level(size)]
+            visible, device = None, output.logits.device
             if self._choices is not None:
-                seen = torch.tensor([growth.seen(size) for growth in growths])
-                seen = seen.to(logits.device)
-            step = workspace.level(
-                torch.tensor(tokens, device=logits.device),
-                self._within(positions + depth).repeat_interleave(size),
-                known + depth,
-                seen,
+                visible = torch.tensor([draft.seen(size) for draft in drafts], device=device)
+            output = self._runner.advance(
+                root, depth, torch.tensor(tokens, device=device), output.states, visible
             )
-            logits = self._model.advance(step)
-        for growth in growths:
-            growth.finish()
+        for draft in drafts:
+            draft.finish()
         tree = self._choices is not None
-        self._keep(requests, begun, [0 if tree else growth.size - 1 for growth in growths])
-
-    def _positions(self, requests: list[DraftRequest]) -> Tensor:
-        """int64 ``[B]``: those behind the roots."""
-        lengths = [len(request.tokens) for request in requests]
-        return torch.tensor(lengths, device=self._draft_cache.storage.device)
-
-    def _within(self, positions: Tensor) -> Tensor:
-        """A short draft may be carried along with a longer one, beyond where it could be used."""
-        return positions.clamp(max=self._model.max_positions - 1)
-
-
-def _table(request: DraftRequest) -> ReadableTable:
-    assert request.table is not None
-    return request.table
+        self._runner.store(requests, root, [0 if tree else draft.size - 1 for draft in drafts])
 
 
 class DraftInProgress:

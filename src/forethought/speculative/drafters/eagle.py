@@ -17,7 +17,7 @@ import torch
 
 from forethought.config.drafters import EagleDecodingConfig
 from forethought.errors import ModelError, ParameterError
-from forethought.kv.draft_cache import DraftKvCache
+from forethought.kv.draft_cache import DraftKvCache, HiddenStateCache
 from forethought.model.causal_lm import FINAL, CausalLM
 from forethought.speculative.draft_module import DraftModule, DraftModuleRunner
 from forethought.speculative.drafter import Drafter, ResourceManager, ScheduledRequests
@@ -32,15 +32,15 @@ log = logging.getLogger(__name__)
 
 
 class EagleDrafter(Drafter):
-    """Drafts with a head that reads pairs.
+    """Drafts with a head that reads hidden states.
 
     Args:
-        pairs: the head, over the target's pages.
-        growth: of its drafts.
+        runner: of the head.
+        trees: builds its drafts.
     """
 
-    def __init__(self, pairs: DraftModuleRunner, growth: TreeBuilder) -> None:
-        self._pairs, self._growth = pairs, growth
+    def __init__(self, runner: DraftModuleRunner, trees: TreeBuilder) -> None:
+        self._runner, self._trees = runner, trees
 
     @classmethod
     def build(cls, config: EagleDecodingConfig, target: Target) -> EagleDrafter:
@@ -51,19 +51,20 @@ class EagleDrafter(Drafter):
             ParameterError: the layers to capture are not as many as it reads, or not the target's.
         """
         assert config.speculative_model is not None
-        head, places = _load(config.speculative_model, config, target.runner.lm)
-        return cls(
-            DraftModuleRunner(head, places, target), _growth(config, target, head.vocab_size)
-        )
+        head, layers = _load(config.speculative_model, config, target.runner.lm)
+        lm, pages = target.runner.lm, target.runner.storage
+        hidden_states = HiddenStateCache(layers, lm.hidden_size, pages)
+        runner = DraftModuleRunner.of_module(head, hidden_states, target)
+        return cls(runner, _tree_builder(config, target, head.vocab_size))
 
     @property
     def draft_caches(self) -> Sequence[DraftKvCache]:
         """The target's states, and the head's keys and values."""
-        return self._pairs.draft_caches
+        return self._runner.draft_caches
 
     def nodes(self, depth: int) -> int:
         """Room that a draft of ``depth`` levels takes."""
-        return self._growth.nodes(depth)
+        return self._trees.nodes(depth)
 
     def prepare_draft_tokens(
         self,
@@ -74,13 +75,13 @@ class EagleDrafter(Drafter):
         requests = [
             request
             for request in scheduled_requests.generation_requests
-            if request.max_nodes > 0 and self._pairs.can_read(request)
+            if request.max_nodes > 0 and self._runner.can_read(request)
         ]
         if requests:
-            self._growth.grow(self._pairs, requests)
+            self._trees.grow(self._runner, requests)
 
 
-def _growth(config: EagleDecodingConfig, target: Target, vocab_size: int) -> TreeBuilder:
+def _tree_builder(config: EagleDecodingConfig, target: Target, vocab_size: int) -> TreeBuilder:
     if config.use_dynamic_tree:
         assert config.dynamic_tree_max_topK is not None
         return DynamicTreeBuilder(config.dynamic_tree_max_topK, config.max_total_draft_tokens)

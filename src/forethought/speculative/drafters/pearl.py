@@ -28,7 +28,8 @@ from forethought.kv.pool import OutOfPages, PagePool
 from forethought.kv.table import PageTable
 from forethought.model.batch import Row
 from forethought.model.sampling import TokenContext, invert_cdf, logits_to_probs, uniform_at
-from forethought.speculative.draft_model import DraftModel, Past
+from forethought.speculative.draft_model import DraftModel
+from forethought.speculative.draft_module import TokenRange
 from forethought.speculative.drafter import (
     Drafter,
     DraftRequest,
@@ -250,7 +251,7 @@ class PearlDrafter(Drafter):
             if growing:
                 logits = self._model.forward([_next_row(job) for job in growing])
 
-    def _past(self, job: DraftJob) -> Past | None:
+    def _past(self, job: DraftJob) -> TokenRange | None:
         """What the draft model has yet to see; None if its pages do not suffice for the block."""
         table, length = job.lane.table, len(job.tokens)
         start = min(table.length, length - 1)  # the last one's logits are wanted in any case
@@ -259,7 +260,7 @@ class PearlDrafter(Drafter):
             table.append(length + job.count - 1 - start)
         except OutOfPages:
             return None
-        return Past(job.tokens, start, table)
+        return TokenRange(job.tokens, table, start, length)
 
 
 def _choose(job: DraftJob, logits: Tensor) -> int:

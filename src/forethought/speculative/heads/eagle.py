@@ -98,6 +98,7 @@ class EagleNetwork:
         self._layer = DraftLayer(layer, head.config, lm.max_positions)
         self.dtype: torch.dtype = head.fc.weight.dtype
         self.shape: LayerShape = self._layer.shape
+        self.windows: tuple[int | None, ...] = (None,)
         self.vocab_size: int = lm.vocab_size
         self.ids: Tensor | None = None
 

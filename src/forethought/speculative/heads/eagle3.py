@@ -248,6 +248,7 @@ class Eagle3Network:
         self._norm_output = traits.norm_output
         self.dtype: torch.dtype = head.fc.weight.dtype
         self.shape: LayerShape = self._layer.shape
+        self.windows: tuple[int | None, ...] = (None,)
         self.vocab_size = traits.draft_vocab_size
         self.ids = None if self.vocab_size == lm.vocab_size else head.ids
 

@@ -146,7 +146,7 @@ class MtpNetwork:
     def __init__(self, module: MtpModule, lm: CausalLM) -> None:
         self._module, self._lm = module, lm
         profile = _profile(module)
-        self.shape, self.window = profile.shape, profile.window
+        self.shape, self.windows, self.dtype = profile.shape, (profile.window,), lm.dtype
         self.vocab_size, self.ids = lm.vocab_size, None
         module.model.set_attn_implementation(ATTENTION)
         self._fused: _FusedModule | None = None
