@@ -153,5 +153,5 @@ def test_a_drafter_that_nothing_names_cannot_be_written_down() -> None:
     with pytest.raises(PydanticSerializationError, match="module:Name"):
         config.model_dump_json()
     settled = UserProvidedDecodingConfig(max_draft_len=3, drafter=Settled())
-    with pytest.raises(PydanticSerializationError, match="drafter cannot be written down"):
+    with pytest.raises(PydanticSerializationError, match="drafter cannot be dumped"):
         settled.model_dump()

@@ -237,7 +237,7 @@ def _trees(config: MedusaDecodingConfig, heads: MedusaHeads, device: torch.devic
         return TopTrees(depth, config.max_total_draft_tokens, config.min_draft_probability)
     assert config.medusa_choices is not None
     choices = TreeChoices.parse(config.medusa_choices)
-    if choices.depth > len(heads) and config.has_usual_tree:
+    if choices.depth > len(heads) and config.has_default_tree:
         choices = choices.truncated(len(heads))
     if choices.depth > len(heads):
         raise ParameterError(
