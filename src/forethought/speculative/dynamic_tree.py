@@ -1,14 +1,12 @@
-"""How a draft grows, level by level, from the guesses of a head that reads pairs.
+"""Builds the drafts of a head level by level: static trees of ranks, and EAGLE-2's dynamic trees.
 
-Tokens stay on the device while a draft grows: each level's forward is queued behind the last one,
-and all drafts come to the host together. Knows nothing about heads.
+Tokens stay on the device meanwhile: each level's forward is queued behind the previous one, and all
+drafts are transferred to the host together.
 
-[dynamic_tree] EAGLE-2's dynamic tree: it grows where the head is sure of itself.
-
-Li et al., 2024 (arXiv 2406.16858). A path's score is its log-probability under the head. Of each
-level the k best nodes go on, each with its k likeliest children; in the end the best nodes of all
-are kept. Of equal scores the node that was made first wins, and a child never scores more than its
-parent, so what is kept is a tree. Knows nothing about heads or pages.
+Dynamic trees: Li et al., 2024 (arXiv 2406.16858). A node's score is the log-probability of its path
+under the head. The k best nodes of each level are expanded, each with its k most probable children;
+in the end the best nodes of all levels are kept. Of equal scores the node that was made first wins,
+and a child never scores more than its parent, so the kept nodes form a tree.
 """
 
 from __future__ import annotations
@@ -26,10 +24,10 @@ from forethought.speculative.tree import TokenTree, TreeChoices
 
 
 class TreeBuilder(Protocol):
-    """A way to grow drafts."""
+    """Builds the drafts of a step with a draft module."""
 
     def nodes(self, depth: int) -> int:
-        """Room behind the root that a draft of ``depth`` levels takes."""
+        """KV slots behind the root that a draft of ``depth`` levels needs."""
         ...
 
     def grow(self, runner: DraftModuleRunner, requests: Sequence[DraftRequest]) -> None:
@@ -38,7 +36,7 @@ class TreeBuilder(Protocol):
 
 
 class StaticTreeBuilder:
-    """A tree of ranks, of which a chain is the thinnest.
+    """A static tree of ranks, or a chain.
 
     Args:
         choices: the tree.
@@ -54,11 +52,11 @@ class StaticTreeBuilder:
         return sum(len(path) <= depth for path in self._choices.paths)
 
     def grow(self, runner: DraftModuleRunner, requests: Sequence[DraftRequest]) -> None:
-        """See :class:`Growth`. Drafts of fewer levels drop out of the forwards of later ones."""
+        """See :class:`TreeBuilder`. Short drafts take no part in the forwards of deeper levels."""
         requests = sorted(requests, key=self._size, reverse=True)
         sizes = list(map(self._size, requests))
-        begun = runner.begin(requests, sum(level.inner for level in self._levels))
-        states, logits = begun.output
+        root = runner.begin(requests, sum(level.inner for level in self._levels))
+        states, logits = root.output
         drawn: list[Tensor] = []
         for depth, level in enumerate(self._levels, start=1):
             tokens = level.draw(logits, runner.network.ids)
@@ -66,10 +64,10 @@ class StaticTreeBuilder:
             further = sum(size > level.end for size in sizes)
             if not further:
                 break
-            begun.workspace.keep(further)
+            root.workspace.keep(further)
             token_ids, states = level.grown(tokens[:further], states[: further * level.width])
             seen = None if level.seen is None else level.seen.expand(further, -1, -1)
-            states, logits = runner.advance(begun, depth, token_ids, states, seen)
+            states, logits = runner.advance(root, depth, token_ids, states, seen)
         self._finish(requests, sizes, drawn)
 
     def _size(self, request: DraftRequest) -> int:
@@ -79,7 +77,7 @@ class StaticTreeBuilder:
     def _finish(
         self, requests: Sequence[DraftRequest], sizes: Sequence[int], drawn: Sequence[Tensor]
     ) -> None:
-        """Bring all tokens to the host at once, and hand them out."""
+        """Transfer all tokens to the host at once, and set the drafts."""
         flat: list[int] = torch.cat([level.flatten() for level in drawn]).tolist()
         drafts: list[list[int]] = [[] for _ in requests]
         begin = 0
@@ -101,8 +99,8 @@ class _StaticLevel:
         begin, end: which nodes of the tree they are.
         width: nodes of the level above that have children; 1 for the root.
         inner: nodes of this level that have children.
-        seen: bool ``[inner, read]``, of the nodes with children so far, which each of these sees;
-            None: all.
+        seen: bool ``[inner, read]``, which of the nodes with children so far are visible to each of
+            these; None: all.
     """
 
     def __init__(
@@ -137,9 +135,9 @@ class _StaticLevel:
             best = logits.argmax(-1).view(-1, self.width)[:, self._rows]
         else:
             width = min(self._most + 1, logits.shape[-1])
-            likeliest = logits.topk(width).indices.view(-1, self.width, width)
+            ranked = logits.topk(width).indices.view(-1, self.width, width)
             # A rank beyond the vocabulary repeats the last one; repeated siblings are left out.
-            best = likeliest[:, self._rows, self._ranks.clamp(max=width - 1)]
+            best = ranked[:, self._rows, self._ranks.clamp(max=width - 1)]
         return best if ids is None else ids[best]
 
     def grown(self, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -167,13 +165,13 @@ def _levels(choices: TreeChoices, device: torch.device) -> list[_StaticLevel]:
 
 
 class Expansion:
-    """The trees of B requests while they grow. All tensors are on the head's device.
+    """The trees of B requests while they are built. All tensors are on the head's device.
 
     Args:
         width: k.
 
     Attributes:
-        beams: int64 ``[B, k]``: the tokens of the last level that go on, as the head knows them.
+        beams: int64 ``[B, k]``: the tokens of the last level that go on, as the head's ids.
         above: int64 ``[B, k]``: which beam of the level above each of them follows.
         seen: bool ``[B, k, levels * k]``: of the beams of all levels so far, which each of the last
             ones sees, itself included.
@@ -224,7 +222,7 @@ class Expansion:
 
         Args:
             total: how many, if there are so many.
-            ids: the target's id of each token that the head knows; None: its own.
+            ids: the target's id of each of the head's tokens; None: the same ids.
         """
         scores, tokens = torch.cat(self._scores, 1), torch.cat(self._tokens, 1)
         chosen = top_indices(scores, min(total, scores.shape[1]))
@@ -252,23 +250,23 @@ def tree_of(nodes: Sequence[list[int]], count: int) -> Draft:
 
 
 class DynamicTreeBuilder:
-    """Grows dynamic trees; see ``speculative.growth.Growth``.
+    """Builds dynamic trees; see this module's docstring.
 
     Args:
         width: k.
-        total: most nodes that are kept.
+        total: nodes that are kept at most.
     """
 
     def __init__(self, width: int, total: int) -> None:
         self._width, self._total = width, total
 
     def nodes(self, depth: int) -> int:
-        """The nodes kept, or the beams that are read meanwhile, whichever are more."""
+        """The nodes that are kept, or the beams that are computed, whichever are more."""
         made = self._width + (depth - 1) * self._width**2
         return max(min(self._total, made), self._width * (depth - 1))
 
     def grow(self, runner: DraftModuleRunner, requests: Sequence[DraftRequest]) -> None:
-        """See ``Growth``. Requests with less room than others grow narrower trees, apart."""
+        """See :class:`TreeBuilder`. Requests with fewer KV slots get narrower trees, separately."""
         shapes: dict[tuple[int, int], list[DraftRequest]] = {}
         for request in requests:
             shapes.setdefault(self._shape(request, runner.network.vocab_size), []).append(request)
@@ -276,7 +274,7 @@ class DynamicTreeBuilder:
             self._grow(runner, group, depth, width)
 
     def _shape(self, request: DraftRequest, vocab_size: int) -> tuple[int, int]:
-        """Depth and width for which its room is enough."""
+        """Depth and width that fit into the request's KV slots."""
         depth = min(request.max_draft_len, request.max_nodes)
         return depth, max(1, min(self._width, vocab_size, request.max_nodes // max(1, depth - 1)))
 
@@ -284,23 +282,23 @@ class DynamicTreeBuilder:
         self, runner: DraftModuleRunner, requests: Sequence[DraftRequest], depth: int, width: int
     ) -> None:
         expansion, ids = Expansion(width), runner.network.ids
-        begun = runner.begin(requests, width * (depth - 1))
-        guess = begun.output
+        root = runner.begin(requests, width * (depth - 1))
+        output = root.output
         with torch.inference_mode():
-            expansion.begin(guess.logits)
-            states = guess.states.unsqueeze(1)  # [B, 1, hidden], later [B, k, hidden]
+            expansion.begin(output.logits)
+            states = output.states.unsqueeze(1)  # [B, 1, hidden], later [B, k, hidden]
             for level in range(1, depth):
                 beams = expansion.beams.flatten()
                 above = expansion.above[..., None].expand(-1, -1, states.shape[-1])
-                guess = runner.advance(
-                    begun,
+                output = runner.advance(
+                    root,
                     level,
                     beams if ids is None else ids[beams],
                     states.gather(1, above).flatten(0, 1),
                     expansion.seen,
                 )
-                expansion.grow(guess.logits)
-                states = guess.states.view(len(requests), width, -1)
+                expansion.grow(output.logits)
+                states = output.states.view(len(requests), width, -1)
             kept = expansion.kept(self._total, ids).tolist()  # one transfer for all
         for request, nodes in zip(requests, kept, strict=True):
             request.draft = tree_of(nodes, request.max_nodes)

@@ -1,11 +1,10 @@
-"""A smaller model with the same vocabulary drafts: speculative decoding as first published.
+"""Speculative decoding with a draft model: a smaller model of the same vocabulary drafts.
 
-Leviathan et al., 2023 (arXiv 2211.17192); Chen et al., 2023 (arXiv 2302.01318). The draft model's
-keys and values are further layers over the target's pages, so that forks, prefix hits and rewinds
-of the target serve both; what the draft model has not seen yet it catches up on, over all requests
-in one forward. Drafts are chains, or static trees of ranks; they grow level by level on strands. Of
-chains what was computed is stored, so that what is accepted need not be computed again. Knows
-nothing about acceptance.
+Leviathan et al., 2023 (arXiv 2211.17192); Chen et al., 2023 (arXiv 2302.01318). The draft model has
+a KV cache over the target's pages (``speculative.draft_module``), so that forks, prefix hits and
+rewinds of the target are valid for both. Drafts are greedy or sampled chains, or static trees of
+ranks, and are built level by level. For chains the entries of drafted tokens are stored, so that
+accepted tokens are not computed again.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from forethought.speculative.registry import Target
 from forethought.speculative.tree import TreeChoices
 
 DRAFTING = 1
-"""The ``use`` of the coins that drafts are drawn with."""
+"""The ``use`` of the uniform samples that drafts are sampled with."""
 
 
 class DraftTargetDrafter(Drafter):
@@ -40,8 +39,8 @@ class DraftTargetDrafter(Drafter):
 
     Args:
         model: the draft model over a storage with as many pages as the target's.
-        sampled: draw drafts of sampled requests from the draft model's law, under the request's own
-            params, instead of taking the likeliest token.
+        sampled: sample drafts of sampled requests from the draft model's distribution, under the
+            request's own params, instead of taking the most probable token.
         choices: a tree instead of a chain.
     """
 
@@ -152,11 +151,11 @@ class DraftTargetDrafter(Drafter):
 
 
 class DraftInProgress:
-    """One request's draft while it grows, level by level.
+    """One request's draft, built level by level on the host.
 
     Args:
-        request: whose.
-        sampled: draw from the law instead of taking the likeliest.
+        request: to draft for.
+        sampled: sample from the distribution instead of taking the most probable tokens.
         choices: the tree; None: a chain.
     """
 
@@ -164,7 +163,7 @@ class DraftInProgress:
         self._request, self.sampled, self.choices = request, sampled, choices
         self._depth = 0
         self._tokens: list[int] = []
-        self._distributions: list[Tensor] = []
+        self._probs: list[Tensor] = []
         self._paths = list(self._fitting())
         self._level_start = 0
         self._columns: list[int] = []  # of the nodes that are computed, among all of the request's
@@ -172,7 +171,7 @@ class DraftInProgress:
         self._void: set[int] = set()
 
     def _fitting(self) -> Iterator[tuple[int, ...]]:
-        """The paths of the tree within the request's depth and nodes, parents first."""
+        """The paths of the tree within the request's limits, parents first."""
         if self.choices is not None:
             fitting = [p for p in self.choices.paths if len(p) <= self._request.max_draft_len]
             yield from fitting[: self._request.max_nodes]
@@ -184,32 +183,32 @@ class DraftInProgress:
 
     @property
     def complete(self) -> bool:
-        """Whether no level is left to draw."""
+        """Whether no level is left to draft."""
         if self.choices is not None:
             return self.size >= len(self._paths)
         return self.size >= min(self._request.max_draft_len, self._request.max_nodes)
 
     @property
     def wanted(self) -> int:
-        """Rows of logits that the next level grows from: the nodes of the last one, or the root."""
+        """Rows of logits that the next level needs: one per node of the last one, or the root's."""
         return max(1, len(self._tokens) - self._level_start)
 
     def grow(self, logits: Tensor) -> None:
-        """Draw the next level from ``logits`` [wanted, V] float32, one row per node of the last."""
+        """Add the next level; ``logits`` float32 [wanted, V]: one row per node of the last one."""
         previous, self._level_start = self._level_start, len(self._tokens)
         self._depth += 1
-        distributions = self._distribution(logits, previous) if self.sampled else logits
+        scores = self._next_probs(logits, previous) if self.sampled else logits
         if self.choices is None:
-            self._draw_children(distributions[0], [()])
+            self._add_children(scores[0], [()])
             return
         parents = self._paths[previous : self._level_start] if self._depth > 1 else [()]
-        for place, parent in enumerate(parents):
+        for row, parent in enumerate(parents):
             children = [p for p in self._paths if len(p) == self._depth and p[:-1] == parent]
             if children:
-                self._draw_children(distributions[place], children)
+                self._add_children(scores[row], children)
 
-    def _distribution(self, logits: Tensor, previous: int) -> Tensor:
-        """[wanted, V] float32: what plain decoding of the draft model would draw from."""
+    def _next_probs(self, logits: Tensor, previous: int) -> Tensor:
+        """float32 [wanted, V]: the probs that plain decoding with the draft model samples from."""
         request = self._request
         prompt = request.tokens[: request.prompt_length]
         output = list(request.tokens[request.prompt_length :])
@@ -229,32 +228,32 @@ class DraftInProgress:
             node = node - 1 if parents is None else parents[node]
         return path[::-1]
 
-    def _draw_children(self, distribution: Tensor, paths: list[tuple[int, ...]]) -> None:
-        """Draw the children of one node; ``distribution`` [V]: logits, or probs if sampled."""
+    def _add_children(self, scores: Tensor, paths: list[tuple[int, ...]]) -> None:
+        """Add the children of one node; ``scores`` [V]: its logits, or its probs if sampled."""
         if not self.sampled:
             ranks = [path[-1] if path else 0 for path in paths]
-            best = distribution.topk(min(max(ranks) + 1, len(distribution))).indices.tolist()
+            best = scores.topk(min(max(ranks) + 1, len(scores))).indices.tolist()
             # A rank beyond the vocabulary repeats the last one; repeated siblings are left out.
             self._tokens += [best[min(rank, len(best) - 1)] for rank in ranks]
             return
-        left = distribution
+        left = scores
         position = len(self._request.tokens) + self._depth - 1
         for _ in paths:
-            place = len(self._tokens)
-            toss = uniform_at(
-                self._request.seed, self._request.index, position, use=DRAFTING + (place << 8)
+            node = len(self._tokens)
+            uniform = uniform_at(
+                self._request.seed, self._request.index, position, use=DRAFTING + (node << 8)
             )
-            if not left.any():  # every token of mass is a sibling already: this node is none
-                self._void.add(place)
-                left = distribution
-            token = int(invert_cdf(left[None], [toss]))
+            if not left.any():  # every token of nonzero probability is an earlier sibling
+                self._void.add(node)
+                left = scores
+            token = int(invert_cdf(left[None], [uniform]))
             self._tokens.append(token)
-            self._distributions.append(distribution)
+            self._probs.append(scores)
             left = left.clone()
             left[token] = 0.0
 
     def level(self, size: int) -> list[int]:
-        """The tokens of the last level, filled up to ``size``, which are computed next."""
+        """The tokens of the last level, which are computed next, padded to ``size``."""
         nodes = [] if self.complete else self._tokens[self._level_start :]
         if nodes:
             self._columns += range(self._width, self._width + len(nodes))
@@ -262,12 +261,12 @@ class DraftInProgress:
         return nodes + [0] * (size - len(nodes))
 
     def seen(self, size: int) -> list[list[bool]]:
-        """For each token of ``level``, which of all levels so far it sees, itself included."""
+        """For each token of ``level``, which tokens of all levels so far are visible to it."""
         parents, rows = self._parents(), list[list[bool]]()
-        for place in range(size):
+        for index in range(size):
             row = [False] * self._width
-            row[self._width - size + place] = True
-            node = self._level_start + place
+            row[self._width - size + index] = True
+            node = self._level_start + index
             while parents is not None and node in range(len(self._columns)):
                 row[self._columns[node]] = True
                 node = parents[node]
@@ -286,6 +285,6 @@ class DraftInProgress:
         kind, q = DraftKind.POINT, None
         if self.sampled:
             kind = DraftKind.IID if self.choices is None else DraftKind.WITHOUT_REPLACEMENT
-            q = torch.stack(self._distributions)
+            q = torch.stack(self._probs)
         tokens = [-1 if node in self._void else token for node, token in enumerate(self._tokens)]
         self._request.draft = Draft(tokens, self._parents(), kind, q)
