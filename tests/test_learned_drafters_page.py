@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from forethought.assets import heads_dir
-from forethought.cli.train import KINDS
+from forethought.config.drafter_table import recipes
 from forethought.config.speculation import DecodingBaseConfig
 from forethought.speculative.heads.eagle3 import Eagle3Head
 from forethought.speculative.heads.medusa import MedusaHeads
@@ -40,7 +40,7 @@ def test_its_blocks_configure_drafters() -> None:
     assert kinds == ["Eagle", "Eagle", "Medusa", "MTP"]
 
 
-@pytest.mark.parametrize("kind", sorted(set(KINDS) - {"medusa-2"}))
+@pytest.mark.parametrize("kind", sorted(set(recipes()) - {"medusa-2"}))
 def test_it_names_every_setting_of_a_recipe(kind: str) -> None:
     [row] = [line for line in PAGE.splitlines() if line.startswith(f"| `{kind}` |")]
     own = set(recipe(kind).Settings.model_fields) - set(TrainingSettings.model_fields)

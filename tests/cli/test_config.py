@@ -109,9 +109,10 @@ def test_speculative_names_a_way_of_drafting(options, expected):
 
 
 def test_the_embedded_reasoner_has_a_draft_model_of_its_own(monkeypatch, tmp_path):
-    monkeypatch.setattr(assets, "drafter_dir", lambda: tmp_path)
+    monkeypatch.setattr(assets, "heads_dir", tmp_path.joinpath)
+    (own := tmp_path / "drafter").mkdir()
     (config,) = fields("--speculative", "draft_target")["speculative_config"]
-    assert config == DraftTargetDecodingConfig(speculative_model=tmp_path, max_draft_len=8)
+    assert config == DraftTargetDecodingConfig(speculative_model=own, max_draft_len=8)
     options = ["--speculative", "draft_target", "--draft-model", "d"]
     assert fields(*options)["speculative_config"][0].speculative_model == Path("d")
 

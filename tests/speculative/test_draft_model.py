@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,10 @@ from forethought.config.drafters import DraftTargetDecodingConfig, PearlDecoding
 from forethought.config.sampling import SamplingParams
 from forethought.config.speculation import DecodingBaseConfig
 from forethought.errors import ParameterError
+from forethought.kv.pool import PagePool
+from forethought.kv.table import PageTable
 from forethought.speculative.draft import DraftKind
+from forethought.speculative.draft_module import TokenRange, compute_in_chunks
 from forethought.speculative.drafter import DraftRequest
 from forethought.speculative.drafters.draft_target import DraftInProgress
 from forethought.speculative.tree import TreeChoices
@@ -123,3 +126,25 @@ def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(ParameterError, match=f"{VOCAB + 9} tokens, the target has {VOCAB}"):
         engine(speculative=[config])
+
+
+@pytest.mark.parametrize("held_back", [1, 3])
+@pytest.mark.parametrize("sizes", [[1], [4, 4], [30], [9, 2, 17], [3] * 9])
+def test_what_is_missing_is_computed_once_in_forwards_that_keep_to_their_size(
+    sizes: list[int], held_back: int
+) -> None:
+    table = PageTable(PagePool(16, 16))
+    ranges = [TokenRange([n] * 40, table, 5, 5 + size) for n, size in enumerate(sizes)]
+    computed: list[list[int]] = [[] for _ in ranges]
+    widths: list[int] = []
+
+    def forward(parts: Sequence[TokenRange], num_logits: int) -> bool:
+        widths.append(sum(part.stop - part.start for part in parts))
+        for part in parts:
+            computed[part.tokens[0]] += range(part.start, part.stop)
+        return bool(num_logits)
+
+    assert compute_in_chunks(ranges, 8, forward, held_back)
+    assert computed == [list(range(each.start, each.stop)) for each in ranges]
+    assert all(width <= 8 for width in widths[:-1])
+    assert widths[-1] <= max(8, held_back * len(sizes))

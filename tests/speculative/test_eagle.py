@@ -288,7 +288,7 @@ def test_heads_of_another_target_are_refused() -> None:
         machine(wide, CHAIN)
     with pytest.raises(ParameterError, match="reads 3 of the target's states"):
         machine(random_eagle3(), CHAIN | {"eagle3_layers_to_capture": [0, 1]})
-    with pytest.raises(ParameterError, match="has not the layers"):
+    with pytest.raises(ParameterError, match="lacks layers"):
         machine(random_eagle3(), CHAIN | {"eagle3_layers_to_capture": [0, 1, 3]})
     with pytest.raises(ParameterError, match="no meaning for this head"):
         machine(random_eagle(), CHAIN | {"eagle3_layers_to_capture": [0, 1, 2]})

@@ -96,7 +96,7 @@ def test_a_request_gets_as_much_of_a_tree_as_it_may(
     distributions = torch.full((2, 1, 6), 1e-9)
     distributions[0, 0, 3], distributions[0, 0, 1], distributions[1, 0, 5] = 0.7, 0.3, 1.0
     asked = request(**limits)
-    TopTrees(depth=2, most=4, floor=0.01).grow(distributions.log(), None, [asked])
+    TopTrees(depth=2, max_nodes=4, min_prob=0.01).grow(distributions.log(), None, [asked])
     assert (list(asked.draft.tokens), asked.draft.parents) == (tokens, parents)
 
 
@@ -123,5 +123,5 @@ def test_each_request_has_a_tree_of_its_own_in_the_target_s_ids() -> None:
     logits: Any = torch.zeros(1, 2, 3)
     logits[0, 0, 2] = logits[0, 1, 1] = 9.0
     asked = [request(depth=1, nodes=1) for _ in range(2)]
-    TopTrees(depth=1, most=3, floor=0.0).grow(logits, torch.tensor([40, 50, 60]), asked)
+    TopTrees(depth=1, max_nodes=3, min_prob=0.0).grow(logits, torch.tensor([40, 50, 60]), asked)
     assert [list(each.draft.tokens) for each in asked] == [[60], [50]]

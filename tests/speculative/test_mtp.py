@@ -17,10 +17,12 @@ from forethought.kv.draft_cache import DraftKvCache, HiddenStateCache
 from forethought.kv.pool import PagePool
 from forethought.kv.storage import KvStorage
 from forethought.kv.table import PageTable
+from forethought.model.batch import Batch
 from forethought.model.causal_lm import FINAL
 from forethought.model.runner import ModelRunner
+from forethought.speculative.draft_module import DraftModuleRunner, ModuleOutput
 from forethought.speculative.drafter import DraftRequest, ScheduledRequests
-from forethought.speculative.drafters.mtp import MTPDrafter, MtpModuleCache
+from forethought.speculative.drafters.mtp import MTPDrafter
 from forethought.speculative.registry import Target
 from models import greedy, prompts, tiny
 from mtp_modules import random_modules, saved
@@ -96,13 +98,13 @@ def test_long_texts_are_caught_up_with_in_parts_of_a_step(case: str) -> None:
     )
     watch = Watch(machine)
     sizes: list[int] = []
-    for lane in watch.drafter._lanes:
+    for runner in watch.drafter._runners:
 
-        def counted(states: Tensor, *rest: Any, inner: Any = lane.read) -> Any:
-            sizes.append(len(states))
-            return inner(states, *rest)
+        def counted(batch: Batch, inner: Any = runner.paged_pass) -> Any:
+            sizes.append(len(batch.token_ids))
+            return inner(batch)
 
-        lane.read = counted
+        runner.paged_pass = counted
     texts = prompts((40, 33), seed=3)
     for text in texts:
         machine.add(text, GREEDY.replace(max_tokens=8))
@@ -134,7 +136,7 @@ def test_without_the_fused_network_drafts_are_the_same() -> None:
 class Diary:
     """A network that writes down its pairs, and answers with the next letter."""
 
-    window = None
+    windows = (None,)
 
     def __init__(self, name: int, like: Any, entries: list[str]) -> None:
         self.name, self.entries, self.shape = name, entries, like
@@ -154,6 +156,13 @@ class Diary:
         coded[:, 0] = self.name
         return ModuleStates(coded[index], batch.token_ids[index, None].float())
 
+    def enter(self, states: Tensor) -> Tensor:
+        return states
+
+    def __call__(self, states: Tensor, forward_pass: Any) -> ModuleOutput:
+        left = self.read(states, forward_pass)
+        return ModuleOutput(left.states, self.logits(left.normed))
+
     def logits(self, normed: Tensor) -> Tensor:
         return torch.nn.functional.one_hot(normed[:, 0].long() + 1, 32).float()
 
@@ -170,11 +179,19 @@ def _golden(lanes: int, depth: int) -> tuple[list[str], list[int]]:
     lm, entries = load("llama"), list[str]()
     like = KvStorage([LayerShape(1, 2, 2)], 4, 4)
     networks = [Diary(1 + place, LayerShape(1, 2, 2), entries) for place in range(lanes)]
-    drafter = MTPDrafter(
-        [MtpModuleCache(network, lm, like, lag=1 + n) for n, network in enumerate(networks)],
-        HiddenStateCache([FINAL], 2, like),
-        max_num_tokens=64,
-    )
+    hidden_states = HiddenStateCache([FINAL], 2, like)
+    runners = [
+        DraftModuleRunner(
+            network,
+            DraftKvCache(KvStorage([LayerShape(1, 2, 2)], 4, 4)),
+            hidden_states,
+            lm.backend,
+            max_num_tokens=64,
+            offset=1 + n,
+        )
+        for n, network in enumerate(networks)
+    ]
+    drafter = MTPDrafter(runners, hidden_states, max_num_tokens=64, max_draft_len=depth)
     table = PageTable(PagePool(4, 4))
     table.append(5 + depth)
     features = drafter.draft_caches[0]

@@ -57,7 +57,7 @@ def test_a_request_that_cannot_be_drafted_for_leaves_the_others_their_drafts(
     whole = [sample.metrics for sample in run(machine(overlap))]
 
     def is_second(job: pearl.DraftJob) -> bool:
-        done = len(job.tokens) + len(job.guesses) - job.request.prompt_length
+        done = len(job.tokens) + len(job.drafted) - job.request.prompt_length
         return job.tokens[: job.request.prompt_length] == PROMPTS[1] and done > after
 
     failing_choice(monkeypatch, is_second)

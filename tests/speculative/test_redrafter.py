@@ -137,7 +137,7 @@ def test_beams_of_no_use_are_not_ranked_and_a_search_for_nothing_else_ends() -> 
         for n in range(2)
     ]
     floor = sorted(scores[0])[-3] - 1e-4  # three beams of the first request are of use
-    cut = searched(head, vocab, contexts, [1, 2], width=4, length=4, floor=floor)
+    cut = searched(head, vocab, contexts, [1, 2], width=4, length=4, min_logprob=floor)
     for beams, every, values in zip(cut, whole, scores, strict=True):
         assert beams.order == [beam for beam in every.order if values[beam] >= floor]
     longest = max(len(path) for n in range(2) for path in paths(cut[n]))
@@ -164,7 +164,7 @@ def test_no_requests_have_no_beams() -> None:
     ],
 )
 def test_what_beams_begin_with_stands_in_the_tree_once(beams, tokens, parents) -> None:
-    draft = pack(beams, most=99)
+    draft = pack(beams, max_nodes=99)
     assert (draft.tokens, draft.parents) == (tokens, parents)
 
 
@@ -415,7 +415,7 @@ def test_prefills_and_drafts_share_steps_and_nothing_changes() -> None:
 
 
 def test_another_targets_head_is_refused(tmp_path: Path) -> None:
-    for sizes, message in (({"hidden": 16}, "states of 16"), ({"vocab": 300}, "knows 300")):
+    for sizes, message in (({"hidden": 16}, "states of 16"), ({"vocab": 300}, "has 300")):
         make_head(**sizes).save(tmp_path)
         with pytest.raises(ModelError, match=message):
             registry.build(ReDrafterDecodingConfig(speculative_model=tmp_path), target())
@@ -445,7 +445,7 @@ def test_depth_and_size_follow_from_the_beams() -> None:
         ({"num_beams": 2, "max_total_draft_tokens": 9}, "2 beams of 4 have no more than 8"),
         ({"max_total_draft_tokens": 3}, "max_draft_len is 4"),
         ({"num_beams": 0}, "invalid num_beams"),
-        ({"tree": "beams", "min_draft_probability": 0.1}, "which are all verified"),
+        ({"tree": "beams", "min_draft_probability": 0.1}, "which are always all drafted"),
     ],
 )
 def test_sizes_that_contradict_each_other_are_refused(fields, message) -> None:

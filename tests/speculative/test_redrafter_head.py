@@ -139,7 +139,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path, change: Any, message:
         ({"exit_dim": None}, "lacks exit_dim"),
         ({"rnn": False}, "unexpected rnn_u"),
         ({"hidden_size": 16}, "states of 16 values"),
-        ({"vocab_size": VOCAB + 1}, f"knows {VOCAB + 1} tokens"),
+        ({"vocab_size": VOCAB + 1}, f"has {VOCAB + 1} tokens"),
         ({"num_draft_layers": 3}, r"lacks .*lm_head\.2\.linear"),
     ],
 )

@@ -18,7 +18,7 @@ def drafter_dir() -> Path:
 
 
 def heads_dir(kind: str) -> Path:
-    """Directory of heads that draft for the reasoner, such as ``"medusa"``."""
+    """Directory of the weights that draft for the reasoner, such as ``"medusa"``."""
     return Path(__file__).parent / kind
 
 

@@ -40,8 +40,6 @@ class Variant:
         return SpeculationParams(max_draft_len=self.max_draft_len, drafter=self.drafter)
 
 
-_DEPTHS = ("draft_len_per_beam", "num_eagle_layers")
-"""Other names of ``max_draft_len``."""
 PLAIN = Variant()
 """The baseline."""
 
@@ -127,7 +125,7 @@ def written(
         return None
     config = next(config for config in configs if config.name == variant.drafter)
     fields = {name: _plain(getattr(config, name)) for name in sorted(config.model_fields_set)}
-    for name in _DEPTHS:
+    for name in config.length_aliases:
         fields.pop(name, None)
     fields["max_draft_len"] = variant.max_draft_len
     if config.drafts_chains:

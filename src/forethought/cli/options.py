@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forethought import assets
+from forethought.config import drafter_table
 from forethought.config.engine import LlmArgs
-from forethought.config.speculation import DecodingBaseConfig
+from forethought.config.speculation import DecodingBaseConfig, find_config_class
 from forethought.errors import DependencyError, ParameterError, UsageError
 from forethought.methods.stack import parameters
 from forethought.model_dir import find_model_dir
@@ -112,27 +113,15 @@ def _scalar(text: str) -> Any:
         return text
 
 
-_WITH_MODEL = ("draft_target", "pearl")
-_WITH_HEADS = ("eagle3", "medusa", "mtp", "redrafter")
-DRAFTERS = ("ngram", "suffix", *_WITH_MODEL, *_WITH_HEADS, "auto")
-"""What can be chosen without a file; each is also a ``decoding_type``."""
-_IN_TARGET = ("mtp",)
-"""Those whose heads may lie in the directory of the model that they draft for."""
-_DRAFT_LENS = {"draft_target": 4, "eagle3": 5, "mtp": 6, "pearl": 4}
-"""Default ``max_draft_len``; the other ways have their own."""
-_TREES = {"medusa": "likeliest"}
-"""What trees are made of, where the default is the published way, which suits larger batches."""
-_EMBEDDED_LENS = {"draft_target": 8, "pearl": 8}
-"""The same with the embedded reasoner's own draft model, which is right nearly always."""
-
-
 def add_speculation_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
+    drafters = drafter_table.options()
+    notes = [spec.option_help for spec in drafters.values() if spec.option_help]
     parser.add_argument(
         "--speculative",
-        choices=DRAFTERS,
-        help="draft and verify: the same text in less time (medusa: with the likeliest "
-        "trees, whatever tree the heads bring)",
+        choices=list(drafters),
+        help="draft and verify: the same text in less time"
+        + (f" ({'; '.join(notes)})" if notes else ""),
     )
     parser.add_argument(
         "--draft-model",
@@ -141,12 +130,21 @@ def add_speculation_options(parser: argparse.ArgumentParser) -> None:
         help="local directory or Hub id of the smaller model, or of the heads, that --speculative "
         "drafts with (default: for the embedded reasoner, its own)",
     )
-    parser.add_argument("--max-draft-len", type=int, metavar="K", help="limit of tokens in a draft")
+    parser.add_argument(
+        "--max-draft-len", type=int, metavar="K", help="most tokens to draft in a row"
+    )
 
 
-def embedded_draft_model(kind: str | None = "draft_target") -> Path | None:
-    """Directory of the embedded reasoner's drafter of a kind; None if it is not installed."""
-    folder = assets.heads_dir(kind) if kind in _WITH_HEADS else assets.drafter_dir()
+def embedded_draft_model(name: str | None = "draft_target") -> Path | None:
+    """Directory of the embedded reasoner's own weights for a drafter; None: it has none here.
+
+    Args:
+        name: of ``--speculative``.
+    """
+    spec = drafter_table.options().get(name or "")
+    if spec is None or spec.embedded_model is None:
+        return None
+    folder = assets.heads_dir(spec.embedded_model)
     return folder if folder.is_dir() else None
 
 
@@ -162,35 +160,32 @@ def speculative_config_of(
     Raises:
         UsageError: an impossible value, or an option without what it belongs to.
     """
-    values: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "max_draft_len": args.max_draft_len,
         "speculative_model": args.draft_model,
     }
+    given = {name: value for name, value in fields.items() if value is not None}
     if args.speculative is None:
-        given = [name for name, value in values.items() if value is not None]
         if given:
             raise ParameterError(
                 "--max-draft-len and --draft-model need --speculative",
-                f"{given[0]} is given, but not how to draft",
-                f"Add --speculative with one of {', '.join(DRAFTERS)}",
+                f"{next(iter(given))} is given, but not how to draft",
+                f"Add --speculative with one of {', '.join(drafter_table.options())}",
             )
         return None
-    if args.speculative in (*_WITH_MODEL, *_WITH_HEADS):
-        values["speculative_model"] = args.draft_model or draft_model
-        if values["speculative_model"] is None and args.speculative not in _IN_TARGET:
-            raise ParameterError(
-                f"--speculative {args.speculative} needs --draft-model",
-                "there is nothing to draft with",
-                "Give a smaller model with the same vocabulary, or heads: a directory or Hub id",
-            )
-        if args.max_draft_len is None:
-            own = _EMBEDDED_LENS if args.draft_model is None else {}
-            lengths = {**_DRAFT_LENS, **own}
-            values["max_draft_len"] = lengths.get(args.speculative)
-    if args.speculative in _TREES:
-        values["tree"] = _TREES[args.speculative]
+    spec = drafter_table.options()[args.speculative]
+    defaults = dict(spec.option_defaults)
+    uses_model = find_config_class(spec.decoding_type).uses_model
+    if uses_model is not False and args.draft_model is None:
+        defaults |= {"speculative_model": draft_model, **spec.embedded_defaults}
+    if uses_model and (args.draft_model or draft_model) is None:
+        raise ParameterError(
+            f"--speculative {args.speculative} needs --draft-model",
+            "there is nothing to draft with",
+            "Give a smaller model with the same vocabulary, or heads: a directory or Hub id",
+        )
     config: DecodingBaseConfig = DecodingBaseConfig.from_dict(
-        {"decoding_type": args.speculative, **values}
+        {"decoding_type": spec.decoding_type, **defaults, **given}
     )
     return config
 

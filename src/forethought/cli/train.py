@@ -19,21 +19,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from forethought.cli.options import load_config_file, model_path
+from forethought.config import drafter_table
 from forethought.errors import DependencyError, ParameterError
 
 if TYPE_CHECKING:
     from forethought.training.run import Source, TrainingRun
     from forethought.training.trainer import Progress
 
-KINDS = ("draft-model", "eagle3", "medusa", "medusa-2", "mtp", "redrafter")
-"""The recipes; see ``training.recipes.table``, which this does without torch."""
-_SPECULATIVE = {"draft-model": "draft_target", "medusa-2": "medusa"}
-"""What ``--speculative`` calls a drafter, where that is not the recipe's own name."""
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("kind", choices=KINDS, help="what to train")
+    parser.add_argument("kind", choices=list(drafter_table.recipes()), help="what to train")
     parser.add_argument(
         "--target",
         type=model_path,
@@ -169,7 +165,8 @@ def _report(args: argparse.Namespace, training: TrainingRun, found: dict[str, fl
             f"{found['kl']:.4f} nats (mean KL) away from it on held-out answers and has another "
             f"most probable token at {1 - found['same_choice']:.1%} of the positions"
         )
-    name, target = _SPECULATIVE.get(args.kind, args.kind), training.model or args.target
+    [name] = [name for name, spec in drafter_table.options().items() if args.kind in spec.recipes]
+    target = training.model or args.target
     model = f" --model {target}" if target is not None else ""
     print(f'forethought generate "..."{model} --speculative {name} --draft-model {drafter}')
 

@@ -1,26 +1,8 @@
-"""Drafts from n-grams: how they are configured. Knows nothing about how they are looked up.
+"""The configurations of all drafters: one class each, named and spelled as in TensorRT-LLM.
 
-[auto] n-grams that are sized after the engine. Knows nothing about engines but their batch size.
-
-[suffix] Drafts from suffixes: how they are configured. Knows nothing about how they are looked up.
-
-[draft_target] Drafts from a draft model: how they are configured. Knows nothing about models.
-
-[pearl] Drafts of the next block meanwhile: how they are configured. Knows nothing about threads.
-
-[eagle] Drafts from EAGLE's heads: how they are configured. Knows nothing about heads.
-
-[mtp] Drafts from multi-token prediction: how they are configured. Knows nothing about modules.
-
-[medusa] Drafts from Medusa's heads: how they are configured.
-
-Of the heads it reads the ``config.json`` and the names of the tensors, which say how many heads
-there are; the weights are loaded by the drafter.
-
-[redrafter] Drafts from ReDrafter's head: how they are configured. Knows nothing about heads.
-
-[user_provided] Drafts from the caller's own drafter. Knows of it only how to load it and how
-large it drafts.
+They need neither torch nor the drafters' weights; of Medusa's heads the ``config.json`` and the
+names of the tensors are read, which tell how many heads there are. The algorithms are described in
+``speculative/drafters/<name>.py``; ``config.drafter_table`` lists the drafters.
 """
 
 from __future__ import annotations
@@ -57,7 +39,7 @@ from forethought.model_dir import find_model_dir
 
 
 class NGramDecodingConfig(DecodingBaseConfig):
-    """Drafts are what followed the last few tokens when they stood there before.
+    """Drafts are the tokens that followed an earlier occurrence of the last n-gram.
 
     Prompt lookup decoding: needs no model. See ``speculative.drafters.ngram``.
     """
@@ -67,19 +49,21 @@ class NGramDecodingConfig(DecodingBaseConfig):
     name: str = Field(default="ngram", min_length=1)
     max_draft_len: Levels = 5
     max_matching_ngram_size: int = Field(default=2, ge=1, le=MAX_NGRAM)
-    """Most tokens at the end that are looked up; the longest that is found wins."""
+    """Tokens of the longest n-gram that is looked up; the longest with a match is used."""
     is_keep_all: bool = True
-    """Keep every continuation of a pattern; else only one, the longest."""
+    """Keep every continuation of an n-gram; else only one, the longest."""
     is_use_oldest: bool = True
-    """Propose the oldest continuation of a pattern; else the newest."""
+    """Propose the oldest continuation of an n-gram; else the newest."""
     is_public_pool: bool = True
-    """Requests look up what others have said, within one ``cache_salt``; else only their own."""
+    """Look up the tokens of all requests of one ``cache_salt``; else only the request's own."""
     max_pool_size: int = Field(default=1 << 17, ge=1, le=MAX_ENTRIES)
-    """Most continuations in all pools, of about 0.4 KB each; the least recently used leave."""
+    """Continuations in all pools, of about 0.4 KB each; the least recently used are evicted."""
 
 
 class AutoDecodingConfig(DecodingBaseConfig):
-    """An ``NGramDecodingConfig`` whose sizes follow the engine's. Other fields are handed on to it.
+    """An ``NGramDecodingConfig`` with lengths chosen by the engine's batch size.
+
+    Other fields are passed on to it.
 
     n-grams of 3 and drafts of 5 up to 4 sequences at once, else n-grams of 5 and drafts of 3; none
     with more than 32 running: TensorRT-LLM's heuristic.
@@ -90,13 +74,13 @@ class AutoDecodingConfig(DecodingBaseConfig):
     name: str = Field(default="ngram", min_length=1)
 
     def resolve(self, max_batch_size: int) -> NGramDecodingConfig:
-        """What it stands for.
+        """The configuration for an engine.
 
         Args:
             max_batch_size: sequences that the engine runs at once.
 
         Raises:
-            ParameterError: a field of this one cannot go with the sizes.
+            ParameterError: a given field contradicts the lengths.
         """
         few = max_batch_size <= 4
         chosen: dict[str, Any] = {
@@ -114,17 +98,17 @@ class AutoDecodingConfig(DecodingBaseConfig):
         return NGramDecodingConfig(**{**chosen, **given})
 
     def _settle_lengths(self) -> None:
-        """``resolve`` will."""
+        """Left to ``resolve``."""
 
     def _settle_schedule(self) -> None:
-        """``resolve`` will."""
+        """Left to ``resolve``."""
 
 
 class SuffixDecodingConfig(DecodingBaseConfig):
-    """Drafts are the likeliest continuations of the longest suffix that was seen before.
+    """Drafts are the most probable continuations of the longest suffix that has occurred before.
 
-    SuffixDecoding (Oliaro et al., 2024), over what was said in the request itself, by the other
-    samples of its prompt, and by earlier requests. See ``speculative.drafters.suffix``.
+    SuffixDecoding (Oliaro et al., 2024), over the request itself, the other samples of its prompt,
+    and the outputs of earlier requests. See ``speculative.drafters.suffix``.
     """
 
     decoding_type: ClassVar[str] = "Suffix"
@@ -133,15 +117,15 @@ class SuffixDecodingConfig(DecodingBaseConfig):
     name: str = Field(default="suffix", min_length=1)
     max_draft_len: Levels = 16
     max_tree_depth: int = Field(default=24, ge=1, le=MAX_SUFFIX)
-    """Most tokens of a suffix that are compared."""
+    """Tokens of a suffix that are compared at most."""
     max_spec_factor: float = Field(default=1.0, gt=0.0, le=MAX_FACTOR)
-    """A suffix of n tokens is followed by at most this times n drafted ones."""
+    """A match of n tokens is followed by at most this times n drafted tokens."""
     min_token_prob: float = Field(default=0.1, ge=0.0, le=1.0)
     """The draft ends where the continuation's estimated probability falls below this."""
     max_cached_requests: int = Field(default=10_000, ge=0, le=MAX_ENTRIES)
-    """Most past outputs that are remembered, each for its own ``cache_salt``; 0: none."""
+    """Past outputs that are kept, each for its own ``cache_salt``; 0: none."""
     max_cached_tokens: int = Field(default=1 << 17, ge=0, le=MAX_ENTRIES)
-    """Most tokens of them, of about 0.6 KB each; the oldest outputs leave."""
+    """Tokens of past outputs, of about 0.6 KB each; the oldest outputs are evicted."""
 
 
 class DraftTargetDecodingConfig(DecodingBaseConfig):
@@ -157,14 +141,14 @@ class DraftTargetDecodingConfig(DecodingBaseConfig):
 
     name: str = Field(default="draft_target", min_length=1)
     draft_sampling: Literal["greedy", "sampled"] = "greedy"
-    """``greedy``: the likeliest tokens. ``sampled``: drawn from the draft model's law where the
-    request is sampled itself."""
+    """``greedy``: the most probable tokens. ``sampled``: sampled from the draft model's
+    distribution where the request itself is sampled."""
     draft_choices: TreePaths | None = None
-    """A tree instead of a chain: paths of ranks, ``[1, 0]`` being the likeliest token after the
-    second likeliest. See ``decoding.tree_paths``."""
+    """A tree instead of a chain: paths of ranks; ``[1, 0]`` is the most probable token after the
+    second most probable one. See ``config.speculation``."""
 
     def _settle_lengths(self) -> None:
-        """With a tree, its depth and size are the lengths; others beside it are refused."""
+        """A tree determines both lengths; other values beside it are refused."""
         if self.draft_choices is not None:
             self._settle_tree("draft_choices", self.draft_choices)
         elif self.max_total_draft_tokens > self.max_draft_len > 0:
@@ -174,9 +158,9 @@ class DraftTargetDecodingConfig(DecodingBaseConfig):
 
 
 class PearlDecodingConfig(DecodingBaseConfig):
-    """A draft model drafts the next block while the target verifies this one.
+    """A draft model drafts the next block while the target verifies the current one.
 
-    PEARL (Liu et al., 2024); pays where the two run on different devices. See
+    PEARL (Liu et al., 2024); faster where the two run on different devices. See
     ``speculative.drafters.pearl``.
     """
 
@@ -187,46 +171,47 @@ class PearlDecodingConfig(DecodingBaseConfig):
     max_draft_len: Levels = 4
     """Tokens of a block, which PEARL calls gamma."""
     draft_device: str | None = None
-    """Where the draft model runs; None: where the target does."""
+    """Device of the draft model; None: the target's."""
     overlap: bool = True
-    """Draft in a thread of its own; False drafts the same blocks in turn with the target."""
+    """Draft in a separate thread; False: draft the same blocks in turn with the target."""
 
 
 class EagleDecodingConfig(DecodingBaseConfig):
     """Drafts come from a head that reads the target's hidden states.
 
-    EAGLE-1, 2 and 3 (Li et al., 2024 to 2025); which head it is, its checkpoint says. Drafts are
+    EAGLE-1, 2 and 3 (Li et al., 2024 to 2025); the checkpoint determines which. Drafts are
     chains, static trees, or EAGLE-2's dynamic trees. See ``speculative.drafters.eagle``.
     """
 
     decoding_type: ClassVar[str] = "Eagle"
     uses_model: ClassVar[bool] = True
     branches: ClassVar[bool] = True
+    length_aliases: ClassVar[tuple[str, ...]] = ("num_eagle_layers",)
 
     name: str = Field(default="eagle", min_length=1)
     eagle_choices: TreePaths | None = None
-    """A static tree: paths of ranks, ``[1, 0]`` being the likeliest token after the second
-    likeliest. See ``decoding.tree_paths``."""
+    """A static tree: paths of ranks; ``[1, 0]`` is the most probable token after the second most
+    probable one. See ``config.speculation``."""
     use_dynamic_tree: bool = False
-    """Grow each tree where the head is sure of itself, within ``max_total_draft_tokens``."""
+    """Expand the nodes that are most probable under the head, up to ``max_total_draft_tokens``."""
     dynamic_tree_max_topK: int | None = Field(default=None, ge=1, le=MAX_NODES)
-    """Children of a node of a dynamic tree, and nodes of a level that have any."""
+    """Children per expanded node of a dynamic tree, and expanded nodes per level."""
     eagle3_layers_to_capture: tuple[int, ...] | None = None
-    """Layers of the target whose outputs an EAGLE-3 head reads, -1 being behind the final norm.
-    None: as its checkpoint says, or ``1, L // 2 - 1, L - 4`` of L layers, at least 7."""
+    """Layers of the target whose outputs an EAGLE-3 head reads; -1: the output of the final norm.
+    None: those in its checkpoint, or ``1, L // 2 - 1, L - 4`` of L layers, at least 7."""
     num_eagle_layers: int | None = Field(default=None, ge=1, le=MAX_LEVELS)
     """Another name of ``max_draft_len`` in older files; the two must agree."""
     eagle3_one_model: bool = True
-    """Read and without meaning: there is one engine, and the head drafts in it."""
+    """Accepted without effect: there is one engine, and the head always drafts in it."""
     greedy_sampling: Literal[True] = True
-    """Acceptance is exact here, greedy or sampled; ``False`` would mean typical acceptance."""
+    """Acceptance is exact, greedy or sampled; ``False`` would mean typical acceptance."""
     eagle3_model_arch: Literal["llama3"] = "llama3"
-    """Heads are made of Llama's layer."""
+    """Heads consist of a Llama layer."""
 
     @pydantic.field_validator("eagle3_layers_to_capture", mode="before")
     @classmethod
-    def _rising(cls, value: Any) -> Any:
-        """A set says which layers; heads read them in rising order, the final norm's last."""
+    def _sorted_layers(cls, value: Any) -> Any:
+        """Sort the layers: heads read them in rising order, the final norm last."""
         if isinstance(value, set | frozenset | list | tuple) and len(set(value)) == len(value):
             return tuple(sorted(value, key=lambda layer: (layer == -1, layer)))
         return value
@@ -255,7 +240,7 @@ class EagleDecodingConfig(DecodingBaseConfig):
         super()._settle_lengths()
 
     def _settle_dynamic_tree(self) -> None:
-        """Every node of a dynamic tree is one of the ``topK`` best of its level."""
+        """Check the width; the size is at most width times depth."""
         width = self.dynamic_tree_max_topK
         if self.use_dynamic_tree != (width is not None):
             reason = "use_dynamic_tree and dynamic_tree_max_topK are given together or not at all"
@@ -265,21 +250,21 @@ class EagleDecodingConfig(DecodingBaseConfig):
                 reason = "without eagle_choices or use_dynamic_tree a draft is a chain"
                 raise self._refuse("max_total_draft_tokens", self.max_total_draft_tokens, reason)
             return
-        most = width * self.max_draft_len
-        if self.max_total_draft_tokens > most:
-            reason = f"dynamic_tree_max_topK times max_draft_len is {most}"
+        largest = width * self.max_draft_len
+        if self.max_total_draft_tokens > largest:
+            reason = f"dynamic_tree_max_topK times max_draft_len is {largest}"
             raise self._refuse("max_total_draft_tokens", self.max_total_draft_tokens, reason)
-        self._set("max_total_draft_tokens", self.max_total_draft_tokens or most)
+        self._set("max_total_draft_tokens", self.max_total_draft_tokens or largest)
 
 
 Eagle3DecodingConfig = EagleDecodingConfig
-"""Its name in newer files."""
+"""TensorRT-LLM's name in newer files."""
 
 
 class MTPDecodingConfig(DecodingBaseConfig):
     """Drafts come from further layers that were trained with the target: multi-token prediction.
 
-    DeepSeek-V3 (2024) and those who followed it. The modules lie in the target's own directory
+    DeepSeek-V3 (2024) and later models. The modules are in the target's own directory
     unless ``speculative_model`` names another. See ``speculative.drafters.mtp``.
     """
 
@@ -288,31 +273,31 @@ class MTPDecodingConfig(DecodingBaseConfig):
 
     name: str = Field(default="mtp", min_length=1)
     num_nextn_predict_layers: int | None = Field(default=None, ge=1, le=MAX_LEVELS)
-    """Use at most so many of the modules; None: all there are. Where ``max_draft_len`` is left out,
-    drafts are as long, or of one token: that is how TensorRT-LLM's files mean it."""
+    """Number of modules to use at most; None: all. Where ``max_draft_len`` is left out, it is this
+    number, or 1, as in TensorRT-LLM's files."""
     use_mtp_vanilla: bool = False
-    """Each place of a draft has keys and values of its own, even if only one module serves them
-    all. Several modules always work so; otherwise a single one is replayed on what it said."""
+    """Each level of a draft has a KV cache of its own, even if one module serves all levels. With
+    several modules this is always so; otherwise a single one is replayed on its own outputs."""
     recycled_state: Literal["normed", "unnormed"] = "normed"
-    """What the next guess reads in place of the target's state: what leaves the module's last norm,
-    or what enters it. As the module was trained; the published ones are served in both ways."""
+    """Hidden state that is fed back in place of the target's: the output of the module's last norm,
+    or its input. Depends on how the module was trained; other engines use either one."""
     use_relaxed_acceptance_for_thinking: bool = False
-    """While a greedy request thinks, accept tokens that the target likes almost as well as its
-    first choice. Changes its output, and marks it."""
+    """While a greedy request is in its thinking phase, accept tokens that are almost as probable as
+    the target's first choice. Changes the output, which is marked as lossy."""
     relaxed_topk: int = Field(default=1, ge=1)
-    """The token must be among so many likeliest ones."""
+    """Rank of an accepted token at most: it is among the top k."""
     relaxed_delta: float = Field(default=0.0, ge=0.0)
-    """How far it may lie behind the likeliest."""
+    """Difference to the most probable token at most."""
     relaxed_rule: Literal["probability", "log_probability"] | None = None
-    """What ``relaxed_delta`` is a difference of: TensorRT-LLM's kernels compare probabilities, its
-    documentation speaks of their logarithms. Left out: ``log_probability``, which is documented,
-    and the stricter one: what it accepts, ``probability`` accepts as well."""
+    """Quantity that ``relaxed_delta`` is a difference of: TensorRT-LLM's kernels compare
+    probabilities, its documentation log-probabilities. Left out: ``log_probability``, the
+    documented and stricter one: what it accepts, ``probability`` accepts as well."""
     begin_thinking_phase_token: int = Field(
         default=128798,
         ge=0,
         validation_alias=AliasChoices("begin_thinking_phase_token", "BEGIN_THINKING_PHASE_TOKEN"),
     )
-    """Token id that begins the thinking; unless said otherwise DeepSeek-R1's."""
+    """Token id that begins the thinking phase; the default is DeepSeek-R1's."""
     end_thinking_phase_token: int = Field(
         default=128799,
         ge=0,
@@ -341,15 +326,15 @@ MEDUSA_CHOICES: tuple[tuple[int, ...], ...] = all_nodes(
         *((1, 0, 0), (1, 1), (2, 0, 0), (3, 0), (4,), (5,)),
     ]
 )
-"""A tree of 24 nodes: the best one where a head's first choices are right in 60, 14,
-7, 4, 2 and 2 of 100 places, and each further head in 12 % fewer."""
+"""A tree of 24 nodes: the best one if a head's top-ranked tokens are right at 60, 14, 7, 4, 2 and 2
+of 100 positions, and each further head at 12 % fewer."""
 
-USUAL_NODES = 15
-"""Of a tree of the likeliest: with the root, as many rows as CPUs multiply at little cost."""
+DEFAULT_NODES = 15
+"""Size of a most-probable tree: 16 tokens with the root, which CPUs multiply at little cost."""
 
 
 class MedusaDecodingConfig(DecodingBaseConfig):
-    """Drafts come from heads beside the target's own, each of which guesses one token further on.
+    """Drafts come from heads beside the target's own, each predicting one token further on.
 
     Medusa (Cai et al., 2024). See ``speculative.drafters.medusa``.
     """
@@ -360,28 +345,27 @@ class MedusaDecodingConfig(DecodingBaseConfig):
 
     name: str = Field(default="medusa", min_length=1)
     medusa_choices: TreePaths | None = None
-    """The tree: paths of ranks, ``[1, 0]`` being the likeliest token of the second head after the
-    second likeliest of the first. See ``decoding.tree_paths``. None: as the heads' ``config.json``
-    says, or one that suits most heads."""
+    """The tree: paths of ranks; ``[1, 0]`` is the most probable token of the second head after the
+    second most probable one of the first. See ``config.speculation``. None: the one in the heads'
+    ``config.json``, or ``MEDUSA_CHOICES``."""
     tree: Literal["choices", "likeliest"] = "choices"
-    """``choices``: the same tree every time, as published. ``likeliest``: of what the heads hold
-    the likeliest together as they stand, as deep as there are heads, and of 15 tokens unless
-    ``max_total_draft_tokens`` says otherwise. It gets further with fewer tokens."""
+    """``choices``: a static tree, as published. ``likeliest``: in each step the most probable nodes
+    under the heads, as deep as there are heads; 15 tokens unless ``max_total_draft_tokens`` is
+    given. It accepts more per verified token."""
     min_draft_probability: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """What the heads hold less likely than this, together with all before it, is left out of such a
-    tree: verifying costs something, too."""
+    """With ``likeliest``: leave out nodes whose path is less probable than this under the heads."""
     num_medusa_heads: int | None = Field(default=None, ge=1, le=MAX_LEVELS)
-    """How many heads to use; None: as many as there are."""
+    """Number of heads to use; None: all."""
     posterior_threshold: float | None = Field(default=None, gt=0.0, le=1.0)
-    """Accept what is typical of the target instead of what it would have drawn: tokens of at least
-    this probability, or fewer where it is unsure. Changes the outputs of sampled requests, and
-    marks them. None: exact. Medusa's authors use 0.09."""
+    """Typical acceptance: accept tokens of at least this probability under the target, or of less
+    where its entropy is high. Changes the outputs of sampled requests, which are marked as lossy.
+    None: exact acceptance. Medusa's authors use 0.09."""
     posterior_alpha: float | None = Field(default=None, gt=0.0)
-    """How far unsureness lowers that threshold, ``posterior_alpha * exp(-entropy)`` being enough;
+    """Lowers that threshold to ``posterior_alpha * exp(-entropy)`` where this is less;
     None: the square root of ``posterior_threshold``."""
 
     def _settle_lengths(self) -> None:
-        """Settle the tree as well, from which they follow."""
+        """Settle the tree as well, which determines the lengths."""
         if self.posterior_alpha is not None and self.posterior_threshold is None:
             reason = "posterior_threshold is not given, and without it acceptance is exact"
             raise self._refuse("posterior_alpha", self.posterior_alpha, reason)
@@ -394,9 +378,9 @@ class MedusaDecodingConfig(DecodingBaseConfig):
         super()._settle_lengths()
 
     def _settle_top(self) -> None:
-        """As deep as there are heads, unless less is wanted."""
+        """As deep as there are heads, unless ``max_draft_len`` is given."""
         if self.medusa_choices is not None:
-            reason = "tree is 'likeliest', which is another one every time"
+            reason = "tree is 'likeliest', which builds another tree in each step"
             raise self._refuse("medusa_choices", self.medusa_choices, reason)
         heads = self.num_medusa_heads
         if heads is not None and self.max_draft_len > heads:
@@ -409,13 +393,13 @@ class MedusaDecodingConfig(DecodingBaseConfig):
             raise self._refuse("max_draft_len", self.max_draft_len, reason)
         depth = self.max_draft_len or self._heads() or max(map(len, MEDUSA_CHOICES))
         self._set("max_draft_len", depth)
-        usual = max(USUAL_NODES, self.max_draft_len)
-        self._set("max_total_draft_tokens", self.max_total_draft_tokens or usual)
+        default = max(DEFAULT_NODES, self.max_draft_len)
+        self._set("max_total_draft_tokens", self.max_total_draft_tokens or default)
 
     def _settle_choices(self) -> None:
-        """Depth and size are those of the tree, which is cut to the heads that are used."""
+        """Take depth and size from the tree, which is truncated to the heads that are used."""
         if self.min_draft_probability:
-            reason = "tree is 'choices', whose nodes are all tried"
+            reason = "tree is 'choices', which always drafts all nodes"
             raise self._refuse("min_draft_probability", self.min_draft_probability, reason)
         given = self.medusa_choices
         if given is None:
@@ -427,12 +411,12 @@ class MedusaDecodingConfig(DecodingBaseConfig):
         self._settle_tree("medusa_choices", self.medusa_choices)
 
     @property
-    def has_usual_tree(self) -> bool:
-        """Whether the tree is the one that it chooses itself where none is given."""
+    def has_default_tree(self) -> bool:
+        """Whether no tree was given, so that the default one is used."""
         return self.tree == "choices" and "medusa_choices" not in self.model_fields_set
 
     def _default_tree(self) -> tuple[tuple[int, ...], ...]:
-        """What the heads' own configuration says, within the wanted depth and heads."""
+        """The tree in the heads' ``config.json``, within ``max_draft_len`` and the heads used."""
         stored = self._stored().get("medusa_choices") or MEDUSA_CHOICES
         try:
             tree = pydantic.TypeAdapter(TreePaths).validate_python(stored)
@@ -442,8 +426,8 @@ class MedusaDecodingConfig(DecodingBaseConfig):
         if all(tree):
             self._expect_closed("medusa_choices", tree)
         limits = [limit for limit in (self._heads(), self.max_draft_len) if limit]
-        most = min(limits, default=MAX_LEVELS)
-        return tuple(path for path in all_nodes(tree) if len(path) <= most)
+        depth = min(limits, default=MAX_LEVELS)
+        return tuple(path for path in all_nodes(tree) if len(path) <= depth)
 
     @property
     def drafts_chains(self) -> bool:
@@ -451,21 +435,22 @@ class MedusaDecodingConfig(DecodingBaseConfig):
         return self.tree == "choices" and super().drafts_chains
 
     def _heads(self) -> int | None:
-        """How many are used: what is wanted, of what the weights hold; None if nobody knows.
+        """Number of heads that are used; None: not known before they are loaded.
 
-        Published configs are often wrong about it, and count where the weights cannot be read.
+        By the weights, since published configs are often wrong; by ``config.json`` where the
+        weights cannot be read.
         """
         directory = self._directory()
         found = None if directory is None else stored_heads(directory)
         if found is None:
             stored = self._stored()
-            said = stored.get("medusa_num_heads", stored.get("num_heads"))
-            found = said if isinstance(said, int) and said > 0 else None
+            listed = stored.get("medusa_num_heads", stored.get("num_heads"))
+            found = listed if isinstance(listed, int) and listed > 0 else None
         limits = [limit for limit in (self.num_medusa_heads, found, MAX_LEVELS) if limit]
         return min(limits) if len(limits) > 1 else None
 
     def _stored(self) -> dict[str, Any]:
-        """The heads' ``config.json``; whether there has to be one is for who loads them to say."""
+        """The heads' ``config.json``; empty if it cannot be read, which loading them reports."""
         directory = self._directory()
         if directory is None:
             return {}
@@ -476,7 +461,7 @@ class MedusaDecodingConfig(DecodingBaseConfig):
             return {}
 
     def _directory(self) -> Path | None:
-        """Where the heads lie; None: nothing says where, or loading them will say what is wrong."""
+        """Directory of the heads; None: not given, or not found, which loading them reports."""
         if self.speculative_model is None:
             return None
         try:
@@ -486,13 +471,13 @@ class MedusaDecodingConfig(DecodingBaseConfig):
 
 
 _HEAD = re.compile(r"(?:model\.)?(?:medusa_heads?\.)?(?:blocks\.|lm_heads\.)?(\d+)\.")
-"""Begins the names of a head's tensors, in the authors' layout and in vLLM's."""
+"""Prefix of the names of a head's tensors, in the authors' layout and in vLLM's."""
 
 
 def stored_heads(directory: Path) -> int | None:
-    """How many heads the weights in a directory are those of, by the names of the tensors.
+    """Number of heads in the weights of a directory, by the names of the tensors.
 
-    Reads a few kilobytes; None: there are no weights, or of a format that cannot be read so.
+    Reads a few kilobytes; None: there are no weights, or in a format without readable names.
     """
     files = sorted(directory.glob("*.safetensors"))
     files = files or sorted(directory.glob("pytorch_model*.bin")) or sorted(directory.glob("*.pt"))
@@ -505,10 +490,10 @@ def stored_heads(directory: Path) -> int | None:
 
 
 def _tensor_names(file: Path) -> list[str]:
-    """Of a safetensors file, whose header is JSON, or of what ``torch.save`` wrote.
+    """Of a safetensors file, whose header is JSON, or of a file that ``torch.save`` wrote.
 
-    The latter is a zip archive with a pickle of the names and the places of the tensors, which is
-    searched for its strings and not executed.
+    The latter is a zip archive with a pickle of the tensors' names and offsets, which is searched
+    for its strings and not executed.
     """
     if file.suffix == ".safetensors":
         with file.open("rb") as stream:
@@ -523,7 +508,7 @@ def _tensor_names(file: Path) -> list[str]:
 
 
 class ReDrafterDecodingConfig(DecodingBaseConfig):
-    """Drafts come from a small recurrent network that searches ahead with beams.
+    """Drafts come from a small recurrent network, by beam search.
 
     ReDrafter (Cheng et al., 2024). See ``speculative.drafters.redrafter``.
     """
@@ -531,19 +516,19 @@ class ReDrafterDecodingConfig(DecodingBaseConfig):
     decoding_type: ClassVar[str] = "ReDrafter"
     uses_model: ClassVar[bool] = True
     branches: ClassVar[bool] = True
+    length_aliases: ClassVar[tuple[str, ...]] = ("draft_len_per_beam",)
 
     name: str = Field(default="redrafter", min_length=1)
     num_beams: int = Field(default=10, ge=1, le=MAX_NODES)
-    """Continuations that are kept at each length of the search."""
+    """Beams that are kept at each length of the search."""
     draft_len_per_beam: int = Field(default=4, ge=1, le=MAX_LEVELS)
-    """Most tokens of one; ``max_draft_len`` is another name for it."""
+    """Tokens of a beam at most; another name of ``max_draft_len``."""
     tree: Literal["likeliest", "beams"] = "likeliest"
-    """``beams``: what is left at the end of the search, as published. ``likeliest``: what was
-    likely at any length, which gets further with fewer tokens: 15 unless
-    ``max_total_draft_tokens`` says otherwise."""
+    """``beams``: the beams of the last length, as published. ``likeliest``: the most probable beams
+    of any length, which accepts more per verified token: 15 tokens unless
+    ``max_total_draft_tokens`` is given."""
     min_draft_probability: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """What the head holds less likely than this, together with all before it, is left out of the
-    ``likeliest``: verifying costs something, too."""
+    """With ``likeliest``: leave out beams that are less probable than this under the head."""
 
     @property
     def drafts_chains(self) -> bool:
@@ -551,24 +536,24 @@ class ReDrafterDecodingConfig(DecodingBaseConfig):
         return self.num_beams == 1
 
     def _settle_lengths(self) -> None:
-        """The depth is that of a beam; the size at most that of beams with nothing in common."""
+        """The depth is a beam's length; the size at most that of beams without common prefix."""
         given = "draft_len_per_beam" in self.model_fields_set
         if not given and self.max_draft_len:
             self._set("draft_len_per_beam", self.max_draft_len)
         if self.min_draft_probability and self.tree == "beams":
-            reason = "tree is 'beams', which are all verified"
+            reason = "tree is 'beams', which are always all drafted"
             raise self._refuse("min_draft_probability", self.min_draft_probability, reason)
         length = self.draft_len_per_beam
         if self.max_draft_len not in (0, length):
             reason = f"draft_len_per_beam makes it {length}"
             raise self._refuse("max_draft_len", self.max_draft_len, reason)
         self._set("max_draft_len", length)
-        most = self.num_beams * length
-        if self.max_total_draft_tokens > most:
-            reason = f"{self.num_beams} beams of {length} have no more than {most}"
+        largest = self.num_beams * length
+        if self.max_total_draft_tokens > largest:
+            reason = f"{self.num_beams} beams of {length} have no more than {largest}"
             raise self._refuse("max_total_draft_tokens", self.max_total_draft_tokens, reason)
-        usual = most if self.tree == "beams" else min(most, max(length, 15))
-        self._set("max_total_draft_tokens", self.max_total_draft_tokens or usual)
+        default = largest if self.tree == "beams" else min(largest, max(length, DEFAULT_NODES))
+        self._set("max_total_draft_tokens", self.max_total_draft_tokens or default)
         super()._settle_lengths()
 
 
@@ -580,15 +565,15 @@ class UserProvidedDecodingConfig(DecodingBaseConfig):
 
     name: str = Field(default="user_provided", min_length=1)
     max_total_draft_tokens: Nodes = 0
-    """Most tokens of a draft, all branches together, whatever the drafter's ``nodes`` says. Left
-    out: what ``nodes`` says of a draft of ``max_draft_len`` levels."""
+    """Tokens of a draft at most, all branches together. Left out: the drafter's
+    ``nodes(max_draft_len)``."""
     drafter: Any
     """A ``Drafter``: an instance, or ``"module:Name"`` of a class without arguments."""
     resource_manager: Any = None
-    """A ``ResourceManager``, or ``"module:Name"`` of one, told of each request's life."""
+    """A ``ResourceManager``, or ``"module:Name"`` of one; called as requests come and go."""
 
     _names: dict[str, str] = pydantic.PrivateAttr(default_factory=dict)
-    """How the objects were named, if they were: a dump names them so."""
+    """Field -> name that it was given by, if any; dumps contain it."""
 
     if not TYPE_CHECKING:  # see DecodingBaseConfig
 
@@ -606,8 +591,8 @@ class UserProvidedDecodingConfig(DecodingBaseConfig):
             made = Registry(kind, {}).create(value) if isinstance(value, str | type) else value
         except UsageError:
             raise
-        except Exception as error:  # of the caller's own code
-            raise ValueError(f"it cannot be made: {type(error).__name__}: {error}") from error
+        except Exception as error:  # the caller's own code may raise anything
+            raise ValueError(f"it cannot be created: {type(error).__name__}: {error}") from error
         method = "prepare_draft_tokens" if kind == "drafter" else "get_max_resource_count"
         if not callable(getattr(made, method, None)):
             raise ValueError(f"it has no method {method}")
@@ -615,20 +600,22 @@ class UserProvidedDecodingConfig(DecodingBaseConfig):
 
     @pydantic.field_serializer("drafter", "resource_manager")
     def _dump(self, value: Any, info: pydantic.FieldSerializationInfo) -> Any:
-        """The name that it was given by; an object stays itself where a dump may hold objects."""
-        kept = info.mode == "python" and not is_dataclass(value)  # of which pydantic makes fields
+        """The name it was given by; a Python dump keeps an object without a name."""
+        kept = info.mode == "python" and not is_dataclass(
+            value
+        )  # which pydantic would dump field by field
         if value is None or (kept and info.field_name not in self._names):
             return value
         if info.field_name not in self._names:
             raise ParameterError(
-                f"{info.field_name} cannot be written down",
-                f"it is an object of {type(value).__name__}, and nothing says how to make it",
+                f"{info.field_name} cannot be dumped",
+                f"it is an object of {type(value).__name__}, given without a name",
                 'Give it as "module:Name", of a class without arguments',
             )
         return self._names[info.field_name]
 
     def _settle_lengths(self) -> None:
-        """A draft is as large as the drafter says, unless ``max_total_draft_tokens`` does."""
+        """The size is the drafter's ``nodes``, unless ``max_total_draft_tokens`` is given."""
         if not self.max_total_draft_tokens and self.max_draft_len:
             self._set("max_total_draft_tokens", self._own_size())
         super()._settle_lengths()
@@ -636,6 +623,8 @@ class UserProvidedDecodingConfig(DecodingBaseConfig):
     def _own_size(self) -> int:
         try:
             size = index(self.drafter.nodes(self.max_draft_len))
-        except Exception:  # of the caller's own code; the engine will see to it
+        except (
+            Exception
+        ):  # the caller's own code may raise anything; the engine handles it when it drafts
             return self.max_draft_len
         return min(max(size, self.max_draft_len), MAX_NODES)

@@ -1,37 +1,23 @@
-"""How to guess ahead: one configuration class per way of drafting, each in a file of its own.
+"""``speculative_config``: the fields that all drafters have in common, and how they are read.
 
 Names, defaults and ``decoding_type`` strings are those of TensorRT-LLM, so that a
-``speculative_config`` block of a YAML file that was written for it is read here as it stands. After
-construction every length is settled; an impossible or ambiguous one is refused. Knows nothing about
-how drafts are made.
+``speculative_config`` block of one of its YAML files can be used unchanged. After construction both
+lengths are set; impossible or ambiguous ones are refused. The drafters' own classes are in
+``config.drafters``.
 
-[bounds] How much a configuration may ask for at most, whatever engine it comes to.
+The bounds below are far beyond useful values, and small enough that no table or search of a drafter
+grows without limit. The engine's limits come on top: it refuses drafts longer than the context when
+it is built, and a step shortens drafts to the KV slots it has left.
 
-Far beyond what pays, and small enough that no table or search of a drafter grows without bound.
-The engine's own limits come on top: a draft is never longer than the context, which is refused when
-the engine is built, nor than the room that a step has left. Knows nothing about drafters.
-
-[tree_paths] A static tree as it is written down: a path of ranks per node.
-
-``[1, 0]`` is the most probable token after the second most probable one. Two spellings are read:
-all nodes, each with what leads to it (``[[0], [1], [1, 0]]``), or the paths to the leaves only
-(``[[0, 0], [1, 0]]``). A list that has a path of one rank is one of all nodes. Either may be the
-text of such a list.
-
-[table] Which class a ``decoding_type`` names. Imports none before it is asked for.
-
-[base] What all ways of drafting have in common. Knows nothing about any one of them.
-
-After construction every length is settled; an impossible or ambiguous one is refused.
-
-[speculative_config] What ``speculative_config`` may be: one way of drafting or several, however
-they are written.
+A static tree is a list of paths, a path being the rank of each token on it: ``[1, 0]`` is the most
+probable token after the second most probable one. Two forms are read: all nodes
+(``[[0], [1], [1, 0]]``), or the leaves only (``[[0, 0], [1, 0]]``). A list with a path of one rank
+is one of all nodes. Either form may be given as text.
 """
 
 from __future__ import annotations
 
 import ast
-import importlib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
@@ -40,7 +26,9 @@ import pydantic
 from pydantic import AliasChoices, BeforeValidator, Field
 
 from forethought.config.base import StrictModel
-from forethought.errors import ParameterError, UnknownNameError
+from forethought.config.drafter_table import decoding_types, find_drafter
+from forethought.config.registry import Registry
+from forethought.errors import ParameterError
 from forethought.model_dir import find_model_dir
 
 MAX_LEVELS = 256
@@ -48,22 +36,22 @@ MAX_LEVELS = 256
 MAX_NODES = 1024
 """Tokens of a draft, all branches together; also children of a node, and beams of a search."""
 MAX_NGRAM = 64
-"""Tokens of an n-gram that is looked up; an n-gram pool learns as many patterns per token."""
+"""Tokens of an n-gram; a pool stores as many n-grams per token of a text."""
 MAX_SUFFIX = 1024
 """Tokens that a suffix is compared over."""
 MAX_FACTOR = 256.0
 """Drafted tokens per token of a suffix that matched."""
 MAX_ENTRIES = 1 << 24
-"""Continuations, outputs or tokens that are remembered: about 10 GB of them."""
+"""Continuations, outputs or tokens that are kept: about 10 GB of them."""
 MAX_WINDOW = 1 << 16
-"""Drafts over which a gate averages."""
+"""Drafts over which an acceptance gate averages."""
 
 Levels = Annotated[int, Field(ge=0, le=MAX_LEVELS)]
 Nodes = Annotated[int, Field(ge=0, le=MAX_NODES)]
 
 
 def _from_text(value: Any) -> Any:
-    """A list of paths may be written as the text of one."""
+    """Parse a list of paths that is given as text."""
     try:
         return ast.literal_eval(value) if isinstance(value, str) else value
     except (ValueError, SyntaxError) as error:
@@ -71,40 +59,22 @@ def _from_text(value: Any) -> Any:
 
 
 TreePaths = Annotated[tuple[tuple[int, ...], ...], BeforeValidator(_from_text)]
-"""See ``speculative.tree.TreeChoices``."""
+"""A static tree; see this module's docstring, and ``speculative.tree.TreeChoices``."""
 
 
 def all_nodes(paths: Collection[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """Every node that the paths lead through, by length and then by value."""
+    """Every node on the paths, sorted by length and then by value."""
     nodes = {path[:end] for path in paths for end in range(1, len(path) + 1)}
     return tuple(sorted(nodes, key=lambda path: (len(path), path)))
 
 
 def missing_path(paths: Collection[tuple[int, ...]]) -> tuple[int, ...] | None:
-    """A node that a list of all nodes lacks; None: it lacks none, or has the leaves only."""
+    """A node that is missing in a list of all nodes; None: none, or these are the leaves only."""
     listed, nodes = set(paths), all_nodes(paths)
     inner = {path[:-1] for path in nodes}
     if min(map(len, paths)) > 1 and not listed & inner:
         return None
     return next((node for node in nodes if node not in listed), None)
-
-
-CONFIGS: Mapping[str, str] = {
-    "AUTO": "AutoDecodingConfig",
-    "Draft_Target": "DraftTargetDecodingConfig",
-    "Eagle": "EagleDecodingConfig",
-    "Medusa": "MedusaDecodingConfig",
-    "MTP": "MTPDecodingConfig",
-    "NGram": "NGramDecodingConfig",
-    "Pearl": "PearlDecodingConfig",
-    "ReDrafter": "ReDrafterDecodingConfig",
-    "Suffix": "SuffixDecodingConfig",
-    "User_Provided": "UserProvidedDecodingConfig",
-}
-"""``decoding_type`` -> class in ``config.drafters``."""
-
-ALIASES: Mapping[str, str] = {"Eagle3": "Eagle"}
-"""Other strings that ``decoding_type`` may be."""
 
 
 def find_config_class(kind: Any) -> type[DecodingBaseConfig]:
@@ -113,47 +83,39 @@ def find_config_class(kind: Any) -> type[DecodingBaseConfig]:
     Raises:
         UnknownNameError: there is no such ``decoding_type``.
     """
-    spelled = _plain(str(kind))
-    known = {_plain(name): name for name in CONFIGS}
-    known |= {_plain(alias): name for alias, name in ALIASES.items()}
-    if spelled not in known:
-        raise UnknownNameError("decoding_type", str(kind), CONFIGS)
-    name = CONFIGS[known[spelled]]
-    found: type[DecodingBaseConfig] = getattr(
-        importlib.import_module("forethought.config.drafters"), name
+    found: type[DecodingBaseConfig] = Registry("decoding_type", {}).resolve(
+        find_drafter(kind).config
     )
     return found
 
 
 def missing_decoding_type() -> ParameterError:
-    """What to raise where nothing says how to draft."""
+    """The error for a configuration without ``decoding_type``."""
     return ParameterError(
         "speculative_config needs decoding_type",
         "nothing says how to draft",
-        f"Use one of {', '.join(sorted(CONFIGS))}",
+        f"Use one of {', '.join(decoding_types())}",
     )
 
 
-def _plain(kind: str) -> str:
-    return kind.casefold().replace("_", "").replace("-", "")
-
-
 class DecodingBaseConfig(StrictModel):
-    """What all ways of drafting have in common. ``from_dict`` finds the class that is meant."""
+    """The fields of every drafter. ``from_dict`` builds the class that ``decoding_type`` names."""
 
     decoding_type: ClassVar[str] = ""
-    """What a dictionary or YAML file calls it; case, ``_`` and ``-`` do not matter there."""
+    """Its name in a dictionary or YAML file, where case, ``_`` and ``-`` do not matter."""
     uses_model: ClassVar[bool | None] = False
-    """Whether it needs ``speculative_model``; None: it can do without."""
+    """Whether ``speculative_model`` is required; None: it is optional."""
     branches: ClassVar[bool] = False
-    """Whether a draft may be a tree: have more tokens than levels."""
+    """Whether a draft may be a tree, with more tokens than levels."""
+    length_aliases: ClassVar[tuple[str, ...]] = ()
+    """Fields that are other names of ``max_draft_len``."""
 
     name: str = Field(default="", min_length=1)
-    """What ``SpeculationParams.drafter`` and the metrics call it."""
+    """Its name in ``SpeculationParams.drafter`` and in metrics."""
     max_draft_len: Levels = 0
-    """Most levels of a draft: most tokens that a step can accept; at most ``MAX_LEVELS``."""
+    """Levels of a draft: the tokens that a step can accept; at most ``MAX_LEVELS``."""
     max_total_draft_tokens: Nodes = 0
-    """Most tokens of a draft, all branches together: for these the KV cache is reserved. Left out:
+    """Tokens of a draft at most, all branches together: KV slots are reserved for them. Left out:
     ``max_draft_len``, or the size of the tree; at most ``MAX_NODES``."""
     speculative_model: Path | None = Field(
         default=None, validation_alias=AliasChoices("speculative_model", "speculative_model_dir")
@@ -163,25 +125,25 @@ class DecodingBaseConfig(StrictModel):
     """Branch, tag or commit of a ``speculative_model`` of the Hub; None: its main branch."""
     max_concurrency: int | None = Field(default=None, ge=1)
     """No drafts in a step with more running sequences than this, decoding or still prefilling;
-    those that wait for a place are not counted. None: no such limit."""
+    waiting ones are not counted. None: no such limit."""
     draft_len_schedule: dict[int, int] | None = None
     """Running sequences, counted as for ``max_concurrency`` -> draft length; see
     ``draft_len_schedule_bounds``. Kept sorted."""
     draft_len_schedule_bounds: Literal["upper", "lower"] | None = None
-    """How the keys are meant. ``upper``, where it is left out, as TensorRT-LLM reads them today: up
-    to so many sequences, and no drafts with more than the largest key. ``lower``, as it read them
-    at first: from so many sequences on; the smallest key is 1."""
+    """Meaning of the keys. ``upper``, the default and TensorRT-LLM's today: up to this many
+    sequences, and no drafts with more than the largest key. ``lower``, TensorRT-LLM's at first:
+    from this many sequences on; the smallest key is 1."""
     acceptance_rate_window_size: int = Field(default=0, ge=0, le=MAX_WINDOW)
-    """Verified drafts, of all requests together, over which the gate averages: the last so many,
-    once there are as many since it opened. 0: there is no gate."""
+    """Number of latest verified drafts, of all requests together, over which the acceptance gate
+    averages; it may close once it has seen as many since it opened. 0: there is no gate."""
     acceptance_rate_threshold: float | None = Field(default=None, ge=0.0, le=1.0)
-    """The gate closes when a smaller share of the drafted levels than this is accepted."""
+    """The gate closes when the accepted share of the drafted levels falls below this."""
     length_control: Literal["fixed", "goodput"] = "fixed"
-    """``fixed``: as long as the fields above allow. ``goodput``: as long as pays in tokens per
-    second, as measured while running, which may be 0."""
+    """``fixed``: as long as the fields above allow. ``goodput``: the length, possibly 0, that
+    gives most tokens per second, as measured while running."""
     synthetic_acceptance: float | None = Field(default=None, ge=0.0, le=1.0)
-    """For studies of speed: each level of a draft is accepted with this probability, whatever it
-    holds. Outputs are then meaningless, and marked."""
+    """For measuring speed: each level of a draft is accepted with this probability, whatever its
+    tokens. Outputs are then meaningless, and marked as such."""
     synthetic_acceptance_length: float | None = Field(default=None, ge=1.0)
     """The same by length: each step generates so many tokens on average, that of the target itself
     included: with 2.6 one drafted token is always accepted, and a second one in 60 % of the steps.
@@ -198,8 +160,8 @@ class DecodingBaseConfig(StrictModel):
             super().__init__(**values)
 
     @pydantic.model_serializer(mode="wrap")
-    def _say_kind(self, dump: pydantic.SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """A dump says which class it is of, so that it can be loaded again."""
+    def _dump_decoding_type(self, dump: pydantic.SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A dump contains ``decoding_type``, so that it can be loaded again."""
         return {"decoding_type": self.decoding_type, **dump(self)}
 
     @pydantic.model_validator(mode="after")
@@ -210,9 +172,11 @@ class DecodingBaseConfig(StrictModel):
         self._settle_schedule()
         self._check_synthetic()
         if self.uses_model and self.speculative_model is None:
-            raise self._refuse("speculative_model", None, "drafts come from a model of their own")
+            raise self._refuse("speculative_model", None, "the drafter needs a model")
         if self.uses_model is False and self.speculative_model is not None:
-            raise self._refuse("speculative_model", self.speculative_model, "it has no draft model")
+            raise self._refuse(
+                "speculative_model", self.speculative_model, "the drafter has no model"
+            )
         if self.revision is not None and self.speculative_model is None:
             raise self._refuse("revision", self.revision, "there is no speculative_model")
         if bool(self.acceptance_rate_window_size) != (self.acceptance_rate_threshold is not None):
@@ -224,7 +188,7 @@ class DecodingBaseConfig(StrictModel):
         return self
 
     def with_local_model(self) -> Self:
-        """The same with ``speculative_model`` as a directory, downloaded if it is a Hub id.
+        """A copy with ``speculative_model`` as a directory, downloaded if it is a Hub id.
 
         Raises:
             UsageError: as :func:`~forethought.model_dir.find_model_dir`.
@@ -257,11 +221,11 @@ class DecodingBaseConfig(StrictModel):
         return self.max_total_draft_tokens == self.max_draft_len
 
     def _settle_tree(self, name: str, paths: tuple[tuple[int, ...], ...]) -> None:
-        """Take depth and size from the tree in the field ``name``; refuse others beside it."""
+        """Take both lengths from the tree in the field ``name``; refuse contradicting ones."""
         if not paths or not all(paths) or min(map(min, paths)) < 0:
             raise self._refuse(name, paths, "paths are lists of ranks from 0")
         if len(set(paths)) < len(paths):
-            raise self._refuse(name, paths, "a path stands there twice")
+            raise self._refuse(name, paths, "a path is listed twice")
         self._expect_closed(name, paths)
         size = len(all_nodes(paths))
         lengths = {"max_draft_len": max(map(len, paths)), "max_total_draft_tokens": size}
@@ -271,11 +235,11 @@ class DecodingBaseConfig(StrictModel):
             self._set(length, value)
 
     def _expect_closed(self, name: str, paths: tuple[tuple[int, ...], ...]) -> None:
-        """Refuse a list that has neither all nodes of a tree nor its leaves only."""
+        """Refuse a list that is neither all nodes of a tree nor its leaves only."""
         missing = missing_path(paths)
         if missing is not None:
             reason = (
-                f"{list(missing)} is missing, through which others lead: list all nodes, or the "
+                f"{list(missing)} is missing, a prefix of others: list all nodes, or the "
                 "leaves only if none of them is a path of one rank"
             )
             raise self._refuse(name, [list(path) for path in paths], reason)
@@ -283,14 +247,16 @@ class DecodingBaseConfig(StrictModel):
     def _settle_schedule(self) -> None:
         schedule, bounds = self.draft_len_schedule, self.draft_len_schedule_bounds
         if schedule is None and bounds is not None:
-            reason = "it says how the keys of draft_len_schedule are meant, and there is none"
+            reason = "there is no draft_len_schedule whose keys it describes"
             raise self._refuse("draft_len_schedule_bounds", bounds, reason)
         if schedule is None:
             return
         self._set("draft_len_schedule_bounds", bounds or "upper")
         if self.max_concurrency is not None or self.length_control != "fixed":
             other = "length_control" if self.max_concurrency is None else "max_concurrency"
-            raise self._refuse(other, getattr(self, other), "draft_len_schedule decides already")
+            raise self._refuse(
+                other, getattr(self, other), "draft_len_schedule determines the length"
+            )
         if not schedule or min(schedule) < 1 or (bounds == "lower" and min(schedule) > 1):
             first = "the smallest of these lower bounds must be 1" if bounds == "lower" else ""
             reason = first or "it must have batch sizes from 1 as keys"
@@ -305,14 +271,14 @@ class DecodingBaseConfig(StrictModel):
         if length is None:
             return
         if self.synthetic_acceptance is not None:
-            reason = "synthetic_acceptance is given, which says it by level"
+            reason = "synthetic_acceptance is given, the probability per level"
             raise self._refuse("synthetic_acceptance_length", length, reason)
         if length > self.max_draft_len + 1:
             reason = f"a step has at most max_draft_len + 1 tokens, {self.max_draft_len + 1}"
             raise self._refuse("synthetic_acceptance_length", length, reason)
 
     def _set(self, name: str, value: Any) -> None:
-        """Settle a field during construction, after which it is frozen."""
+        """Set a field during construction; afterwards it is frozen."""
         self.__dict__[name] = value
 
     def _refuse(self, name: str, value: Any, reason: str) -> ParameterError:
@@ -323,7 +289,7 @@ class DecodingBaseConfig(StrictModel):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Any:
-        """The configuration that ``values`` describe.
+        """Build a configuration from a dictionary.
 
         Args:
             values: field names and values; ``decoding_type`` names the class, unless it is called
@@ -341,7 +307,7 @@ class DecodingBaseConfig(StrictModel):
 
     @classmethod
     def _expect(cls, kind: Any) -> type[DecodingBaseConfig]:
-        """The class that ``kind`` names, which must be this one or one derived from it."""
+        """The class that ``kind`` names, which must be this class or derived from it."""
         found = find_config_class(kind)
         if not issubclass(found, cls):
             raise ParameterError(
@@ -353,7 +319,7 @@ class DecodingBaseConfig(StrictModel):
 
 
 def read_configs(value: Any) -> tuple[DecodingBaseConfig, ...]:
-    """One configuration or several, however they are written, in order.
+    """The configurations in a ``speculative_config``, in order.
 
     Args:
         value: a configuration, a dictionary for ``from_dict``, a list of them, or None.

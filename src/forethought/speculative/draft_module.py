@@ -1,24 +1,27 @@
-"""What EAGLE's and MTP's heads have in common: they read pairs of a state and the next token.
+"""Runs a draft network over a KV cache of its own on the target's pages.
 
-Pair i is the target's state at position i and the token at i + 1; from it the head guesses the
-token at i + 2. A guess's own state takes the target's place in the pair that follows. Knows nothing
-about what states are, or what becomes of guesses.
+The network is a draft model, an EAGLE head or an MTP module. Its entry for position p, the keys and
+values of its layers, lies at the slot of position p of the target and is computed from token p and,
+where it reads the target, from the hidden state at position p - ``offset``::
 
-[pairs] A head's pairs over the target's pages: what it has read, and how it reads on.
+    offset    network               input of the entry at position p    predicts position
+    0         draft model           token p                             p + 1
+    1         EAGLE, MTP module 1   token p, target's state p - 1       p + 1
+    k         MTP module k          token p, state p - k of module k-1  p + 1
 
-The pair of the state at position p - 1 and the token at p has its entry, the keys and values of the
-head's layer, at the slot of position p. So an entry depends on nothing behind its own slot, and
-forks, prefix hits and rewinds of the target serve the head as they serve the target; position 0
-alone has no entry, and nobody sees it. Entries behind the root are made of the head's own states;
-they are never stored, so what is accepted is read again from the target's.
-
-Knows nothing about which tokens are drafted.
+An entry depends on no later position, so forks, prefix hits and rewinds of the target are valid for
+the draft network as well. Before it drafts, the runner computes the entries that are missing
+(``begin``): few of them in a contiguous workspace, many in paged forwards of at most
+``max_num_tokens``. It then goes on from its own outputs, level by level (``advance``), in the
+workspace. Entries that read a fed-back hidden state are not stored: once their tokens are accepted,
+they are computed again from the target's states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,233 +29,321 @@ from torch import Tensor
 from forethought.kv.draft_cache import DraftKvCache, HiddenStateCache
 from forethought.kv.storage import KvStorage, LayerShape
 from forethought.kv.table import ReadableTable
-from forethought.model.attention.base import ForwardPass, PagedPass
+from forethought.model.attention.base import AttentionBackend, ForwardPass, PagedPass
 from forethought.model.attention.workspace import KvWorkspace, catch_up_start
-from forethought.model.batch import Batch, Span
+from forethought.model.batch import Batch, Row
 from forethought.speculative.drafter import DraftRequest
 from forethought.speculative.registry import Target
 
+T = TypeVar("T")
+
 
 class ModuleOutput(NamedTuple):
-    """What a head thinks behind R pairs."""
+    """Output of a draft network at R positions."""
 
     states: Tensor
-    """[R, hidden]: for the pairs that follow."""
+    """[R, hidden]: fed back as input of the next positions; [R, 0] for a draft model."""
     logits: Tensor
-    """[R, D]: of the tokens that follow."""
+    """[R, D]: of the next tokens."""
 
 
-class DraftModule(Protocol):
-    """A head over pages.
+class DraftNetwork(Protocol):
+    """A draft network over pages.
 
     Attributes:
-        dtype: of its weights, states and entries; that of the target's may differ.
-        shape: what its one attention layer stores per pair.
-        vocab_size: D, tokens that it knows.
-        ids: int64 ``[D]``, the target's id of each; None: all there are.
+        vocab_size: D, tokens in its vocabulary.
+        ids: int64 ``[D]``, the target's id of each; None: the same ids.
+    """
+
+    vocab_size: int
+    ids: Tensor | None
+
+    @property
+    def windows(self) -> Sequence[int | None]:
+        """Attention window of each layer; None: all positions are visible."""
+        ...
+
+    def __call__(self, states: Tensor, forward_pass: ForwardPass) -> ModuleOutput:
+        """Compute T entries, and the output at the R positions in the batch's ``logit_index``.
+
+        Args:
+            states: ``[T, hidden]``, from ``enter`` or fed back; ``[T, 0]`` for a draft model.
+            forward_pass: over its storage; the batch has the entries' tokens and, as positions,
+                those of the states.
+        """
+        ...
+
+
+class DraftModule(DraftNetwork, Protocol):
+    """A draft network of one layer that reads hidden states of the target.
+
+    Attributes:
+        dtype: of its weights, states and entries; may differ from the target's.
+        shape: of its layer's keys and values.
     """
 
     dtype: torch.dtype
     shape: LayerShape
-    vocab_size: int
-    ids: Tensor | None
 
-    def enter(self, features: Tensor) -> Tensor:
-        """The target's captured states side by side ``[T, width]`` -> ``[T, hidden]``."""
+    def enter(self, states: Tensor) -> Tensor:
+        """Concatenated hidden states of the target ``[T, width]`` -> ``[T, hidden]``."""
         ...
 
-    def __call__(self, states: Tensor, forward_pass: ForwardPass) -> ModuleOutput:
-        """Read T pairs, and guess behind the R of them whose logits the pass's batch wants.
 
-        Args:
-            states: ``[T, hidden]``, from ``enter`` or from guesses.
-            forward_pass: over a storage of one layer; its batch has the pairs' tokens and, as
-                positions, those of the states.
-        """
-        ...
+class TokenRange(NamedTuple):
+    """Entries ``start`` to ``stop`` of one sequence, which are to be computed."""
+
+    tokens: Sequence[int]
+    """Of the sequence from position 0 on; those up to ``stop`` that are missing are not known on
+    the host."""
+    table: ReadableTable
+    """Reaches to ``stop`` or further."""
+    start: int
+    stop: int
+    depth: int = 1
+    """Levels of the draft that follows: MTP modules that read the range."""
+
+    def row(self, num_logits: int | None) -> Row:
+        """As a row of a batch, with the logits of the last ``num_logits`` entries; None: of all."""
+        tokens = list(self.tokens[self.start : self.stop])
+        size = self.stop - self.start
+        tokens += [0] * (size - len(tokens))
+        first = 0 if num_logits is None else size - num_logits
+        return Row(tokens, self.start, self.table.prefix(self.stop), logits_from=first)
+
+
+def compute_in_chunks(
+    ranges: Sequence[TokenRange],
+    max_num_tokens: int,
+    forward: Callable[[Sequence[TokenRange], int], T],
+    held_back: int = 1,
+) -> T:
+    """Compute ranges in forwards of at most ``max_num_tokens``, or of ``held_back`` entries each.
+
+    Args:
+        ranges: each at least one entry.
+        max_num_tokens: in one forward.
+        forward: computes parts of some ranges, with that many logits at the end of each.
+        held_back: last entries of a range that are computed together, in the last forward.
+
+    Returns:
+        What the last forward, with one row of logits per range, returns.
+    """
+    left = list(ranges)
+    while True:
+        early = [max(0, each.stop - each.start - held_back) for each in left]
+        if sum(each.stop - each.start for each in left) <= max_num_tokens or not any(early):
+            return forward(left, 1)
+        capacity, chunk = max_num_tokens, list[TokenRange]()
+        for place, count in enumerate(early):
+            taken = min(capacity, count)
+            if taken:
+                each, capacity = left[place], capacity - taken
+                chunk.append(each._replace(stop=each.start + taken))
+                left[place] = each._replace(start=each.start + taken)
+        forward(chunk, 0)
 
 
 class RootOutput(NamedTuple):
-    """What a head makes of some requests' roots, and where it reads on."""
+    """B requests whose known tokens, up to the root, the network has read."""
 
     workspace: KvWorkspace
-    """Behind the roots' pairs."""
+    known: int
+    """Known tokens of each that lie in the workspace only, in front of the draft."""
     positions: Tensor
-    """int64 [B]: of the states behind the roots."""
-    guess: ModuleOutput
-    """Behind the roots."""
-
-
-class _Part(NamedTuple):
-    """Tokens of one sequence; ``start`` is at least 1."""
-
-    request: DraftRequest
-    start: int
-    stop: int
+    """int64 [B]: what the network takes as position of the draft's first tokens."""
+    output: ModuleOutput
+    """At the roots."""
 
 
 class DraftModuleRunner:
-    """Runs a head.
+    """Runs a draft network.
 
     Args:
-        head: over pages, on the target's device.
-        layer_ids: where the states that it reads are taken; see ``model.causal_lm``.
-        target: whose they are.
+        network: on the target's device.
+        cache: its KV cache over the target's pages.
+        hidden_states: of the target; None: ``network`` is a draft model, which reads none.
+        backend: computes attention over pages.
+        max_num_tokens: in one paged forward.
+        offset: see the table above.
     """
 
-    def __init__(self, head: DraftModule, layer_ids: Sequence[int], target: Target) -> None:
-        lm, pages = target.runner.lm, target.runner.storage
-        self.head, self._backend = head, lm.backend
-        self._most_tokens, self._device = target.max_num_tokens, lm.device
-        self.features = HiddenStateCache(layer_ids, lm.hidden_size, pages)
-        self._storage = KvStorage(
-            [head.shape], pages.num_pages, pages.page_size, head.dtype, pages.device
+    def __init__(
+        self,
+        network: DraftNetwork,
+        cache: DraftKvCache,
+        hidden_states: HiddenStateCache | None,
+        backend: AttentionBackend,
+        max_num_tokens: int,
+        offset: int,
+    ) -> None:
+        self.network, self.cache, self.hidden_states = network, cache, hidden_states
+        self._backend, self._max_num_tokens, self.offset = backend, max_num_tokens, offset
+        self._device = cache.storage.device
+
+    @classmethod
+    def of_module(
+        cls, module: DraftModule, hidden_states: HiddenStateCache, target: Target, offset: int = 1
+    ) -> DraftModuleRunner:
+        """A module for ``target``, with a new KV cache."""
+        pages, lm = target.runner.storage, target.runner.lm
+        storage = KvStorage(
+            [module.shape], pages.num_pages, pages.page_size, module.dtype, pages.device
         )
-        self.entries = DraftKvCache(self._storage)
+        cache = DraftKvCache(storage)
+        return cls(module, cache, hidden_states, lm.backend, target.max_num_tokens, offset)
 
     @property
     def draft_caches(self) -> tuple[DraftKvCache, ...]:
-        """The target's states and the head's entries."""
-        return self.features, self.entries
+        """The target's hidden states, if they are read, and the network's KV cache."""
+        return (self.cache,) if self.hidden_states is None else (self.hidden_states, self.cache)
 
     def can_read(self, request: DraftRequest) -> bool:
-        """Whether the target's states lie there, up to the root."""
-        assert request.table is not None
+        """Whether the target's hidden states are stored up to the root."""
         known = len(request.tokens) - 1  # the root is not computed yet
-        return known > 0 and self.features.ready_length(request.table, known) == known
+        if self.hidden_states is None:
+            return True
+        return known > 0 and self.hidden_states.ready_length(table_of(request), known) == known
 
-    def begin(self, requests: Sequence[DraftRequest], room: int) -> RootOutput:
-        """Read all pairs that were not read yet, the one of the root at least.
+    def missing_from(self, request: DraftRequest) -> int:
+        """The first entry of a request that is not stored."""
+        stored = self.cache.ready_length(table_of(request), len(request.tokens))
+        return max(self.offset, stored)
+
+    def begin(self, requests: Sequence[DraftRequest], capacity: int) -> RootOutput:
+        """Compute and store all missing entries of known tokens; the root's in any case.
 
         Args:
             requests: B of them.
-            room: drafted tokens of each that are to be read at most.
+            capacity: drafted tokens of each that ``advance`` is to read at most.
         """
-        parts = []
+        root = self.read_known(requests, capacity)
+        self.store(requests, root, [0] * len(requests))
+        return root
+
+    def read_known(self, requests: Sequence[DraftRequest], capacity: int) -> RootOutput:
+        """As ``begin``, but what is computed in the workspace is not stored; see ``store``."""
+        ranges = []
         for request in requests:
-            root = len(request.tokens) - 1
-            start = max(1, self.entries.ready_length(_table(request), root))
-            parts.append(_Part(request, start, root + 1))
-        alike = catch_up_start(
-            [part.start for part in parts], [part.stop for part in parts], first=1
-        )
-        if alike is not None:
-            parts = [part._replace(start=at) for part, at in zip(parts, alike, strict=True)]
-            known = parts[0].stop - alike[0]
-            workspace = self._workspace(requests, alike, known + room)
-            guess = self._read_on(workspace, parts)
+            stop = len(request.tokens)
+            start = min(self.missing_from(request), stop - 1)
+            ranges.append(TokenRange(request.tokens, table_of(request), start, stop))
+        stops = [each.stop for each in ranges]
+        starts = catch_up_start([each.start for each in ranges], stops, first=1)
+        if starts is None:
+            output = compute_in_chunks(ranges, self._max_num_tokens, self._forward_pages)
+            workspace, known = self._workspace(ranges, stops, capacity), 0
         else:
-            while sum(part.stop - part.start for part in parts) > max(
-                self._most_tokens, len(parts)
-            ):
-                parts = self._read_some(parts)
-            guess = self._read(parts, wanted=1)
-            workspace = self._workspace(requests, [part.stop for part in parts], room)
-        positions = torch.tensor([part.stop - 1 for part in parts], device=self._device)
-        return RootOutput(workspace, positions, guess)
+            known = stops[0] - starts[0]
+            workspace = self._workspace(ranges, starts, known + capacity)
+            ranges = [each._replace(start=at) for each, at in zip(ranges, starts, strict=True)]
+            output = self._forward_workspace(workspace, ranges)
+        positions = torch.tensor([stop - self.offset for stop in stops], device=self._device)
+        return RootOutput(workspace, known, positions, output)
 
     def advance(
         self,
-        begun: RootOutput,
+        root: RootOutput,
         depth: int,
         token_ids: Tensor,
         states: Tensor,
-        seen: Tensor | None = None,
+        visible: Tensor | None = None,
     ) -> ModuleOutput:
-        """Read a level of drafts.
+        """Compute a level of the drafts, of as many requests as the workspace still has rows.
 
         Args:
-            begun: of as many requests as are left.
-            depth: of the tokens, from 1 behind the root.
+            root: from ``begin``.
+            depth: of the tokens; 1: directly behind the root.
             token_ids: int64 ``[B * n]``, on the device, request by request.
-            states: ``[B * n, hidden]``, those of their parents' guesses.
-            seen: bool ``[B, n, m]``, which of the m drafted tokens so far each one sees, itself
-                included; None: all.
-
-        Returns:
-            The guess behind each of them.
+            states: ``[B * n, hidden]``, the outputs at their parents.
+            visible: bool ``[B, n, m]``, which of the last m tokens in the workspace each one sees,
+                itself included; None: all.
         """
-        workspace, size = begun.workspace, len(token_ids) // begun.workspace.rows
-        positions = begun.positions[: workspace.rows] + (depth - 1)
+        workspace, size = root.workspace, len(token_ids) // root.workspace.rows
+        positions = root.positions[: workspace.rows] + (depth - 1)
         if size > 1:
             positions = positions.repeat_interleave(size)
+        distance = root.known + depth - 1
         with torch.inference_mode():
-            return self.head(states, workspace.level(token_ids, positions, depth, seen))
+            step = workspace.level(token_ids, positions, distance, visible)
+            return self.network(states, step)
+
+    def store(
+        self, requests: Sequence[DraftRequest], root: RootOutput, drafted: Sequence[int]
+    ) -> None:
+        """Store the known tokens in the workspace, and the first ``drafted`` behind each root."""
+        counts = [root.known + count for count in drafted]
+        if not any(counts):
+            return
+        root.workspace.store(counts)
+        for request, count in zip(requests, counts, strict=True):
+            start = len(request.tokens) - root.known
+            self._mark(table_of(request), start, start + count)
+
+    def pack(self, ranges: Sequence[TokenRange], num_logits: int | None) -> Batch:
+        """A paged batch of ranges; see :meth:`TokenRange.row`."""
+        batch = Batch.build([each.row(num_logits) for each in ranges], self._device)
+        if not self.offset:
+            return batch
+        return replace(
+            batch,
+            positions=batch.positions - self.offset,
+            spans=tuple(replace(span, seen_from=self.offset) for span in batch.spans),
+        )
+
+    def paged_pass(self, batch: Batch) -> PagedPass:
+        """A forward pass over a packed batch."""
+        return PagedPass(batch, self.cache.storage, self._backend, self.network.windows)
+
+    def mark(self, ranges: Sequence[TokenRange]) -> None:
+        """The entries of ranges are stored."""
+        for each in ranges:
+            self._mark(each.table, each.start, each.stop)
+
+    def _mark(self, table: ReadableTable, start: int, stop: int) -> None:
+        self.cache.mark(table, start if start > self.offset else 0, stop)  # no entries before it
 
     def _workspace(
-        self, requests: Sequence[DraftRequest], lengths: Sequence[int], room: int
+        self, ranges: Sequence[TokenRange], lengths: Sequence[int], capacity: int
     ) -> KvWorkspace:
-        return KvWorkspace(self._storage, list(map(_table, requests)), lengths, room, seen_from=1)
+        tables, storage = [each.table for each in ranges], self.cache.storage
+        return KvWorkspace(
+            storage, tables, lengths, capacity, self.network.windows, seen_from=self.offset
+        )
 
-    def _read_on(self, workspace: KvWorkspace, parts: Sequence[_Part]) -> ModuleOutput:
-        """Read a few pairs of the target's states, equally many of each request."""
-        tokens, positions, found = list[int](), list[int](), list[Tensor]()
-        for request, start, stop in parts:
-            tokens += request.tokens[start:stop]
-            positions += range(start - 1, stop - 1)
-            found.append(self.features.read(_table(request), start - 1, stop - 1))
+    def _forward_pages(self, ranges: Sequence[TokenRange], num_logits: int) -> ModuleOutput:
+        with torch.inference_mode():
+            step = self.paged_pass(self.pack(ranges, num_logits))
+            output = self.network(self.input_states(ranges), step)
+        self.mark(ranges)
+        return output
+
+    def _forward_workspace(
+        self, workspace: KvWorkspace, ranges: Sequence[TokenRange]
+    ) -> ModuleOutput:
+        """Compute a few entries, equally many of each request."""
+        tokens, positions = list[int](), list[int]()
+        for each in ranges:
+            tokens += each.tokens[each.start : each.stop]
+            positions += range(each.start - self.offset, each.stop - self.offset)
         index = torch.tensor([tokens, positions], device=self._device)
         with torch.inference_mode():
-            states = self.head.enter(found[0] if len(found) == 1 else torch.cat(found))
-            guess = self.head(states, workspace.chain(index[0], index[1]))
-        workspace.store([stop - start for _, start, stop in parts])
-        self._mark(parts)
-        return guess
+            return self.network(self.input_states(ranges), workspace.chain(index[0], index[1]))
 
-    def _mark(self, parts: Sequence[_Part]) -> None:
-        for request, start, stop in parts:
-            self.entries.mark(_table(request), start if start > 1 else 0, stop)
-
-    def _read_some(self, parts: list[_Part]) -> list[_Part]:
-        """Read as much as one forward may, nobody's root; return what is left."""
-        room, now, left = self._most_tokens, list[_Part](), list[_Part]()
-        for part in parts:
-            stop = min(part.stop - 1, part.start + room)
-            if stop > part.start:
-                now.append(part._replace(stop=stop))
-                room -= stop - part.start
-            left.append(part._replace(start=max(part.start, stop)))
-        self._read(now, wanted=0)
-        return left
-
-    def _read(self, parts: Sequence[_Part], wanted: int) -> ModuleOutput:
-        """Read pairs of the target's states; guess behind the last ``wanted`` of each part."""
-        tokens, positions, slots, before = list[int](), list[int](), list[int](), list[int]()
-        last, spans = list[int](), list[Span]()
-        for request, start, stop in parts:
-            assert request.table is not None
-            begin = len(tokens)
-            tokens += request.tokens[start:stop]
-            positions += range(start - 1, stop - 1)
-            around = request.table.slots(start - 1, stop)
-            before += around[:-1]
-            slots += around[1:]
-            spans.append(_span(request.table, begin, stop - start, stop))
-            last += range(len(tokens) - wanted, len(tokens))
-        index = torch.tensor([tokens, positions, slots, before], device=self._device)
-        token_ids, positions_, slots_, before_ = index.unbind(0)
-        batch = Batch(
-            token_ids,
-            positions_,
-            slots_,
-            torch.tensor(last, dtype=torch.int64, device=self._device),
-            tuple(spans),
-        )
-        with torch.inference_mode():
-            states = self.head.enter(self.features.storage.keys[0][before_, 0])
-            guess = self.head(states, self._forward_pass(batch))
-        self._mark(parts)
-        return guess
-
-    def _forward_pass(self, batch: Batch) -> ForwardPass:
-        return PagedPass(batch, self._storage, self._backend, [None])
+    def input_states(self, ranges: Sequence[TokenRange]) -> Tensor:
+        """[T, hidden]: of the target, for the entries of ranges; [T, 0] for a draft model."""
+        if self.hidden_states is None:
+            count = sum(each.stop - each.start for each in ranges)
+            return torch.empty(count, 0, device=self._device)
+        found = [
+            self.hidden_states.read(each.table, each.start - self.offset, each.stop - self.offset)
+            for each in ranges
+        ]
+        module: DraftModule = self.network  # type: ignore[assignment]  # it reads hidden states
+        return module.enter(found[0] if len(found) == 1 else torch.cat(found))
 
 
-def _table(request: DraftRequest) -> ReadableTable:
+def table_of(request: DraftRequest) -> ReadableTable:
+    """Where its tokens lie."""
     assert request.table is not None
     return request.table
-
-
-def _span(table: ReadableTable, begin: int, size: int, stop: int) -> Span:
-    pages = table.prefix(stop).pages
-    return Span(begin, begin + size, stop, tuple(pages), table.first_slot(), None, seen_from=1)

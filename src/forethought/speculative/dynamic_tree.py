@@ -1,15 +1,12 @@
-"""Builders of draft trees that a draft module grows level by level: static and dynamic ones.
+"""Builds the drafts of a head level by level: static trees of ranks, and EAGLE-2's dynamic trees.
 
-Tokens stay on the device while a draft grows: each level's forward is queued behind the last one,
-and all drafts are transferred to the host at once.
+Tokens stay on the device meanwhile: each level's forward is queued behind the previous one, and all
+drafts are transferred to the host together.
 
-A static tree (``StaticTreeBuilder``) has the same ranks every time; a chain is one of rank 0.
-
-A dynamic tree (``DynamicTreeBuilder``) is EAGLE-2's (Li et al., 2024, arXiv 2406.16858). A path's
-score is its log-probability under the draft module. The k best nodes of each level are expanded,
-each by its k most probable children; in the end the best nodes of all levels are kept. Of equal
-scores the node that was made first wins, and a child never scores more than its parent, so the kept
-nodes form a tree.
+Dynamic trees: Li et al., 2024 (arXiv 2406.16858). A node's score is the log-probability of its path
+under the head. The k best nodes of each level are expanded, each with its k most probable children;
+in the end the best nodes of all levels are kept. Of equal scores the node that was made first wins,
+and a child never scores more than its parent, so the kept nodes form a tree.
 """
 
 from __future__ import annotations
@@ -28,19 +25,19 @@ from forethought.speculative.tree import TreeChoices, tokens_of_ranks
 
 
 class TreeBuilder(Protocol):
-    """Grows the drafts of a draft module."""
+    """Builds the drafts of a step with a draft module."""
 
     def nodes(self, depth: int) -> int:
         """KV slots behind the root that a draft of ``depth`` levels needs."""
         ...
 
-    def grow(self, pairs: DraftModuleRunner, requests: Sequence[DraftRequest]) -> None:
+    def grow(self, runner: DraftModuleRunner, requests: Sequence[DraftRequest]) -> None:
         """Set the drafts of ``requests``."""
         ...
 
 
 class StaticTreeBuilder:
-    """Grows the tree of given ranks.
+    """A static tree of ranks, or a chain.
 
     Args:
         choices: the tree.
@@ -55,23 +52,23 @@ class StaticTreeBuilder:
         """Nodes of the tree down to ``depth``."""
         return self._choices.num_nodes(depth)
 
-    def grow(self, pairs: DraftModuleRunner, requests: Sequence[DraftRequest]) -> None:
-        """See :class:`TreeBuilder`. Shorter drafts leave the batch before the deeper levels."""
+    def grow(self, runner: DraftModuleRunner, requests: Sequence[DraftRequest]) -> None:
+        """See :class:`TreeBuilder`. Short drafts take no part in the forwards of deeper levels."""
         requests = sorted(requests, key=self._size, reverse=True)
         sizes = list(map(self._size, requests))
-        begun = pairs.begin(requests, sum(level.inner for level in self._levels))
-        states, logits = begun.guess
+        root = runner.begin(requests, sum(level.inner for level in self._levels))
+        states, logits = root.output
         drawn: list[Tensor] = []
         for depth, level in enumerate(self._levels, start=1):
-            tokens = level.draw(logits, pairs.head.ids)
+            tokens = level.draw(logits, runner.network.ids)
             drawn.append(tokens)
             further = sum(size > level.end for size in sizes)
             if not further:
                 break
-            begun.workspace.keep(further)
+            root.workspace.keep(further)
             token_ids, states = level.grown(tokens[:further], states[: further * level.width])
             seen = None if level.seen is None else level.seen.expand(further, -1, -1)
-            states, logits = pairs.advance(begun, depth, token_ids, states, seen)
+            states, logits = runner.advance(root, depth, token_ids, states, seen)
         self._finish(requests, sizes, drawn)
 
     def _size(self, request: DraftRequest) -> int:
@@ -103,8 +100,8 @@ class _StaticLevel:
         begin, end: which nodes of the tree they are.
         width: nodes of the level above that have children; 1 for the root.
         inner: nodes of this level that have children.
-        seen: bool ``[inner, read]``: which of the nodes with children so far each of these attends
-            to; None: all.
+        seen: bool ``[inner, read]``, which of the nodes with children so far are visible to each of
+            these; None: all.
     """
 
     def __init__(
@@ -165,16 +162,16 @@ def _levels(choices: TreeChoices, device: torch.device) -> list[_StaticLevel]:
 
 
 class Expansion:
-    """The dynamic trees of B requests while they grow. All tensors are on the module's device.
+    """The trees of B requests while they are built. All tensors are on the head's device.
 
     Args:
         width: k.
 
     Attributes:
-        beams: int64 ``[B, k]``: the tokens of the last level to expand, in the module's vocabulary.
-        above: int64 ``[B, k]``: the beam of the level above that each of them follows.
-        seen: bool ``[B, k, levels * k]``: which beams of all levels so far each of the last ones
-            attends to, itself included.
+        beams: int64 ``[B, k]``: the tokens of the last level that go on, as the head's ids.
+        above: int64 ``[B, k]``: which beam of the level above each of them follows.
+        seen: bool ``[B, k, levels * k]``: of the beams of all levels so far, which each of the last
+            ones sees, itself included.
     """
 
     def __init__(self, width: int) -> None:
@@ -222,7 +219,7 @@ class Expansion:
 
         Args:
             total: how many, if there are so many.
-            ids: the target's id of each token of the module's vocabulary; None: they are the same.
+            ids: the target's id of each of the head's tokens; None: the same ids.
         """
         scores, tokens = torch.cat(self._scores, 1), torch.cat(self._tokens, 1)
         chosen = top_indices(scores, min(total, scores.shape[1]))
@@ -250,55 +247,55 @@ def tree_of(nodes: Sequence[list[int]], count: int) -> Draft:
 
 
 class DynamicTreeBuilder:
-    """Grows dynamic trees.
+    """Builds dynamic trees; see this module's docstring.
 
     Args:
         width: k.
-        total: greatest number of nodes that are kept.
+        total: nodes that are kept at most.
     """
 
     def __init__(self, width: int, total: int) -> None:
         self._width, self._total = width, total
 
     def nodes(self, depth: int) -> int:
-        """The nodes kept, or the beams computed meanwhile, whichever are more."""
+        """The nodes that are kept, or the beams that are computed, whichever are more."""
         made = self._width + (depth - 1) * self._width**2
         return max(min(self._total, made), self._width * (depth - 1))
 
-    def grow(self, pairs: DraftModuleRunner, requests: Sequence[DraftRequest]) -> None:
-        """See :class:`TreeBuilder`. Requests with less capacity get narrower trees, apart."""
+    def grow(self, runner: DraftModuleRunner, requests: Sequence[DraftRequest]) -> None:
+        """See :class:`TreeBuilder`. Requests with fewer KV slots get narrower trees, separately."""
         shapes: dict[tuple[int, int], list[DraftRequest]] = {}
         for request in requests:
-            shapes.setdefault(self._shape(request, pairs.head.vocab_size), []).append(request)
+            shapes.setdefault(self._shape(request, runner.network.vocab_size), []).append(request)
         for (depth, width), group in shapes.items():
-            self._grow(pairs, group, depth, width)
+            self._grow(runner, group, depth, width)
 
     def _shape(self, request: DraftRequest, vocab_size: int) -> tuple[int, int]:
-        """Depth and width that fit into its capacity."""
+        """Depth and width that fit into the request's KV slots."""
         depth = min(request.max_draft_len, request.max_nodes)
         return depth, max(1, min(self._width, vocab_size, request.max_nodes // max(1, depth - 1)))
 
     def _grow(
-        self, pairs: DraftModuleRunner, requests: Sequence[DraftRequest], depth: int, width: int
+        self, runner: DraftModuleRunner, requests: Sequence[DraftRequest], depth: int, width: int
     ) -> None:
-        expansion, ids = Expansion(width), pairs.head.ids
-        begun = pairs.begin(requests, width * (depth - 1))
-        guess = begun.guess
+        expansion, ids = Expansion(width), runner.network.ids
+        root = runner.begin(requests, width * (depth - 1))
+        output = root.output
         with torch.inference_mode():
-            expansion.begin(guess.logits)
-            states = guess.states.unsqueeze(1)  # [B, 1, hidden], later [B, k, hidden]
+            expansion.begin(output.logits)
+            states = output.states.unsqueeze(1)  # [B, 1, hidden], later [B, k, hidden]
             for level in range(1, depth):
                 beams = expansion.beams.flatten()
                 above = expansion.above[..., None].expand(-1, -1, states.shape[-1])
-                guess = pairs.advance(
-                    begun,
+                output = runner.advance(
+                    root,
                     level,
                     beams if ids is None else ids[beams],
                     states.gather(1, above).flatten(0, 1),
                     expansion.seen,
                 )
-                expansion.grow(guess.logits)
-                states = guess.states.view(len(requests), width, -1)
+                expansion.grow(output.logits)
+                states = output.states.view(len(requests), width, -1)
             kept = expansion.kept(self._total, ids).tolist()  # one transfer for all
         for request, nodes in zip(requests, kept, strict=True):
             request.draft = tree_of(nodes, request.max_nodes)

@@ -1,6 +1,8 @@
-"""The drafters there are, by the ``decoding_type`` of their configuration.
+"""From a configuration to its drafter, by the table of drafters (``config.drafter_table``).
 
-The engine finds drafters here and never imports one by name. Knows nothing about how they work.
+The engine builds drafters here and never imports one by name. Packages add drafters of their own
+through the entry-point group ``forethought.drafter``, under the ``decoding_type`` of their
+configuration class.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from forethought.config import drafter_table
 from forethought.config.registry import Registry
 from forethought.config.speculation import DecodingBaseConfig
 
@@ -15,31 +18,19 @@ if TYPE_CHECKING:
     from forethought.model.runner import ModelRunner
     from forethought.speculative.drafter import Drafter
 
-DRAFTERS = {
-    "MTP": "forethought.speculative.drafters.mtp:MTPDrafter",
-    "NGram": "forethought.speculative.drafters.ngram:NGramDrafter",
-    "Suffix": "forethought.speculative.drafters.suffix:SuffixDrafter",
-    "Draft_Target": "forethought.speculative.drafters.draft_target:DraftTargetDrafter",
-    "Eagle": "forethought.speculative.drafters.eagle:EagleDrafter",
-    "Medusa": "forethought.speculative.drafters.medusa:MedusaDrafter",
-    "Pearl": "forethought.speculative.drafters.pearl:PearlDrafter",
-    "ReDrafter": "forethought.speculative.drafters.redrafter:ReDrafterDrafter",
-    "User_Provided": "forethought.speculative.drafters.user_provided:UserProvided",
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a drafter may know of the model that it drafts for."""
+    """The model to draft for, as drafters see it."""
 
     runner: ModelRunner
-    """Its network and the storage whose pages drafts lie in."""
+    """Its network, and the KV storage whose pages draft KV caches follow."""
     max_num_tokens: int
     """Tokens in one step; a draft model's prefill keeps to it as well."""
 
 
 class DrafterClass(Protocol):
-    """What the table's entries have."""
+    """The interface of the classes in the table."""
 
     def build(self, config: Any, target: Target) -> Drafter:
         """The drafter that ``config`` describes."""
@@ -52,5 +43,6 @@ def build(config: DecodingBaseConfig, target: Target) -> Drafter:
     Raises:
         UsageError: it does not fit the target, or its model cannot be loaded.
     """
-    found: DrafterClass = Registry("drafter", DRAFTERS).resolve(type(config).decoding_type)
+    classes = {spec.decoding_type: spec.drafter for spec in drafter_table.DRAFTERS if spec.drafter}
+    found: DrafterClass = Registry("drafter", classes).resolve(type(config).decoding_type)
     return found.build(config, target)

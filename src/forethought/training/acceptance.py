@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from forethought.assets import drafter_dir, heads_dir, reasoner_dir
+from forethought.config.drafter_table import recipes
 from forethought.config.sampling import SamplingParams
 from forethought.config.speculation import DecodingBaseConfig
 from forethought.training.reasoner.problems import fixed_test_problems
 from forethought.training.reasoner.vocabulary import prompt_text
-from forethought.training.recipes.table import RECIPES, recipe
+from forethought.training.recipes.table import recipe
 from forethought.training.teacher import Teacher
 
 
@@ -73,7 +74,7 @@ def with_draft_len(config: DecodingBaseConfig, draft_len: int | None) -> Decodin
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--kind", choices=RECIPES, default="draft-model")
+    parser.add_argument("--kind", choices=list(recipes()), default="draft-model")
     parser.add_argument("--drafter", type=Path, help="directory (default: the shipped one)")
     parser.add_argument("--target", type=Path, default=reasoner_dir())
     parser.add_argument("--problems", type=int, default=200, help="number of test problems")

@@ -1,1 +1,1 @@
-"""One file per way of guessing. They are found through ``speculative.table``, never by import."""
+"""One file per drafter; ``speculative.registry`` finds them, no other drafter imports them."""

@@ -1,10 +1,9 @@
-"""A head that reads the target's hidden states drafts: EAGLE-1, 2 and 3.
+"""EAGLE-1, 2 and 3: a head that reads the target's hidden states drafts.
 
-Li et al., 2024 to 2025 (arXiv 2401.15077, 2406.16858, 2503.01840). The head catches up on what the
-target has computed since the last draft, over all requests in one forward, and goes on from its own
-guess: a chain, a static tree or EAGLE-2's dynamic tree. What is accepted it reads again, from the
-target's states. Its drafts are its likeliest tokens, so they are verified as points. Knows nothing
-about acceptance.
+Li et al., 2024 to 2025 (arXiv 2401.15077, 2406.16858, 2503.01840). The head reads what the target
+has computed since the last draft, over all requests in one forward, and continues with its own
+hidden states (``speculative.draft_module``): as a chain, a static tree or EAGLE-2's dynamic tree
+(``speculative.dynamic_tree``). Drafts are the most probable tokens and verified as point masses.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 
 from forethought.config.drafters import EagleDecodingConfig
 from forethought.errors import ModelError, ParameterError
-from forethought.kv.draft_cache import DraftKvCache
+from forethought.kv.draft_cache import DraftKvCache, HiddenStateCache
 from forethought.model.causal_lm import FINAL, CausalLM
 from forethought.speculative.draft_module import DraftModule, DraftModuleRunner
 from forethought.speculative.drafter import Drafter, ResourceManager, ScheduledRequests
@@ -32,38 +31,39 @@ log = logging.getLogger(__name__)
 
 
 class EagleDrafter(Drafter):
-    """Drafts with a head that reads pairs.
+    """Drafts with a head that reads hidden states.
 
     Args:
-        pairs: the head, over the target's pages.
-        growth: of its drafts.
+        runner: of the head.
+        trees: builds its drafts.
     """
 
-    def __init__(self, pairs: DraftModuleRunner, growth: TreeBuilder) -> None:
-        self._pairs, self._growth = pairs, growth
+    def __init__(self, runner: DraftModuleRunner, trees: TreeBuilder) -> None:
+        self._runner, self._trees = runner, trees
 
     @classmethod
     def build(cls, config: EagleDecodingConfig, target: Target) -> EagleDrafter:
-        """Load the head. See ``speculative.table``.
+        """Load the head.
 
         Raises:
             ModelError: it cannot be loaded, or is another target's.
             ParameterError: the layers to capture are not as many as it reads, or not the target's.
         """
         assert config.speculative_model is not None
-        head, layer_ids = _load(config.speculative_model, config, target.runner.lm)
-        return cls(
-            DraftModuleRunner(head, layer_ids, target), _growth(config, target, head.vocab_size)
-        )
+        head, layers = _load(config.speculative_model, config, target.runner.lm)
+        lm, pages = target.runner.lm, target.runner.storage
+        hidden_states = HiddenStateCache(layers, lm.hidden_size, pages)
+        runner = DraftModuleRunner.of_module(head, hidden_states, target)
+        return cls(runner, _tree_builder(config, target, head.vocab_size))
 
     @property
     def draft_caches(self) -> Sequence[DraftKvCache]:
         """The target's states, and the head's keys and values."""
-        return self._pairs.draft_caches
+        return self._runner.draft_caches
 
     def nodes(self, depth: int) -> int:
-        """Room that a draft of ``depth`` levels takes."""
-        return self._growth.nodes(depth)
+        """KV slots that a draft of ``depth`` levels needs."""
+        return self._trees.nodes(depth)
 
     def prepare_draft_tokens(
         self,
@@ -74,13 +74,13 @@ class EagleDrafter(Drafter):
         requests = [
             request
             for request in scheduled_requests.generation_requests
-            if request.max_nodes > 0 and self._pairs.can_read(request)
+            if request.max_nodes > 0 and self._runner.can_read(request)
         ]
         if requests:
-            self._growth.grow(self._pairs, requests)
+            self._trees.grow(self._runner, requests)
 
 
-def _growth(config: EagleDecodingConfig, target: Target, vocab_size: int) -> TreeBuilder:
+def _tree_builder(config: EagleDecodingConfig, target: Target, vocab_size: int) -> TreeBuilder:
     if config.use_dynamic_tree:
         assert config.dynamic_tree_max_topK is not None
         return DynamicTreeBuilder(config.dynamic_tree_max_topK, config.max_total_draft_tokens)
@@ -92,13 +92,13 @@ def _growth(config: EagleDecodingConfig, target: Target, vocab_size: int) -> Tre
 def _load(
     directory: Path, config: EagleDecodingConfig, lm: CausalLM
 ) -> tuple[DraftModule, tuple[int, ...]]:
-    """The head over pages, and where the states are taken that it reads.
+    """The head, and the indices of the target's layers whose input states it reads.
 
-    It runs in float32 if its config says so, otherwise in the target's dtype.
+    It runs in float32 if its config asks for that, otherwise in the target's dtype.
     """
     stored = Checkpoint.read(directory)
-    said = stored.config.get("torch_dtype", stored.config.get("dtype"))
-    dtype = torch.float32 if said == "float32" else lm.dtype
+    asked = stored.config.get("torch_dtype", stored.config.get("dtype"))
+    dtype = torch.float32 if asked == "float32" else lm.dtype
     if any("hidden_norm" in name for name in stored.tensors):
         third = Eagle3Head.load(directory)
         traits = third.traits
@@ -106,18 +106,18 @@ def _load(
         embedded = lm.embed(torch.zeros(1, dtype=torch.int64, device=lm.device))
         if not traits.own_embedding and third.config.hidden_size != embedded.shape[-1]:
             raise _misfit(directory, "it has no embedding of its own width")
-        layer_ids = _captured_layer_ids(directory, config, lm, traits)
-        if len(layer_ids) != traits.captures:
+        layers = _layers(directory, config, lm, traits)
+        if len(layers) != traits.captures:
             raise ParameterError(
                 f"the head in {directory} reads {traits.captures} of the target's states",
-                f"{len(layer_ids)} layers are given: the states entering layers {layer_ids}",
+                f"{len(layers)} are given: those entering layers {layers}",
                 "Set eagle3_layers_to_capture to the layers that it was trained with",
             )
-        return Eagle3Network(third.to(lm.device, dtype).requires_grad_(False), lm), layer_ids
+        return Eagle3Network(third.to(lm.device, dtype).requires_grad_(False), lm), layers
     if config.eagle3_layers_to_capture is not None:
         raise ParameterError(
             "eagle3_layers_to_capture has no meaning for this head",
-            f"{directory} holds EAGLE-1's, which reads what leaves the final norm",
+            f"{directory} holds an EAGLE-1 head, which reads the output of the final norm",
             "Leave it out",
         )
     first = EagleHead.load(directory)
@@ -125,10 +125,10 @@ def _load(
     return EagleNetwork(first.to(lm.device, dtype).requires_grad_(False), lm), (FINAL,)
 
 
-def _captured_layer_ids(
+def _layers(
     directory: Path, config: EagleDecodingConfig, lm: CausalLM, traits: Eagle3Traits
 ) -> tuple[int, ...]:
-    """Layer indices (see ``model.causal_lm``): a layer's output is what enters the next one."""
+    """Indices of the layers whose input is read; FINAL: the output of the final norm."""
     found = traits.layer_ids_in(lm.num_layers)
     if config.eagle3_layers_to_capture is not None:
         outputs = config.eagle3_layers_to_capture
@@ -136,26 +136,27 @@ def _captured_layer_ids(
     if found is None:
         raise ParameterError(
             f"which of the target's states the head in {directory} reads is not known",
-            "its config.json does not say, and the layers that the authors' code captures, 2, "
+            "its config.json does not tell, and the layers that the authors' code captures, 2, "
             f"L // 2 and L - 3, are not three different ones of L = {lm.num_layers}",
             "Set eagle3_layers_to_capture to the layers that it was trained with",
         )
-    layer_ids = found
-    log.info("the head in %s reads the states entering layers %s", directory, layer_ids)
-    if max(layer_ids) > lm.num_layers:
+    log.info("the head in %s reads the states entering layers %s", directory, found)
+    if max(found) > lm.num_layers:
         raise ParameterError(
-            "the target has not the layers whose states are to be captured",
-            f"it has {lm.num_layers}, and states entering layers {layer_ids} are wanted",
+            "the target lacks layers whose states are to be captured",
+            f"it has {lm.num_layers}, and the head reads the states entering layers {found}",
             "Set eagle3_layers_to_capture to layers of the target, or take its own head",
         )
-    return layer_ids
+    return found
 
 
 def _compare(directory: Path, lm: CausalLM, vocab: int, hidden: int) -> None:
     if vocab > lm.vocab_size:
         raise _misfit(directory, f"it has {vocab} tokens, the target {lm.vocab_size}")
     if hidden != lm.hidden_size:
-        raise _misfit(directory, f"it reads states of {hidden}, the target's are {lm.hidden_size}")
+        raise _misfit(
+            directory, f"it reads states of width {hidden}, the target's have {lm.hidden_size}"
+        )
 
 
 def _misfit(directory: Path, why: str) -> ModelError:

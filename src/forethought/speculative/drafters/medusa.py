@@ -1,16 +1,11 @@
-"""Trees of what heads guess for the next places, each of them whatever stands at those before.
+"""Medusa: heads beside the target's own predict the next tokens all at once.
 
-A static tree tries the same combinations of ranks every time (Cai et al., 2024, arXiv 2401.10774,
-section 2.1.2). A tree of the likeliest takes the law of each place as it is: deep where the heads
-are sure, wide where they are not, as EAGLE-2 (arXiv 2406.16858) does with one head. Knows nothing
-about heads.
-
-[medusa] Heads beside the target's own guess the next tokens all at once: Medusa's trees.
-
-Cai et al., 2024 (arXiv 2401.10774). Each head proposes its likeliest tokens for one place, whatever
-stands at the places before; a static tree says which combinations of ranks are tried, or the heads'
-own laws do. The heads read the target's state behind the final norm from which it drew the root, so
-that nothing is computed again and a draft costs one small forward. Knows nothing about acceptance.
+Cai et al., 2024 (arXiv 2401.10774). Head k, from 0, predicts the token k + 1 positions behind the
+root from the target's final hidden state that the root was sampled from, whatever the tokens in
+between; so a draft costs one small forward, and nothing is computed again. A static tree selects
+the same combinations of ranks in every step (section 2.1.2). The tree of the most probable nodes is
+built from the heads' probs in each step: deep where they are certain, wide where they are not, as
+in EAGLE-2 (arXiv 2406.16858).
 """
 
 from __future__ import annotations
@@ -40,29 +35,29 @@ from forethought.speculative.tree import TreeChoices, tokens_of_ranks
 
 
 class HeadTrees(Protocol):
-    """A way to make trees."""
+    """Builds the drafts of a step from the heads' logits."""
 
     depth: int
-    """Most levels."""
+    """Levels at most."""
 
     def nodes(self, depth: int) -> int:
-        """Most nodes of a tree of so many levels."""
+        """Nodes of a tree of ``depth`` levels at most."""
         ...
 
     def grow(self, logits: Tensor, ids: Tensor | None, requests: Sequence[DraftRequest]) -> None:
         """Set the drafts of N requests.
 
         Args:
-            logits: ``[levels, N, V]``, of each place behind the roots; as many levels as the
+            logits: ``[levels, N, V]``, of each position behind the roots; as many levels as the
                 longest draft may have.
             ids: int64 ``[V]``, the target's id of each column; None: the columns are ids.
-            requests: whose.
+            requests: N of them.
         """
         ...
 
 
 class StaticTrees:
-    """The same combinations of ranks every time.
+    """The same tree of ranks in every step.
 
     Args:
         choices: the tree.
@@ -95,51 +90,51 @@ class StaticTrees:
 
 
 class TopTrees:
-    """The likeliest combinations, if the places were independent of each other.
+    """The most probable nodes, with the positions taken as independent of each other.
 
     Args:
-        depth: most levels.
-        most: nodes of a tree.
-        floor: a combination that is less probable than this is left out.
+        depth: levels at most.
+        max_nodes: of a tree.
+        min_prob: nodes whose path is less probable than this are left out.
     """
 
-    def __init__(self, depth: int, most: int, floor: float) -> None:
-        self.depth, self._most = depth, most
-        self._floor = math.log(floor) if floor else -math.inf
+    def __init__(self, depth: int, max_nodes: int, min_prob: float) -> None:
+        self.depth, self._max_nodes = depth, max_nodes
+        self._min_logprob = math.log(min_prob) if min_prob else -math.inf
 
     def nodes(self, depth: int) -> int:
         """See :class:`HeadTrees`."""
-        return self._most if depth > 0 else 0
+        return self._max_nodes if depth > 0 else 0
 
     def grow(self, logits: Tensor, ids: Tensor | None, requests: Sequence[DraftRequest]) -> None:
         """See :class:`HeadTrees`."""
-        width = min(self._most, logits.shape[-1])
+        width = min(self._max_nodes, logits.shape[-1])
         found = logits.log_softmax(-1, dtype=torch.float32).topk(width, dim=-1)
         tokens = found.indices if ids is None else ids[found.indices]
         # Token ids are exact in float64, so that one transfer brings everything.
         scores, columns = torch.stack([found.values.double(), tokens.double()]).tolist()
-        for place, request in enumerate(requests):
+        for row, request in enumerate(requests):
             levels = range(min(request.max_draft_len, len(logits)))
-            mine = [scores[level][place] for level in levels]
-            nodes = top_nodes(mine, min(self._most, request.max_nodes), self._floor)
+            own = [scores[level][row] for level in levels]
+            nodes = top_nodes(own, min(self._max_nodes, request.max_nodes), self._min_logprob)
             request.draft = Draft(
-                [int(columns[level][place][rank]) for _, level, rank in nodes],
+                [int(columns[level][row][rank]) for _, level, rank in nodes],
                 tuple(parent for parent, _, _ in nodes),
             )
 
 
 def top_nodes(
-    scores: Sequence[Sequence[float]], most: int, floor: float = -math.inf
+    scores: Sequence[Sequence[float]], max_nodes: int, min_logprob: float = -math.inf
 ) -> list[tuple[int, int, int]]:
-    """The likeliest nodes of the tree of all combinations of ranks.
+    """The most probable nodes of the tree of all combinations of ranks.
 
     Args:
         scores: log-probabilities by level and rank, falling with the rank.
-        most: how many.
-        floor: less likely ones are left out: a log-probability.
+        max_nodes: how many.
+        min_logprob: of a node's path; less probable nodes are left out.
 
     Returns:
-        Parent, level and rank of each node, the likeliest first; a node's parent comes before it.
+        Parent, level and rank of each node, the most probable first, parents before children.
     """
     nodes: list[tuple[int, int, int]] = []
     # Negative log-probability, level, rank, parent, log-probability of the parent.
@@ -148,11 +143,11 @@ def top_nodes(
     def offer(level: int, rank: int, parent: int, before: float) -> None:
         if level < len(scores) and rank < len(scores[level]):
             score = before + scores[level][rank]
-            if score > -math.inf and score >= floor:
+            if score > -math.inf and score >= min_logprob:
                 heapq.heappush(open_, (-score, level, rank, parent, before))
 
     offer(0, 0, -1, 0.0)
-    while open_ and len(nodes) < most:
+    while open_ and len(nodes) < max_nodes:
         negative, level, rank, parent, before = heapq.heappop(open_)
         offer(level + 1, 0, len(nodes), -negative)
         offer(level, rank + 1, parent, before)
@@ -165,18 +160,20 @@ class MedusaDrafter(Drafter):
 
     Args:
         heads: at least as many as the trees have levels.
-        features: of the target, behind its final norm.
-        trees: made of what they say.
+        hidden_states: of the target, behind its final norm.
+        trees: built from their logits.
     """
 
-    def __init__(self, heads: DraftHeads, features: HiddenStateCache, trees: HeadTrees) -> None:
-        assert features.layer_ids == (FINAL,)
+    def __init__(
+        self, heads: DraftHeads, hidden_states: HiddenStateCache, trees: HeadTrees
+    ) -> None:
+        assert hidden_states.layer_ids == (FINAL,)
         assert trees.depth <= len(heads)
-        self._heads, self._features, self._trees = heads, features, trees
+        self._heads, self._hidden_states, self._trees = heads, hidden_states, trees
 
     @classmethod
     def build(cls, config: MedusaDecodingConfig, target: Target) -> MedusaDrafter:
-        """Load the heads. See ``speculative.table``.
+        """Load the heads.
 
         Raises:
             ModelError: they cannot be loaded, or are another target's.
@@ -195,11 +192,11 @@ class MedusaDrafter(Drafter):
 
     @property
     def draft_caches(self) -> Sequence[DraftKvCache]:
-        """The target's states."""
-        return (self._features,)
+        """The target's hidden states."""
+        return (self._hidden_states,)
 
     def nodes(self, depth: int) -> int:
-        """Most nodes of a tree of so many levels."""
+        """Nodes of a tree of ``depth`` levels at most."""
         return self._trees.nodes(depth)
 
     def prepare_draft_tokens(
@@ -212,12 +209,12 @@ class MedusaDrafter(Drafter):
         for request in scheduled_requests.generation_requests:
             assert request.table is not None
             known = len(request.tokens) - 1  # the root is not computed yet
-            if known and self._features.ready_length(request.table, known) == known:
+            if known and self._hidden_states.ready_length(request.table, known) == known:
                 requests.append(request)
                 slots += request.table.slots(known - 1, known)
         if not requests:
             return
-        stored = self._features.storage.keys[0]
+        stored = self._hidden_states.storage.keys[0]
         levels = min(self._trees.depth, max(request.max_draft_len for request in requests))
         with torch.inference_mode():
             states = stored.index_select(0, torch.tensor(slots, device=stored.device))[:, 0]
@@ -230,20 +227,20 @@ def _trees(config: MedusaDecodingConfig, heads: MedusaHeads, device: torch.devic
         if "max_draft_len" in config.model_fields_set and config.max_draft_len > len(heads):
             raise ParameterError(
                 f"max_draft_len is {config.max_draft_len}",
-                f"{config.speculative_model} holds {len(heads)} heads, each for one token",
+                f"{config.speculative_model} holds {len(heads)} heads, one per token",
                 f"Set max_draft_len to at most {len(heads)}, or leave it out",
             )
         depth = min(config.max_draft_len, len(heads))
         return TopTrees(depth, config.max_total_draft_tokens, config.min_draft_probability)
     assert config.medusa_choices is not None
     choices = TreeChoices.parse(config.medusa_choices)
-    if choices.depth > len(heads) and config.has_usual_tree:
+    if choices.depth > len(heads) and config.has_default_tree:
         choices = choices.truncated(len(heads))
     if choices.depth > len(heads):
         raise ParameterError(
             f"medusa_choices have {choices.depth} levels",
             f"{config.speculative_model} holds {len(heads)} heads",
-            f"Set num_medusa_heads to {len(heads)}, or give a tree of so many levels",
+            f"Set num_medusa_heads to {len(heads)}, or give a tree of {len(heads)} levels",
         )
     choices.expect_ranks_below(heads.shape.vocab, "medusa_choices")
     return StaticTrees(choices, device)

@@ -1,20 +1,14 @@
-"""What followed which n-gram: the pool of TensorRT-LLM's n-gram decoding.
+"""N-gram drafting (prompt lookup): propose what followed an earlier occurrence of the last n-gram.
 
-A *pattern* is 1 to N consecutive tokens, its *matches* are the up to D tokens that followed it,
-told apart by their tokens and kept in the order in which they were first seen. A text is learnt as
-it grows: a match is stored once, when its D tokens are there, so a step costs what it has added,
-and no stored match is ever the stump of one that has grown since. Where no match of a pattern is
-complete, the stumps at the end of the text itself are looked at (runs and short loops live there).
+TensorRT-LLM's n-gram decoding with its options. A *pattern* is 1 to N consecutive tokens; its
+*matches* are the runs of up to D tokens that followed it, distinct, in the order in which they were
+first seen. A match is stored once, when its D tokens are known, so a step costs as much as it has
+added tokens. Where no match of a pattern is complete, partial matches at the end of the text itself
+are used (runs and short loops are found there).
 
-Each owner has patterns of its own, and no owner's tokens are ever shown to another. The whole is
-bounded: the patterns that were used longest ago leave, of the owner that was active longest ago.
-Knows nothing about requests.
-
-[ngram] Proposes what followed the last n-gram before: in this text, or in any of the same tenant.
-
-TensorRT-LLM's n-gram decoding with its options. What differs from it is in ``ngram_pool``: bounded,
-isolated by ``cache_salt``, updated by the new tokens alone, and never answering with a shorter
-match where it knows a longer one. Knows nothing about models.
+It differs from TensorRT-LLM's in that pools are bounded, with the least recently used patterns of
+the least recently active owner evicted; that they are isolated by ``cache_salt``; and that a
+partial match is never returned where a longer one is known.
 """
 
 from __future__ import annotations
@@ -41,12 +35,12 @@ Pattern = tuple[int, ...]
 Match = tuple[int, ...]
 
 MAX_MATCHES = 64
-"""Most matches that one pattern keeps. The first and the last are the only ones ever answered."""
+"""Matches that one pattern keeps at most; only the first or the last is ever returned."""
 
 
 @dataclass(eq=False, slots=True)
 class _Bucket:
-    """The patterns of one owner; used last, stands last."""
+    """The patterns of one owner, the most recently used last."""
 
     patterns: OrderedDict[Pattern, dict[Match, None]] = field(default_factory=OrderedDict)
     size: int = 0
@@ -59,10 +53,9 @@ class NGramPool:
     Args:
         max_ngram: N, tokens of the longest pattern.
         max_match: D, tokens of a complete match.
-        keep_all: keep up to ``MAX_MATCHES`` matches of a pattern; if False one, the one that would
-            be answered.
-        use_oldest: answer the match that was first seen first, else the one first seen last.
-        max_size: most matches of all patterns of all owners.
+        keep_all: keep up to ``MAX_MATCHES`` matches of a pattern; else only the one to return.
+        use_oldest: return the match that was seen first, else the newest one.
+        max_size: matches of all patterns of all owners at most.
     """
 
     def __init__(
@@ -70,7 +63,7 @@ class NGramPool:
     ) -> None:
         self.max_ngram, self.max_match = max_ngram, max_match
         self._use_oldest, self._max_size = use_oldest, max_size
-        self._most = MAX_MATCHES if keep_all else 1
+        self._max_matches = MAX_MATCHES if keep_all else 1
         self._buckets: OrderedDict[Hashable, _Bucket] = OrderedDict()
         self._size = 0
 
@@ -80,11 +73,11 @@ class NGramPool:
 
     @property
     def owners(self) -> list[Hashable]:
-        """Those who have patterns, the one that was active last at the end."""
+        """Owners with patterns, the most recently active one last."""
         return list(self._buckets)
 
     def matches(self, owner: Hashable, pattern: Sequence[int]) -> list[Match]:
-        """What is stored for one pattern, in the order in which it was first seen."""
+        """The matches of one pattern, in the order in which they were first seen."""
         bucket = self._buckets.get(owner)
         return list(bucket.patterns.get(tuple(pattern), ())) if bucket else []
 
@@ -113,7 +106,7 @@ class NGramPool:
     def look_up(self, owner: Hashable, tokens: Sequence[int]) -> Sequence[int]:
         """What followed the longest known pattern that ``tokens`` end in; empty if none is known.
 
-        Of its own last tokens it finds the unfinished matches too.
+        Incomplete matches at the end of ``tokens`` itself are found too.
         """
         bucket = self._bucket(owner)
         recent = self._recent(tokens)
@@ -145,17 +138,17 @@ class NGramPool:
         return bucket
 
     def _add(self, known: dict[Match, None], match: Match) -> int:
-        """Store another match of a pattern; returns by how many it has more now.
+        """Store another match of a pattern; return the change in its number of matches.
 
-        All matches of a pattern are equally long: those that the end of a text has cut short give
-        way to longer ones, and are not taken beside them.
+        All matches of a pattern are equally long: longer ones replace those that the end of a text
+        has cut short.
         """
         before, length = len(known), len(next(iter(known)))
         if len(match) < length:
             return 0
         if len(match) > length:
             known.clear()
-        elif before == self._most:
+        elif before == self._max_matches:
             if self._use_oldest:
                 return 0
             del known[next(iter(known))]
@@ -163,14 +156,14 @@ class NGramPool:
         return len(known) - before
 
     def _recent(self, tokens: Sequence[int]) -> list[int]:
-        """The positions near the end that hold the last token again, their matches incomplete."""
+        """Earlier positions of the last token, near the end: their matches are incomplete."""
         end = len(tokens)
         last = tokens[-1]
         return [at for at in range(max(0, end - self.max_match), end - 1) if tokens[at] == last]
 
     @staticmethod
     def _partial(tokens: Sequence[int], recent: list[int], pattern: Pattern) -> Sequence[int]:
-        """The longest unfinished match of a pattern at the end of its own text."""
+        """The longest incomplete match of a pattern at the end of the text."""
         size = len(pattern)
         for last in recent:
             if last + 1 >= size and tuple(tokens[last + 1 - size : last + 1]) == pattern:
@@ -192,14 +185,14 @@ class NGramDrafter(Drafter):
     """Looks the end of each request up in a pool of n-grams.
 
     Args:
-        max_draft_len: most tokens of a draft, at least 1.
+        max_draft_len: tokens of a draft at most, at least 1.
         max_matching_ngram_size: tokens of the longest n-gram that is looked up, at least 1.
         is_keep_all: keep all matches of an n-gram, else the one that would be proposed.
         is_use_oldest: propose the match seen first, else the newest.
         is_public_pool: one pool for all requests of the same ``cache_salt``, which outlives them;
             else one per request, dropped with it.
-        max_pool_size: most matches in all pools together; the least recently used leave. About
-            0.4 KB each.
+        max_pool_size: matches in all pools together, of about 0.4 KB each; the least recently used
+            are evicted.
 
     Raises:
         ParameterError: a number is below 1.
@@ -232,11 +225,11 @@ class NGramDrafter(Drafter):
         self._learnt: dict[int, int] = {}
         """By request: its n-grams that end before this position are in the pool."""
         self._siblings: Counter[tuple[str, int]] = Counter()
-        """Requests with a text in the pool, by tenant and prompt."""
+        """Requests with a text in the pool, by salt and prompt."""
 
     @classmethod
     def build(cls, config: NGramDecodingConfig, target: Target) -> NGramDrafter:
-        """As configured; it needs nothing of the target."""
+        """The configured drafter; ``target`` is not used."""
         return cls(
             config.max_draft_len,
             config.max_matching_ngram_size,
@@ -248,7 +241,7 @@ class NGramDrafter(Drafter):
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is kept of any single request, beside what is in the pool."""
+        """Whether no state of single requests is kept outside the pool."""
         return not self._learnt and not self._siblings
 
     def prepare_draft_tokens(
@@ -256,7 +249,7 @@ class NGramDrafter(Drafter):
         scheduled_requests: ScheduledRequests,
         resource_manager: ResourceManager | None = None,
     ) -> None:
-        """Learn what all have added, then propose for each."""
+        """Add all requests' new tokens to the pool, then draft for each."""
         for request in scheduled_requests.generation_requests:
             self._learn(request, len(request.tokens) - self.max_draft_len)
         for request in scheduled_requests.generation_requests:
@@ -266,7 +259,7 @@ class NGramDrafter(Drafter):
                 request.py_draft_tokens = found[:limit]
 
     def release(self, request: DraftRequest) -> None:
-        """A private pool goes; a public one learns the end of the text."""
+        """Drop a private pool; add the end of the text to a public one."""
         if request.request_id not in self._learnt:
             return
         if self.is_public_pool:
@@ -277,13 +270,13 @@ class NGramDrafter(Drafter):
         del self._learnt[request.request_id]
 
     def _learn(self, request: DraftRequest, stop: int) -> None:
-        """Take n-grams that end before ``stop`` into the pool, but for those that are there."""
+        """Add n-grams that end before ``stop`` to the pool, except those already there."""
         start = self._learnt.get(request.request_id)
         if start is None:
             start = 0
             if self.is_public_pool:
                 self._count(request, 1)
-                if self._siblings[_prompt(request)] > 1:  # has learnt the prompt that they share
+                if self._siblings[_prompt(request)] > 1:  # a sibling has added their common prompt
                     start = max(0, request.prompt_length - self.max_draft_len)
         if start < stop:
             self.pool.learn(self._owner(request), request.tokens, start, stop)

@@ -1,17 +1,16 @@
-"""Drafting while the target verifies: PEARL (Liu et al., 2024, arXiv 2408.11850).
+"""PEARL: the draft model drafts the next block while the target verifies the current one.
 
-A block of drafts is put to the target, and in the same moment the draft model begins the next one,
-as if the whole block were accepted and its last token guessed right. If so, the next block is ready
-when the target is (post-verify), and the segment of agreement may be of any length. If not, what
-was drafted is thrown away, and the target decodes one token alone while the draft model starts
-again behind the one before it (pre-verify). Nothing that the target has not verified is ever said:
-the engine's verification knows no difference between these drafts and others.
+Liu et al., 2024 (arXiv 2408.11850). While a block is verified, the next one is drafted as if the
+whole block were accepted. If it is, and the target's own token is the first of the next block, the
+rest of that is ready when the target is (post-verify), and the run of accepted tokens may be of any
+length. If not, the drafted tokens are discarded, and the target decodes one token alone while the
+draft model starts again one token earlier (pre-verify). Drafts are verified as any others.
 
-It pays where draft model and target run on different devices; on one they share its time. The draft
-model has pages of its own here, since it runs ahead of the target's.
+Faster where draft model and target run on different devices; on one device they share its time. The
+draft model has a page pool of its own, since it runs ahead of the target.
 
-What fails while it is drafted ahead is raised when the request is next asked for: by then everybody
-else's next block is ready, and stays so.
+An error in the drafting thread is raised when a draft for the request is next asked for; the blocks
+of other requests are then complete and stay valid.
 """
 
 from __future__ import annotations
@@ -28,7 +27,8 @@ from forethought.kv.pool import OutOfPages, PagePool
 from forethought.kv.table import PageTable
 from forethought.model.batch import Row
 from forethought.model.sampling import TokenContext, invert_cdf, logits_to_probs, uniform_at
-from forethought.speculative.draft_model import DraftModel, Past
+from forethought.speculative.draft_model import DraftModel
+from forethought.speculative.draft_module import TokenRange
 from forethought.speculative.drafter import (
     Drafter,
     DraftRequest,
@@ -42,23 +42,23 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False, slots=True)
 class PearlRequest:
-    """How far the draft model is ahead of one request. The thread that drafts writes to it."""
+    """The draft model's state for one request. The drafting thread writes to it."""
 
     table: PageTable
     ahead: list[int] = field(default_factory=list)
-    """Tokens guessed for the positions from ``base`` on."""
+    """Tokens drafted for the positions from ``base`` on."""
     base: int = 0
-    """Tokens that were known when the guessing began."""
+    """Tokens that were known when the drafting began."""
     failure: Exception | None = None
-    """What drafting for it has raised; nothing is drafted for it after that."""
+    """The error of an earlier draft for it, after which nothing more is drafted."""
 
     def settle(self, tokens: Sequence[int]) -> None:
-        """Keep of the guesses those that follow what is known now; ``tokens`` has only grown."""
-        come = list(tokens[self.base :])
+        """Keep the drafted tokens that agree with ``tokens``, which has only grown."""
+        new = list(tokens[self.base :])
         agreed = 0
-        while agreed < min(len(come), len(self.ahead)) and come[agreed] == self.ahead[agreed]:
+        while agreed < min(len(new), len(self.ahead)) and new[agreed] == self.ahead[agreed]:
             agreed += 1
-        if agreed < len(come):
+        if agreed < len(new):
             self.table.rewind(min(self.table.length, self.base + agreed))
             self.ahead = []
         else:
@@ -66,35 +66,36 @@ class PearlRequest:
         self.base = len(tokens)
 
     def fail(self, failure: Exception) -> None:
-        """Nothing more comes of it."""
+        """Release its pages; no more drafts for it."""
         self.table.release()
         self.ahead, self.failure = [], failure
 
 
 @dataclass(frozen=True, slots=True)
 class DraftJob:
-    """What to draft behind: known tokens, then guesses of before."""
+    """A block to draft for one request."""
 
-    lane: PearlRequest
+    state: PearlRequest
     request: DraftRequest
     tokens: list[int]
+    """Known tokens, then those drafted before."""
     count: int
-    """Tokens to add to the guesses."""
+    """Tokens to draft."""
     stored: int
-    """Tokens in the lane's pages before any of it was done."""
-    guesses: list[int] = field(default_factory=list)
-    """Those added so far."""
+    """Tokens in the request's pages before the job."""
+    drafted: list[int] = field(default_factory=list)
+    """The tokens of the block so far."""
 
     @property
     def done(self) -> bool:
-        """Whether the block is whole."""
-        return len(self.guesses) == self.count
+        """Whether the block is complete."""
+        return len(self.drafted) == self.count
 
     def undo(self) -> None:
-        """Forget what was stored for a block that is not whole."""
+        """Discard an incomplete block."""
         if not self.done:
-            self.lane.table.rewind(min(self.stored, self.lane.table.length))
-            self.guesses.clear()
+            self.state.table.rewind(min(self.stored, self.state.table.length))
+            self.drafted.clear()
 
 
 class PearlDrafter(Drafter):
@@ -103,14 +104,14 @@ class PearlDrafter(Drafter):
     Args:
         model: the draft model over a storage of its own.
         max_draft_len: tokens of a block (gamma).
-        overlap: draft in a thread of its own; else at once, which says the same.
+        overlap: draft in a separate thread; else in the calling one, with the same result.
     """
 
     def __init__(self, model: DraftModel, max_draft_len: int, *, overlap: bool = True) -> None:
         self._model, self._block = model, max_draft_len
         self._storage = model.runner.storage
         self._pool = PagePool(self._storage.num_pages, self._storage.page_size)
-        self._lanes: dict[int, PearlRequest] = {}
+        self._states: dict[int, PearlRequest] = {}
         self._executor: Executor | None = None
         if overlap:
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pearl")
@@ -118,7 +119,7 @@ class PearlDrafter(Drafter):
 
     @classmethod
     def build(cls, config: PearlDecodingConfig, target: Target) -> PearlDrafter:
-        """Load the draft model. See ``speculative.table``.
+        """Load the draft model.
 
         Raises:
             ModelError: it cannot be loaded.
@@ -130,7 +131,7 @@ class PearlDrafter(Drafter):
 
     @property
     def page_bytes(self) -> int:
-        """Its own pages are as many as the target's."""
+        """It has as many pages of its own as the target."""
         return self._storage.bytes_per_page
 
     def resize(self, num_pages: int) -> None:
@@ -143,22 +144,22 @@ class PearlDrafter(Drafter):
         scheduled_requests: ScheduledRequests,
         resource_manager: ResourceManager | None = None,
     ) -> None:
-        """Put the block that is ready to the target, and begin the next one.
+        """Propose the block that is ready, and begin the next one.
 
         Raises:
-            Exception: what drafting ahead for one of them has raised; nothing has changed, so
-                those for whom it did not fail can be asked for again.
+            Exception: the error of drafting ahead for one of them; nothing has changed, so the
+                other requests can be asked for again.
         """
         self._join()
-        lanes = [self._lane(request) for request in scheduled_requests.generation_requests]
-        for lane in lanes:
-            if lane.failure is not None:
-                raise lane.failure
+        states = [self._state(request) for request in scheduled_requests.generation_requests]
+        for state in states:
+            if state.failure is not None:
+                raise state.failure
         jobs: list[DraftJob] = []
-        for lane, request in zip(lanes, scheduled_requests.generation_requests, strict=True):
-            lane.settle(request.tokens)
-            request.py_draft_tokens = lane.ahead[: request.max_draft_len]
-            if job := self._job(lane, request):
+        for state, request in zip(states, scheduled_requests.generation_requests, strict=True):
+            state.settle(request.tokens)
+            request.py_draft_tokens = state.ahead[: request.max_draft_len]
+            if job := self._job(state, request):
                 jobs.append(job)
         if jobs and self._executor is not None:
             self._future = self._executor.submit(self._draft, jobs)
@@ -167,11 +168,11 @@ class PearlDrafter(Drafter):
 
     def release(self, request: DraftRequest) -> None:
         """Its pages are free again."""
-        if request.request_id in self._lanes:
+        if request.request_id in self._states:
             self._join()
-            lane = self._lanes.pop(request.request_id, None)
-            if lane is not None:
-                lane.table.release()
+            state = self._states.pop(request.request_id, None)
+            if state is not None:
+                state.table.release()
 
     def shutdown(self) -> None:
         """End the thread."""
@@ -185,30 +186,30 @@ class PearlDrafter(Drafter):
         return self._pool.in_use
 
     def _join(self) -> None:
-        """Wait for the drafting under way; an interrupt while it waits leaves it under way."""
+        """Wait for the drafting thread; an interrupt of the wait leaves it running."""
         if self._future is not None:
             wait([self._future])
             future, self._future = self._future, None
             future.result()
 
-    def _lane(self, request: DraftRequest) -> PearlRequest:
-        if request.request_id not in self._lanes:
-            self._lanes[request.request_id] = PearlRequest(PageTable(self._pool))
-        return self._lanes[request.request_id]
+    def _state(self, request: DraftRequest) -> PearlRequest:
+        if request.request_id not in self._states:
+            self._states[request.request_id] = PearlRequest(PageTable(self._pool))
+        return self._states[request.request_id]
 
-    def _job(self, lane: PearlRequest, request: DraftRequest) -> DraftJob | None:
+    def _job(self, state: PearlRequest, request: DraftRequest) -> DraftJob | None:
         """The next block of a request; None where the context or the pages end."""
-        tokens = [*request.tokens, *lane.ahead]
+        tokens = [*request.tokens, *state.ahead]
         count = min(self._block, self._model.max_positions - len(tokens))
-        return DraftJob(lane, request, tokens, count, lane.table.length) if count > 0 else None
+        return DraftJob(state, request, tokens, count, state.table.length) if count > 0 else None
 
     # ---- in the thread ----------------------------------------------------------------------
 
     def _draft(self, jobs: list[DraftJob]) -> None:
-        """Add a block to the guesses of each lane.
+        """Draft a block for each request.
 
-        If that fails, what is not done is begun again for each lane alone, and a failure is that of
-        the lanes for which it then fails.
+        If that fails, incomplete blocks are drafted again for each request alone, and only the
+        requests that fail then have failed.
         """
         try:
             self._grow(jobs)
@@ -219,14 +220,14 @@ class PearlDrafter(Drafter):
                 own = failure if len(jobs) == 1 else self._failure_alone(job)
                 if own is not None:
                     log.warning("nothing is drafted ahead for this request", exc_info=own)
-                    job.lane.fail(own)
+                    job.state.fail(own)
         except BaseException:
             for job in jobs:
                 job.undo()
             raise
 
     def _failure_alone(self, job: DraftJob) -> Exception | None:
-        """Draft for one lane, from what it had; what that raises."""
+        """Draft for one request from the start of its block; the error, if any."""
         job.undo()
         try:
             self._grow([job])
@@ -235,49 +236,49 @@ class PearlDrafter(Drafter):
         return None
 
     def _grow(self, jobs: list[DraftJob]) -> None:
-        """Add a block to the guesses of each lane that has the pages for it."""
-        pasts = {id(job): past for job in jobs if (past := self._past(job)) is not None}
-        growing = [job for job in jobs if id(job) in pasts]
+        """Draft a block for each request with enough pages."""
+        missing = {id(job): found for job in jobs if (found := self._missing(job)) is not None}
+        growing = [job for job in jobs if id(job) in missing]
         if not growing:
             return
-        logits = self._model.compute([pasts[id(job)] for job in growing])
+        logits = self._model.compute([missing[id(job)] for job in growing])
         while growing:
-            for place, job in enumerate(growing):
-                job.guesses.append(_choose(job, logits[place : place + 1]))
+            for row, job in enumerate(growing):
+                job.drafted.append(_choose(job, logits[row : row + 1]))
                 if job.done:
-                    job.lane.ahead += job.guesses
+                    job.state.ahead += job.drafted
             growing = [job for job in growing if not job.done]
             if growing:
                 logits = self._model.forward([_next_row(job) for job in growing])
 
-    def _past(self, job: DraftJob) -> Past | None:
-        """What the draft model has yet to see; None if its pages do not suffice for the block."""
-        table, length = job.lane.table, len(job.tokens)
-        start = min(table.length, length - 1)  # the last one's logits are wanted in any case
+    def _missing(self, job: DraftJob) -> TokenRange | None:
+        """Tokens to compute before the block; None if there are not enough pages for the block."""
+        table, length = job.state.table, len(job.tokens)
+        start = min(table.length, length - 1)  # the last one's logits are always needed
         table.rewind(start)
         try:
             table.append(length + job.count - 1 - start)
         except OutOfPages:
             return None
-        return Past(job.tokens, start, table)
+        return TokenRange(job.tokens, table, start, length)
 
 
 def _choose(job: DraftJob, logits: Tensor) -> int:
-    """The likeliest token; of a sampled request, the one that the target's own coin would pick.
+    """The most probable token; for a sampled request, sampled with the target's own uniform.
 
-    With the coin in common, draft and target agree as often as their laws let them, and a draft is
-    a point: whatever it is, the target draws its token by itself.
+    With a common uniform sample, draft and target agree as often as their distributions allow. The
+    draft is verified as a point mass, so the target's token does not depend on it.
     """
     request = job.request
     if request.params.greedy:
         return int(logits.argmax())
-    known = [*job.tokens, *job.guesses]
+    known = [*job.tokens, *job.drafted]
     split = request.prompt_length
     context = TokenContext(request.params, known[:split], known[split:], frozenset())
-    toss = uniform_at(request.seed, request.index, len(known))
-    return int(invert_cdf(logits_to_probs(logits, [context]), [toss]))
+    uniform = uniform_at(request.seed, request.index, len(known))
+    return int(invert_cdf(logits_to_probs(logits, [context]), [uniform]))
 
 
 def _next_row(job: DraftJob) -> Row:
-    position = len(job.tokens) + len(job.guesses) - 1
-    return Row([job.guesses[-1]], position, job.lane.table.prefix(position + 1))
+    position = len(job.tokens) + len(job.drafted) - 1
+    return Row([job.drafted[-1]], position, job.state.table.prefix(position + 1))

@@ -1,13 +1,12 @@
-"""A small recurrent network searches ahead with beams, which become one tree.
+"""ReDrafter: beam search with a small recurrent network; the beams form one tree.
 
-Cheng et al., 2024 (arXiv 2403.09919). The head reads the target's state that the root was drawn
-from, takes in the root and whatever it guesses behind it, and keeps the likeliest continuations of
-each length. The published tree is that of the beams of the last length, whose common beginnings
-stand in it once. These are often alike, and what was likely but led nowhere is lost; so there is
-also the tree of the likeliest continuations of any length, which gets further with fewer tokens.
-Nothing is computed again, and no step of the search waits for the host. Beams follow from the state
-without chance, so that drafts are points, and sampled requests are served exactly, other than by
-the published rule of acceptance. Knows nothing about acceptance.
+Cheng et al., 2024 (arXiv 2403.09919). The head reads the target's hidden state that the root was
+sampled from, then the root and its own tokens, and keeps the most probable beams of each length.
+The published tree consists of the beams of the last length, their common prefixes once. These are
+often alike, and probable prefixes are lost; so there is also the tree of the most probable beams of
+any length, which accepts more per verified token. No entry is computed again, and no step of the
+search waits for the host. Beams are a deterministic function of the state, so drafts are verified
+as point masses and sampled requests are exact, unlike with the published acceptance rule.
 """
 
 from __future__ import annotations
@@ -39,23 +38,23 @@ class ReDrafterDrafter(Drafter):
 
     Args:
         search: over the head.
-        features: of the target, behind its final norm.
-        config: how many beams, and what tree is made of them.
+        hidden_states: of the target, behind its final norm.
+        config: number of beams, and the tree that is built from them.
     """
 
     def __init__(
-        self, search: BeamSearch, features: HiddenStateCache, config: ReDrafterDecodingConfig
+        self, search: BeamSearch, hidden_states: HiddenStateCache, config: ReDrafterDecodingConfig
     ) -> None:
-        assert features.layer_ids == (FINAL,)
-        self._search, self._features = search, features
+        assert hidden_states.layer_ids == (FINAL,)
+        self._search, self._hidden_states = search, hidden_states
         self._num_beams, self._max_nodes = config.num_beams, config.max_total_draft_tokens
-        floor = config.min_draft_probability
-        self._floor = math.log(floor) if floor else -math.inf
+        min_prob = config.min_draft_probability
+        self._min_logprob = math.log(min_prob) if min_prob else -math.inf
         self._tree = top_beams_tree if config.tree == "likeliest" else last_beams
 
     @classmethod
     def build(cls, config: ReDrafterDecodingConfig, target: Target) -> ReDrafterDrafter:
-        """Load the head. See ``speculative.table``.
+        """Load the head.
 
         Raises:
             ModelError: it cannot be loaded, or is another target's.
@@ -71,11 +70,11 @@ class ReDrafterDrafter(Drafter):
 
     @property
     def draft_caches(self) -> Sequence[DraftKvCache]:
-        """The target's states."""
-        return (self._features,)
+        """The target's hidden states."""
+        return (self._hidden_states,)
 
     def nodes(self, depth: int) -> int:
-        """As many as if no two beams began alike."""
+        """As many as if no two beams had a common prefix."""
         return min(self._num_beams * depth, self._max_nodes)
 
     def prepare_draft_tokens(
@@ -88,46 +87,45 @@ class ReDrafterDrafter(Drafter):
         for request in scheduled_requests.generation_requests:
             assert request.table is not None
             known = len(request.tokens) - 1  # the root is not computed yet
-            if known and self._features.ready_length(request.table, known) == known:
+            if known and self._hidden_states.ready_length(request.table, known) == known:
                 requests.append(request)
                 slots += request.table.slots(known - 1, known)
         if not requests:
             return
-        stored = self._features.storage.keys[0]
+        stored = self._hidden_states.storage.keys[0]
         with torch.inference_mode():
             found = self._search(
                 stored[torch.tensor(slots, device=stored.device), 0],
                 torch.tensor([request.tokens[-1] for request in requests], device=stored.device),
                 self._num_beams,
                 max(request.max_draft_len for request in requests),
-                self._floor,
+                self._min_logprob,
             )
         for request, beams in zip(requests, found, strict=True):
             request.draft = self._tree(beams, request.max_draft_len, request.max_nodes)
 
 
 class Beams(NamedTuple):
-    """What a search has kept behind one root: beams of every length, the shorter ones first.
+    """The beams of a search behind one root: shorter ones first, then the most probable first.
 
-    Beams of one length come the likeliest first. Each is written as its last token, and as the
-    beam, a token shorter, that it prolongs.
+    A beam is its last token, and the number of its parent, the beam that it extends by this token.
     """
 
     tokens: list[int]
     parents: list[int]
     """Numbers of beams; -1: the root."""
     order: list[int]
-    """Numbers of the useful beams, the likeliest first; a beam stands behind the one that it
-    prolongs."""
+    """Numbers of the beams that are probable enough, the most probable first, parents before their
+    children."""
     ends: list[int]
-    """By length, from 0: how many beams are no longer than that."""
+    """By length, from 0: the number of beams up to this length."""
 
 
 class BeamSearch:
     """Finds likely continuations with a recurrent head.
 
     Args:
-        head: guesses.
+        head: predicts the next token.
         embed: int64 ``[R]`` -> the target's embeddings ``[R, hidden]``.
     """
 
@@ -140,19 +138,19 @@ class BeamSearch:
         roots: Tensor,
         width: int,
         length: int,
-        floor: float = -math.inf,
+        min_logprob: float = -math.inf,
     ) -> list[Beams]:
         """Search behind N roots at once.
 
         Args:
-            contexts: ``[N, hidden]``, the target's states that the roots were drawn from.
+            contexts: ``[N, hidden]``, the target's states that the roots were sampled from.
             roots: int64 ``[N]``, on the same device.
-            width: beams that are kept at each length; fewer where there are not so many.
-            length: most tokens of a beam.
-            floor: beams of a lower log-probability are of no use.
+            width: beams that are kept at each length, if there are as many.
+            length: tokens of a beam at most.
+            min_logprob: less probable beams are left out of ``Beams.order``.
 
         Returns:
-            What is kept behind each root.
+            The beams behind each root.
         """
         count, vocab = len(roots), self._head.shape.vocab
         first = torch.arange(count, device=roots.device)[:, None]
@@ -163,63 +161,65 @@ class BeamSearch:
         for _ in range(length):
             kept = tokens.shape[1]
             state = self._head.advance(self._embed(tokens.flatten()), state)
-            distributions = self._head(contexts, state).log_softmax(-1, dtype=torch.float32)
-            distributions = (distributions + score.view(-1, 1)).view(count, kept * vocab)
-            score, found = distributions.topk(min(width, kept * vocab), dim=-1)
+            logprobs = self._head(contexts, state).log_softmax(-1, dtype=torch.float32)
+            logprobs = (logprobs + score.view(-1, 1)).view(count, kept * vocab)
+            score, found = logprobs.topk(min(width, kept * vocab), dim=-1)
             parents, tokens = found // vocab, found % vocab
             levels.append((tokens, parents, score))
             ends.append(ends[-1] + tokens.shape[1])
-            if len(levels) == length or self._is_hopeless(score, floor):
+            if len(levels) == length or self._is_complete(score, min_logprob):
                 break
             rows = (parents + first * kept if count > 1 else parents).flatten()
             state = state.index_select(0, rows)
-            if tokens.shape[1] != kept:  # all beams of a request have the same
+            if tokens.shape[1] != kept:  # a request's beams have the same context
                 contexts = contexts.index_select(0, rows)
         every = [torch.cat(each, dim=1) for each in zip(*levels, strict=True)]
-        # Equals stay in order of length, so that nobody comes before what it prolongs.
+        # A stable sort keeps equals in order of length: parents before their children.
         scores, order = every[2].sort(dim=-1, descending=True, stable=True)
-        useful = (scores >= floor).sum(-1, keepdim=True).expand_as(order)
-        kept_tokens, prolonged, ranked, counts = torch.stack(
+        useful = (scores >= min_logprob).sum(-1, keepdim=True).expand_as(order)
+        kept_tokens, extended, ranked, counts = torch.stack(
             [every[0], every[1], order, useful]
         ).tolist()
-        starts = [-1] * ends[1]  # of the beams that each length prolongs
+        starts = [-1] * ends[1]  # of the beams that each length extends
         for begin, end, stop in zip(ends, ends[1:], ends[2:], strict=False):
             starts += [begin] * (stop - end)
         return [
             Beams(tokens, list(map(add, parents, starts)), ranks[: count[0]], ends)
             for tokens, parents, ranks, count in zip(
-                kept_tokens, prolonged, ranked, counts, strict=True
+                kept_tokens, extended, ranked, counts, strict=True
             )
         ]
 
     @staticmethod
-    def _is_hopeless(score: Tensor, floor: float) -> bool:
-        """Whether nothing useful follows; to ask would hold a GPU up for longer than it saves."""
-        return floor > -math.inf and score.device.type == "cpu" and bool((score < floor).all())
+    def _is_complete(score: Tensor, min_logprob: float) -> bool:
+        """Whether longer beams are too improbable; on a GPU the check costs more than it saves."""
+        if score.device.type != "cpu" or min_logprob == -math.inf:
+            return False
+        return bool((score < min_logprob).all())
 
 
-def top_beams_tree(beams: Beams, depth: int, most: int) -> Draft:
-    """The tree of the likeliest beams of any length.
+def top_beams_tree(beams: Beams, depth: int, max_nodes: int) -> Draft:
+    """The tree of the most probable beams of any length.
 
     Args:
-        beams: what was found.
-        depth: most levels.
-        most: tokens of the tree.
+        beams: of one root.
+        depth: levels at most.
+        max_nodes: tokens of the tree at most.
     """
     inside = beams.ends[min(depth, len(beams.ends) - 1)]
-    chosen = [beam for beam in beams.order if beam < inside][:most]
-    places = {-1: -1, **{beam: place for place, beam in enumerate(chosen)}}
-    parents = tuple(places[beams.parents[beam]] for beam in chosen)
+    chosen = [beam for beam in beams.order if beam < inside][:max_nodes]
+    nodes = {-1: -1, **{beam: node for node, beam in enumerate(chosen)}}
+    parents = tuple(nodes[beams.parents[beam]] for beam in chosen)
     return Draft([beams.tokens[beam] for beam in chosen], parents)
 
 
-def last_beams(beams: Beams, depth: int, most: int) -> Draft:
-    """The published tree: of the beams of the last length.
+def last_beams(beams: Beams, depth: int, max_nodes: int) -> Draft:
+    """The published tree: the beams of the last length.
 
     Args:
-        beams: what was found.
-        depth: most levels.
-        most: tokens of the tree.
+        beams: of one root.
+        depth: levels at most.
+        max_nodes: tokens of the tree at most.
     """
     last = min(depth, len(beams.ends) - 1)
     paths: list[list[int]] = []
@@ -229,26 +229,27 @@ def last_beams(beams: Beams, depth: int, most: int) -> Draft:
             path.append(beams.tokens[beam])
             beam = beams.parents[beam]
         paths.append(path[::-1])
-    return pack(paths, most)
+    return pack(paths, max_nodes)
 
 
-def pack(beams: Sequence[Sequence[int]], most: int) -> Draft:
-    """The tree of all beams, in which what several of them begin with stands once.
+def pack(beams: Sequence[Sequence[int]], max_nodes: int) -> Draft:
+    """The prefix tree of beams.
 
     Args:
-        beams: token ids, the likeliest beam first.
-        most: tokens of the tree; of beams that do not fit, the least likely ends are left out.
+        beams: token ids, the most probable beam first.
+        max_nodes: of the tree; the ends of the least probable beams are left out.
     """
     tokens, parents = list[int](), list[int]()
-    places: dict[tuple[int, int], int] = {}
+    nodes: dict[tuple[int, int], int] = {}
+    """Parent and token -> node."""
     for beam in beams:
         node = -1
         for token in beam:
-            place = places.setdefault((node, token), len(tokens))
-            if place == most:
+            child = nodes.setdefault((node, token), len(tokens))
+            if child == max_nodes:
                 return Draft(tokens, tuple(parents))
-            if place == len(tokens):
+            if child == len(tokens):
                 tokens.append(token)
                 parents.append(node)
-            node = place
+            node = child
     return Draft(tokens, tuple(parents))

@@ -1,28 +1,16 @@
-"""Finds where the end of a text has stood before: the longest match, at its newest places.
+"""Suffix decoding: propose what followed the longest earlier match of a text's end.
 
-It answers what a suffix tree answers, but is kept as deflate keeps its window: n-grams of three
-sizes lead to the places behind them, and from there the texts themselves are compared backwards.
-A token costs three entries, however long the matches may be, where a tree with counts costs as many
-as its depth; a text can be taken away again; and as a common n-gram keeps its newest places only, a
-search is bounded too. Knows nothing about requests.
+SuffixDecoding (Oliaro et al., 2024). A request is matched against its own prompt and output,
+against its siblings' (the samples of one prompt draft for each other), and against the outputs of
+past requests of the same ``cache_salt``. The longer the match, the longer the draft.
 
-[continuation] What is likely to come behind places that look alike: what came behind them, counted.
+The index finds the same matches as a suffix tree, but is kept as deflate keeps its window: n-grams
+of three sizes lead to the positions behind them, from where the texts are compared backwards. A
+token costs three entries however long the matches are, a text can be removed again, and as only the
+newest positions of a frequent n-gram are kept, a search is bounded.
 
-A token's probability is its share of the places; a path's is the product along it. The sum over all
-nodes of a draft is the number of its tokens that are expected to be accepted (SuffixDecoding, 2024,
-section 4). Knows nothing about how the places were found.
-
-[past_outputs] Remembers what was generated before: a bounded queue of outputs, searchable by
-tenant.
-
-The oldest outputs leave first. Knows nothing about requests.
-
-[suffix] Proposes what followed the longest match of a text's end: suffix decoding.
-
-A request is matched against its own prompt and output, against those of its siblings (the samples
-of one prompt draft for each other while they run), and against the outputs of past requests of the
-same ``cache_salt``. The longer the match, the longer the draft. Source: SuffixDecoding (Oliaro et
-al., 2024). Knows nothing about models.
+A token's probability is its share among the continuations of the matches; a path's is the product
+along it. The sum over all nodes of a draft is its expected number of accepted tokens (section 4).
 """
 
 from __future__ import annotations
@@ -52,93 +40,93 @@ Position = tuple[Text, int]
 """A text, and the position in it of the token behind the match."""
 
 SIZES = (6, 3, 1)
-"""Sizes of the n-grams that lead to places."""
+"""Sizes of the n-grams that lead to positions."""
 MAX_POSITIONS = 16
-"""Most places of one n-gram that are searched, the newest ones. More found hardly better drafts."""
+"""Positions of an n-gram that are searched, the newest ones; more hardly improve the drafts."""
 
 
 class SuffixIndex:
-    """Places by what stands before them.
+    """Positions in texts, by the tokens before them.
 
     Args:
-        max_depth: most tokens that a match is compared over, at least 1.
+        max_depth: tokens of a match that are compared at most, at least 1.
     """
 
     def __init__(self, max_depth: int) -> None:
         self._max_depth = max_depth
         self._sizes = tuple(size for size in SIZES if size <= max_depth)
-        self._places: dict[tuple[int, ...], list[Position]] = {}
+        self._positions: dict[tuple[int, ...], list[Position]] = {}
 
     def __len__(self) -> int:
-        """N-grams that lead to places."""
-        return len(self._places)
+        """N-grams that lead to positions."""
+        return len(self._positions)
 
     def add(self, text: Text, start: int, stop: int) -> None:
-        """Make the places at positions [start, stop) of ``text`` findable.
+        """Index the positions [start, stop) of ``text``.
 
-        The text is kept, not copied. It may grow; what it holds must not change.
+        The text is kept, not copied. It may grow, but its tokens must not change.
         """
-        all_places, sizes = self._places, self._sizes
+        all_positions, sizes = self._positions, self._sizes
         for at in range(max(1, start), stop):
-            place = (text, at)
+            position = (text, at)
             window = tuple(text[max(0, at - sizes[0]) : at])
             for size in sizes:
                 if size <= at:
                     ngram = window[-size:]
-                    places = all_places.get(ngram)
-                    if places is None:
-                        all_places[ngram] = [place]
-                    elif len(places) < 2 * MAX_POSITIONS:
-                        places.append(place)
+                    positions = all_positions.get(ngram)
+                    if positions is None:
+                        all_positions[ngram] = [position]
+                    elif len(positions) < 2 * MAX_POSITIONS:
+                        positions.append(position)
                     else:
-                        places[:] = [*places[1 - MAX_POSITIONS :], place]
+                        positions[:] = [*positions[1 - MAX_POSITIONS :], position]
 
     def remove(self, text: Text) -> None:
-        """Take all places of a text away; of the texts that are left it was added first."""
+        """Remove all positions of a text, which is the oldest in the index."""
         for at in range(1, len(text)):
             for size in self._sizes:
                 ngram = tuple(text[at - size : at]) if size <= at else ()
-                places = self._places.get(ngram)
-                if places and places[0][0] is text:
-                    del places[0]
-                    if not places:
-                        del self._places[ngram]
+                positions = self._positions.get(ngram)
+                if positions and positions[0][0] is text:
+                    del positions[0]
+                    if not positions:
+                        del self._positions[ngram]
 
     def find(self, tokens: Sequence[int]) -> tuple[int, list[Position]]:
         """The longest match of the end of ``tokens``.
 
         Returns:
-            Tokens matched, 0 if nothing is, at most ``max_depth``; the newest of the places behind
-            such a match, the oldest of them first.
+            Number of tokens matched, from 0 to ``max_depth``; and the newest positions behind such
+            a match, in order of age, the oldest first.
         """
         end = tuple(tokens[-self._max_depth :])
         for size in self._sizes:
-            places = self._places.get(end[-size:]) if size <= len(end) else None
-            if places:
-                return _longest(end, size, places[-MAX_POSITIONS:])
+            positions = self._positions.get(end[-size:]) if size <= len(end) else None
+            if positions:
+                return _longest(end, size, positions[-MAX_POSITIONS:])
         return 0, []
 
 
 def _longest(
-    end: tuple[int, ...], length: int, places: list[Position]
+    end: tuple[int, ...], length: int, positions: list[Position]
 ) -> tuple[int, list[Position]]:
-    """Those of ``places``, which match in ``length`` tokens, that match in the most."""
+    """Of ``positions``, all of which match ``length`` tokens, those with the longest match."""
     if length == SIZES[0]:
         depth, whole = len(end), list(end)
-        matching = [(text, at) for text, at in places if text[max(0, at - depth) : at] == whole]
+        matching = [(text, at) for text, at in positions if text[max(0, at - depth) : at] == whole]
         if matching:
             return depth, matching
     while length < len(end):
         token, back = end[-1 - length], length + 1
-        longer = [(text, at) for text, at in places if at >= back and text[at - back] == token]
+        longer = [(text, at) for text, at in positions if at >= back and text[at - back] == token]
         if not longer:
             break
-        places, length = longer, back
-    return length, places
+        positions, length = longer, back
+    return length, positions
 
 
 Ends = list[list[int]]
-"""The tokens behind some places, the newest place first. They are as long as their texts go on."""
+"""The tokens behind some positions up to the ends of their texts, the newest position first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,19 +136,19 @@ class Continuation:
     tokens: Sequence[int]
     parents: tuple[int, ...] | None
     score: float
-    """Tokens that are expected to be accepted."""
+    """Expected number of accepted tokens."""
 
 
 NOTHING = Continuation((), None, 0.0)
 
 
-def chain(places: Sequence[Position], depth: int, min_prob: float) -> Continuation:
-    """The likeliest next token, again and again, at most ``depth`` times.
+def chain(positions: Sequence[Position], depth: int, min_prob: float) -> Continuation:
+    """The most probable next token, repeatedly, at most ``depth`` times.
 
-    It ends where the path's probability would fall below ``min_prob``. Of equally likely tokens it
-    takes the newest.
+    It ends where the path's probability would fall below ``min_prob``. Of equally probable tokens
+    the newest is taken.
     """
-    ends = [text[at : at + depth] for text, at in reversed(places)]
+    ends = [text[at : at + depth] for text, at in reversed(positions)]
     tokens: list[int] = []
     prob, score = 1.0, 0.0
     while len(ends) > 1:
@@ -182,17 +170,17 @@ def chain(places: Sequence[Position], depth: int, min_prob: float) -> Continuati
     return Continuation(tokens + rest, None, score + prob * len(rest))
 
 
-def tree(places: Sequence[Position], depth: int, nodes: int, min_prob: float) -> Continuation:
-    """The likeliest ``nodes`` nodes of all, at most ``depth`` deep.
+def tree(positions: Sequence[Position], depth: int, nodes: int, min_prob: float) -> Continuation:
+    """The ``nodes`` most probable nodes, at most ``depth`` deep.
 
-    None of a path less likely than ``min_prob``. A parent is at least as likely as its children, so
-    it always comes before them.
+    Paths less probable than ``min_prob`` are left out. A parent is at least as probable as its
+    children, so it always comes before them.
     """
     tokens: list[int] = []
     parents: list[int] = []
     score, pushed = 0.0, 0
     heap: list[tuple[float, int, int, int, int, Ends]] = []
-    ends = [text[at : at + depth] for text, at in reversed(places)]
+    ends = [text[at : at + depth] for text, at in reversed(positions)]
     prob, node, level = 1.0, -1, 0
     while True:
         for share, token, reaching in _branches(ends, level):
@@ -213,7 +201,7 @@ def tree(places: Sequence[Position], depth: int, nodes: int, min_prob: float) ->
 
 
 def _branches(ends: Ends, level: int) -> Iterator[tuple[float, int, Ends]]:
-    """The tokens at ``level``, each with its share and the ends that go through it."""
+    """The tokens at ``level``, each with its share and the continuations that contain it."""
     ends = [end for end in ends if len(end) > level]
     through: dict[int, Ends] = {}
     for end in ends:
@@ -226,9 +214,9 @@ class PastOutputs:
     """Outputs and one index of them per salt.
 
     Args:
-        max_requests: most outputs, over all salts; 0: none are kept.
-        max_tokens: most tokens of all outputs.
-        max_depth: most tokens that a match is compared over.
+        max_requests: outputs over all salts at most; 0: none are kept.
+        max_tokens: tokens of all outputs at most.
+        max_depth: tokens of a match that are compared at most.
     """
 
     def __init__(self, max_requests: int, max_tokens: int, max_depth: int) -> None:
@@ -246,7 +234,7 @@ class PastOutputs:
 
     @property
     def salts(self) -> list[str]:
-        """Those who have outputs here."""
+        """Salts with outputs."""
         return list(self._indexes)
 
     def index(self, salt: str) -> SuffixIndex | None:
@@ -254,7 +242,7 @@ class PastOutputs:
         return self._indexes.get(salt)
 
     def add(self, salt: str, output: Text) -> None:
-        """Remember an output, unless it is too short to say what follows what, or too long."""
+        """Keep an output, unless it has a single token, or more than all outputs may have."""
         if not self._max_requests or not 1 < len(output) <= self._max_tokens:
             return
         index = self._indexes.get(salt)
@@ -280,12 +268,12 @@ class _Group:
 
     index: SuffixIndex
     texts: dict[int, Text] = field(default_factory=dict)
-    """By request, of those that still run."""
+    """By id of the running requests."""
     first: Text = field(default_factory=list)
-    """The text that was there first; it brought the prompt into the index."""
+    """The first text, which has the prompt."""
 
     def learn(self, request: DraftRequest) -> None:
-        """Take in what a request has added, and its prompt unless that is known already."""
+        """Add a request's new tokens, and its prompt unless it is there already."""
         tokens = request.tokens
         text = self.texts.get(request.request_id)
         if text is None:
@@ -300,18 +288,18 @@ class _Group:
 
 
 class SuffixDrafter(Drafter):
-    """Looks the end of each request up in what was said before.
+    """Looks the end of each request up in earlier tokens.
 
     Args:
-        max_draft_len: most depth of a draft, at least 1.
-        max_total_draft_tokens: most tokens of a draft, at least ``max_draft_len``; where more than
-            one continuation is likely, it is a tree. None: drafts are chains.
-        max_tree_depth: most tokens that a match is compared over, at least 1. (The name is vLLM's.)
+        max_draft_len: levels of a draft at most, at least 1.
+        max_total_draft_tokens: tokens of a draft at most, at least ``max_draft_len``; if more,
+            drafts may be trees. None: drafts are chains.
+        max_tree_depth: tokens of a match that are compared at most, at least 1 (vLLM's name).
         max_spec_factor: depth of a draft per token matched, above 0. The paper's 1 suits a target
-            whose time grows with each token verified; where a few more cost little, 4 accepts more.
+            whose time grows with each verified token; where a few more cost little, 4 accepts more.
         min_token_prob: paths that followed the match less often are not proposed, in [0, 1].
-        max_cached_requests: most past outputs that are remembered, over all salts; 0: none.
-        max_cached_tokens: most tokens of them; the oldest outputs leave. About 0.6 KB each.
+        max_cached_requests: past outputs that are kept, over all salts; 0: none.
+        max_cached_tokens: their tokens, of about 0.6 KB each; the oldest outputs are evicted.
 
     Raises:
         ParameterError: a value is outside its range.
@@ -350,7 +338,7 @@ class SuffixDrafter(Drafter):
 
     @classmethod
     def build(cls, config: SuffixDecodingConfig, target: Target) -> SuffixDrafter:
-        """As configured; it needs nothing of the target."""
+        """The configured drafter; ``target`` is not used."""
         return cls(
             config.max_draft_len,
             config.max_total_draft_tokens,
@@ -363,11 +351,11 @@ class SuffixDrafter(Drafter):
 
     @property
     def prompts(self) -> int:
-        """Prompts of which a sample is still running."""
+        """Number of prompts with a running sample."""
         return len(self._groups)
 
     def nodes(self, depth: int) -> int:
-        """As large a share of ``max_total_draft_tokens`` as ``depth`` is of ``max_draft_len``."""
+        """``max_total_draft_tokens``, in proportion to ``depth``."""
         return -(-self.max_total_draft_tokens * depth // self.max_draft_len)
 
     def prepare_draft_tokens(
@@ -375,7 +363,7 @@ class SuffixDrafter(Drafter):
         scheduled_requests: ScheduledRequests,
         resource_manager: ResourceManager | None = None,
     ) -> None:
-        """Learn what all have added, then propose for each."""
+        """Index all requests' new tokens, then draft for each."""
         for request in scheduled_requests.generation_requests:
             self._learn(request)
         for request in scheduled_requests.generation_requests:
@@ -383,7 +371,7 @@ class SuffixDrafter(Drafter):
             request.draft = Draft(found.tokens, found.parents)
 
     def release(self, request: DraftRequest) -> None:
-        """Its output joins the past ones; what its siblings share goes with the last of them."""
+        """Add its output to the past ones; drop the index of the prompt with its last sample."""
         group = self._groups.get(_group(request))
         if group is None or request.request_id not in group.texts:
             return
@@ -400,7 +388,7 @@ class SuffixDrafter(Drafter):
         group.learn(request)
 
     def _continue(self, request: DraftRequest) -> Continuation:
-        """The best of what its group and the past propose; the group's, if they are equal."""
+        """The better continuation of its group's index and the past outputs'."""
         best = NOTHING
         depth = min(request.max_draft_len, request.max_nodes, self.max_draft_len)
         for index in (
@@ -413,14 +401,14 @@ class SuffixDrafter(Drafter):
         return best
 
     def _search(self, index: SuffixIndex, request: DraftRequest, depth: int) -> Continuation:
-        length, places = index.find(request.tokens)
+        length, positions = index.find(request.tokens)
         nodes = min(request.max_nodes, self.nodes(depth))
         depth = min(depth, int(self._max_spec_factor * length + 1e-6))
         if depth < 1:
             return NOTHING
         if self.max_total_draft_tokens > self.max_draft_len and nodes > depth:
-            return tree(places, depth, nodes, self._min_token_prob)
-        return chain(places, depth, self._min_token_prob)
+            return tree(positions, depth, nodes, self._min_token_prob)
+        return chain(positions, depth, self._min_token_prob)
 
 
 def _group(request: DraftRequest) -> tuple[str, int]:

@@ -13,7 +13,7 @@ class UserProvided:
 
     @classmethod
     def build(cls, config: UserProvidedDecodingConfig, target: Target) -> Drafter:
-        """See ``speculative.table``.
+        """The drafter of ``config``, checked.
 
         Raises:
             ParameterError: it is not a ``Drafter``, or its manager is no ``ResourceManager``.

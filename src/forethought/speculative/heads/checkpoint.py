@@ -1,7 +1,4 @@
-"""What a published head's directory holds: a config and tensors, read whole or refused by name.
-
-Knows nothing about what the tensors are for.
-"""
+"""The directory of a published head, ``config.json`` and tensors: read completely or refused."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ _FORMATS = ("*.safetensors", "pytorch_model*.bin", "*.pt")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A head as it lies on disk.
+    """A head as stored on disk.
 
     Attributes:
         directory: where it was read.
@@ -68,7 +65,7 @@ class Checkpoint:
         weights.chmod(0o644)
 
     def fill(self, module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-        """Copy ``tensors``, which carry the module's own names, into it: all of them, into all.
+        """Copy ``tensors``, under the module's own names, into all parameters and buffers.
 
         Raises:
             ModelError: one is missing, unexpected, or of another shape.

@@ -1,10 +1,9 @@
-"""EAGLE-1's and 2's head: a Llama layer that guesses the target's next state.
+"""EAGLE-1's and 2's head: a Llama layer that predicts the target's next hidden state.
 
 Li et al., 2024 (arXiv 2401.15077; 2406.16858 uses the same head). ``fc`` joins the next token's
-embedding and the state behind the target's final norm; one layer without a first norm follows, and
-what leaves it is taken for the next state: the target's own projection makes logits of it. Tensors
-are named as the authors name them (``fc``, ``layers.0.*``, ``embed_tokens``). Knows nothing about
-pages of a target, trees or losses.
+embedding and the state behind the target's final norm; one layer without a first norm follows. Its
+output is the predicted state, from which the target's LM head computes the logits. Tensors have the
+authors' names (``fc``, ``layers.0.*``, ``embed_tokens``).
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class EagleHead(nn.Module):
         self.layers = nn.ModuleList([LlamaLayer(config, hidden)])
 
     def forward(self, embedded: Tensor, states: Tensor, attend: Attend) -> Tensor:
-        """embedded and states ``[..., hidden]`` -> the states that follow, ``[..., hidden]``."""
+        """embedded and states ``[..., hidden]`` -> the next states ``[..., hidden]``."""
         x = self.fc(torch.cat([embedded, states], -1))
         following: Tensor = self.layers[0](x, x, attend)
         return following
@@ -83,7 +82,7 @@ class EagleHead(nn.Module):
 
 
 class EagleNetwork:
-    """An :class:`EagleHead` over pages, in few operations; see ``heads.pair_head``.
+    """An :class:`EagleHead` over pages, in few operations; see ``speculative.draft_module``.
 
     Args:
         head: in the dtype that it is to run in, on the device of the target.
@@ -98,15 +97,16 @@ class EagleNetwork:
         self._layer = DraftLayer(layer, head.config, lm.max_positions)
         self.dtype: torch.dtype = head.fc.weight.dtype
         self.shape: LayerShape = self._layer.shape
+        self.windows: tuple[int | None, ...] = (None,)
         self.vocab_size: int = lm.vocab_size
         self.ids: Tensor | None = None
 
-    def enter(self, features: Tensor) -> Tensor:
-        """See ``PairHead``: the state is taken as it is."""
-        return features.to(self.dtype)
+    def enter(self, states: Tensor) -> Tensor:
+        """See ``DraftModule``: the state is read unchanged."""
+        return states.to(self.dtype)
 
     def __call__(self, states: Tensor, forward_pass: ForwardPass) -> ModuleOutput:
-        """See ``PairHead``."""
+        """See ``DraftNetwork``."""
         token_ids = forward_pass.batch.token_ids
         embedded = self._lm.embed(token_ids) if self._own is None else self._own(token_ids)
         x = self._join(torch.cat([embedded.to(self.dtype), states], -1))

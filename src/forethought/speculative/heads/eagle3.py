@@ -1,10 +1,10 @@
-"""EAGLE-3's head: one Llama layer that reads three of the target's states and the next token.
+"""EAGLE-3's head: one Llama layer that reads three hidden states of the target and the next token.
 
-Li et al., 2025 (arXiv 2503.01840). ``fc`` fuses the captured states; the layer's attention sees the
-token's embedding and the state side by side, each behind a norm of its own; behind it a norm and a
-projection onto the draft vocabulary. What leaves the layer takes the state's place for the next
+Li et al., 2025 (arXiv 2503.01840). ``fc`` fuses the captured states; the layer's attention reads
+the concatenation of the token's embedding and the state, each normed separately; a norm and a
+projection to the draft vocabulary follow. The layer's output is fed back as the state of the next
 token. Loads and saves the authors' layout (``midlayer.*``) and that of the speculators library
-(``layers.0.*``). Knows nothing about pages of a target, trees or losses.
+(``layers.0.*``).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _REFUSED = {"fc_norm": False, "parallel_drafting": False}
 
 
 def default_layer_ids(num_layers: int) -> tuple[int, ...]:
-    """Where a head that is to be trained captures states: the authors' layers, 2, L // 2 and L - 3.
+    """Layers that a new head captures: the authors', 2, L // 2 and L - 3.
 
     In a network of few layers these are moved apart as little as possible, within 1 to L.
     """
@@ -53,36 +53,36 @@ def default_layer_ids(num_layers: int) -> tuple[int, ...]:
 
 
 def authors_layer_ids(num_layers: int) -> tuple[int, int, int] | None:
-    """Where the authors' code captures states; None where that is not three different layers."""
+    """Layers that the authors' code captures; None where they are not three different ones."""
     first, middle, last = 2, num_layers // 2, num_layers - 3
     return (first, middle, last) if first < middle < last else None
 
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Traits:
-    """What distinguishes one EAGLE-3 head from another, beside the sizes of its layer."""
+    """Differences between EAGLE-3 heads, beside the sizes of the layer."""
 
     draft_vocab_size: int
     target_hidden_size: int
     captures: int = 3
-    """How many states ``fc`` fuses."""
+    """Number of states that ``fc`` fuses."""
     layer_ids: tuple[int, ...] | None = None
-    """Their layer indices, rising (see ``model.causal_lm``); None: the checkpoint does not say."""
+    """Layers whose input states they are, rising; None: not in the checkpoint."""
     nested_ids: tuple[int, ...] | None = field(default=None, compare=False)
     """What ``layer_ids`` were read from, if ``eagle_config`` alone has them."""
     norm_before_residual: bool = False
     """The layer's residual is the normed state, not the state."""
     norm_before_fc: bool = False
-    """The captured states pass a norm, side by side."""
+    """A norm is applied to the concatenated captured states."""
     norm_output: bool = False
-    """What takes the state's place for the next token has passed the last norm."""
+    """The state that is fed back is the output of the last norm, not its input."""
     own_embedding: bool = False
-    """It embeds tokens itself; otherwise with the target's embedding."""
+    """It has an embedding of its own; otherwise it uses the target's."""
 
     def layer_ids_in(self, num_layers: int) -> tuple[int, ...] | None:
-        """Where the states are captured of a target with L = ``num_layers`` layers.
+        """Layers whose input states are captured, for a target with L = ``num_layers`` layers.
 
-        What a layer id counts depends on where it stands in the config:
+        The meaning of a layer id depends on where it is in the config:
 
         =====================================  =================================================
         ``eagle_aux_hidden_state_layer_ids``   an id v is
@@ -96,8 +96,8 @@ class Eagle3Traits:
         =====================================  =================================================
 
         Returns:
-            Layer indices (see ``model.causal_lm``), or None: nothing is said, and L is below 7,
-            where the authors' layers are not three.
+            Layers, or None: there are no ids, and L is below 7, where the authors' layers are not
+            three.
         """
         if self.nested_ids is None:
             return self.layer_ids or authors_layer_ids(num_layers)
@@ -120,7 +120,7 @@ class Eagle3Head(nn.Module):
 
     Args:
         config: of the layer; ``vocab_size`` is the target's.
-        traits: what else there is to know.
+        traits: its variant.
     """
 
     def __init__(self, config: LlamaConfig, traits: Eagle3Traits) -> None:
@@ -152,15 +152,13 @@ class Eagle3Head(nn.Module):
         """int64 ``[draft_vocab_size]``: the target's id of each draft token; d2t are offsets."""
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
-    def fuse(self, features: Tensor) -> Tensor:
-        """Captured states side by side ``[..., captures * target_hidden]`` -> ``[..., hidden]``."""
-        fused: Tensor = self.fc(
-            self.input_norm(features) if self.traits.norm_before_fc else features
-        )
+    def fuse(self, states: Tensor) -> Tensor:
+        """Concatenated captured states ``[..., captures * target_hidden]`` -> ``[..., hidden]``."""
+        fused: Tensor = self.fc(self.input_norm(states) if self.traits.norm_before_fc else states)
         return fused
 
     def forward(self, embedded: Tensor, states: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
-        """Guess the token behind each token.
+        """Predict the token after each token.
 
         Args:
             embedded: ``[..., hidden]``, the tokens.
@@ -227,7 +225,7 @@ class Eagle3Head(nn.Module):
 
 
 class Eagle3Network:
-    """An :class:`Eagle3Head` over pages, in few operations; see ``heads.pair_head``.
+    """An :class:`Eagle3Head` over pages, in few operations; see ``speculative.draft_module``.
 
     Args:
         head: in the dtype that it is to run in, on the device of the target.
@@ -247,16 +245,17 @@ class Eagle3Network:
         self._norm_output = traits.norm_output
         self.dtype: torch.dtype = head.fc.weight.dtype
         self.shape: LayerShape = self._layer.shape
+        self.windows: tuple[int | None, ...] = (None,)
         self.vocab_size = traits.draft_vocab_size
         self.ids = None if self.vocab_size == lm.vocab_size else head.ids
 
-    def enter(self, features: Tensor) -> Tensor:
-        """See ``PairHead``."""
-        features = features.to(self.dtype)
-        return self._fuse(features if self._enter_norm is None else self._enter_norm(features))
+    def enter(self, states: Tensor) -> Tensor:
+        """See ``DraftModule``."""
+        states = states.to(self.dtype)
+        return self._fuse(states if self._enter_norm is None else self._enter_norm(states))
 
     def __call__(self, states: Tensor, forward_pass: ForwardPass) -> ModuleOutput:
-        """See ``PairHead``."""
+        """See ``DraftNetwork``."""
         token_ids = forward_pass.batch.token_ids
         embedded = self._lm.embed(token_ids) if self._own is None else self._own(token_ids)
         normed = self._norms(torch.stack([embedded.to(self.dtype), states], 1))
@@ -267,17 +266,17 @@ class Eagle3Network:
 
 
 def _traits(stored: Checkpoint, config: LlamaConfig, tensors: Mapping[str, Tensor]) -> Eagle3Traits:
-    """What config and tensors say together."""
+    """From the config and the tensors together."""
     nested = stored.config.get("eagle_config") or {}
-    said = stored.config | nested
+    merged = stored.config | nested
     for name, value in _REFUSED.items():
-        if said.get(name, value) != value:
-            raise refused(stored.directory, f"{name}={said[name]!r} is not supported", "")
+        if merged.get(name, value) != value:
+            raise refused(stored.directory, f"{name}={merged[name]!r} is not supported", "")
     missing = {"fc.weight", "lm_head.weight"} - set(tensors)
     stored.expect_none(missing, "lacks")
     layer_ids, nested_ids = _captured(stored, nested)
     wide = tensors["fc.weight"].shape[-1]
-    target_hidden = said.get("target_hidden_size") or config.hidden_size
+    target_hidden = merged.get("target_hidden_size") or config.hidden_size
     captures, rest = divmod(wide, target_hidden)
     if rest or not captures or (layer_ids and len(layer_ids) != captures):
         wanted = f"{len(layer_ids)} states" if layer_ids else "whole states"
@@ -285,14 +284,14 @@ def _traits(stored: Checkpoint, config: LlamaConfig, tensors: Mapping[str, Tenso
             stored.directory, f"fc.weight reads {wide} values, not {wanted} of {target_hidden}"
         )
     return Eagle3Traits(
-        draft_vocab_size=said.get("draft_vocab_size") or tensors["lm_head.weight"].shape[0],
+        draft_vocab_size=merged.get("draft_vocab_size") or tensors["lm_head.weight"].shape[0],
         target_hidden_size=target_hidden,
         captures=captures,
         layer_ids=layer_ids,
         nested_ids=nested_ids,
-        norm_before_residual=bool(said.get("norm_before_residual", False)),
-        norm_before_fc=bool(said.get("norm_before_fc", False)),
-        norm_output=bool(said.get("norm_output", False)),
+        norm_before_residual=bool(merged.get("norm_before_residual", False)),
+        norm_before_fc=bool(merged.get("norm_before_fc", False)),
+        norm_output=bool(merged.get("norm_output", False)),
         own_embedding="embed_tokens.weight" in tensors,
     )
 
@@ -319,7 +318,7 @@ def _captured(
 
 
 def _layer_ids(stored: Checkpoint, ids: Any) -> tuple[int, ...] | None:
-    """In rising order, in which all engines put the states side by side."""
+    """In rising order, in which all engines concatenate the states."""
     if not ids:
         return None
     known = isinstance(ids, list) and all(type(each) is int and each >= FINAL for each in ids)
@@ -394,7 +393,7 @@ def _entered_layer_ids(traits: Eagle3Traits) -> dict[str, Any]:
 
 
 def _layers_left(traits: Eagle3Traits) -> dict[str, Any]:
-    """The key in ``eagle_config``, which cannot say that states pass the final norm."""
+    """The key in ``eagle_config``, which cannot express the final norm."""
     if traits.layer_ids is None or FINAL in traits.layer_ids:
         return {}
     return {_LAYER_IDS: [layer_id - 1 for layer_id in traits.layer_ids]}

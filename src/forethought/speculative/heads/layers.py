@@ -1,15 +1,9 @@
-"""The residual block that Medusa's and ReDrafter's heads are made of. Knows neither.
+"""Layers of draft heads, and the configs of published heads.
 
-[draft_layer] The decoder layer that drafting heads are made of: Llama's, fed with whatever the
-head feeds it.
-
-Twice the same layer. :class:`LlamaLayer` has the weights under their published names and is what
-training differentiates; :class:`DraftLayer` is its forward over pages in few, large operations.
-Neither knows what its input means, nor who normalises it.
-
-[llama_config] The config of a head's layer, which is Llama's, as different libraries write it.
-
-Refuses other layers. Knows nothing about heads.
+Medusa's and ReDrafter's residual block; and EAGLE's decoder layer, Llama's without its first norm,
+in two implementations: :class:`LlamaLayer` has the weights under their published names and is used
+in training, :class:`DraftLayer` computes the same over pages in few, large operations. Configs with
+any other layer are refused.
 """
 
 from __future__ import annotations

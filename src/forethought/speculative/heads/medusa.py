@@ -1,10 +1,10 @@
 """Medusa's heads: weights, forward, and the layouts in which they are published.
 
-Head i guesses the token i + 2 places behind the one whose state it reads, from that state alone:
+Head i predicts the token i + 2 positions after the one whose state it reads, from that state alone:
 residual blocks ``x + silu(W x + b)``, then a projection to the vocabulary (Cai et al., 2024, arXiv
-2401.10774, section 2.1.1). Twice the same network: :class:`MedusaHeads` has the weights under the
-authors' names and is what training differentiates, :class:`DraftHeads` is its forward in few
-operations. Knows nothing about trees or requests.
+2401.10774, section 2.1.1). There are two implementations: :class:`MedusaHeads` has the weights
+under the authors' names and is used in training, :class:`DraftHeads` computes the same in few
+operations.
 
 Layouts that are read and written, for head i and block j of n:
 
@@ -15,9 +15,9 @@ authors'   ``{i}.{j}.linear.weight``, ``.bias``          ``{i}.{n}.weight``
 vLLM's     ``blocks.{i}.layers.{j}.weight``, ``.bias``   ``lm_heads.{i}.weight``  ``token_map``
 =========  ============================================  ====================  ==================
 
-A prefix ``medusa_head.`` or ``medusa_heads.`` is taken off; ``lm_head.weight`` alone serves all
-heads of vLLM's layout; biases may be missing; ``token_map`` holds the target's id of each row of
-the projections, or picks such rows from whole ones.
+A prefix ``medusa_head.`` or ``medusa_heads.`` is removed; in vLLM's layout ``lm_head.weight`` may
+replace all projections; biases may be missing; ``token_map`` holds the target's id of each row of
+the projections, or selects such rows of complete ones.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class MedusaHeads(nn.ModuleList):
 
     Args:
         shape: their sizes.
-        token_map: int64 ``[vocab]``, the target's id of each row; None: all there are.
+        token_map: int64 ``[vocab]``, the target's id of each row; None: the same ids.
     """
 
     def __init__(self, shape: MedusaShape, token_map: Tensor | None = None) -> None:
@@ -110,7 +110,7 @@ class MedusaHeads(nn.ModuleList):
             )
         heads = cls(shape, None if token_map is None else token_map.long())
         stored.fill(heads, tensors)
-        _compare(stored, shape)
+        _warn_of_wrong_config(stored, shape)
         if most is not None and most < shape.heads:
             del heads[most:]
             heads.shape = replace(shape, heads=most)
@@ -128,7 +128,7 @@ class MedusaHeads(nn.ModuleList):
 
         Args:
             directory: made if it is not there.
-            layout: whose names; the authors' have no place for a ``token_map``.
+            layout: of the names; the authors' has no ``token_map``.
             config: more for ``config.json``.
         """
         assert layout == "vllm" or self.token_map is None
@@ -162,7 +162,7 @@ class DraftHeads:
     """The forward of some heads, for drafting.
 
     Args:
-        heads: whose weights are taken.
+        heads: their weights are copied.
         dtype, device: of weights and states.
     """
 
@@ -242,7 +242,7 @@ def _vllm_name(name: str, blocks: int) -> str:
 
 
 def _shape(tensors: Mapping[str, Tensor], stored: Checkpoint, hidden: int) -> MedusaShape:
-    """What the tensors say; if they say nothing at all, what is missing."""
+    """Sizes by the tensors."""
     heads = _count(tensors, r"(\d+)\.\d+\.")
     blocks = _count(tensors, r"\d+\.(\d+)\.linear\.")
     last = tensors.get(f"0.{blocks}.weight")
@@ -254,20 +254,20 @@ def _shape(tensors: Mapping[str, Tensor], stored: Checkpoint, hidden: int) -> Me
 
 
 def _pick_rows(tensors: dict[str, Tensor], token_map: Tensor, shape: MedusaShape) -> None:
-    """Keep of whole projections the rows that the map names."""
+    """Select the rows of complete projections that the map contains."""
     for head in range(shape.heads):
         name = f"{head}.{shape.blocks}.weight"
         if name in tensors and len(tensors[name]) > len(token_map):
             tensors[name] = tensors[name][token_map.long()]
 
 
-def _compare(stored: Checkpoint, shape: MedusaShape) -> None:
+def _warn_of_wrong_config(stored: Checkpoint, shape: MedusaShape) -> None:
     """Published configs are often wrong about the number of heads: the tensors decide."""
-    said = stored.config.get("medusa_num_heads", stored.config.get("num_heads", shape.heads))
-    if said != shape.heads:
+    listed = stored.config.get("medusa_num_heads", stored.config.get("num_heads", shape.heads))
+    if listed != shape.heads:
         log.warning(
             "%s: config.json says %s heads, its tensors are those of %d",
-            *(stored.directory, said, shape.heads),
+            *(stored.directory, listed, shape.heads),
         )
 
 

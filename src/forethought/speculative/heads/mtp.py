@@ -4,8 +4,8 @@ DeepSeek-V3 (2024, arXiv 2412.19437, section 2.2). The embedding of a token and 
 each behind a norm of its own, are projected back to the model's width; a whole decoder block of the
 target's architecture and a norm follow, then the target's output projection. The block is
 transformers' own: a module is the target's class with a single layer, entered with the projection
-in place of embeddings, so that mixtures of experts, latent attention and any rotary embedding come
-as the target has them. Knows nothing about how drafts are made of guesses.
+in place of embeddings, so that mixtures of experts, latent attention and any rotary embedding are
+the target's.
 """
 
 from __future__ import annotations
@@ -45,18 +45,19 @@ from forethought.speculative.heads.mtp_layout import (
 )
 
 Recycled = Literal["normed", "unnormed"]
-"""Which state takes the target's place in the next pair: that behind the module's last norm, or the
-block's own output. TensorRT-LLM, SGLang and transformers hand on the normed one, vLLM the other one
-of DeepSeek's modules; DeepSeek's paper (equations 21 to 23) has the norm within the output head."""
+"""Which hidden state is fed back: the output of the module's last norm, or of the block.
+
+TensorRT-LLM, SGLang and transformers use the normed one, vLLM the other one for DeepSeek's modules;
+in DeepSeek's paper (equations 21 to 23) the norm belongs to the output head."""
 
 
 class ModuleStates(NamedTuple):
-    """What leaves a module."""
+    """Outputs of a module."""
 
     states: Tensor
-    """[..., hidden]: take the target's place in the pairs that follow."""
+    """[..., hidden]: fed back in place of the target's."""
     normed: Tensor
-    """[..., hidden]: behind the last norm; from them the logits are computed."""
+    """[..., hidden]: output of the last norm, input of the LM head."""
 
 
 class MtpModule(nn.Module):
@@ -65,7 +66,7 @@ class MtpModule(nn.Module):
     Args:
         model: of the target's class, with one layer.
         layout: concatenation order and position 0 follow it.
-        recycled: which state takes the target's place in the pairs that follow.
+        recycled: which hidden state is fed back.
     """
 
     def __init__(
@@ -79,10 +80,10 @@ class MtpModule(nn.Module):
         self.eh_proj = nn.Linear(wide, hidden, bias=False, dtype=weight.dtype, device=weight.device)
 
     def join(self, embedded: Tensor, states: Tensor, positions: Tensor) -> Tensor:
-        """What enters the block.
+        """The block's input.
 
         Args:
-            embedded: ``[..., hidden]``, the tokens of pairs.
+            embedded: ``[..., hidden]``, of the tokens.
             states: ``[..., hidden]``, those before them.
             positions: int64 ``[...]``, of the states.
 
@@ -99,7 +100,7 @@ class MtpModule(nn.Module):
     def forward(
         self, embedded: Tensor, states: Tensor, positions: Tensor, **kwargs: Any
     ) -> ModuleStates:
-        """Read R rows of W pairs, each of which sees those before it in its row.
+        """Compute R rows of W positions with causal attention.
 
         Args:
             embedded: ``[R, W, hidden]``, see :meth:`join`, as are the others.
@@ -136,34 +137,34 @@ class MtpModule(nn.Module):
 
 
 class MtpNetwork:
-    """An :class:`MtpModule` over pages; see ``heads.pair_head``.
+    """An :class:`MtpModule` over pages; see ``speculative.draft_module``.
 
     Args:
-        module: in the dtype and on the device of the target; its weights are taken over.
+        module: in the dtype and on the device of the target; its weights are used.
         lm: the target.
     """
 
     def __init__(self, module: MtpModule, lm: CausalLM) -> None:
         self._module, self._lm = module, lm
         profile = _profile(module)
-        self.shape, self.window = profile.shape, profile.window
+        self.shape, self.windows, self.dtype = profile.shape, (profile.window,), lm.dtype
         self.vocab_size, self.ids = lm.vocab_size, None
         module.model.set_attn_implementation(ATTENTION)
         self._fused: _FusedModule | None = None
         if isinstance(lm.network, FusedNetwork) and is_fusable(module.model):
             self._fused = _FusedModule(module, lm.max_positions)
 
-    def enter(self, features: Tensor) -> Tensor:
-        """See ``PairHead``: the target's state behind its final norm is read as it is."""
-        return features
+    def enter(self, states: Tensor) -> Tensor:
+        """See ``DraftModule``: the target's state behind its final norm is read unchanged."""
+        return states
 
     def read(self, states: Tensor, forward_pass: ForwardPass) -> ModuleStates:
-        """Read T pairs; what leaves behind the R of them whose logits the pass's batch wants.
+        """Compute T entries; outputs at the R positions in the batch's ``logit_index``.
 
         Args:
             states: ``[T, hidden]``.
-            forward_pass: over a storage of one layer; its batch has the pairs' tokens and, as
-                positions, those of the states.
+            forward_pass: over a storage of one layer; its batch has the tokens and, as positions,
+                those of the states.
         """
         batch = forward_pass.batch
         embedded = self._lm.embed(batch.token_ids)
@@ -178,7 +179,7 @@ class MtpNetwork:
         return self._lm.unembed(normed)
 
     def __call__(self, states: Tensor, forward_pass: ForwardPass) -> ModuleOutput:
-        """See ``PairHead``."""
+        """See ``DraftNetwork``."""
         left = self.read(states, forward_pass)
         return ModuleOutput(left.states, self.logits(left.normed))
 
@@ -187,7 +188,7 @@ class _FusedModule:
     """The same in few operations, where the target's class allows it.
 
     Args:
-        module: its block's weights are taken over.
+        module: its block's weights are used.
         max_positions: tokens that a sequence may have.
     """
 
@@ -221,7 +222,7 @@ def load_modules(
         directory: the target's own, or one with modules alone.
         lm: the target.
         most: at most so many.
-        recycled: which state takes the target's place in the pairs that follow.
+        recycled: which hidden state is fed back.
 
     Raises:
         ModelError: there are none, or a tensor is missing, unexpected or misshapen.
@@ -241,7 +242,7 @@ def save_modules(
     Args:
         modules: in order.
         directory: created where needed.
-        layout: whose names; it has to be the one that the modules were made for.
+        layout: of the names; the one that the modules were built with.
         first: the number of the first one: in DeepSeek's names that of the target's layers.
     """
     names = LAYOUTS[layout]
@@ -262,16 +263,16 @@ def save_modules(
 def one_layer_config(config: Any) -> Any:
     """A target's config with one layer: the kind that MTP modules have, and no vocabulary.
 
-    What a config says layer by layer is taken from its last layer; of attentions the full one.
+    Settings per layer are those of the last layer; attention is full where any layer's is.
     """
     small = copy.deepcopy(config.get_text_config(decoder=True))
     for name, value in small.to_dict().items():
         if isinstance(value, list) and len(value) == small.num_hidden_layers:
             whole = name == "layer_types" and "full_attention" in value
             setattr(small, name, ["full_attention" if whole else value[-1]])
-    # What makes first layers unlike the others, in the families that have such.
+    # Settings that make the first layers different, in the families that have such.
     alike = {"first_k_dense_replace": 0, "mlp_only_layers": [], "decoder_sparse_step": 1}
-    # What would have a class of its own modules built in.
+    # Settings with which a class builds MTP modules of its own.
     without = {"num_nextn_predict_layers": 0, "num_mtp_layers": 0, "mtp_num_hidden_layers": 0}
     for name, value in (alike | without).items():
         if hasattr(small, name):
@@ -313,7 +314,7 @@ def _load(directory: Path, lm: CausalLM, layout: MtpLayout, stored: StoredModule
 
 
 def _expect_whole(directory: Path, report: Mapping[str, Any], own: Mapping[str, str]) -> None:
-    """Refuse what transformers could not fill, under the checkpoint's own names.
+    """Refuse missing, unexpected and misshapen tensors, under the checkpoint's own names.
 
     own: prefixes of the names in ``report`` -> those of the checkpoint.
     """
@@ -329,7 +330,7 @@ def _expect_whole(directory: Path, report: Mapping[str, Any], own: Mapping[str, 
 
 
 def _fill_parts(directory: Path, module: MtpModule, stored: StoredModule) -> None:
-    """Copy what surrounds the block, with the checkpoint's own names in errors."""
+    """Copy the parts around the block, with the checkpoint's own names in errors."""
     for part in PARTS[:3]:
         prefix = module.layout.part(part, stored.number)
         given = {
@@ -344,7 +345,7 @@ def _fill_parts(directory: Path, module: MtpModule, stored: StoredModule) -> Non
 
 
 def _stored(module: MtpModule, number: int) -> StoredModule:
-    """A module as it is written, its block under the names that transformers publishes."""
+    """A module to save, its block under transformers' published names."""
     parts = {
         f"{part}.{name}": tensor
         for part in PARTS[:3]
@@ -364,7 +365,7 @@ def _stored(module: MtpModule, number: int) -> StoredModule:
 
 
 def _profile(module: MtpModule) -> LayerProfile:
-    """What the module's one layer asks of attention, found by a small forward."""
+    """Attention capabilities that the module's layer needs, found by a small forward."""
     weight = module.eh_proj.weight
     hidden, tokens = weight.shape[0], 3
     states = torch.zeros(1, tokens, hidden, dtype=weight.dtype, device=weight.device)

@@ -1,7 +1,7 @@
 """How MTP modules are named in checkpoints: those of DeepSeek-V3 and GLM-4.5, MiMo, Qwen3-Next.
 
-The modules mostly lie among the target's own tensors, where transformers passes over them; so only
-they are read here, by name, from any number of safetensors files. Knows nothing about networks.
+The modules are mostly stored among the target's own tensors, where transformers ignores them; only
+they are read here, by name, from any number of safetensors files.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from forethought.errors import ModelError
 from forethought.speculative.heads.checkpoint import refused
 
 PARTS = ("enorm", "hnorm", "eh_proj", "norm")
-"""What a module has beside its decoder block: the norms of the token's embedding and of the state,
+"""Parts of a module beside its decoder block: the norms of the token's embedding and of the state,
 the projection of both together, and the norm behind the block."""
 
 
 @dataclass(frozen=True, slots=True)
 class MtpLayout:
-    """One family's names, and what else its modules differ in.
+    """Names and variant of one family's modules.
 
     Attributes:
         block: prefix of module n's decoder block.
@@ -105,7 +105,7 @@ LAYOUTS: Mapping[str, MtpLayout] = {
 
 @dataclass(frozen=True, slots=True)
 class StoredModule:
-    """One module as it lies on disk.
+    """One module as stored on disk.
 
     Attributes:
         number: n of its names.

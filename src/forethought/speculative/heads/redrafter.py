@@ -1,13 +1,13 @@
-"""ReDrafter's head: a small recurrent network that reads one state of the target and goes on alone.
+"""ReDrafter's head: a small recurrent network behind one hidden state of the target.
 
-Cheng et al., 2024 (arXiv 2403.09919, section 3.1). Its state takes in one token after the other,
-``s' = silu(W e + U s + b)`` from ``s = 0``, with the target's embeddings e; what follows is guessed
-from ``[c; s']``, side by side, c being the target's state that the first of these tokens was drawn
-from, the same for the whole draft: through a projection where its width asks for one, residual
-blocks ``x + silu(V x + d)`` and a last product. Older heads have no W and U, and ``s' = e + s``.
-Twice the same network: :class:`ReDrafterHead` has the weights under the names that Apple publishes
-and is what training differentiates, :class:`DraftRecurrence` is its forward in few operations.
-Knows nothing about beams, requests or losses.
+Cheng et al., 2024 (arXiv 2403.09919, section 3.1). The recurrent state starts with ``s = 0`` and is
+updated with one token after the other, ``s' = silu(W e + U s + b)``, e being the target's embedding
+of the token. The next token is predicted from the concatenation ``[c; s']``, c being the target's
+state that the first of these tokens was sampled from, the same for the whole draft: a projection
+where the width differs, residual blocks ``x + silu(V x + d)``, and an LM head. Older heads have no
+W and U, and ``s' = e + s``. There are two implementations: :class:`ReDrafterHead` has the weights
+under Apple's names and is used in training, :class:`DraftRecurrence` computes the same in few
+operations.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from forethought.speculative.heads.checkpoint import Checkpoint, refused
 from forethought.speculative.heads.layers import ResidualBlock
 
 MODEL_TYPE = "recurrent_drafting_drafter"
-"""What ``config.json`` calls it."""
+"""``model_type`` in ``config.json``."""
 _SIZES = ("hidden_size", "vocab_size", "exit_dim", "num_draft_layers")
 
 
@@ -36,7 +36,7 @@ class ReDrafterShape:
     hidden: int
     """Width of the target's states and embeddings, and of its own state."""
     vocab: int
-    """Tokens that it knows: the target's ids below this."""
+    """Size of its vocabulary: the target's ids below this."""
     exit: int
     """Width of the residual blocks; unless it is ``2 * hidden``, there is a projection to it."""
     blocks: int
@@ -70,7 +70,7 @@ class ReDrafterHead(nn.Module):
             self.rnn_w = nn.Linear(shape.hidden, shape.hidden, bias=False)
 
     def advance(self, embedded: Tensor, state: Tensor) -> Tensor:
-        """Take in a token.
+        """Update the state with a token.
 
         Args:
             embedded: ``[..., hidden]``, the target's embedding of it.
@@ -84,7 +84,7 @@ class ReDrafterHead(nn.Module):
         return F.silu(self.rnn_w(embedded) + self.rnn_u(state))
 
     def forward(self, context: Tensor, state: Tensor) -> Tensor:
-        """Guess what follows.
+        """Predict the next token.
 
         Args:
             context: ``[..., hidden]``, the target's state behind its final norm.
@@ -115,7 +115,7 @@ class ReDrafterHead(nn.Module):
         if shape.hidden != hidden or shape.vocab > vocab:
             raise refused(
                 directory,
-                f"it reads states of {shape.hidden} values and knows {shape.vocab} tokens; the "
+                f"it reads states of {shape.hidden} values and has {shape.vocab} tokens; the "
                 f"target has {hidden} and {vocab}",
                 "Use a head that was trained for this target",
             )
@@ -143,7 +143,7 @@ class DraftRecurrence:
     """The forward of a head, for drafting.
 
     Args:
-        head: whose weights are taken.
+        head: its weights are copied.
         dtype, device: of weights, states and embeddings.
     """
 
@@ -181,7 +181,7 @@ class DraftRecurrence:
 
 
 def _shape(stored: Checkpoint) -> ReDrafterShape:
-    """What the config says."""
+    """Sizes by the config."""
     config = stored.config
     kind = config.get("model_type", MODEL_TYPE)
     if kind != MODEL_TYPE:

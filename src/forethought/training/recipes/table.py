@@ -1,7 +1,4 @@
-"""The recipes there are, by the name that ``forethought train`` has for them.
-
-Knows nothing about how they work.
-"""
+"""Training recipes by their names for ``forethought train``, as listed in the table of drafters."""
 
 from __future__ import annotations
 
@@ -9,24 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from forethought.config.drafter_table import recipes
 from forethought.config.registry import Registry
 from forethought.config.speculation import DecodingBaseConfig
 from forethought.training.teacher import Teacher
 from forethought.training.texts import Text
 from forethought.training.trainer import Recipe, TrainingSettings
 
-RECIPES = {
-    "draft-model": "forethought.training.recipes.draft_model:DraftModelRecipe",
-    "eagle3": "forethought.training.recipes.eagle3:Eagle3Recipe",
-    "medusa": "forethought.training.recipes.medusa:MedusaRecipe",
-    "medusa-2": "forethought.training.recipes.medusa2:Medusa2Recipe",
-    "mtp": "forethought.training.recipes.mtp:MtpRecipe",
-    "redrafter": "forethought.training.recipes.redrafter:ReDrafterRecipe",
-}
-
 
 class RecipeClass(Protocol):
-    """What the table's entries have."""
+    """The interface of the classes in the table."""
 
     Settings: type[TrainingSettings]
     """The recipe's own fields beside the loop's."""
@@ -46,5 +35,5 @@ def recipe(name: str) -> RecipeClass:
     Raises:
         UnknownNameError: there is none.
     """
-    found: RecipeClass = Registry("recipe", RECIPES).resolve(name)
+    found: RecipeClass = Registry("recipe", recipes()).resolve(name)
     return found
