@@ -41,7 +41,6 @@ def validated(name: str, value: Any, kind: TypeAdapter[_T]) -> _T:
     try:
         return kind.validate_python(value)
     except ValidationError as error:
-        why = error.errors(include_url=False)[0]["msg"]
-        raise ParameterError(
-            f"invalid {name}", f"got {value!r}: {why[:1].lower()}{why[1:]}", f"Change {name}"
-        ) from error
+        rule = error.errors(include_url=False)[0]["msg"].replace("Input should", "It must")
+        rule = rule.replace("greater than or equal to", "at least")
+        raise ParameterError(f"invalid {name}", f"got {value!r}", rule) from error
