@@ -84,7 +84,7 @@ def test_samples_of_one_prompt_share_its_prefill() -> None:
     expect_empty(machine)
 
 
-def test_samples_that_wait_for_their_prompt_hold_up_nobody() -> None:
+def test_samples_that_wait_for_their_prompt_block_no_other_request() -> None:
     machine = engine()
     machine.add(PROMPTS[3], GREEDY.replace(n=3))
     (other,) = machine.add(PROMPTS[1], GREEDY)
@@ -103,7 +103,7 @@ def test_samples_that_do_not_fit_into_the_batch_come_later() -> None:
     expect_empty(machine)
 
 
-def test_a_seeded_sample_is_the_same_in_any_company() -> None:
+def test_a_seeded_sample_is_the_same_in_any_batch() -> None:
     params = GREEDY.replace(temperature=1.0, seed=11, n=2)
     alone = engine()
     samples = alone.add(PROMPTS[2], params)
@@ -434,7 +434,7 @@ def test_aborting_the_first_sample_before_its_prefill_leaves_the_others_whole() 
         ({"stop": 3, "min_tokens": 10}, FinishReason.LENGTH, 16),
     ],
 )
-def test_a_generation_ends_where_it_was_told_to(
+def test_a_generation_ends_where_its_params_say(
     changes: dict[str, Any], reason: FinishReason, length: int
 ) -> None:
     (plain,) = greedy(tiny("llama"), [PROMPTS[1]], 16)

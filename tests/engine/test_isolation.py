@@ -1,7 +1,7 @@
 """One request never hurts another: whatever fails beside them, healthy ones say the same as alone.
 
 The network, planning, copying, sampling and constraints are made to fail for some requests, which
-are told of it. After each run every page is accounted for, and the engine serves the same prompts
+get the error. After each run every page is accounted for, and the engine serves the same prompts
 again, now with what has been left in the prefix cache.
 """
 
@@ -43,14 +43,14 @@ from models import VOCAB, prompts, tiny, transformers_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 SAMPLED = GREEDY.replace(temperature=0.9, seed=11)
-LAWS = {"greedy": GREEDY, "sampled": SAMPLED}
+SAMPLING = {"greedy": GREEDY, "sampled": SAMPLED}
 HEALTHY = prompts((4, 9, 17))
 
 
 @functools.cache
 def undisturbed(name: str, drafter: str = "none") -> tuple[tuple[int, ...], ...]:
     machine = engine(speculative=drafting(drafter, name))
-    sequences = [machine.add(prompt, LAWS[name])[0] for prompt in HEALTHY]
+    sequences = [machine.add(prompt, SAMPLING[name])[0] for prompt in HEALTHY]
     drain(machine)
     return tuple(map(tuple, outputs(sequences)))
 
@@ -167,7 +167,7 @@ def expect_healthy(
     drafter = drafter if drafter == "sampled drafts" else "none"
     assert tuple(map(tuple, outputs(healthy))) == undisturbed(name, drafter)
     expect_empty(machine)
-    again = [machine.add(prompt, LAWS[name])[0] for prompt in HEALTHY]
+    again = [machine.add(prompt, SAMPLING[name])[0] for prompt in HEALTHY]
     assert not any(event.error for event in drain(machine))
     assert tuple(map(tuple, outputs(again))) == undisturbed(name, drafter)
     expect_empty(machine)
@@ -180,7 +180,7 @@ def errors_of(events: Sequence[Event]) -> dict[int, Exception]:
 def expect_failed(
     machine: Engine, culprits: Sequence[Generated], events: Sequence[Event], kind: type
 ) -> None:
-    """These have failed, with errors of this kind, and nobody else."""
+    """These have failed, with errors of this kind, and no other sequence."""
     found = errors_of(events)
     assert set(found) == {culprit.id for culprit in culprits}
     assert {type(error) for error in found.values()} <= {kind}
@@ -192,13 +192,13 @@ def expect_failed(
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), MemoryError(), IndexError()])
 @pytest.mark.parametrize("drafter", ["none", "oracle", "ngram", "draft model"])
-@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("name", SAMPLING)
 def test_a_row_on_which_the_network_fails_takes_no_other_with_it(
     name: str, drafter: str, error: Exception
 ) -> None:
     machine = engine(speculative=drafting(drafter, name), max_num_tokens=24)
     rig(machine.runner, before=failing(error))
-    healthy, culprits, events = mixed(machine, LAWS[name], bad_prompts())
+    healthy, culprits, events = mixed(machine, SAMPLING[name], bad_prompts())
     expect_failed(machine, culprits, events, type(error))
     expect_healthy(machine, healthy, name, drafter)
 
@@ -218,15 +218,15 @@ def test_drafts_that_are_in_a_failed_forward_are_verified_as_they_were_drawn() -
     expect_healthy(machine, healthy, "sampled", "sampled drafts")
 
 
-@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("name", SAMPLING)
 def test_a_request_that_draws_a_token_on_which_the_network_fails_keeps_what_it_had(
     name: str,
 ) -> None:
     machine = engine()
     rig(machine.runner, before=failing(RuntimeError()))
-    params = LAWS[name].replace(logit_bias={poison(): 100.0}, repetition_penalty=1.1)
+    params = SAMPLING[name].replace(logit_bias={poison(): 100.0}, repetition_penalty=1.1)
     [culprit] = machine.add([5, 6, 7], params)
-    healthy = [machine.add(prompt, LAWS[name])[0] for prompt in HEALTHY]
+    healthy = [machine.add(prompt, SAMPLING[name])[0] for prompt in HEALTHY]
     events = drain(machine)
     expect_failed(machine, [culprit], events, RuntimeError)
     assert culprit.output == [poison()]
@@ -235,8 +235,8 @@ def test_a_request_that_draws_a_token_on_which_the_network_fails_keeps_what_it_h
 
 @pytest.mark.parametrize("most", [1, 2])
 @pytest.mark.parametrize("drafter", ["none", "draft model", "medusa"])
-@pytest.mark.parametrize("name", LAWS)
-def test_nobody_fails_where_fewer_rows_at_a_time_come_through(
+@pytest.mark.parametrize("name", SAMPLING)
+def test_no_request_fails_where_a_forward_of_fewer_rows_succeeds(
     name: str, drafter: str, most: int
 ) -> None:
     def before(batch: Batch) -> None:
@@ -245,13 +245,13 @@ def test_nobody_fails_where_fewer_rows_at_a_time_come_through(
 
     machine = engine(speculative=drafting(drafter, name))
     rig(machine.runner, before=before)
-    healthy, _, events = mixed(machine, LAWS[name], [])
+    healthy, _, events = mixed(machine, SAMPLING[name], [])
     assert not errors_of(events)
     assert machine.stats.failed_forwards > 0
     expect_healthy(machine, healthy, name)
 
 
-@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("name", SAMPLING)
 def test_drafts_that_a_forward_has_no_memory_for_are_given_up_before_a_request_is(
     name: str,
 ) -> None:
@@ -261,7 +261,7 @@ def test_drafts_that_a_forward_has_no_memory_for_are_given_up_before_a_request_i
 
     machine = engine(speculative=drafting("oracle", name), max_num_tokens=40)
     rig(machine.runner, before=before)
-    healthy = [machine.add(prompt, LAWS[name])[0] for prompt in HEALTHY[1:]]
+    healthy = [machine.add(prompt, SAMPLING[name])[0] for prompt in HEALTHY[1:]]
     assert not errors_of(drain(machine))
     assert tuple(map(tuple, outputs(healthy))) == undisturbed(name)[1:]
     assert machine.stats.accepted == 0
@@ -269,11 +269,11 @@ def test_drafts_that_a_forward_has_no_memory_for_are_given_up_before_a_request_i
     expect_empty(machine)
 
 
-@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("name", SAMPLING)
 def test_a_draft_on_which_the_network_fails_costs_the_drafts_alone(name: str) -> None:
     machine = engine(speculative=drafting("poisonous", name))
     rig(machine.runner, before=failing(RuntimeError()))
-    healthy, _, events = mixed(machine, LAWS[name], [])
+    healthy, _, events = mixed(machine, SAMPLING[name], [])
     assert not errors_of(events)
     assert machine.stats.draft_failures == len(HEALTHY)
     expect_healthy(machine, healthy, name)
@@ -386,7 +386,7 @@ def test_pages_that_cannot_be_copied_are_computed_instead(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("drafter", ["none", "oracle", "sampled drafts"])
-@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("name", SAMPLING)
 def test_a_sampler_that_fails_for_one_request_fails_it_alone(
     name: str, drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -394,13 +394,13 @@ def test_a_sampler_that_fails_for_one_request_fails_it_alone(
 
     def broken(logits: Tensor, contexts: Sequence[Any]) -> None:
         if any(poison() in (context.params.logit_bias or {}) for context in contexts):
-            raise FloatingPointError("no law")
+            raise FloatingPointError("no distribution")
         add_bias(logits, contexts)
 
     monkeypatch.setattr(distribution, "_add_bias", broken)
     machine = engine(speculative=drafting(drafter, name))
-    healthy = [machine.add(prompt, LAWS[name])[0] for prompt in HEALTHY]
-    culprits = machine.add([5, 6, 7], LAWS[name].replace(logit_bias={poison(): 1.0}, n=2))
+    healthy = [machine.add(prompt, SAMPLING[name])[0] for prompt in HEALTHY]
+    culprits = machine.add([5, 6, 7], SAMPLING[name].replace(logit_bias={poison(): 1.0}, n=2))
     expect_failed(machine, culprits, drain(machine), FloatingPointError)
     expect_healthy(machine, healthy, name, drafter)
 
@@ -426,16 +426,16 @@ class Anything:
 @pytest.mark.parametrize(
     "fault", [{"mask_fails": 0}, {"mask_fails": 3}, {"end_fails": 1}, {"end_fails": 4}]
 )
-@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("name", SAMPLING)
 def test_a_constraint_that_fails_fails_its_own_sample_alone(
     name: str, fault: dict[str, int], drafter: str
 ) -> None:
     machine = engine(speculative=drafting(drafter, name))
-    shaped = LAWS[name].replace(guided_decoding={"choice": ["any"]})
+    shaped = SAMPLING[name].replace(guided_decoding={"choice": ["any"]})
     for broken in range(3):
         made = iter([Anything(**(fault if each == broken else {})) for each in range(3)])
         before = machine.stats.failures
-        healthy = [machine.add(prompt, LAWS[name])[0] for prompt in HEALTHY]
+        healthy = [machine.add(prompt, SAMPLING[name])[0] for prompt in HEALTHY]
         samples = machine.add(
             HEALTHY[1], shaped.replace(n=3), constraints=lambda made=made: next(made)
         )
@@ -478,13 +478,13 @@ def spoiling(value: float) -> Callable[[Batch, Tensor], Tensor]:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("drafter", ["none", "oracle", "poisonous", "sampled drafts"])
-@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("name", SAMPLING)
 def test_logits_that_are_not_finite_are_the_error_of_their_request(
     name: str, drafter: str, value: float
 ) -> None:
     machine = engine(speculative=drafting(drafter, name), max_num_tokens=24)
     rig(machine.runner, after=spoiling(value))
-    healthy, culprits, events = mixed(machine, LAWS[name], bad_prompts())
+    healthy, culprits, events = mixed(machine, SAMPLING[name], bad_prompts())
     expect_failed(machine, culprits, events, LogitsError)
     for error in errors_of(events).values():
         assert "not finite" in str(error)
@@ -503,14 +503,14 @@ def test_logits_that_are_not_finite_are_the_error_of_their_request(
         {"top_p": 0.9},
     ],
 )
-@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("name", SAMPLING)
 def test_whatever_is_asked_of_a_request_without_finite_logits_it_fails(
     name: str, requested_nodes: dict[str, Any]
 ) -> None:
     machine = engine(max_num_tokens=12)
     rig(machine.runner, after=spoiling(math.nan))
-    healthy = [machine.add(prompt, LAWS[name])[0] for prompt in HEALTHY]
-    culprits = machine.add(bad_prompts()[1], LAWS[name].replace(**requested_nodes))
+    healthy = [machine.add(prompt, SAMPLING[name])[0] for prompt in HEALTHY]
+    culprits = machine.add(bad_prompts()[1], SAMPLING[name].replace(**requested_nodes))
     expect_failed(machine, culprits, drain(machine), LogitsError)
     expect_healthy(machine, healthy, name)
 
@@ -524,7 +524,7 @@ def test_prompt_logprobs_that_are_not_finite_are_an_error_as_well() -> None:
     expect_empty(machine)
 
 
-@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("name", SAMPLING)
 def test_a_vocabulary_that_is_masked_but_for_one_token_is_no_error(name: str) -> None:
     def after(batch: Batch, logits: Tensor) -> Tensor:
         masked = torch.full_like(logits, -math.inf)
@@ -533,13 +533,13 @@ def test_a_vocabulary_that_is_masked_but_for_one_token_is_no_error(name: str) ->
 
     machine = engine()
     rig(machine.runner, after=after)
-    [sequence] = machine.add([5, 6], LAWS[name])
+    [sequence] = machine.add([5, 6], SAMPLING[name])
     assert not errors_of(drain(machine))
     assert sequence.output == [42] * 12
 
 
 @pytest.mark.parametrize("drafter", ["none", "oracle"])
-@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("name", SAMPLING)
 def test_logits_that_are_not_finite_once_cost_no_token(name: str, drafter: str) -> None:
     calls = iter(range(10**6))
 
@@ -548,7 +548,7 @@ def test_logits_that_are_not_finite_once_cost_no_token(name: str, drafter: str) 
 
     machine = engine(speculative=drafting(drafter, name))
     rig(machine.runner, after=after)
-    healthy, _, events = mixed(machine, LAWS[name], [])
+    healthy, _, events = mixed(machine, SAMPLING[name], [])
     assert not errors_of(events)
     expect_healthy(machine, healthy, name)
 
@@ -572,12 +572,12 @@ def test_prompt_logprobs_are_those_of_the_second_time_where_the_first_was_not_fi
     assert all(each == found[0] for each in found)
 
 
-@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("name", SAMPLING)
 def test_a_draft_model_without_finite_logits_costs_the_drafts_alone(name: str) -> None:
     machine = engine(speculative=drafting("draft model", name))
     model: Any = machine.speculation.drafters[0].drafter
     rig(model._model.runner, after=lambda batch, logits: logits * math.nan)
-    healthy, _, events = mixed(machine, LAWS[name], [])
+    healthy, _, events = mixed(machine, SAMPLING[name], [])
     assert not errors_of(events)
     expect_healthy(machine, healthy, name)
 
@@ -604,8 +604,8 @@ def poisoned_engine(lm: CausalLM, **settings: Any) -> Engine:
 
 @pytest.mark.parametrize("drafter", ["none", "oracle", "poisonous", "draft model"])
 @pytest.mark.parametrize(("pages", "page_size"), [(64, 4), (6, 16), (7, 16)])
-@pytest.mark.parametrize("name", LAWS)
-def test_what_a_poisoned_request_leaves_in_the_cache_harms_nobody(
+@pytest.mark.parametrize("name", SAMPLING)
+def test_what_a_poisoned_request_leaves_in_the_cache_harms_no_other(
     name: str, pages: int, page_size: int, drafter: str, poisoned: CausalLM
 ) -> None:
     machine = poisoned_engine(
@@ -619,7 +619,7 @@ def test_what_a_poisoned_request_leaves_in_the_cache_harms_nobody(
     bad = [[poison(), *[8] * 30], [7, poison()]]
     for _ in range(2):
         before = machine.stats.failures
-        healthy, culprits, events = mixed(machine, LAWS[name], bad)
+        healthy, culprits, events = mixed(machine, SAMPLING[name], bad)
         assert set(errors_of(events)) == {culprit.id for culprit in culprits}
         assert all(isinstance(error, LogitsError) for error in errors_of(events).values())
         assert machine.stats.failures == before + len(bad)
@@ -634,16 +634,16 @@ def test_no_prefix_of_a_poisoned_request_is_found_again(poisoned: CausalLM) -> N
     expect_empty(machine)
 
 
-@pytest.mark.parametrize("name", LAWS)
-def test_the_pages_of_a_poisoned_request_that_was_aborted_harm_nobody(
+@pytest.mark.parametrize("name", SAMPLING)
+def test_the_pages_of_a_poisoned_request_that_was_aborted_harm_no_other(
     name: str, poisoned: CausalLM
 ) -> None:
     machine = poisoned_engine(poisoned, pages=6, page_size=16, max_num_tokens=30, max_length=96)
-    [aborted] = machine.add([poison()] * 90, LAWS[name])
+    [aborted] = machine.add([poison()] * 90, SAMPLING[name])
     machine.step()
     machine.step()
     machine.abort(aborted)
-    healthy = [machine.add(prompt, LAWS[name])[0] for prompt in HEALTHY]
+    healthy = [machine.add(prompt, SAMPLING[name])[0] for prompt in HEALTHY]
     assert not errors_of(drain(machine))
     expect_healthy(machine, healthy, name)
 

@@ -1,4 +1,4 @@
-"""A user's drafter that breaks its word costs its requests the drafts, and nobody anything else."""
+"""A user's drafter that fails costs its own requests the drafts, and other requests nothing."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_one_that_cannot_say_how_large_its_drafts_are_has_none(answer: Any) -> N
     assert accepted_with(says_how_large(answer)) == 0
 
 
-def test_one_that_wants_more_room_than_there_is_gets_what_there_is() -> None:
+def test_a_drafter_that_wants_more_nodes_than_there_are_gets_what_there_is() -> None:
     assert accepted_with(says_how_large(10**9)) > 0
 
 
@@ -197,17 +197,17 @@ def test_a_signal_that_comes_while_drafting_ends_the_call_and_the_engine_goes_on
     finally:
         signal.signal(signal.SIGTERM, before)
     machine.check_integrity()
-    told = {sample.id: len(sample.output) for sample in samples}
+    streamed = {sample.id: len(sample.output) for sample in samples}
     events = drain(machine)
     assert outputs(samples) == list(PLAIN.values())
     assert machine.stats.draft_failures == 0
     for sample in samples:  # also of the step whose end was interrupted
         later = sum(len(event.tokens) for event in events if event.sequence is sample)
-        assert later >= len(sample.output) - told[sample.id]
+        assert later >= len(sample.output) - streamed[sample.id]
     expect_empty(machine)
 
 
-def test_events_of_a_step_that_was_interrupted_at_its_end_are_told_by_the_next() -> None:
+def test_events_of_a_step_that_was_interrupted_at_its_end_are_returned_by_the_next() -> None:
     drafter = leaving("update", lambda: throw(KeyboardInterrupt))
     config = UserProvidedDecodingConfig(max_draft_len=3, drafter=drafter)
     machine = engine(speculative=[config])

@@ -111,7 +111,7 @@ def test_decodes_come_before_prefills_and_the_rest_of_the_budget_is_for_chunks()
     assert queue.step() == {0: 1, 1: 1, 2: 1, 3: 7}
 
 
-def test_nobody_overtakes_the_head_of_the_queue() -> None:
+def test_no_sequence_overtakes_the_head_of_the_queue() -> None:
     queue = Queue(pages=8, page_size=4, max_num_tokens=32)
     queue.add(16, new=16)
     big = queue.add(24, new=2)
@@ -137,12 +137,12 @@ def test_everyone_finishes_within_the_budgets_and_no_page_is_lost(
     for _ in range(3000):
         if not queue.scheduler.running and not queue.scheduler.waiting:
             break
-        assert queue.step(), "somebody waits and nobody runs"
+        assert queue.step(), "a sequence waits and none runs"
     assert all(sequence.finish_reason is FinishReason.LENGTH for sequence in sequences)
     assert queue.pool.in_use == 0
 
 
-def test_an_urgent_sequence_takes_the_place_of_a_running_one_which_keeps_its_pages() -> None:
+def test_an_urgent_sequence_replaces_a_running_one_which_keeps_its_pages() -> None:
     queue = Queue(max_batch_size=2)
     first, second = queue.add(3, new=8), queue.add(3, new=8)
     queue.step()
@@ -166,10 +166,10 @@ def test_an_urgent_sequence_runs_although_paused_ones_hold_the_pages_that_it_nee
     assert urgent.table.pages_needed(24) > queue.pool.available
     assert queue.step() == {urgent.id: 8}
     while patient.active:
-        assert queue.step(), "somebody waits and nobody runs"
+        assert queue.step(), "a sequence waits and none runs"
 
 
-def test_a_free_place_is_taken_before_anybody_pauses() -> None:
+def test_a_batch_is_filled_up_to_its_limit_before_a_sequence_pauses() -> None:
     queue = Queue(max_batch_size=2)
     first = queue.add(3)
     queue.step()
@@ -177,7 +177,7 @@ def test_a_free_place_is_taken_before_anybody_pauses() -> None:
     assert set(queue.step()) == {first.id, urgent.id}
 
 
-def test_arrival_alone_takes_no_place_away() -> None:
+def test_an_earlier_arrival_alone_replaces_no_sequence() -> None:
     queue = Queue(max_batch_size=1)
     decoding: list[list[int]] = []
 
@@ -223,7 +223,7 @@ def test_logits_of_few_prompt_tokens_are_wanted_in_one_step() -> None:
     assert PROMPT_LOGPROB_ROWS < 600
 
 
-def test_drafts_take_all_that_is_left_where_nobody_prefills() -> None:
+def test_drafts_take_all_that_is_left_where_no_prompt_is_computed() -> None:
     queue = Queue()
     queue.requested_nodes = lambda rows: [100] * len(rows)
     queue.add(3, new=40)

@@ -105,7 +105,7 @@ def test_greedy_tokens_are_those_of_plain_decoding_in_far_fewer_steps(
 
 @pytest.mark.parametrize("params", [SAMPLED, PENALISED], ids=["sampled", "penalised"])
 @pytest.mark.parametrize("name", POINTS)
-def test_sampled_tokens_are_those_of_plain_decoding_coin_for_coin(
+def test_sampled_tokens_are_those_of_plain_decoding_token_for_token(
     name: str, params: SamplingParams
 ) -> None:
     engine = machine(shipped(name)[0])

@@ -197,7 +197,7 @@ BEND = SamplingParams(
 
 @pytest.mark.parametrize("params", [SAMPLED, BEND, BEND.replace(temperature=0.0)])
 @pytest.mark.parametrize("kind", ["oracle", "adversary", "tree"])
-def test_sampled_tokens_are_those_of_plain_decoding_coin_for_coin(
+def test_sampled_tokens_are_those_of_plain_decoding_token_for_token(
     kind: str, params: SamplingParams
 ) -> None:
     expected = run(engine(pages=128), 5, params)
@@ -210,7 +210,7 @@ def test_sampled_tokens_are_those_of_plain_decoding_coin_for_coin(
     expect_empty(machine)
 
 
-def test_a_seeded_request_draws_the_same_tokens_in_any_company_with_drafts() -> None:
+def test_a_seeded_request_samples_the_same_tokens_in_any_batch_with_drafts() -> None:
     config = NGramDecodingConfig(max_draft_len=4, max_matching_ngram_size=1)
     alone = run(engine(pages=128, speculative=[config]), 1, SAMPLED)
     assert run(engine(pages=128, speculative=[config]), 6, SAMPLED)[:1] == alone
@@ -282,7 +282,7 @@ def test_no_draft_follows_a_prompt_token_be_it_the_only_one_that_is_computed() -
     assert machine.stats.drafted > 0
 
 
-def test_a_drafter_is_told_that_a_generation_ends_whose_sequence_is_kept() -> None:
+def test_a_drafter_is_released_at_the_end_of_a_generation_whose_sequence_is_kept() -> None:
     drafter = drafters.oracle(plain())
     machine = engine(speculative=[provided(drafter)])
     [sequence] = machine.add(PROMPTS[1], GREEDY.replace(max_tokens=12), keep=True)
@@ -364,8 +364,8 @@ def test_a_request_turns_speculation_off_shortens_it_or_picks_a_drafter() -> Non
     ]
     machine = engine(speculative=configs, pages=128)
 
-    def steps(**wish: Any) -> int:
-        params = GREEDY.replace(max_tokens=41, speculation=SpeculationParams(**wish))
+    def steps(**speculation: Any) -> int:
+        params = GREEDY.replace(max_tokens=41, speculation=SpeculationParams(**speculation))
         [sequence] = machine.add(PROMPTS[2], params)
         drain(machine)
         assert sequence.output == plain()[tuple(PROMPTS[2])][:41]
@@ -393,7 +393,7 @@ def test_the_second_drafter_is_asked_where_the_first_has_nothing() -> None:
 
 
 class Diary(ResourceManager):
-    """Writes down what it is told."""
+    """Records its calls."""
 
     def __init__(self, most: int = 100) -> None:
         self.most, self.entries = most, list[str]()
@@ -417,7 +417,7 @@ class Diary(ResourceManager):
         self.entries.append("shutdown")
 
 
-def test_a_resource_manager_is_told_of_the_life_of_a_request_in_order() -> None:
+def test_a_resource_manager_is_called_in_the_order_of_a_requests_life() -> None:
     diary = Diary()
 
     def answer(request: DraftRequest) -> list[int]:
@@ -449,7 +449,7 @@ def test_requests_beyond_the_resources_go_on_without_drafts() -> None:
     assert second.output == plain()[tuple(PROMPTS[1])][:21]
 
 
-def test_room_for_drafts_is_never_taken_from_anybody() -> None:
+def test_draft_slots_are_never_taken_from_another_sequence() -> None:
     machine = engine(pages=17, page_size=4, speculative=drafting("oracle"), reuse=False)
     sequences = [machine.add(prompt, GREEDY.replace(max_tokens=20))[0] for prompt in PROMPTS[:3]]
     plainly = engine(pages=17, page_size=4, reuse=False)
@@ -529,7 +529,9 @@ def out_of_memory(*args: Any) -> Any:
     raise MemoryError("no plan")
 
 
-def test_a_step_for_whose_drafts_no_room_can_be_reserved_goes_on_without(monkeypatch: Any) -> None:
+def test_a_step_whose_draft_slots_cannot_be_reserved_goes_on_without_drafts(
+    monkeypatch: Any,
+) -> None:
     machine = engine(speculative=drafting("oracle"))
     monkeypatch.setattr(machine.scheduler, "reserve_draft_slots", out_of_memory)
     assert run(machine, 2) == list(plain().values())[:2]

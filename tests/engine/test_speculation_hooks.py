@@ -1,4 +1,4 @@
-"""What drafters, resource managers and length policies are shown and told, and when they fail."""
+"""What drafters, resource managers and length policies are called with, and when they fail."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ def truth(request: DraftRequest) -> list[int]:
     return drafters.truth(PLAIN, request)
 
 
-class Ledger(ResourceManager):
-    """Notes what it is told of each request; may fail in one of its calls."""
+class RecordingManager(ResourceManager):
+    """Records its calls for each request; may fail in one of its calls."""
 
     def __init__(self, most: int = 100, broken: str = "") -> None:
         self.most, self.broken = most, broken
-        self.told: list[tuple[str, int]] = []
+        self.calls: list[tuple[str, int]] = []
         self.held: set[int] = set()
 
     def get_max_resource_count(self) -> int:
@@ -90,10 +90,10 @@ class Ledger(ResourceManager):
         self._note("free", request)
 
     def of(self, number: int) -> list[str]:
-        return [what for what, told in self.told if told == number]
+        return [what for what, request_id in self.calls if request_id == number]
 
     def _note(self, what: str, request: DraftRequest) -> None:
-        self.told.append((what, request.request_id))
+        self.calls.append((what, request.request_id))
         if what == self.broken:
             raise RuntimeError(what)
 
@@ -101,27 +101,27 @@ class Ledger(ResourceManager):
 # ---- resource managers -----------------------------------------------------------------------
 
 
-def test_a_manager_is_told_of_a_step_once_even_if_its_requests_are_asked_for_again() -> None:
+def test_a_manager_is_called_once_for_a_step_even_if_its_requests_are_asked_for_again() -> None:
     def answer(request: DraftRequest) -> list[int]:
         if mine(request) and len(request.tokens) > request.prompt_length + 5:
             raise RuntimeError("not this one")
         return truth(request)
 
-    ledger = Ledger()
-    made = machine(drafters.PerRequest(answer), resource_manager=ledger)
+    manager = RecordingManager()
+    made = machine(drafters.PerRequest(answer), resource_manager=manager)
     samples = run(made)
     for sample in samples:
-        told = ledger.of(sample.id)
-        assert told[0] == "need"
-        assert told[-1] == "free"
-        assert Counter(told)["free"] == 1
-        steps = told[1:-1]
+        calls = manager.of(sample.id)
+        assert calls[0] == "need"
+        assert calls[-1] == "free"
+        assert Counter(calls)["free"] == 1
+        steps = calls[1:-1]
         assert steps[::2] == ["prepare"] * len(steps[::2])
         assert steps[1::2] == ["update"] * len(steps[1::2])
-    lost = ledger.of(samples[1].id)
-    assert lost[-2:] == ["prepare", "free"]
-    assert ledger.told.index(("free", samples[1].id)) < len(ledger.told) - 5, "freed at once"
-    assert ledger.held == set()
+    disabled = manager.of(samples[1].id)
+    assert disabled[-2:] == ["prepare", "free"]
+    assert manager.calls.index(("free", samples[1].id)) < len(manager.calls) - 5, "freed at once"
+    assert manager.held == set()
     assert not made.speculation._disabled, "nothing is remembered of requests that are over"
     assert samples[0].metrics.accepted == samples[2].metrics.accepted > 0
 
@@ -130,26 +130,26 @@ def test_units_of_a_request_that_lost_its_drafts_go_to_one_that_waits_for_them()
     def answer(request: DraftRequest) -> list[int]:
         return truth(request)[: 1 // (request.request_id != 0)]
 
-    ledger = Ledger(most=1)
-    made = machine(drafters.PerRequest(answer), resource_manager=ledger)
+    manager = RecordingManager(most=1)
+    made = machine(drafters.PerRequest(answer), resource_manager=manager)
     first, second, _ = run(made)
     assert first.metrics.drafted == 0
     assert second.metrics.drafted > 8
-    assert ledger.of(first.id) == ["need", "prepare", "free"]
+    assert manager.of(first.id) == ["need", "prepare", "free"]
 
 
 @pytest.mark.parametrize("broken", ["need", "prepare", "update"])
-def test_a_manager_that_fails_costs_those_it_was_told_of_the_drafts_and_holds_nothing(
+def test_a_manager_that_fails_costs_the_requests_of_the_call_their_drafts_and_holds_nothing(
     broken: str,
 ) -> None:
-    ledger = Ledger(broken=broken)
-    made = machine(drafters.PerRequest(truth), resource_manager=ledger)
+    manager = RecordingManager(broken=broken)
+    made = machine(drafters.PerRequest(truth), resource_manager=manager)
     samples = run(made)
-    assert all(ledger.of(sample.id).count(broken) <= 1 for sample in samples)
+    assert all(manager.of(sample.id).count(broken) <= 1 for sample in samples)
     assert made.stats.draft_failures > 0
     if broken != "need":
-        assert all(ledger.of(sample.id).count("free") == 1 for sample in samples)
-        assert ledger.held == set()
+        assert all(manager.of(sample.id).count("free") == 1 for sample in samples)
+        assert manager.held == set()
 
 
 def test_a_manager_that_is_none_is_refused_before_it_is_needed() -> None:
@@ -162,14 +162,14 @@ def test_a_manager_that_is_none_is_refused_before_it_is_needed() -> None:
 
 
 def test_generations_that_are_not_over_are_released_before_the_shutdown() -> None:
-    ledger, drafter = Ledger(), drafters.PerRequest(truth)
-    made = machine(drafter, resource_manager=ledger)
+    manager, drafter = RecordingManager(), drafters.PerRequest(truth)
+    made = machine(drafter, resource_manager=manager)
     [sample] = made.add(PROMPTS[0], GREEDY)
     for _ in range(3):
         made.step()
     made.shutdown()
     assert drafter.released == [sample.id]
-    assert ledger.held == set()
+    assert manager.held == set()
     assert drafter.closed
     made.close(sample)
     assert drafter.released == [sample.id]
@@ -357,8 +357,8 @@ def test_a_length_policy_that_cannot_learn_is_logged_and_goes_on(caplog: Any) ->
     assert "did not take in what became of a step" in caplog.text
 
 
-def test_each_drafters_policy_is_told_the_seconds_of_its_own_drafting(monkeypatch: Any) -> None:
-    told: dict[str, list[float]] = {"idle": [], "busy": []}
+def test_each_drafters_policy_gets_the_seconds_of_its_own_drafting(monkeypatch: Any) -> None:
+    draft_seconds: dict[str, list[float]] = {"idle": [], "busy": []}
     clock = [0.0]
 
     def taking(seconds: float, said: Any) -> Any:
@@ -375,14 +375,14 @@ def test_each_drafters_policy_is_told_the_seconds_of_its_own_drafting(monkeypatc
     made = engine(speculative=configs)
     for entry in made.speculation.drafters:
         entry.policy = Policy(
-            observe=lambda record, name=entry.name: told[name].append(record.draft_seconds)
+            observe=lambda record, name=entry.name: draft_seconds[name].append(record.draft_seconds)
         )
     monkeypatch.setattr("forethought.engine.drafting.time.perf_counter", lambda: clock[0])
     run(made)
-    assert set(told["idle"]) <= {0.0, 10.0, 20.0, 30.0}
-    assert set(told["busy"]) <= {0.0, 1.0, 2.0, 3.0}
-    assert max(told["idle"]) == 30.0
-    assert max(told["busy"]) == 3.0
+    assert set(draft_seconds["idle"]) <= {0.0, 10.0, 20.0, 30.0}
+    assert set(draft_seconds["busy"]) <= {0.0, 1.0, 2.0, 3.0}
+    assert max(draft_seconds["idle"]) == 30.0
+    assert max(draft_seconds["busy"]) == 3.0
 
 
 def test_a_length_beyond_the_context_of_the_model_is_refused() -> None:

@@ -363,6 +363,21 @@ def test_an_interrupted_step_loses_no_token_of_other_requests(llm):
             break
 
 
+def test_the_ids_of_a_prompt_are_checked_once(llm, monkeypatch):
+    engine, checked = llm._frontend.engine, []
+    check_ids = engine._check_ids
+
+    def noted(what, ids):
+        checked.append(what)
+        check_ids(what, ids)
+
+    monkeypatch.setattr(engine, "_check_ids", noted)
+    llm.generate(PROMPTS, GREEDY)
+    with llm.start(PROMPTS[0]) as session:
+        session.generate(GREEDY)
+    assert checked.count("prompt") == len(PROMPTS) + 1
+
+
 def test_a_failing_step_is_told_to_the_caller(llm, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(llm._frontend.engine.runner, "forward", lambda rows: 1 / 0)

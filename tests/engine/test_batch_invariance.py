@@ -1,4 +1,4 @@
-"""In bf16 on a CPU a small model's tokens depend neither on company nor on drafts."""
+"""In bf16 on a CPU a small model's tokens depend neither on the rest of the batch nor on drafts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def alone() -> list[list[int]]:
         return [llm.generate(prompt, params).outputs[0].token_ids for prompt, params in pairs]
 
 
-def test_a_seeded_request_draws_the_same_tokens_alone_in_company_and_again(
+def test_a_seeded_request_samples_the_same_tokens_alone_in_a_batch_and_again(
     alone: list[list[int]],
 ) -> None:
     with LLM(dtype="bfloat16") as llm:
