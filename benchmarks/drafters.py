@@ -6,7 +6,7 @@
 Batch 1, greedy, bf16, one engine each, all loaded at once. In every round plain decoding and each
 drafter answer the same held-out problems, beginning with another one each time; the prompts of a
 round are new. Figures are medians over the rounds; a ratio is taken within its round. Tokens per
-step count what a verified step yields. Prints a table and, last, one JSON line.
+step include the token that follows the accepted drafts. Prints a table and, last, one JSON line.
 """
 
 from __future__ import annotations
@@ -74,25 +74,25 @@ class Contestant:
     def __init__(self, config: DecodingBaseConfig | None) -> None:
         self.llm = LLM(max_batch_size=1, speculative_config=config)
         self.speeds: list[float] = []
-        self.said: list[list[int]] = []
+        self.outputs: list[list[int]] = []
         self.tokens = self.steps = 0
 
     def answer(self, prompts: list[list[int]], counts: bool) -> None:
         """One round; ``counts`` is False to warm up."""
         params = SamplingParams(temperature=0.0, max_tokens=300)
         began, before = time.perf_counter(), self.llm.stats
-        said = [self.llm.generate(prompt, params).outputs[0].token_ids for prompt in prompts]
+        outputs = [self.llm.generate(prompt, params).outputs[0].token_ids for prompt in prompts]
         seconds, after = time.perf_counter() - began, self.llm.stats
         if counts:
-            self.said += said
-            self.tokens += sum(map(len, said))
+            self.outputs += outputs
+            self.tokens += sum(map(len, outputs))
             self.steps += after.steps - before.steps
-            self.speeds.append(sum(map(len, said)) / seconds)
+            self.speeds.append(sum(map(len, outputs)) / seconds)
 
     def row(self, name: str, plain: Contestant) -> dict[str, Any]:
-        """What is reported."""
+        """One row of the table."""
         ratios = [a / b for a, b in zip(self.speeds, plain.speeds, strict=True)]
-        same = sum(a == b for a, b in zip(self.said, plain.said, strict=True))
+        same = sum(a == b for a, b in zip(self.outputs, plain.outputs, strict=True))
         return {
             "drafter": name,
             "tokens_per_second": round(statistics.median(self.speeds), 1),
@@ -100,7 +100,7 @@ class Contestant:
             "lowest": round(min(ratios), 2),
             "highest": round(max(ratios), 2),
             "tokens_per_step": round(self.tokens / self.steps, 2),
-            "identical": round(same / len(self.said), 3),
+            "identical": round(same / len(self.outputs), 3),
         }
 
 
@@ -124,8 +124,8 @@ def main() -> None:
         chosen = questions[start : start + args.prompts]
         prompts = [plain.llm.chat_prompt([{"role": "user", "content": each}]) for each in chosen]
         order = list(contestants.values())
-        turn = number % len(order)
-        for contestant in order[turn:] + order[:turn]:
+        first = number % len(order)
+        for contestant in order[first:] + order[:first]:
             contestant.answer(prompts, counts=number > 0)
     rows = [contestant.row(name, plain) for name, contestant in contestants.items()]
     print("".join(f"{name:>19}" for name in rows[0]))

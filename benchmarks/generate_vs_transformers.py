@@ -1,10 +1,10 @@
-"""End to end against transformers: the same weights, the same prompts, in turns.
+"""End to end against transformers: the same weights, the same prompts, interleaved.
 
     python -m benchmarks.generate_vs_transformers
     python -m benchmarks.generate_vs_transformers --threads 1 --clock cpu --case batch16
 
 Each case generates ``--new`` tokens greedily after prompts of ``--prompt`` random tokens. In every
-round each contestant generates once, so that what else the machine does falls on all of them. The
+round each contestant generates once, so that other load of the machine falls on all of them. The
 ratio is the median over the rounds of (tokens per second here) / (tokens per second there). Prints
 a table and, last, one JSON line.
 
@@ -45,7 +45,7 @@ Prompts = list[list[int]]
 Generate = Callable[[Prompts, int], list[list[int]]]  # prompts, new tokens -> the new tokens
 
 
-# On a busy machine, one thread and the processor's seconds still compare fairly.
+# On a loaded machine, compare processor seconds on one thread.
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
@@ -54,7 +54,7 @@ class Case:
     """One row of the table: a model, a batch size and what it is compared with.
 
     Attributes:
-        goals: contestant -> ratio that is wanted.
+        goals: contestant -> ratio to reach.
     """
 
     name: str

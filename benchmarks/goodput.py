@@ -4,11 +4,11 @@
     python -m benchmarks.goodput --batches 16 64 --drafter draft_target --rounds 5
 
 For every batch size two engines, one that decodes plainly and one that drafts under goodput
-control, answer the same held-out problems in turns. Each round has several times as many prompts as
-fit into the batch, so that it stays full until near the end, as under a server's load. Where there
-are not enough problems they come again under another cache salt, so that no drafter remembers what
-was answered. The first round warms up: in it the control learns what a step takes. Figures are
-medians over the rounds; drafts per step are those of all. Prints a table and, last, one JSON line.
+control, answer the same held-out problems, interleaved. Each round has several times as many
+prompts as fit into the batch, so that it stays full until near the end, as under a server's load.
+Where there are not enough problems they repeat under another cache salt, so that no drafter has
+their earlier answers. The first round warms up: in it the control measures the duration of a step.
+Figures are medians over the rounds; drafts per step those of all. Prints a table and one JSON line.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ DRAFTERS: dict[str, DecodingBaseConfig] = {
 
 
 def asked(questions: Sequence[str], number: int, count: int) -> list[tuple[str, str]]:
-    """The questions of a round, each with a salt under which it has never been asked before."""
-    places = range(number * count, (number + 1) * count)
-    return [(questions[n % len(questions)], f"lap {n // len(questions)}") for n in places]
+    """The questions of a round, each with a salt that it has not had before."""
+    indices = range(number * count, (number + 1) * count)
+    return [(questions[n % len(questions)], f"lap {n // len(questions)}") for n in indices]
 
 
 def speed(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> float:

@@ -1,4 +1,4 @@
-"""How every benchmark ends: one JSON line, which says what was measured and where."""
+"""The JSON line that ends every benchmark: what was measured, and on which machine."""
 
 from __future__ import annotations
 

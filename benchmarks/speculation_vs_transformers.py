@@ -1,4 +1,4 @@
-"""Speculative decoding against transformers' own: the same target, the same draft model, in turns.
+"""Speculative decoding against transformers' own: same target, same draft model, interleaved.
 
     python -m benchmarks.speculation_vs_transformers
     python -m benchmarks.speculation_vs_transformers --case reasoner --rounds 5
@@ -6,13 +6,13 @@
 Batch 1, greedy. In every round each contestant answers the round's prompts once: plain decoding,
 prompt lookup (our n-grams, pooled over requests as is their default; ``prompt_lookup_num_tokens``
 there) and a draft model (ours; assisted generation there), each of both with the settings that suit
-it. The prompts of a round are new to everybody. Figures are medians over the rounds: tokens per
-second; the ratio to the other's same way; the gain over one's own plain decoding. Prints a table
-and, last, one JSON line.
+it. No prompt is used in two rounds. Figures are medians over the rounds: tokens per
+second; the ratio to the other library's same way; the gain over its own plain decoding. Prints a
+table and, last, one JSON line.
 
 The small target is the embedded reasoner with its own draft model. The large one has random weights
 in the shape of a Qwen3 of about 150 M parameters, whose later layers change little, so that its
-first three layers, with norm and head, guess it most of the time.
+first three layers, with norm and head, predict most of its tokens.
 """
 
 from __future__ import annotations
@@ -82,20 +82,20 @@ def ours(target: Path, draft: Path, length: int) -> dict[str, Generate]:
             DraftTargetDecodingConfig(max_draft_len=length, speculative_model=draft),
         ],
     )
-    requested_nodes = {
+    ways = {
         "plain": SpeculationParams(enabled=False),
         "lookup": SpeculationParams(drafter="ngram"),
         "draft model": SpeculationParams(drafter="draft_target"),
     }
 
-    def way(wish: SpeculationParams) -> Generate:
+    def way(speculation: SpeculationParams) -> Generate:
         def generate(prompt: list[int], new: int) -> int:
-            params = SamplingParams(temperature=0.0, max_tokens=new, speculation=wish)
+            params = SamplingParams(temperature=0.0, max_tokens=new, speculation=speculation)
             return len(llm.generate(prompt, params).outputs[0].token_ids)
 
         return generate
 
-    return {name: way(wish) for name, wish in requested_nodes.items()}
+    return {name: way(speculation) for name, speculation in ways.items()}
 
 
 def theirs(target: Path, draft: Path) -> dict[str, Generate]:

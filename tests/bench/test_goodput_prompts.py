@@ -1,4 +1,4 @@
-"""The benchmark of goodput control measures drafts of answers that nobody has seen."""
+"""The benchmark of goodput control asks no question twice under one cache salt."""
 
 from benchmarks.goodput import asked
 

@@ -1,4 +1,4 @@
-"""The advice follows from the numbers."""
+"""The recommendation of a benchmark, from its rows."""
 
 from forethought.bench.report import BenchRow, recommend
 from forethought.bench.variant import PLAIN, Variant

@@ -1,4 +1,4 @@
-"""What a row says, to people and to programs."""
+"""A row of the benchmark: in the table, in JSON, in the plot."""
 
 from forethought.bench.report import BenchRow, draw, table
 from forethought.bench.variant import PLAIN, Variant
@@ -45,10 +45,10 @@ def test_the_ticks_of_the_plot_are_whole_numbers():
 def test_the_table_has_a_line_per_row_and_marks_what_is_not_as_it_should_be():
     metrics = SpeculationMetrics(8, 40, 15, [6, 3, 3, 2, 1], synthetic=True)
     lines = table([row(PLAIN, SpeculationMetrics(8)), row(Variant("ngram", 5), metrics, 0.5)])
-    head, rule, plain, guessed = lines.splitlines()
+    head, rule, plain, drafted = lines.splitlines()
     assert head.split()[:5] == ["batch", "drafter", "length", "tokens/s", "ratio"]
     assert set(rule) == {"-", " "}
     assert plain.split()[-1] == "yes"
-    assert guessed.split()[-1] == "50.0%"
-    assert " 2.88* " in guessed
-    assert "75% 38% 38% 25% ..." in guessed
+    assert drafted.split()[-1] == "50.0%"
+    assert " 2.88* " in drafted
+    assert "75% 38% 38% 25% ..." in drafted

@@ -1,4 +1,4 @@
-"""The benchmark of speculation: interleaved, isolated, and honest about what it compares."""
+"""The benchmark of speculation: interleaved runs that share no prefixes and no drafts."""
 
 import pytest
 

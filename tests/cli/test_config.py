@@ -197,15 +197,15 @@ def test_speculation_changes_the_metrics_and_not_the_text(capsys, write, method)
     for options in ([], ["--config", str(write(BLOCK))]):
         assert main([*common, *options]) == 0
         reports.append(json.loads(capsys.readouterr().out))
-    plain, guessed = reports
-    assert plain["text"] == guessed["text"]
+    plain, drafted = reports
+    assert plain["text"] == drafted["text"]
     assert (plain["metrics"]["drafted"], plain["metrics"]["mean_acceptance_length"]) == (0, 1.0)
-    assert guessed["metrics"]["accepted"] > 0
-    assert guessed["metrics"]["steps"] < plain["metrics"]["steps"]
-    assert guessed["metrics"]["mean_acceptance_length"] > 1.2
-    assert len(guessed["metrics"]["accepted_by_position"]) <= 3
-    decoded = guessed["metrics"]["steps"] + guessed["metrics"]["accepted"]
-    samples = guessed["usage"]["decoded"] - decoded
+    assert drafted["metrics"]["accepted"] > 0
+    assert drafted["metrics"]["steps"] < plain["metrics"]["steps"]
+    assert drafted["metrics"]["mean_acceptance_length"] > 1.2
+    assert len(drafted["metrics"]["accepted_by_position"]) <= 3
+    decoded = drafted["metrics"]["steps"] + drafted["metrics"]["accepted"]
+    samples = drafted["usage"]["decoded"] - decoded
     assert samples >= 1, "each generation's first token comes from its prefill"
 
 

@@ -1,4 +1,4 @@
-"""How a method is measured unless told otherwise."""
+"""The default recipe of a method."""
 
 import pytest
 

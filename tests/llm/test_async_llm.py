@@ -1,4 +1,4 @@
-"""Laws of ``AsyncLLM``: many clients, one engine thread, nobody waits for anybody else."""
+"""``AsyncLLM``: many clients, one engine thread, no client waits for another."""
 
 from __future__ import annotations
 
@@ -134,12 +134,12 @@ def test_clients_in_several_threads_and_loops_share_one_engine(llm, expected):
         assert results[name].outputs[0] == expected[PROMPTS[name % 3]]
 
 
-def test_a_seeded_request_gives_the_same_tokens_in_any_company(llm):
+def test_a_seeded_request_gives_the_same_tokens_in_any_batch(llm):
     async def main():
         alone = await llm.generate(PROMPTS[0], SAMPLED)
         others = [llm.generate(p, SamplingParams(max_tokens=20, n=3)) for p in PROMPTS]
-        company, *_ = await asyncio.gather(llm.generate(PROMPTS[0], SAMPLED), *others)
-        assert company.outputs == alone.outputs
+        batched, *_ = await asyncio.gather(llm.generate(PROMPTS[0], SAMPLED), *others)
+        assert batched.outputs == alone.outputs
 
     asyncio.run(main())
 
@@ -376,7 +376,7 @@ def test_a_stream_grows_to_the_whole(llm, expected):
     assert not any(piece.finished for piece in pieces[:-1])
 
 
-def test_a_slow_reader_stalls_nobody_and_gets_the_newest(llm, expected):
+def test_a_slow_reader_stalls_no_other_and_gets_the_newest(llm, expected):
     async def main():
         pieces = []
         async for piece in llm.stream(PROMPTS[0], GREEDY):
@@ -436,8 +436,8 @@ def test_probes_of_a_running_session_leave_it_alone_and_cost_their_own_tokens(ll
                     due += 10
             await asyncio.gather(*tasks)
             after = llm.stats
-            # Each probe pays for its suffix; one taken behind the last token of all, which nobody
-            # has computed, for that token too.
+            # Each probe prefills its suffix; one forked behind the very last token, which has no KV
+            # yet, that token too.
             paid = after.prefilled - before.prefilled + after.cached - before.cached
             assert paid <= start + 2 * len(probes) + 1
             assert after.decoded - before.decoded == 60 + 3 * len(probes)
@@ -451,7 +451,7 @@ def test_probes_of_a_running_session_leave_it_alone_and_cost_their_own_tokens(ll
     asyncio.run(main())
 
 
-def test_a_session_runs_on_while_nobody_iterates_and_can_be_aborted(llm):
+def test_a_session_runs_on_without_an_iterating_client_and_can_be_aborted(llm):
     async def main():
         async with llm.start(PROMPTS[0]) as session:
             stream = session.stream(LONG)
@@ -568,7 +568,7 @@ def test_forgotten_sessions_and_forks_give_their_pages_back(llm):
         running.stream(LONG)
         waiting = asyncio.ensure_future(session.fork())
         await asyncio.sleep(0)
-        waiting.cancel()  # its fork will come to nobody
+        waiting.cancel()  # no coroutine receives its fork
         del session, fork, running, waiting
         await asyncio.sleep(0)
 

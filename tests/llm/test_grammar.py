@@ -1,4 +1,4 @@
-"""Laws of grammars: what they allow, as pure functions of the output, and which are refused."""
+"""Grammars: what they allow, as pure functions of the output, and which are refused."""
 
 from __future__ import annotations
 
@@ -57,19 +57,19 @@ def ids(text: str, tokenizer: Tokenizer = BYTES) -> list[int]:
 
 @st.composite
 def questions(draw):
-    """A shape, and outputs to ask about: most of them lawful, in any order, with repetitions."""
+    """A shape, and outputs to ask about: most of them valid, in any order, with repetitions."""
     shape = draw(st.sampled_from(SHAPES))
-    guide, lawful = follow(shape), [[]]
+    guide, valid = follow(shape), [[]]
     for _ in range(draw(st.integers(1, 12))):
-        prefix = draw(st.sampled_from(lawful))
+        prefix = draw(st.sampled_from(valid))
         choices = sorted(allowed(guide, prefix))
         if choices:
-            lawful.append([*prefix, draw(st.sampled_from(choices))])
-    unlawful = [
-        [*draw(st.sampled_from(lawful)), *draw(st.lists(st.integers(0, WIDTH - 1), max_size=2))]
+            valid.append([*prefix, draw(st.sampled_from(choices))])
+    invalid = [
+        [*draw(st.sampled_from(valid)), *draw(st.lists(st.integers(0, WIDTH - 1), max_size=2))]
         for _ in range(3)
     ]
-    return shape, draw(st.lists(st.sampled_from(lawful + unlawful), min_size=1, max_size=20))
+    return shape, draw(st.lists(st.sampled_from(valid + invalid), min_size=1, max_size=20))
 
 
 def answer(constraint: Constraint, output: list[int]):
@@ -180,8 +180,8 @@ def test_a_model_narrower_than_its_tokenizer_is_never_asked_for_what_it_lacks():
 def test_a_choice_is_allowed_to_the_letter(tokenizer, text):
     of = GrammarCompiler(tokenizer, WIDTH, frozenset({EOS}))
     constraint, output = follow({"choice": [text, "other"]}, of), ids(text, tokenizer)
-    for place, token in enumerate(output):
-        assert token in allowed(constraint, output[:place])
+    for i, token in enumerate(output):
+        assert token in allowed(constraint, output[:i])
     assert constraint.is_complete(output)
     assert tokenizer.decode([*ids("a", tokenizer), *output]) == "a" + text
 
@@ -250,9 +250,9 @@ def test_a_choice_of_many_is_followed_to_the_end_of_each_and_takes_nothing_else(
     constraint = follow({"choice": texts})
     for text in texts[::4000]:
         output = ids(text)
-        for place, token in enumerate(output):
-            assert token in allowed(constraint, output[:place])
-            assert not constraint.is_complete(output[:place])
+        for i, token in enumerate(output):
+            assert token in allowed(constraint, output[:i])
+            assert not constraint.is_complete(output[:i])
         assert constraint.is_complete(output) or EOS in allowed(constraint, output)
     wrong = ids("7919 o/p?")
     assert wrong[-1] not in allowed(constraint, wrong[:-1])
@@ -474,6 +474,6 @@ def test_the_embedded_model_can_write_what_its_tokenizer_lets_it():
     of = GrammarCompiler(tokenizer, 512, frozenset({tokenizer.hf.eos_token_id}))
     constraint = follow({"json": {"type": "object"}}, of)
     output = ids(json.dumps({"answer": [12, "yes", None]}), tokenizer)
-    for place, token in enumerate(output):
-        assert token in allowed(constraint, output[:place], 512)
+    for i, token in enumerate(output):
+        assert token in allowed(constraint, output[:i], 512)
     assert constraint.is_complete(output)

@@ -1,4 +1,4 @@
-"""Laws of structured output: what is said has the shape that was asked for, in any company."""
+"""Structured output: every output has the shape that was asked for, in any batch."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_stop_strings_and_stop_tokens_still_end_it(llm):
     assert (by_token.outputs[0].text, by_token.outputs[0].stop_reason) == ("a", stop)
 
 
-# --- company -------------------------------------------------------------------------------------
+# --- batches -------------------------------------------------------------------------------------
 
 
 def test_guided_and_free_requests_share_batches_and_do_not_notice(llm):
@@ -317,7 +317,7 @@ def test_an_output_that_cannot_go_on_fails_alone(monkeypatch):
 
 
 class Slow:
-    """A compiler that stands still at each grammar until it is told to go on."""
+    """A compiler that waits at each grammar until the test lets it go on."""
 
     def __init__(self, compiler, monkeypatch):
         self.entered, self.leave, self.compiled = threading.Semaphore(0), threading.Event(), []
@@ -364,7 +364,7 @@ def test_an_event_loop_and_other_requests_go_on_while_a_grammar_is_compiled(monk
         asyncio.run(main(llm, slow))
 
 
-def test_a_grammar_that_many_ask_for_is_compiled_once_and_one_who_gives_up_harms_nobody(
+def test_a_grammar_that_many_ask_for_is_compiled_once_and_a_cancelled_request_harms_no_other(
     monkeypatch,
 ):
     async def main(llm, slow):
@@ -382,7 +382,7 @@ def test_a_grammar_that_many_ask_for_is_compiled_once_and_one_who_gives_up_harms
         asyncio.run(main(llm, slow))
 
 
-def test_a_grammar_that_nobody_waits_for_any_more_is_not_compiled(monkeypatch):
+def test_a_grammar_that_no_request_waits_for_any_more_is_not_compiled(monkeypatch):
     async def main(llm, slow):
         shapes = [{"regex": f"[a-z]{{{size}}}"} for size in range(2, 6)]
         tasks = [asyncio.create_task(llm.generate(PROMPTS[0], params(s))) for s in shapes]

@@ -1,4 +1,4 @@
-"""Structured output under speculation: the same tokens, or the same law, as without drafts."""
+"""Structured output under speculation: the tokens, or the distribution, of plain decoding."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def asked(temperature: float, ignore_eos: bool) -> list[SamplingParams]:
 def completions(llm: LLM, params: list[SamplingParams]) -> list[CompletionOutput]:
     found = [output.outputs[0] for output in llm.generate(PROMPTS, params)]
     for completion in found:
-        completion.metrics = None  # which tells how they were guessed
+        completion.metrics = None  # which counts drafts
     return found
 
 
@@ -120,7 +120,7 @@ def p_value(first: Counter[str], second: Counter[str]) -> float:
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
-def test_drafts_sampled_without_the_shape_leave_the_law_within_it(tree):
+def test_drafts_sampled_without_the_shape_leave_the_distribution_within_it(tree):
     """Statistic: chi-squared between 800 draws with and 800 without drafts; p above 1e-4.
 
     Negative control: the same draws at half the temperature.

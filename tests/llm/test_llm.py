@@ -1,4 +1,4 @@
-"""Laws of ``LLM`` and its sessions, on tiny random models with real tokenizers."""
+"""``LLM`` and its sessions, on tiny random models with real tokenizers."""
 
 from __future__ import annotations
 
@@ -99,11 +99,11 @@ def test_each_prompt_may_have_its_own_params(llm):
     assert [len(output.outputs[0].token_ids) for output in outputs] == [12, 3]
 
 
-def test_a_seeded_request_gives_the_same_tokens_alone_and_in_company(llm):
+def test_a_seeded_request_gives_the_same_tokens_alone_and_in_a_batch(llm):
     alone = llm.generate(PROMPTS[0], SAMPLED).outputs[0]
     others = [SamplingParams(max_tokens=20, seed=3, n=2), SAMPLED, GREEDY]
-    company = llm.generate([PROMPTS[1], PROMPTS[0], PROMPTS[2]], others)
-    assert company[1].outputs[0].token_ids == alone.token_ids
+    batched = llm.generate([PROMPTS[1], PROMPTS[0], PROMPTS[2]], others)
+    assert batched[1].outputs[0].token_ids == alone.token_ids
 
 
 def test_samples_of_one_prompt_differ_and_prefill_it_once(llm):
@@ -474,19 +474,19 @@ def test_iterators_and_sessions_that_the_garbage_collector_finds_in_any_thread_a
 
 
 def test_an_llm_that_is_called_from_within_its_own_step_says_so(llm, monkeypatch):
-    told = []
+    errors = []
 
     def forward(rows):
         with pytest.raises(UsageError, match="from within its own step") as caught:
             llm.generate(PROMPTS[0], GREEDY)
-        told.append(caught.value)
+        errors.append(caught.value)
         return real(rows)
 
     real = llm._frontend.engine.runner.forward
     with monkeypatch.context() as patch:
         patch.setattr(llm._frontend.engine.runner, "forward", forward)
         llm.generate(PROMPTS[0], GREEDY.replace(max_tokens=2))
-    assert told
+    assert errors
 
 
 FORKED = """
@@ -775,7 +775,7 @@ def test_a_stream_that_cannot_be_is_refused_when_it_is_asked_for(llm):
             session.stream(GREEDY.replace(n=2))
         with pytest.raises(ParameterError, match="invalid params"):
             session.stream({"max_tokens": 3})
-        session.stream(GREEDY)  # nobody iterates, so nothing goes on
+        session.stream(GREEDY)  # not iterated, so nothing runs
         assert len(session.generate(GREEDY).token_ids) == GREEDY.max_tokens
     with pytest.raises(UsageError, match="closed"):
         session.stream(GREEDY)

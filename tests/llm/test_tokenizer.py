@@ -1,4 +1,4 @@
-"""Laws of tokenizing, detokenising in pieces, and stopping at strings."""
+"""Tokenizing, detokenizing in pieces, and stopping at strings."""
 
 from __future__ import annotations
 

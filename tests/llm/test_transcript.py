@@ -1,4 +1,4 @@
-"""Laws of one generation's text: what ends it, what is cut, what is kept."""
+"""The text of one sample: what ends it, what is cut, what is kept."""
 
 from __future__ import annotations
 

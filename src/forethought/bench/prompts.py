@@ -28,7 +28,7 @@ def load_prompts(path: Path) -> list[str]:
     Raises:
         UsageError: the file cannot be read, holds no prompt, or an object has none.
     """
-    lines = problems.read_lines(path, "prompts")
+    lines = problems.read_lines(path, "prompts", "Give a file with one per line")
     return list(dict.fromkeys(_prompt(line.strip(), where) for where, line in lines))
 
 

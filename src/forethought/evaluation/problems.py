@@ -51,15 +51,17 @@ def load(path: str | Path) -> list[Problem]:
     Raises:
         UsageError: the file cannot be read, is empty, or a line is not such an object.
     """
-    return [_from_line(line, where) for where, line in read_lines(path, "problems")]
+    lines = read_lines(path, "problems", "Give a file with one JSON object per line")
+    return [_from_line(line, where) for where, line in lines]
 
 
-def read_lines(path: str | Path, what: str) -> list[tuple[str, str]]:
+def read_lines(path: str | Path, what: str, fix: str) -> list[tuple[str, str]]:
     """The lines of a text file that are not blank, each with its place, ``path:number``.
 
     Args:
         path: of the file.
         what: the lines are, for messages, such as "problems".
+        fix: what to do about a file that has none.
 
     Raises:
         UsageError: the file cannot be read, or has no such line.
@@ -67,14 +69,12 @@ def read_lines(path: str | Path, what: str) -> list[tuple[str, str]]:
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"cannot read the {what} in {path}", str(error), "Give a text file with one per line"
-        ) from error
+        raise UsageError(f"cannot read the {what} in {path}", str(error), fix) from error
     found = [
         (f"{path}:{number}", line) for number, line in enumerate(lines, start=1) if line.strip()
     ]
     if not found:
-        raise UsageError(f"no {what} in {path}", "the file is empty", "Write one per line")
+        raise UsageError(f"no {what} in {path}", "the file is empty", fix)
     return found
 
 

@@ -104,7 +104,7 @@ class AsyncSession:
 
         Raises:
             UsageError: a generation is under way, or the session is closed.
-            ContextLengthError, CapacityError: there is no room for another token.
+            ContextLengthError, CapacityError: there is no capacity for another token.
             ParameterError: params that a live sequence cannot honour.
             RequestError: it failed in the engine; the session is closed.
             EngineStopped: the engine has ended.
@@ -124,12 +124,12 @@ class AsyncSession:
         """
         handle, thread = self._handle, self._thread
         thread.check_process()
-        settled = thread.frontend.read_params(params)
+        checked = thread.frontend.read_params(params)
         stream = OutputStream(Generation.completion)
-        reservation = _Reservation(stream, settled)
-        found = thread.frontend.grammars.find(settled)
-        if found is not None or settled.guided_decoding is None:
-            thread.begin(stream, lambda: thread.frontend.resume(handle.idle, settled, found))
+        reservation = _Reservation(stream, checked)
+        found = thread.frontend.grammars.find(checked)
+        if found is not None or checked.guided_decoding is None:
+            thread.begin(stream, lambda: thread.frontend.resume(handle.idle, checked, found))
         else:
             thread.call_for(stream, _reserve, thread, handle, reservation)
             work = _begin_compiled(thread, handle, reservation)
