@@ -52,7 +52,7 @@ DRAFTERS: dict[str, DecodingBaseConfig] = {
     ),
     "mtp": MTPDecodingConfig(max_draft_len=10, speculative_model=HEADS / "mtp"),
     "medusa": MedusaDecodingConfig(
-        speculative_model=HEADS / "medusa", tree="likeliest", max_total_draft_tokens=10
+        speculative_model=HEADS / "medusa", tree="most_probable", max_total_draft_tokens=10
     ),
     "medusa, static": MedusaDecodingConfig(speculative_model=HEADS / "medusa"),
     "redrafter": ReDrafterDecodingConfig(

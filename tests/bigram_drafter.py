@@ -19,7 +19,7 @@ from forethought.errors import ModelError
 from forethought.speculative.drafter import Drafter, ResourceManager, ScheduledRequests
 from forethought.speculative.heads.checkpoint import Checkpoint
 from forethought.speculative.registry import Target
-from forethought.training.batches import Batches, laid_out
+from forethought.training.batches import Batches, pad_texts
 from forethought.training.teacher import Teacher
 from forethought.training.texts import Text
 from forethought.training.trainer import ParameterGroup, TrainingSettings
@@ -106,7 +106,7 @@ class BigramRecipe:
         return [ParameterGroup(list(self.module.parameters()))]
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        return laid_out(self._batches(step), self._teacher.lm.device)
+        return pad_texts(self._batches(step), self._teacher.lm.device)
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         tokens, taught = batch

@@ -226,7 +226,7 @@ class State:
 
 
 class Published(Oracle):
-    """The same guesses from the files of a published head alone, whoever wrote them.
+    """The same guesses from the files of a published head alone, for every author's layout.
 
     Args:
         directory: ``config.json`` and ``model.safetensors``.
@@ -263,7 +263,7 @@ class Published(Oracle):
 
 
 def ranked(logits: Tensor, count: int) -> list[int]:
-    """The likeliest tokens."""
+    """The most probable tokens."""
     return logits.topk(count).indices.tolist()
 
 

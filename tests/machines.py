@@ -1,6 +1,6 @@
 """A machine that decodes without a model: known step times and known acceptance, noisy clocks.
 
-What it reports has noise and hiccups; what it is judged by has none: expected tokens over true
+What it reports has noise and outliers; what it is judged by has none: expected tokens over true
 seconds, against every fixed length at the very same batches and contexts.
 """
 
@@ -147,5 +147,5 @@ class Machine:
 
     def _noise(self) -> float:
         """3 % of noise, and one step in a hundred that takes several times as long."""
-        hiccup = self.rng.uniform(3.0, 10.0) if self.rng.random() < 0.01 else 1.0
-        return float(np.exp(self.rng.normal(0.0, 0.03))) * hiccup
+        outlier = self.rng.uniform(3.0, 10.0) if self.rng.random() < 0.01 else 1.0
+        return float(np.exp(self.rng.normal(0.0, 0.03))) * outlier

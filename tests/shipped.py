@@ -42,8 +42,8 @@ def shipped(name: str) -> tuple[DecodingBaseConfig, float]:
             4.1,
         ),
         "medusa": lambda: (MedusaDecodingConfig(speculative_model=heads_dir("medusa")), 2.6),
-        "medusa, likeliest": lambda: (
-            MedusaDecodingConfig(speculative_model=heads_dir("medusa"), tree="likeliest"),
+        "medusa, most probable": lambda: (
+            MedusaDecodingConfig(speculative_model=heads_dir("medusa"), tree="most_probable"),
             3.0,
         ),
         "mtp, replayed": lambda: (MTPDecodingConfig(max_draft_len=5, **_MTP), 3.5),
@@ -74,7 +74,7 @@ SHIPPED = (
     "eagle 3, static tree",
     "eagle 3, dynamic tree",
     "medusa",
-    "medusa, likeliest",
+    "medusa, most probable",
     "mtp, replayed",
     "mtp, one per place",
     "redrafter",

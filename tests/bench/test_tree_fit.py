@@ -29,7 +29,7 @@ from models import prompts, tiny
 PROFILE = AcceptanceProfile(((0.6, 0.2, 0.1), (0.5, 0.25, 0.05), (0.4, 0.3, 0.1)))
 
 
-def test_a_tree_grows_by_the_likeliest_node_that_hangs_on_it():
+def test_a_tree_grows_by_the_most_probable_node_that_hangs_on_it():
     assert fit_tree(PROFILE, 1).choices == ((0,),)
     assert fit_tree(PROFILE, 2).choices == ((0,), (0, 0))  # 0.30 before the 0.20 of (1,)
     assert fit_tree(PROFILE, 3).choices == ((0,), (1,), (0, 0))
@@ -94,7 +94,7 @@ def test_a_profile_is_measured_by_decoding(tmp_path: Path):
 def test_a_profile_is_of_a_static_tree_whatever_trees_are_drafted(tmp_path: Path):
     heads = random_heads(tmp_path)
     config = MedusaDecodingConfig(
-        speculative_model=heads, tree="likeliest", min_draft_probability=0.1
+        speculative_model=heads, tree="most_probable", min_draft_probability=0.1
     )
     wide = widened(config, 4)
     assert isinstance(wide, MedusaDecodingConfig)

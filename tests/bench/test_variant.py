@@ -77,7 +77,7 @@ def test_a_variant_is_written_as_the_block_that_makes_it():
     "config",
     [
         MedusaDecodingConfig(
-            speculative_model="d", tree="likeliest", max_draft_len=4, max_total_draft_tokens=4
+            speculative_model="d", tree="most_probable", max_draft_len=4, max_total_draft_tokens=4
         ),
         ReDrafterDecodingConfig(
             speculative_model="d", draft_len_per_beam=4, max_total_draft_tokens=4

@@ -120,8 +120,8 @@ def test_each_block_written_for_tensorrt_llm_drafts_and_says_the_same(
     assert not metrics["lossy"]
 
 
-def test_medusa_drafts_the_likeliest_trees_from_the_command_line() -> None:
+def test_medusa_drafts_the_most_probable_trees_from_the_command_line() -> None:
     args = argparse.Namespace(speculative="medusa", max_draft_len=None, draft_model=Path(MEDUSA))
     config = speculative_config_of(args)
     assert isinstance(config, MedusaDecodingConfig)
-    assert (config.tree, config.max_total_draft_tokens) == ("likeliest", 15)
+    assert (config.tree, config.max_total_draft_tokens) == ("most_probable", 15)

@@ -60,8 +60,8 @@ CONFIGURATIONS: list[DecodingBaseConfig] = [
     DraftTargetDecodingConfig(max_draft_len=3, draft_sampling="sampled", **MODEL),
     DraftTargetDecodingConfig(draft_choices=[[0, 0], [1, 0], [2, 0]], **MODEL),
     MedusaDecodingConfig(**MODEL),
-    MedusaDecodingConfig(tree="likeliest", min_draft_probability=0.05, **MODEL),
-    MedusaDecodingConfig(tree="likeliest", num_medusa_heads=3, max_draft_len=2, **MODEL),
+    MedusaDecodingConfig(tree="most_probable", min_draft_probability=0.05, **MODEL),
+    MedusaDecodingConfig(tree="most_probable", num_medusa_heads=3, max_draft_len=2, **MODEL),
     MedusaDecodingConfig(num_medusa_heads=2, posterior_threshold=0.09, **MODEL),
     ReDrafterDecodingConfig(**MODEL),
     ReDrafterDecodingConfig(num_beams=3, max_draft_len=2, tree="beams", **MODEL),
@@ -70,7 +70,7 @@ CONFIGURATIONS: list[DecodingBaseConfig] = [
     EagleDecodingConfig(eagle_choices="[[0], [0, 0], [1]]", **MODEL),
     EagleDecodingConfig(max_draft_len=3, use_dynamic_tree=True, dynamic_tree_max_topK=4, **MODEL),
     MTPDecodingConfig(),
-    MTPDecodingConfig(num_nextn_predict_layers=3, recycled_state="unnormed"),
+    MTPDecodingConfig(num_nextn_predict_layers=3, fed_back_state="unnormed"),
     MTPDecodingConfig(
         use_relaxed_acceptance_for_thinking=True,
         relaxed_topk=5,
@@ -155,3 +155,10 @@ def test_a_drafter_that_nothing_names_cannot_be_written_down() -> None:
     settled = UserProvidedDecodingConfig(max_draft_len=3, drafter=Settled())
     with pytest.raises(PydanticSerializationError, match="drafter cannot be dumped"):
         settled.model_dump()
+
+
+def test_older_names_are_still_read():
+    assert MedusaDecodingConfig(tree="likeliest", **MODEL).tree == "most_probable"
+    assert ReDrafterDecodingConfig(tree="likeliest", **MODEL).tree == "most_probable"
+    older = MTPDecodingConfig(num_nextn_predict_layers=1, recycled_state="unnormed")
+    assert older.fed_back_state == "unnormed"

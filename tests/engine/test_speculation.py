@@ -75,9 +75,9 @@ def drafting(name: str, architecture: str = "llama") -> list[DecodingBaseConfig]
         "draft model, tree": lambda: [DraftTargetDecodingConfig(**tree)],
         "pearl": lambda: [PearlDecodingConfig(**same)],
         "medusa": lambda: [MedusaDecodingConfig(speculative_model=shared_heads())],
-        "medusa, likeliest": lambda: [
+        "medusa, most probable": lambda: [
             MedusaDecodingConfig(
-                speculative_model=shared_heads(), tree="likeliest", min_draft_probability=0.001
+                speculative_model=shared_heads(), tree="most_probable", min_draft_probability=0.001
             )
         ],
         "mtp, replayed": lambda: [MTPDecodingConfig(max_draft_len=4, speculative_model=modules())],
@@ -113,7 +113,7 @@ NAMES = [
     "draft model, tree",
     "pearl",
     "medusa",
-    "medusa, likeliest",
+    "medusa, most probable",
     "mtp, replayed",
     "mtp, one per place",
     "redrafter",

@@ -196,12 +196,12 @@ def test_batched_products_equal_each_product_alone(
     torch.manual_seed(0)
     weights = [torch.randn(24, 16).to(dtype) for _ in range(3)]
     biases = [torch.randn(24).to(dtype) for _ in range(3)] if biased else None
-    abreast, x = BatchedProjection(weights, biases), torch.randn(3, 5, 16).to(dtype)
+    batched, x = BatchedProjection(weights, biases), torch.randn(3, 5, 16).to(dtype)
     for count in (1, 2, 3):
         alone = [
             F.linear(x[each], weights[each], None if biases is None else biases[each])
             for each in range(count)
         ]
         with torch.inference_mode():
-            found = abreast(x[:count])
+            found = batched(x[:count])
         torch.testing.assert_close(found, torch.stack(alone), rtol=2e-2, atol=2e-2)

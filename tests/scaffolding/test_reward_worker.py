@@ -1,4 +1,4 @@
-"""``RewardWorker``: scores are the model's own, whoever is judged at the same time."""
+"""``RewardWorker``: scores are the model's own, whatever is scored at the same time."""
 
 import asyncio
 import json
@@ -81,7 +81,7 @@ def judge(worker, tasks):
 class Held:
     """Holds a worker's thread, so that what is asked meanwhile is judged together.
 
-    From here on: what was asked before may have left the thread errands that judge the queue.
+    From here on: what was asked before may have left the thread calls that score the queue.
     """
 
     def __init__(self, worker):
@@ -127,7 +127,7 @@ def passes(monkeypatch):
 
 
 def logits(directory, kind, ids):
-    """The slow twin: one text through the plain model."""
+    """The reference implementation: one text through the plain model."""
     model = kind.from_pretrained(directory, dtype=torch.float32).eval()
     with torch.inference_mode():
         return model(torch.tensor([ids])).logits[0]

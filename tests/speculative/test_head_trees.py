@@ -1,4 +1,4 @@
-"""Trees of what heads guess for each place: the likeliest combinations, and which requests get."""
+"""Trees of the tokens that heads draft: the most probable combinations, for which requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from forethought.speculative.drafter import DraftRequest
 from forethought.speculative.drafters.medusa import StaticTrees, TopTrees, top_nodes
 from forethought.speculative.tree import TreeChoices
 
-LAWS = st.lists(
+DISTRIBUTIONS = st.lists(
     st.lists(st.floats(-9.0, 0.0), min_size=1, max_size=4).map(lambda row: sorted(row)[::-1]),
     max_size=3,
 )
@@ -46,8 +46,8 @@ def paths(nodes: list[tuple[int, int, int]]) -> list[tuple[int, ...]]:
     return found
 
 
-@given(LAWS, st.integers(0, 20))
-def test_a_tree_is_of_the_likeliest_combinations_of_all(
+@given(DISTRIBUTIONS, st.integers(0, 20))
+def test_a_tree_is_of_the_most_probable_combinations_of_all(
     scores: list[list[float]], most: int
 ) -> None:
     every = all_paths(scores)
@@ -57,7 +57,7 @@ def test_a_tree_is_of_the_likeliest_combinations_of_all(
     assert [value[path] for path in chosen] == [total for total, _ in every[:most]]
 
 
-@given(LAWS, st.floats(-9.0, 0.0))
+@given(DISTRIBUTIONS, st.floats(-9.0, 0.0))
 def test_what_is_too_unlikely_is_left_out(scores: list[list[float]], floor: float) -> None:
     chosen = paths(top_nodes(scores, 99, floor))
     assert sorted(chosen) == sorted(path for total, path in all_paths(scores) if total >= floor)

@@ -11,13 +11,13 @@ def sizes(rng):
     return np.array([1.0, rows * int(rng.integers(1, 6)), rows * int(rng.integers(50, 2000))])
 
 
-def fitted(observations, seed=0, noise=0.0, hiccups=0.0, true=TRUE):
+def fitted(observations, seed=0, noise=0.0, outliers=0.0, true=TRUE):
     rng = np.random.default_rng(seed)
     model = LinearLatency((0.8, 0.1, 0.1))
     for _ in range(observations):
         terms = sizes(rng)
         factor = float(np.exp(rng.normal(0.0, noise)))
-        factor *= rng.uniform(5.0, 50.0) if rng.random() < hiccups else 1.0
+        factor *= rng.uniform(5.0, 50.0) if rng.random() < outliers else 1.0
         model.observe(terms, float(true @ terms) * factor)
     return model
 
@@ -41,7 +41,7 @@ def test_it_finds_the_coefficients_of_a_machine_without_noise():
 
 def test_noise_and_hiccups_do_not_move_it():
     assert error(fitted(600, noise=0.03)) < 0.05
-    assert error(fitted(600, noise=0.03, hiccups=0.05)) < 0.08
+    assert error(fitted(600, noise=0.03, outliers=0.05)) < 0.08
 
 
 def test_a_model_that_believed_hiccups_would_fail_that_test():

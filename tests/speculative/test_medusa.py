@@ -136,11 +136,11 @@ def test_a_request_may_want_shorter_drafts(heads: Path) -> None:
     assert sequence.output == greedy(tiny("llama"), prompts((9,)), 30)[0]
 
 
-def test_the_likeliest_tree_is_as_deep_as_there_are_heads_unless_less_is_wanted(
+def test_the_most_probable_tree_is_as_deep_as_there_are_heads_unless_less_is_wanted(
     heads: Path, tmp_path: Path
 ) -> None:
     def sizes(directory: Path = heads, **fields: Any) -> tuple[int, int]:
-        config = MedusaDecodingConfig(speculative_model=directory, tree="likeliest", **fields)
+        config = MedusaDecodingConfig(speculative_model=directory, tree="most_probable", **fields)
         return config.max_draft_len, config.max_total_draft_tokens
 
     assert sizes() == (3, 15)
@@ -150,7 +150,7 @@ def test_the_likeliest_tree_is_as_deep_as_there_are_heads_unless_less_is_wanted(
     make_heads(3).save(tmp_path, config={"medusa_num_heads": 5})
     lm = load("llama")
     target = Target(ModelRunner(lm, KvStorage(lm.layer_shapes, 4, 4, lm.dtype, lm.device)), 64)
-    drafter = build(MedusaDecodingConfig(speculative_model=tmp_path, tree="likeliest"), target)
+    drafter = build(MedusaDecodingConfig(speculative_model=tmp_path, tree="most_probable"), target)
     assert [drafter.nodes(depth) for depth in (0, 1, 5)] == [0, 15, 15]
 
 
@@ -159,20 +159,20 @@ def test_a_config_that_misstates_the_heads_does_no_harm(said: Any, tmp_path: Pat
     make_heads(3).save(tmp_path, config={"medusa_num_heads": said})
     lm = load("llama")
     target = Target(ModelRunner(lm, KvStorage(lm.layer_shapes, 4, 4, lm.dtype, lm.device)), 64)
-    for tree in ("choices", "likeliest"):
+    for tree in ("choices", "most_probable"):
         config = MedusaDecodingConfig(speculative_model=tmp_path, tree=tree)
         assert config.max_draft_len <= MAX_LEVELS
         assert build(config, target).nodes(9) > 0
-    deep = {"speculative_model": tmp_path, "tree": "likeliest"}
+    deep = {"speculative_model": tmp_path, "tree": "most_probable"}
     assert build(MedusaDecodingConfig(max_draft_len=3, **deep), target).nodes(3) == 15
-    with pytest.raises(ParameterError, match=r"max_draft_len is 4.*holds 3 heads"):
-        build(MedusaDecodingConfig(max_draft_len=4, **deep), target)
+    with pytest.raises(ParameterError, match=r"max_draft_len.*got 4.*holds 3 heads"):
+        MedusaDecodingConfig(max_draft_len=4, **deep)
 
 
 @pytest.mark.parametrize("floor", [0.0, 0.06])
 def test_what_the_heads_hold_unlikely_is_left_out(floor: float, heads: Path) -> None:
     config = MedusaDecodingConfig(
-        speculative_model=heads, tree="likeliest", min_draft_probability=floor
+        speculative_model=heads, tree="most_probable", min_draft_probability=floor
     )
     machine = engine(speculative=[config])
     watch = Watch(machine)
@@ -222,7 +222,7 @@ def test_the_weights_say_how_many_heads_there_are_whatever_the_config_says(
         file.unlink()
     static = MedusaDecodingConfig(speculative_model=tmp_path)
     assert (static.max_draft_len, static.max_total_draft_tokens) == (3, 21)
-    loose = MedusaDecodingConfig(speculative_model=tmp_path, tree="likeliest")
+    loose = MedusaDecodingConfig(speculative_model=tmp_path, tree="most_probable")
     assert (loose.max_draft_len, loose.max_total_draft_tokens) == (3, 15)
     assert MedusaDecodingConfig(speculative_model=tmp_path, num_medusa_heads=2).max_draft_len == 2
     assert MedusaDecodingConfig(speculative_model=tmp_path, num_medusa_heads=9).max_draft_len == 3
@@ -281,9 +281,12 @@ def test_the_tree_is_that_of_the_heads_own_configuration_unless_another_is_given
         ({"medusa_choices": [[0], [1, 0]]}, r"\[1\] is missing, a prefix of others"),
         ({"medusa_choices": [[0, 0]], "num_medusa_heads": 1}, "longer than num_medusa_heads"),
         ({"medusa_choices": [[0, 0]], "max_draft_len": 3}, "medusa_choices make it 2"),
-        ({"tree": "likeliest", "medusa_choices": [[0]]}, "another tree in each step"),
-        ({"tree": "likeliest", "num_medusa_heads": 3, "max_draft_len": 4}, "num_medusa_heads is 3"),
-        ({"tree": "likeliest", "max_total_draft_tokens": 2}, "max_draft_len is 3"),
+        ({"tree": "most_probable", "medusa_choices": [[0]]}, "another tree in each step"),
+        (
+            {"tree": "most_probable", "num_medusa_heads": 3, "max_draft_len": 4},
+            "num_medusa_heads is 3",
+        ),
+        ({"tree": "most_probable", "max_total_draft_tokens": 2}, "max_draft_len is 3"),
         ({"min_draft_probability": 0.1}, "always drafts all nodes"),
         ({"posterior_alpha": 0.3}, "posterior_threshold is not given"),
         ({"posterior_threshold": 0.0}, "posterior_threshold"),

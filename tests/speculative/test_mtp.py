@@ -1,4 +1,4 @@
-"""Drafting with MTP modules: against a slow twin without pages, batches or memory."""
+"""MTP modules against a reference implementation without pages, batches or state."""
 
 from __future__ import annotations
 
@@ -284,14 +284,14 @@ def test_fewer_modules_than_there_are_can_be_used() -> None:
         assert draft == replayed(tiny("llama"), first, tokens, depth)
 
 
-def test_the_recycled_state_can_be_the_blocks_own_output() -> None:
-    machine = engine(speculative=[mtp(recycled_state="unnormed")])
+def test_the_fed_back_state_can_be_the_blocks_own_output() -> None:
+    machine = engine(speculative=[mtp(fed_back_state="unnormed")])
     watch = Watch(machine)
     machine.add(PROMPTS[1], GREEDY.replace(max_tokens=6))
     drain(machine)
     [module] = random_modules("llama")
     other = [replayed(tiny("llama"), module, tokens, depth) for tokens, _, depth in watch.seen]
-    module.recycled = "unnormed"
+    module.fed_back = "unnormed"
     same = [replayed(tiny("llama"), module, tokens, depth) for tokens, _, depth in watch.seen]
     assert [draft for _, draft, _ in watch.seen] == same
     assert same != other

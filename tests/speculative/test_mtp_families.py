@@ -1,7 +1,7 @@
 """Targets that ship MTP modules among their own tensors, as each family names them.
 
 Nothing but ``max_draft_len`` is said: the modules are found, the target is loaded without them, and
-drafts are those of the slow twin.
+drafts are those of the reference implementation.
 """
 
 from __future__ import annotations

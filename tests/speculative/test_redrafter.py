@@ -288,7 +288,7 @@ def test_what_the_head_holds_unlikely_is_left_out_of_drafts() -> None:
         seen[floor] = {len(tokens): drafted for tokens, drafted, _ in watched.drafts}
     assert seen[0.0] != seen[0.02]
     for place, drafted in seen[0.02].items():
-        if place in seen[0.0]:  # the likeliest come first
+        if place in seen[0.0]:  # the most probable come first
             assert drafted == seen[0.0][place][: len(drafted)]
 
 
@@ -362,7 +362,7 @@ def requests_of(*limits: tuple[int, int]) -> list[DraftRequest]:
     return made
 
 
-@pytest.mark.parametrize("tree", ["likeliest", "beams"])
+@pytest.mark.parametrize("tree", ["most_probable", "beams"])
 def test_drafts_keep_to_the_depth_and_nodes_of_each_request(tree: Any) -> None:
     config = ReDrafterDecodingConfig(
         speculative_model=random_head(), num_beams=4, draft_len_per_beam=5, tree=tree

@@ -136,7 +136,7 @@ def behind(*ends: list[int]) -> list[tuple[list[int], int]]:
     return [([0, *end], 1) for end in ends]
 
 
-def test_a_chain_takes_the_likeliest_tokens_and_expects_the_sum_of_their_probabilities():
+def test_a_chain_takes_the_most_probable_tokens_and_expects_the_sum_of_their_probabilities():
     found = chain(behind([1, 2, 9], [1, 3, 9], [1, 3, 8], [5, 5, 5]), 3, 0.0)
     assert found.tokens == [1, 3, 8]  # 9 and 8 are equally likely: the newer
     assert found.score == pytest.approx(3 / 4 + 2 / 4 + 1 / 4)
@@ -153,7 +153,7 @@ def test_a_place_where_the_text_ends_says_nothing_about_what_comes_then():
     assert (found.tokens, found.score) == ([1, 2, 3], 3.0)
 
 
-def test_a_tree_holds_the_likeliest_nodes_parents_first():
+def test_a_tree_holds_the_most_probable_nodes_parents_first():
     places = behind([1, 2], [1, 3], [1, 3], [5, 6], [5, 7])
     found = tree(places, 2, 4, 0.0)
     assert (found.tokens, found.parents) == ([1, 5, 3, 7], (-1, -1, 0, 1))

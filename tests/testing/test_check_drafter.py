@@ -34,7 +34,7 @@ from redrafter_heads import random_head
 
 PROMPTS = [[5, 6, 7, 8] * 3, [9], [20, 21] * 6, [5, 6, 7]]
 MODEL: dict[str, Any] = {"speculative_model": tiny("llama", seed=7)}
-TWIN: dict[str, Any] = {"speculative_model": tiny("llama")}
+SAME_MODEL: dict[str, Any] = {"speculative_model": tiny("llama")}
 
 
 @pytest.mark.parametrize(
@@ -44,13 +44,13 @@ TWIN: dict[str, Any] = {"speculative_model": tiny("llama")}
         NGramDecodingConfig(max_draft_len=4, is_public_pool=False, is_use_oldest=False),
         SuffixDecodingConfig(max_draft_len=8),
         DraftTargetDecodingConfig(max_draft_len=4, **MODEL),
-        DraftTargetDecodingConfig(max_draft_len=4, **TWIN),
-        DraftTargetDecodingConfig(max_draft_len=4, draft_sampling="sampled", **TWIN),
-        DraftTargetDecodingConfig(draft_choices=[[0], [1], [2], [0, 0], [1, 0]], **TWIN),
+        DraftTargetDecodingConfig(max_draft_len=4, **SAME_MODEL),
+        DraftTargetDecodingConfig(max_draft_len=4, draft_sampling="sampled", **SAME_MODEL),
+        DraftTargetDecodingConfig(draft_choices=[[0], [1], [2], [0, 0], [1, 0]], **SAME_MODEL),
         DraftTargetDecodingConfig(
             draft_choices=[[0], [1], [2], [0, 0], [1, 0]], draft_sampling="sampled", **MODEL
         ),
-        PearlDecodingConfig(max_draft_len=4, **TWIN),
+        PearlDecodingConfig(max_draft_len=4, **SAME_MODEL),
         PearlDecodingConfig(max_draft_len=3, overlap=False, **MODEL),
         EagleDecodingConfig(max_draft_len=4, speculative_model=eagle("eagle")),
         EagleDecodingConfig(max_draft_len=4, speculative_model=eagle()),
@@ -65,7 +65,7 @@ TWIN: dict[str, Any] = {"speculative_model": tiny("llama")}
             speculative_model=eagle(),
         ),
         MedusaDecodingConfig(speculative_model=shared_heads()),
-        MedusaDecodingConfig(speculative_model=shared_heads(), tree="likeliest"),
+        MedusaDecodingConfig(speculative_model=shared_heads(), tree="most_probable"),
         MTPDecodingConfig(max_draft_len=4, speculative_model=saved()),
         MTPDecodingConfig(max_draft_len=3, speculative_model=saved(), use_mtp_vanilla=True),
         MTPDecodingConfig(max_draft_len=4, speculative_model=saved(count=2)),

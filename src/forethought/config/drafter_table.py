@@ -99,7 +99,7 @@ DRAFTERS: tuple[DrafterSpec, ...] = (
         f"{_DRAFTER}.medusa:MedusaDrafter",
         option="medusa",
         option_help="medusa: with the most probable trees, whatever tree the heads' config has",
-        option_defaults={"tree": "likeliest"},  # the published static tree suits larger batches
+        option_defaults={"tree": "most_probable"},  # the published static tree suits larger batches
         embedded_model="medusa",
         recipes={
             "medusa": f"{_RECIPE}.medusa:MedusaRecipe",

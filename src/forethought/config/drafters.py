@@ -15,10 +15,10 @@ import zipfile
 from dataclasses import is_dataclass
 from operator import index
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import pydantic
-from pydantic import AliasChoices, Field
+from pydantic import AliasChoices, BeforeValidator, Field
 
 from forethought.config.registry import Registry
 from forethought.config.speculation import (
@@ -36,6 +36,9 @@ from forethought.config.speculation import (
 )
 from forethought.errors import ModelError, ParameterError, UsageError
 from forethought.model_dir import find_model_dir
+
+_OLD_TREE = BeforeValidator(lambda value: "most_probable" if value == "likeliest" else value)
+"""``likeliest``: the older name, accepted for one release."""
 
 
 class NGramDecodingConfig(DecodingBaseConfig):
@@ -278,7 +281,9 @@ class MTPDecodingConfig(DecodingBaseConfig):
     use_mtp_vanilla: bool = False
     """Each level of a draft has a KV cache of its own, even if one module serves all levels. With
     several modules this is always so; otherwise a single one is replayed on its own outputs."""
-    recycled_state: Literal["normed", "unnormed"] = "normed"
+    fed_back_state: Literal["normed", "unnormed"] = Field(
+        default="normed", validation_alias=AliasChoices("fed_back_state", "recycled_state")
+    )
     """Hidden state that is fed back in place of the target's: the output of the module's last norm,
     or its input. Depends on how the module was trained; other engines use either one."""
     use_relaxed_acceptance_for_thinking: bool = False
@@ -348,12 +353,12 @@ class MedusaDecodingConfig(DecodingBaseConfig):
     """The tree: paths of ranks; ``[1, 0]`` is the most probable token of the second head after the
     second most probable one of the first. See ``config.speculation``. None: the one in the heads'
     ``config.json``, or ``MEDUSA_CHOICES``."""
-    tree: Literal["choices", "likeliest"] = "choices"
-    """``choices``: a static tree, as published. ``likeliest``: in each step the most probable nodes
-    under the heads, as deep as there are heads; 15 tokens unless ``max_total_draft_tokens`` is
-    given. It accepts more per verified token."""
+    tree: Annotated[Literal["choices", "most_probable"], _OLD_TREE] = "choices"
+    """``choices``: a static tree, as published. ``most_probable``: in each step the nodes with the
+    highest probability under the heads, as deep as there are heads; 15 tokens unless
+    ``max_total_draft_tokens`` is given. It accepts more per verified token."""
     min_draft_probability: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """With ``likeliest``: leave out nodes whose path is less probable than this under the heads."""
+    """With ``most_probable``: leave out nodes whose path has less than this under the heads."""
     num_medusa_heads: int | None = Field(default=None, ge=1, le=MAX_LEVELS)
     """Number of heads to use; None: all."""
     posterior_threshold: float | None = Field(default=None, gt=0.0, le=1.0)
@@ -371,7 +376,7 @@ class MedusaDecodingConfig(DecodingBaseConfig):
             raise self._refuse("posterior_alpha", self.posterior_alpha, reason)
         if self.posterior_threshold is not None and self.posterior_alpha is None:
             self._set("posterior_alpha", self.posterior_threshold**0.5)
-        if self.tree == "likeliest":
+        if self.tree == "most_probable":
             self._settle_top()
         else:
             self._settle_choices()
@@ -380,7 +385,7 @@ class MedusaDecodingConfig(DecodingBaseConfig):
     def _settle_top(self) -> None:
         """As deep as there are heads, unless ``max_draft_len`` is given."""
         if self.medusa_choices is not None:
-            reason = "tree is 'likeliest', which builds another tree in each step"
+            reason = "tree is 'most_probable', which builds another tree in each step"
             raise self._refuse("medusa_choices", self.medusa_choices, reason)
         heads = self.num_medusa_heads
         if heads is not None and self.max_draft_len > heads:
@@ -523,12 +528,12 @@ class ReDrafterDecodingConfig(DecodingBaseConfig):
     """Beams that are kept at each length of the search."""
     draft_len_per_beam: int = Field(default=4, ge=1, le=MAX_LEVELS)
     """Tokens of a beam at most; another name of ``max_draft_len``."""
-    tree: Literal["likeliest", "beams"] = "likeliest"
-    """``beams``: the beams of the last length, as published. ``likeliest``: the most probable beams
-    of any length, which accepts more per verified token: 15 tokens unless
+    tree: Annotated[Literal["most_probable", "beams"], _OLD_TREE] = "most_probable"
+    """``beams``: the beams of the last length, as published. ``most_probable``: those of any length
+    with the highest probability, which accepts more per verified token: 15 tokens unless
     ``max_total_draft_tokens`` is given."""
     min_draft_probability: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """With ``likeliest``: leave out beams that are less probable than this under the head."""
+    """With ``most_probable``: leave out beams that are less probable than this under the head."""
 
     @property
     def drafts_chains(self) -> bool:

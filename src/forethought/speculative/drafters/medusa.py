@@ -223,7 +223,7 @@ class MedusaDrafter(Drafter):
 
 
 def _trees(config: MedusaDecodingConfig, heads: MedusaHeads, device: torch.device) -> HeadTrees:
-    if config.tree == "likeliest":
+    if config.tree == "most_probable":
         if "max_draft_len" in config.model_fields_set and config.max_draft_len > len(heads):
             raise ParameterError(
                 f"max_draft_len is {config.max_draft_len}",

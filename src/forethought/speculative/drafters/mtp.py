@@ -88,7 +88,7 @@ class MTPDrafter(Drafter):
         lm, storage = target.runner.lm, target.runner.storage
         directory = config.speculative_model or Path(lm.config.name_or_path)
         modules = load_modules(
-            directory, lm, config.num_nextn_predict_layers, config.recycled_state
+            directory, lm, config.num_nextn_predict_layers, config.fed_back_state
         )
         networks = [MtpNetwork(module, lm) for module in modules]
         vanilla = config.use_mtp_vanilla or len(networks) > 1

@@ -50,7 +50,7 @@ class ReDrafterDrafter(Drafter):
         self._num_beams, self._max_nodes = config.num_beams, config.max_total_draft_tokens
         min_prob = config.min_draft_probability
         self._min_logprob = math.log(min_prob) if min_prob else -math.inf
-        self._tree = top_beams_tree if config.tree == "likeliest" else last_beams
+        self._tree = top_beams_tree if config.tree == "most_probable" else last_beams
 
     @classmethod
     def build(cls, config: ReDrafterDecodingConfig, target: Target) -> ReDrafterDrafter:

@@ -44,7 +44,7 @@ from forethought.speculative.heads.mtp_layout import (
     read_modules,
 )
 
-Recycled = Literal["normed", "unnormed"]
+FedBackState = Literal["normed", "unnormed"]
 """Which hidden state is fed back: the output of the module's last norm, or of the block.
 
 TensorRT-LLM, SGLang and transformers use the normed one, vLLM the other one for DeepSeek's modules;
@@ -66,14 +66,14 @@ class MtpModule(nn.Module):
     Args:
         model: of the target's class, with one layer.
         layout: concatenation order and position 0 follow it.
-        recycled: which hidden state is fed back.
+        fed_back: which hidden state is fed back.
     """
 
     def __init__(
-        self, model: PreTrainedModel, layout: MtpLayout, recycled: Recycled = "normed"
+        self, model: PreTrainedModel, layout: MtpLayout, fed_back: FedBackState = "normed"
     ) -> None:
         super().__init__()
-        self.model, self.layout, self.recycled = model, layout, recycled
+        self.model, self.layout, self.fed_back = model, layout, fed_back
         weight = model.base_model.norm.weight
         self.enorm, self.hnorm = (copy.deepcopy(model.base_model.norm) for _ in range(2))
         wide, hidden = 2 * weight.shape[0], weight.shape[0]
@@ -123,17 +123,17 @@ class MtpModule(nn.Module):
         finally:
             hook.remove()
         normed = output.last_hidden_state
-        return ModuleStates(normed if self.recycled == "normed" else left[0], normed)
+        return ModuleStates(normed if self.fed_back == "normed" else left[0], normed)
 
     @classmethod
     def fresh(
-        cls, lm: CausalLM, layout: str = "deepseek", recycled: Recycled = "normed"
+        cls, lm: CausalLM, layout: str = "deepseek", fed_back: FedBackState = "normed"
     ) -> MtpModule:
         """A module for ``lm`` with random weights in float32, ready to be trained."""
         config = one_layer_config(lm.config)
         config._attn_implementation = None  # not the target's: transformers' own choice
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        return cls(model.to(lm.device), LAYOUTS[layout], recycled)
+        return cls(model.to(lm.device), LAYOUTS[layout], fed_back)
 
 
 class MtpNetwork:
@@ -194,7 +194,7 @@ class _FusedModule:
 
     def __init__(self, module: MtpModule, max_positions: int) -> None:
         layout, norms = module.layout, [module.enorm, module.hnorm]
-        self._recycled = module.recycled
+        self._fed_back = module.fed_back
         self._order = (1, 0) if layout.hidden_first else (0, 1)
         weights = torch.stack([norms[place].weight for place in self._order])
         self._norms = Norm(weights, module.enorm.variance_epsilon)
@@ -210,11 +210,11 @@ class _FusedModule:
         normed = self._norms(torch.stack([both[place] for place in self._order], 1))
         x = self._network.decode(self._project(normed.flatten(1)), forward_pass, narrow=True)
         exit_ = self._network.norm(x)
-        return ModuleStates(exit_ if self._recycled == "normed" else x, exit_)
+        return ModuleStates(exit_ if self._fed_back == "normed" else x, exit_)
 
 
 def load_modules(
-    directory: Path, lm: CausalLM, most: int | None = None, recycled: Recycled = "normed"
+    directory: Path, lm: CausalLM, most: int | None = None, fed_back: FedBackState = "normed"
 ) -> list[MtpModule]:
     """The MTP modules of a directory, in the target's dtype and on its device.
 
@@ -222,7 +222,7 @@ def load_modules(
         directory: the target's own, or one with modules alone.
         lm: the target.
         most: at most so many.
-        recycled: which hidden state is fed back.
+        fed_back: which hidden state is fed back.
 
     Raises:
         ModelError: there are none, or a tensor is missing, unexpected or misshapen.
@@ -230,7 +230,7 @@ def load_modules(
     layout, stored = read_modules(directory, most)
     modules = [_load(directory, lm, layout, each) for each in stored]
     for module in modules:
-        module.recycled = recycled
+        module.fed_back = fed_back
     return modules
 
 

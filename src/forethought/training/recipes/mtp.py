@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
+from pydantic import AliasChoices, Field
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
@@ -34,7 +34,7 @@ from forethought.config.drafters import MTPDecodingConfig
 from forethought.errors import ModelError
 from forethought.model.attention.base import Capability
 from forethought.model.causal_lm import FINAL
-from forethought.speculative.heads.mtp import MtpModule, Recycled, save_modules
+from forethought.speculative.heads.mtp import FedBackState, MtpModule, save_modules
 from forethought.training.batches import TrainingBatch, TrainingBatches
 from forethought.training.recipes.medusa import Labels, head_loss, projection_of
 from forethought.training.teacher import Teacher
@@ -229,7 +229,9 @@ class MtpSettings(TrainingSettings):
     """Number of depths that one module is trained for; several modules have one each."""
     decay: float = Field(default=0.6, gt=0.0, le=1.0)
     """Weight of a depth relative to that of the one before."""
-    recycled_state: Recycled = "normed"
+    fed_back_state: FedBackState = Field(
+        default="normed", validation_alias=AliasChoices("fed_back_state", "recycled_state")
+    )
     """Output that is fed back as hidden state at the next depth."""
     labels: Labels = "distributions"
     """Learn the tokens of the texts, or the target's next-token distributions."""
@@ -281,7 +283,7 @@ class MtpRecipe:
                 "Train another kind of drafter",
             )
         modules = [
-            MtpModule.fresh(lm, settings.layout, settings.recycled_state)
+            MtpModule.fresh(lm, settings.layout, settings.fed_back_state)
             for _ in range(settings.modules)
         ]
         for module in modules:
