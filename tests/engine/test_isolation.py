@@ -628,9 +628,10 @@ def test_what_a_poisoned_request_leaves_in_the_cache_harms_no_other(
 
 def test_no_prefix_of_a_poisoned_request_is_found_again(poisoned: CausalLM) -> None:
     machine = poisoned_engine(poisoned, max_num_tokens=8)
-    machine.add([poison(), *[8] * 30], GREEDY)
+    prompt = [poison(), *[8] * 30]
+    machine.add(prompt, GREEDY)
     assert [type(event.error) for event in drain(machine)] == [LogitsError]
-    assert len(machine.index) == 0
+    assert machine.index.match(prompt) == []
     expect_empty(machine)
 
 

@@ -27,7 +27,7 @@ def test_every_recipe_has_settings_and_can_be_built_and_tried(name):
     [
         ("eagle3", {"unrolled": 3}, {"ttt_length": 3}),
         ("eagle3", {"unrolled_share": 0.5}, {"ttt_share": 0.5}),
-        ("eagle3", {"places": [2, 1]}, {"layers": [1, 2]}),
+        ("eagle3", {"places": [2, 1]}, {"layer_ids": [1, 2]}),
         ("redrafter", {"unrolled": 3}, {"draft_len": 3}),
         ("medusa", {"labels": "laws"}, {"labels": "distributions"}),
         ("medusa-2", {"backbone_labels": "laws"}, {"backbone_labels": "distributions"}),

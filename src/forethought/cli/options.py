@@ -178,6 +178,12 @@ def speculative_config_of(
     uses_model = find_config_class(spec.decoding_type).uses_model
     if uses_model is not False and args.draft_model is None:
         defaults |= {"speculative_model": draft_model, **spec.embedded_defaults}
+    if uses_model is False and args.draft_model is not None:
+        raise ParameterError(
+            f"--speculative {args.speculative} has no draft model",
+            "it drafts from the tokens alone",
+            "Leave out --draft-model",
+        )
     if uses_model and (args.draft_model or draft_model) is None:
         raise ParameterError(
             f"--speculative {args.speculative} needs --draft-model",

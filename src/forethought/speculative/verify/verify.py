@@ -100,7 +100,8 @@ class VerificationRequest:
     @property
     def positions(self) -> list[int]:
         """[1 + N]: of the token after each row."""
-        return [self.position, *(self.position + depth for depth in self.draft.depths)]
+        depths = self.draft.depths if self.draft.tokens else ()  # most requests have no draft
+        return [self.position, *(self.position + depth for depth in depths)]
 
     def uniforms(self, rows: slice = slice(None)) -> list[float]:
         """The uniform sample of the token after each of ``rows``; greedy requests use none."""
