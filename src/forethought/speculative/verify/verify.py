@@ -100,7 +100,7 @@ class VerificationRequest:
     @property
     def positions(self) -> list[int]:
         """[1 + N]: of the token after each row."""
-        depths = self.draft.depths if self.draft.tokens else ()  # most requests have no draft
+        depths = self.draft.depths if len(self.draft.tokens) else ()  # most have no draft
         return [self.position, *(self.position + depth for depth in depths)]
 
     def uniforms(self, rows: slice = slice(None)) -> list[float]:
