@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from forethought.speculative.length.latency import NUM_FIRST, ForwardLatency, LinearLatency
+from forethought.speculative.length.latency import FIRST, ForwardLatency, LinearLatency
 
 TRUE = np.array([0.01, 2e-4, 1e-7])
 
@@ -30,21 +30,21 @@ def error(model, true=TRUE):
 
 
 def test_it_predicts_nothing_before_the_first_observations():
-    assert not fitted(NUM_FIRST - 1).ready
-    assert fitted(NUM_FIRST - 1).predict((1.0, 1.0, 1.0)) == 0.0
-    assert fitted(NUM_FIRST).ready
+    assert not fitted(FIRST - 1).ready
+    assert fitted(FIRST - 1).predict((1.0, 1.0, 1.0)) == 0.0
+    assert fitted(FIRST).ready
 
 
 def test_it_finds_the_coefficients_of_a_machine_without_noise():
     assert fitted(600).coefficients == pytest.approx(TRUE, rel=0.02)
 
 
-def test_noise_and_hiccups_do_not_move_it():
+def test_noise_and_outliers_do_not_move_it():
     assert error(fitted(600, noise=0.03)) < 0.05
     assert error(fitted(600, noise=0.03, outliers=0.05)) < 0.08
 
 
-def test_a_model_that_believed_hiccups_would_fail_that_test():
+def test_a_model_that_believed_outliers_would_fail_that_test():
     rng = np.random.default_rng(0)
     terms = np.array([sizes(rng) for _ in range(600)])
     factors = np.where(rng.random(600) < 0.05, rng.uniform(5.0, 50.0, 600), 1.0)
@@ -55,7 +55,7 @@ def test_a_model_that_believed_hiccups_would_fail_that_test():
 @pytest.mark.parametrize("slow", [0, 1], ids=["first", "second"])
 def test_a_slow_first_step_is_outvoted(slow):
     model = LinearLatency((0.8, 0.1, 0.1))
-    for number in range(NUM_FIRST):
+    for number in range(FIRST):
         model.observe((1.0, 8.0, 800.0), 1.0 if number == slow else 0.01)
     assert model.predict((1.0, 8.0, 800.0)) == pytest.approx(0.01, rel=0.2)
 
@@ -86,7 +86,7 @@ def test_many_steps_of_one_kind_do_not_wipe_out_the_others():
     assert model.predict((1.0, 64.0, 64000.0)) == pytest.approx(before, rel=0.05)
 
 
-def test_hiccups_are_clipped_from_what_it_returns():
+def test_outliers_are_clipped_from_what_it_returns():
     model = fitted(200, noise=0.02)
     terms = (1.0, 32.0, 3200.0)
     usual = float(TRUE @ terms)
@@ -139,7 +139,7 @@ def test_many_predictions_are_the_single_ones():
         model.observe(tokens, 50 * tokens, bent(tokens))
     tokens = np.arange(1.0, 400.0)
     one_by_one = [model.predict(each, 4000.0) for each in tokens]
-    assert model.predict(tokens, 4000.0) == pytest.approx(one_by_one, rel=1e-9)
+    assert model.predict_many(tokens, 4000.0) == pytest.approx(one_by_one, rel=1e-9)
 
 
 def test_no_forward_takes_no_time_even_if_all_time_was_put_down_to_the_context():
@@ -148,4 +148,4 @@ def test_no_forward_takes_no_time_even_if_all_time_was_put_down_to_the_context()
         model.observe(200 - context, context, 1e-6 * context**2)
     assert model.linear.coefficients.tolist()[:2] == [0.0, 0.0]
     assert model.predict(1, 0) > 0.0
-    assert (model.predict(np.arange(1.0, 9.0), 0) > 0.0).all()
+    assert (model.predict_many(np.arange(1.0, 9.0), 0) > 0.0).all()

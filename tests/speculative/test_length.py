@@ -11,8 +11,7 @@ from forethought.speculative.length.gate import AcceptanceGate
 from forethought.speculative.length.goodput import (
     ALLOWANCE,
     CREDIT,
-    MAX_REQUESTS,
-    MAX_SAVINGS,
+    SAVINGS,
     AcceptanceEstimate,
     Goodput,
     LossBudget,
@@ -69,43 +68,43 @@ def test_a_configuration_names_its_schedule():
 # ---- composition ---------------------------------------------------------------------------------
 
 
-class RecordingPolicy:
-    """A policy that allows ``limits`` and records its calls."""
+class Spy:
+    """A policy that allows ``most`` and remembers what it was asked and told."""
 
-    reason = "recorded"
+    reason = "spy"
 
-    def __init__(self, limits):
-        self.limits, self.asked, self.observed = limits, [], []
+    def __init__(self, most):
+        self.most, self.asked, self.told = most, [], []
 
     def lengths(self, requests, batch_size):
         self.asked.append([(r.request_id, r.max_draft_len) for r in requests])
-        return [min(self.limits.get(r.request_id, 9), r.max_draft_len) for r in requests]
+        return [min(self.most.get(r.request_id, 9), r.max_draft_len) for r in requests]
 
     def observe(self, record):
-        self.observed.append(record)
+        self.told.append(record)
 
 
 def test_the_shortest_length_wins_for_each_request():
-    policy = Shortest([RecordingPolicy({0: 3, 1: 5}), RecordingPolicy({0: 4, 1: 2})])
+    policy = Shortest([Spy({0: 3, 1: 5}), Spy({0: 4, 1: 2})])
     assert policy.lengths(requests(9, 9, 1), 3) == [3, 2, 1]
 
 
-def test_a_later_policy_sees_only_what_an_earlier_one_allows():
-    first, second = RecordingPolicy({0: 0, 1: 3}), RecordingPolicy({})
+def test_a_later_policy_is_asked_only_for_what_an_earlier_one_left():
+    first, second = Spy({0: 0, 1: 3}), Spy({})
     policy = Shortest([first, second])
     assert policy.lengths(requests(5, 5), 2) == [0, 3]
     assert second.asked == [[(1, 3)]]
 
 
-def test_policies_behind_one_that_forbids_everything_only_observe():
-    first, second = RecordingPolicy({0: 0}), RecordingPolicy({})
+def test_policies_behind_one_that_forbids_everything_are_not_asked_but_told():
+    first, second = Spy({0: 0}), Spy({})
     policy = Shortest([first, second])
     assert policy.lengths(requests(5), 1) == [0]
     assert second.asked == []
     record = StepRecord([], 1, 1, 10, 0.1, 0.0)
     policy.observe(record)
-    assert first.observed == second.observed == [record]
-    assert policy.reason == "recorded"
+    assert first.told == second.told == [record]
+    assert policy.reason == "spy"
 
 
 @pytest.mark.parametrize(
@@ -158,7 +157,7 @@ def test_the_profile_approaches_the_true_chance():
     estimate = observed(lambda number: 0.6, 400)
     # About 100 drafts are remembered: a standard error of 0.05 at the first level.
     assert estimate.profile[0] == pytest.approx(0.6, abs=0.15)
-    assert estimate.optimism < 1.3
+    assert estimate.doubt < 1.3
 
 
 def test_requests_differ_when_they_have_shown_that_they_do():
@@ -198,34 +197,34 @@ def test_requests_that_are_gone_are_forgotten():
     estimate = AcceptanceEstimate(3)
     for number in range(5000):
         estimate.observe({number: 3}, [(number, 3, 1)])
-    assert len(estimate._shown) <= MAX_REQUESTS
+    assert len(estimate._slots) <= 64
     assert estimate.survival(list(range(6000, 6200))).shape == (200, 3)
 
 
-# ---- loss budget ---------------------------------------------------------------------------------
+# ---- account -------------------------------------------------------------------------------------
 
 
 def test_no_sequence_of_losses_costs_more_than_the_allowance():
     rng = np.random.default_rng(0)
-    budget, lost, worst = LossBudget(), 0.0, 0.0
+    account, lost, worst = LossBudget(), 0.0, 0.0
     for step in range(1, 20_000):
-        gained = float(rng.uniform(-3.0, 0.5)) if budget.open else 0.0
-        budget.book(gained)
+        gained = float(rng.uniform(-3.0, 0.5)) if account.open else 0.0
+        account.book(gained)
         lost -= gained
         worst = max(worst, lost - ALLOWANCE * step)
     assert worst <= CREDIT + 3.0  # the step that overdrew it
 
 
 def test_gains_are_saved_up_only_so_far():
-    budget = LossBudget()
+    account = LossBudget()
     for _ in range(100):
-        budget.book(1.0)
-    assert budget.balance == MAX_SAVINGS
+        account.book(1.0)
+    assert account.balance == SAVINGS
     losses = 0
-    while budget.open:
-        budget.book(-1.0)
+    while account.open:
+        account.book(-1.0)
         losses += 1
-    assert losses <= MAX_SAVINGS + 1
+    assert losses <= SAVINGS + 1
 
 
 # ---- goodput: the choice itself ------------------------------------------------------------------
@@ -236,11 +235,12 @@ def known(goodput, alphas, forward, drafting, context=0.0):
     goodput.forward = SimpleNamespace(
         ready=True,
         predict=lambda tokens, context: forward(tokens),
+        predict_many=lambda tokens, context: forward(tokens),
     )
     goodput.drafting.coefficients = np.array(drafting, np.float64)
     levels = np.arange(1, goodput._depths[-1] + 1)
     goodput.acceptance.survival = lambda ids: np.power.outer(np.asarray(alphas), levels)
-    goodput._max_tokens = 10**6
+    goodput._widest = 10**6
 
 
 def value(depths, alphas, forward, drafting, rows):
@@ -401,7 +401,7 @@ def test_a_costly_first_draft_does_not_close_it():
     run = Machine(FORWARDS["flat"], lambda *_: next(costs), always(0.8), 4, 0)
     run._judge = lambda *_: None
     run.run(policy, 30)
-    assert policy.budget.open
+    assert policy.account.open
 
 
 def test_it_says_what_it_compares():
@@ -455,7 +455,7 @@ def test_a_fixed_length_would_fail_those_tests():
 def test_a_trap_between_two_lengths_costs_no_more_than_the_allowance():
     # Acceptance that is high whenever it is off and low whenever it is on: the worst of luck.
     policy = Goodput(5)
-    run = machine("bound", "model", lambda r, s: 0.05 if policy._is_drafting else 0.95, 16)
+    run = machine("bound", "model", lambda r, s: 0.05 if policy._drafting else 0.95, 16)
     assert run.run(policy, 1500).against_plain > 0.97
 
 
@@ -488,7 +488,7 @@ def test_lengths_cost_little():
     policy = Goodput(16)
     run = machine("flat", "lookup", always(0.8), 64, levels=16)
     run.run(policy, 60)
-    assert len(policy._depths_tried()) <= 4
+    assert len(policy._deepest_tried()) <= 4
     searches = 0
     search = policy._search
 
@@ -533,7 +533,7 @@ def test_synthetic_rates_of_none_and_all():
     assert synthetic_path(NO_DRAFT, each(1.0), lambda depth: 0.0) == []
 
 
-def test_synthetic_acceptance_uses_one_uniform_sample_per_tested_level():
+def test_synthetic_acceptance_asks_for_one_uniform_sample_per_level_tested():
     asked = []
 
     def uniform(depth):

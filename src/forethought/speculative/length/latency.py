@@ -1,210 +1,231 @@
-"""How long a step takes: models that are fitted while decoding.
+"""Predicted step times: linear models fitted online, and measured times where there are any.
 
-``LinearLatency`` is recursive least squares with exponential forgetting. Errors are relative to the
-prediction, since noise grows with the time that it disturbs; a residual counts for at most a few
-typical ones, so that an outlier does not move the fit; and a little information along each axis is
-never forgotten, so that a thousand steps of one size do not wipe out what is known about others.
+``LinearLatency`` is recursive least squares with exponential forgetting and three changes. Errors
+are relative to the prediction, since noise grows with the time. A residual counts for at most a few
+times the usual one, so that an outlier moves little. And along each axis a little information is
+never forgotten, so that a thousand steps of one kind neither erase the others nor leave the fit
+dominated by the next step.
 
-``ForwardLatency`` adds what a linear model misses. Forwards take constant time until the units are
-busy, and jump at tile borders, so the averages measured at a size correct the line there and, in
-proportion, between measured sizes, as long as they are fresh.
+``ForwardLatency`` is the time of the target's forward: c0 + c1 tokens + c2 context where a size was
+not measured. Processors are not linear: the time is flat until their units are busy and jumps at tile
+borders. So a measurement outweighs the model at its size and, in proportion, between measured sizes,
+for as long as it is recent.
 """
 
 from __future__ import annotations
 
+from bisect import bisect
+from collections import deque
 from collections.abc import Sequence
 from math import log2
 
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
+Vector = NDArray[np.float64]
 
-NUM_FIRST = 5
-"""Observations before the first fit, which starts from their median."""
-MAX_RESIDUAL = 3.0
-"""Typical residuals that one residual counts for at most."""
-MIN_INFORMATION = 0.3
+FIRST = 5
+"""Observations before the first fit, which starts with their median."""
+CLIP = 3.0
+"""Usual residuals that one residual counts for at most."""
+KEPT = 0.3
 """Observations' worth of information about each coefficient that is never forgotten."""
-FIRST_TYPICAL, MIN_TYPICAL = 0.2, 0.01
-"""The typical relative residual at first, and at least."""
-NUM_SETTLED, INTERVAL = 32, 4
-"""After this many observations the models use only every fourth one, to save time."""
-SIZES_PER_DOUBLING, NUM_SIZES = 4, 64
-"""Sizes of forwards that are measured apart, up to 2**16 tokens."""
-FRESH_STEPS, MIN_FRESHNESS = 256.0, 0.02
-"""Steps after which a measurement has lost most of its weight, and the least that still counts."""
-MIN_SECONDS = 1e-9
-"""Of a predicted forward: where all time was put down to the context, one without any takes
-none."""
-
-
-class ResidualClip:
-    """Limits a relative residual to a few typical ones; learns what is typical."""
-
-    def __init__(self) -> None:
-        self.typical = FIRST_TYPICAL
-
-    def __call__(self, seconds: float, predicted: float) -> float:
-        """The clipped residual ``seconds / predicted - 1``."""
-        limit = MAX_RESIDUAL * self.typical
-        residual = min(max(seconds / predicted - 1.0, -limit), limit)
-        self.typical = max(MIN_TYPICAL, 0.9 * self.typical + 0.1 * abs(residual))
-        return residual
+SETTLED, EVERY = 32, 4
+"""After so many observations only every so manieth is learned from, to save time."""
+LEAST_RESIDUAL, FIRST_RESIDUAL = 0.01, 0.2
+"""Relative: what is usual at least, and what is taken for usual at first."""
 
 
 class LinearLatency:
-    """Seconds as a sum of known terms, each times a coefficient of at least 0.
+    """Seconds as a sum of terms, each a coefficient of at least 0 times a known number.
 
     Args:
-        shares: how the seconds of the first observation are divided among the terms; each above 0,
-            their sum is 1.
-        forgetting: weight that the past keeps per observation.
+        shares: how the seconds of the first observation are shared out among the terms; sums to 1.
+            Every share is above 0.
+        forgetting: weight that an observation keeps when another one comes.
     """
 
     def __init__(self, shares: Sequence[float], forgetting: float = 0.96) -> None:
         self._shares = np.asarray(shares, dtype=np.float64)
         self._forgotten = 1.0 - forgetting
-        self._clip = ResidualClip()
-        self._first: list[tuple[float, Array]] = []
-        self.num_observations = 0
         self._information = np.zeros((len(shares), len(shares)))
-        self._unconstrained: Array = np.zeros(len(shares))
-        self.coefficients: Array = np.zeros(len(shares))
+        self._usual = FIRST_RESIDUAL
+        self._waiting: list[tuple[Vector, float]] = []
+        self.observations = 0
+        self._free: Vector = np.zeros(len(shares))  # the fit before what is below 0 is forbidden
+        self.coefficients: Vector = np.zeros(len(shares))
         """One per term, in seconds, none below 0."""
 
     @property
     def ready(self) -> bool:
-        """Whether it has been fitted; until then it predicts 0."""
-        return self.num_observations >= NUM_FIRST
+        """Whether it has been fitted: until then it predicts 0."""
+        return self.observations >= FIRST
 
-    @property
-    def settled(self) -> bool:
-        """Whether it knows enough to skip observations."""
-        return self.num_observations > NUM_SETTLED
-
-    def predict(self, terms: Sequence[float]) -> float:
-        """Seconds of one step."""
+    def predict(self, terms: Sequence[float] | Vector) -> float:
+        """Seconds for one step's terms."""
         return float(self.coefficients.dot(terms))
 
-    def observe(self, terms: Sequence[float], seconds: float) -> float:
-        """Learn what a step with these terms took.
+    def observe(self, terms: Sequence[float] | Vector, seconds: float) -> float:
+        """Learn that a step with these terms took so long.
 
         Returns:
-            ``seconds`` without what exceeds the clipped residual; at first, the median so far.
+            ``seconds`` without what was clipped from them as an outlier.
         """
-        row = np.asarray(terms, dtype=np.float64)
-        self.num_observations += 1
-        if self.num_observations > NUM_FIRST:
-            return self._update(row, seconds)
-        self._first.append((seconds, row))
-        median = sorted(seconds for seconds, _ in self._first)[(len(self._first) - 1) // 2]
-        if self.ready:
+        known = np.asarray(terms, dtype=np.float64)
+        self.observations += 1
+        if self.observations > FIRST:
+            return self._update(known, seconds)
+        self._waiting.append((known, seconds))
+        least = min(seconds for _, seconds in self._waiting)
+        if self.observations == FIRST:
             self._start()
-        return median
+        return least
 
     def _start(self) -> None:
         """Fit to the median of the first observations, then to the others."""
-        self._first.sort(key=lambda each: each[0])
-        seconds, row = self._first.pop(NUM_FIRST // 2)
-        scale = np.maximum(row, 1.0)
-        self._unconstrained = self._shares / scale * max(seconds, MIN_SECONDS)
-        self._information = np.diag(scale**2 / self._shares) * 0.1 / max(seconds, MIN_SECONDS) ** 2
-        for seconds, row in self._first:
-            self._update(row, seconds)
+        first = sorted(self._waiting, key=lambda each: each[1])
+        terms, seconds = first.pop(FIRST // 2)
+        scale = np.maximum(np.abs(terms), 1.0)
+        self._free = self._shares / scale * max(seconds, 1e-9)
+        self._information = np.diag(scale**2 / self._shares) * (0.1 / max(seconds, 1e-9) ** 2)
+        for terms, seconds in first:
+            self._update(terms, seconds)
+        self._waiting.clear()
 
-    def _update(self, row: Array, seconds: float) -> float:
-        predicted = max(float(self._unconstrained @ row), MIN_SECONDS)
-        residual = self._clip(seconds, predicted)
-        if not self.settled or self.num_observations % INTERVAL == 0:
-            scaled = row / predicted
-            self._information *= 1.0 - self._forgotten
-            self._information += scaled[:, None] * scaled
-            kept = self._forgotten * MIN_INFORMATION * scaled * scaled
-            self._information.flat[:: len(row) + 1] += kept
-            self._unconstrained += np.linalg.solve(self._information, scaled) * residual
-            self.coefficients = self._constrained()
-        return predicted * (1.0 + residual)
+    def _update(self, terms: Vector, seconds: float) -> float:
+        predicted = max(float(self._free @ terms), 1e-9)
+        most = CLIP * self._usual
+        clipped = min(max(seconds / predicted - 1.0, -most), most)
+        if self.observations > SETTLED and self.observations % EVERY:
+            return predicted * (1.0 + clipped)
+        self._usual = max(LEAST_RESIDUAL, 0.9 * self._usual + 0.1 * abs(clipped))
+        row = terms / predicted
+        self._information *= 1.0 - self._forgotten
+        self._information += row[:, None] * row
+        self._information.flat[:: len(row) + 1] += self._forgotten * KEPT * row * row
+        self._free = self._free + np.linalg.solve(self._information, row) * clipped
+        self.coefficients = self._constrained()
+        return predicted * (1.0 + clipped)
 
-    def _constrained(self) -> Array:
+    def _constrained(self) -> Vector:
         """The best fit without coefficients below 0: the lowest is fixed at 0 until none is left.
 
-        Clipping alone would lose what the negative coefficients explained.
+        Not simply clipped: what the forbidden part explained is left to the others.
         """
-        fitted = self._unconstrained.copy()
-        free = np.ones(len(fitted), bool)
+        fitted = self._free
+        allowed = np.ones(len(fitted), bool)
         while fitted.min() < 0.0:
-            free[int(fitted.argmin())] = False
-            target = self._information[free] @ self._unconstrained
-            fitted = np.zeros_like(fitted)
-            fitted[free] = np.linalg.solve(self._information[np.ix_(free, free)], target)
+            allowed[int(fitted.argmin())] = False
+            target = self._information[allowed] @ self._free
+            fitted = np.zeros_like(self._free)
+            fitted[allowed] = np.linalg.solve(self._information[np.ix_(allowed, allowed)], target)
         return fitted
 
 
+Array = NDArray[np.float64]
+
+PER_OCTAVE, SIZES = 4, 64
+"""Sizes in one doubling of the tokens, and in all: up to 2**16 tokens."""
+FRESH, LEAST_FRESH = 256.0, 0.02
+"""Steps after which a measurement has lost most of its weight; the least that still counts."""
+LEAST_SECONDS = 1e-9
+"""No forward is predicted to take less: where all time was put down to the context, one without any
+would take none."""
+WINDOW = 9
+"""Measurements of a size that are kept; their median counts, so that outliers do not."""
+
+
 class ForwardLatency:
-    """Seconds of the target's forward by its tokens and its rows' context."""
+    """Seconds of a forward; fitted while it is used."""
 
     def __init__(self) -> None:
         self.linear = LinearLatency((0.8, 0.1, 0.1))
-        self._clip = ResidualClip()
-        self._averages = np.zeros((3, NUM_SIZES))  # seconds, tokens and context of each size
-        self._num_measured = np.zeros(NUM_SIZES, np.int64)
-        self._last_measured = np.full(NUM_SIZES, -np.inf)
-        self._step = 0
-        self._tokens, self._factors = np.ones(1), np.ones(1)  # measured over linear, by tokens
+        self._windows: dict[int, deque[tuple[float, float, float]]] = {}  # by size
+        self._medians = np.ones((3, SIZES))  # of seconds, tokens and context of each size's window
+        self._coefficients: tuple[float, ...] = (0.0, 0.0, 0.0)
+        self._steps = np.full(SIZES, -np.inf)  # when each size was last measured
+        self._step = self._told = 0  # steps gone by, and measurements taken of them
+        self._usual = FIRST_RESIDUAL
+        self._where = [1.0]  # tokens at the fresh sizes, rising
+        self._factor = [1.0]  # measured over linear there
 
     @property
     def ready(self) -> bool:
         """Whether it can predict."""
         return self.linear.ready
 
-    def predict(self, tokens: float | Array, context: float) -> float | Array:
-        """Seconds of a forward of ``tokens``, or of one forward for each entry."""
-        line = np.maximum(self._line(tokens, context), MIN_SECONDS)
-        seconds: float | Array = line * np.interp(tokens, self._tokens, self._factors)
-        return seconds
+    @property
+    def settled(self) -> bool:
+        """Whether it has learned enough that not every step has to be observed."""
+        return self.linear.observations > SETTLED
 
-    def observe(self, tokens: int, context: int, seconds: float, num_steps: int = 1) -> float:
-        """Learn what a forward took.
+    @property
+    def usual(self) -> float:
+        """How far off a prediction usually is, relative to it."""
+        return self._usual
+
+    def predict(self, tokens: float, context: float) -> float:
+        """Seconds of one forward."""
+        fixed, each, distant = self._coefficients
+        line = max(fixed + each * tokens + distant * context, LEAST_SECONDS)
+        where, factor = self._where, self._factor
+        after = bisect(where, tokens)
+        if not 0 < after < len(where):
+            return line * factor[min(after, len(where) - 1)]
+        left, right = where[after - 1], where[after]
+        part = (tokens - left) / (right - left)
+        return line * (factor[after - 1] + part * (factor[after] - factor[after - 1]))
+
+    def predict_many(self, tokens: Array, context: float) -> Array:
+        """[n]: seconds of forwards of so many tokens each, all at least 1."""
+        fixed, each, distant = self._coefficients
+        line = np.maximum(fixed + distant * context + each * tokens, LEAST_SECONDS)
+        return line * np.interp(tokens, self._where, self._factor)
+
+    def observe(self, tokens: int, context: int, seconds: float, steps: int = 1) -> float:
+        """Learn that a forward took so long.
 
         Args:
             tokens: of the forward.
-            context: sum of its rows' lengths in the KV cache.
+            context: tokens that its rows have seen, in all.
             seconds: that it took.
-            num_steps: steps since the last observation, this one included.
+            steps: how many have gone by, this one included.
 
         Returns:
-            ``seconds`` without what exceeds the clipped residual.
+            ``seconds`` without what was clipped from them as an outlier.
         """
-        self._step += num_steps
         if self.ready:
-            predicted = float(self.predict(tokens, context))
-            seconds = predicted * (1.0 + self._clip(seconds, predicted))
-            self.linear.observe((1.0, tokens, context), seconds)
-        else:
-            seconds = self.linear.observe((1.0, tokens, context), seconds)
-            self._num_measured[:] = 0  # the median so far replaces what was measured before
+            predicted = max(self.predict(tokens, context), LEAST_SECONDS)
+            most = CLIP * self._usual
+            residual = min(max(seconds / predicted - 1.0, -most), most)
+            self._usual = max(LEAST_RESIDUAL, 0.9 * self._usual + 0.1 * abs(residual))
+            seconds = predicted * (1.0 + residual)
+        self.linear.observe((1.0, tokens, context), seconds)
+        self._coefficients = tuple(self.linear.coefficients.tolist())
+        self._step += steps
         self._measure(tokens, context, seconds)
         return seconds
 
-    def _line(self, tokens: float | Array, context: float | Array) -> float | Array:
-        fixed, per_token, per_context = self.linear.coefficients.tolist()
-        seconds: float | Array = fixed + per_token * tokens + per_context * context
-        return seconds
-
     def _measure(self, tokens: int, context: int, seconds: float) -> None:
-        """Update the size's averages, then the factors at all fresh sizes."""
-        size = min(round(SIZES_PER_DOUBLING * log2(tokens)), NUM_SIZES - 1)
-        if self._step - self._last_measured[size] > FRESH_STEPS:
-            self._num_measured[size] = 0
-        self._last_measured[size] = self._step
-        self._num_measured[size] += 1
-        rate = max(1.0 / self._num_measured[size], 0.2)
-        self._averages[:, size] += rate * ((seconds, tokens, context) - self._averages[:, size])
-        if not self.ready or (self.linear.settled and self.linear.num_observations % INTERVAL):
+        size = min(round(PER_OCTAVE * log2(tokens)), SIZES - 1)
+        if self._step - self._steps[size] > FRESH:
+            self._windows[size] = deque(maxlen=WINDOW)
+        window = self._windows[size]
+        if len(window) == WINDOW and self._step - self._steps[size] < EVERY:
             return
-        freshness = np.exp((self._last_measured - self._step) / FRESH_STEPS)
-        fresh = np.flatnonzero(freshness > MIN_FRESHNESS)
-        measured, self._tokens, contexts = self._averages[:, fresh]
-        line = np.maximum(self._line(self._tokens, contexts), MIN_SECONDS)
-        self._factors = 1.0 + freshness[fresh] * (measured / line - 1.0)
+        self._steps[size] = self._step
+        window.append((seconds, tokens, context))
+        self._medians[:, size] = sorted(window)[len(window) // 2]
+        self._told += 1
+        if self.ready and (self._told < SETTLED or self._told % EVERY == 0):
+            self._compare()
+
+    def _compare(self) -> None:
+        """Where, and by how much, the fresh measurements differ from the linear model."""
+        fresh = np.exp((self._steps - self._step) / FRESH)
+        sizes = np.flatnonzero(fresh > LEAST_FRESH)
+        seconds, tokens, context = self._medians[:, sizes]
+        fixed, each, distant = self._coefficients
+        line = np.maximum(fixed + each * tokens + distant * context, LEAST_SECONDS)
+        self._where = tokens.tolist()
+        self._factor = (1.0 + fresh[sizes] * (seconds / line - 1.0)).tolist()
