@@ -91,6 +91,8 @@ def test_the_examples_of_speculative_decoding_run(capsys):
 def test_the_guide_of_speculative_decoding_names_every_setting():
     page = (ROOT / "docs" / "speculative-decoding.md").read_text(encoding="utf-8")
     for config in DecodingBaseConfig.__subclasses__():
+        if not config.__module__.startswith("forethought."):  # that of another test
+            continue
         assert f"| `{config.__name__}` | `{config.decoding_type}` |" in page
         for name in config.model_fields:
             assert f"`{name}" in page, name

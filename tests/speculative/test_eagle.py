@@ -321,7 +321,9 @@ def test_targets_that_name_their_layers_otherwise_are_drafted_for(
 def test_a_target_whose_layers_cannot_be_found_is_refused_when_the_head_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    decoder = load("gpt2", "cpu").network.module.transformer  # type: ignore[attr-defined]
+    network: Any = load("gpt2", "cpu").network
+    network._layers.clear()  # found by an earlier test
+    decoder = network.module.transformer
     more = nn.ModuleList(nn.Identity() for _ in decoder.h)
     monkeypatch.setattr(decoder, "more", more, raising=False)
     directory = new_directory()
