@@ -538,7 +538,7 @@ def test_in_a_forked_process_an_llm_works_or_says_that_it_cannot():
 FORKED_IN_USE = (
     FORKED.split("print(ask()")[0]
     + """
-import threading
+import threading, time
 from forethought.llm.grammar import MAX_COMPILERS, GrammarCompiler
 ask()
 
@@ -565,6 +565,8 @@ for number in range(MAX_COMPILERS + 1):
     still = guided(f"still{{number}}")
     threading.Thread(target=lambda: llm.generate("Hello", still), daemon=True).start()
     number == MAX_COMPILERS or standing.acquire()
+while not llm._frontend.grammars._queue:
+    time.sleep(0.001)
 in_child(lambda: llm.generate("Hello", guided("[ab]")).outputs[0].text in "ab")
 llm._lock._locked = True  # as while one thread leaves and the next one has not come in yet
 in_child(ask)
