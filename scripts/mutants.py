@@ -141,9 +141,15 @@ MUTANTS = [
     ),
     # ---- engine ----------------------------------------------------------------------------------
     Mutant(
-        "engine/admission.py",
-        "self._check_params(params)\n        self._check_length(len(tokens) + 1)",
-        "self._check_params(params)\n        self._check_length(len(tokens))",
+        "engine/engine.py",
+        "self._check_length(len(sequence.tokens) + 1)",
+        "self._check_length(len(sequence.tokens))",
+        "tests/engine/test_engine.py -k 'refused'",
+    ),
+    Mutant(
+        "engine/engine.py",
+        "self._check_length(len(prompt_ids) + 1)",
+        "self._check_length(len(prompt_ids))",
         "tests/engine/test_engine.py -k 'refused'",
     ),
     Mutant(
@@ -167,7 +173,7 @@ MUTANTS = [
     ),
     Mutant(
         "engine/scheduler.py",
-        "kinship.detach(sequence)",
+        "detach_from_parent(sequence)",
         "pass",
         "tests/engine/test_engine.py -k 'fork or sample or abort'",
     ),
@@ -192,8 +198,8 @@ MUTANTS = [
     ),
     Mutant(
         "engine/scheduler.py",
-        "if sequence.parent is not None:\n                continue",
-        "if sequence.parent is not None:\n                break",
+        "sequence.parent is not None or plan.has_failed(sequence):\n                continue",
+        "sequence.parent is not None or plan.has_failed(sequence):\n                break",
         "tests/engine/test_engine.py -k 'fork or sample'",
     ),
     Mutant(
@@ -207,43 +213,43 @@ MUTANTS = [
     ),
     Mutant(
         "engine/sequence.py",
-        "other.shared == len(other.tokens) == length",
+        "other.num_shared == len(other.tokens) == length",
         "len(other.tokens) == length",
         "tests/engine/test_engine.py -k 'fork'",
     ),
     Mutant(
         "engine/step.py",
-        "verdict.path[size - 1 :]",
-        "verdict.path[size:]",
+        "result.path[size - 1 :]",
+        "result.path[size:]",
         "tests/engine/test_speculation.py -k 'stop_token or beyond'",
     ),
     Mutant(
-        "engine/accounting.py",
-        "max(sequence.prompt_length, sequence.peak)",
+        "engine/step.py",
+        "max(sequence.prompt_length, sequence.num_ever_computed)",
         "sequence.prompt_length",
         "tests/engine/test_engine.py -k 'preempt'",
     ),
     Mutant(
-        "engine/accounting.py",
-        "max(sequence.prompt_length, sequence.peak)",
-        "sequence.peak",
+        "engine/step.py",
+        "max(sequence.prompt_length, sequence.num_ever_computed)",
+        "sequence.num_ever_computed",
         "tests/engine/test_engine.py -k 'preempt'",
     ),
     Mutant(
-        "engine/accounting.py",
+        "engine/step.py",
         "sequence.prompt_length - 1)",
         "sequence.prompt_length)",
         "tests/engine/test_engine.py -k 'prompt_logprobs'",
     ),
     Mutant(
-        "engine/step.py",
-        "// size * size if copying else row.start",
-        "if copying else row.start",
+        "engine/scheduler.py",
+        "// size * size if copying else self.start",
+        "if copying else self.start",
         "tests/engine/test_engine.py -k 'interrupted'",
     ),
     Mutant(
         "engine/step.py",
-        "companion.invalidate(row.sequence.table, row.start, row.stop + row.nodes)",
+        "draft_cache.invalidate(table, row.start, row.stop + row.num_nodes)",
         "pass",
         "tests/engine/test_speculation.py -k 'written_anew'",
     ),
@@ -253,7 +259,7 @@ MUTANTS = [
         "sequence.limit - len(sequence.tokens)  #",
         "tests/engine/test_speculation.py -k 'stop_token or beyond'",
     ),
-    Mutant("engine/drafting.py", "self._lost.discard((equipped, number))", "pass", HOOKS),
+    Mutant("engine/drafting.py", "self._disabled.discard((entry, number))", "pass", HOOKS),
     Mutant(
         "engine/engine.py",
         "sequence.table.rewind(len(sequence.tokens) - 1)",
@@ -262,19 +268,19 @@ MUTANTS = [
     ),
     Mutant(
         "engine/engine.py",
-        "sequence.peak = min(sequence.peak, length)",
+        "sequence.num_ever_computed = min(sequence.num_ever_computed, length)",
         "pass",
         "tests/engine/test_engine.py -k 'rewound'",
     ),
     Mutant(
         "engine/engine.py",
-        "sequence.shared = min(sequence.shared, length)",
+        "sequence.num_shared = min(sequence.num_shared, length)",
         "pass",
         "tests/engine/test_engine.py -k 'fork'",
     ),
     Mutant(
         "engine/engine.py",
-        "self._ledger.count(sequence, discarded=len(sequence.drawn) - kept)",
+        "self._count_discarded(sequence, len(sequence.sampled_positions) - kept)",
         "pass",
         "tests/engine/test_engine.py -k 'rewound'",
     ),
@@ -347,7 +353,18 @@ MUTANTS = [
         "tested = depths",
         LENGTH,
     ),
-    Mutant("speculative/length/goodput.py", "len(self._shown) > MAX_REQUESTS", "False", LENGTH),
+    Mutant(
+        "speculative/length/goodput.py",
+        "len(self._slots) + len(new) > capacity",
+        "False",
+        LENGTH,
+    ),
+    Mutant(
+        "speculative/length/goodput.py",
+        "self._shown[:, [self._slots[number] for number in kept]]",
+        "self._shown[:, : len(kept)]",
+        LENGTH,
+    ),
     Mutant(
         "speculative/length/gate.py", "rate >= self._threshold", "rate > self._threshold", LENGTH
     ),
@@ -391,7 +408,7 @@ MUTANTS = [
         "if match",
         NGRAM,
     ),
-    Mutant("speculative/drafters/suffix.py", "places[-MAX_POSITIONS:]", "places", SUFFIX),
+    Mutant("speculative/drafters/suffix.py", "positions[-MAX_POSITIONS:]", "positions", SUFFIX),
     Mutant(
         "speculative/drafters/suffix.py",
         "if at >= back and text[at - back] == token",
@@ -437,21 +454,21 @@ MUTANTS = [
     ),
     Mutant(
         "speculative/draft_module.py",
-        "start if start > 1 else 0, stop",
+        "start if start > self.offset else 0, stop",
         "start, stop",
         "tests/engine/test_speculation.py -k 'not_computed_again'",
     ),
     Mutant(
         "speculative/drafters/mtp.py",
-        "begin = text.begin + self.lag if text.begin else 0",
-        "begin = text.begin + self.lag",
-        "tests/engine/test_speculation.py -k 'not_computed_again'",
+        "runner.missing_from(request) - level",
+        "runner.missing_from(request)",
+        "tests/speculative/test_mtp.py",
     ),
     # ---- model/sampling --------------------------------------------------------------------------
     Mutant(
         "model/sampling/distribution.py",
-        "torch.searchsorted(rising, min_p * likeliest)",
-        "torch.searchsorted(rising, min_p * likeliest, right=True)",
+        "torch.searchsorted(rising, min_p * rising[:, -1:])",
+        "torch.searchsorted(rising, min_p * rising[:, -1:], right=True)",
         SAMPLING,
     ),
     Mutant(
@@ -468,15 +485,18 @@ MUTANTS = [
     ),
     Mutant(
         "model/sampling/distribution.py",
-        "equal.cumsum(dim=-1) <= room",
-        "equal.cumsum(dim=-1) < room",
+        "equal.cumsum(dim=-1) <= num_equal",
+        "equal.cumsum(dim=-1) < num_equal",
         SAMPLING,
     ),
     Mutant(
         "model/sampling/distribution.py", "packed[~packed.any(axis=-1)] = 0xFF", "pass", SAMPLING
     ),
     Mutant(
-        "model/sampling/sampler.py", "rank = (law > chosen)", "rank = (law >= chosen)", SAMPLING
+        "model/sampling/sampler.py",
+        "rank = (logprobs > chosen)",
+        "rank = (logprobs >= chosen)",
+        SAMPLING,
     ),
     # ---- scaffolding -----------------------------------------------------------------------------
     Mutant(

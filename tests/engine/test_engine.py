@@ -530,6 +530,8 @@ def test_what_can_never_run_is_refused_by_name() -> None:
     short = engine(max_length=16)
     with pytest.raises(ContextLengthError, match="16"):
         short.add(PROMPTS[1], GREEDY)
+    with pytest.raises(ContextLengthError, match="17"):  # the prompt alone would fit
+        short.add([5] * 16, GREEDY)
     with pytest.raises(ParameterError, match="empty prompt"):
         short.add([], GREEDY)
     with pytest.raises(ParameterError, match="token id 101"):

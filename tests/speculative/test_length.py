@@ -201,6 +201,14 @@ def test_requests_that_are_gone_are_forgotten():
     assert estimate.survival(list(range(6000, 6200))).shape == (200, 3)
 
 
+def test_requests_that_go_on_keep_their_own_record_when_others_are_forgotten():
+    estimate = observed(lambda number: 0.9 if number % 2 else 0.2, 100)
+    before = estimate.survival([3, 0])
+    after = estimate.survival([3, 0, *range(100, 163)])  # one more than it has columns for
+    assert len(estimate._slots) == 65
+    assert after[:2] == pytest.approx(before)
+
+
 # ---- account -------------------------------------------------------------------------------------
 
 
