@@ -1,24 +1,19 @@
-"""Draft lengths that maximise goodput: expected tokens per predicted second, request by request.
+"""Draft lengths that maximise goodput: expected tokens per predicted second, by request.
 
 After SmartSpec (Liu et al., "Optimizing Speculative Decoding for Serving Large Language Models
-Using
-Goodput", 2024). Each step chooses the lengths k_i >= 0 that maximise
+Using Goodput", 2024). Each step chooses the lengths k_i >= 0 that maximise
 
     sum_i (1 + expected accepted of k_i)  /  (forward + drafting seconds)
 
 with acceptance estimated per request and level, and both times fitted online.
 
 * ``AcceptanceEstimate``: the chance that each level is accepted. A drafter has a profile over
-levels
-  from all of its drafts; a request shifts the log-odds of that profile by its own record, less the
-  older that record is.
+  levels from all of its drafts; a request shifts the log-odds of that profile by its own record,
+  less the older that record is.
 * ``LossBudget``: the loss against plain decoding, in plain steps (the time that one step of the
-same
-  rows takes without drafts). Over any stretch of steps it is at most ``ALLOWANCE`` of the time,
-  plus
-  ``CEILING``, plus the loss of the step that overdrew it, however wrong the estimates were: it
-  relies
-  on nothing but the time of a plain step.
+  same rows takes without drafts). Over any stretch of steps it is at most ``ALLOWANCE`` of the
+  time, plus ``CEILING``, plus the loss of the step that overdrew it, however wrong the estimates
+  were: it relies on nothing but the time of a plain step.
 """
 
 from __future__ import annotations

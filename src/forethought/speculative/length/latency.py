@@ -8,10 +8,8 @@ dominated by the next step.
 
 ``ForwardLatency`` is the time of the target's forward: c0 + c1 tokens + c2 context where a size was
 not measured. Processors are not linear: the time is flat until their units are busy and jumps at
-tile
-borders. So a measurement outweighs the model at its size and, in proportion, between measured
-sizes,
-for as long as it is recent.
+tile borders. So a measurement outweighs the model at its size and, in proportion, between measured
+sizes, for as long as it is recent.
 """
 
 from __future__ import annotations
