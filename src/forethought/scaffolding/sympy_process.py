@@ -1,7 +1,7 @@
 """The process that works on formulas: a request per line in, its result per line out, as JSON.
 
 ``{"seconds": 1.0, "form": "x+1"}`` is answered with the formula's canonical form, and
-``{"seconds": 1.0, "verify": ["1/2", "0.5"]}`` with math-verify's verdict; ``null`` means that it
+``{"seconds": 1.0, "verify": ["1/2", "0.5"]}`` with math-verify's result; ``null`` means that it
 cannot be said. Before that it prints one line when it is ready.
 
 Sympy can take for ever, also inside a single call that neither returns to Python nor lets another

@@ -31,7 +31,7 @@ CLIP = 3.0
 KEPT = 0.3
 """Observations' worth of information about each coefficient that is never forgotten."""
 SETTLED, EVERY = 32, 4
-"""After so many observations only every so manieth is learned from, to save time."""
+"""After this many observations only one in ``EVERY`` is used for the fit, to save time."""
 LEAST_RESIDUAL, FIRST_RESIDUAL = 0.01, 0.2
 """Relative: what is usual at least, and what is taken for usual at first."""
 
