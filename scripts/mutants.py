@@ -131,13 +131,13 @@ MUTANTS = [
         "kv/draft_cache.py",
         "self._ready[dst] = self._ready[src]",
         "pass",
-        "tests/model/test_storage.py",
+        "tests/kv/test_storage.py",
     ),
     Mutant(
         "kv/draft_cache.py",
         "flat[dst] = flat[src]",
         "pass",
-        "tests/model/test_storage.py",
+        "tests/kv/test_storage.py",
     ),
     # ---- engine ----------------------------------------------------------------------------------
     Mutant(
@@ -169,7 +169,7 @@ MUTANTS = [
         "engine/scheduler.py",
         "self.on_end(sequence)\n        if sequence.keep",
         "if sequence.keep",
-        "tests/engine/test_speculation.py -k 'generation_ends_whose'",
+        "tests/engine/test_speculation.py -k 'released_at_the_end'",
     ),
     Mutant(
         "engine/scheduler.py",

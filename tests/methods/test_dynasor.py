@@ -3,6 +3,7 @@ r"""Dynasor-CoT's decisions, on scripted chains of thought: one character is one
 import logging
 import random
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +20,7 @@ from forethought.methods.dynasor import (
     ANSWER_SUFFIX,
     ANSWER_SUFFIX_WITH_MARKER,
     PROBE_SUFFIX,
+    _certain,
 )
 from forethought.scaffolding import (
     Budget,
@@ -463,6 +465,14 @@ def test_nothing_is_streamed_that_the_first_of_several_probes_under_way_may_cut_
         result = llm.generate_async("P: ")
         text = "".join(event.output.text for event in result.events())
     assert text == result.output.text == THOUGHT[:20] + WRITTEN + "42" + ANSWER_END
+
+
+def test_what_is_certain_ends_where_the_next_probes_could_first_complete_a_run():
+    main = SimpleNamespace(output_str="abcde", num_generated=5)
+    probes = [SimpleNamespace(kept_text="abcd"[:n], kept_tokens=n) for n in (1, 2, 3)]
+    for count, certain in ((0, ("ab", 2)), (1, ("a", 1))):
+        assert _certain(main, probes, SimpleNamespace(needed=2, count=count)) == certain
+    assert _certain(main, probes, SimpleNamespace(needed=4, count=0)) == ("abcde", 5)
 
 
 def test_a_chain_that_ends_by_itself_is_streamed_to_its_end():

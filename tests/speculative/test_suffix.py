@@ -19,6 +19,7 @@ from forethought.speculative.drafters.suffix import (
     PastOutputs,
     SuffixDrafter,
     SuffixIndex,
+    _longest,
     chain,
     tree,
 )
@@ -369,3 +370,8 @@ def test_a_draft_is_what_followed_the_last_token_in_a_text_it_may_see(data):
 def test_values_outside_their_ranges_are_refused_by_name(wrong):
     with pytest.raises(ParameterError, match=next(iter(wrong))):
         SuffixDrafter(**{"max_draft_len": 4, **wrong})
+
+
+def test_a_match_at_the_begin_of_a_text_is_not_continued_from_its_end():
+    text = [5, 6, 7]  # before position 2 stand 5 and 6 and nothing else
+    assert _longest((7, 5, 6), 2, [(text, 2)]) == (2, [(text, 2)])
