@@ -19,7 +19,7 @@ from forethought.config.drafters import (
 from forethought.config.engine import LlmArgs
 from forethought.config.speculation import DecodingBaseConfig
 from forethought.errors import ParameterError, UnknownNameError, UsageError
-from forethought.speculative.length.base import schedule
+from forethought.speculative.length.policy import schedule
 
 
 class Silent:
@@ -122,9 +122,9 @@ def test_an_unknown_type_is_refused_with_those_that_there_are():
         ({"max_draft_len": 0}, "invalid max_draft_len .* at least 1 level"),
         ({"max_draft_len": -1}, "invalid max_draft_len"),
         ({"max_draft_len": "many"}, "invalid max_draft_len"),
-        ({"max_draft_len": 257}, "invalid max_draft_len .* equal to 256"),
-        ({"max_total_draft_tokens": 1025}, "invalid max_total_draft_tokens .* equal to 1024"),
-        ({"max_matching_ngram_size": 65}, "invalid max_matching_ngram_size .* equal to 64"),
+        ({"max_draft_len": 257}, "invalid max_draft_len .* at most 256"),
+        ({"max_total_draft_tokens": 1025}, "invalid max_total_draft_tokens .* at most 1024"),
+        ({"max_matching_ngram_size": 65}, "invalid max_matching_ngram_size .* at most 64"),
         ({"max_pool_size": 2**24 + 1}, "invalid max_pool_size"),
         ({"acceptance_rate_window_size": 2**16 + 1}, "invalid acceptance_rate_window_size"),
         ({"max_total_draft_tokens": 4}, "max_draft_len is 5"),
@@ -181,7 +181,7 @@ def test_an_ambiguous_or_impossible_schedule_is_refused(values, message):
         ("Medusa", {"num_medusa_heads": 257}, "invalid num_medusa_heads"),
         ("Medusa", {"medusa_choices": [[0] * 257]}, "invalid max_draft_len .* 256 levels"),
         ("Eagle", {"num_eagle_layers": 257}, "invalid num_eagle_layers"),
-        ("Eagle", {"dynamic_tree_max_topK": 1025}, "invalid dynamic_tree_max_topK .* to 1024"),
+        ("Eagle", {"dynamic_tree_max_topK": 1025}, "invalid dynamic_tree_max_topK .* at most 1024"),
         (
             "Eagle",
             {"use_dynamic_tree": True, "dynamic_tree_max_topK": 100, "max_draft_len": 11},

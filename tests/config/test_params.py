@@ -52,6 +52,8 @@ from forethought.errors import ParameterError
         {"stop_token_ids": [-4]},
         {"stop_token_ids": ["a"]},
         {"logprobs": 1000},
+        {"confidence": 0},
+        {"confidence": 65},
         {"priority": 0.5},
     ],
 )
@@ -65,6 +67,15 @@ def test_an_unknown_field_is_refused_with_the_nearest_and_all_allowed_ones() -> 
         SamplingParams.from_dict({"topp": 0.5})
     with pytest.raises(ParameterError, match="no parameter 'best_of'"):
         SamplingParams().replace(best_of=3)
+    with pytest.raises(ParameterError, match="no parameter 'best_of'"):
+        SamplingParams(best_of=3)
+
+
+def test_values_beyond_the_fields_are_a_type_error_as_of_any_function() -> None:
+    with pytest.raises(TypeError, match="two values for max_tokens"):
+        SamplingParams(3, max_tokens=4)
+    with pytest.raises(TypeError, match="at most"):
+        SamplingParams(*[None] * 99)
 
 
 def test_stop_may_be_a_string_or_several() -> None:

@@ -24,8 +24,7 @@ from forethought.config.drafters import (
 )
 from forethought.config.speculation import DecodingBaseConfig
 from forethought.engine.sequence import Sequence, Status
-from forethought.speculative.draft import Draft
-from forethought.speculative.drafter import DraftRequest
+from forethought.speculative.drafter import Draft, DraftRequest
 from models import prompts, tiny, transformers_model
 
 TOKEN = st.integers(3, 20)

@@ -433,11 +433,11 @@ def test_a_constraint_that_fails_fails_its_own_sample_alone(
     machine = engine(speculative=drafting(drafter, name))
     shaped = SAMPLING[name].replace(guided_decoding={"choice": ["any"]})
     for broken in range(3):
-        made = iter([Anything(**(fault if each == broken else {})) for each in range(3)])
+        made = [Anything(**(fault if each == broken else {})) for each in range(3)]
         before = machine.stats.failures
         healthy = [machine.add(prompt, SAMPLING[name])[0] for prompt in HEALTHY]
         samples = machine.add(
-            HEALTHY[1], shaped.replace(n=3), constraints=lambda made=made: next(made)
+            HEALTHY[1], shaped.replace(n=3), constraints=lambda _, n, made=made: made
         )
         found = errors_of(drain(machine))
         assert set(found) == {samples[broken].id}
@@ -454,9 +454,8 @@ def test_a_constraint_that_fails_fails_its_own_sample_alone(
 def test_a_constraint_that_cannot_be_made_leaves_nothing_behind() -> None:
     machine = engine()
     shaped = GREEDY.replace(guided_decoding={"choice": ["any"]}, n=3)
-    made = iter([Anything(), Anything()])
-    with pytest.raises(StopIteration):
-        machine.add(HEALTHY[0], shaped, constraints=lambda: next(made))
+    with pytest.raises(ZeroDivisionError):
+        machine.add(HEALTHY[0], shaped, constraints=lambda _, n: [Anything(), Anything(), 1 / 0])
     assert not machine.has_work
     expect_empty(machine)
 

@@ -20,8 +20,7 @@ from forethought.engine.scheduler import (
     Scheduler,
 )
 from forethought.engine.sequence import Sequence, Status
-from forethought.kv.pool import PagePool
-from forethought.kv.prefix import PrefixIndex
+from forethought.kv.pool import PagePool, PrefixIndex
 from forethought.kv.table import PageTable
 from forethought.outputs import EngineStats, FinishReason
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import drafters
 from eagle_heads import random_head as random_eagle
@@ -30,11 +32,13 @@ from forethought.config.speculation import DecodingBaseConfig
 from forethought.engine import resolve
 from forethought.engine.engine import Engine
 from forethought.errors import RequestError
+from forethought.llm.thinking import ThinkingRule
 from forethought.model.attention import sdpa
-from forethought.speculative.draft import Draft, DraftKind
-from forethought.speculative.drafter import Drafter, DraftRequest, ResourceManager
+from forethought.model.sampling.reference import reference_confidence
+from forethought.outputs import TokenConfidence
+from forethought.speculative.drafter import Draft, Drafter, DraftKind, DraftRequest, ResourceManager
 from medusa_heads import shared_heads
-from models import greedy, logits_lost, prompts, tiny
+from models import VOCAB, greedy, logits_lost, prompts, tiny
 from mtp_modules import saved
 from redrafter_heads import random_head
 
@@ -183,7 +187,7 @@ def test_every_drafter_drafts_in_half_precision_where_each_head_has_its_own_keys
 
 
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, seed=5, max_tokens=40, ignore_eos=True)
-BEND = SamplingParams(
+CHANGED = SamplingParams(
     temperature=0.8,
     seed=11,
     max_tokens=40,
@@ -195,7 +199,7 @@ BEND = SamplingParams(
 )
 
 
-@pytest.mark.parametrize("params", [SAMPLED, BEND, BEND.replace(temperature=0.0)])
+@pytest.mark.parametrize("params", [SAMPLED, CHANGED, CHANGED.replace(temperature=0.0)])
 @pytest.mark.parametrize("kind", ["oracle", "adversary", "tree"])
 def test_sampled_tokens_are_those_of_plain_decoding_token_for_token(
     kind: str, params: SamplingParams
@@ -214,6 +218,73 @@ def test_a_seeded_request_samples_the_same_tokens_in_any_batch_with_drafts() -> 
     config = NGramDecodingConfig(max_draft_len=4, max_matching_ngram_size=1)
     alone = run(engine(pages=128, speculative=[config]), 1, SAMPLED)
     assert run(engine(pages=128, speculative=[config]), 6, SAMPLED)[:1] == alone
+
+
+OPEN, CLOSE = 5, 6
+CLOSING = (CLOSE, 7, 8)
+THINKING = ThinkingRule(
+    "<think>",
+    "</think>",
+    CLOSING,
+    budget=13,
+    soft=None,
+    piece=lambda token: {OPEN: "<think>", CLOSE: "</think>"}.get(token, "a"),
+    opening=None,
+    eos_ids=frozenset({2}),
+    vocab_size=VOCAB,
+)
+
+
+def think(machine: Engine, params: SamplingParams) -> list[list[int]]:
+    """Outputs of prompts that open a thought, three samples of each, with budgets of their own."""
+    samples = []
+    for number, prompt in enumerate(PROMPTS[:4]):
+        rule = replace(THINKING, budget=[0, 3, 13, 27][number])
+        samples += machine.add(
+            [*prompt, OPEN],
+            params.replace(n=3, thinking_budget=rule.budget),
+            constraints=rule.constraints(None),
+        )
+    drain(machine)
+    return outputs(samples)
+
+
+@pytest.mark.parametrize("name", [*NAMES[: NAMES.index("oracle")], "oracle", "adversary", "tree"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
+def test_a_thought_is_closed_at_its_cap_under_every_drafter(name: str, temperature: float) -> None:
+    params = GREEDY.replace(temperature=temperature, seed=3, max_tokens=40, logit_bias={CLOSE: -9})
+    expected = think(engine(pages=256), params)
+    prompts = [(*prompt, OPEN) for prompt in PROMPTS[:4] for _ in range(3)]
+    answers = dict(zip(prompts, expected, strict=True))
+    known = {"oracle": drafters.oracle, "adversary": drafters.adversary, "tree": drafters.bush}
+    configs = [provided(known[name](answers), 4, 8)] if name in known else drafting(name)
+    machine = engine(pages=256, speculative=configs)
+    found = think(machine, params)
+    assert found == expected
+    for number, output in enumerate(found):
+        budget = [0, 3, 13, 27][number // 3]
+        assert CLOSE not in output[:budget]
+        assert tuple(output[budget : budget + 3]) == CLOSING
+    assert name == "none" or machine.stats.drafted > 0
+    expect_empty(machine)
+
+
+@pytest.mark.parametrize("tree", [None, PATHS], ids=["chain", "tree"])
+def test_drafts_drawn_from_a_distribution_leave_the_cap_of_a_thought_as_it_is(tree: Any) -> None:
+    config = DraftTargetDecodingConfig(
+        max_draft_len=None if tree else 3,
+        draft_choices=tree,
+        speculative_model=tiny("llama"),
+        draft_sampling="sampled",
+    )
+    machine = engine(pages=256, speculative=[config])
+    params = GREEDY.replace(temperature=1.0, seed=3, max_tokens=40, logit_bias={CLOSE: -9})
+    for number, output in enumerate(think(machine, params)):
+        budget = [0, 3, 13, 27][number // 3]
+        assert CLOSE not in output[:budget]
+        assert tuple(output[budget : budget + 3]) == CLOSING
+    assert machine.stats.accepted > 0
+    expect_empty(machine)
 
 
 def test_an_oracle_needs_ten_decode_steps_for_fifty_tokens_and_an_adversary_forty_nine() -> None:
@@ -321,6 +392,44 @@ def test_log_probabilities_of_accepted_tokens_are_the_targets() -> None:
         assert [x.logprob for x in here.values()] == pytest.approx(
             [x.logprob for x in there.values()], abs=1e-4
         )
+
+
+def reference_confidences(sequence: Any, k: int) -> list[TokenConfidence]:
+    """Those of a finished sequence, from transformers' logits of all its tokens."""
+    model = AutoModelForCausalLM.from_pretrained(tiny("llama"), dtype=torch.float32).eval()
+    with torch.inference_mode():
+        logits = model(torch.tensor([sequence.tokens])).logits[0]
+    begin = sequence.prompt_length
+    return [
+        reference_confidence(logits[begin + at - 1].tolist(), token, k)
+        for at, token in enumerate(sequence.output)
+    ]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", NAMES)
+def test_confidences_are_those_of_the_targets_logits_under_every_drafter(
+    name: str, temperature: float
+) -> None:
+    plain_params = SamplingParams(max_tokens=20, seed=3, n=2, ignore_eos=True).replace(
+        temperature=temperature
+    )
+    machine = engine(speculative=drafting(name))
+    asked = machine.add(PROMPTS[2], plain_params.replace(confidence=5), keep=True)
+    silent = machine.add(PROMPTS[3], plain_params, keep=True)
+    found: dict[int, list[TokenConfidence]] = {sequence.id: [] for sequence in (*asked, *silent)}
+    for event in drain(machine):
+        assert len(event.confidences or ()) in (0, len(event.tokens))
+        found[event.sequence.id] += event.confidences or ()
+    assert not any(found[sequence.id] for sequence in silent), "nobody asked"
+    for sequence in asked:
+        expected = reference_confidences(sequence, 5)
+        assert len(found[sequence.id]) == len(expected) == 20
+        for here, there in zip(found[sequence.id], expected, strict=True):
+            assert here == pytest.approx(there, abs=2e-4)
+    for sequence in (*asked, *silent):
+        machine.close(sequence)
+    expect_empty(machine)
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,7 @@ from forethought.config.drafters import DraftTargetDecodingConfig, UserProvidedD
 from forethought.config.sampling import SamplingParams
 from forethought.config.speculation import DecodingBaseConfig
 from forethought.model.sampling.reference import reference_probs
-from forethought.speculative.draft import Draft, DraftKind
-from forethought.speculative.drafter import DraftRequest
+from forethought.speculative.drafter import Draft, DraftKind, DraftRequest
 from models import VOCAB, tiny, transformers_model
 
 PROMPT = [5, 17, 33, 60, 41]

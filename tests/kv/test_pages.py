@@ -9,8 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from forethought.kv.pool import FreeRuns, OutOfPages, PagePool
-from forethought.kv.prefix import PrefixIndex
+from forethought.kv.pool import FreeRuns, OutOfPages, PagePool, PrefixIndex
 from forethought.kv.table import PageTable
 
 PAGES = 24

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from forethought.kv.draft_cache import DraftKvCache
 from forethought.kv.pool import PagePool
-from forethought.kv.storage import KvStorage, LayerShape
+from forethought.kv.storage import DraftKvCache, KvStorage, LayerShape
 from forethought.kv.table import PageCopy, PageTable, SlotMove
 
 SHAPES = [LayerShape(2, 4, 4), LayerShape(1, 6, 3), LayerShape(2, 4, 4)]

@@ -12,7 +12,7 @@ import torch
 from forethought.kv.pool import PagePool
 from forethought.kv.storage import KvStorage, LayerShape
 from forethought.kv.table import PageTable
-from forethought.model.attention import sdpa, sdpa_plan
+from forethought.model.attention import sdpa
 from forethought.model.attention.base import PagedPass, Scoring
 from forethought.model.attention.reference import ReferenceAttention
 from forethought.model.attention.sdpa import SdpaAttention
@@ -165,7 +165,7 @@ def test_where_groups_are_cut_does_not_matter(monkeypatch: pytest.MonkeyPatch) -
     batch = Batch.build([Row([1], table.length - 1, table) for table in made])
     results = []
     for group_bytes in (1, 3000, 10**9):
-        monkeypatch.setattr(sdpa_plan, "MAX_GROUP_BYTES", group_bytes)
+        monkeypatch.setattr(sdpa, "MAX_GROUP_BYTES", group_bytes)
         results.append(attend(SdpaAttention(), case, batch, storage_for(case, 60, 3), 2))
     torch.testing.assert_close(results[0], results[2], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(results[1], results[2], rtol=1e-4, atol=1e-5)
@@ -282,7 +282,7 @@ def test_few_queries_are_rounded_alike_whether_their_heads_are_folded_or_not(
     torch.manual_seed(0)
     k, v = (torch.randn(length, 2, 64).to(dtype) for _ in range(2))
     folds: list[int] = []
-    grouped = sdpa._attend_group
+    grouped, limit = sdpa._attend_group, sdpa.BATCH_INVARIANT_QUERIES
 
     def watched(q: torch.Tensor, *rest: Any) -> torch.Tensor:
         folds.append(q.shape[1])
@@ -292,9 +292,9 @@ def test_few_queries_are_rounded_alike_whether_their_heads_are_folded_or_not(
     for size in range(2, 13):
         q = torch.randn(size, 4, 64).to(dtype)
         seen = torch.rand(size, length) < 0.8
-        mask = sdpa_plan.FoldedMask(sdpa_plan.additive(seen, dtype)[None, None])
+        mask = sdpa.FoldedMask(sdpa.additive(seen, dtype)[None, None])
         found = []
-        for exact in (sdpa_plan.BATCH_INVARIANT_QUERIES, 0):
+        for exact in (limit, 0):
             monkeypatch.setattr(sdpa, "BATCH_INVARIANT_QUERIES", exact)
             found.append(sdpa._attend_row(q, k, v, mask, Scoring(0.125)))
         assert torch.equal(*found)
@@ -302,7 +302,7 @@ def test_few_queries_are_rounded_alike_whether_their_heads_are_folded_or_not(
 
 
 def test_a_mask_is_folded_for_each_number_of_heads_and_kept() -> None:
-    mask = sdpa_plan.FoldedMask(torch.arange(6.0).view(1, 1, 2, 3))
+    mask = sdpa.FoldedMask(torch.arange(6.0).view(1, 1, 2, 3))
     for shared in (3, 1, 2):
         assert torch.equal(mask.fold(shared), mask.fold(1).repeat(1, 1, shared, 1))
         assert mask.fold(shared) is mask.fold(shared)

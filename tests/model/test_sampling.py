@@ -27,7 +27,7 @@ from forethought.model.sampling import (
     sample,
     uniform_at,
 )
-from forethought.model.sampling.reference import reference_probs
+from forethought.model.sampling.reference import reference_confidence, reference_probs
 from forethought.model.sampling.sampler import NO_TOKEN
 
 EOS = frozenset({1})
@@ -442,6 +442,53 @@ def test_tokens_that_tie_share_a_rank():
 def test_more_logprobs_than_tokens_gives_all_tokens():
     (entries,) = sample(torch.zeros(1, 3), [context(logprobs=20)], [0.9]).logprobs
     assert sorted(entries) == [0, 1, 2]
+
+
+# --- confidence ----------------------------------------------------------------------------------
+
+
+def test_confidences_are_of_the_raw_logits_and_agree_with_the_reference():
+    torch.manual_seed(5)
+    logits = torch.randn(6, 50) * 4
+    ks, biased = (1, None, 20, 3, 64, 2), {7: 90.0}
+    contexts = [context(confidence=k, temperature=0.0, logit_bias=biased) for k in ks]
+    found = sample(logits, contexts, [0.0] * 6)
+    assert found.tokens == [7] * 6
+    assert found.confidences[1] is None
+    for row, k in enumerate(ks):
+        if k is not None:
+            expected = reference_confidence(logits[row].tolist(), 7, k)
+            assert found.confidences[row] == pytest.approx(expected, abs=1e-5)
+
+
+def test_confidences_of_a_known_distribution():
+    logits = torch.tensor([log(0.5, 0.25, 0.125, 0.125)])
+    (found,) = sample(logits, [context(confidence=2, temperature=0.0)], [0.0]).confidences
+    assert found.value == pytest.approx(1.5 * math.log(2))  # of 1/2 and 1/4
+    assert found.logprob == pytest.approx(-math.log(2))
+    assert found.entropy == pytest.approx(1.75 * math.log(2))
+    assert found.self_certainty == pytest.approx(0.25 * math.log(2))  # 9/4 - 2 bits
+    (flat,) = sample(torch.zeros(1, 8), [context(confidence=20)], [0.9]).confidences
+    assert flat == pytest.approx((math.log(8), -math.log(8), math.log(8), 0.0), abs=1e-6)
+
+
+def test_tokens_without_probability_do_not_count_in_confidence_and_entropy():
+    logits = torch.tensor([[0.0, -math.inf, 0.0, -math.inf]])
+    (found,) = sample(logits, [context(confidence=4, temperature=0.0)], [0.0]).confidences
+    assert found[:3] == pytest.approx((math.log(2), -math.log(2), math.log(2)))
+    assert found.self_certainty == math.inf
+
+
+def test_logprobs_and_confidences_of_one_step_do_not_mix():
+    torch.manual_seed(6)
+    logits = torch.randn(3, 40)
+    asked = [{"logprobs": 2}, {"confidence": 3}, {"logprobs": 1, "confidence": 5}]
+    contexts = [context(temperature=0.0, **fields) for fields in asked]
+    together = sample(logits, contexts, [0.0] * 3)
+    for row, one in enumerate(contexts):
+        alone = sample(logits[row : row + 1], [one], [0.0])
+        assert together.logprobs[row] == alone.logprobs[0]
+        assert together.confidences[row] == pytest.approx(alone.confidences[0])
 
 
 def test_prompt_logprobs_score_the_tokens_that_follow():

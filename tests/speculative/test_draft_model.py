@@ -12,16 +12,15 @@ from transformers import AutoConfig
 
 from engines import drain, engine
 from forethought.config.drafters import DraftTargetDecodingConfig, PearlDecodingConfig
-from forethought.config.sampling import SamplingParams
+from forethought.config.sampling import SamplingParams, SpeculationParams
 from forethought.config.speculation import DecodingBaseConfig
+from forethought.config.tree import TreeChoices
 from forethought.errors import ParameterError
 from forethought.kv.pool import PagePool
 from forethought.kv.table import PageTable
-from forethought.speculative.draft import DraftKind
 from forethought.speculative.draft_module import TokenRange, compute_in_chunks
-from forethought.speculative.drafter import DraftRequest
-from forethought.speculative.drafters.draft_target import DraftInProgress
-from forethought.speculative.tree import TreeChoices
+from forethought.speculative.drafter import DraftKind, DraftRequest
+from forethought.speculative.tree import SampledDraft
 from models import VOCAB, save_random, tiny
 
 LAST = VOCAB - 1
@@ -108,16 +107,35 @@ def test_a_draft_may_reach_the_end_of_the_draft_models_context_and_no_further(
     assert machine.stats.draft_failures == 0
 
 
+@pytest.mark.parametrize("kind", ["greedy", "sampled", "tree"])
+def test_drafts_of_different_lengths_are_made_together(kind: str, tmp_path: Path) -> None:
+    machine = engine(speculative=[KINDS[kind](tiny("llama"))])
+    drafter, sizes = machine.speculation.drafters[0].drafter, set[tuple[int, ...]]()
+    propose = drafter.prepare_draft_tokens
+
+    def watched(scheduled: Any, manager: Any = None) -> None:
+        propose(scheduled, manager)
+        sizes.add(tuple(len(request.draft) for request in scheduled.generation_requests))
+
+    drafter.prepare_draft_tokens = watched  # type: ignore[method-assign]
+    for length in (1, 3):
+        limit = SpeculationParams(max_draft_len=length)
+        machine.add([5, 7], SamplingParams(seed=1, max_tokens=20, speculation=limit))
+    assert all(event.error is None for event in drain(machine))
+    assert machine.stats.draft_failures == 0
+    assert (3, 4) in sizes if kind == "tree" else (1, 3) in sizes
+
+
 def test_siblings_that_a_draft_model_draws_are_distinct() -> None:
     distribution = torch.tensor([[0.7, 0.2, 0.07, 0.03]])
     for seed in range(20):
         request = DraftRequest(0, [5], 1, SamplingParams(seed=seed), 0, 0, seed, 1, 3)
-        growth = DraftInProgress(request, True, TreeChoices.parse([[0], [1], [2]]))
-        growth.grow(distribution.log())
-        growth.finish()
-        assert len(set(request.draft.tokens)) == 3
-        assert request.draft.kind is DraftKind.WITHOUT_REPLACEMENT
-        torch.testing.assert_close(request.draft.q, distribution.expand(3, -1))
+        growth = SampledDraft(request, TreeChoices.parse([[0], [1], [2]]), 3)
+        growth.grow(distribution.log(), [-1], range(3))
+        draft = growth.draft()
+        assert len(set(draft.tokens)) == 3
+        assert draft.kind is DraftKind.WITHOUT_REPLACEMENT
+        torch.testing.assert_close(draft.q, distribution.expand(3, -1))
 
 
 def test_another_vocabulary_is_refused(tmp_path: Path) -> None:

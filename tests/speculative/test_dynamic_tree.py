@@ -106,7 +106,7 @@ def test_what_is_kept_is_a_tree_of_the_best_scores(
         assert draft.depth <= depth
 
 
-def test_room_is_for_the_nodes_kept_or_the_beams_read_whichever_are_more() -> None:
+def test_capacity_is_for_the_nodes_kept_or_the_beams_read_whichever_are_more() -> None:
     assert DynamicTreeBuilder(10, 59).nodes(6) == 59
     assert DynamicTreeBuilder(10, 20).nodes(6) == 50
     assert DynamicTreeBuilder(3, 30).nodes(1) == 3

@@ -34,8 +34,7 @@ from forethought.errors import ModelError, ParameterError
 from forethought.kv.storage import KvStorage
 from forethought.model import loader
 from forethought.model.runner import ModelRunner
-from forethought.speculative.draft import Draft
-from forethought.speculative.drafter import ScheduledRequests
+from forethought.speculative.drafter import Draft, ScheduledRequests
 from forethought.speculative.drafters.eagle import EagleDrafter
 from forethought.speculative.registry import Target
 from models import ARCHITECTURES, greedy, prompts, tiny
@@ -138,7 +137,7 @@ def test_the_formulas_tell_when_anything_is_off_by_one(diary: list[Seen], wrong:
     drain(running)
     oracle = {
         "captured layers": lambda: Oracle(head, (1, 2, 3)),
-        "tokens": lambda: Oracle(head, shift=0),
+        "tokens": lambda: Oracle(head, offset=0),
         "sides": lambda: Oracle(head, swapped=True),
         "draft vocabulary": lambda: Oracle(head),
     }[wrong]()
@@ -227,8 +226,8 @@ def test_heads_run_in_float32_where_their_config_asks_for_it(diary: list[Seen]) 
         text = (directory / "config.json").read_text().replace('"float32"', f'"{said}"')
         (directory / "config.json").write_text(text)
         drafter = EagleDrafter.build(config, Target(ModelRunner(lm, storage), 64))
-        features, entries = drafter.draft_caches
-        assert features.storage.dtype is torch.bfloat16
+        hidden_states, entries = drafter.draft_caches
+        assert hidden_states.storage.dtype is torch.bfloat16
         assert entries.storage.dtype is dtype
 
 

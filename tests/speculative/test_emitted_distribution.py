@@ -22,7 +22,7 @@ from scipy import stats
 
 from forethought.config.sampling import SamplingParams
 from forethought.model.sampling import TokenContext, logits_to_probs, uniform_at
-from forethought.speculative.draft import Draft, DraftKind
+from forethought.speculative.drafter import Draft, DraftKind
 from forethought.speculative.verify.reference import (
     NodeRule,
     Probs,

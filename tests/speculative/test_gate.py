@@ -3,7 +3,6 @@ from itertools import pairwise
 
 import pytest
 
-from forethought.speculative.length.base import CappedRequest
 from forethought.speculative.length.gate import (
     FIRST_PAUSE,
     LAST_PAUSE,
@@ -12,7 +11,7 @@ from forethought.speculative.length.gate import (
     PROBE_REQUESTS,
     AcceptanceGate,
 )
-from forethought.speculative.length.policy import StepRecord
+from forethought.speculative.length.policy import CappedRequest, StepRecord
 
 FULL = 5
 

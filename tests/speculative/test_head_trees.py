@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 
 from forethought.config.sampling import SamplingParams
+from forethought.config.tree import TreeChoices
 from forethought.speculative.drafter import DraftRequest
 from forethought.speculative.drafters.medusa import StaticTrees, TopTrees, top_nodes
-from forethought.speculative.tree import TreeChoices
 
 DISTRIBUTIONS = st.lists(
     st.lists(st.floats(-9.0, 0.0), min_size=1, max_size=4).map(lambda row: sorted(row)[::-1]),

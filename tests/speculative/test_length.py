@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from forethought.config.drafters import NGramDecodingConfig
-from forethought.speculative.draft import NO_DRAFT, Draft
-from forethought.speculative.length.base import CappedRequest, Schedule, schedule
+from forethought.speculative.drafter import NO_DRAFT, Draft
+from forethought.speculative.length import length_policy
 from forethought.speculative.length.gate import AcceptanceGate
 from forethought.speculative.length.goodput import (
     ALLOWANCE,
@@ -16,7 +16,14 @@ from forethought.speculative.length.goodput import (
     Goodput,
     LossBudget,
 )
-from forethought.speculative.length.policy import FixedLength, Shortest, StepRecord, length_policy
+from forethought.speculative.length.policy import (
+    CappedRequest,
+    FixedLength,
+    Schedule,
+    Shortest,
+    StepRecord,
+    schedule,
+)
 from forethought.speculative.verify.rules import synthetic_path
 from machines import DRAFTERS, FORWARDS, Machine
 
@@ -69,19 +76,19 @@ def test_a_configuration_names_its_schedule():
 
 
 class Spy:
-    """A policy that allows ``most`` and remembers what it was asked and told."""
+    """A policy that allows ``max_lengths`` and records its requests and observations."""
 
     reason = "spy"
 
-    def __init__(self, most):
-        self.most, self.asked, self.told = most, [], []
+    def __init__(self, max_lengths):
+        self.max_lengths, self.seen, self.observed = max_lengths, [], []
 
     def lengths(self, requests, batch_size):
-        self.asked.append([(r.request_id, r.max_draft_len) for r in requests])
-        return [min(self.most.get(r.request_id, 9), r.max_draft_len) for r in requests]
+        self.seen.append([(r.request_id, r.max_draft_len) for r in requests])
+        return [min(self.max_lengths.get(r.request_id, 9), r.max_draft_len) for r in requests]
 
     def observe(self, record):
-        self.told.append(record)
+        self.observed.append(record)
 
 
 def test_the_shortest_length_wins_for_each_request():
@@ -93,17 +100,17 @@ def test_a_later_policy_is_asked_only_for_what_an_earlier_one_left():
     first, second = Spy({0: 0, 1: 3}), Spy({})
     policy = Shortest([first, second])
     assert policy.lengths(requests(5, 5), 2) == [0, 3]
-    assert second.asked == [[(1, 3)]]
+    assert second.seen == [[(1, 3)]]
 
 
-def test_policies_behind_one_that_forbids_everything_are_not_asked_but_told():
+def test_policies_behind_one_that_forbids_everything_choose_no_lengths_but_observe():
     first, second = Spy({0: 0}), Spy({})
     policy = Shortest([first, second])
     assert policy.lengths(requests(5), 1) == [0]
-    assert second.asked == []
+    assert second.seen == []
     record = StepRecord([], 1, 1, 10, 0.1, 0.0)
     policy.observe(record)
-    assert first.told == second.told == [record]
+    assert first.observed == second.observed == [record]
     assert policy.reason == "spy"
 
 

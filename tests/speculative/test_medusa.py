@@ -16,8 +16,7 @@ from forethought.config.speculation import MAX_LEVELS
 from forethought.errors import ParameterError
 from forethought.kv.storage import KvStorage
 from forethought.model.runner import ModelRunner
-from forethought.speculative.draft import DraftKind
-from forethought.speculative.drafter import DraftRequest
+from forethought.speculative.drafter import DraftKind, DraftRequest
 from forethought.speculative.drafters.medusa import MedusaDrafter
 from forethought.speculative.registry import Target, build
 from medusa_heads import make_heads, random_heads
@@ -57,7 +56,7 @@ def final_state(tokens: list[int]) -> torch.Tensor:
 
 
 def test_heads_read_the_state_from_which_the_root_was_drawn(heads: Path) -> None:
-    """Off by one place, either way, they would guess something else."""
+    """Off by one position, either way, they would draft something else."""
     config = MedusaDecodingConfig(speculative_model=heads, medusa_choices=PATHS)
     machine = engine(speculative=[config])
     watch = Watch(machine)

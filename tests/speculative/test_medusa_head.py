@@ -1,4 +1,4 @@
-"""Medusa's heads: one forward, and every published layout read back to the same guesses."""
+"""Medusa's heads: one forward, and every published layout read back to the same predictions."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def vllm_prefixed(heads: MedusaHeads, directory: Path) -> None:
 @pytest.mark.parametrize(
     "layout", [authors, authors_older_file, authors_prefixed, vllm, vllm_prefixed]
 )
-def test_every_layout_is_read_back_to_the_same_guesses(
+def test_every_layout_is_read_back_to_the_same_predictions(
     layout: Callable[[MedusaHeads, Path], None], blocks: int, tmp_path: Path
 ) -> None:
     heads = make_heads(3, blocks)
@@ -166,7 +166,7 @@ def test_the_tensors_decide_how_many_heads_there_are(
     assert load(tmp_path, 3)(STATES).shape == (5, 3, VOCAB)
     with caplog.at_level(logging.WARNING):
         assert len(load(tmp_path, 9)) == 5
-    assert "holds 5 heads, not the 9 asked for" in caplog.text
+    assert "holds 5 heads, not the 9 requested" in caplog.text
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -13,9 +13,8 @@ from engines import drain, engine, expect_empty, load, outputs
 from forethought.config.drafters import MTPDecodingConfig
 from forethought.config.sampling import SamplingParams, SpeculationParams
 from forethought.errors import ModelError, ParameterError
-from forethought.kv.draft_cache import DraftKvCache, HiddenStateCache
 from forethought.kv.pool import PagePool
-from forethought.kv.storage import KvStorage
+from forethought.kv.storage import DraftKvCache, HiddenStateCache, KvStorage
 from forethought.kv.table import PageTable
 from forethought.model.batch import Batch
 from forethought.model.causal_lm import FINAL
@@ -26,7 +25,7 @@ from forethought.speculative.drafters.mtp import MTPDrafter
 from forethought.speculative.registry import Target
 from models import greedy, prompts, tiny
 from mtp_modules import random_modules, saved
-from mtp_twin import Watch, replayed, vanilla
+from mtp_reference import Watch, replayed, vanilla
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 PROMPTS = prompts((4, 9, 17, 1))
@@ -42,7 +41,7 @@ CASES = {"replay": (1, {}), "one per place": (1, {"use_mtp_vanilla": True}), "tw
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "deepseek_v3", "gemma3"])
 @pytest.mark.parametrize("case", CASES)
-def test_drafts_are_those_of_the_slow_twin(case: str, architecture: str) -> None:
+def test_drafts_are_those_of_the_reference_implementation(case: str, architecture: str) -> None:
     count, more = CASES[case]
     machine = engine(architecture, pages=128, speculative=[mtp(architecture, count, **more)])
     watch = Watch(machine)
@@ -134,7 +133,7 @@ def test_without_the_fused_network_drafts_are_the_same() -> None:
 
 
 class Diary:
-    """A network that writes down its pairs, and answers with the next letter."""
+    """A network that records its inputs, and answers with the next letter."""
 
     windows = (None,)
 
@@ -172,13 +171,13 @@ def _state(state: Tensor) -> str:
     return f"({'H' if source == 0 else source}{chr(65 + callback)})"
 
 
-def _golden(lanes: int, depth: int) -> tuple[list[str], list[int]]:
+def _golden(num_modules: int, depth: int) -> tuple[list[str], list[int]]:
     """Prompt ABCD, of which the target has made states, and E, which it drew."""
     from forethought.kv.storage import LayerShape
 
     lm, entries = load("llama"), list[str]()
     like = KvStorage([LayerShape(1, 2, 2)], 4, 4)
-    networks = [Diary(1 + place, LayerShape(1, 2, 2), entries) for place in range(lanes)]
+    networks = [Diary(1 + level, LayerShape(1, 2, 2), entries) for level in range(num_modules)]
     hidden_states = HiddenStateCache([FINAL], 2, like)
     runners = [
         DraftModuleRunner(
@@ -194,9 +193,9 @@ def _golden(lanes: int, depth: int) -> tuple[list[str], list[int]]:
     drafter = MTPDrafter(runners, hidden_states, max_num_tokens=64, max_draft_len=depth)
     table = PageTable(PagePool(4, 4))
     table.append(5 + depth)
-    features = drafter.draft_caches[0]
+    hidden_states = drafter.draft_caches[0]
     states = torch.tensor([[0.0, callback] for callback in range(4)])
-    features.write(torch.tensor(table.slots(0, 4)), {FINAL: states})
+    hidden_states.write(torch.tensor(table.slots(0, 4)), {FINAL: states})
     request = _request([0, 1, 2, 3, 4], table, depth)
     drafter.prepare_draft_tokens(ScheduledRequests([request]))
     return entries, list(request.draft.tokens)
@@ -204,7 +203,7 @@ def _golden(lanes: int, depth: int) -> tuple[list[str], list[int]]:
 
 def test_modules_of_an_example_read_shifted_tokens_and_each_others_states() -> None:
     """The worked example of TensorRT-LLM: ABCD and E become F, G, H, one from each module."""
-    entries, drafted = _golden(lanes=3, depth=3)
+    entries, drafted = _golden(num_modules=3, depth=3)
     assert entries == [
         "1: (HA)B (HB)C (HC)D (HD)E",
         "2: (1A)C (1B)D (1C)E (1D)F",
@@ -214,7 +213,7 @@ def test_modules_of_an_example_read_shifted_tokens_and_each_others_states() -> N
 
 
 def test_a_replayed_module_goes_on_from_its_own_state() -> None:
-    entries, drafted = _golden(lanes=1, depth=3)
+    entries, drafted = _golden(num_modules=1, depth=3)
     assert entries == ["1: (HA)B (HB)C (HC)D (HD)E", "1: (1D)F", "1: (1D)G"]
     assert [chr(65 + token) for token in drafted] == ["F", "G", "H"]
 
@@ -243,8 +242,8 @@ def _one_draft(drafter: MTPDrafter, runner: ModelRunner, tokens: list[int]) -> l
         draft_cache.resize(storage.num_pages)
     table = PageTable(PagePool(storage.num_pages, storage.page_size))
     table.append(len(tokens) - 1)
-    [features, *_] = drafter.draft_caches
-    runner.forward([Row(tokens[:-1], 0, table)], [features])
+    [hidden_states, *_] = drafter.draft_caches
+    runner.forward([Row(tokens[:-1], 0, table)], [hidden_states])
     table.append(1 + 4)
     request = _request(tokens, table, 4)
     drafter.prepare_draft_tokens(ScheduledRequests([request]))

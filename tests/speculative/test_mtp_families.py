@@ -30,7 +30,7 @@ from forethought.model.runner import ModelRunner
 from forethought.speculative.heads.mtp import MtpModule, load_modules, save_modules
 from forethought.speculative.registry import Target
 from models import greedy, prompts, save_random, tiny
-from mtp_twin import Watch, replayed
+from mtp_reference import Watch, replayed
 
 PROMPTS = prompts((4, 9, 17, 1))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)

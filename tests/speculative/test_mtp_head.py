@@ -1,4 +1,4 @@
-"""MTP modules: every layout is read back to the same guesses; what does not fit is named."""
+"""MTP modules: every layout is read back to the same predictions; what does not fit is named."""
 
 from __future__ import annotations
 
@@ -17,27 +17,33 @@ from forethought.speculative.heads.mtp_layout import LAYOUTS
 from models import tiny
 from mtp_modules import random_modules, saved
 
-PAIRS = 7
+NUM_INPUTS = 7
 
 
-def guesses(module: MtpModule, architecture: str = "llama", first: int = 0) -> torch.Tensor:
-    """What leaves a module behind some pairs, the first of them at position ``first``."""
+def predictions(module: MtpModule, architecture: str = "llama", first: int = 0) -> torch.Tensor:
+    """What leaves a module behind some inputs, the first of them at position ``first``."""
     hidden = load(architecture).hidden_size
-    embedded, states = torch.randn(2, 1, PAIRS, hidden, generator=torch.Generator().manual_seed(5))
+    embedded, states = torch.randn(
+        2, 1, NUM_INPUTS, hidden, generator=torch.Generator().manual_seed(5)
+    )
     module.model.set_attn_implementation("eager")
     with torch.inference_mode():
-        return module(embedded, states, first + torch.arange(PAIRS)[None]).normed
+        return module(embedded, states, first + torch.arange(NUM_INPUTS)[None]).normed
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("architecture", ["llama", "deepseek_v3", "qwen3_moe", "starcoder2"])
-def test_a_checkpoint_is_read_back_to_the_same_guesses(layout: str, architecture: str) -> None:
+def test_a_checkpoint_is_read_back_to_the_same_predictions(layout: str, architecture: str) -> None:
     written = random_modules(architecture, 2, layout)
     stored = load_modules(saved(architecture, 2, layout), load(architecture))
     assert len(stored) == 2
     for mine, other in zip(stored, written, strict=True):
-        assert torch.allclose(guesses(mine, architecture), guesses(other, architecture), atol=1e-6)
-    assert not torch.allclose(guesses(stored[0], architecture), guesses(stored[1], architecture))
+        assert torch.allclose(
+            predictions(mine, architecture), predictions(other, architecture), atol=1e-6
+        )
+    assert not torch.allclose(
+        predictions(stored[0], architecture), predictions(stored[1], architecture)
+    )
 
 
 def names(layout: str, architecture: str = "llama") -> set[str]:
@@ -164,7 +170,7 @@ def test_copies_of_the_targets_embedding_and_projection_are_passed_over(tmp_path
 
     found = load_modules(altered(tmp_path, "deepseek", add), load("llama"))
     assert torch.equal(
-        guesses(found[0]), guesses(load_modules(saved("llama", 2), load("llama"))[0])
+        predictions(found[0]), predictions(load_modules(saved("llama", 2), load("llama"))[0])
     )
 
 
@@ -175,7 +181,7 @@ def test_modules_are_found_in_any_file_of_a_sharded_checkpoint(tmp_path: Path) -
         save_file(dict(tensors[part::3]), tmp_path / "target" / f"part-{part}.safetensors")
     found = load_modules(tmp_path / "target", load("llama"))
     for mine, other in zip(found, random_modules("llama", 2), strict=True):
-        assert torch.allclose(guesses(mine), guesses(other), atol=1e-6)
+        assert torch.allclose(predictions(mine), predictions(other), atol=1e-6)
 
 
 def test_modules_of_another_model_are_refused_by_name() -> None:

@@ -55,7 +55,7 @@ def grow(drafter: NGramDrafter, shown: DraftRequest, tokens: Sequence[int]) -> l
 
 
 def slow(tokens: list[int], sizes: int, length: int, keep_all: bool, oldest: bool) -> list[int]:
-    """The same, read off the whole text: the longest n-gram's longest matches, told apart."""
+    """The same, read off the whole text: the longest n-gram's longest matches, each by itself."""
     for size in range(min(sizes, len(tokens) - 1), 0, -1):
         pattern = tokens[-size:]
         found = [
@@ -82,9 +82,9 @@ def test_the_oldest_or_the_newest_match_is_proposed(oldest, expected, keep_all):
     assert propose(drafter, request(LOOP)) == expected
 
 
-@pytest.mark.parametrize(("room", "expected"), [(1, [3]), (0, [])])
-def test_a_draft_never_exceeds_the_room_of_its_request(room, expected):
-    assert propose(NGramDrafter(3, 2), request(LOOP, depth=room)) == expected
+@pytest.mark.parametrize(("max_len", "expected"), [(1, [3]), (0, [])])
+def test_a_draft_never_exceeds_the_limit_of_its_request(max_len, expected):
+    assert propose(NGramDrafter(3, 2), request(LOOP, depth=max_len)) == expected
 
 
 def test_a_draft_never_exceeds_the_nodes_of_its_request():

@@ -64,9 +64,9 @@ def test_a_request_that_cannot_be_drafted_for_leaves_the_others_their_drafts(
     made = machine(overlap)
     samples = run(made)
     metrics = [sample.metrics for sample in samples]
-    for place in (0, 2):
-        assert metrics[place].accepted == whole[place].accepted > 25
-        assert metrics[place].steps == whole[place].steps
+    for index in (0, 2):
+        assert metrics[index].accepted == whole[index].accepted > 25
+        assert metrics[index].steps == whole[index].steps
     assert metrics[1].accepted < whole[1].accepted
     assert metrics[1].accepted <= after
     assert made.stats.draft_failures == 2  # of all together, then of that one alone

@@ -92,9 +92,9 @@ def test_beams_are_those_of_a_plain_search_whatever_the_company() -> None:
     head, vocab = make_head(vocab=7), torch.randn(7, HIDDEN)
     contexts, roots = torch.randn(3, HIDDEN), [2, 0, 5]
     found = searched(head, vocab, contexts, roots, width=3, length=4)
-    for place, root in enumerate(roots):
-        assert paths(found[place]) == plainly(head, vocab, contexts[place], root, 3, 4)
-        assert found[place].ends == [0, 3, 6, 9, 12]
+    for row, root in enumerate(roots):
+        assert paths(found[row]) == plainly(head, vocab, contexts[row], root, 3, 4)
+        assert found[row].ends == [0, 3, 6, 9, 12]
 
 
 def test_a_search_that_drops_nothing_finds_every_continuation() -> None:
@@ -111,9 +111,9 @@ def test_a_search_that_drops_nothing_finds_every_continuation() -> None:
 
 def test_beams_are_ranked_over_all_lengths_none_before_what_it_prolongs() -> None:
     head, vocab, contexts = make_head(vocab=9), torch.randn(9, HIDDEN), torch.randn(2, HIDDEN)
-    for place, beams in enumerate(searched(head, vocab, contexts, [1, 2], width=4, length=4)):
+    for row, beams in enumerate(searched(head, vocab, contexts, [1, 2], width=4, length=4)):
         written = paths(beams)
-        scores = [score(head, vocab, contexts[place], [place + 1, *path]) for path in written]
+        scores = [score(head, vocab, contexts[row], [row + 1, *path]) for path in written]
         ranked = [scores[beam] for beam in beams.order]
         assert sorted(beams.order) == list(range(16))
         assert all(before >= after - 1e-5 for before, after in itertools.pairwise(ranked))
@@ -287,14 +287,14 @@ def test_what_the_head_holds_unlikely_is_left_out_of_drafts() -> None:
         drain(watched.machine)
         seen[floor] = {len(tokens): drafted for tokens, drafted, _ in watched.drafts}
     assert seen[0.0] != seen[0.02]
-    for place, drafted in seen[0.02].items():
-        if place in seen[0.0]:  # the most probable come first
-            assert drafted == seen[0.0][place][: len(drafted)]
+    for row, drafted in seen[0.02].items():
+        if row in seen[0.0]:  # the most probable come first
+            assert drafted == seen[0.0][row][: len(drafted)]
 
 
 @pytest.mark.parametrize("page_size", [1, 3])
 def test_the_state_is_that_which_the_root_was_drawn_from(tmp_path: Path, page_size: int) -> None:
-    """One place further on or back, its first choice would be another token than the root."""
+    """One position further on or back, its first choice would be another token than the root."""
     config = drafting(tmp_path, head_of_states(), num_beams=1, draft_len_per_beam=3)
     watched = Watched(config, page_size=page_size, pages=240 // page_size)
     for prompt in PROMPTS:
@@ -307,7 +307,7 @@ def test_the_state_is_that_which_the_root_was_drawn_from(tmp_path: Path, page_si
         assert drafted == [tokens[-1]] * len(drafted)
 
 
-def test_the_root_is_taken_in_first_and_then_each_guess(tmp_path: Path) -> None:
+def test_the_root_is_taken_in_first_and_then_each_drafted_token(tmp_path: Path) -> None:
     config = drafting(tmp_path, head_of_tokens(), num_beams=1, draft_len_per_beam=4)
     watched = Watched(config)
     watched.machine.add(PROMPTS[0], GREEDY)

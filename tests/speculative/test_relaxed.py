@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,8 +13,8 @@ from forethought.config.drafters import MTPDecodingConfig
 from forethought.config.sampling import SamplingParams
 from forethought.config.speculation import DecodingBaseConfig
 from forethought.errors import ParameterError
-from forethought.model.sampling import TokenContext
-from forethought.speculative.draft import Draft
+from forethought.model.sampling import Constraint, TokenContext
+from forethought.speculative.drafter import Draft
 from forethought.speculative.verify.rules import RelaxedAcceptance, rule_of
 from forethought.speculative.verify.verify import VerificationRequest, verify
 from models import greedy, prompts, tiny
@@ -31,9 +32,10 @@ def verified(
     distributions: Any = None,
     past: tuple[int, ...] = THINKING,
     params: SamplingParams = GREEDY,
+    constraint: Constraint | None = None,
 ) -> tuple[list[int], list[int]]:
     """The accepted nodes, and what comes out."""
-    contexts = [TokenContext(params, (), (), frozenset())] * (1 + len(draft))
+    contexts = [TokenContext(params, (), (), frozenset(), constraint)] * (1 + len(draft))
     rows = range(1 + len(draft))
     request = VerificationRequest(draft, rows, contexts, 3, 0, 5, past=past, rule=rule)
     wide = torch.full((len(rows), 100), -30.0)
@@ -120,6 +122,28 @@ def test_of_a_tree_the_longest_tolerable_path_is_taken():
 def test_a_logit_bias_is_applied_before_tokens_are_compared():
     rule = RelaxedAcceptance(10, 0.3, "probability", BEGIN, END)
     assert accepted(rule, params=GREEDY.replace(logit_bias={0: -50.0})) == [1, 2]
+
+
+class Only:
+    """Allows one token after every output."""
+
+    def __init__(self, token: int) -> None:
+        bits = np.zeros(100, np.bool_)
+        bits[token] = True
+        self._mask = np.packbits(bits, bitorder="little")
+
+    def mask(self, output: Any) -> Any:
+        return self._mask
+
+    def is_complete(self, output: Any) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("reading", ["probability", "log_probability"])
+def test_what_a_constraint_forbids_is_not_tolerated_at_any_threshold(reading):
+    rule = RelaxedAcceptance(100, 1e9, reading, BEGIN, END)
+    assert accepted(rule) == [0, 1, 2, 3]
+    assert accepted(rule, constraint=Only(2)) == [2]
 
 
 CONFIG: dict[str, Any] = {

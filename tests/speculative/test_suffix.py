@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError
-from forethought.speculative.draft import Draft
-from forethought.speculative.drafter import DraftRequest, ScheduledRequests
+from forethought.speculative.drafter import Draft, DraftRequest, ScheduledRequests
 from forethought.speculative.drafters.suffix import (
     MAX_POSITIONS,
     PastOutputs,
@@ -74,7 +73,7 @@ def paths(draft: Draft) -> list[list[int]]:
 
 
 def slow_find(texts: list[list[int]], tokens: list[int], depth: int) -> tuple[int, list]:
-    """All places behind the longest match, by trying every one."""
+    """All positions behind the longest match, by trying every one."""
     end = tokens[-depth:]
 
     def common(text: list[int], at: int) -> int:
@@ -83,9 +82,9 @@ def slow_find(texts: list[list[int]], tokens: list[int], depth: int) -> tuple[in
             length += 1
         return length
 
-    places = [(common(text, at), text, at) for text in texts for at in range(1, len(text))]
-    longest = max((length for length, _, _ in places), default=0)
-    return longest, [(text, at) for length, text, at in places if length == longest > 0]
+    positions = [(common(text, at), text, at) for text in texts for at in range(1, len(text))]
+    longest = max((length for length, _, _ in positions), default=0)
+    return longest, [(text, at) for length, text, at in positions if length == longest > 0]
 
 
 @settings(deadline=None, max_examples=150)
@@ -101,12 +100,14 @@ def test_the_index_finds_what_trying_every_place_finds(texts, tokens, depth, gon
         index.add(text, 0, len(text))
     for text in texts[:gone]:
         index.remove(text)
-    length, places = index.find(tokens)
-    expected, all_places = slow_find(texts[gone:], tokens, depth)
+    length, positions = index.find(tokens)
+    expected, all_positions = slow_find(texts[gone:], tokens, depth)
     assert length == expected
-    if len(all_places) <= MAX_POSITIONS and sum(map(len, texts)) <= MAX_POSITIONS:
-        assert [(id(text), at) for text, at in places] == [(id(t), at) for t, at in all_places]
-    assert all((text, at) in all_places for text, at in places)
+    if len(all_positions) <= MAX_POSITIONS and sum(map(len, texts)) <= MAX_POSITIONS:
+        assert [(id(text), at) for text, at in positions] == [
+            (id(t), at) for t, at in all_positions
+        ]
+    assert all((text, at) in all_positions for text, at in positions)
 
 
 def test_an_index_is_empty_once_all_its_texts_are_taken_away():
@@ -121,13 +122,13 @@ def test_an_index_is_empty_once_all_its_texts_are_taken_away():
     assert not len(index)
 
 
-def test_a_common_ngram_is_searched_at_its_newest_places_only():
+def test_a_common_ngram_is_searched_at_its_newest_positions_only():
     text = [token for other in range(300) for token in (1000, other)]
     index = SuffixIndex(24)
     index.add(text, 0, len(text))
-    length, places = index.find([7, 1000])
+    length, positions = index.find([7, 1000])
     assert length == 1
-    assert [text[at] for _, at in places] == list(range(300 - MAX_POSITIONS, 300))
+    assert [text[at] for _, at in positions] == list(range(300 - MAX_POSITIONS, 300))
 
 
 # ---- continuations ------------------------------------------------------------------------------
@@ -144,9 +145,9 @@ def test_a_chain_takes_the_most_probable_tokens_and_expects_the_sum_of_their_pro
 
 
 def test_a_chain_ends_where_its_path_becomes_too_unlikely():
-    places = behind([1, 2, 9], [1, 3, 9], [1, 3, 8], [5, 5, 5])
-    assert chain(places, 3, 0.3).tokens == [1, 3]
-    assert chain(places, 3, 0.8).tokens == []
+    positions = behind([1, 2, 9], [1, 3, 9], [1, 3, 8], [5, 5, 5])
+    assert chain(positions, 3, 0.3).tokens == [1, 3]
+    assert chain(positions, 3, 0.8).tokens == []
 
 
 def test_a_place_where_the_text_ends_says_nothing_about_what_comes_then():
@@ -155,12 +156,12 @@ def test_a_place_where_the_text_ends_says_nothing_about_what_comes_then():
 
 
 def test_a_tree_holds_the_most_probable_nodes_parents_first():
-    places = behind([1, 2], [1, 3], [1, 3], [5, 6], [5, 7])
-    found = tree(places, 2, 4, 0.0)
+    positions = behind([1, 2], [1, 3], [1, 3], [5, 6], [5, 7])
+    found = tree(positions, 2, 4, 0.0)
     assert (found.tokens, found.parents) == ([1, 5, 3, 7], (-1, -1, 0, 1))
     assert found.score == pytest.approx(3 / 5 + 2 / 5 + 2 / 5 + 1 / 5)
-    assert tree(places, 2, 4, 0.3).tokens == [1, 5, 3]
-    assert tree(places, 1, 9, 0.0).tokens == [1, 5]
+    assert tree(positions, 2, 4, 0.3).tokens == [1, 5, 3]
+    assert tree(positions, 1, 9, 0.0).tokens == [1, 5]
 
 
 def test_a_tree_of_one_continuation_is_a_chain():
@@ -249,9 +250,9 @@ def test_an_output_of_as_many_tokens_as_may_be_kept_is_kept():
 
 def test_a_path_that_is_just_likely_enough_is_proposed():
     text = [1, 2, 3, 1, 2, 4]
-    places = [(text, 2), (text, 5)]
-    assert list(chain(places, 1, 0.5).tokens) == [4]
-    assert sorted(tree(places, 1, 2, 0.5).tokens) == [3, 4]
+    positions = [(text, 2), (text, 5)]
+    assert list(chain(positions, 1, 0.5).tokens) == [4]
+    assert sorted(tree(positions, 1, 2, 0.5).tokens) == [3, 4]
 
 
 def test_tokens_accepted_in_the_last_step_are_remembered():

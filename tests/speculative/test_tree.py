@@ -10,11 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forethought.config.sampling import SamplingParams
+from forethought.config.tree import TreeChoices, node_depths
 from forethought.errors import ParameterError
 from forethought.model.batch import ancestors
-from forethought.speculative.draft import Draft, DraftKind
-from forethought.speculative.drafter import DraftRequest, check_draft
-from forethought.speculative.tree import TreeChoices, node_depths
+from forethought.speculative.drafter import Draft, DraftKind, DraftRequest, check_draft
 
 #      -1
 #     /  \
@@ -133,7 +132,7 @@ def asked(draft: Draft, depth: int = 9, nodes: int = 9) -> DraftRequest:
 
 
 @pytest.mark.parametrize(("nodes", "kept"), [(4, 4), (3, 3), (2, 2), (1, 1)])
-def test_a_tree_is_cut_to_as_many_nodes_as_there_is_room_for(nodes: int, kept: int) -> None:
+def test_a_tree_is_cut_to_as_many_nodes_as_the_request_may_have(nodes: int, kept: int) -> None:
     draft = Draft([1, 2, 3, 4], (-1, -1, 0, 1))
     found = check_draft(asked(draft, nodes=nodes), 10)
     assert list(found.tokens) == [1, 2, 3, 4][:kept]

@@ -7,8 +7,8 @@ import torch
 
 from forethought.config.sampling import SamplingParams
 from forethought.model.sampling import TokenContext
-from forethought.speculative.draft import Draft
-from forethought.speculative.verify.rules import TypicalAcceptance
+from forethought.speculative.drafter import Draft
+from forethought.speculative.verify.rules import SyntheticAcceptance, TypicalAcceptance
 from forethought.speculative.verify.verify import VerificationRequest, verify
 
 SAMPLED = SamplingParams(temperature=1.0, seed=3)
@@ -97,3 +97,13 @@ def test_greedy_requests_are_verified_exactly():
     rule = TypicalAcceptance(0.09, 0.3)
     assert rule.applies_to(SAMPLED)
     assert not rule.applies_to(SamplingParams(temperature=0.0))
+
+
+@pytest.mark.parametrize(
+    "constrained",
+    [{"thinking_budget": 5}, {"thinking_soft": 5}, {"guided_decoding": {"regex": "a"}}],
+)
+def test_acceptance_at_random_leaves_out_what_random_tokens_would_break(constrained):
+    rule = SyntheticAcceptance.of_rate(0.5)
+    assert rule.applies_to(SAMPLED)
+    assert not rule.applies_to(SAMPLED.replace(**constrained))

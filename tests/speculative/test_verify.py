@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from forethought.config.sampling import SamplingParams
+from forethought.config.tree import TreeChoices
 from forethought.model.sampling import TokenContext, logits_to_probs, sample, uniform_at
-from forethought.speculative.draft import NO_DRAFT, Draft, DraftKind
-from forethought.speculative.tree import TreeChoices
+from forethought.speculative.drafter import NO_DRAFT, Draft, DraftKind
 from forethought.speculative.verify import verify as verification
 from forethought.speculative.verify.reference import (
     Probs,
@@ -341,7 +341,7 @@ def test_where_the_distributions_are_equal_nothing_is_left_but_the_distribution_
     assert distributions.tolist() == [[0.5, 0.25, 0.25, 0.0]] * 2
 
 
-def test_not_even_the_lowest_coin_accepts_what_the_target_forbids():
+def test_not_even_the_lowest_uniform_sample_accepts_what_the_target_forbids():
     distributions = torch.tensor([[0.5, 0.5, 0.0]] * 2)
     draft = drawn_draft(DraftKind.IID, [2], [0.2, 0.2, 0.6])
     assert accept_drawn(distributions, [DrawnDraft(draft, 0, [0.0])]).tolist() == [False, False]

@@ -23,8 +23,7 @@ from forethought.config.drafters import (
     SuffixDecodingConfig,
 )
 from forethought.config.speculation import DecodingBaseConfig
-from forethought.speculative.draft import Draft, DraftKind
-from forethought.speculative.drafter import Drafter, DraftRequest
+from forethought.speculative.drafter import Draft, Drafter, DraftKind, DraftRequest
 from forethought.testing import check_drafter, distribution
 from forethought.testing import drafter as drafter_suite
 from medusa_heads import shared_heads

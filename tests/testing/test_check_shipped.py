@@ -1,4 +1,4 @@
-"""The public suite passes for trained drafters, most of whose guesses are accepted."""
+"""The public suite passes for trained drafters, most of whose drafts are accepted."""
 
 from __future__ import annotations
 

@@ -1,23 +1,52 @@
-"""The base of everything that a caller configures: fields by name, no others, none changed later.
+"""The bases of everything that a caller configures: validated by pydantic, none changed later.
 
-A name whose value is None, ``null`` in YAML, is not given: its field has its default, and a name
-that there is not asks for nothing (``cuda_graph_config: null`` in a file for TensorRT-LLM).
+``StrictModel`` is the base of configurations, ``RequestParams`` that of what a single request is
+given. Both raise ``ParameterError`` where pydantic would raise its own error.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, KeysView, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pydantic
 from pydantic import AliasChoices, BaseModel, ConfigDict
+from pydantic_core import ErrorDetails
 
 from forethought.errors import ParameterError, UsageError
 
 _Model = TypeVar("_Model", bound="StrictModel")
+_Params = TypeVar("_Params", bound="RequestParams")
+_Class = TypeVar("_Class", bound="type[Any]")
+
+STRICT = ConfigDict(strict=True, extra="forbid")
+"""The pydantic configuration of ``RequestParams``: neither ``True`` nor ``"2"`` is a number."""
+
+_UNKNOWN = "unexpected_keyword_argument"
+_OUR_WORDS = {
+    "Input should": "it must",
+    "String should have at least 1 character": "it must be a non-empty string",
+    "Value should": "it must",
+    " after validation": "",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+    "a valid boolean": "True or False",
+    "a valid integer": "a whole number",
+    "a valid number": "a finite number",
+    "a valid tuple": "a list",
+    "a valid dictionary": "a mapping",
+    "a valid string": "a string",
+    "a string, unable to parse raw data as a unicode string": "text without lone surrogates",
+    "an instance of ": "",
+}
 
 
 class StrictModel(BaseModel):
     """A frozen pydantic model that refuses what cannot be with a ``ParameterError``.
+
+    A name whose value is None, ``null`` in YAML, is not given: its field has its default, and an
+    unknown name is ignored (``cuda_graph_config: null`` in a file for TensorRT-LLM).
 
     Raises:
         ParameterError: an unknown name, or a value of the wrong type or outside its range.
@@ -39,7 +68,8 @@ class StrictModel(BaseModel):
             try:
                 super().__init__(**values)
             except pydantic.ValidationError as error:
-                raise _refusal(type(self).__name__, error) from error
+                owner = type(self).__name__
+                raise _refusal(owner, f"{{}} in {owner}", error) from error
 
     @classmethod
     def from_dict(cls: type[_Model], values: dict[str, Any]) -> _Model:
@@ -51,15 +81,131 @@ class StrictModel(BaseModel):
         return cls(**values)
 
 
-def _refusal(owner: str, error: pydantic.ValidationError) -> UsageError:
-    """The first complaint of pydantic in our own words, or the refusal that it has caught."""
-    first = error.errors()[0]
+class RequestParams:
+    """Base of frozen pydantic dataclasses with slots: made for each request, within microseconds.
+
+    Attributes:
+        given: names of the fields that the constructor was given, be it with their defaults. Where
+            layers merge, such as a request's params and a method's settings, these win. No part of
+            equality.
+    """
+
+    __slots__ = ("given",)
+
+    given: frozenset[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields by name."""
+        return {name: getattr(self, name) for name in self.names()}
+
+    def replace(self: _Params, **changes: Any) -> _Params:
+        """A copy with some fields changed; what was given before still counts as given.
+
+        Raises:
+            ParameterError: a field does not exist or its value is outside its range.
+        """
+        return type(self)(**{**self._given_values(), **changes})
+
+    def _given_values(self) -> dict[str, Any]:
+        """What makes these params: all other fields are at their defaults."""
+        return {name: getattr(self, name) for name in self.given}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self).from_dict, (self._given_values(),)
+
+    @classmethod
+    def names(cls) -> KeysView[str]:
+        """The names of all fields, in their order."""
+        names: KeysView[str] = cls.__dataclass_fields__.keys()  # type: ignore[attr-defined]
+        return names
+
+    @classmethod
+    def from_dict(cls: type[_Params], values: Mapping[str, Any]) -> _Params:
+        """Build from field names and values.
+
+        Raises:
+            ParameterError: a name is not a field, or a value is outside its range.
+        """
+        return cls(**values)
+
+
+def request_params(shown: str = "{}") -> Callable[[_Class], _Class]:
+    """Decorate a pydantic dataclass: note in ``given`` what is given, raise ``ParameterError``.
+
+    Args:
+        shown: how a field is called in messages, with ``{}`` for its name.
+    """
+
+    def decorate(cls: _Class) -> _Class:
+        construct: Callable[..., None] = cls.__init__
+        names = tuple(cls.names())
+
+        @functools.wraps(construct)
+        def __init__(self: RequestParams, *args: Any, **values: Any) -> None:
+            object.__setattr__(self, "given", frozenset((*names[: len(args)], *values)))
+            try:
+                construct(self, *args, **values)
+            except pydantic.ValidationError as error:
+                _check_arguments(cls.__name__, names, error)
+                raise _refusal(cls.__name__, shown, error) from error
+
+        cls.__init__ = __init__  # type: ignore[method-assign, assignment]
+        return cls
+
+    return decorate
+
+
+def _check_arguments(owner: str, names: tuple[str, ...], error: pydantic.ValidationError) -> None:
+    """Report wrong arguments before wrong values.
+
+    Raises:
+        ParameterError: a name is not a field.
+        TypeError: more values than fields, or two for the same one.
+    """
+    complaints = error.errors(include_url=False)
+    kinds = {one["type"]: one["loc"][0] for one in complaints if one["loc"]}
+    unknown = [str(one["loc"][0]) for one in complaints if one["type"] == _UNKNOWN]
+    if unknown:
+        raise ParameterError.unknown(owner, unknown, names) from error
+    if "unexpected_positional_argument" in kinds:
+        raise TypeError(f"{owner} takes at most {len(names)} values") from error
+    if "multiple_argument_values" in kinds:
+        raise TypeError(
+            f"{owner} got two values for {kinds['multiple_argument_values']}"
+        ) from error
+
+
+def rule(complaint: ErrorDetails) -> str:
+    """What pydantic demands of a value, such as ``it must be at least 1``."""
+    words = complaint["msg"]
+    for theirs, ours in _OUR_WORDS.items():
+        words = words.replace(theirs, ours)
+    return words
+
+
+def refusal(name: str, value: Any, reason: str) -> ParameterError:
+    """The error of an impossible value of a field; long values are cut."""
+    try:
+        got = repr(value)
+    except RecursionError:
+        got = f"a deep {type(value).__name__}"
+    got = got if len(got) <= 200 else f"{got[:200]} ..."
+    return ParameterError(f"invalid {name}", f"got {got}, but {reason}", f"Change {name}")
+
+
+def _refusal(owner: str, shown: str, error: pydantic.ValidationError) -> UsageError:
+    """The first complaint of pydantic in our own words, or the refusal that it has caught.
+
+    Args:
+        owner: name of the class.
+        shown: how a field is called in messages, with ``{}`` for its name.
+        error: what pydantic raised.
+    """
+    first = error.errors(include_url=False)[0]
     caught = first.get("ctx", {}).get("error")
     if isinstance(caught, UsageError):
         return caught
-    name = ".".join(str(part) for part in first["loc"]) or owner
+    name = str(first["loc"][0]) if first["loc"] else owner
     if first["type"] == "missing":
         return ParameterError(f"{owner} needs {name}", "it is not given", f"Give {name}")
-    return ParameterError(
-        f"invalid {name} in {owner}", f"got {first['input']!r}: {first['msg']}", f"Change {name}"
-    )
+    return refusal(shown.format(name), first["input"], rule(first))

@@ -1,7 +1,7 @@
 """The configurations of all drafters: one class each, named and spelled as in TensorRT-LLM.
 
 They need neither torch nor the drafters' weights; of Medusa's heads the ``config.json`` and the
-names of the tensors are read, which tell how many heads there are. The algorithms are described in
+names of the tensors are read, which show how many heads there are. The algorithms are described in
 ``speculative/drafters/<name>.py``; ``config.drafter_table`` lists the drafters.
 """
 
@@ -31,9 +31,8 @@ from forethought.config.speculation import (
     DecodingBaseConfig,
     Levels,
     Nodes,
-    TreePaths,
-    all_nodes,
 )
+from forethought.config.tree import TreePaths, all_nodes
 from forethought.errors import ModelError, ParameterError, UsageError
 from forethought.model_dir import find_model_dir
 

@@ -8,26 +8,21 @@ lengths are set; impossible or ambiguous ones are refused. The drafters' own cla
 The bounds below are far beyond useful values, and small enough that no table or search of a drafter
 grows without limit. The engine's limits come on top: it refuses drafts longer than the context when
 it is built, and a step shortens drafts to the KV slots it has left.
-
-A static tree is a list of paths, a path being the rank of each token on it: ``[1, 0]`` is the most
-probable token after the second most probable one. Two forms are read: all nodes
-(``[[0], [1], [1, 0]]``), or the leaves only (``[[0, 0], [1, 0]]``). A list with a path of one rank
-is one of all nodes. Either form may be given as text.
 """
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 import pydantic
-from pydantic import AliasChoices, BeforeValidator, Field
+from pydantic import AliasChoices, Field
 
 from forethought.config.base import StrictModel
 from forethought.config.drafter_table import decoding_types, find_drafter
 from forethought.config.registry import Registry
+from forethought.config.tree import all_nodes, missing_path
 from forethought.errors import ParameterError
 from forethought.model_dir import find_model_dir
 
@@ -48,33 +43,6 @@ MAX_WINDOW = 1 << 16
 
 Levels = Annotated[int, Field(ge=0, le=MAX_LEVELS)]
 Nodes = Annotated[int, Field(ge=0, le=MAX_NODES)]
-
-
-def _from_text(value: Any) -> Any:
-    """Parse a list of paths that is given as text."""
-    try:
-        return ast.literal_eval(value) if isinstance(value, str) else value
-    except (ValueError, SyntaxError) as error:
-        raise ValueError("it is not the text of a list of lists") from error
-
-
-TreePaths = Annotated[tuple[tuple[int, ...], ...], BeforeValidator(_from_text)]
-"""A static tree; see this module's docstring, and ``speculative.tree.TreeChoices``."""
-
-
-def all_nodes(paths: Collection[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """Every node on the paths, sorted by length and then by value."""
-    nodes = {path[:end] for path in paths for end in range(1, len(path) + 1)}
-    return tuple(sorted(nodes, key=lambda path: (len(path), path)))
-
-
-def missing_path(paths: Collection[tuple[int, ...]]) -> tuple[int, ...] | None:
-    """A node that is missing in a list of all nodes; None: none, or these are the leaves only."""
-    listed, nodes = set(paths), all_nodes(paths)
-    inner = {path[:-1] for path in nodes}
-    if min(map(len, paths)) > 1 and not listed & inner:
-        return None
-    return next((node for node in nodes if node not in listed), None)
 
 
 def find_config_class(kind: Any) -> type[DecodingBaseConfig]:

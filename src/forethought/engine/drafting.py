@@ -30,11 +30,12 @@ from typing import NamedTuple
 
 from forethought.engine.scheduler import Plan, PlannedRow
 from forethought.engine.sequence import Sequence
-from forethought.kv.draft_cache import DraftKvCache, HiddenStateCache
+from forethought.kv.storage import DraftKvCache, HiddenStateCache
 from forethought.kv.table import TableView
 from forethought.outputs import EngineStats
-from forethought.speculative.draft import NO_DRAFT, Draft
 from forethought.speculative.drafter import (
+    NO_DRAFT,
+    Draft,
     Drafter,
     DraftRequest,
     ResourceManager,
@@ -42,8 +43,7 @@ from forethought.speculative.drafter import (
     TokenView,
     check_draft,
 )
-from forethought.speculative.length.base import Schedule
-from forethought.speculative.length.policy import LengthPolicy, StepRecord
+from forethought.speculative.length.policy import LengthPolicy, Schedule, StepRecord
 from forethought.speculative.verify.verify import AcceptanceRule
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class ManagedResources:
         return True
 
     def prepare(self, batch: ScheduledRequests) -> None:
-        """The drafter is about to be asked."""
+        """The drafter is about to draft."""
         if self.manager is not None:
             self.manager.prepare_resources(batch)
 
@@ -129,8 +129,8 @@ class _RequestDraft:
     request: DraftRequest
     limits: dict[DrafterEntry, _Limits] = field(default_factory=dict)
     """By drafter to ask, in order."""
-    asked: list[DrafterEntry] = field(default_factory=list)
-    """Drafters asked so far; the draft, if there is one, is from the last."""
+    tried: list[DrafterEntry] = field(default_factory=list)
+    """Drafters tried so far; the draft, if there is one, is from the last."""
     draft: Draft = NO_DRAFT
     """The proposal, checked. The drafter may still change the one of the request."""
 
@@ -153,7 +153,7 @@ class Drafting:
     """Drafts for the sequences of an engine.
 
     Args:
-        drafters: asked in this order, the next one for requests that have no draft yet.
+        drafters: tried in this order, the next one for requests that have no draft yet.
         stats: the engine's totals.
         vocab_size: ids are below this.
     """
@@ -221,7 +221,7 @@ class Drafting:
         for each in drafts:
             row = each.row
             row.draft = each.draft
-            rule = each.asked[-1].rule if len(row.draft) else None
+            rule = each.tried[-1].rule if len(row.draft) else None
             if rule is not None and rule.applies_to(row.sequence.params):
                 row.rule = rule
             if len(row.draft) != row.num_nodes:
@@ -231,7 +231,7 @@ class Drafting:
     def _request(
         self, entry: DrafterEntry, sequence: Sequence, max_draft_len: int
     ) -> DraftRequest | None:
-        """The request that the drafter may be shown; None if it is not to be asked."""
+        """The request that the drafter may be shown; None if it is not to draft for it."""
         length = self._max_draft_len(entry, sequence, max_draft_len)
         if length <= 0:
             return None
@@ -305,7 +305,7 @@ class Drafting:
             return
         for each in asking:
             each.request.table = TableView(each.row.sequence.table)
-            each.asked.append(entry)
+            each.tried.append(entry)
         step = self._steps[entry] = _DrafterStep(self._prefilling(entry, prefilling))
         if self._prepare(entry, asking, step.prefilling) and not self._propose(
             entry, asking, step.prefilling
@@ -398,13 +398,13 @@ class Drafting:
         forward_seconds = seconds - sum(step.seconds for step in self._steps.values())
         for entry in self.drafters:
             step = self._steps.get(entry, _DrafterStep())
-            drafts = [each for each in self._drafts.values() if entry in each.asked]
+            drafts = [each for each in self._drafts.values() if entry in each.tried]
             self._update(entry, [each.request for each in drafts], step.prefilling)
             record = StepRecord(
                 requests=[
                     (number, each.draft.depth, accepted[number])
                     for each in drafts
-                    if each.asked[-1] is entry
+                    if each.tried[-1] is entry
                     and len(each.draft)
                     and (number := each.request.request_id) in accepted
                 ],
@@ -423,7 +423,7 @@ class Drafting:
         self._drafts, self._steps = {}, {}
 
     def _update(
-        self, entry: DrafterEntry, asked: list[DraftRequest], prefilling: list[DraftRequest]
+        self, entry: DrafterEntry, drafting: list[DraftRequest], prefilling: list[DraftRequest]
     ) -> None:
         """Call drafter and manager after the step, for the requests that go on."""
         batch, shown = (
@@ -433,7 +433,7 @@ class Drafting:
                 if request.request_id in self._requests
                 and (entry, request.request_id) not in self._disabled
             ]
-            for requests in (asked, prefilling)
+            for requests in (drafting, prefilling)
         )
         if not batch:
             return
@@ -464,8 +464,8 @@ class Drafting:
     def drop(self, sequence: Sequence, error: Exception) -> None:
         """The target failed on the sequence's draft: no more drafts of that drafter for it."""
         draft = self._drafts[sequence.id]
-        self._count_failure(draft.asked[-1], error, "the target failed on its draft")
-        self._disable(draft.asked[-1], [draft.request])
+        self._count_failure(draft.tried[-1], error, "the target failed on its draft")
+        self._disable(draft.tried[-1], [draft.request])
         draft.draft = NO_DRAFT
 
     def release(self, sequence: Sequence) -> None:

@@ -27,8 +27,7 @@ from forethought.errors import (
     UnknownNameError,
     UsageError,
 )
-from forethought.kv.pool import PagePool
-from forethought.kv.prefix import PrefixIndex
+from forethought.kv.pool import PagePool, PrefixIndex
 from forethought.kv.table import PageTable
 from forethought.model.runner import ModelRunner
 from forethought.model.sampling import Constraint, Constraints
@@ -119,6 +118,8 @@ class Engine:
     def _check_params(self, params: SamplingParams) -> None:
         self._check_ids("logit_bias", params.logit_bias or ())
         self._check_ids("stop_token_ids", params.stop_token_ids)
+        if not isinstance(params.thinking_end, str | None):
+            self._check_ids("thinking_end", params.thinking_end)
         drafter = params.speculation.drafter if params.speculation is not None else None
         if drafter is not None and drafter not in self.speculation.names:
             raise UnknownNameError("drafter", drafter, self.speculation.names)
@@ -149,12 +150,13 @@ class Engine:
 
     @staticmethod
     def _check_constraints(params: SamplingParams, constraints: Constraints | None) -> None:
-        """Constraints are given if and only if the params ask for a shape of the output."""
-        if (params.guided_decoding is None) != (constraints is None):
+        """Constraints are given if and only if the params restrict the output."""
+        if params.constrains != (constraints is not None):
             raise ParameterError(
-                "guided_decoding and constraints belong together",
-                f"guided_decoding is {params.guided_decoding}, constraints are {constraints}",
-                "Text is not known here: llm.grammar compiles the constraints of a shape",
+                "guided_decoding or a thinking budget, and constraints, belong together",
+                f"guided_decoding is {params.guided_decoding}, thinking_budget is "
+                f"{params.thinking_budget}, constraints are {constraints}",
+                "Text is not known here: llm.grammar and llm.thinking make the constraints",
             )
 
     # ---- sequences --------------------------------------------------------------------------
@@ -185,13 +187,13 @@ class Engine:
             prompt_ids: the prompt, which has passed ``check_prompt`` with these params.
             params: how to sample and when to stop.
             keep: park each sequence at its end instead of closing it.
-            constraints: of the shape that ``params.guided_decoding`` asks for, if it does.
+            constraints: of the shape or the thinking budget that the params ask for, if they do.
 
         Raises:
-            ParameterError: constraints without a shape, or a shape without constraints.
+            ParameterError: constraints that the params do not ask for, or none where they do.
         """
         self._check_constraints(params, constraints)
-        made = [constraints() if constraints is not None else None for _ in range(params.n)]
+        made = constraints(prompt_ids, params.n) if constraints else [None] * params.n
         arrival, seed = next(self._arrivals), self._seed(params)
         samples: list[Sequence] = []
         for index, constraint in enumerate(made):
@@ -227,7 +229,7 @@ class Engine:
         """
         self.check_resume(sequence, params)
         self._check_constraints(params, constraints)
-        constraint = constraints() if constraints is not None else None
+        constraint = constraints(sequence.tokens, 1)[0] if constraints else None
         if sequence.num_uncomputed == 0:  # the last token's logits are needed once more
             sequence.table.rewind(len(sequence.tokens) - 1)
         self._start(sequence, params, next(self._arrivals), self._seed(params), constraint)
@@ -296,7 +298,7 @@ class Engine:
         self.scheduler.close(sequence)
 
     def shutdown(self) -> None:
-        """Tell the drafters that the engine is going away."""
+        """Let the drafters release what they hold: the engine ends."""
         self.speculation.shutdown()
 
     def check_integrity(self) -> None:

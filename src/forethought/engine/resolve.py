@@ -16,15 +16,14 @@ from forethought.engine.drafting import DrafterEntry
 from forethought.engine.engine import Engine
 from forethought.engine.scheduler import Limits
 from forethought.errors import CapacityError, ParameterError
-from forethought.kv.draft_cache import HiddenStateCache
-from forethought.kv.storage import KvStorage
+from forethought.kv.storage import HiddenStateCache, KvStorage
 from forethought.model import loader
 from forethought.model.causal_lm import CausalLM
 from forethought.model.device import check_threads, find_device
 from forethought.model.runner import ModelRunner
 from forethought.speculative import registry
-from forethought.speculative.length.base import schedule
-from forethought.speculative.length.policy import length_policy
+from forethought.speculative.length import length_policy
+from forethought.speculative.length.policy import schedule
 from forethought.speculative.registry import Target
 from forethought.speculative.verify.rules import rule_of
 

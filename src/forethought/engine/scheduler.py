@@ -25,11 +25,10 @@ from forethought.engine.sequence import (
     attach_ready_dependents,
     detach_from_parent,
 )
-from forethought.kv.pool import PagePool
-from forethought.kv.prefix import PrefixIndex
+from forethought.kv.pool import PagePool, PrefixIndex
 from forethought.kv.table import PageCopy
 from forethought.outputs import EngineStats, FinishReason
-from forethought.speculative.draft import NO_DRAFT, Draft
+from forethought.speculative.drafter import NO_DRAFT, Draft
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -124,8 +124,8 @@ class Sequence:
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether log-probabilities of prompt tokens are still to be computed."""
-        asked = self.params.prompt_logprobs is not None
-        return asked and len(self.prompt_logprobs) < self.prompt_length
+        wanted = self.params.prompt_logprobs is not None
+        return wanted and len(self.prompt_logprobs) < self.prompt_length
 
     @property
     def rank(self) -> tuple[int, int, int]:

@@ -35,15 +35,20 @@ from forethought.engine.sequence import (
     siblings_to_sample,
 )
 from forethought.errors import LogitsError, RequestError
-from forethought.kv.draft_cache import DraftKvCache
-from forethought.kv.prefix import PrefixIndex
-from forethought.kv.storage import KvStorage
+from forethought.kv.pool import PrefixIndex
+from forethought.kv.storage import DraftKvCache, KvStorage
 from forethought.kv.table import SlotMove
 from forethought.model.batch import Row
 from forethought.model.runner import ModelRunner
 from forethought.model.sampling import TokenContext, prompt_logprobs
-from forethought.outputs import GRAMMAR_COMPLETE, EngineStats, FinishReason, TokenLogprobs
-from forethought.speculative.draft import NO_DRAFT, Draft
+from forethought.outputs import (
+    GRAMMAR_COMPLETE,
+    EngineStats,
+    FinishReason,
+    TokenConfidence,
+    TokenLogprobs,
+)
+from forethought.speculative.drafter import NO_DRAFT, Draft
 from forethought.speculative.verify.verify import VerificationRequest, VerificationResult, verify
 
 log = logging.getLogger(__name__)
@@ -67,6 +72,8 @@ class Event:
     finish_reason: FinishReason | None = None
     error: Exception | None = None
     """The step failed for this sequence, which is closed."""
+    confidences: list[TokenConfidence] | None = None
+    """One entry per token, if asked for."""
 
 
 class Step:
@@ -159,7 +166,7 @@ class Step:
             plan.drop_drafts()
 
     def _prepare_pages(self, plan: Plan) -> None:
-        """Make the copy-on-write copies; invalidate in the draft caches what is computed anew."""
+        """Make the copy-on-write copies; invalidate in the draft caches what is computed again."""
         try:
             for storage in self._storages:
                 storage.copy_pages(plan.copies)
@@ -399,7 +406,8 @@ class Step:
         if reason is not None:
             self._scheduler.finish(sequence, reason)
         logprobs = result.logprobs and result.logprobs[: len(tokens)]
-        return Event(sequence, tokens, logprobs, reason)
+        confidences = result.confidences and result.confidences[: len(tokens)]
+        return Event(sequence, tokens, logprobs, reason, confidences=confidences)
 
     def _fail(self, sequence: Sequence, error: Exception) -> Event:
         self._stats.failures += 1

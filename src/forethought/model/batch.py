@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forethought.config.tree import node_depths
 from forethought.kv.table import ReadableTable
 
 
@@ -60,10 +61,7 @@ class Row:
         """Distance of each token from the first new position: ``position - start``."""
         if self.parents is None:
             return list(range(len(self.tokens)))
-        depths: list[int] = []
-        for parent in self.parents:
-            depths.append(0 if parent < 0 else depths[parent] + 1)
-        return depths
+        return [depth - 1 for depth in node_depths(self.parents)]
 
     def visible(self) -> Tensor:
         """bool ``[n, n]`` on the host: new tokens (columns) that each new token attends to."""

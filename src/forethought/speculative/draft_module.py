@@ -26,13 +26,12 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from forethought.kv.draft_cache import DraftKvCache, HiddenStateCache
-from forethought.kv.storage import KvStorage, LayerShape
+from forethought.kv.storage import DraftKvCache, HiddenStateCache, KvStorage, LayerShape
 from forethought.kv.table import ReadableTable
 from forethought.model.attention.base import AttentionBackend, ForwardPass, PagedPass
 from forethought.model.attention.workspace import KvWorkspace, catch_up_start
 from forethought.model.batch import Batch, Row
-from forethought.speculative.drafter import DraftRequest
+from forethought.speculative.drafter import DraftRequest, table_of
 from forethought.speculative.registry import Target
 
 T = TypeVar("T")
@@ -135,12 +134,12 @@ def compute_in_chunks(
         if sum(each.stop - each.start for each in left) <= max_num_tokens or not any(early):
             return forward(left, 1)
         capacity, chunk = max_num_tokens, list[TokenRange]()
-        for place, count in enumerate(early):
+        for index, count in enumerate(early):
             taken = min(capacity, count)
             if taken:
-                each, capacity = left[place], capacity - taken
+                each, capacity = left[index], capacity - taken
                 chunk.append(each._replace(stop=each.start + taken))
-                left[place] = each._replace(start=each.start + taken)
+                left[index] = each._replace(start=each.start + taken)
         forward(chunk, 0)
 
 
@@ -197,13 +196,6 @@ class DraftModuleRunner:
     def draft_caches(self) -> tuple[DraftKvCache, ...]:
         """The target's hidden states, if they are read, and the network's KV cache."""
         return (self.cache,) if self.hidden_states is None else (self.hidden_states, self.cache)
-
-    def can_read(self, request: DraftRequest) -> bool:
-        """Whether the target's hidden states are stored up to the root."""
-        known = len(request.tokens) - 1  # the root is not computed yet
-        if self.hidden_states is None:
-            return True
-        return known > 0 and self.hidden_states.ready_length(table_of(request), known) == known
 
     def missing_from(self, request: DraftRequest) -> int:
         """The first entry of a request that is not stored."""
@@ -341,9 +333,3 @@ class DraftModuleRunner:
         ]
         module: DraftModule = self.network  # type: ignore[assignment]  # it reads hidden states
         return module.enter(found[0] if len(found) == 1 else torch.cat(found))
-
-
-def table_of(request: DraftRequest) -> ReadableTable:
-    """Where its tokens lie."""
-    assert request.table is not None
-    return request.table

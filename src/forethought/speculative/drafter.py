@@ -1,4 +1,4 @@
-"""The drafter interface: base classes of our drafters and of custom ones, and what they work on.
+"""The drafter interface: drafts, base classes of our drafters and custom ones, and their input.
 
 A complete drafter::
 
@@ -11,6 +11,11 @@ A drafter proposes, the target decides: whatever is proposed, the output is that
 If a drafter raises (``SystemExit`` included) or proposes an invalid draft, its requests continue
 without drafts; ``check_draft`` cuts what cannot be verified. Only Ctrl-C, and what a signal handler
 raises, end the call in which the drafter ran. Names are those of TensorRT-LLM's developer guide.
+
+A draft is a tree of proposed tokens that follow the last known one. Node numbers count the drafted
+tokens from 0; -1 is the root, the last known token. A chain is a tree without branches. A draft
+states how its tokens were drawn, because verification is exact only for the distribution that they
+really come from.
 """
 
 from __future__ import annotations
@@ -20,16 +25,74 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING, Any, overload
 
 from forethought.config.sampling import SamplingParams
+from forethought.config.tree import node_depths
 from forethought.errors import ParameterError
-from forethought.speculative.draft import NO_DRAFT, Draft, DraftKind
-from forethought.speculative.tree import node_depths
 
 if TYPE_CHECKING:
-    from forethought.kv.draft_cache import DraftKvCache
-    from forethought.kv.table import TableView
+    from torch import Tensor
+
+    from forethought.kv.storage import DraftKvCache, HiddenStateCache
+    from forethought.kv.table import ReadableTable, TableView
+
+
+class DraftKind(Enum):
+    """How the children of one node were chosen."""
+
+    POINT = "point"
+    """Deterministically, or at random in a way that verification need not know: n-grams, the k most
+    probable tokens, beams. Each is tested as a point mass."""
+    IID = "iid"
+    """Drawn independently from ``q`` (chains; SpecInfer's trees)."""
+    WITHOUT_REPLACEMENT = "without_replacement"
+    """Drawn one after the other from ``q``, earlier siblings taken out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """N proposed tokens.
+
+    Attributes:
+        tokens: N ids of the target's vocabulary.
+        parents: the node that each one follows, -1 for the root; parents come before children.
+            None: a chain.
+        kind: how siblings were chosen.
+        q: None for ``POINT``; else float32 ``[N, D]``, on the target's device: row n is the
+            distribution that node n's token was drawn from, before any sibling was taken out.
+        ids: int64 ``[D]``, the target's id of each column of ``q``; None: D is its vocabulary.
+    """
+
+    tokens: Sequence[int]
+    parents: tuple[int, ...] | None = None
+    kind: DraftKind = DraftKind.POINT
+    q: Tensor | None = None
+    ids: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def parent(self, node: int) -> int:
+        """The node that ``node`` follows; -1 is the root."""
+        return node - 1 if self.parents is None else self.parents[node]
+
+    @property
+    def depths(self) -> list[int]:
+        """Depth of each node: 1 for the children of the root."""
+        if self.parents is None:
+            return list(range(1, len(self) + 1))
+        return node_depths(self.parents)
+
+    @property
+    def depth(self) -> int:
+        """Number of tokens on the longest path."""
+        return len(self) if self.parents is None else max(self.depths, default=0)
+
+
+NO_DRAFT = Draft(())
+"""Nothing is proposed: plain decoding."""
 
 
 class TokenView(Sequence[int]):
@@ -148,6 +211,34 @@ class DraftRequest:
                 "invalid beam", f"got {beam!r}, and there is no beam search", "Leave it out"
             )
         return list(self.tokens)
+
+
+def table_of(request: DraftRequest) -> ReadableTable:
+    """Where its tokens lie."""
+    assert request.table is not None
+    return request.table
+
+
+def readable(
+    requests: Sequence[DraftRequest], hidden_states: HiddenStateCache
+) -> list[DraftRequest]:
+    """The requests that may have a draft and whose hidden states are stored up to the root."""
+    return [
+        request
+        for request in requests
+        if request.max_nodes > 0 and hidden_states.covers(table_of(request), _num_computed(request))
+    ]
+
+
+def root_states(requests: Sequence[DraftRequest], hidden_states: HiddenStateCache) -> Tensor:
+    """The hidden state that the root of each request was sampled from: ``[N, width]``."""
+    tables = list(map(table_of, requests))
+    return hidden_states.read_last(tables, list(map(_num_computed, requests)))
+
+
+def _num_computed(request: DraftRequest) -> int:
+    """Tokens that the target has computed: all but the root."""
+    return len(request.tokens) - 1
 
 
 @dataclass(slots=True)

@@ -1,9 +1,7 @@
-"""Builds the drafts of a head level by level: static trees of ranks, and EAGLE-2's dynamic trees.
+"""EAGLE-2's dynamic draft trees (Li et al., 2024, arXiv 2406.16858), built level by level.
 
 Tokens stay on the device meanwhile: each level's forward is queued behind the previous one, and all
-drafts are transferred to the host together.
-
-Dynamic trees: Li et al., 2024 (arXiv 2406.16858). A node's score is the log-probability of its path
+drafts are transferred to the host together. A node's score is the log-probability of its path
 under the head. The k best nodes of each level are expanded, each with its k most probable children;
 in the end the best nodes of all levels are kept. Of equal scores the node that was made first wins,
 and a child never scores more than its parent, so the kept nodes form a tree.
@@ -12,153 +10,12 @@ and a child never scores more than its parent, so the kept nodes form a tree.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from forethought.model.batch import ancestors
-from forethought.speculative.draft import Draft
 from forethought.speculative.draft_module import DraftModuleRunner
-from forethought.speculative.drafter import DraftRequest
-from forethought.speculative.tree import TreeChoices, tokens_of_ranks
-
-
-class TreeBuilder(Protocol):
-    """Builds the drafts of a step with a draft module."""
-
-    def nodes(self, depth: int) -> int:
-        """KV slots behind the root that a draft of ``depth`` levels needs."""
-        ...
-
-    def grow(self, runner: DraftModuleRunner, requests: Sequence[DraftRequest]) -> None:
-        """Set the drafts of ``requests``."""
-        ...
-
-
-class StaticTreeBuilder:
-    """A static tree of ranks, or a chain.
-
-    Args:
-        choices: the tree.
-        device: of the draft module.
-    """
-
-    def __init__(self, choices: TreeChoices, device: torch.device) -> None:
-        self._choices = choices
-        self._levels = _levels(choices, device)
-
-    def nodes(self, depth: int) -> int:
-        """Nodes of the tree down to ``depth``."""
-        return self._choices.num_nodes(depth)
-
-    def grow(self, runner: DraftModuleRunner, requests: Sequence[DraftRequest]) -> None:
-        """See :class:`TreeBuilder`. Short drafts take no part in the forwards of deeper levels."""
-        requests = sorted(requests, key=self._size, reverse=True)
-        sizes = list(map(self._size, requests))
-        root = runner.begin(requests, sum(level.inner for level in self._levels))
-        states, logits = root.output
-        drawn: list[Tensor] = []
-        for depth, level in enumerate(self._levels, start=1):
-            tokens = level.draw(logits, runner.network.ids)
-            drawn.append(tokens)
-            further = sum(size > level.end for size in sizes)
-            if not further:
-                break
-            root.workspace.keep(further)
-            token_ids, states = level.grown(tokens[:further], states[: further * level.width])
-            seen = None if level.seen is None else level.seen.expand(further, -1, -1)
-            states, logits = runner.advance(root, depth, token_ids, states, seen)
-        self._finish(requests, sizes, drawn)
-
-    def _size(self, request: DraftRequest) -> int:
-        """Number of nodes of its draft."""
-        return min(self.nodes(request.max_draft_len), request.max_nodes)
-
-    def _finish(
-        self, requests: Sequence[DraftRequest], sizes: Sequence[int], drawn: Sequence[Tensor]
-    ) -> None:
-        """Transfer all tokens to the host at once, and set the drafts."""
-        flat: list[int] = torch.cat([level.flatten() for level in drawn]).tolist()
-        drafts: list[list[int]] = [[] for _ in requests]
-        begin = 0
-        for tokens in drawn:
-            rows, width = tokens.shape
-            for row in range(rows):
-                drafts[row] += flat[begin : begin + width]
-                begin += width
-        is_chain = self._choices.depth == len(self._choices)
-        for request, tokens_, size in zip(requests, drafts, sizes, strict=True):
-            parents = None if is_chain else self._choices.parents[:size]
-            request.draft = Draft(tokens_[:size], parents)
-
-
-class _StaticLevel:
-    """The nodes of one depth.
-
-    Attributes:
-        begin, end: which nodes of the tree they are.
-        width: nodes of the level above that have children; 1 for the root.
-        inner: nodes of this level that have children.
-        seen: bool ``[inner, read]``, which of the nodes with children so far are visible to each of
-            these; None: all.
-    """
-
-    def __init__(
-        self, choices: TreeChoices, above: Sequence[int], nodes: range, read: list[int]
-    ) -> None:
-        parents, ranks = choices.parents, choices.ranks
-        self.begin, self.end, self.width = nodes.start, nodes.stop, len(above)
-        inner = [node for node in nodes if node in set(parents)]
-        self.nodes, self.inner = inner, len(inner)
-        row_of = {node: row for row, node in enumerate(above)}
-        self._rows = torch.tensor([row_of[parents[node]] for node in nodes])
-        self._ranks = torch.tensor([ranks[node] for node in nodes])
-        self._max_rank = max(ranks[node] for node in nodes)
-        self._inner = torch.tensor([node - nodes.start for node in inner], dtype=torch.int64)
-        self._inner_rows = self._rows[self._inner]
-        self._is_single = len(nodes) == self.width == 1
-        seen = ancestors(parents)[inner][:, read + inner]
-        self.seen = None if bool(seen.all()) else seen
-
-    def to(self, device: torch.device) -> _StaticLevel:
-        """Its tensors on a device."""
-        for name, value in vars(self).items():
-            if isinstance(value, Tensor):
-                setattr(self, name, value.to(device))
-        return self
-
-    def draw(self, logits: Tensor, ids: Tensor | None) -> Tensor:
-        """logits ``[rows * width, D]`` -> int64 ``[rows, nodes]``, the target's ids."""
-        if self._is_single and not self._max_rank:
-            tokens = logits.argmax(-1, keepdim=True)  # a chain's level, without an index
-        else:
-            grouped = logits.view(-1, self.width, logits.shape[-1])
-            tokens = tokens_of_ranks(grouped, self._rows, self._ranks, self._max_rank)
-        return tokens if ids is None else ids[tokens]
-
-    def grown(self, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens of the nodes with children ``[rows * inner]``, and their parents' states.
-
-        Args:
-            tokens: ``[rows, nodes]``.
-            states: ``[rows * width, hidden]``.
-        """
-        if self._is_single:
-            return tokens.flatten(), states
-        grouped = states.view(len(tokens), self.width, -1)
-        return tokens[:, self._inner].flatten(), grouped[:, self._inner_rows].flatten(0, 1)
-
-
-def _levels(choices: TreeChoices, device: torch.device) -> list[_StaticLevel]:
-    levels: list[_StaticLevel] = []
-    above, read, begin = [-1], list[int](), 0
-    for depth in range(1, choices.depth + 1):
-        end = begin + sum(len(path) == depth for path in choices.paths)
-        levels.append(_StaticLevel(choices, above, range(begin, end), read))
-        above, begin = levels[-1].nodes, end
-        read = read + above
-    return [level.to(device) for level in levels]
+from forethought.speculative.drafter import Draft, DraftRequest
 
 
 class Expansion:
@@ -190,8 +47,8 @@ class Expansion:
         """The children of the roots; logits ``[B, D]``."""
         scores, tokens = logits.float().log_softmax(-1).topk(self.width)
         self._add(tokens, scores, torch.full_like(tokens, -1))
-        places = torch.arange(self.width, device=tokens.device).expand_as(tokens)
-        self.beams, self._beam_scores, self._beam_nodes = tokens, scores, places
+        indices = torch.arange(self.width, device=tokens.device).expand_as(tokens)
+        self.beams, self._beam_scores, self._beam_nodes = tokens, scores, indices
         self.above = torch.zeros_like(tokens)
         own = torch.eye(self.width, dtype=torch.bool, device=tokens.device)
         self.seen = own.expand(len(tokens), -1, -1)
@@ -263,7 +120,7 @@ class DynamicTreeBuilder:
         return max(min(self._total, made), self._width * (depth - 1))
 
     def grow(self, runner: DraftModuleRunner, requests: Sequence[DraftRequest]) -> None:
-        """See :class:`TreeBuilder`. Requests with fewer KV slots get narrower trees, separately."""
+        """See ``TreeBuilder``. Requests with fewer KV slots get narrower trees, separately."""
         shapes: dict[tuple[int, int], list[DraftRequest]] = {}
         for request in requests:
             shapes.setdefault(self._shape(request, runner.network.vocab_size), []).append(request)

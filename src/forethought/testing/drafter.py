@@ -28,9 +28,9 @@ from forethought.config.speculation import DecodingBaseConfig
 from forethought.engine import resolve
 from forethought.engine.engine import Engine
 from forethought.engine.sequence import Sequence as Live
-from forethought.speculative.draft import DraftKind
 from forethought.speculative.drafter import (
     Drafter,
+    DraftKind,
     DraftRequest,
     ResourceManager,
     ScheduledRequests,

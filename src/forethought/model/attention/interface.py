@@ -161,7 +161,7 @@ def probe_mask(
 
     Returns:
         int64 ``[1, 1, q_length, kv_length]`` filled with the width of the window, 0 for a causal
-        mask, -1 for anything else: the layer's mask is the only way to tell the layer.
+        mask, -1 for anything else: the layer's mask is the only way to identify the layer.
     """
     last = int(getattr(config, "max_position_embeddings", None) or 4096) + 1
     keys = torch.arange(last + 2)

@@ -1,14 +1,24 @@
 """The portable attention backend: torch's scaled_dot_product_attention, on CPU and CUDA.
 
-``sdpa_plan.py`` plans once per batch which rows attend together and over which pages. The query
-heads that share a key/value head are folded into the query length, ``[B, kv_heads, shared * n,
-dim]``, so keys and values are never expanded for a few new tokens. Softcap and attention sinks,
-which torch's kernel lacks, are computed by hand.
+How the rows of a batch attend is planned once per forward and window. A row attends in one of three
+ways:
+
+===============  ============================================  ====================================
+``DecodeView``   one new token, contiguous pages               a view of the cache, nothing copied
+``PaddedGroup``  a few new tokens each (decodes, draft trees)  pages gathered, one padded call
+``MaskedRow``    many new tokens (prefill chunk, large tree)   a call with a mask of its own
+===============  ============================================  ====================================
+
+The query heads that share a key/value head are folded into the query length, ``[B, kv_heads, shared
+* n, dim]``, so keys and values are never expanded for a few new tokens. Softcap and attention
+sinks, which torch's kernel lacks, are computed by hand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -16,16 +26,308 @@ from torch import Tensor
 
 from forethought.kv.storage import KvStorage
 from forethought.model.attention.base import Capability, Scoring
-from forethought.model.attention.sdpa_plan import (
-    BATCH_INVARIANT_QUERIES,
-    MAX_GROUP_QUERIES,
-    DecodeView,
-    FoldedMask,
-    SdpaPlan,
-    SdpaPlanner,
-    additive,
-)
-from forethought.model.batch import Batch
+from forethought.model.batch import Batch, Span
+
+# On a CPU. A row with fewer bytes of keys and values per layer than SMALL_ROW_BYTES joins a group
+# if there are at least MIN_GROUP_ROWS of them: gathering costs less than a call per row. The copies
+# of a group should stay in the CPU's caches: past MAX_GROUP_BYTES another group begins.
+SMALL_ROW_BYTES = 320 * 1024
+MIN_GROUP_ROWS = 4
+MAX_GROUP_BYTES = 4 * 2**20
+MAX_GROUP_QUERIES = 32
+"""New tokens that a row of a group may have; a row with more gets a call of its own."""
+BATCH_INVARIANT_QUERIES, BATCH_INVARIANT_LENGTH = 16, 512
+"""Queries per call, and stored tokens, up to which 16-bit attention on a CPU is batch-invariant.
+
+torch's CPU kernel rounds a query's result by the number of queries in the call, but not from 4
+(with AMX: 1) to 16 of them, nor by the number of keys if that is a multiple of 16 (masked ones
+count). So whole pages are attended to, queries are padded to the minimum, and prefills
+are cut into parts of 16 tokens: with pages of 16 tokens, keys and values in bf16 and fp16 do not
+depend on the batch. Longer prefills are not cut, it would cost too much. Softcap and sinks, which
+are computed by hand, are batch-invariant up to rounding only."""
+
+
+class FoldedMask:
+    """The mask of some tokens, for all layers of a plan.
+
+    Args:
+        mask: additive, ``[B, 1, n, L]``.
+    """
+
+    def __init__(self, mask: Tensor) -> None:
+        self._folds = {1: mask}
+
+    def fold(self, shared: int) -> Tensor:
+        """``[B, 1, shared * n, L]``: for ``shared`` query heads of one key head, each n tokens."""
+        if shared not in self._folds:
+            self._folds[shared] = self._folds[1].repeat(1, 1, shared, 1)
+        return self._folds[shared]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeView:
+    """A decode row, packed token ``token``, over ``length`` slots from ``first`` on.
+
+    Attributes:
+        mask: additive, ``[1, length]`` in the cache's dtype: the slots are those of whole pages.
+    """
+
+    token: int
+    first: int
+    length: int
+    mask: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedGroup:
+    """B rows in one call, padded to n new tokens and L stored ones, whole pages.
+
+    Attributes:
+        tokens: int64 ``[B * n]``, indices in the packed batch; padding repeats a row's last token.
+        num_rows: B.
+        pages: int64 ``[B * L / page_size]``, row by row.
+        mask: additive, ``[B, 1, n, L]`` in the cache's dtype.
+    """
+
+    tokens: Tensor
+    num_rows: int
+    pages: Tensor
+    mask: FoldedMask
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedRow:
+    """A row of n > 1 new tokens over L stored ones.
+
+    Attributes:
+        start, stop: its tokens in the packed batch.
+        pages: int64, the pages of the L tokens; None when they are the L slots from ``first`` on.
+        first: the first of the L tokens: a slot, or with ``pages`` an index into their tokens.
+        length: L.
+        mask: additive, ``[1, 1, n, L]`` in the cache's dtype; None: causal, query i attends to the
+            first i + 1 keys.
+    """
+
+    start: int
+    stop: int
+    pages: Tensor | None
+    first: int
+    length: int
+    mask: FoldedMask | None
+
+
+@dataclass(frozen=True, slots=True)
+class SdpaPlan:
+    """The calls that each layer of one window makes for one batch."""
+
+    page_size: int
+    views: list[DecodeView]
+    groups: list[PaddedGroup]
+    masked_rows: list[MaskedRow]
+
+
+class SdpaPlanner:
+    """Makes the plans.
+
+    Args:
+        grouping: whether decode rows are gathered into groups: "auto" by a measured rule, "always",
+            or "never" where their pages are contiguous.
+    """
+
+    def __init__(self, grouping: str = "auto") -> None:
+        assert grouping in ("auto", "always", "never")
+        self.grouping = grouping
+        self._step = torch.empty(0)
+        """Zeros, then a page of -inf: a view's mask is a slice of it."""
+
+    def __call__(self, batch: Batch, storage: KvStorage, window: int | None) -> SdpaPlan:
+        """Choose how each row attends, and build the masks and indices."""
+        spans = [part for span in batch.spans for part in _parts(span, storage)]
+        fitting = [span for span in spans if span.length <= MAX_GROUP_QUERIES]
+        alone = self._alone(fitting, window, storage)
+        grouped = [span for span in fitting if span.start not in alone]
+        others = [s for s in spans if s.start in alone or s.length > MAX_GROUP_QUERIES]
+        views = [span for span in others if _is_viewable(span)]
+        return SdpaPlan(
+            page_size=storage.page_size,
+            views=[self._view(span, window, storage) for span in views],
+            groups=[_group(spans, window, storage) for spans in _alike(grouped, window, storage)],
+            masked_rows=[
+                _masked_row(span, window, storage) for span in others if not _is_viewable(span)
+            ],
+        )
+
+    def _alone(self, spans: Sequence[Span], window: int | None, storage: KvStorage) -> set[int]:
+        """The rows, by their first packed token, that attend in a call of their own."""
+        possible = {span.start for span in spans if span.first_slot is not None or span.length > 1}
+        if self.grouping == "never":
+            return possible
+        if self.grouping == "always" or storage.device.type != "cpu":
+            return set()  # on a GPU a call per row is a launch per row
+        token_bytes = storage.layers[0].elements * storage.dtype.itemsize
+        small = {
+            span.start
+            for span in spans
+            if (span.kv_length - _skipped(span, window)) * token_bytes < SMALL_ROW_BYTES
+        }
+        return possible - small if len(small) >= MIN_GROUP_ROWS else possible
+
+    def _view(self, span: Span, window: int | None, storage: KvStorage) -> DecodeView:
+        assert span.first_slot is not None
+        skipped = _skipped_in_pages(span, window, storage)
+        length = len(span.pages) * storage.page_size - skipped
+        first = span.first_slot + skipped
+        if skipped == _skipped(span, window):
+            zeros = storage.num_pages * storage.page_size
+            if len(self._step) != zeros + storage.page_size or self._step.dtype != storage.dtype:
+                self._step = torch.zeros(
+                    zeros + storage.page_size, dtype=storage.dtype, device=storage.device
+                )
+                self._step[zeros:] = float("-inf")
+            mask = self._step.narrow(0, zeros - (span.kv_length - skipped), length)[None]
+            return DecodeView(span.start, first, length, mask)
+        bounds = torch.tensor(_bounds(span, window, skipped, 1), device=storage.device)
+        mask = additive(_between(bounds, length), storage.dtype)
+        return DecodeView(span.start, first, length, mask)
+
+
+def _skipped(span: Span, window: int | None) -> int:
+    """Number of first stored tokens that none of the row's new tokens attends to."""
+    if window is None:
+        return span.seen_from
+    return max(span.seen_from, span.kv_length - span.length - window + 1)
+
+
+def _skipped_in_pages(span: Span, window: int | None, storage: KvStorage) -> int:
+    """The same, rounded down to whole pages."""
+    return _skipped(span, window) // storage.page_size * storage.page_size
+
+
+def _is_viewable(span: Span) -> bool:
+    """Whether it is a decode row on contiguous pages."""
+    return span.length == 1 and span.first_slot is not None
+
+
+def _masked_row(span: Span, window: int | None, storage: KvStorage) -> MaskedRow:
+    skipped = _skipped_in_pages(span, window, storage)
+    length = len(span.pages) * storage.page_size - skipped
+    mask = None
+    fits = window is None or span.kv_length <= window
+    if span.tree is not None or span.kv_length > span.length or span.seen_from or not fits:
+        seen = _seen(span, window, storage.device)[:, skipped:]
+        seen = F.pad(seen, (0, length - seen.shape[1]))
+        mask = FoldedMask(additive(seen, storage.dtype)[None, None])
+    if span.first_slot is not None:
+        return MaskedRow(span.start, span.stop, None, span.first_slot + skipped, length, mask)
+    pages = torch.tensor(span.pages[skipped // storage.page_size :], device=storage.device)
+    return MaskedRow(span.start, span.stop, pages, 0, length, mask)
+
+
+def _parts(span: Span, storage: KvStorage) -> Iterator[Span]:
+    """The span, or on a CPU in 16 bits a prefill in parts: see ``BATCH_INVARIANT_QUERIES``."""
+    wide = storage.device.type != "cpu" or storage.dtype.itemsize != 2
+    if wide or span.tree is not None or span.kv_length > BATCH_INVARIANT_LENGTH:
+        yield span
+        return
+    for start in range(span.start, span.stop, BATCH_INVARIANT_QUERIES):
+        stop = min(start + BATCH_INVARIANT_QUERIES, span.stop)
+        kv_length = span.kv_length - (span.stop - stop)
+        pages = span.pages[: -(-kv_length // storage.page_size)]
+        yield replace(span, start=start, stop=stop, kv_length=kv_length, pages=pages)
+
+
+def _seen(span: Span, window: int | None, device: torch.device) -> Tensor:
+    """bool ``[n, kv_length]``: which stored tokens each new token attends to."""
+    size, tree = span.length, span.tree
+    if tree is None:
+        tree = torch.ones(size, size, dtype=torch.bool, device=device).tril_()
+    prefix = span.kv_length - size
+    seen = torch.cat([tree.new_ones(size, prefix), tree], 1)
+    seen[:, : span.seen_from] = False
+    if window is not None:
+        new_positions = prefix + tree.sum(1) - 1
+        positions = torch.cat([torch.arange(prefix, device=device), new_positions])
+        seen &= new_positions[:, None] - positions < window
+    return seen
+
+
+def _alike(spans: Sequence[Span], window: int | None, storage: KvStorage) -> list[list[Span]]:
+    """Groups of spans of similar sizes, so that padding never costs more than the rows do.
+
+    On a CPU a group is small enough for its gathered pages to stay in the caches.
+    """
+    token_bytes = storage.layers[0].elements * storage.dtype.itemsize
+    limit = MAX_GROUP_BYTES if storage.device.type == "cpu" else math.inf
+    groups: list[list[Span]] = []
+    longest = widest = 0
+    for span in sorted(spans, key=lambda span: (_width(span), span.kv_length), reverse=True):
+        length = span.kv_length - _skipped(span, window)
+        full = groups and (len(groups[-1]) + 1) * longest * token_bytes > limit
+        if not groups or full or 2 * length < longest or _width(span) < widest:
+            groups.append([])
+            longest, widest = length, _width(span)
+        groups[-1].append(span)
+    return groups
+
+
+def _width(span: Span) -> int:
+    """New tokens by powers of two: 0 for 1, 1 for 2, 2 for 3 and 4, ..."""
+    return (span.length - 1).bit_length()
+
+
+def _group(spans: Sequence[Span], window: int | None, storage: KvStorage) -> PaddedGroup:
+    page_size, device = storage.page_size, storage.device
+    size = max(span.length for span in spans)
+    skipped = [_skipped_in_pages(span, window, storage) for span in spans]
+    pages = [s.pages[skip // page_size :] for s, skip in zip(spans, skipped, strict=True)]
+    num_pages = max(map(len, pages))
+    # A shorter row is padded with its own last page, which the mask hides.
+    padded = [row + row[-1:] * (num_pages - len(row)) for row in pages]
+    tokens: list[int] = []
+    for span in spans:
+        tokens += range(span.start, span.stop)
+        tokens += [span.stop - 1] * (size - span.length)
+    bounds = [_bounds(s, window, skip, size) for s, skip in zip(spans, skipped, strict=True)]
+    seen = _between(torch.tensor(bounds, device=device), num_pages * page_size)
+    for row, (span, skip) in enumerate(zip(spans, skipped, strict=True)):
+        if span.tree is not None:
+            mask = _seen(span, window, device)[:, skip:]
+            seen[row, : span.length] = False
+            seen[row, : span.length, : mask.shape[1]] = mask
+            seen[row, span.length :] = seen[row, span.length - 1]
+    return PaddedGroup(
+        tokens=torch.tensor(tokens, device=device),
+        num_rows=len(spans),
+        pages=torch.tensor(padded, device=device).view(-1),
+        mask=FoldedMask(additive(seen, storage.dtype)[:, None]),
+    )
+
+
+def _bounds(span: Span, window: int | None, skipped: int, size: int) -> list[tuple[int, int]]:
+    """For ``size`` new tokens of a chain, the last one repeated: the range that each attends to.
+
+    Half-open, counted from stored token ``skipped`` on.
+    """
+    bounds = []
+    for index in range(size):
+        stop = span.kv_length - span.length + min(index, span.length - 1) + 1
+        start = span.seen_from if window is None else max(span.seen_from, stop - window)
+        bounds.append((start - skipped, stop - skipped))
+    return bounds
+
+
+def _between(bounds: Tensor, length: int) -> Tensor:
+    """bool ``[..., length]``: which indices lie within ``bounds`` ``[..., 2]``, half-open."""
+    low, high = bounds[..., None].unbind(-2)
+    indices = torch.arange(length, device=bounds.device)
+    return (indices >= low) & (indices < high)
+
+
+def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where ``seen`` (bool, any shape) is True, -inf elsewhere."""
+    mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+    return mask.masked_fill_(~seen, float("-inf"))
+
 
 MIN_QUERIES_WITH_AMX, MIN_QUERIES_WITHOUT_AMX = 1, 4
 MIN_QUERIES = (
@@ -52,7 +354,7 @@ def softmax_attention(
         mask: additive, broadcast to ``[B, kv_heads, queries, L]``; None: every key is attended to.
         scoring: scale, softcap and sinks.
         batch_invariant: round a query the same whatever the number of queries; see
-            ``sdpa_plan.BATCH_INVARIANT_QUERIES``.
+            ``BATCH_INVARIANT_QUERIES``.
 
     Returns:
         ``[B, kv_heads, queries, value_dim]``.
@@ -112,7 +414,7 @@ class SdpaAttention:
     """Attention through torch's kernels.
 
     Args:
-        grouping: see :class:`~forethought.model.attention.sdpa_plan.SdpaPlanner`.
+        grouping: see :class:`SdpaPlanner`.
     """
 
     name = "sdpa"

@@ -110,7 +110,7 @@ def is_batch_invariant(config: Any) -> bool:
     """Whether a model is so small that batch-invariant products cost little.
 
     Then prefix hits, batches and drafts change no token even in bf16 and fp16 on a CPU, as far as
-    attention is batch-invariant, too (``sdpa_plan.BATCH_INVARIANT_QUERIES``).
+    attention is batch-invariant, too (``sdpa.BATCH_INVARIANT_QUERIES``).
     """
     attention = config.num_attention_heads * (
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

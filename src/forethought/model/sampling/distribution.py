@@ -10,8 +10,8 @@ defined here and nowhere else, in this order:
    logits of tokens in the output.
 4. While the output is shorter than ``min_tokens``, every token that would end it is forbidden: the
    stop token ids, and end-of-sequence unless ``ignore_eos`` (then it ends nothing and is allowed).
-5. What the ``constraint`` (a grammar) does not allow is forbidden. It allows end-of-sequence where
-   the output may end.
+5. What the ``constraint`` (a grammar, a thinking budget) does not allow is forbidden. It allows
+   end-of-sequence where the output may end.
 6. ``temperature`` divides. 0 is greedy: all mass on the largest logit, lowest id among equals.
 7. ``top_k``, ``top_p`` and ``min_p`` truncate *jointly*: each marks the tokens that it keeps of the
    distribution of step 6, and a token stays if all three keep it. Each keeps a prefix of the tokens
@@ -49,8 +49,8 @@ class Constraint(Protocol):
     queries does not change the results.
     """
 
-    def mask(self, output: Sequence[int]) -> NDArray[np.uint8]:
-        """Which tokens may follow ``output``.
+    def mask(self, output: Sequence[int]) -> NDArray[np.uint8] | None:
+        """Which tokens may follow ``output``; None: any.
 
         An end-of-sequence token that ends the generation is among them exactly where the rule
         allows an end. No token may follow an output that breaks the rule.
@@ -70,8 +70,9 @@ class Constraint(Protocol):
         ...
 
 
-Constraints = Callable[[], Constraint]
-"""Makes the constraints of generations under one rule, one for each."""
+Constraints = Callable[[Sequence[int], int], Sequence[Constraint | None]]
+"""Makes the constraints of generations under one rule: ids of the prompt that they continue, and
+their number -> one for each."""
 
 
 def unpack(masks: NDArray[np.uint8], width: int) -> NDArray[np.bool_]:
@@ -186,14 +187,15 @@ def needs_edits(context: TokenContext) -> bool:
 
 
 def _allowed(contexts: Sequence[TokenContext], like: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The rows under a constraint, [R] int64, and the tokens allowed there, [R, V] bool.
+    """The rows that a constraint restricts, [R] int64, and the tokens allowed there, [R, V] bool.
 
     Masks are computed on the host, while a GPU still computes the logits.
     """
     masks = [
-        (row, context.constraint.mask(context.output))
+        (row, mask)
         for row, context in enumerate(contexts)
         if context.constraint is not None
+        and (mask := context.constraint.mask(context.output)) is not None
     ]
     if not masks:
         return None

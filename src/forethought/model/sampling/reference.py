@@ -1,4 +1,4 @@
-"""The reference implementation of ``distribution.py``: one row, in slow, plain Python.
+"""Reference implementations of distributions and confidences: one row, in slow, plain Python.
 
 The order and the meaning of the steps are in ``distribution.py``.
 """
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from forethought.config.sampling import SamplingParams
 from forethought.model.sampling.distribution import Constraint
+from forethought.outputs import TokenConfidence
 
 
 def reference_probs(
@@ -50,6 +51,20 @@ def reference_probs(
     return [probs[t] / remaining if t in kept else 0.0 for t in range(len(probs))]
 
 
+def reference_confidence(logits: Sequence[float], token: int, k: int) -> TokenConfidence:
+    """The confidence in ``token``, one of the finite ``logits``, over the ``k`` most probable."""
+    peak = max(logits)
+    total = math.fsum(math.exp(x - peak) for x in logits)
+    logprobs = [x - peak - math.log(total) for x in logits]
+    top = sorted(logprobs, reverse=True)[:k]
+    return TokenConfidence(
+        value=-math.fsum(top) / len(top),
+        logprob=logprobs[token],
+        entropy=-math.fsum(math.exp(x) * x for x in logprobs),
+        self_certainty=-math.log(len(logprobs)) - math.fsum(logprobs) / len(logprobs),
+    )
+
+
 def _edited(
     logits: Sequence[float],
     params: SamplingParams,
@@ -74,9 +89,9 @@ def _edited(
 
 
 def _allowed(width: int, output: Sequence[int], constraint: Constraint | None) -> list[bool]:
-    if constraint is None:
+    mask = None if constraint is None else constraint.mask(output)
+    if mask is None:
         return [True] * width
-    mask = constraint.mask(output)
     allowed = [bool(mask[token // 8] >> (token % 8) & 1) for token in range(width)]
     return allowed if any(allowed) else [True] * width
 

@@ -1,11 +1,11 @@
-"""The next tokens of the rows of one step: uniform samples, inverse CDF, log-probabilities.
+"""The next tokens of the rows of one step: uniform samples, inverse CDF, and their scores.
 
 Uniform samples come from a counter-based random number generator, a pure function of (seed, sample,
 position): there is no state to carry along, so a token does not depend on the batch, preemption,
 forks or rewinds.
 
-Log-probabilities are the log-softmax of the model's raw logits, before bias, penalties, temperature
-and truncation, so that those of one prompt compare across requests.
+Log-probabilities and confidences are those of the model's raw logits, before bias, penalties,
+temperature and truncation, so that those of one prompt compare across requests.
 
 No token is sampled (``NO_TOKEN``) where the largest of the model's logits is NaN or infinite. -inf
 is a valid logit as long as one is finite.
@@ -13,10 +13,12 @@ is a valid logit as long as one is finite.
 
 from __future__ import annotations
 
+import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import islice
 
 import numpy as np
 import torch
@@ -28,7 +30,7 @@ from forethought.model.sampling.distribution import (
     needs_edits,
     probs_and_max_logits,
 )
-from forethought.outputs import Logprob, TokenLogprobs
+from forethought.outputs import Logprob, TokenConfidence, TokenLogprobs
 
 
 def uniform_at(seed: int, sample: int, position: int, use: int = 0) -> float:
@@ -105,6 +107,58 @@ def read_logprobs(scores: Sequence[float], token: int, k: int) -> TokenLogprobs:
     return entries
 
 
+def score_confidence(logits: Tensor, tokens: Tensor, ks: Sequence[int]) -> Tensor:
+    """The fields of ``TokenConfidence`` for the sampled token of each row, on the device.
+
+    One pass of exponentials over the logits serves them all; no log-softmax is written out.
+
+    Args:
+        logits: [N, V] float32, raw.
+        tokens: [N] int64, the sampled tokens.
+        ks: N numbers of most probable tokens, from 1.
+
+    Returns:
+        [N, 4] float64.
+    """
+    rows, width = logits.shape
+    group = max(1, _CACHED_LOGITS // width)
+    if logits.device.type == "cpu" and rows > group:
+        return torch.cat(
+            [
+                score_confidence(
+                    logits[at : at + group], tokens[at : at + group], ks[at : at + group]
+                )
+                for at in range(0, rows, group)
+            ]
+        )
+    top = logits.topk(min(max(ks), width), dim=-1).values  # [N, K], falling
+    largest = top[:, :1]
+    shifted = logits - largest
+    weights = shifted.exp()  # [N, V]
+    mass = weights.sum(dim=-1)
+    log_mass = mass.log()  # log(sum(exp(logits - largest)))
+    own = shifted.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    # 0 * -inf would be NaN, but -inf adds nothing to the mean of the logits.
+    finite = shifted.clamp(min=torch.finfo(logits.dtype).min)
+    mean = torch.linalg.vecdot(weights, finite) / mass  # of the logits, by probability
+    certainty = log_mass - math.log(width) - shifted.mean(dim=-1)
+    value = log_mass - _mean_of_first(top - largest, ks)
+    return torch.stack((value, own - log_mass, log_mass - mean, certainty), dim=1).double()
+
+
+_CACHED_LOGITS = 2**16
+"""Logits of one pass on a CPU: rows beyond the cache take twice as long each."""
+
+
+def _mean_of_first(values: Tensor, counts: Sequence[int]) -> Tensor:
+    """Mean of the first ``counts[row]`` finite ones of ``values`` [N, K] in falling order: [N]."""
+    counted = values.isfinite()
+    if min(counts) < values.shape[1]:
+        places = torch.arange(values.shape[1], device=values.device)
+        counted &= places < torch.tensor(counts, device=values.device).unsqueeze(1)
+    return torch.where(counted, values, 0.0).sum(dim=-1) / counted.sum(dim=-1)
+
+
 def prompt_logprobs(logits: Tensor, next_ids: Sequence[int], k: int) -> list[TokenLogprobs]:
     """Log-probabilities of the tokens of a prompt.
 
@@ -132,6 +186,8 @@ class SampledTokens:
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]
     """Of the raw logits, for the rows whose parameters ask for them."""
+    confidences: list[TokenConfidence | None]
+    """The same."""
 
 
 def sample(
@@ -145,7 +201,7 @@ def sample(
         uniforms: N numbers in [0, 1); those of greedy rows are not used.
     """
     if not contexts:
-        return SampledTokens([], [])
+        return SampledTokens([], [], [])
     return report(logits, contexts, draw_tokens(logits, contexts, uniforms))
 
 
@@ -182,28 +238,41 @@ def _most_probable(logits: Tensor, contexts: Sequence[TokenContext]) -> Tensor:
 
 
 def report(logits: Tensor, contexts: Sequence[TokenContext], drawn: Tensor) -> SampledTokens:
-    """The sampled tokens on the host, with the log-probabilities that their parameters ask for.
+    """The sampled tokens on the host, with the scores that their parameters ask for.
 
     Args:
         logits: [N, V] float32, of the model.
         contexts: N contexts.
-        drawn: [N] int64, the token of each row; the log-probabilities of a ``NO_TOKEN`` have no
-            meaning.
+        drawn: [N] int64, the token of each row; the scores of a ``NO_TOKEN`` have no meaning.
     """
-    wanted = [context.params.logprobs for context in contexts]
-    rows = [row for row, k in enumerate(wanted) if k is not None]
-    if not rows:
-        return SampledTokens(drawn.tolist(), [None] * len(contexts))
+    num_logprobs, ks = dict[int, int](), dict[int, int]()  # row -> what it asks for
+    for row, context in enumerate(contexts):
+        if context.params.logprobs is not None:
+            num_logprobs[row] = context.params.logprobs
+        if context.params.confidence is not None:
+            ks[row] = context.params.confidence
+    logprobs: list[TokenLogprobs | None] = [None] * len(contexts)
+    confidences: list[TokenConfidence | None] = [None] * len(contexts)
+    if not num_logprobs and not ks:
+        return SampledTokens(drawn.tolist(), logprobs, confidences)
 
-    index = torch.tensor(rows, dtype=torch.int64, device=logits.device)
-    max_k = max(k for k in wanted if k is not None)
-    scores = score_logprobs(logits[index], drawn[index].clamp(min=0), max_k)
-    # Token ids are exact in float64, so that one transfer brings everything.
-    host = torch.cat([drawn.double(), scores.flatten()]).tolist()
-    tokens = [int(token) for token in host[: len(contexts)]]
-    found: list[TokenLogprobs | None] = [None] * len(contexts)
-    width = scores.shape[1]
-    for number, row in enumerate(rows):
-        start = len(contexts) + number * width
-        found[row] = read_logprobs(host[start : start + width], tokens[row], wanted[row] or 0)
-    return SampledTokens(tokens, found)
+    parts, width = [drawn.double()], 0  # ids are exact in float64: one transfer brings everything
+    if num_logprobs:
+        scores = score_logprobs(*_rows_of(logits, drawn, num_logprobs), max(num_logprobs.values()))
+        parts, width = [*parts, scores.flatten()], scores.shape[1]
+    if ks:
+        found = score_confidence(*_rows_of(logits, drawn, ks), list(ks.values()))
+        parts.append(found.flatten())
+    values = iter(torch.cat(parts).tolist())
+    tokens = [int(token) for token in islice(values, len(contexts))]
+    for row, k in num_logprobs.items():
+        logprobs[row] = read_logprobs(list(islice(values, width)), tokens[row], k)
+    for row in ks:
+        confidences[row] = TokenConfidence(*islice(values, 4))
+    return SampledTokens(tokens, logprobs, confidences)
+
+
+def _rows_of(logits: Tensor, drawn: Tensor, rows: Iterable[int]) -> tuple[Tensor, Tensor]:
+    """Logits [M, V] and tokens [M] of some rows; a token that was not sampled counts as id 0."""
+    index = torch.tensor(list(rows), dtype=torch.int64, device=logits.device)
+    return logits[index], drawn[index].clamp(min=0)

@@ -15,17 +15,18 @@ from pathlib import Path
 import torch
 
 from forethought.config.drafters import EagleDecodingConfig
+from forethought.config.tree import TreeChoices
 from forethought.errors import ModelError, ParameterError
-from forethought.kv.draft_cache import DraftKvCache, HiddenStateCache
+from forethought.kv.storage import DraftKvCache, HiddenStateCache
 from forethought.model.causal_lm import FINAL, CausalLM
 from forethought.speculative.draft_module import DraftModule, DraftModuleRunner
-from forethought.speculative.drafter import Drafter, ResourceManager, ScheduledRequests
-from forethought.speculative.dynamic_tree import DynamicTreeBuilder, StaticTreeBuilder, TreeBuilder
+from forethought.speculative.drafter import Drafter, ResourceManager, ScheduledRequests, readable
+from forethought.speculative.dynamic_tree import DynamicTreeBuilder
 from forethought.speculative.heads.checkpoint import Checkpoint
 from forethought.speculative.heads.eagle import EagleHead, EagleNetwork
 from forethought.speculative.heads.eagle3 import Eagle3Head, Eagle3Network, Eagle3Traits
 from forethought.speculative.registry import Target
-from forethought.speculative.tree import TreeChoices
+from forethought.speculative.tree import StaticTreeBuilder, TreeBuilder
 
 log = logging.getLogger(__name__)
 
@@ -35,11 +36,14 @@ class EagleDrafter(Drafter):
 
     Args:
         runner: of the head.
+        hidden_states: of the target, as the head reads them.
         trees: builds its drafts.
     """
 
-    def __init__(self, runner: DraftModuleRunner, trees: TreeBuilder) -> None:
-        self._runner, self._trees = runner, trees
+    def __init__(
+        self, runner: DraftModuleRunner, hidden_states: HiddenStateCache, trees: TreeBuilder
+    ) -> None:
+        self._runner, self._hidden_states, self._trees = runner, hidden_states, trees
 
     @classmethod
     def build(cls, config: EagleDecodingConfig, target: Target) -> EagleDrafter:
@@ -54,7 +58,7 @@ class EagleDrafter(Drafter):
         lm, pages = target.runner.lm, target.runner.storage
         hidden_states = HiddenStateCache(layers, lm.hidden_size, pages)
         runner = DraftModuleRunner.of_module(head, hidden_states, target)
-        return cls(runner, _tree_builder(config, target, head.vocab_size))
+        return cls(runner, hidden_states, _tree_builder(config, target, head.vocab_size))
 
     @property
     def draft_caches(self) -> Sequence[DraftKvCache]:
@@ -71,11 +75,7 @@ class EagleDrafter(Drafter):
         resource_manager: ResourceManager | None = None,
     ) -> None:
         """See :class:`Drafter`."""
-        requests = [
-            request
-            for request in scheduled_requests.generation_requests
-            if request.max_nodes > 0 and self._runner.can_read(request)
-        ]
+        requests = readable(scheduled_requests.generation_requests, self._hidden_states)
         if requests:
             self._trees.grow(self._runner, requests)
 
@@ -84,7 +84,8 @@ def _tree_builder(config: EagleDecodingConfig, target: Target, vocab_size: int) 
     if config.use_dynamic_tree:
         assert config.dynamic_tree_max_topK is not None
         return DynamicTreeBuilder(config.dynamic_tree_max_topK, config.max_total_draft_tokens)
-    choices = TreeChoices.parse(config.eagle_choices or [[0] * config.max_draft_len])
+    chain = TreeChoices.chain(config.max_draft_len)
+    choices = TreeChoices.parse(config.eagle_choices) if config.eagle_choices else chain
     choices.expect_ranks_below(vocab_size, "eagle_choices")
     return StaticTreeBuilder(choices, target.runner.lm.device)
 
@@ -97,8 +98,8 @@ def _load(
     It runs in float32 if its config asks for that, otherwise in the target's dtype.
     """
     stored = Checkpoint.read(directory)
-    asked = stored.config.get("torch_dtype", stored.config.get("dtype"))
-    dtype = torch.float32 if asked == "float32" else lm.dtype
+    stated = stored.config.get("torch_dtype", stored.config.get("dtype"))
+    dtype = torch.float32 if stated == "float32" else lm.dtype
     if any("hidden_norm" in name for name in stored.tensors):
         third = Eagle3Head.load(directory)
         traits = third.traits
@@ -136,7 +137,7 @@ def _layers(
     if found is None:
         raise ParameterError(
             f"which of the target's states the head in {directory} reads is not known",
-            "its config.json does not tell, and the layers that the authors' code captures, 2, "
+            "its config.json does not say, and the layers that the authors' code captures, 2, "
             f"L // 2 and L - 3, are not three different ones of L = {lm.num_layers}",
             "Set eagle3_layers_to_capture to the layers that it was trained with",
         )

@@ -19,19 +19,22 @@ import torch
 from torch import Tensor
 
 from forethought.config.drafters import MedusaDecodingConfig
+from forethought.config.tree import TreeChoices
 from forethought.errors import ParameterError
-from forethought.kv.draft_cache import DraftKvCache, HiddenStateCache
+from forethought.kv.storage import DraftKvCache, HiddenStateCache
 from forethought.model.causal_lm import FINAL
-from forethought.speculative.draft import Draft
 from forethought.speculative.drafter import (
+    Draft,
     Drafter,
     DraftRequest,
     ResourceManager,
     ScheduledRequests,
+    readable,
+    root_states,
 )
 from forethought.speculative.heads.medusa import DraftHeads, MedusaHeads
 from forethought.speculative.registry import Target
-from forethought.speculative.tree import TreeChoices, tokens_of_ranks
+from forethought.speculative.tree import draft_parents, tokens_of_ranks
 
 
 class HeadTrees(Protocol):
@@ -71,7 +74,7 @@ class StaticTrees:
 
     def nodes(self, depth: int) -> int:
         """See :class:`HeadTrees`."""
-        return self._choices.num_nodes(depth)
+        return self._choices.num_nodes[min(depth, self.depth)]
 
     def grow(self, logits: Tensor, ids: Tensor | None, requests: Sequence[DraftRequest]) -> None:
         """See :class:`HeadTrees`. Shorter drafts are made of the tree's first nodes."""
@@ -86,7 +89,7 @@ class StaticTrees:
         )
         drafted = (tokens if ids is None else ids[tokens]).tolist()  # one transfer for all
         for request, row, count in zip(requests, drafted, sizes, strict=True):
-            request.draft = Draft(row[:count], self._choices.parents[:count])
+            request.draft = Draft(row[:count], draft_parents(self._choices, count))
 
 
 class TopTrees:
@@ -205,19 +208,12 @@ class MedusaDrafter(Drafter):
         resource_manager: ResourceManager | None = None,
     ) -> None:
         """See :class:`Drafter`."""
-        requests, slots = list[DraftRequest](), list[int]()
-        for request in scheduled_requests.generation_requests:
-            assert request.table is not None
-            known = len(request.tokens) - 1  # the root is not computed yet
-            if known and self._hidden_states.ready_length(request.table, known) == known:
-                requests.append(request)
-                slots += request.table.slots(known - 1, known)
+        requests = readable(scheduled_requests.generation_requests, self._hidden_states)
         if not requests:
             return
-        stored = self._hidden_states.storage.keys[0]
         levels = min(self._trees.depth, max(request.max_draft_len for request in requests))
         with torch.inference_mode():
-            states = stored.index_select(0, torch.tensor(slots, device=stored.device))[:, 0]
+            states = root_states(requests, self._hidden_states)
             logits = self._heads(states, levels)  # [levels, N, vocab]
             self._trees.grow(logits, self._heads.token_map, requests)
 

@@ -30,27 +30,28 @@ import torch
 from torch import Tensor
 
 from forethought.config.drafters import MTPDecodingConfig
+from forethought.config.tree import TreeChoices
 from forethought.errors import ParameterError
-from forethought.kv.draft_cache import DraftKvCache, HiddenStateCache
+from forethought.kv.storage import DraftKvCache, HiddenStateCache
 from forethought.model.batch import Batch
 from forethought.model.causal_lm import FINAL, CausalLM
-from forethought.speculative.draft import Draft
 from forethought.speculative.draft_module import (
     DraftModuleRunner,
     TokenRange,
     compute_in_chunks,
-    table_of,
 )
 from forethought.speculative.drafter import (
+    Draft,
     Drafter,
     DraftRequest,
     ResourceManager,
     ScheduledRequests,
+    readable,
+    table_of,
 )
-from forethought.speculative.dynamic_tree import StaticTreeBuilder
 from forethought.speculative.heads.mtp import MtpNetwork, load_modules
 from forethought.speculative.registry import Target
-from forethought.speculative.tree import TreeChoices
+from forethought.speculative.tree import StaticTreeBuilder
 
 
 class MTPDrafter(Drafter):
@@ -73,7 +74,7 @@ class MTPDrafter(Drafter):
         assert hidden_states.layer_ids == (FINAL,)
         self._runners, self._hidden_states = list(runners), hidden_states
         self._max_num_tokens = max_num_tokens
-        chain = TreeChoices.parse([[0] * max_draft_len])
+        chain = TreeChoices.chain(max_draft_len)
         self._replayed = StaticTreeBuilder(chain, hidden_states.storage.device)
 
     @classmethod
@@ -112,11 +113,7 @@ class MTPDrafter(Drafter):
         resource_manager: ResourceManager | None = None,
     ) -> None:
         """See :class:`Drafter`."""
-        requests = [
-            request
-            for request in scheduled_requests.generation_requests
-            if request.max_nodes > 0 and self._runners[0].can_read(request)
-        ]
+        requests = readable(scheduled_requests.generation_requests, self._hidden_states)
         if not requests:
             return
         if len(self._runners) == 1:

@@ -20,14 +20,15 @@ import torch
 from torch import Tensor
 
 from forethought.config.drafters import ReDrafterDecodingConfig
-from forethought.kv.draft_cache import DraftKvCache, HiddenStateCache
+from forethought.kv.storage import DraftKvCache, HiddenStateCache
 from forethought.model.causal_lm import FINAL
-from forethought.speculative.draft import Draft
 from forethought.speculative.drafter import (
+    Draft,
     Drafter,
-    DraftRequest,
     ResourceManager,
     ScheduledRequests,
+    readable,
+    root_states,
 )
 from forethought.speculative.heads.redrafter import DraftRecurrence, ReDrafterHead
 from forethought.speculative.registry import Target
@@ -83,20 +84,14 @@ class ReDrafterDrafter(Drafter):
         resource_manager: ResourceManager | None = None,
     ) -> None:
         """See :class:`Drafter`."""
-        requests, slots = list[DraftRequest](), list[int]()
-        for request in scheduled_requests.generation_requests:
-            assert request.table is not None
-            known = len(request.tokens) - 1  # the root is not computed yet
-            if known and self._hidden_states.ready_length(request.table, known) == known:
-                requests.append(request)
-                slots += request.table.slots(known - 1, known)
+        requests = readable(scheduled_requests.generation_requests, self._hidden_states)
         if not requests:
             return
-        stored = self._hidden_states.storage.keys[0]
         with torch.inference_mode():
+            states = root_states(requests, self._hidden_states)
             found = self._search(
-                stored[torch.tensor(slots, device=stored.device), 0],
-                torch.tensor([request.tokens[-1] for request in requests], device=stored.device),
+                states,
+                torch.tensor([request.tokens[-1] for request in requests], device=states.device),
                 self._num_beams,
                 max(request.max_draft_len for request in requests),
                 self._min_logprob,

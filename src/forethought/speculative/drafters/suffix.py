@@ -22,8 +22,8 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 from forethought.errors import ParameterError
-from forethought.speculative.draft import Draft
 from forethought.speculative.drafter import (
+    Draft,
     Drafter,
     DraftRequest,
     ResourceManager,

@@ -1,1 +1,1 @@
-"""Learned modules that guess: weights and forward only, shared by drafting and training."""
+"""Learned modules that draft: weights and forward only, shared by drafting and training."""

@@ -80,14 +80,16 @@ class MedusaHeads(nn.ModuleList):
         return torch.stack([head(states) for head in self], dim=-2)
 
     @classmethod
-    def load(cls, directory: Path, hidden: int, vocab: int, most: int | None = None) -> MedusaHeads:
+    def load(
+        cls, directory: Path, hidden: int, vocab: int, max_heads: int | None = None
+    ) -> MedusaHeads:
         """Read heads of either layout.
 
         Args:
             directory: with ``config.json`` and weights.
             hidden: width of the target's states.
             vocab: the target's ids are below it.
-            most: heads to read; None: all.
+            max_heads: heads to read; None: all.
 
         Raises:
             ModelError: a tensor is missing, unexpected or of the wrong shape.
@@ -111,11 +113,13 @@ class MedusaHeads(nn.ModuleList):
         heads = cls(shape, None if token_map is None else token_map.long())
         stored.fill(heads, tensors)
         _warn_of_wrong_config(stored, shape)
-        if most is not None and most < shape.heads:
-            del heads[most:]
-            heads.shape = replace(shape, heads=most)
-        elif most is not None and most > shape.heads:
-            log.warning("%s holds %d heads, not the %d asked for", directory, shape.heads, most)
+        if max_heads is not None and max_heads < shape.heads:
+            del heads[max_heads:]
+            heads.shape = replace(shape, heads=max_heads)
+        elif max_heads is not None and max_heads > shape.heads:
+            log.warning(
+                "%s holds %d heads, not the %d requested", directory, shape.heads, max_heads
+            )
         return heads
 
     def save(

@@ -196,7 +196,7 @@ class _FusedModule:
         layout, norms = module.layout, [module.enorm, module.hnorm]
         self._fed_back = module.fed_back
         self._order = (1, 0) if layout.hidden_first else (0, 1)
-        weights = torch.stack([norms[place].weight for place in self._order])
+        weights = torch.stack([norms[index].weight for index in self._order])
         self._norms = Norm(weights, module.enorm.variance_epsilon)
         self._project, self._zero_first = projection(module.eh_proj.weight), layout.zero_first
         self._network = FusedNetwork(module.model, max_positions)
@@ -207,27 +207,27 @@ class _FusedModule:
             first = forward_pass.batch.positions == 0
             embedded = embedded.masked_fill(first[:, None], 0.0)
         both = (embedded, states)
-        normed = self._norms(torch.stack([both[place] for place in self._order], 1))
+        normed = self._norms(torch.stack([both[index] for index in self._order], 1))
         x = self._network.decode(self._project(normed.flatten(1)), forward_pass, narrow=True)
         exit_ = self._network.norm(x)
         return ModuleStates(exit_ if self._fed_back == "normed" else x, exit_)
 
 
 def load_modules(
-    directory: Path, lm: CausalLM, most: int | None = None, fed_back: FedBackState = "normed"
+    directory: Path, lm: CausalLM, max_modules: int | None = None, fed_back: FedBackState = "normed"
 ) -> list[MtpModule]:
     """The MTP modules of a directory, in the target's dtype and on its device.
 
     Args:
         directory: the target's own, or one with modules alone.
         lm: the target.
-        most: at most so many.
+        max_modules: read at most so many; None: all.
         fed_back: which hidden state is fed back.
 
     Raises:
         ModelError: there are none, or a tensor is missing, unexpected or misshapen.
     """
-    layout, stored = read_modules(directory, most)
+    layout, stored = read_modules(directory, max_modules)
     modules = [_load(directory, lm, layout, each) for each in stored]
     for module in modules:
         module.fed_back = fed_back

@@ -30,12 +30,12 @@ class MtpLayout:
     Attributes:
         block: prefix of module n's decoder block.
         parts: prefix of each of ``PARTS``; with ``{n}``, or shared by all modules.
-        known: pattern of a tensor that tells that module n, its first group, exists.
+        known: pattern of a tensor that exists if module n, its first group, does.
         root: prefix of names that are the modules' and nobody else's; empty: there is none.
         copies: prefixes of tensors that repeat the target's: its embedding and its output
             projection, which are used instead.
         hidden_first: the projection reads the state, then the embedding; else the other way.
-        zero_first: the embedding in pair 0, which no state of a token before explains, is zero.
+        zero_first: the embedding at position 0, which no state of a token before explains, is zero.
     """
 
     block: str
@@ -118,12 +118,14 @@ class StoredModule:
     block: dict[str, Tensor]
 
 
-def read_modules(directory: Path, most: int | None = None) -> tuple[MtpLayout, list[StoredModule]]:
+def read_modules(
+    directory: Path, max_modules: int | None = None
+) -> tuple[MtpLayout, list[StoredModule]]:
     """The modules in a directory, in order, on the host.
 
     Args:
         directory: of a target, or of modules alone.
-        most: read at most so many.
+        max_modules: read at most so many; None: all.
 
     Raises:
         ModelError: there are none, or a part of one is missing.
@@ -135,7 +137,7 @@ def read_modules(directory: Path, most: int | None = None) -> tuple[MtpLayout, l
         if numbers:
             _expect_no_strays(directory, layout, numbers, files)
             tensors = _Tensors(directory, files)
-            return layout, [_module(tensors, layout, number) for number in numbers[:most]]
+            return layout, [_module(tensors, layout, number) for number in numbers[:max_modules]]
     raise refused(
         directory,
         "it holds no MTP modules under the names of DeepSeek, GLM-4.5, MiMo or Qwen3-Next",
@@ -203,7 +205,9 @@ def _expect_alike_experts(directory: Path, prefix: str, block: Mapping[str, Tens
         if match := re.fullmatch(r"(.*\.)(\d+)(\..*)", name):
             experts.setdefault(match[1] + match[2], {})[match[3]] = tensor
     alike = {kind for tensors in experts.values() for kind in tensors}
-    shapes = {kind: _most(x[kind].shape for x in experts.values() if kind in x) for kind in alike}
+    shapes = {
+        kind: _most_common(x[kind].shape for x in experts.values() if kind in x) for kind in alike
+    }
     for expert, tensors in experts.items():
         for kind in sorted(alike):
             name = f"{prefix}{expert}{kind}"
@@ -213,7 +217,7 @@ def _expect_alike_experts(directory: Path, prefix: str, block: Mapping[str, Tens
                 raise refused(directory, f"its checkpoint has the wrong shape for {name}")
 
 
-def _most(values: Iterable[Size]) -> Size:
+def _most_common(values: Iterable[Size]) -> Size:
     return Counter(values).most_common(1)[0][0]
 
 

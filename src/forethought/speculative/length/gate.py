@@ -10,7 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 
-from forethought.speculative.length.base import LengthRequest, StepRecord
+from forethought.speculative.length.policy import LengthRequest, StepRecord
 
 log = logging.getLogger(__name__)
 

@@ -24,9 +24,9 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from forethought.speculative.length.base import LengthRequest, StepRecord
 from forethought.speculative.length.gate import Backoff
 from forethought.speculative.length.latency import ForwardLatency, LinearLatency
+from forethought.speculative.length.policy import LengthRequest, StepRecord
 
 ALLOWANCE = 0.01
 """Plain steps granted per step."""
@@ -78,13 +78,13 @@ class AcceptanceEstimate:
     """Estimates for the drafts of one drafter.
 
     Args:
-        levels: most depth of a draft.
+        levels: greatest depth of a draft.
     """
 
     def __init__(self, levels: int) -> None:
         self._levels = np.arange(levels)
         self._tested, self._passed = np.zeros(levels), np.zeros(levels)
-        self._asked, self._drafted = np.zeros(levels), np.zeros(levels)
+        self._requested, self._drafted = np.zeros(levels), np.zeros(levels)
         self._slots: dict[int, int] = {}
         self._found: tuple[list[int], NDArray[np.int64]] = ([], np.zeros(0, np.int64))
         self._shown = np.zeros((4, 64))
@@ -100,7 +100,7 @@ class AcceptanceEstimate:
 
     @property
     def reach(self) -> _Array:
-        """[levels]: the chance that a draft goes as deep as this if it is asked to."""
+        """[levels]: the chance that a draft goes as deep as this if that is requested."""
         return self._reach
 
     @property
@@ -120,30 +120,32 @@ class AcceptanceEstimate:
         return (moved / (moved + (1.0 - self._profile))).cumprod(axis=1)
 
     def observe(
-        self, asked: Mapping[int, int], drafts: Sequence[tuple[int, int, int]], steps: int = 1
+        self, requested: Mapping[int, int], drafts: Sequence[tuple[int, int, int]], steps: int = 1
     ) -> None:
         """Count the drafts of a step.
 
         Args:
-            asked: request -> depth that was asked for.
+            requested: request -> depth that was requested.
             drafts: ``(request_id, depth, accepted)`` of those that came.
             steps: how many have gone by, this one included.
         """
         self._shown *= STEP_KEEPS**steps
-        if asked:
-            self._count_reach(asked, drafts)
+        if requested:
+            self._count_reach(requested, drafts)
         if drafts:
             self._count_tokens(drafts)
 
     def _count_reach(
-        self, asked: Mapping[int, int], drafts: Sequence[tuple[int, int, int]]
+        self, requested: Mapping[int, int], drafts: Sequence[tuple[int, int, int]]
     ) -> None:
-        keeps = DRAFT_KEEPS ** len(asked)
-        depths = np.fromiter(asked.values(), np.int64, len(asked))
-        came = np.array([min(depth, asked.get(number, 0)) for number, depth, _ in drafts], np.int64)
-        self._asked = keeps * self._asked + self._reaching(depths)
+        keeps = DRAFT_KEEPS ** len(requested)
+        depths = np.fromiter(requested.values(), np.int64, len(requested))
+        came = np.array(
+            [min(depth, requested.get(number, 0)) for number, depth, _ in drafts], np.int64
+        )
+        self._requested = keeps * self._requested + self._reaching(depths)
         self._drafted = keeps * self._drafted + self._reaching(came)
-        self._reach = np.minimum.accumulate((self._drafted + 1.0) / (self._asked + 1.0))
+        self._reach = np.minimum.accumulate((self._drafted + 1.0) / (self._requested + 1.0))
 
     def _count_tokens(self, drafts: Sequence[tuple[int, int, int]]) -> None:
         numbers, depths, accepted = np.array(drafts, np.int64).T
@@ -213,7 +215,7 @@ MAX_TRIED = 4
 """Greatest depths that are searched in a step."""
 STRETCH = 2
 """How many times the most tokens seen in a forward the next one may have: costs of larger ones
-are guesses, so they are approached in steps."""
+are estimates, so they are approached in steps."""
 
 
 class Goodput:
@@ -233,7 +235,7 @@ class Goodput:
     a draft for a single request is that dear; whatever the estimates, the account holds.
 
     Args:
-        max_draft_len: most depth of a draft.
+        max_draft_len: greatest depth of a draft.
         nodes: tokens of a draft of that depth; the depth itself unless drafts branch.
     """
 
@@ -260,7 +262,7 @@ class Goodput:
         self._branches = bool((self._tokens != 1.0).any())
         self._widest = 1
         self._context = 1.0  # tokens of context per row
-        self._asked: dict[int, int] = {}
+        self._requested: dict[int, int] = {}
         self._why: tuple[str, tuple[float, ...]] = ("nothing has been measured yet", ())
         self._held_why: tuple[str, tuple[float, ...]] = self._why
 
@@ -277,10 +279,12 @@ class Goodput:
         ids = [request.request_id for request in requests]
         caps = [request.max_draft_len for request in requests]
         depths = self._choose(ids, caps, batch_size)
-        self._asked = {number: depth for number, depth in zip(ids, depths, strict=True) if depth}
+        self._requested = {
+            number: depth for number, depth in zip(ids, depths, strict=True) if depth
+        }
         return depths
 
-    def _choose(self, ids: list[int], most: list[int], batch_size: int) -> list[int]:
+    def _choose(self, ids: list[int], max_lengths: list[int], batch_size: int) -> list[int]:
         plain = [0] * len(ids)
         if not ids or not self.forward.ready:
             self._why = ("plain: the time of a step is being measured", ())
@@ -294,10 +298,10 @@ class Goodput:
         if self._drafting and self._checks.due:
             self._why = ("plain: to compare with", ())
             return plain
-        if self._holds(ids, most, batch_size) and not self._probes.due:
+        if self._holds(ids, max_lengths, batch_size) and not self._probes.due:
             self._why = self._held_why
             return list(self._held)
-        caps, survival = np.array(most), self.acceptance.survival(ids)
+        caps, survival = np.array(max_lengths), self.acceptance.survival(ids)
         depths, ratio = self._search(survival, caps, batch_size)
         drafting = ratio >= (STAY if self._drafting else SWITCH)
         if drafting != self._drafting:
@@ -314,9 +318,9 @@ class Goodput:
             return probe
         return plain
 
-    def _holds(self, ids: list[int], most: list[int], batch_size: int) -> bool:
+    def _holds(self, ids: list[int], max_lengths: list[int], batch_size: int) -> bool:
         """Whether the last choice is kept, which saves time: if all is as then and nothing lost."""
-        state = batch_size, ids, most
+        state = batch_size, ids, max_lengths
         same, self._state = state == self._state, state
         self._left -= 1
         return same and self._left > 0 and self._gained >= 0.0
@@ -341,16 +345,16 @@ class Goodput:
         deepest = self._deepest_tried()
         within = (level < deepest[:, None]).astype(np.float64)  # [tries, n]: no level beyond
         reach = self.acceptance.reach
-        asked = within.cumsum(axis=1)
+        requested = within.cumsum(axis=1)
         nodes = (within * (self._tokens * reach)[level]).cumsum(axis=1)
         goodput = (within * (survival * reach).ravel()[order]).cumsum(axis=1) + batch_size
-        most = int(nodes[-1, -1]) + 1
+        max_nodes = int(nodes[-1, -1]) + 1
         forward = self.forward.predict_many(
-            np.arange(batch_size, batch_size + most + 1.0), self._context * batch_size
+            np.arange(batch_size, batch_size + max_nodes + 1.0), self._context * batch_size
         )
         base, deeper, wider = self.drafting.coefficients
         goodput /= forward[(nodes + 0.5).astype(np.int64)] + (
-            (base + deeper * deepest[:, None]) + wider * asked
+            (base + deeper * deepest[:, None]) + wider * requested
         )
         goodput[nodes > STRETCH * self._widest + 1 - batch_size] = 0.0
         tried, last = divmod(int(goodput.argmax()), cells)
@@ -372,7 +376,7 @@ class Goodput:
         """What to try although it looks slower than plain decoding; None if nothing is affordable.
 
         In turn the best lengths there are, which is what might be switched to, and short drafts on
-        as many requests as possible, which tell more of acceptance.
+        as many requests as possible, which show more of acceptance.
         """
         self._turn += 1
         if self._turn % 2 and self._affordable(np.array(best), survival, batch_size):
@@ -388,8 +392,8 @@ class Goodput:
         if self.account.balance < CREDIT:
             return None
         # However dear it looks: a prediction that is never tested cannot be found wrong.
-        place = self._turn % len(caps)
-        return [min(1, int(cap)) if n == place else 0 for n, cap in enumerate(caps)]
+        index = self._turn % len(caps)
+        return [min(1, int(cap)) if n == index else 0 for n, cap in enumerate(caps)]
 
     def _affordable(self, depths: NDArray[np.int64], survival: Array, batch_size: int) -> bool:
         """Whether the account can bear what these lengths are expected to lose."""
@@ -407,8 +411,10 @@ class Goodput:
 
     def observe(self, record: StepRecord) -> None:
         """Learn what the step took and gave, and book it."""
-        asked, self._asked = self._asked, {}
-        self._idle = 0 if asked or self._drafting or not self.forward.settled else self._idle + 1
+        requested, self._requested = self._requested, {}
+        self._idle = (
+            0 if requested or self._drafting or not self.forward.settled else self._idle + 1
+        )
         if self._idle % IDLE:
             self._gained = 0.0
             self.account.book(0.0)
@@ -420,19 +426,19 @@ class Goodput:
         predicted = self.forward.predict(record.tokens, record.context)
         steps = IDLE if self._idle else 1
         seconds = self.forward.observe(record.tokens, record.context, record.forward_seconds, steps)
-        if asked:
-            depths = asked.values()
+        if requested:
+            depths = requested.values()
             drafting = self.drafting.observe((1.0, max(depths), sum(depths)), record.draft_seconds)
             if self.drafting.observations > 1:  # the first one has things to set up
                 seconds += drafting
         self._widest = max(self._widest, record.tokens)
-        self.acceptance.observe(asked, record.requests, steps)
+        self.acceptance.observe(requested, record.requests, steps)
         self._gained = 0.0
-        if asked and plain > 0.0:
+        if requested and plain > 0.0:
             accepted = sum(accepted for _, _, accepted in record.requests)
             self._gained = 1.0 + accepted / record.batch_size - seconds / plain
         self.account.book(self._gained)
-        self._count_tries(bool(asked), predicted, record.forward_seconds)
+        self._count_tries(bool(requested), predicted, record.forward_seconds)
 
     def _count_tries(self, drafted: bool, predicted: float, seconds: float) -> None:
         if not self._drafting:
@@ -444,5 +450,5 @@ class Goodput:
             self._probes.tried(news=True)
             self._checks.wait()
         else:
-            most = max(SURPRISE, USUALS * self.forward.usual) * predicted
-            self._checks.tried(news=abs(seconds - predicted) > most)
+            limit = max(SURPRISE, USUALS * self.forward.usual) * predicted
+            self._checks.tried(news=abs(seconds - predicted) > limit)

@@ -94,8 +94,8 @@ class LinearLatency:
 
     def _update(self, terms: Vector, seconds: float) -> float:
         predicted = max(float(self._free @ terms), 1e-9)
-        most = CLIP * self._usual
-        clipped = min(max(seconds / predicted - 1.0, -most), most)
+        limit = CLIP * self._usual
+        clipped = min(max(seconds / predicted - 1.0, -limit), limit)
         if self.observations > SETTLED and self.observations % EVERY:
             return predicted * (1.0 + clipped)
         self._usual = max(LEAST_RESIDUAL, 0.9 * self._usual + 0.1 * abs(clipped))
@@ -144,7 +144,7 @@ class ForwardLatency:
         self._medians = np.ones((3, SIZES))  # of seconds, tokens and context of each size's window
         self._coefficients: tuple[float, ...] = (0.0, 0.0, 0.0)
         self._steps = np.full(SIZES, -np.inf)  # when each size was last measured
-        self._step = self._told = 0  # steps gone by, and measurements taken of them
+        self._step = self._num_measured = 0  # steps gone by, and measurements taken of them
         self._usual = FIRST_RESIDUAL
         self._where = [1.0]  # tokens at the fresh sizes, rising
         self._factor = [1.0]  # measured over linear there
@@ -196,8 +196,8 @@ class ForwardLatency:
         """
         if self.ready:
             predicted = max(self.predict(tokens, context), LEAST_SECONDS)
-            most = CLIP * self._usual
-            residual = min(max(seconds / predicted - 1.0, -most), most)
+            limit = CLIP * self._usual
+            residual = min(max(seconds / predicted - 1.0, -limit), limit)
             self._usual = max(LEAST_RESIDUAL, 0.9 * self._usual + 0.1 * abs(residual))
             seconds = predicted * (1.0 + residual)
         self.linear.observe((1.0, tokens, context), seconds)
@@ -216,8 +216,8 @@ class ForwardLatency:
         self._steps[size] = self._step
         window.append((seconds, tokens, context))
         self._medians[:, size] = sorted(window)[len(window) // 2]
-        self._told += 1
-        if self.ready and (self._told < SETTLED or self._told % EVERY == 0):
+        self._num_measured += 1
+        if self.ready and (self._num_measured < SETTLED or self._num_measured % EVERY == 0):
             self._compare()
 
     def _compare(self) -> None:

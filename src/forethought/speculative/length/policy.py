@@ -1,31 +1,84 @@
-"""Length policies and the one that a configuration asks for.
+"""How deep drafts are: the protocol of length policies, the fixed length, and schedules.
 
-``FixedLength``, ``AcceptanceGate`` (``gate.py``) and ``Goodput`` (``goodput.py``); with several,
-the shortest length wins. Lengths by batch size are a ``Schedule`` (``base.py``), applied before
-these.
+Measured lengths are in ``gate.py`` and ``goodput.py``; with several policies the shortest length
+wins. Lengths by batch size are a ``Schedule``, applied before these.
+
+Running sequences are those in the running batch: those that decode and those whose prompt is being
+computed, with drafts or without. Waiting ones are not counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
 
 from forethought.config.speculation import DecodingBaseConfig
-from forethought.speculative.length.base import (
-    CappedRequest,
-    LengthPolicy,
-    LengthRequest,
-    StepRecord,
-)
-from forethought.speculative.length.gate import AcceptanceGate
-from forethought.speculative.length.goodput import Goodput
 
-__all__ = [
-    "FixedLength",
-    "LengthPolicy",
-    "Shortest",
-    "StepRecord",
-    "length_policy",
-]
+
+class LengthRequest(Protocol):
+    """What a length policy sees of a request about to decode; ``DraftRequest`` satisfies it."""
+
+    @property
+    def request_id(self) -> int:
+        """Unique."""
+
+    @property
+    def max_draft_len(self) -> int:
+        """Greatest depth of its draft in this step, by its settings and the free capacity."""
+
+
+class CappedRequest(NamedTuple):
+    """A request with the length that an earlier policy allows."""
+
+    request_id: int
+    max_draft_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """What one drafter's policy learns about a finished step.
+
+    Args:
+        requests: ``(request_id, depth, accepted)`` of every draft of this drafter that was
+            verified: its levels, at least 1, and its accepted tokens. A request that is missing
+            here got no draft, although one was requested.
+        batch_size: sequences of the step.
+        tokens: tokens in the forward: roots, draft nodes and prompts.
+        context: sum of the sequences' lengths in the KV cache.
+        forward_seconds: duration of the step without any drafting.
+        draft_seconds: duration of this drafter's work.
+    """
+
+    requests: Sequence[tuple[int, int, int]]
+    batch_size: int
+    tokens: int
+    context: int
+    forward_seconds: float
+    draft_seconds: float
+
+
+class LengthPolicy(Protocol):
+    """Decides how deep the drafts of one drafter are, step by step."""
+
+    @property
+    def reason(self) -> str:
+        """Why the last lengths were chosen, in a line, for statistics and logs."""
+
+    def lengths(self, requests: Sequence[LengthRequest], batch_size: int) -> list[int]:
+        """The depth of each request's draft in the coming step; 0 is plain decoding.
+
+        Args:
+            requests: those that may have a draft.
+            batch_size: all sequences about to decode, ``requests`` among them.
+
+        Returns:
+            One depth per request, between 0 and its ``max_draft_len``.
+        """
+
+    def observe(self, record: StepRecord) -> None:
+        """Learn from a finished step."""
 
 
 class FixedLength:
@@ -82,23 +135,44 @@ class Shortest:
             policy.observe(record)
 
 
-def length_policy(
-    config: DecodingBaseConfig, nodes: Callable[[int], int] | None = None
-) -> LengthPolicy:
-    """A new policy as ``config`` describes it; each drafter needs its own.
+class Schedule:
+    """A length per number of running sequences.
+
+    With ``upper`` bounds {4: 4, 8: 2, 32: 1} means 4 up to 4 sequences, 2 up to 8, 1 up to 32, and
+    0 beyond. With ``lower`` bounds {1: 5, 4: 4, 5: 0} means 5 from 1 on, 4 from 4, and 0 from 5 on;
+    with fewer sequences than the smallest bound it is that bound's length.
+
+    Args:
+        lengths: sequences -> length; not empty.
+        bounds: how its keys are read.
+    """
+
+    def __init__(self, lengths: Mapping[int, int], bounds: Literal["upper", "lower"]) -> None:
+        self._bounds, self._kind = sorted(lengths), bounds
+        self._lengths = [lengths[bound] for bound in self._bounds]
+
+    @property
+    def max_length(self) -> int:
+        """The greatest length at any number of sequences."""
+        return max(self._lengths)
+
+    def length(self, running: int) -> int:
+        """The length while this many sequences run."""
+        if self._kind == "lower":
+            return self._lengths[max(bisect_right(self._bounds, running) - 1, 0)]
+        index = bisect_left(self._bounds, running)
+        return self._lengths[index] if index < len(self._lengths) else 0
+
+
+def schedule(config: DecodingBaseConfig) -> Schedule:
+    """The schedule of ``config``; a single length if it has none.
 
     Args:
         config: validated.
-        nodes: tokens of a draft of that depth (``Drafter.nodes``); the depth itself by default.
     """
-    policies: list[LengthPolicy] = []
-    if config.acceptance_rate_window_size:
-        assert config.acceptance_rate_threshold is not None, "set by the configuration"
-        policies.append(
-            AcceptanceGate(config.acceptance_rate_window_size, config.acceptance_rate_threshold)
-        )
-    if config.length_control == "goodput":
-        policies.append(Goodput(config.max_draft_len, nodes))
-    if not policies:
-        return FixedLength()
-    return policies[0] if len(policies) == 1 else Shortest(policies)
+    if config.draft_len_schedule is not None:
+        assert config.draft_len_schedule_bounds is not None, "set by the configuration"
+        return Schedule(config.draft_len_schedule, config.draft_len_schedule_bounds)
+    if config.max_concurrency is not None:
+        return Schedule({config.max_concurrency: config.max_draft_len}, "upper")
+    return Schedule({1: config.max_draft_len}, "lower")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Protocol
 
-from forethought.speculative.draft import DraftKind
+from forethought.speculative.drafter import DraftKind
 
 Number = float | Fraction
 Probs = list[Number]

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forethought.speculative.draft import Draft, DraftKind
+from forethought.speculative.drafter import Draft, DraftKind
 
 
 @dataclass(frozen=True, slots=True)

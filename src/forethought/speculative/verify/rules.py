@@ -29,7 +29,7 @@ from forethought.config.sampling import SamplingParams
 from forethought.config.speculation import DecodingBaseConfig
 from forethought.model.sampling import logits_to_probs, uniform_at
 from forethought.model.sampling.distribution import edit_logits
-from forethought.speculative.draft import Draft
+from forethought.speculative.drafter import Draft
 from forethought.speculative.verify.verify import AcceptanceRule, VerificationRequest
 
 
@@ -117,7 +117,7 @@ class RelaxedAcceptance:
         if self.rule == "log_probability":
             near = top.log() - own.log() <= self.delta
         rank = (probs > own).sum(dim=-1, keepdim=True)
-        return (near & (rank < self.topk))[:, 0]
+        return (near & (own > 0) & (rank < self.topk))[:, 0]  # 0: a constraint forbids it
 
     def _longest_path(
         self, request: VerificationRequest, flags: Sequence[Sequence[bool]]
@@ -267,8 +267,8 @@ class SyntheticAcceptance:
         return cls(lambda depth: min(1.0, max(0.0, length - 1 - depth)))
 
     def applies_to(self, params: SamplingParams) -> bool:
-        """All requests without guided decoding, whose grammar random tokens would violate."""
-        return params.guided_decoding is None
+        """All requests but those with a grammar or a thinking budget: random tokens break both."""
+        return not params.constrains
 
     def paths(self, logits: Tensor, requests: Sequence[VerificationRequest]) -> list[list[int]]:
         """See ``AcceptanceRule``; the logits are not used."""

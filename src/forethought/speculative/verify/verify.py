@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,10 +37,11 @@ from forethought.config.sampling import SamplingParams
 from forethought.model.sampling import TokenContext, invert_cdf, uniform_at
 from forethought.model.sampling.distribution import probs_and_max_logits
 from forethought.model.sampling.sampler import NO_TOKEN, draw_tokens, report, sample, where_finite
-from forethought.outputs import TokenLogprobs
-from forethought.speculative.draft import Draft, DraftKind
+from forethought.outputs import TokenConfidence, TokenLogprobs
+from forethought.speculative.drafter import Draft, DraftKind
 from forethought.speculative.verify.rejection import DrawnDraft, accept_drawn
 
+_Scores = TypeVar("_Scores", TokenLogprobs, TokenConfidence)
 _NOT_DRAWN = -2
 """In place of a token at a node that no walk can reach."""
 _USE_ACCEPTANCE = 2
@@ -132,6 +133,8 @@ class VerificationResult:
     """Their tokens and one more, drawn by the target. Empty: the root's logits are not finite."""
     logprobs: list[TokenLogprobs] | None = None
     """One entry per token, under the model's own distribution, if requested."""
+    confidences: list[TokenConfidence] | None = None
+    """The same."""
 
 
 def verify(logits: Tensor, requests: Sequence[VerificationRequest]) -> list[VerificationResult]:
@@ -185,7 +188,7 @@ def _verify_group(
             result = _walk(request.draft, drawn[rows_of], accepted[rows_of])
         results.append(result)
         origins += [begin, *(begin + 1 + node for node in result.path)][: len(result.tokens)]
-    _add_logprobs(logits, contexts, origins, results)
+    _add_scores(logits, contexts, origins, results)
     return results
 
 
@@ -212,11 +215,17 @@ def _sample_plainly(
     """One token per request, none of which has a draft."""
     sampled = sample(logits, contexts, _all_uniforms(requests))
     return [
-        VerificationResult([], [token], None if logprobs is None else [logprobs])
+        VerificationResult([], [token], _listed(logprobs), _listed(confidence))
         if token != NO_TOKEN
         else VerificationResult([], [])
-        for token, logprobs in zip(sampled.tokens, sampled.logprobs, strict=True)
+        for token, logprobs, confidence in zip(
+            sampled.tokens, sampled.logprobs, sampled.confidences, strict=True
+        )
     ]
+
+
+def _listed(scores: _Scores | None) -> list[_Scores] | None:
+    return None if scores is None else [scores]
 
 
 def _test_nodes(
@@ -334,22 +343,30 @@ def _paths_by_rule(logits: Tensor, requests: Sequence[VerificationRequest]) -> d
     return found
 
 
-def _add_logprobs(
+def _add_scores(
     logits: Tensor,
     contexts: Sequence[TokenContext],
     rows: Sequence[int],
     results: Sequence[VerificationResult],
 ) -> None:
-    """Add the log-probability of each emitted token, at the row that it follows.
+    """Add log-probabilities and confidence of each emitted token, at the row that it follows.
 
     logits: [R, V] float32; rows: one per token of the results, one result after the other.
     """
-    if all(contexts[row].params.logprobs is None for row in rows):
+    asked = (contexts[row].params for row in rows)
+    if all(params.logprobs is None and params.confidence is None for params in asked):
         return
     index = torch.tensor(rows, dtype=torch.int64, device=logits.device)
     tokens = [token for result in results for token in result.tokens]
     drawn = torch.tensor(tokens, dtype=torch.int64, device=logits.device)
-    entries = iter(report(logits[index], [contexts[row] for row in rows], drawn).logprobs)
+    sampled, begin = report(logits[index], [contexts[row] for row in rows], drawn), 0
     for result in results:
-        found = [next(entries) for _ in result.tokens]
-        result.logprobs = [entry for entry in found if entry is not None] or None
+        of_result = slice(begin, begin + len(result.tokens))
+        begin = of_result.stop
+        result.logprobs = _known(sampled.logprobs[of_result])
+        result.confidences = _known(sampled.confidences[of_result])
+
+
+def _known(scores: Sequence[_Scores | None]) -> list[_Scores] | None:
+    """The scores of one result's tokens, of which all or none are known; None if there are none."""
+    return [entry for entry in scores if entry is not None] or None
