@@ -13,6 +13,7 @@ Errors of other libraries are translated once, where they enter; ``__cause__`` k
     │   ├── ContextLengthError            more tokens than the model's context holds
     │   ├── CapacityError                 more tokens than the KV cache holds
     │   ├── WorkerTagError                a task whose worker_tag no worker serves
+    │   ├── IsolationError                programs cannot be isolated on this machine
     │   └── DependencyError (ImportError) an optional dependency that is not installed
     ├── TaskError                         a worker failed on a task; raised inside the controller
     ├── RequestError                      a request failed in the engine; others go on
@@ -104,6 +105,10 @@ class CapacityError(UsageError):
 
 class WorkerTagError(UsageError):
     """A task whose ``worker_tag`` no worker serves."""
+
+
+class IsolationError(UsageError):
+    """Programs cannot be isolated on this machine, and ``unsafe`` is not given."""
 
 
 class DependencyError(UsageError, ImportError):

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class FinishReason(StrEnum):
@@ -24,6 +24,28 @@ GRAMMAR_COMPLETE = "grammar"
 """The ``stop_reason`` of a generation whose last token completed the shape asked for."""
 
 
+class ThoughtEnd(StrEnum):
+    """How a thought was closed."""
+
+    NATURAL = "natural"
+    """The model wrote its closing marker."""
+    SOFT = "soft"
+    """At a natural boundary behind ``thinking_soft`` tokens."""
+    BUDGET = "budget"
+    """At ``thinking_budget`` tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingOutput:
+    """The thought of one sample under a thinking budget."""
+
+    num_tokens: int
+    """Tokens of thought, without markers and closing text; of an open thought in the prompt, those
+    in the prompt too. All thoughts of the output together, if there are several."""
+    end: ThoughtEnd | None
+    """How the last thought was closed; None: it is open, or there was none."""
+
+
 @dataclass(frozen=True, slots=True)
 class Logprob:
     """Natural log-probability of one token under the model's own distribution (raw logits)."""
@@ -37,6 +59,24 @@ class Logprob:
 
 TokenLogprobs = dict[int, Logprob]
 """Log-probabilities at one position by token id: the chosen token and the top k."""
+
+
+class TokenConfidence(NamedTuple):
+    """How certain the model was where it chose a token, under its own distribution (raw logits).
+
+    Of p over V tokens, in nats; larger is more certain, but for ``entropy``.
+    """
+
+    value: float
+    """Minus the mean log-probability of the k most probable tokens: token confidence (DeepConf,
+    arXiv 2508.15260, section 2). Those of probability 0 are left out."""
+    logprob: float
+    """Log-probability of the token itself."""
+    entropy: float | None = None
+    """-sum(p log p); None where only the most probable tokens are known, as from a server."""
+    self_certainty: float | None = None
+    """KL(uniform || p) = -log V - mean(log p) (arXiv 2502.18581, section 3); infinite if a token
+    has probability 0, None as ``entropy``."""
 
 
 @dataclass(slots=True)
@@ -138,6 +178,8 @@ class CompletionOutput:
     """One entry per generated token, if asked for."""
     cumulative_logprob: float | None = None
     """Sum of the chosen tokens' log-probabilities (nats), if asked for."""
+    confidences: list[TokenConfidence] | None = None
+    """One entry per generated token, if asked for."""
     finish_reason: FinishReason | None = None
     """None while it goes on."""
     stop_reason: int | str | None = None
@@ -145,6 +187,8 @@ class CompletionOutput:
     end-of-sequence and length."""
     metrics: SpeculationMetrics | None = None
     """Acceptance of its drafts; None where nothing is known of its steps."""
+    thinking: ThinkingOutput | None = None
+    """Its thought; None without ``thinking_budget`` and ``thinking_soft``."""
 
 
 @dataclass(slots=True)
@@ -180,6 +224,8 @@ class EngineStats:
     """Tokens drawn."""
     discarded: int = 0
     """Decoded tokens removed by a rewind, or decoded after the caller had cancelled."""
+    thoughts_closed: int = 0
+    """Thoughts that a thinking budget has closed, softly or at the cap."""
     preemptions: int = 0
     """Times that a running sequence lost its pages to an earlier one."""
     dropped: int = 0

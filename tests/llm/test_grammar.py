@@ -41,7 +41,7 @@ SHAPES = [
 
 
 def follow(shape: dict, of: GrammarCompiler = compiler, **params) -> Constraint:
-    return of.constraints(SamplingParams(guided_decoding=shape, **params))()
+    return of.constraints(SamplingParams(guided_decoding=shape, **params))([], 1)[0]
 
 
 def allowed(constraint: Constraint, output: list[int], width: int = WIDTH) -> set[int]:
@@ -90,7 +90,7 @@ def test_a_constraint_asked_in_any_order_answers_as_a_new_one_does(asked):
 
 def test_samples_of_one_prompt_have_constraints_of_their_own():
     make = compiler.constraints(SamplingParams(guided_decoding={"choice": ["ab", "cd"]}))
-    first, second = make(), make()
+    first, second = make([], 2)
     assert allowed(first, ids("a")) == set(ids("b"))
     assert allowed(second, ids("c")) == set(ids("d"))
     assert allowed(first, ids("a")) == set(ids("b"))
@@ -389,7 +389,7 @@ def test_a_compiler_that_fails_in_its_own_way_fails_with_an_error_of_ours(monkey
     assert follow({"regex": "a"}, of)
 
 
-def test_no_more_grammars_are_kept_than_there_is_room_for(monkeypatch):
+def test_no_more_grammars_are_kept_than_the_limit(monkeypatch):
     monkeypatch.setattr("forethought.llm.grammar.COMPILED", 3)
     of = GrammarCompiler(BYTES, WIDTH, frozenset({EOS}))
     for size in range(1, 8):

@@ -123,7 +123,7 @@ def test_without_a_shape_the_same_model_says_something_else(llm):
         json.loads(text)
 
 
-def test_the_law_within_the_shape_is_the_models_own_renormalised(llm):
+def test_the_distribution_within_the_shape_is_the_models_own_renormalised(llm):
     """Statistic: share of 'b' against 'a' in 600 draws; threshold: 4 standard deviations."""
     first = llm.generate(PROMPTS[0], SamplingParams(max_tokens=1, temperature=0.0, logprobs=64))
     raw = first.outputs[0].logprobs[0]
@@ -419,7 +419,7 @@ def test_a_grammar_over_the_time_limit_fails_its_request_and_is_there_for_later_
         asyncio.run(main(llm, slow))
 
 
-def test_compilers_that_are_over_their_time_leave_room_for_others_up_to_a_limit(monkeypatch):
+def test_compilers_that_are_over_their_time_leave_capacity_for_others_up_to_a_limit(monkeypatch):
     async def main(llm, slow):
         compiler, never = llm._frontend.grammars, [{"regex": f"{n}"} for n in range(20)]
         for shape in never[: MAX_COMPILER_THREADS - 1]:

@@ -147,6 +147,17 @@ def test_logprobs_of_output_and_prompt_come_with_their_text(llm):
         assert entries[token].token == llm.tokenizer.decode([token])
 
 
+def test_confidences_come_with_the_tokens_that_are_kept(llm):
+    params = GREEDY.replace(confidence=3, max_tokens=8)
+    whole = llm.generate(PROMPTS[0], params).outputs[0]
+    assert len(whole.confidences) == len(whole.token_ids) == 8
+    stopped = llm.generate(PROMPTS[0], params.replace(stop=[whole.text[4:6]])).outputs[0]
+    assert len(stopped.confidences) == len(stopped.token_ids) < 8
+    for kept, same in zip(stopped.confidences, whole.confidences, strict=False):
+        assert kept == pytest.approx(same, abs=1e-5)
+    assert llm.generate(PROMPTS[0], GREEDY).outputs[0].confidences is None
+
+
 def test_chat_goes_through_the_template(llm):
     messages = [{"role": "user", "content": "Hi"}]
     output = llm.chat(messages, GREEDY)

@@ -3,6 +3,7 @@
 * ``tokenizer.py`` text to token ids, and what callers may give as a prompt
 * ``detokenizer.py`` token ids to text as they arrive, up to a stop string
 * ``grammar.py`` JSON schemas, expressions and grammars to constraints of the next token
+* ``thinking.py`` thinking budgets to constraints, in front of those of a grammar
 * ``frontend.py`` requests in, outputs out, over one engine; for both LLMs
 * ``llm.py`` ``LLM`` and ``Session``: the caller's thread steps the engine
 * ``async_llm.py`` ``async_session.py`` ``AsyncLLM`` and ``AsyncSession``: an ``engine_thread.py``

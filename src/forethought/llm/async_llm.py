@@ -225,7 +225,7 @@ class AsyncLLM:
         self.shutdown()
 
     async def _generate(self, prompt: Prompt, params: SamplingParams) -> RequestOutput:
-        constraints = await self._frontend.grammars.compiled(params)
+        constraints = await self._frontend.compiled(params)
         async with self._limit:
             stream = self._begin(prompt, params, constraints)
             try:
@@ -234,7 +234,7 @@ class AsyncLLM:
                 self._abort(stream)
 
     async def _stream(self, prompt: Prompt, params: SamplingParams) -> AsyncIterator[RequestOutput]:
-        constraints = await self._frontend.grammars.compiled(params)
+        constraints = await self._frontend.compiled(params)
         async with self._limit:
             stream = self._begin(prompt, params, constraints)
             try:

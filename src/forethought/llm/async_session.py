@@ -13,7 +13,7 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from forethought.config.sampling import SamplingParams
 from forethought.engine import sequence as engine_sequence
@@ -129,7 +129,8 @@ class AsyncSession:
         reservation = _Reservation(stream, checked)
         found = thread.frontend.grammars.find(checked)
         if found is not None or checked.guided_decoding is None:
-            thread.begin(stream, lambda: thread.frontend.resume(handle.idle, checked, found))
+            made = thread.frontend.limited(checked, found)
+            thread.begin(stream, lambda: thread.frontend.resume(handle.idle, checked, made))
         else:
             thread.call_for(stream, _reserve, thread, handle, reservation)
             work = _begin_compiled(thread, handle, reservation)
@@ -299,7 +300,7 @@ async def _begin_compiled(thread: EngineThread, handle: _Handle, reservation: _R
     """Begin a generation when its grammar is compiled, or fail its stream."""
     stream = reservation.stream
     try:
-        constraints = await thread.frontend.grammars.compiled(reservation.params)
+        constraints = await thread.frontend.compiled(reservation.params)
         thread.call_for(stream, _begin, thread, handle, reservation, constraints)
     except EngineStopped as error:
         stream.fail(error)
@@ -360,6 +361,6 @@ def _close(thread: EngineThread, handle: _Handle) -> None:
     thread.publish(thread.frontend.close(handle.opened))
 
 
-def _unconstrained() -> Any:
-    """The constraint of a generation that ends before its first token."""
-    return None
+def _unconstrained(prompt_ids: Sequence[int], count: int) -> list[None]:
+    """The constraints of generations that end before their first token."""
+    return [None] * count

@@ -25,6 +25,7 @@ from forethought.outputs import (
     CompletionOutput,
     FinishReason,
     Logprob,
+    TokenConfidence,
     TokenLogprobs,
 )
 
@@ -182,6 +183,7 @@ class Transcript:
         self._undecoded: list[int] = []
         self._text = ""
         self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
+        self._confidences: list[TokenConfidence] | None = None if params.confidence is None else []
         self._cumulative = 0.0
         self.finish_reason: FinishReason | None = None
         self._stop_reason: int | str | None = None
@@ -192,6 +194,8 @@ class Transcript:
         logprobs: Sequence[TokenLogprobs] | None,
         finish_reason: FinishReason | None = None,
         stop_reason: int | str | None = None,
+        *,
+        confidences: Sequence[TokenConfidence] | None = None,
     ) -> None:
         """Append the tokens that the engine sampled.
 
@@ -203,12 +207,15 @@ class Transcript:
             logprobs: one entry per token, if asked for.
             finish_reason: as the engine gives it; None: the sample goes on.
             stop_reason: as the engine gives it.
+            confidences: one entry per token, if asked for.
         """
         ended_by_token = finish_reason is FinishReason.STOP and stop_reason != GRAMMAR_COMPLETE
         for i, token in enumerate(tokens):
             self.token_ids.append(token)
             if self._logprobs is not None and logprobs is not None:
                 self._add_logprobs(token, logprobs[i])
+            if self._confidences is not None and confidences is not None:
+                self._confidences.append(confidences[i])
             is_end = ended_by_token and i == len(tokens) - 1
             if not is_end or self._params.include_stop_str_in_output:
                 self._undecoded.append(token)
@@ -222,16 +229,17 @@ class Transcript:
 
     def checkpoint(self) -> tuple[Any, ...]:
         """What ``restore`` needs to take back the ``add`` that follows."""
-        num_logprobs = None if self._logprobs is None else len(self._logprobs)
+        sizes = len(self._logprobs or ()), len(self._confidences or ())
         decoding = self._text, list(self._undecoded), self._detokenizer.checkpoint()
-        return len(self.token_ids), num_logprobs, self._cumulative, decoding
+        return len(self.token_ids), sizes, self._cumulative, decoding
 
     def restore(self, checkpoint: tuple[Any, ...]) -> None:
         """Take back an ``add`` that was interrupted."""
-        num_tokens, num_logprobs, self._cumulative, decoding = checkpoint
+        num_tokens, sizes, self._cumulative, decoding = checkpoint
         del self.token_ids[num_tokens:]
-        if self._logprobs is not None:
-            del self._logprobs[num_logprobs:]
+        for scores, size in zip((self._logprobs, self._confidences), sizes, strict=True):
+            if scores is not None:
+                del scores[size:]
         self._text, self._undecoded, detokenizer = decoding
         self._detokenizer.restore(detokenizer)
         self.finish_reason = self._stop_reason = None
@@ -258,6 +266,7 @@ class Transcript:
             token_ids=list(self.token_ids),
             logprobs=None if self._logprobs is None else list(self._logprobs),
             cumulative_logprob=None if self._logprobs is None else self._cumulative,
+            confidences=None if self._confidences is None else list(self._confidences),
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
         )

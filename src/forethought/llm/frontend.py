@@ -31,10 +31,19 @@ from forethought.engine.step import Event
 from forethought.errors import RequestError
 from forethought.llm.detokenizer import Transcript, name_tokens
 from forethought.llm.grammar import GrammarCompiler
+from forethought.llm.thinking import ThinkingBudgets, ThinkingConstraint, ThinkingRule
 from forethought.llm.tokenizer import Prompt, Tokenizer, read_ids, read_params, read_prompt
 from forethought.model.sampling import Constraints
 from forethought.model_dir import find_model_dir
-from forethought.outputs import CompletionOutput, EngineStats, FinishReason, RequestOutput, Usage
+from forethought.outputs import (
+    CompletionOutput,
+    EngineStats,
+    FinishReason,
+    RequestOutput,
+    ThinkingOutput,
+    ThoughtEnd,
+    Usage,
+)
 
 
 class Generation:
@@ -44,10 +53,15 @@ class Generation:
         sequences: the samples, just started.
         tokenizer: of the model.
         prompt: what they continue; None for a live sequence, which holds its own.
+        rule: of their thoughts, if there is one.
     """
 
     def __init__(
-        self, sequences: list[Sequence], tokenizer: Tokenizer, prompt: Prompt | None = None
+        self,
+        sequences: list[Sequence],
+        tokenizer: Tokenizer,
+        prompt: Prompt | None = None,
+        rule: ThinkingRule | None = None,
     ) -> None:
         self.sequences, self._tokenizer, self._prompt = sequences, tokenizer, prompt
         self._transcripts = {
@@ -55,6 +69,10 @@ class Generation:
             for sequence in sequences
         }
         self._metrics = {sequence.id: sequence.metrics for sequence in sequences}
+        self._thoughts = dict[int, ThinkingConstraint]()
+        if rule is not None:
+            thoughts = rule.samples(sequences[0].tokens, [None] * len(sequences))
+            self._thoughts = {s.id: t for s, t in zip(sequences, thoughts, strict=True)}
         self._error: Exception | None = None
         self._taken: Event | None = None
         """The event taken in last."""
@@ -96,7 +114,13 @@ class Generation:
             try:
                 if event.error is not None:
                     raise event.error
-                transcript.add(event.tokens, event.logprobs, event.finish_reason, stop_reason)
+                transcript.add(
+                    event.tokens,
+                    event.logprobs,
+                    event.finish_reason,
+                    stop_reason,
+                    confidences=event.confidences,
+                )
                 self._taken, self.num_events = event, self.num_events + 1
             except Exception as error:  # fails this request only
                 self._error, self._taken, self.num_events = error, event, self.num_events + 1
@@ -113,6 +137,17 @@ class Generation:
     def length(self, sequence: Sequence) -> int:
         """Tokens of a sample up to the one that ended it, prompt and output."""
         return sequence.prompt_length + len(self._transcripts[sequence.id].token_ids)
+
+    def was_closed(self, sequence: Sequence) -> bool:
+        """Whether a limit has closed the thought of a sample."""
+        thought = self.thinking(sequence)
+        return thought is not None and thought.end in (ThoughtEnd.SOFT, ThoughtEnd.BUDGET)
+
+    def thinking(self, sequence: Sequence) -> ThinkingOutput | None:
+        """The thought of a sample so far, if it has limits."""
+        if not self._thoughts:
+            return None
+        return self._thoughts[sequence.id].output(self._transcripts[sequence.id].token_ids)
 
     def abort(self) -> None:
         """Mark the samples that have not ended as aborted."""
@@ -173,6 +208,7 @@ class Generation:
     def _completion(self, sequence: Sequence) -> CompletionOutput:
         output = self._transcripts[sequence.id].output()
         output.metrics = self._metrics[sequence.id].copy()
+        output.thinking = self.thinking(sequence)
         return output
 
 
@@ -184,13 +220,19 @@ class Frontend:
         tokenizer: of its model.
         model_dir: of the model.
         grammars: compiles grammars for this tokenizer.
+        thinking: the limits of the model's thoughts.
     """
 
     def __init__(
-        self, engine: Engine, tokenizer: Tokenizer, model_dir: Path, grammars: GrammarCompiler
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        model_dir: Path,
+        grammars: GrammarCompiler,
+        thinking: ThinkingBudgets,
     ) -> None:
         self.engine, self.tokenizer, self.model_dir = engine, tokenizer, model_dir
-        self.grammars = grammars
+        self.grammars, self.thinking = grammars, thinking
         self._generations: dict[int, Generation] = {}
         self._live: set[Sequence] = set()
         self._abandoned: deque[Sequence | Generation] = deque()
@@ -203,7 +245,7 @@ class Frontend:
         """Load tokenizer and model.
 
         Args:
-            model: local directory or Hub id; None: the embedded reasoner.
+            model: as ``find_model_dir`` takes it; None: the embedded reasoner.
             fields: of ``LlmArgs``.
 
         Raises:
@@ -219,11 +261,12 @@ class Frontend:
         tokenizer = Tokenizer.load(tokenizer_dir, code)
         lm, config = engine.runner.lm, args.guided_decoding_config
         grammars = GrammarCompiler(tokenizer, lm.vocab_size, lm.eos_token_ids, config)
-        return cls(engine, tokenizer, model_dir, grammars)
+        thinking = ThinkingBudgets(tokenizer, lm.vocab_size, lm.eos_token_ids)
+        return cls(engine, tokenizer, model_dir, grammars, thinking)
 
     def copy(self) -> Frontend:
         """A frontend over the same engine without generations; only one of the two may be used."""
-        return Frontend(self.engine, self.tokenizer, self.model_dir, self.grammars)
+        return Frontend(self.engine, self.tokenizer, self.model_dir, self.grammars, self.thinking)
 
     # ---- from any thread --------------------------------------------------------------------
 
@@ -241,11 +284,30 @@ class Frontend:
         """The params of one generation, checked; the grammar is not compiled yet.
 
         Raises:
-            ParameterError: they are no ``SamplingParams``, or their grammar is too large.
+            ParameterError: they are no ``SamplingParams``, their grammar is too large, or the
+                model has no thoughts to limit.
         """
         checked = read_params(params)
         self.grammars.check(checked)
+        self.thinking.check(checked)
         return checked
+
+    def constraints(self, params: SamplingParams) -> Constraints | None:
+        """What makes the constraints of the samples, once compiled; None where all is allowed.
+
+        Raises:
+            ParameterError, DependencyError, RequestTimeout: as ``GrammarCompiler.constraints``.
+        """
+        return self.limited(params, self.grammars.constraints(params))
+
+    async def compiled(self, params: SamplingParams) -> Constraints | None:
+        """As ``constraints``, for a coroutine, which may be cancelled. Raises the same."""
+        return self.limited(params, await self.grammars.compiled(params))
+
+    def limited(self, params: SamplingParams, grammar: Constraints | None) -> Constraints | None:
+        """The constraints of a grammar, behind a thought with its limits if the params set any."""
+        rule = self.thinking.rule(params)
+        return grammar if rule is None else rule.constraints(grammar)
 
     def read_more(self, more: str | List[int]) -> list[int]:
         """The tokens of a text or of ids that continue a live sequence."""
@@ -290,7 +352,7 @@ class Frontend:
     def submit(
         self, prompt: Prompt, params: SamplingParams, constraints: Constraints | None
     ) -> Generation:
-        """Start ``params.n`` samples of a prompt, under the constraints of ``grammars``."""
+        """Start ``params.n`` samples of a prompt, under what ``constraints`` has made."""
         sequences = self.engine.start(prompt.token_ids, params, constraints=constraints)
         return self._follow(sequences, prompt)
 
@@ -375,12 +437,14 @@ class Frontend:
             self.abort(generation)
         else:
             self.engine.cut(sequence, generation.length(sequence))
+            self.engine.stats.thoughts_closed += generation.was_closed(sequence)
         self._generations.pop(sequence.id, None)  # last, so that an interrupted call is repeated
 
     def _follow(self, sequences: list[Sequence], prompt: Prompt | None = None) -> Generation:
         """The generation of sequences that have just been started."""
         try:
-            generation = Generation(sequences, self.tokenizer, prompt)
+            rule = self.thinking.rule(sequences[0].params)
+            generation = Generation(sequences, self.tokenizer, prompt, rule)
         except Exception:
             for sequence in sequences:
                 self.engine.abort(sequence)

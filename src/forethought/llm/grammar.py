@@ -23,7 +23,7 @@ import time
 import weakref
 from bisect import bisect_left
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -42,6 +42,7 @@ from forethought.errors import (
     RequestTimeout,
 )
 from forethought.llm.tokenizer import Tokenizer
+from forethought.model.sampling import Constraints
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -80,6 +81,10 @@ class GrammarConstraint:
         sibling = GrammarConstraint(self._start, self._writable, self._writable & ~self._text)
         sibling._mask = None if self._path else self._mask
         return sibling
+
+    def samples(self, prompt_ids: Sequence[int], count: int) -> list[GrammarConstraint]:
+        """Constraints of the same grammar for ``count`` generations; see ``Constraints``."""
+        return [self.fresh() for _ in range(count)]
 
     @property
     def failure(self) -> str:
@@ -190,7 +195,6 @@ os.register_at_fork(  # so that a child finds the usual size, and nobody holding
     after_in_child=_stack_size_lock.release,
 )
 
-Make: TypeAlias = Callable[[], GrammarConstraint]
 _Key: TypeAlias = tuple[GuidedDecodingParams, bool]
 
 
@@ -250,8 +254,8 @@ class GrammarCompiler:
             f"Shorten the {shape.kind}",
         )
 
-    def constraints(self, params: SamplingParams) -> Make | None:
-        """What makes the constraint of each sample, once compiled; None without a grammar.
+    def constraints(self, params: SamplingParams) -> Constraints | None:
+        """What makes the constraints of the samples, once compiled; None without a grammar.
 
         Raises:
             ParameterError: the grammar is too large, malformed, unsupported, or cannot be written
@@ -263,11 +267,11 @@ class GrammarCompiler:
             return None
         with self._compiling(params) as future:
             try:
-                return future.result(self._config.compile_timeout).fresh
+                return future.result(self._config.compile_timeout).samples
             except TimeoutError as error:
                 raise self._late(params.guided_decoding) from error
 
-    async def compiled(self, params: SamplingParams) -> Make | None:
+    async def compiled(self, params: SamplingParams) -> Constraints | None:
         """As ``constraints``, for a coroutine, which may be cancelled. Raises the same."""
         if params.guided_decoding is None:
             return None
@@ -277,15 +281,17 @@ class GrammarCompiler:
                     await _done(future)
             except TimeoutError as error:
                 raise self._late(params.guided_decoding) from error
-            return future.result().fresh
+            return future.result().samples
 
-    def find(self, params: SamplingParams) -> Make | None:
+    def find(self, params: SamplingParams) -> Constraints | None:
         """As ``constraints`` if the grammar is compiled already, else None. Never waits."""
         if params.guided_decoding is None:
             return None
         with self._lock:
             found = self._compilations.get(_key(params))
-            return None if found is None or not found.future.done() else found.future.result().fresh
+            return (
+                None if found is None or not found.future.done() else found.future.result().samples
+            )
 
     def after_fork(self) -> None:
         """In a forked child: the compiling threads stayed behind, with what they compiled."""

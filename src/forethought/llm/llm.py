@@ -123,12 +123,14 @@ class LLM:
         print(llm.generate("Hello", SamplingParams(max_tokens=20)).outputs[0].text)
 
     Args:
-        model: local Hugging Face directory, or Hub id; None: the embedded reasoner.
+        model: local Hugging Face directory, Hub id, or name of an embedded model, such as
+            ``"forethought/countdown"``; None: the embedded reasoner.
         fields: any field of ``LlmArgs``: ``revision``, ``dtype``, ``kv_cache_config``, ...
 
     Raises:
         ParameterError: an unknown field or a bad value.
         ModelError: the model is neither here nor on the Hub, is broken, or is not supported.
+        UnknownNameError: there is no embedded model of this name.
         CapacityError: the KV cache would not hold a single sequence.
     """
 
@@ -355,7 +357,7 @@ class LLM:
     def _read(self, prompt: Any, params: Any) -> Request:
         frontend = self._checked()
         read, checked = frontend.read(prompt, params)
-        return read, checked, frontend.grammars.constraints(checked)
+        return read, checked, frontend.constraints(checked)
 
     def _read_one(self, index: int, prompt: Any, params: SamplingParams | None) -> Request:
         try:
@@ -465,7 +467,7 @@ class Session:
     def _read(self, params: Any) -> tuple[SamplingParams, Constraints | None]:
         frontend = self._llm._checked()
         checked = frontend.read_params(params)
-        return checked, frontend.grammars.constraints(checked)
+        return checked, frontend.constraints(checked)
 
     def _resume(self, params: SamplingParams, constraints: Constraints | None) -> Generation:
         with self._llm._exclusive() as frontend:
