@@ -3,11 +3,14 @@
 import copy
 import pickle
 from collections import defaultdict, deque
+from functools import partial
 
 import pytest
 
 from forethought import methods
 from forethought.methods import BestOfNController, MajorityVoteController
+from forethought.methods.compute_optimal import Policy
+from forethought.outputs import Logprob
 from forethought.scaffolding import (
     Controller,
     GenerationTask,
@@ -16,6 +19,7 @@ from forethought.scaffolding import (
     NativeGenerationController,
     NativeRewardController,
     PRMController,
+    Reply,
     RewardTask,
     ScaffoldingLlm,
     ScriptedWorker,
@@ -151,20 +155,25 @@ def dynasor(**settings):
     return methods.create("dynasor", chunk_size=4, certainty_threshold=2, **settings)
 
 
-MADE = {
+def has_four(question, answer):
+    return "4" in answer
+
+
+MADE = {name: partial(methods.create, name) for name in methods.names()} | {
     "plain": lambda: methods.create("plain", sampling_params={"temperature": 0.5}),
     "dynasor": dynasor,
     "majority_vote": lambda: methods.create("majority_vote", default_sample_num=3),
     "best_of_n": lambda: methods.create("best_of_n", reward_controller=NativeRewardController()),
+    "genrm": lambda: methods.create("best_of_n", reward_controller="genrm"),
+    "compute_optimal": partial(
+        methods.create, "compute_optimal", policy=Policy(2, (), ("majority_vote@3",))
+    ),
     "dynasor+majority_vote": lambda: MajorityVoteController(dynasor(), 3),
+    "repeated_sampling": partial(methods.create, "repeated_sampling", verifier=has_four),
     "chat": lambda: NativeChatController(system="Be brief."),
     "reward": NativeRewardController,
     "prm": lambda: PRMController(Words()),
 }
-
-
-def test_every_shipped_method_is_copied_here():
-    assert set(methods.names()) <= set(MADE)
 
 
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda thing: pickle.loads(pickle.dumps(thing))}
@@ -186,9 +195,8 @@ def run(controller):
     given = [GenerationTask(input_str="p")]
     if judges:
         given = [RewardTask(input_str="p", output_str="a\n\nb")]
-    worker = ScriptedWorker(
-        lambda prompt, index: r"so \boxed{4}", score=lambda question, answer: 0.5
-    )
+    reply = Reply(r"so \boxed{4}", logprobs=[{1: Logprob(-0.5, 1), 2: Logprob(-1.5, 2)}] * 11)
+    worker = ScriptedWorker(lambda prompt, index: reply, score=lambda question, answer: 0.5)
     tags = methods.worker_tags(controller)
     with ScaffoldingLlm(Holder(), dict.fromkeys(tags, worker)) as llm:
         llm.generate("q")

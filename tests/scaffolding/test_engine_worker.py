@@ -11,11 +11,11 @@ import time
 import pytest
 
 from engines import expect_empty
-from forethought import LLM, AsyncLLM, SamplingParams
+from forethought import LLM, AsyncLLM, SamplingParams, assets
 from forethought.config.guided import GuidedDecodingParams
 from forethought.errors import BudgetExceeded, ContextLengthError, ParameterError, UsageError
 from forethought.methods import MajorityVoteController
-from forethought.outputs import GRAMMAR_COMPLETE
+from forethought.outputs import GRAMMAR_COMPLETE, ThinkingOutput, ThoughtEnd
 from forethought.scaffolding import (
     AsCompleted,
     Branch,
@@ -33,7 +33,7 @@ from forethought.scaffolding import (
     StreamGenerationTask,
     TRTLLMWorker,
 )
-from tokens import byte_level, speaking
+from tokens import byte_level, speaking, thinking
 
 PROMPT = "Hello world, how are you?"
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
@@ -944,6 +944,14 @@ def test_a_worker_with_an_llm_of_its_own_honours_or_refuses_each_argument():
     worker.shutdown()
 
 
+def test_a_worker_loads_an_embedded_model_by_name():
+    worker = EngineWorker.init_with_new_llm(
+        "forethought/countdown", kv_cache_config={"max_tokens": 256}
+    )
+    assert worker.llm.model_dir == assets.embedded_dir("countdown")
+    worker.shutdown()
+
+
 def test_a_tokenizer_of_another_model_is_refused(direct):
     other = byte_level().__class__(tokenizer_object=tiny_backend())
     with pytest.raises(ParameterError, match="not the model's"):
@@ -1050,3 +1058,38 @@ def test_a_controller_that_quits_leaves_no_sequence(worker, kind):
 
     with pytest.raises(UsageError, match="a controller"):
         played(worker, play)
+
+
+@pytest.fixture
+def thinker():
+    """A worker over a model that knows markers of thoughts; it must leave no page behind."""
+    llm = LLM(thinking(), **FIELDS)
+    with EngineWorker(llm) as worker:
+        yield worker
+        expect_empty(llm._frontend.engine)
+
+
+def test_thinking_budgets_travel_with_tasks_into_the_engine_and_tell_how_the_thought_ended(thinker):
+    params = {"max_tokens": 40, "thinking_budget": 9, "thinking_end": "Now.</think>", **GREEDY}
+    output = answer(NativeGenerationController(), thinker, "Hi<think>\n", sampling_params=params)
+    with LLM(thinking(), **FIELDS) as llm:
+        direct = llm.generate("Hi<think>\n", SamplingParams(**params)).outputs[0]
+    assert output.output.token_ids == direct.token_ids
+    assert output.output.thinking == direct.thinking == ThinkingOutput(9, ThoughtEnd.BUDGET)
+
+
+def test_a_fork_within_a_thought_goes_on_under_the_budget_of_the_whole(thinker):
+    """The tokens of the forked task count, as does the text put behind them."""
+
+    def play(task):
+        fields = {"thinking_budget": 20, "worker_tag": "generation", **GREEDY}
+        first = GenerationTask(input_str="Hi<think>\n", max_tokens=6, **fields)
+        yield [first]
+        fork = first.fork(" how are you", max_tokens=40)
+        yield [fork]
+        return fork.inserted_tokens, fork.output_tokens, fork.thinking
+
+    inserted, tokens, thought = played(thinker, play)
+    end = thinker.tokenizer.convert_tokens_to_ids("</think>")
+    assert tokens.index(end) == 20 - 6 - len(inserted)
+    assert thought == ThinkingOutput(20, ThoughtEnd.BUDGET)

@@ -10,7 +10,7 @@ from forethought.config.guided import GuidedDecodingParams
 from forethought.errors import BudgetExceeded, ParameterError, TaskError, UsageError
 from forethought.methods import DynasorGenerationController
 from forethought.methods.dynasor import ANSWER_END, ANSWER_SUFFIX_WITH_MARKER, PROBE_SUFFIX
-from forethought.outputs import Logprob
+from forethought.outputs import Logprob, ThinkingOutput, ThoughtEnd, TokenConfidence
 from forethought.scaffolding import (
     AsCompleted,
     Budget,
@@ -718,6 +718,46 @@ def test_tool_calls_are_put_together_from_their_pieces(server):
     assert server.requests[0]["tools"][0]["function"]["name"] == "add"
 
 
+def test_a_server_is_asked_for_the_top_log_probabilities(server):
+    plain = GenerationTask(input_str="p", confidence=2)
+    both = GenerationTask(input_str="p", confidence=2, num_logprobs=1)
+    run(Client(server), plain)
+    run(Client(server), both)
+    assert [request["logprobs"] for request in server.requests] == [2, 2]
+    assert plain.confidences == both.confidences == [TokenConfidence(1.0, -0.5)] * 2
+    assert (plain.logprobs, plain.cumulative_logprob) == (None, None)
+    assert [len(entries) for entries in both.logprobs] == [1, 1], "as many as it asked for"
+
+
+def test_a_stream_of_a_server_brings_confidences_with_its_tokens(server):
+    server.says = lambda body: list("abcdef")
+    stream = StreamGenerationTask(input_str="p: ", streaming_step=2, confidence=1)
+    seen = []
+
+    async def main():
+        worker = Client(server)
+        while not stream.end_flag:
+            await worker.run_task(stream)
+            seen.append(len(stream.confidences))
+        await worker.async_shutdown()
+
+    asyncio.run(main())
+    assert seen == [2, 4, 6]
+
+
+def test_an_echo_has_no_confidences(server):
+    with pytest.raises(ParameterError, match="echo and confidence"):
+        run(Client(server), GenerationTask(input_str="p", echo=True, confidence=1))
+
+
+def test_chats_have_confidences_too(server):
+    chat = ChatTask.create_from_prompt("hi")
+    chat.confidence = 2
+    run(Client(server), chat)
+    assert server.requests[0]["top_logprobs"] == 2
+    assert chat.confidences == [TokenConfidence(1.0, -0.5)] * 2
+
+
 def test_chats_have_log_probabilities_too(server):
     chat = ChatTask.create_from_prompt("hi")
     chat.num_logprobs = 2
@@ -773,3 +813,149 @@ def test_dynasor_runs_over_http(server):
     parts = [r for r in server.requests if PROBE_SUFFIX not in r["prompt"]]
     assert [r["prompt"] for r in parts[:2]] == ["p: ", "p: thinking thinking"]
     assert [r["max_tokens"] for r in parts[:2]] == [16 + 4, 32 - 17 + 4]
+
+
+# ---- thinking budgets ----------------------------------------------------------------------------
+
+THOUGHT, ANSWER = ["one", " two", " three", " four"], ["So", " five"]
+OPENED = "Q<think>\n"
+
+
+def thinking(body):
+    """Thinks four tokens and answers, from wherever the prompt ends; keeps to the stop strings."""
+    said = body["prompt"].removeprefix(OPENED)
+    if "</think>" in said:
+        return ANSWER
+    return THOUGHT if body.get("stop") else [*THOUGHT, "</think>", *ANSWER]
+
+
+def think(server, worker=None, **fields):
+    server.says = thinking
+    task = GenerationTask(input_str=OPENED, **fields)
+    run(worker or Client(server), task)
+    return task
+
+
+def test_a_thought_is_closed_at_its_cap_in_a_second_request(server):
+    server.extra_choice = {"stop_reason": None}
+    task = think(server, thinking_budget=2, max_tokens=50, seed=3, temperature=0.5)
+    assert task.output_str == "one two</think>So five"
+    assert task.thinking == ThinkingOutput(2, ThoughtEnd.BUDGET)
+    first, second = server.requests
+    assert (first["prompt"], first["max_tokens"]) == (OPENED, 2)
+    assert first["stop"] == ["</think>"]
+    assert (second["prompt"], second["max_tokens"]) == (OPENED + "one two</think>", 48)
+    assert "stop" not in second
+    assert second["temperature"] == 0.5
+    assert second["seed"] != first["seed"] == 3
+    assert task.usage.completion_tokens == 4
+    assert (task.finish_reason, task.stop_reason) == ("stop", None)
+
+
+def test_a_thought_that_ends_before_its_cap_is_answered_behind_its_own_marker(server):
+    closing = "I stop.</think>"
+    task = think(server, thinking_budget=20, thinking_end=closing)
+    assert task.output_str == "one two three four</think>So five"
+    assert task.thinking == ThinkingOutput(4, ThoughtEnd.NATURAL)
+    assert task.stop_reason is None
+    cut = think(server, thinking_budget=1, thinking_end=closing)
+    assert cut.output_str == "oneI stop.</think>So five"
+
+
+def test_without_a_thought_the_closing_text_ends_the_prompt_of_one_request(server):
+    task = think(server, thinking_budget=0)
+    assert [request["prompt"] for request in server.requests] == [OPENED + "</think>"]
+    assert task.output_str == "</think>So five"
+    assert task.thinking == ThinkingOutput(0, ThoughtEnd.BUDGET)
+
+
+def test_a_thought_that_ends_with_the_generation_is_not_answered(server):
+    task = think(server, thinking_budget=3, max_tokens=3)
+    assert (task.output_str, task.finish_reason) == ("one two three", "length")
+    assert task.thinking == ThinkingOutput(3, None)
+    server.extra_choice = {"stop_reason": None}  # not the marker: end of sequence
+    task = think(server, thinking_budget=30)
+    assert (task.output_str, task.finish_reason) == ("one two three four", "stop")
+    assert len(server.requests) == 2
+
+
+def test_a_prompt_that_has_closed_its_thought_is_continued_as_it_is(server):
+    task = GenerationTask(input_str="Q<think>\n\n</think>\n", thinking_budget=5, stop=["!"])
+    run(Client(server), task)
+    assert server.requests[0]["prompt"] == task.input_str
+    assert task.output_str == "Hello world"
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_stream_with_a_thinking_budget_says_the_same_step_by_step(server, step):
+    server.says, texts = thinking, []
+
+    class Steps(Controller):
+        def process(self, tasks, **kwargs):
+            stream = StreamGenerationTask(
+                input_str=OPENED, worker_tag="generation", streaming_step=step, thinking_budget=2
+            )
+            while not stream.end_flag:
+                yield [stream]
+                texts.append(stream.output_str)
+            tasks[0].result = stream.result
+
+    output = answer(Steps(), Client(server)).output
+    assert output.text == texts[-1] == "one two</think>So five"
+    assert all(texts[-1].startswith(text) for text in texts)
+    assert output.thinking == ThinkingOutput(2, ThoughtEnd.BUDGET)
+
+
+def test_a_streamed_answer_has_the_closing_text_in_it(server):
+    server.says = thinking
+    params = {"thinking_budget": 2}
+    controller = NativeGenerationController(streaming=True)
+    llm = ScaffoldingLlm(controller, {"generation": Client(server)})
+    try:
+        result = llm.generate_async(OPENED, sampling_params=params)
+        pieces = [event.output.text for event in result.events()]
+    finally:
+        llm.shutdown(shutdown_workers=True)
+    assert "".join(pieces) == "one two</think>So five"
+
+
+def test_a_servers_own_field_gets_the_budget(server):
+    worker = Client(server, thinking_field="thinking_token_budget")
+    chat = ChatTask.create_from_prompt("Q")
+    chat.thinking_budget = 7
+    run(worker, GenerationTask(input_str="p", thinking_budget=0), chat)
+    assert [request["thinking_token_budget"] for request in server.requests] == [0, 7]
+    task = GenerationTask(input_str="p", thinking_budget=4, thinking_end="</think>")
+    with pytest.raises(ParameterError, match="thinking_end"):
+        run(Client(server, thinking_field="reasoning_budget"), task)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"n": 2}, "cannot honour n"),
+        ({"stop": ["x"]}, "cannot honour stop"),
+        ({"num_logprobs": 1}, "cannot honour num_logprobs"),
+        ({"input_tokens": [1, 2]}, "no <think>"),
+        ({"input_str": "Q"}, "no <think>"),
+        ({"thinking_soft": 2}, "cannot honour thinking_soft"),
+        ({"thinking_end": "Stop."}, "thinking_end does not end the thought"),
+    ],
+)
+def test_a_thinking_budget_that_two_requests_cannot_keep_is_refused(server, fields, says):
+    task = GenerationTask(**{"input_str": OPENED, "thinking_budget": 4, **fields})
+    with pytest.raises(ParameterError, match=says):
+        run(Client(server), task)
+    chat = ChatTask.create_from_prompt("Q")
+    chat.thinking_budget = 4
+    with pytest.raises(ParameterError, match="in chats, cannot honour thinking_budget"):
+        run(Client(server), chat)
+    assert server.requests == []
+
+
+def test_markers_of_another_model_close_its_thoughts(server):
+    server.says = lambda body: ["a", "b", "c"]
+    worker = Client(server, thinking_markers=("[THINK]", "[/THINK]"))
+    task = GenerationTask(input_str="Q[THINK]", thinking_budget=2)
+    run(worker, task)
+    assert task.output_str == "ab[/THINK]abc"

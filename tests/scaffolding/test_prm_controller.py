@@ -196,23 +196,20 @@ def test_a_score_is_the_product_of_what_the_plain_model_says_at_the_separators(w
 
 
 def test_a_step_without_any_probability_does_not_shift_the_others(worker, monkeypatch):
-    model = worker._model
-    plain = model._logits
-
-    def hopeless(rows):
-        logits = plain(rows).clone()
-        first = min(inquiry_place(row) for row in rows)
-        logits[:, first, 1] = -1e4  # its probability underflows to 0
-        return logits
-
-    def inquiry_place(row):
-        return row.ids.index(worker.tokenizer.convert_tokens_to_ids(SEPARATOR))
-
-    monkeypatch.setattr(model, "_logits", hopeless)
     rewards = asked(PRMController(worker.tokenizer), [answered("a\n\nb\n\nc")])
+    (reward,) = rewards
+    model = worker._model
+    head = model._head
+
+    def hopeless(hidden):
+        scores = head(hidden).clone()
+        scores[:, reward.step_positions[0]] = 0.0  # as where a probability underflows
+        return scores
+
+    monkeypatch.setattr(model, "_head", hopeless)
+    monkeypatch.setattr(model, "_prefixes", None)
     with ScaffoldingLlm(_Yield(rewards), {"reward": worker}) as llm:
         llm.generate("q")
-    (reward,) = rewards
     assert reward.step_scores[0] == 0
     assert all(score > 0 for score in reward.step_scores[1:])
     assert len(reward.step_scores) == 3

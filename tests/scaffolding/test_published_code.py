@@ -36,8 +36,8 @@ from forethought.scaffolding.controller import (
     ParallelProcess,
 )
 from forethought.scaffolding.execution_scope import current_scope
+from forethought.scaffolding.messages import ToolCall, ToolFunction
 from forethought.scaffolding.scaffolding_llm import ScaffoldingLlm
-from forethought.scaffolding.task import ToolCall, ToolFunction
 from forethought.scaffolding.worker import RewardWorker, TRTLLMWorker, Worker
 from forethought.scaffolding.workers.scripted import ScriptedWorker
 from reward_models import save, tokenizer

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from forethought.errors import UsageError
-from forethought.outputs import Logprob
+from forethought.outputs import Logprob, ThinkingOutput, ThoughtEnd
 from forethought.scaffolding import Controller, GenerationTask, Reply, ScriptedWorker
 from scripted import TAG, answer
 
@@ -70,3 +70,24 @@ def test_forks_of_a_script_join_with_their_ids():
 
     output = answer(Asks(), ScriptedWorker({"p": "ab", "pab?": "c"})).output
     assert (output.text, output.token_ids) == ("ab?c", [97, 98, 63, 99])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "budget", "text", "thought"),
+    [
+        ("<think>", 3, "abc</think>yes", ThinkingOutput(3, ThoughtEnd.BUDGET)),
+        ("<think>\n", 3, "abc</think>yes", ThinkingOutput(3, ThoughtEnd.BUDGET)),
+        ("<think>xy", 3, "a</think>yes", ThinkingOutput(3, ThoughtEnd.BUDGET)),
+        ("<think>", 0, "</think>yes", ThinkingOutput(0, ThoughtEnd.BUDGET)),
+        ("<think>", 9, "abcdef</think>yes", ThinkingOutput(6, ThoughtEnd.NATURAL)),
+        ("<think></think>", 2, "abcdef</think>yes", ThinkingOutput(0, None)),
+        ("p", 2, "abcdef</think>yes", ThinkingOutput(0, None)),
+    ],
+)
+def test_a_thought_is_closed_at_its_cap(prompt, budget, text, thought):
+    worker = ScriptedWorker(lambda p, i: "abcdef</think>yes")
+    task = say(worker, prompt, thinking_budget=budget)
+    assert (task.output_str, task.thinking) == (text, thought)
+    opening = ScriptedWorker(lambda p, i: "<think>\nabcdef</think>yes")
+    assert say(opening, thinking_budget=2).output_str == "<think>\nab</think>yes"
+    assert say(worker, prompt).thinking is None

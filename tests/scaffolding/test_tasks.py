@@ -331,6 +331,20 @@ def test_prompts_are_text_or_ids():
         Task.create_from_prompt("p")
 
 
+def test_the_question_is_that_of_the_request_or_else_the_text_that_was_asked():
+    assert GenerationTask(input_str="p").question_text == "p"
+    assert GenerationTask(input_tokens=[1]).question_text is None
+    task = GenerationTask(input_tokens=[1], question="why?")
+    stream = StreamGenerationTask.create_from_generation_task(task)
+    for other in (task, task.copy(), task.fork("!"), *task.samples_of(2), stream):
+        assert other.question_text == "why?"
+    chat = ChatTask.create_from_prompt("first")
+    chat.add_messages([AssistantMessage("no"), UserMessage("second")])
+    assert chat.question_text == "second"
+    assert ChatTask(question="why?").question_text == "why?"
+    assert ChatTask().question_text is None
+
+
 def test_the_misspelled_status_is_the_correctly_spelled_one():
     assert TaskStatus.WORKER_EXECEPTION is TaskStatus.WORKER_EXCEPTION
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         get_digit_majority_vote_result,
     )
     from forethought.scaffolding.budget import Budget
+    from forethought.scaffolding.confidence import ConfidenceRewardController
     from forethought.scaffolding.controller import (
         Controller,
         NativeChatController,
@@ -29,30 +30,35 @@ if TYPE_CHECKING:
         NativeRewardController,
     )
     from forethought.scaffolding.execution_scope import ExecutionScope, current_scope
+    from forethought.scaffolding.genrm_controller import GenRMController
+    from forethought.scaffolding.judge import CompareRewardController, JudgeRewardController
+    from forethought.scaffolding.messages import (
+        AssistantMessage,
+        OpenAIToolDescription,
+        RoleMessage,
+        SystemMessage,
+        ToolDescription,
+        ToolMessage,
+        UserMessage,
+    )
     from forethought.scaffolding.parallel import AsCompleted, Branch, FirstDone, ParallelProcess
     from forethought.scaffolding.prm_controller import PRMController
     from forethought.scaffolding.result import (
         Delta,
         ScaffoldingOutput,
         ScaffoldingResult,
+        Stage,
         StreamEvent,
     )
     from forethought.scaffolding.scaffolding_llm import ScaffoldingLlm
     from forethought.scaffolding.task import (
-        AssistantMessage,
         ChatTask,
         ComputeTask,
         GenerationTask,
-        OpenAIToolDescription,
         RewardTask,
-        RoleMessage,
         StreamGenerationTask,
-        SystemMessage,
         Task,
         TaskStatus,
-        ToolDescription,
-        ToolMessage,
-        UserMessage,
     )
     from forethought.scaffolding.task_collection import (
         ChatTokenCounter,
@@ -63,6 +69,8 @@ if TYPE_CHECKING:
         TaskTimer,
         with_task_collection,
     )
+    from forethought.scaffolding.trace import Trace
+    from forethought.scaffolding.trace_replay import replay
     from forethought.scaffolding.worker import Worker
     from forethought.scaffolding.workers.local import EngineWorker, TRTLLMWorker
     from forethought.scaffolding.workers.openai import OpenaiWorker, TRTOpenaiWorker
@@ -75,6 +83,9 @@ _HOMES = {
     "ScaffoldingOutput": "result",
     "StreamEvent": "result",
     "Delta": "result",
+    "Stage": "result",
+    "Trace": "trace",
+    "replay": "trace_replay",
     "Budget": "budget",
     "ExecutionScope": "execution_scope",
     "current_scope": "execution_scope",
@@ -83,6 +94,9 @@ _HOMES = {
     "NativeChatController": "controller",
     "NativeRewardController": "controller",
     "PRMController": "prm_controller",
+    "ConfidenceRewardController": "confidence",
+    "JudgeRewardController": "judge",
+    "CompareRewardController": "judge",
     "MajorityVoteController": "controller",
     "BestOfNController": "controller",
     "ParallelProcess": "parallel",
@@ -91,18 +105,19 @@ _HOMES = {
     "FirstDone": "parallel",
     "Task": "task",
     "TaskStatus": "task",
+    "GenRMController": "genrm_controller",
     "GenerationTask": "task",
     "StreamGenerationTask": "task",
     "ChatTask": "task",
     "RewardTask": "task",
     "ComputeTask": "task",
-    "RoleMessage": "task",
-    "SystemMessage": "task",
-    "UserMessage": "task",
-    "AssistantMessage": "task",
-    "ToolMessage": "task",
-    "ToolDescription": "task",
-    "OpenAIToolDescription": "task",
+    "RoleMessage": "messages",
+    "SystemMessage": "messages",
+    "UserMessage": "messages",
+    "AssistantMessage": "messages",
+    "ToolMessage": "messages",
+    "ToolDescription": "messages",
+    "OpenAIToolDescription": "messages",
     "Worker": "worker",
     "ScriptedWorker": "workers.scripted",
     "Reply": "workers.scripted",
@@ -132,13 +147,17 @@ __all__ = [
     "Budget",
     "ChatTask",
     "ChatTokenCounter",
+    "CompareRewardController",
     "ComputeTask",
+    "ConfidenceRewardController",
     "Controller",
     "Delta",
     "ExecutionScope",
     "FirstDone",
+    "GenRMController",
     "GenerationTask",
     "GenerationTokenCounter",
+    "JudgeRewardController",
     "MajorityVoteController",
     "MathEquivalence",
     "NativeChatController",
@@ -156,6 +175,7 @@ __all__ = [
     "ScaffoldingOutput",
     "ScaffoldingResult",
     "ScriptedWorker",
+    "Stage",
     "StreamEvent",
     "StreamGenerationTask",
     "SystemMessage",
@@ -167,12 +187,14 @@ __all__ = [
     "TaskTimer",
     "ToolDescription",
     "ToolMessage",
+    "Trace",
     "UserMessage",
     "Worker",
     "current_scope",
     "extract_answer_from_boxed",
     "extract_answer_with_regex",
     "get_digit_majority_vote_result",
+    "replay",
     "sampling",
     "with_task_collection",
 ]

@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import itertools
+import math
 import re
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -308,10 +309,51 @@ class AnswerPool:
         group.members.append(number)
         return group
 
+    def adding(self, votes: Mapping[int, str]) -> Generator[Any, Any, None]:
+        """``add`` for a controller, which does ``yield from`` it.
+
+        Args:
+            votes: answers by the numbers of their samples.
+        """
+        finding = self.classes.finding(list(votes.values()))
+        if finding:
+            yield finding
+        for number, answer in votes.items():
+            self.add(number, answer)
+
+    def heaviest(self, weights: Mapping[int, float]) -> tuple[Group | None, float]:
+        """The group whose members have the largest sum of weights; ties as for ``winner``.
+
+        Args:
+            weights: by number of the sample, not negative; samples that are missing weigh 0.
+
+        Returns:
+            The group, and its share of all weight; ``(None, 0.0)`` where no member has a weight.
+        """
+        found = [
+            (math.fsum(weights.get(number, 0.0) for number in group.members), group)
+            for group in self.groups.values()
+            if any(number in weights for number in group.members)
+        ]
+        if not found:
+            return None, 0.0
+        weight, group = min(found, key=lambda each: (-each[0], each[1].first))
+        total = math.fsum(each for each, _ in found)
+        return group, weight / total if total > 0 else 1.0 / len(found)
+
     @property
     def winner(self) -> Group | None:
         """The winning group so far; None without votes."""
         return min(self.groups.values(), key=lambda g: (-len(g.members), g.first), default=None)
+
+    @property
+    def lead_probability(self) -> float:
+        """Probability that the largest group leads the second in the long run.
+
+        See ``lead_probability``; 0.5 without votes.
+        """
+        sizes = sorted((len(group.members) for group in self.groups.values()), reverse=True)
+        return lead_probability(*[*sizes, 0, 0][:2])
 
     def decided(self, pending: Iterable[int]) -> bool:
         """Whether no votes of the ``pending`` samples can make another group win.
@@ -334,6 +376,21 @@ class AnswerPool:
             if max_votes == len(winner.members) and min([*members, *outstanding]) < winner.first:
                 return False
         return True
+
+
+def lead_probability(votes: int, others: int) -> float:
+    """Probability that an answer is given more often than another one, by their votes so far.
+
+    Of samples that give one of the two, a share p gives the first. With a uniform prior its
+    posterior is Beta(votes + 1, others + 1), and the probability is that of p > 1/2::
+
+        P = sum over j = 0 .. votes of C(n, j) / 2^n        n = votes + others + 1
+
+    Adaptive consistency (Aggarwal et al. 2023, arXiv 2305.11860, section 3) stops at 0.95.
+    """
+    n = votes + others + 1
+    favourable: int = sum(math.comb(n, j) for j in range(votes + 1))
+    return favourable / (1 << n)
 
 
 def get_majority_result(

@@ -114,7 +114,7 @@ class BudgetAccount:
             setattr(self.usage, field.name, getattr(self.usage, field.name) + grown)
         limit = self.budget.tokens
         if limit is not None and self.usage.completion_tokens > limit:
-            self._exhaust(self._exceeded("tokens", limit))
+            self.exhaust(self._exceeded("tokens", limit))
 
     def ended(self, metrics: SpeculationMetrics | None) -> None:
         """A generation is over, with its speculation metrics, if its worker has any."""
@@ -124,9 +124,10 @@ class BudgetAccount:
     def expire(self) -> None:
         """The seconds are over."""
         self.expired = True
-        self._exhaust(self._exceeded("seconds", self.budget.seconds))
+        self.exhaust(self._exceeded("seconds", self.budget.seconds))
 
-    def _exhaust(self, reason: BudgetExceeded) -> None:
+    def exhaust(self, reason: BudgetExceeded) -> None:
+        """Nothing more may run; every further execution fails with ``reason``."""
         if self.exhausted is None:
             self.exhausted = reason
             self.on_exhausted()

@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Self, TypeVar
 from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError
 from forethought.scaffolding import sampling
+from forethought.scaffolding.messages import SystemMessage
 from forethought.scaffolding.parallel import (
     AsCompleted,
     Branch,
@@ -30,8 +31,8 @@ from forethought.scaffolding.parallel import (
     checked_process,
 )
 from forethought.scaffolding.result import ScaffoldingOutput
-from forethought.scaffolding.settings import BOOL, validated
-from forethought.scaffolding.task import ChatTask, GenerationTask, RewardTask, SystemMessage, Task
+from forethought.scaffolding.settings import ANY_TEXT, BOOL, validated
+from forethought.scaffolding.task import ChatTask, GenerationTask, RewardTask, Task
 
 _C = TypeVar("_C", bound="Cloneable")
 
@@ -99,7 +100,13 @@ def _copy_of(value: Any, memo: dict[int, Any]) -> Any:
     return copy.copy(value) if isinstance(value, set | bytearray) else value
 
 
-_COPIED_FIELDS = ("streaming_output_flag", "on_failure", "priority", "skip_detokenizer")
+_COPIED_FIELDS = (
+    "streaming_output_flag",
+    "on_failure",
+    "priority",
+    "question",
+    "skip_detokenizer",
+)
 
 
 class Controller(Cloneable):
@@ -139,6 +146,7 @@ class Controller(Cloneable):
         prompt: Any,
         *,
         sampling_params: Mapping[str, Any] | SamplingParams | None = None,
+        question: str | None = None,
         **kwargs: Any,
     ) -> Process:
         """Answer one prompt: make a task of it, process it, return its output.
@@ -146,9 +154,12 @@ class Controller(Cloneable):
         Args:
             prompt: text or token ids.
             sampling_params: fields that the caller of the method sets on that task.
+            question: what the user asks, as text, where ``prompt`` is token ids or went through a
+                chat template; verifiers and reward models read it.
             **kwargs: handed on to ``process``.
         """
         task = GenerationTask.create_from_prompt(prompt)
+        task.question = None if question is None else validated("question", question, ANY_TEXT)
         sampling.choose(task, sampling.checked("sampling_params", sampling_params))
         yield from checked_process(self, "process", self.process([task], **kwargs))
         return task.samples if len(task.samples) > 1 else task.create_scaffolding_output()
@@ -267,9 +278,15 @@ class NativeChatController(NativeGenerationController):
 class NativeRewardController(Controller):
     """Scores answers: ``scores`` holds one per task, in their order.
 
-    A finished generation task is scored by its prompt and its output, a reward task as it is. A
+    A finished generation task is scored by its question (``GenerationTask.question_text``) and its
+    output, a reward task as it is. A
     generation task that failed with ``on_failure="drop"`` has the score None.
+
+    Attributes:
+        sample_params: sampling fields that the generation of what is scored has to set.
     """
+
+    sample_params: Mapping[str, Any] = MappingProxyType({})
 
     class WorkerTag(Enum):
         """The worker that scores."""
@@ -297,7 +314,7 @@ class NativeRewardController(Controller):
 
     def _reward(self, task: GenerationTask | RewardTask) -> RewardTask:
         if not isinstance(task, RewardTask):
-            task = RewardTask(input_str=task.input_str, output_str=task.output_str)
+            task = RewardTask(input_str=task.question_text, output_str=task.output_str)
         task.worker_tag = self.WorkerTag.REWARD
         return task
 

@@ -17,6 +17,7 @@ from inspect import iscoroutinefunction
 from typing import Any
 
 from forethought.errors import (
+    BudgetExceeded,
     ParameterError,
     TaskError,
     UsageError,
@@ -36,6 +37,7 @@ from forethought.scaffolding.parallel import (
 )
 from forethought.scaffolding.result import (
     Delta,
+    Stage,
     StreamedOutputs,
     StreamedPart,
     StreamedText,
@@ -45,10 +47,12 @@ from forethought.scaffolding.settings import ON_FAILURE, validated
 from forethought.scaffolding.task import (
     ComputeTask,
     GenerationTask,
+    RewardTask,
     StreamGenerationTask,
     Task,
     TaskStatus,
 )
+from forethought.scaffolding.trace import Span, Tracer
 from forethought.scaffolding.worker import Worker
 
 _logger = logging.getLogger(__name__)
@@ -119,6 +123,8 @@ class Run:
     """Running ``ComputeTask``s, in all frames."""
     text: StreamedText = field(default_factory=StreamedText)
     """What the request itself streams."""
+    tracer: Tracer | None = None
+    """Records the tasks and branches, or repeats the order of a recording."""
 
     def publish(self, event: StreamEvent | None = None) -> None:
         """Pass ``event`` and the new text to the result."""
@@ -189,6 +195,9 @@ class Frame:
         if isinstance(wanted, Delta):
             self._stream(None, wanted)
             return None
+        if isinstance(wanted, Stage):
+            self._tell(wanted)
+            return None
         if isinstance(wanted, Task | Branch):
             raise UsageError(
                 f"a controller yielded a bare {type(wanted).__name__}",
@@ -198,7 +207,7 @@ class Frame:
         raise UsageError(
             f"a controller yielded {type(wanted).__name__}",
             f"{wanted!r} is nothing that can be run",
-            "Yield a list of tasks, a ParallelProcess, AsCompleted, FirstDone or a Delta",
+            "Yield a list of tasks, a ParallelProcess, AsCompleted, FirstDone, a Delta or a Stage",
         )
 
     # ---- waiting ------------------------------------------------------------------------------
@@ -285,32 +294,70 @@ class Frame:
     def _start(self, item: Item) -> asyncio.Task[None]:
         if isinstance(item, Task) and item.streaming_output_flag and self.scope.parent is None:
             self._begin_part(item)
-        work = self._branch(item) if isinstance(item, Branch) else self._execute(item)
+        scope = self.scope
+        if isinstance(item, Branch):
+            scope = self.scope.child(next(self._branch_numbers))
+            item.path = scope.path
+            self._tell(Stage("spawned", type(item.controller).__name__, scope.path))
+        span = None if self.run.tracer is None else self.run.tracer.begin(scope.path, item)
+        work = (
+            self._branch(item, scope, span)
+            if isinstance(item, Branch)
+            else self._execute(item, span)
+        )
         job = asyncio.get_running_loop().create_task(work)
         self._jobs.add(job)
-        job.add_done_callback(self._forget)
+        job.add_done_callback(partial(self._on_ended, item, span))
         return job
+
+    def _on_ended(self, item: Item, span: Span | None, job: asyncio.Task[None]) -> None:
+        """Say and record that ``item`` is over."""
+        why = self._why_ended(item, job)
+        if isinstance(item, Branch):
+            self._tell(Stage("ended", why, item.path))
+        elif isinstance(item, RewardTask) and why == "done":
+            fields = {"score": item.score, "steps": list(item.step_scores)}
+            self._tell(Stage("scored", fields=fields))
+        if span is not None and self.run.tracer is not None:
+            self.run.tracer.ended(span, item, why)
+        self._forget(job)
+
+    def _why_ended(self, item: Item, job: asyncio.Task[None]) -> str:
+        """``done``, ``failed``, ``cancelled`` or ``budget``."""
+        if job.cancelled():
+            return "cancelled"
+        error = job.exception() or item.error
+        if error is None:
+            return "done"
+        return "budget" if isinstance(error, BudgetExceeded) else "failed"
 
     def _forget(self, job: asyncio.Task[None]) -> None:
         self._jobs.discard(job)
         if not job.cancelled():
             job.exception()  # marks it as retrieved, in case that no frame waits for it
 
-    async def _branch(self, branch: Branch) -> None:
-        frame = Frame(self.run, self.scope.child(next(self._branch_numbers)))
+    async def _branch(self, branch: Branch, scope: ExecutionScope, span: Span | None) -> None:
+        frame = Frame(self.run, scope)
         try:
             branch.result = await frame.drive(branch.process)
         except Exception as error:
             branch.error = error
-            if branch.on_failure == "raise" or self.run.account.exhausted is not None:
-                raise
+        await self._turn(span)
+        dropped = branch.on_failure == "drop" and self.run.account.exhausted is None
+        if branch.error is not None and not dropped:
+            raise branch.error
 
-    async def _execute(self, task: Task) -> None:
+    async def _turn(self, span: Span | None) -> None:
+        """Wait until ``span`` may end: at once, unless a recording is repeated."""
+        if span is not None and self.run.tracer is not None:
+            await self.run.tracer.turn(span)
+
+    async def _execute(self, task: Task, span: Span | None) -> None:
         """Execute ``task``; raises what goes wrong, unless it is to be dropped."""
         try:
             validated("on_failure", task.on_failure, ON_FAILURE)
             if isinstance(task, ComputeTask):
-                await self._compute(task)
+                await self._compute(task, span)
             else:
                 await self._run_on_worker(task)
         finally:
@@ -318,7 +365,7 @@ class Frame:
         if task.error is not None and task.on_failure == "raise":
             raise task.error
 
-    async def _compute(self, task: ComputeTask) -> None:
+    async def _compute(self, task: ComputeTask, span: Span | None) -> None:
         """Run ``task`` until it is done, or until the seconds of the budget are over.
 
         Raises:
@@ -335,6 +382,7 @@ class Frame:
             run.computations.add(computation)
             try:
                 await work(task)
+                await self._turn(span)
             except asyncio.CancelledError:
                 if not run.account.expired:
                     raise
@@ -451,6 +499,13 @@ class Frame:
             if part is not None:
                 part.add(output)
         self.run.publish(StreamEvent(self.scope.path, output))
+
+    def _tell(self, stage: Stage) -> None:
+        """Stream ``stage``, and record it."""
+        branch = self.scope.path if stage.branch is None else stage.branch
+        if self.run.tracer is not None:
+            self.run.tracer.stage(branch, stage)
+        self.run.publish(StreamEvent(branch, stage))
 
 
 def controller_quit(error: BaseException) -> UsageError:

@@ -13,12 +13,13 @@ They only describe the work; the driver starts, awaits and cancels it.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import deque
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from forethought.errors import ParameterError, UsageError
+from forethought.errors import BudgetExceeded, ParameterError, UsageError
 from forethought.scaffolding.settings import ON_FAILURE, OnFailure, validated
 from forethought.scaffolding.task import Task
 
@@ -61,6 +62,7 @@ class Branch:
     Attributes:
         result: what ``process`` returned.
         error: why it failed; None if it did not.
+        path: its place in the request, once it has begun: ``"2"``, or ``"2.0"`` inside of ``"2"``.
 
     Raises:
         ParameterError: ``on_failure`` is neither.
@@ -80,6 +82,7 @@ class Branch:
         )
         self.result: Any = None
         self.error: Exception | None = None
+        self.path: str | None = None
 
 
 Item = Task | Branch
@@ -232,3 +235,40 @@ class FirstDone:
 
     def __init__(self, items: Iterable[Item]) -> None:
         self.race = AsCompleted(items)
+
+
+def run_until(
+    branches: Iterable[Branch],
+    decided: Callable[[Branch], Process],
+    concurrency: int | None = None,
+) -> Process:
+    """Run branches until enough have ended; the rest is cancelled.
+
+    When the budget is spent, those that have ended by then are enough, if there are any.
+
+    Args:
+        branches: in the order in which they begin; one is taken when it is to begin.
+        decided: called for each that ends, as ``yield from decided(branch)``; True: it is enough.
+        concurrency: branches under way at once; None: all.
+
+    Returns:
+        Those that have ended, in the order in which they did.
+
+    Raises:
+        BudgetExceeded: it is spent, and none has ended.
+    """
+    waiting, ended = iter(branches), list[Branch]()
+    with AsCompleted() as running:
+        try:
+            while True:
+                places = None if concurrency is None else concurrency - len(running)
+                running.add(*itertools.islice(waiting, places))
+                if not running:
+                    return ended
+                ended.append((yield running))
+                if (yield from decided(ended[-1])):
+                    return ended
+        except BudgetExceeded:
+            if not ended:
+                raise
+            return ended

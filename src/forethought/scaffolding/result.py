@@ -25,7 +25,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 from forethought.errors import RequestCancelled, RequestTimeout, UsageError
-from forethought.outputs import SpeculationMetrics, TokenLogprobs, Usage
+from forethought.outputs import (
+    SpeculationMetrics,
+    ThinkingOutput,
+    TokenConfidence,
+    TokenLogprobs,
+    Usage,
+)
 
 
 @dataclass(slots=True)
@@ -51,6 +57,13 @@ class ScaffoldingOutput:
     cumulative_logprob: float | None = None
     usage: Usage = field(default_factory=Usage)
     """Of its task; ``ScaffoldingResult.usage`` is that of the whole request."""
+    confidences: list[TokenConfidence | None] | None = None
+    """One entry per generated token, if asked for; None for a token that a method put in."""
+    thinking: ThinkingOutput | None = None
+    """Its thought, where a thinking budget was set and the worker enforces it itself."""
+    candidates: list[str | None] = field(default_factory=list)
+    """Texts of the samples among which a method chose, by their numbers: None for one that failed
+    or was ended early. Empty where it drew no samples."""
 
     @classmethod
     def inserted(cls, text: str, token_ids: list[int] | None = None) -> Self:
@@ -61,26 +74,36 @@ class ScaffoldingOutput:
             token_ids: its ids, where they are known.
         """
         known = token_ids if token_ids is not None or text else []
-        return cls(text, known, logprobs=[{} for _ in known or ()], cumulative_logprob=0.0)
+        absent: list[TokenConfidence | None] = [None] * len(known or ())
+        return cls(
+            text,
+            known,
+            logprobs=[{} for _ in absent],
+            cumulative_logprob=0.0,
+            confidences=absent,
+        )
 
     @classmethod
     def join(cls, parts: Iterable[ScaffoldingOutput | str]) -> Self:
         """One output of several parts, in their order; a string is inserted text without ids.
 
-        Text, ids, log-probabilities and their sum are joined where all parts have them, and else
-        None. The log-probabilities of an inserted token are an empty dictionary. How it ended is
-        that of the last part; ``usage`` is the sum, of ``meta`` the later one wins. Ids are taken
-        as they are: a token that ended a part and is not in its text is in between.
+        Text, ids, log-probabilities, their sum and confidences are joined where all parts have
+        them, and else None. The log-probabilities of an inserted token are an empty dictionary, its
+        confidence is None. How it ended is that of the last part; ``usage`` is the sum, of ``meta``
+        and ``thinking`` the later one wins. Ids are taken as they are: a token that ended a part
+        and is not in its text is in between.
         """
         outputs = [cls.inserted(part) if isinstance(part, str) else part for part in parts]
-        whole = cls("", [], logprobs=[], cumulative_logprob=0.0)
+        whole = cls("", [], logprobs=[], cumulative_logprob=0.0, confidences=[])
         for part in outputs:
             whole.text = _sum(whole.text, part.text)
             whole.token_ids = _sum(whole.token_ids, part.token_ids)
             whole.logprobs = _sum(whole.logprobs, part.logprobs)
             whole.cumulative_logprob = _sum(whole.cumulative_logprob, part.cumulative_logprob)
+            whole.confidences = _sum(whole.confidences, part.confidences)
             whole.meta |= part.meta
             whole.finish_reason, whole.stop_reason = part.finish_reason, part.stop_reason
+            whole.thinking = part.thinking or whole.thinking
         for usage in {id(part.usage): part.usage for part in outputs}.values():
             whole.usage += usage
         return whole
@@ -90,6 +113,7 @@ class ScaffoldingOutput:
         if not num_tokens or self.token_ids is None:
             return self
         cut = dataclasses.replace(self, token_ids=self.token_ids[:-num_tokens])
+        cut.confidences = self.confidences and self.confidences[:-num_tokens]
         if self.logprobs is not None:
             cut.logprobs = self.logprobs[:-num_tokens]
             dropped = zip(self.token_ids, self.logprobs, strict=True)
@@ -146,13 +170,31 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
+class Stage:
+    """A step of a method, for those who watch it: ``yield Stage("pruned", "its score is lowest")``.
+
+    The driver itself gives ``spawned`` and ``ended`` for each parallel branch, and ``scored`` for
+    each reward task. A method adds what it decides; it resumes at once.
+    """
+
+    name: str
+    """``spawned``, ``probed``, ``scored``, ``pruned``, ``voted``, ``ended``, or another."""
+    why: str = ""
+    """The reason: for ``ended`` it is ``done``, ``failed``, ``cancelled`` or ``budget``."""
+    branch: str | None = None
+    """Path of the branch that it is about (``Branch.path``); None: the one that yields it."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Details by name, such as ``answer`` or ``score``: plain values, as in JSON."""
+
+
+@dataclass(frozen=True, slots=True)
 class StreamEvent:
     """Something streamed, and where in the request it comes from."""
 
     branch: str
     """Path of the parallel branch: ``""`` for the request itself, ``"2"``, ``"2.0"``, ..."""
     output: Any
-    """A ``Delta``; or whatever a user's worker appended to ``streaming_output_list``."""
+    """A ``Delta`` or ``Stage``; or what a user's worker appended to ``streaming_output_list``."""
 
 
 class StreamedOutputs(list[Any]):
@@ -233,12 +275,17 @@ class _StreamedItem(NamedTuple):
     event: StreamEvent | None
     grown: Sequence[Delta]
 
+    @property
+    def is_stage(self) -> bool:
+        """Whether the event is a step of the method, and no output."""
+        return self.event is not None and isinstance(self.event.output, Stage)
+
     def shown(self, so_far: ScaffoldingOutput) -> Any:
         """What ``cur_output`` is now; takes the new text into ``so_far``."""
         for delta in self.grown:
             so_far.text = (so_far.text or "") + delta.text
             (so_far.token_ids or []).extend(delta.token_ids)
-        is_text = self.event is None or isinstance(self.event.output, Delta)
+        is_text = self.event is None or isinstance(self.event.output, Delta | Stage)
         return so_far if is_text else self.event and self.event.output
 
 
@@ -253,6 +300,7 @@ class ScaffoldingResult:
         async for partial in result: ... # the same
         for event in result.events(): ...       # StreamEvent(branch, Delta(text, token_ids))
         async for event in result.aevents(): ...
+        for event in result.events(stages=True): ...      # StreamEvent(branch, Stage(name)) too
 
     Attributes:
         id: name of the request; workers know it as the scope.
@@ -260,6 +308,8 @@ class ScaffoldingResult:
         usage: tokens of everything that the request ran; live.
         metrics: of speculative decoding, once it is over; with zero steps if no worker reports
             any.
+        trace: what ``ScaffoldingLlm(..., trace=True)`` has recorded, a ``Trace``, once it is over;
+            else None.
     """
 
     def __init__(self, request_id: str, abort: Callable[[Exception], None]) -> None:
@@ -267,6 +317,7 @@ class ScaffoldingResult:
         self.task_collections: Mapping[str, Any] = {}
         self.usage = Usage()
         self.metrics = SpeculationMetrics()
+        self.trace: Any = None
         self._abort = abort
         self._done: concurrent.futures.Future[list[ScaffoldingOutput]] = concurrent.futures.Future()
         self._streamed: list[_StreamedItem] = []
@@ -364,21 +415,27 @@ class ScaffoldingResult:
 
     # ---- the stream ---------------------------------------------------------------------------
 
-    def events(self) -> Iterator[StreamEvent]:
-        """Everything streamed, from the beginning, as it comes."""
-        for event, _ in self._follow():
-            if event is not None:
-                yield event
+    def events(self, *, stages: bool = False) -> Iterator[StreamEvent]:
+        """Everything streamed, from the beginning, as it comes.
 
-    async def aevents(self) -> AsyncIterator[StreamEvent]:
-        """Everything streamed, from the beginning, as it comes."""
-        async for event, _ in self._afollow():
-            if event is not None:
-                yield event
+        Args:
+            stages: the stages of the method too, each in its place between the text.
+        """
+        for streamed in self._follow():
+            if streamed.event is not None and (stages or not streamed.is_stage):
+                yield streamed.event
+
+    async def aevents(self, *, stages: bool = False) -> AsyncIterator[StreamEvent]:
+        """``events`` for coroutines."""
+        async for streamed in self._afollow():
+            if streamed.event is not None and (stages or not streamed.is_stage):
+                yield streamed.event
 
     def __iter__(self) -> Iterator[ScaffoldingResult]:
         so_far = ScaffoldingOutput("", [])
         for streamed in self._follow():
+            if streamed.is_stage and not streamed.grown:
+                continue
             self._current = streamed.shown(so_far)
             yield self
         self._current = None
@@ -387,6 +444,8 @@ class ScaffoldingResult:
     async def __aiter__(self) -> AsyncIterator[ScaffoldingResult]:
         so_far = ScaffoldingOutput("", [])
         async for streamed in self._afollow():
+            if streamed.is_stage and not streamed.grown:
+                continue
             self._current = streamed.shown(so_far)
             yield self
         self._current = None

@@ -53,6 +53,10 @@ _SAME_NAME = (
     "skip_special_tokens",
     "guided_decoding",
     "speculation",
+    "confidence",
+    "thinking_budget",
+    "thinking_soft",
+    "thinking_end",
 )
 _NONE_IS_DEFAULT = ("min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -92,6 +96,14 @@ class SamplingFields:
     """The shape of the output."""
     speculation: SpeculationParams | None = None
     """Speculative decoding of this request; changes the speed only."""
+    confidence: int | None = None
+    """Confidence of each token over its top k (``confidences`` holds the result)."""
+    thinking_budget: int | None = None
+    """Most tokens of thought; 0: no thinking."""
+    thinking_soft: int | None = None
+    """From this many tokens on, the thought is closed at the end of a line or sentence."""
+    thinking_end: str | list[int] | None = None
+    """Text or ids that close it; None: the model's marker."""
 
     chosen: set[str] = field(default_factory=set, init=False, repr=False)
     """Fields that the request sets, possibly to their defaults: controllers do not fill them."""

@@ -4,9 +4,9 @@ The numbered life of a request:
 
 1. ``generate_async`` makes a ``ScaffoldingResult`` and posts the request to the event loop.
 2. It waits there, by priority and then first come first served, for one of
-   ``max_parallel_requests`` places; its deadline already runs.
+   ``max_parallel_requests`` slots; its deadline already runs.
 3. The prototype controller is cloned, and ``generate`` of the clone is driven (see ``driver``).
-4. What it returns, or what goes wrong, ends the result; the next request takes the place.
+4. What it returns, or what goes wrong, ends the result; the next request takes its slot.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ import itertools
 import logging
 import queue
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from numbers import Integral
 from types import TracebackType
@@ -37,9 +38,10 @@ from forethought.scaffolding.driver import Frame, Routes, Run, controller_quit
 from forethought.scaffolding.execution_scope import ExecutionScope
 from forethought.scaffolding.parallel import checked_process
 from forethought.scaffolding.result import ScaffoldingOutput, ScaffoldingResult
-from forethought.scaffolding.settings import POSITIVE_INT, SECONDS, validated
+from forethought.scaffolding.settings import BOOL, POSITIVE_INT, SECONDS, validated
 from forethought.scaffolding.sympy_pool import SympyPool
 from forethought.scaffolding.task import Task
+from forethought.scaffolding.trace import Recorder, Trace, Tracer
 from forethought.scaffolding.worker import Worker
 
 _logger = logging.getLogger(__name__)
@@ -80,12 +82,14 @@ class ScaffoldingLlm:
         prototype_controller: cloned for each request.
         workers: worker by tag (enum members or plain strings).
         max_parallel_requests: requests in flight; further ones wait.
+        trace: record every task, branch and stage; each result then has its ``trace``.
 
     Attributes:
         loop: the event loop that everything runs on.
 
     Raises:
-        ParameterError: something among ``workers`` that cannot work, or no place for requests.
+        ParameterError: something among ``workers`` that cannot work,
+            ``max_parallel_requests`` below 1, or ``trace`` is not a bool.
     """
 
     def __init__(
@@ -93,8 +97,11 @@ class ScaffoldingLlm:
         prototype_controller: Controller,
         workers: Mapping[Any, Worker],
         max_parallel_requests: int = 64,
+        *,
+        trace: bool = False,
     ) -> None:
         validated("max_parallel_requests", max_parallel_requests, POSITIVE_INT)
+        self.trace = validated("trace", trace, BOOL)
         self.prototype_controller, self.workers = prototype_controller, workers
         self.max_parallel_requests = max_parallel_requests
         self._routes = Routes(workers)
@@ -266,8 +273,13 @@ class ScaffoldingLlm:
         result = request.result
         controller = self.prototype_controller.clone()
         result.task_collections = controller.task_collections
-        run = Run(self._routes, BudgetAccount(request.budget), result.stream, self._compute)
+        account = BudgetAccount(request.budget)
+        tracer = self._tracer(request, account)
+        run = Run(self._routes, account, result.stream, self._compute, tracer=tracer)
         run.account.on_exhausted = run.stop_executions
+        if tracer is not None:
+            result.trace = tracer.trace
+            run.account.on_exhausted = partial(tracer.exhausted, run.stop_executions)
         result.usage = run.account.usage
         timer = None
         if request.budget.seconds is not None:
@@ -277,11 +289,26 @@ class ScaffoldingLlm:
             process = controller.generate(request.prompt, **request.kwargs)
             checked_process(controller, "generate", process)
             output = await Frame(run, scope).drive(process)
+            outputs = _outputs(controller, output)
+            if tracer is not None:
+                tracer.finish(outputs)
+        except BaseException as error:
+            if tracer is not None:
+                tracer.finish(request.stopped or error, stopped=request.stopped is not None)
+            raise
         finally:
             result.metrics = run.account.metrics
             if timer is not None:
                 timer.cancel()
-        return _outputs(controller, output)
+        return outputs
+
+    def _tracer(self, request: _Request, account: BudgetAccount) -> Tracer | None:
+        """What records the request; None: nothing does."""
+        if not self.trace:
+            return None
+        method = type(self.prototype_controller).__name__
+        trace = Trace(request.result.id, method, time.time(), budget=asdict(request.budget))
+        return Recorder(trace, account, request.prompt, request.kwargs)
 
     def _compute(self, function: Callable[[], Any]) -> asyncio.Future[Any]:
         context = contextvars.copy_context()  # so that it finds its scope

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import DirectoryPath, Field, TypeAdapter, ValidationError
 
-from forethought.errors import ParameterError
+from forethought.config.base import refusal, rule
 
 _T = TypeVar("_T")
 
@@ -22,6 +22,14 @@ OnFailure = Literal["raise", "drop"]
 POSITIVE_INT: TypeAdapter[int] = TypeAdapter(Annotated[int, Field(strict=True, ge=1)])
 NON_NEGATIVE_INT: TypeAdapter[int] = TypeAdapter(Annotated[int, Field(strict=True, ge=0)])
 SECONDS: TypeAdapter[float] = TypeAdapter(Annotated[float, Field(strict=True, gt=0)])
+OPTIONAL_POSITIVE_INT: TypeAdapter[int | None] = TypeAdapter(
+    Annotated[int, Field(strict=True, ge=1)] | None
+)
+ANY_TEXT: TypeAdapter[str] = TypeAdapter(Annotated[str, Field(strict=True)])
+TEXT: TypeAdapter[str] = TypeAdapter(Annotated[str, Field(strict=True, min_length=1)])
+OPTIONAL_TEXT: TypeAdapter[str | None] = TypeAdapter(
+    Annotated[str, Field(strict=True, min_length=1)] | None
+)
 BOOL: TypeAdapter[bool] = TypeAdapter(Annotated[bool, Field(strict=True)])
 WORDS: TypeAdapter[tuple[str, ...]] = TypeAdapter(
     tuple[Annotated[str, Field(strict=True, pattern=r"\S")], ...]
@@ -41,6 +49,4 @@ def validated(name: str, value: Any, kind: TypeAdapter[_T]) -> _T:
     try:
         return kind.validate_python(value)
     except ValidationError as error:
-        rule = error.errors(include_url=False)[0]["msg"].replace("Input should", "It must")
-        rule = rule.replace("greater than or equal to", "at least")
-        raise ParameterError(f"invalid {name}", f"got {value!r}", rule) from error
+        raise refusal(name, value, rule(error.errors(include_url=False)[0])) from error

@@ -30,7 +30,7 @@ _DIGITS = 50
 _NUM_POINTS = 3
 _NEGLIGIBLE = Fraction(1, 10**45)
 _LONGEST = 4000
-"""Bits; numbers that are larger, or as small, are told by their first digits."""
+"""Bits; numbers that are larger, or as small, are identified by their first digits."""
 
 Form = str | list[Any]
 """A fraction such as ``"1/2"``, or a list: a kind, and forms or texts."""
@@ -42,8 +42,8 @@ def canonical_form(text: str) -> Form | None:
     Formulas that are equal for all values of their symbols have the same form, however they are
     written; two that differ have not, unless they agree at all points (polynomial identity testing:
     Schwartz 1980, "Fast Probabilistic Algorithms for Verification of Polynomial Identities").
-    Where all values are the same the formula is a number. An equation or inequality is told by the
-    difference of its sides, up to a factor, and what has no values by its structure.
+    Where all values are the same the formula is a number. An equation or inequality is identified
+    by the difference of its sides, up to a factor, and what has no values by its structure.
     """
     import sympy
 
@@ -84,7 +84,7 @@ def _expression(formula: Any) -> Form:
     formula = _evaluated(formula)
     if formula.is_infinite and formula.is_extended_real:
         return ["infinity", "-" if formula.is_extended_negative else "+"]
-    values = [_told(value) for value in _values(formula)]
+    values = [_form(value) for value in _values(formula)]
     first = values[0]
     if first is None or None in values:
         return ["structure", sympy.srepr(formula)]
@@ -102,7 +102,7 @@ def _relation(formula: Any) -> Form:
     scale = values[0] if kind in {"==", "!="} else abs(values[0])
     if abs(scale) < 10**-20 or not all(value.is_number for value in values):
         return ["structure", sympy.srepr(formula)]
-    return [kind, *(_told((value / scale).evalf(_DIGITS)) for value in values)]
+    return [kind, *(_form((value / scale).evalf(_DIGITS)) for value in values)]
 
 
 def _evaluated(formula: Any) -> Any:
@@ -134,7 +134,7 @@ def _point(name: str, number: int) -> Any:
     return -size if number == _NUM_POINTS - 1 else size
 
 
-def _told(value: Any) -> Form | None:
+def _form(value: Any) -> Form | None:
     """A value in writing; None if it is no finite number."""
     if not value.is_number or not value.is_finite:
         return None

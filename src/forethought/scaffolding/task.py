@@ -12,15 +12,26 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from numbers import Integral
 from typing import Any, Self, TypeVar
 
 from forethought.errors import ParameterError
-from forethought.outputs import TokenLogprobs, Usage
+from forethought.outputs import ThinkingOutput, TokenConfidence, TokenLogprobs, Usage
 from forethought.scaffolding import sampling
+from forethought.scaffolding.messages import (  # published code imports all of them from here
+    AssistantMessage,
+    OpenAIToolDescription,  # noqa: F401
+    RoleMessage,
+    SystemMessage,  # noqa: F401
+    ToolCall,  # noqa: F401
+    ToolDescription,  # noqa: F401
+    ToolFunction,  # noqa: F401
+    ToolMessage,  # noqa: F401
+    UserMessage,
+)
 from forethought.scaffolding.result import Delta, ScaffoldingOutput
 from forethought.scaffolding.settings import (
     NON_NEGATIVE_INT,
@@ -28,157 +39,6 @@ from forethought.scaffolding.settings import (
     OnFailure,
     validated,
 )
-
-
-@dataclass
-class RoleMessage:
-    """A message with a role."""
-
-    role: str
-    content: str | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """The message as OpenAI's API takes it."""
-        return {"role": self.role, "content": self.content}
-
-    @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> RoleMessage:
-        """A plain message from ``{"role": ..., "content": ...}``."""
-        return RoleMessage(str(values["role"]), values.get("content"))
-
-
-class UserMessage(RoleMessage):
-    """A message of the user."""
-
-    def __init__(self, content: str) -> None:
-        super().__init__("user", content)
-
-
-class SystemMessage(RoleMessage):
-    """A system prompt."""
-
-    def __init__(self, content: str) -> None:
-        super().__init__("system", content)
-
-
-@dataclass
-class ToolFunction:
-    """The function that a tool call names."""
-
-    name: str = ""
-    arguments: str = ""
-    """JSON, as the model wrote it."""
-
-
-@dataclass
-class ToolCall:
-    """One call of a tool, with the attributes that the ``openai`` package gives it."""
-
-    id: str | None = None
-    function: ToolFunction = field(default_factory=ToolFunction)
-    type: str = "function"
-
-    def to_dict(self) -> dict[str, Any]:
-        """The call as OpenAI's API takes it."""
-        function = {"name": self.function.name, "arguments": self.function.arguments}
-        return {"id": self.id, "type": self.type, "function": function}
-
-    @staticmethod
-    def create(call: Any) -> ToolCall:
-        """``call`` itself, or the same from a dictionary in OpenAI's form or from an object with
-        the same attributes.
-
-        Raises:
-            ParameterError: it is none of them.
-        """
-        if isinstance(call, ToolCall):
-            return call
-        try:
-            if isinstance(call, Mapping):
-                named = call["function"]
-                function = ToolFunction(str(named["name"]), str(named["arguments"]))
-                return ToolCall(call.get("id"), function)
-            function = ToolFunction(str(call.function.name), str(call.function.arguments))
-            return ToolCall(call.id, function)
-        except (AttributeError, KeyError, TypeError) as error:
-            raise ParameterError(
-                "invalid tool call",
-                f"got {call!r}",
-                "Give a ToolCall, or a dictionary in OpenAI's form",
-            ) from error
-
-
-class AssistantMessage(RoleMessage):
-    """A message of the model: text, tool calls, or both.
-
-    Args:
-        content: its text; None for a message that only calls tools.
-        reasoning: its reasoning, if the server separates it.
-        reasoning_content: the same under the name that some servers use.
-        tool_calls: the calls; dictionaries in OpenAI's form become ``ToolCall``.
-        finish_reason: why it ended.
-
-    Raises:
-        ParameterError: something among ``tool_calls`` is no call.
-    """
-
-    def __init__(
-        self,
-        content: str | None,
-        reasoning: str | None = None,
-        reasoning_content: str | None = None,
-        tool_calls: Sequence[Any] | None = None,
-        finish_reason: str | None = None,
-    ) -> None:
-        super().__init__("assistant", content)
-        self.reasoning, self.reasoning_content = reasoning, reasoning_content
-        self.tool_calls: list[ToolCall] | None = None
-        if tool_calls is not None:
-            self.tool_calls = [ToolCall.create(call) for call in tool_calls]
-        self.finish_reason = finish_reason
-
-    def to_dict(self) -> dict[str, Any]:
-        """The message as OpenAI's API takes it; without the reasoning, as the API demands."""
-        message = super().to_dict()
-        if self.tool_calls:
-            message["tool_calls"] = [call.to_dict() for call in self.tool_calls]
-        return message
-
-
-class ToolMessage(RoleMessage):
-    """The result of one tool call."""
-
-    def __init__(self, content: str, tool_call_id: str) -> None:
-        super().__init__("tool", content)
-        self.tool_call_id = tool_call_id
-
-    def to_dict(self) -> dict[str, Any]:
-        """The message as OpenAI's API takes it."""
-        return {**super().to_dict(), "tool_call_id": self.tool_call_id}
-
-
-@dataclass
-class ToolDescription:
-    """A function that the model may call; ``parameters`` is JSON schema of its properties."""
-
-    name: str
-    description: str
-    parameters: dict[str, Any]
-
-
-class OpenAIToolDescription(ToolDescription):
-    """A tool description in the format of OpenAI's API."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """The function-tool schema of OpenAI's API."""
-        return {
-            "type": "function",
-            "function": {
-                "name": self.name,
-                "description": self.description,
-                "parameters": {"type": "object", "properties": self.parameters},
-            },
-        }
 
 
 class TaskStatus(Enum):
@@ -292,6 +152,9 @@ class GenerationTask(sampling.SamplingFields, Task):
     # the prompt: ids win over text
     input_tokens: list[int] | None = None
     input_str: str | None = None
+    question: str | None = None
+    """What the user asks, as text, where the prompt is token ids or went through a chat template;
+    verifiers and reward models read it. None: the prompt itself (``question_text``)."""
     skip_tokenizer: bool = False
     """The prompt must be ``input_tokens``."""
     skip_detokenizer: bool = False
@@ -309,9 +172,16 @@ class GenerationTask(sampling.SamplingFields, Task):
     """The stop token or stop string that ended it."""
     logprobs: list[TokenLogprobs] | None = field(default=None, init=False)
     cumulative_logprob: float | None = field(default=None, init=False)
+    confidences: list[TokenConfidence | None] | None = field(default=None, init=False)
+    """One entry per token, if ``confidence`` asks for them; None for a token that a method put in.
+    On a stream they come with the tokens."""
+    thinking: ThinkingOutput | None = field(default=None, init=False)
+    """The thought under a thinking budget, where the worker enforces that itself."""
     context_logits: Any = field(default=None, init=False, repr=False)
     samples: list[ScaffoldingOutput] = field(default_factory=list, init=False, repr=False)
     """All ``n`` of them; the fields above are those of the first."""
+    candidates: list[str | None] = field(default_factory=list, init=False, repr=False)
+    """For methods that choose among samples; see ``ScaffoldingOutput.candidates``."""
     customized_result_fields: dict[str, Any] = field(default_factory=dict, init=False)
     llm_request_params: dict[str, Any] | None = field(default=None, init=False, repr=False)
     """The sampling parameters as the worker sent them to its backend."""
@@ -387,6 +257,9 @@ class GenerationTask(sampling.SamplingFields, Task):
             self.logprobs,
             self.cumulative_logprob,
             self.usage,
+            confidences=self.confidences,
+            thinking=self.thinking,
+            candidates=self.candidates,
         )
 
     @result.setter
@@ -395,9 +268,10 @@ class GenerationTask(sampling.SamplingFields, Task):
         self.output_str, self.output_tokens = given.text, given.token_ids
         self.finish_reason, self.stop_reason = given.finish_reason, given.stop_reason
         self.logprobs, self.cumulative_logprob = given.logprobs, given.cumulative_logprob
+        self.confidences = given.confidences
         self.customized_result_fields = dict(given.meta)
-        self.usage = given.usage
-        self.samples = []
+        self.usage, self.thinking = given.usage, given.thinking
+        self.samples, self.candidates = [], list(given.candidates)
         if result is None:
             self.context_logits = self.llm_request_params = self.request_handle = None
             self.request_id = self.ttft_s = self.latency_s = None
@@ -423,6 +297,11 @@ class GenerationTask(sampling.SamplingFields, Task):
         before = before.without_last((point.kept or 0) - self.num_kept_tokens)
         suffix = ScaffoldingOutput.inserted(point.suffix, self.inserted_tokens)
         return ScaffoldingOutput.join([before, suffix, result])
+
+    @property
+    def question_text(self) -> str | None:
+        """``question``, or else the prompt's text; None where the prompt is token ids alone."""
+        return self.input_str if self.question is None else self.question
 
     @property
     def num_generated(self) -> int:
@@ -482,7 +361,7 @@ class GenerationTask(sampling.SamplingFields, Task):
             kept = len(self.output_tokens)
         new: Any = kind or GenerationTask
         child: _Generation = new(input_str=text)
-        child.worker_tag = self.worker_tag
+        child.worker_tag, child.question = self.worker_tag, self.question
         child.fork_point = ForkPoint(self.request_handle, kept, suffix, text, self.joined)
         if inherit:
             sampling.carry(self, child)
@@ -515,9 +394,9 @@ class StreamGenerationTask(GenerationTask):
     continues the text over the server's prefix cache, once a step asks for more; so the server is
     never more than so many tokens ahead of the steps. None: one request generates all.
 
-    A prompt of token ids, stop strings, penalties, ``min_tokens`` and a guided shape cannot be
-    continued in another request, so they too make it one. Workers that hold the sequence themselves
-    make no requests."""
+    A prompt of token ids, stop strings, penalties, ``min_tokens``, a guided shape and a thinking
+    budget cannot be continued in another request, so they too make it one. Workers that hold the
+    sequence themselves make no requests."""
     end_flag: bool = field(default=False, init=False)
     """The generation has ended, and all of it is here."""
 
@@ -562,8 +441,9 @@ def _as_output(result: Any) -> ScaffoldingOutput:
             f"got {result!r}",
             "Assign the result of another task, a ScaffoldingOutput, or text",
         )
-    names = ("text", "token_ids", "finish_reason", "stop_reason", "logprobs", "cumulative_logprob")
-    fields: dict[str, Any] = {name: getattr(outputs[0], name, None) for name in names}
+    names = ("text", "token_ids", "finish_reason", "stop_reason")
+    scores = ("logprobs", "cumulative_logprob", "confidences")
+    fields: dict[str, Any] = {name: getattr(outputs[0], name, None) for name in (*names, *scores)}
     return ScaffoldingOutput(**fields)
 
 
@@ -589,6 +469,14 @@ class ChatTask(StreamGenerationTask):
     def under_way(self) -> bool:
         """False: a turn is generated at once, and has no steps."""
         return False
+
+    @property
+    def question_text(self) -> str | None:
+        """``question``, or else the text of the last user message; None if there is none."""
+        if self.question is not None:
+            return self.question
+        asked = [message for message in self.messages if message.role == "user"]
+        return asked[-1].content if asked else None
 
     def copy(self) -> Self:
         """The same chat, free to go on differently, without results."""

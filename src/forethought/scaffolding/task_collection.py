@@ -196,23 +196,15 @@ class ChatTokenCounter(TaskCollection):
                 self.completion_tokens += task.usage_completion_tokens or 0
 
 
-class TaskTimer(TaskCollection):
-    """Seconds that tasks took, by class of task, from the yield to their results.
+class _Clock(TaskCollection):
+    """Measures each execution of a task, from the yield to its result.
 
     Args:
-        statistics_name: name of what is timed, where there are several timers.
-        task_types: classes to time; None: all.
-
-    Attributes:
-        durations: class name -> seconds of each execution, in the order in which they ended.
+        task_types: classes to measure; None: all.
     """
 
-    def __init__(
-        self, statistics_name: str = "tasks", task_types: Sequence[type] | None = None
-    ) -> None:
-        self.statistics_name = statistics_name
+    def __init__(self, task_types: Sequence[type] | None) -> None:
         self.task_types = None if task_types is None else tuple(task_types)
-        self.durations: dict[str, list[float]] = {}
         self._began: dict[int, float] = {}
 
     def before_yield(self, tasks: Sequence[Any]) -> None:
@@ -226,8 +218,34 @@ class TaskTimer(TaskCollection):
         for task in tasks:
             began = self._began.pop(id(task), None)
             if began is not None:
-                seconds = time.perf_counter() - began
-                self.durations.setdefault(type(task).__name__, []).append(seconds)
+                self._on_ended(task, time.perf_counter() - began)
+
+    def _on_ended(self, task: Any, seconds: float) -> None:
+        """An execution has ended."""
+        raise NotImplementedError
+
+
+class TaskTimer(_Clock):
+    """Seconds that tasks took, by class of task, from the yield to their results.
+
+    Args:
+        statistics_name: name of what is timed, where there are several timers.
+        task_types: classes to time; None: all.
+
+    Attributes:
+        durations: class name -> seconds of each execution, in the order in which they ended.
+    """
+
+    def __init__(
+        self, statistics_name: str = "tasks", task_types: Sequence[type] | None = None
+    ) -> None:
+        super().__init__(task_types)
+        self.statistics_name = statistics_name
+        self.durations: dict[str, list[float]] = {}
+
+    def _on_ended(self, task: Any, seconds: float) -> None:
+        """Note the seconds."""
+        self.durations.setdefault(type(task).__name__, []).append(seconds)
 
     @property
     def total_seconds(self) -> float:
@@ -269,7 +287,7 @@ class TaskRecord:
     """The chat as it stood afterwards, if it was to be captured."""
 
 
-class TaskMetricsCollector(TaskCollection):
+class TaskMetricsCollector(_Clock):
     """A record of every execution, and statistics over them.
 
     Args:
@@ -286,27 +304,17 @@ class TaskMetricsCollector(TaskCollection):
         enable_print: bool = True,
         capture_messages: bool = False,
     ) -> None:
+        super().__init__(task_types)
         self.controller_name, self.enable_print = controller_name, enable_print
-        self.task_types = None if task_types is None else tuple(task_types)
         self.capture_messages = capture_messages
         self._records: list[TaskRecord] = []
-        self._began: dict[int, float] = {}
 
-    def before_yield(self, tasks: Sequence[Any]) -> None:
-        """Start the clock of each task."""
-        for task in tasks:
-            if self.task_types is None or isinstance(task, self.task_types):
-                self._began[id(task)] = time.perf_counter()
-
-    def after_yield(self, tasks: Sequence[Any]) -> None:
-        """Write one record per task."""
-        for task in tasks:
-            began = self._began.pop(id(task), None)
-            if began is not None:
-                record = self._record(task, time.perf_counter() - began)
-                self._records.append(record)
-                if self.enable_print:
-                    _logger.info("%s", record)
+    def _on_ended(self, task: Any, seconds: float) -> None:
+        """Write a record."""
+        record = self._record(task, seconds)
+        self._records.append(record)
+        if self.enable_print:
+            _logger.info("%s", record)
 
     def _record(self, task: Any, seconds: float) -> TaskRecord:
         chat = self.capture_messages and isinstance(task, ChatTask)

@@ -200,9 +200,12 @@ class LiveSession:
         if self._beginning is None:
             context = self.session.tokens[: self.prompt_length]
             self._beginning = Transcript(self.tokenizer, self._params, context)
-        known, scores = len(self._beginning.token_ids), self.output.logprobs
-        new = slice(known, count)
-        self._beginning.add(self.output.token_ids[new], None if scores is None else scores[new])
+        output, new = self.output, slice(len(self._beginning.token_ids), count)
+        self._beginning.add(
+            output.token_ids[new],
+            output.logprobs and output.logprobs[new],
+            confidences=output.confidences and output.confidences[new],
+        )
         return self._beginning.output()
 
 

@@ -22,15 +22,10 @@ from forethought.llm.tokenizer import Tokenizer
 from forethought.outputs import CompletionOutput
 from forethought.scaffolding import sampling
 from forethought.scaffolding.execution_scope import current_scope
+from forethought.scaffolding.messages import AssistantMessage
 from forethought.scaffolding.result import ScaffoldingOutput
 from forethought.scaffolding.settings import NON_NEGATIVE_INT, validated
-from forethought.scaffolding.task import (
-    AssistantMessage,
-    ChatTask,
-    GenerationTask,
-    StreamGenerationTask,
-    TaskStatus,
-)
+from forethought.scaffolding.task import ChatTask, GenerationTask, StreamGenerationTask, TaskStatus
 from forethought.scaffolding.worker import Worker
 from forethought.scaffolding.workers.live import Continuation, LiveSession, Prompt, SessionCache
 from forethought.scaffolding.workers.reward import RewardWorker, is_reward_model
@@ -91,7 +86,8 @@ class EngineWorker(Worker):
         """A worker with an engine of its own, which ``shutdown`` ends.
 
         Args:
-            model_dir: local Hugging Face directory; None: the embedded reasoner.
+            model_dir: local Hugging Face directory, Hub id, or name of an embedded model, such as
+                ``"forethought/countdown"``; None: the embedded reasoner.
             backend: ``"pytorch"``: there is no other.
             max_batch_size: see ``LlmArgs``.
             max_num_tokens: see ``LlmArgs``.
@@ -332,7 +328,8 @@ class TRTLLMWorker(EngineWorker):
         """A worker with a model of its own: a ``RewardWorker`` if that is a reward model.
 
         Args:
-            model_dir: local Hugging Face directory; None: the embedded reasoner.
+            model_dir: local Hugging Face directory, Hub id, or name of an embedded model, such as
+                ``"forethought/countdown"``; None: the embedded reasoner.
             *args: as ``EngineWorker.init_with_new_llm``.
             **fields: as ``EngineWorker.init_with_new_llm``.
 
@@ -368,6 +365,8 @@ def _fill(task: GenerationTask, live: LiveSession) -> None:
     task.finish_reason = output.finish_reason and output.finish_reason.value
     task.stop_reason = output.stop_reason
     task.logprobs, task.cumulative_logprob = output.logprobs, output.cumulative_logprob
+    task.confidences = None if output.confidences is None else [*output.confidences]
+    task.thinking = output.thinking
     task.usage_prompt_tokens = live.prompt_length
     task.usage_completion_tokens = len(output.token_ids)
 

@@ -5,7 +5,7 @@ limits and retries are those of the client.
 
 ::
 
-    task --> _Requests (one request, or one per part of a stream) --> chunks
+    task --> OneAnswer (one request, or one per part of a stream) --> chunks
     task <-- ChunkReader (text, tokens, log-probabilities, usage) <-- chunks
 """
 
@@ -15,348 +15,27 @@ import asyncio
 import dataclasses
 import importlib
 import json
-import math
 import threading
-import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Collection, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar
 
 from forethought.config.guided import GuidedDecodingParams
 from forethought.errors import ParameterError, UsageError
-from forethought.outputs import Logprob, TokenLogprobs, Usage
 from forethought.scaffolding import sampling
 from forethought.scaffolding.execution_scope import current_scope
+from forethought.scaffolding.messages import AssistantMessage
 from forethought.scaffolding.result import ScaffoldingOutput
-from forethought.scaffolding.settings import POSITIVE_INT, validated
-from forethought.scaffolding.task import (
-    AssistantMessage,
-    ChatTask,
-    GenerationTask,
-    StreamGenerationTask,
-    TaskStatus,
-    ToolCall,
-)
+from forethought.scaffolding.task import ChatTask, GenerationTask, StreamGenerationTask, TaskStatus
 from forethought.scaffolding.worker import Worker
-
-_ID_PREFIX = "token_id:"
-
-
-@dataclass
-class StreamedChoice:
-    """One of the ``n`` answers."""
-
-    text: str = ""
-    count: int = 0
-    """Tokens: exact with log-probabilities, else one per piece of text."""
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Ids are negative (-1 the chosen token) where the server does not send them."""
-    reasoning: str = ""
-    tool_calls: list[ToolCall] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)
-    """After each token, the length of the text that has come."""
-    num_dropped: int = 0
-    """Tokens that were cut off between two requests, to be generated again."""
-
-    def begin_of(self, count: int) -> StreamedChoice:
-        """The answer as it was when it had ``count`` tokens."""
-        end = self.ends[min(count, self.count) - 1] if count and self.ends else 0
-        return StreamedChoice(
-            self.text[:end], min(count, self.count), logprobs=self.logprobs[:count]
-        )
-
-    def end_request(self, count: int, min_tokens: int) -> int:
-        """A request that made it ``count`` tokens long is over; another one is to continue it.
-
-        The end of a text may be tokenised in another way than the model has generated it. So it is
-        cut where the last word ends, at ``min_tokens`` tokens or behind them if a word ends there,
-        and the next request generates the rest again. Tokens that came in one piece with others
-        are counted now.
-
-        Returns:
-            How many tokens were cut off.
-        """
-        missing = max(0, count - self.count)
-        ends = range(self.count - 1, max(0, min_tokens - missing - 1), -1)
-        kept = next(filter(self._ends_word, ends), self.count)
-        dropped = self.count - kept
-        end = self.ends[kept - 1] if kept else 0
-        self.text = self.text[:end].rstrip("\N{REPLACEMENT CHARACTER}")  # half a character
-        self.ends = [min(end, len(self.text)) for end in self.ends[:kept]]
-        self.ends += [len(self.text)] * missing
-        self.logprobs = self.logprobs[:kept]
-        self.count, self.finish_reason = kept + missing, None
-        self.num_dropped += dropped
-        return dropped
-
-    def _ends_word(self, count: int) -> bool:
-        """Whether a blank begins behind ``count`` tokens."""
-        end = self.ends[count - 1]
-        around = self.text[end - 1 : end + 1] if end else ""
-        return len(around) == 2 and around[1].isspace() and not around[0].isspace()
-
-    def add(self, text: str, scores: Sequence[TokenLogprobs], thought: bool) -> int:
-        """Append a piece of text, or of reasoning; returns its number of tokens.
-
-        Tokens whose own texts are not sent share one text, which counts for the last of them.
-        """
-        number = len(scores) or int(bool(text or thought))
-        pieces = [next(iter(entries.values())).token or "" for entries in scores]
-        if "".join(pieces) != text:
-            pieces = [*[""] * (number - 1), text] if number else []
-        for piece in pieces:
-            self.ends.append((self.ends[-1] if self.ends else 0) + len(piece))
-        self.text += text
-        self.logprobs += scores
-        self.count += number
-        return number
-
-
-class Requests(Protocol):
-    """The requests that one answer takes.
-
-    Attributes:
-        num_certain: tokens of the first choice that no end of the request under way cuts off.
-    """
-
-    num_certain: float
-
-    def chunks(self, choice: StreamedChoice) -> AsyncGenerator[Any, None]:
-        """The chunks of the request that continues ``choice``; closing the iterator ends it."""
-
-    def continues(self, choice: StreamedChoice) -> bool:
-        """A request is over: whether another one is to continue ``choice``."""
-
-    def on_tokens(self, index: int, text: str, num_tokens: int) -> None:
-        """A new piece has arrived: index of the choice, text, number of tokens."""
-
-    def on_usage(self, usage: Usage, num_received: int) -> None:
-        """The server's usage of a finished request, of which ``num_received`` tokens came."""
-
-
-class ChunkReader:
-    """Reads the chunks of one answer, which may take several requests.
-
-    Args:
-        requests: makes the requests, and gets their tokens and usage.
-        stops: the stop strings asked for.
-
-    Attributes:
-        choices: by number.
-        usage: the server's own count of the last request, once it has sent it.
-        server_usage: its count of all finished requests; None if it sends none.
-        paused: a request is over, and the next one is sent when more tokens are wanted.
-        ended: the answer is complete, has failed or was cancelled.
-        shown: tokens of the first choice that its task has been given so far.
-    """
-
-    def __init__(self, requests: Requests, stops: Sequence[str]) -> None:
-        self._requests, self._stops = requests, stops
-        self.choices: dict[int, StreamedChoice] = {0: StreamedChoice()}
-        self.usage: Any = None
-        self.server_usage: Usage | None = None
-        self.request_id: str | None = None
-        self.paused, self.ended, self.shown = False, False, 0
-        self._num_received = self._wanted = 0
-        self._received, self._demand = asyncio.Event(), asyncio.Event()
-        self._reading: asyncio.Task[None] | None = None
-
-    @property
-    def available(self) -> int:
-        """Tokens of the first choice that are final."""
-        count = self.choices[0].count
-        return count if self.paused or self.ended else int(min(count, self._requests.num_certain))
-
-    async def read(self) -> None:
-        """Read to the end.
-
-        Raises:
-            ConnectionError: the answer broke off.
-        """
-        try:
-            await self._read_request()
-            while self._requests.continues(self.choices[0]):
-                await self._pause()
-                await self._read_request()
-        finally:
-            self.paused, self.ended = False, True
-            self._received.set()
-
-    async def _read_request(self) -> None:
-        self._num_received, self.usage = 0, None
-        async with aclosing(self._requests.chunks(self.choices[0])) as chunks:
-            async for chunk in chunks:
-                self._take(chunk)
-                self._received.set()
-        if any(choice.finish_reason is None for choice in self.choices.values()):
-            raise ConnectionError("the answer broke off: the server sent no finish_reason")
-        if self.usage is not None:
-            usage = _usage(self.usage)
-            if not usage.completion_tokens:
-                received = self._num_received
-                usage = dataclasses.replace(usage, completion_tokens=received, decoded=received)
-            self.server_usage = usage + (self.server_usage or Usage())
-            self._requests.on_usage(usage, self._num_received)
-
-    async def _pause(self) -> None:
-        """Until more tokens are wanted than there are."""
-        self.paused = True
-        self._received.set()
-        while self._wanted <= self.available:
-            self._demand.clear()
-            await self._demand.wait()
-        self.paused = False
-
-    def begin(self) -> None:
-        """Read to the end in the background."""
-        self._reading = asyncio.create_task(self.read())
-
-    def want(self, count: int) -> None:
-        """Let another request begin if it takes one to make the first choice ``count`` tokens."""
-        self._wanted = max(self._wanted, count)
-        self._demand.set()
-
-    async def reach(self, count: int) -> None:
-        """Wait until the first choice has ``count`` tokens, or for the end.
-
-        Raises what went wrong.
-        """
-        self.want(count)
-        while not self.ended and self.available < count:
-            self._received.clear()
-            await self._received.wait()
-        await self._raise_failure()
-
-    async def settle(self, count: int) -> None:
-        """Wait until it is known what follows ``count`` tokens: more, another request or the end.
-
-        Raises what went wrong.
-        """
-        while not (self.ended or self.paused) and self.choices[0].count <= count:
-            self._received.clear()
-            await self._received.wait()
-        await self._raise_failure()
-
-    async def _raise_failure(self) -> None:
-        if self.ended and self._reading is not None and not self._reading.cancelled():
-            await self._reading
-
-    async def cancel(self) -> None:
-        """End the answer here and close the connection."""
-        if self._reading is not None and not self._reading.done():
-            self._reading.cancel()
-            await asyncio.wait([self._reading])
-        self.ended = True
-        for choice in self.choices.values():
-            choice.finish_reason = choice.finish_reason or "abort"
-
-    def _take(self, chunk: Any) -> None:
-        self.request_id = getattr(chunk, "id", None) or self.request_id
-        self.usage = getattr(chunk, "usage", None) or self.usage
-        for piece in getattr(chunk, "choices", None) or ():
-            choice = self.choices.setdefault(piece.index, StreamedChoice())
-            delta = getattr(piece, "delta", None) or getattr(piece, "message", None)
-            if delta is None:
-                text, scores = piece.text or "", _completion_logprobs(piece.logprobs)
-            else:
-                text, scores = delta.content or "", _chat_logprobs(piece.logprobs)
-                thought = _thought(delta)
-                choice.reasoning += thought
-                _add_tool_calls(choice.tool_calls, getattr(delta, "tool_calls", None) or ())
-            new = choice.add(text, scores, delta is not None and bool(thought))
-            if piece.finish_reason is not None:
-                choice.finish_reason = piece.finish_reason
-                choice.stop_reason = self._stop_reason(piece)
-            self._num_received += new
-            self._requests.on_tokens(piece.index, text, new)
-
-    def _stop_reason(self, piece: Any) -> int | str | None:
-        """The server's stop reason; most send none: then the only stop string, if there is one."""
-        extra = getattr(piece, "model_extra", None) or {}
-        if "stop_reason" in extra:
-            reason: int | str | None = extra["stop_reason"]
-            return reason
-        return self._stops[0] if piece.finish_reason == "stop" and len(self._stops) == 1 else None
-
-
-def _usage(reported: Any) -> Usage:
-    """The usage that a server reports for one request; what is missing or negative counts as 0."""
-
-    def count(source: Any, name: str) -> int:
-        return max(0, getattr(source, name, None) or 0)
-
-    prompt, completion = (count(reported, name) for name in ("prompt_tokens", "completion_tokens"))
-    details = getattr(reported, "prompt_tokens_details", None)
-    cached = min(prompt, count(details, "cached_tokens"))
-    return Usage(
-        prompt_tokens=prompt,
-        completion_tokens=completion,
-        prefilled=prompt - cached,
-        cached=cached,
-        decoded=completion,
-    )
-
-
-def _thought(delta: Any) -> str:
-    """The reasoning text of a chunk, under any of the names that servers use."""
-    for name in ("reasoning_content", "reasoning"):
-        thought = getattr(delta, name, None)
-        if thought:
-            return str(thought)
-    return ""
-
-
-def _add_tool_calls(calls: list[ToolCall], pieces: Sequence[Any]) -> None:
-    for piece in pieces:
-        index = getattr(piece, "index", len(calls))
-        while len(calls) <= index:
-            calls.append(ToolCall())
-        call = calls[index]
-        call.id = piece.id or call.id
-        if piece.function is not None:
-            call.function.name += piece.function.name or ""
-            call.function.arguments += piece.function.arguments or ""
-
-
-def _completion_logprobs(logprobs: Any) -> list[TokenLogprobs]:
-    if logprobs is None or not logprobs.tokens:
-        return []
-    found = []
-    for index, (token, value) in enumerate(
-        zip(logprobs.tokens, logprobs.token_logprobs, strict=True)
-    ):
-        others = (logprobs.top_logprobs or [])[index : index + 1]
-        found.append(_entries(token, value, (others[0] or {}).items() if others else ()))
-    return found
-
-
-def _chat_logprobs(logprobs: Any) -> list[TokenLogprobs]:
-    entries = (logprobs and logprobs.content) or ()
-    return [
-        _entries(entry.token, entry.logprob, [(o.token, o.logprob) for o in entry.top_logprobs])
-        for entry in entries
-    ]
-
-
-def _entries(chosen: str, value: float, others: Any) -> TokenLogprobs:
-    """The chosen token first, then the others by rank."""
-    ranked = sorted(others, key=lambda other: -other[1])
-    rank = next((n for n, (token, _) in enumerate(ranked, 1) if token == chosen), None)
-    entries = {_token_id(chosen, -1): Logprob(value, rank, chosen)}
-    for number, (token, logprob) in enumerate(ranked, start=1):
-        if token != chosen:
-            entries[_token_id(token, -1 - number)] = Logprob(logprob, number, token)
-    return entries
-
-
-def _token_id(token: str, unknown: int) -> int:
-    digits = token.removeprefix(_ID_PREFIX)
-    return int(digits) if token.startswith(_ID_PREFIX) and digits.isdigit() else unknown
-
+from forethought.scaffolding.workers.concurrency import AdaptiveConcurrency
+from forethought.scaffolding.workers.openai_answer import ChunkReader, StreamedChoice
+from forethought.scaffolding.workers.openai_requests import (
+    OneAnswer,
+    ThoughtThenAnswer,
+    has_open_thought,
+)
 
 _BODY = (
     "top_k",
@@ -449,6 +128,8 @@ class OpenaiWorker(Worker):
     """Executes generation, stream and chat tasks on a server.
 
     Token ids are not known: ``output_tokens`` stays None, and the server counts the tokens.
+    Confidences are computed from the top log-probabilities that the server gives (OpenAI's own API
+    gives at most 20), without entropy and self-certainty.
     If the server sends no stop reason and the task has a single stop string, an answer with the
     finish reason ``stop`` is taken to have ended at that string.
 
@@ -461,6 +142,14 @@ class OpenaiWorker(Worker):
         extra_body: further fields of every request.
         extensions: those of ``EXTENSIONS`` that the server takes; tasks that set one of the others
             are refused.
+        thinking_field: the server's own field for ``thinking_budget``, such as vLLM's
+            ``thinking_token_budget``. None: completions whose prompt opens a thought are generated
+            in two requests, up to the cap or the closing marker and from there; what else has a
+            budget is refused.
+        thinking_markers: what opens and closes a thought of the model.
+        concurrency: how many requests are in flight at once, and how often a refused one is
+            repeated; the client should have ``max_retries=0`` then. None: as many as there are,
+            and retries as the client is set up.
 
     Raises:
         ParameterError: an extension that does not exist, or hints.
@@ -476,6 +165,9 @@ class OpenaiWorker(Worker):
         extra_body: Mapping[str, Any] | None = None,
         *,
         extensions: Collection[str] | None = None,
+        thinking_field: str | None = None,
+        thinking_markers: tuple[str, str] = ("<think>", "</think>"),
+        concurrency: AdaptiveConcurrency | None = None,
     ) -> None:
         if kv_cache_hint_enabled is not False:
             raise ParameterError(
@@ -491,6 +183,8 @@ class OpenaiWorker(Worker):
         unknown = self.extensions - set(EXTENSIONS)
         if unknown:
             raise ParameterError.unknown("OpenaiWorker(extensions=...)", unknown, EXTENSIONS)
+        self.thinking_field, self.thinking_markers = thinking_field, thinking_markers
+        self.concurrency = concurrency
         self._readers: dict[str, list[ChunkReader]] = {}
 
     # ---- tasks --------------------------------------------------------------------------------
@@ -588,14 +282,15 @@ class OpenaiWorker(Worker):
                 "Set one of them; a fork needs a parent with a text prompt",
             )
         fields = self._fields(task, _COMPLETION)
-        if task.num_logprobs is not None:
+        if (num_logprobs := _num_logprobs(task)) is not None:
             if task.echo:
+                asked = "confidence" if task.num_logprobs is None else "num_logprobs"
                 raise ParameterError(
-                    "echo and num_logprobs exclude each other",
+                    f"echo and {asked} exclude each other",
                     "the first token of a prompt has no log-probability",
                     "Leave one of them out",
                 )
-            fields["logprobs"] = task.num_logprobs
+            fields["logprobs"] = num_logprobs
         if "guided_decoding" in self.extensions:
             fields["extra_body"] |= _response_format(task)
         else:
@@ -608,9 +303,12 @@ class OpenaiWorker(Worker):
         sampling.refuse(
             task, ["best_of", "echo", "suffix"], "a chat", "Leave it out, or use a GenerationTask"
         )
+        if self.thinking_field is None:
+            why = "Name the server's field in OpenaiWorker(thinking_field=...), or use a completion"
+            sampling.refuse(task, ["thinking_budget"], "OpenaiWorker, in chats,", why)
         fields = self._fields(task, _CHAT) | _response_format(task)
-        if task.num_logprobs is not None:
-            fields |= {"logprobs": True, "top_logprobs": task.num_logprobs}
+        if (num_logprobs := _num_logprobs(task)) is not None:
+            fields |= {"logprobs": True, "top_logprobs": num_logprobs}
         if task.tools:
             fields["tools"] = [
                 tool if isinstance(tool, Mapping) else tool.to_dict() for tool in task.tools
@@ -623,7 +321,7 @@ class OpenaiWorker(Worker):
         refused = [name for name in _BODY if name not in self.extensions]
         why = "If the server takes it, name it in OpenaiWorker(extensions=...)"
         sampling.refuse(task, refused, "OpenaiWorker", why)
-        unknown = ["return_context_logits", "speculation"]
+        unknown = ["return_context_logits", "speculation", "thinking_soft"]
         sampling.refuse(task, unknown, "OpenaiWorker", "Leave it out, or use another worker")
         fields = {name: getattr(task, name) for name in names if sampling.is_set(task, name)}
         scope = current_scope()
@@ -634,6 +332,12 @@ class OpenaiWorker(Worker):
             fields["logit_bias"] = {str(token): bias for token, bias in task.logit_bias.items()}
         taken = self.extensions.intersection(_BODY)
         extensions = {name: getattr(task, name) for name in taken if sampling.is_set(task, name)}
+        if task.thinking_budget is not None and self.thinking_field is not None:
+            refused = ["thinking_end"]
+            sampling.refuse(
+                task, refused, "the server's field for a thinking budget", "Leave it out"
+            )
+            extensions[self.thinking_field] = task.thinking_budget
         fields["extra_body"] = {**self.extra_body, **extensions}
         return fields
 
@@ -642,7 +346,13 @@ class OpenaiWorker(Worker):
         if fields["stream"]:
             fields["stream_options"] = {"include_usage": True}
         task.ttft_s = task.latency_s = None
-        return ChunkReader(_Requests(self, task, create, fields), sampling.stop_strings(task))
+        requests, stops = OneAnswer(self, task, create, fields), sampling.stop_strings(task)
+        if task.thinking_budget is not None and self.thinking_field is None:
+            start, end = self.thinking_markers
+            thought = has_open_thought(task, fields["prompt"], start, end)
+            if thought:
+                requests, stops = ThoughtThenAnswer(self, task, create, fields), (end,)
+        return ChunkReader(requests, stops, task.confidence, task.num_logprobs)
 
     @contextmanager
     def open_request(self) -> Iterator[None]:
@@ -695,136 +405,6 @@ class TRTOpenaiWorker(OpenaiWorker):
     default_extensions = ("top_k",)
 
 
-class _Requests:
-    """The requests for the answer to a task: one, or several for a stream in parts.
-
-    The parts end at multiples of ``tokens_per_request``, or a few tokens behind them, where a word
-    ends.
-
-    Args:
-        worker: that executes the task.
-        task: the prompt of a stream in parts is text.
-        create: the method of the client that sends a request.
-        fields: of a request for the whole answer.
-
-    Raises:
-        ParameterError: ``tokens_per_request`` is no number of tokens.
-    """
-
-    def __init__(
-        self, worker: OpenaiWorker, task: GenerationTask, create: Any, fields: dict[str, Any]
-    ) -> None:
-        self._worker, self._task, self._create, self._fields = worker, task, create, fields
-        self._began, self._scope, self._usage = time.perf_counter(), current_scope(), task.usage
-        self._size, self._number = _part_size(task), 0
-        self.num_certain = math.inf
-        self._asked, self._is_last, self._end, self._num_new = 0, True, 0, 0
-        stream = isinstance(task, StreamGenerationTask) and not isinstance(task, ChatTask)
-        self._is_followed = stream  # its tokens are emitted step by step
-
-    async def chunks(self, choice: StreamedChoice) -> AsyncGenerator[Any, None]:
-        """The chunks of the request that goes on from ``choice``."""
-        fields = self._fields if self._size is None else self._part(self._size, choice)
-        self._task.llm_request_params = fields
-        with self._worker.open_request():
-            begun = False
-            try:
-                answer = await self._create(**fields)
-                begun = True
-                if not fields["stream"]:
-                    yield answer
-                    return
-                async with answer:
-                    async for chunk in answer:
-                        yield chunk
-            except Exception as error:
-                if type(error).__name__ not in _CONNECTION_ERRORS:
-                    raise
-                raise self._worker.connection_error(error, begun) from error
-
-    def _part(self, size: int, choice: StreamedChoice) -> dict[str, Any]:
-        """The fields of the request for the next part, of at most ``size`` tokens."""
-        task, number = self._task, self._number
-        self.num_certain = choice.count // size * size + size
-        self._asked = int(self.num_certain) - choice.count + min(_MARGIN, size // 4)
-        left = None if task.max_tokens is None else task.max_tokens - choice.count
-        left = self._scope.account.limit(left) if self._scope else left
-        self._is_last = left is not None and left <= self._asked
-        if left is not None and self._is_last:
-            self._asked, self.num_certain = max(1, left), math.inf
-        self._end, self._number, self._num_new = choice.count + self._asked, number + 1, 0
-        prompt = self._fields["prompt"] + choice.text
-        fields = {**self._fields, "prompt": prompt, "max_tokens": self._asked}
-        if task.seed is not None and number:  # the same one would draw the same samples again
-            fields["seed"] = sampling.derived_seed(task.seed, number)
-        return fields
-
-    def continues(self, choice: StreamedChoice) -> bool:
-        """Whether the server has ended a part only because of its length.
-
-        A part without any text is the last: a server that sends no usage would get one request
-        after the other for nothing.
-        """
-        if self._is_last or not self._num_new or choice.finish_reason != "length":
-            return False
-        self._record(Usage(discarded=choice.end_request(self._end, int(self.num_certain))))
-        return True
-
-    def on_tokens(self, index: int, text: str, num_tokens: int) -> None:
-        """Record and stream a new piece."""
-        task = self._task
-        self._num_new += num_tokens
-        task.latency_s = time.perf_counter() - self._began
-        task.ttft_s = task.latency_s if task.ttft_s is None else task.ttft_s
-        self._record(Usage(completion_tokens=num_tokens, decoded=num_tokens))
-        if not self._is_followed:
-            task.emit(text, (), f"{id(self):x}.{index}")
-
-    def on_usage(self, usage: Usage, num_received: int) -> None:
-        """Record the server's count in place of the number of tokens received."""
-        if 0 < usage.completion_tokens < self._asked:  # the context is full
-            self._is_last = True
-        self._record(usage + Usage(completion_tokens=-num_received, decoded=-num_received))
-
-    def _record(self, usage: Usage) -> None:
-        for count in dataclasses.fields(Usage):
-            before = getattr(self._usage, count.name)
-            setattr(self._usage, count.name, before + getattr(usage, count.name))
-        if self._scope is not None:
-            self._scope.account.record(self._usage)
-
-
-_CONNECTION_ERRORS = ("APIConnectionError", "ReadError", "RemoteProtocolError")
-"""Of the ``openai`` package and of ``httpx``, which need not be installed."""
-
-_MARGIN = 8
-"""Tokens in which a word is likely to end."""
-
-_WHOLE = (
-    "best_of",
-    "echo",
-    "frequency_penalty",
-    "guided_decoding",
-    "min_tokens",
-    "presence_penalty",
-    "repetition_penalty",
-    "stop",
-    "suffix",
-)
-"""Sampling fields that mean something else for an answer generated in parts."""
-
-
-def _part_size(task: GenerationTask) -> int | None:
-    """Tokens of each request for an answer; None: one request is for all of it."""
-    size = getattr(task, "tokens_per_request", None)
-    if size is None or isinstance(task, ChatTask):
-        return None
-    size = validated("tokens_per_request", size, POSITIVE_INT)
-    if task.input_tokens is not None or any(sampling.is_set(task, name) for name in _WHOLE):
-        return None
-    return size
-
-
 def _response_format(task: GenerationTask) -> dict[str, Any]:
     """The shape that the task asks for, as OpenAI's API has it; it knows JSON only.
 
@@ -848,6 +428,12 @@ def _response_format(task: GenerationTask) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": schema}}
 
 
+def _num_logprobs(task: GenerationTask) -> int | None:
+    """The top log-probabilities to ask for: the task's own, or what its confidences take."""
+    asked = [count for count in (task.num_logprobs, task.confidence) if count is not None]
+    return max(asked, default=None)
+
+
 def _show(task: StreamGenerationTask, reader: ChunkReader, count: int) -> None:
     """Emit the stream up to ``count`` tokens, as far as they have arrived."""
     choice = reader.choices[0]
@@ -863,6 +449,11 @@ def _fill(
     choices = reader.choices if choices is None else choices
     server_usage, usage = reader.server_usage, task.usage
     samples = [_output(choice) for _, choice in sorted(choices.items())]
+    if task.confidence is not None and task.num_logprobs is None:
+        samples = [
+            dataclasses.replace(output, logprobs=None, cumulative_logprob=None)
+            for output in samples
+        ]
     for output in samples:
         output.usage = usage
     task.result = samples[0]
@@ -887,4 +478,6 @@ def _output(choice: StreamedChoice) -> ScaffoldingOutput:
         stop_reason=choice.stop_reason,
         logprobs=scores,
         cumulative_logprob=total,
+        confidences=choice.confidences or None,
+        thinking=choice.thinking,
     )

@@ -1,294 +1,40 @@
 """``RewardWorker``: a local reward model scores answers, or the steps of answers.
 
-``RewardModel`` runs the classifier: rows of token ids in, scores out. ``RewardWorker`` batches
-reward tasks for it in one thread: tasks that arrive during a forward pass make up the next batch.
-``PRMController`` splits answers into steps.
+``RewardModel`` runs the model (``reward_model.py``). The worker batches reward tasks for it in one
+thread: tasks that arrive during a forward pass make up the next batch. ``PRMController`` splits
+answers into steps.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
-from forethought.errors import (
-    ContextLengthError,
-    DependencyError,
-    EngineStopped,
-    ModelError,
-    ParameterError,
-)
-from forethought.model_dir import check_model_dir, find_model_dir
+from forethought.errors import DependencyError, EngineStopped, ParameterError
+from forethought.model_dir import find_model_dir
+from forethought.scaffolding.settings import NON_NEGATIVE_INT, validated
 from forethought.scaffolding.task import RewardTask, TaskStatus
 from forethought.scaffolding.worker import Worker
-from forethought.silence import without_progress_bars
 
 try:
-    import torch
-    import transformers
+    from forethought.scaffolding.workers.reward_model import (
+        RewardModel,
+        RewardQuery,
+        RewardScore,
+        ScoringRow,
+        is_reward_model,
+    )
 except ModuleNotFoundError as _error:
     raise DependencyError.missing(_error.name or "torch", "RewardWorker", "local") from _error
 
-_HEADS = {"ForTokenClassification": True, "ForSequenceClassification": False}
-"""Suffix of the architecture -> whether it scores steps."""
-_DTYPES = ("auto", "float32", "bfloat16", "float16")
+__all__ = ["RewardModel", "RewardWorker", "is_reward_model"]
 
-
-class RewardQuery(NamedTuple):
-    """The input of a reward task; equal queries are scored once."""
-
-    tokens: tuple[int, ...] | None
-    question: str | None
-    answer: str | None
-    positions: tuple[int, ...] | None
-
-
-class ScoringRow(NamedTuple):
-    """One input of the model."""
-
-    ids: list[int]
-    types: list[int] | None
-    """Token types, of models with a type for question and for answer."""
-
-
-class RewardScore(NamedTuple):
-    """The result of a query."""
-
-    score: float
-    step_scores: list[float]
-    length: int
-    """Tokens of the input."""
-    prefilled: int
-    """Tokens of it that were run for this task; 0 if an equal query was run."""
-
-
-class RewardModel:
-    """A classifier: rows of token ids in, scores out. Not to be used by two threads at once.
-
-    Args:
-        directory: local Hugging Face directory.
-        dtype: of the weights.
-        device: where they are.
-
-    Raises:
-        ModelError: the directory holds no classifier that gives scores.
-        ParameterError: an unknown dtype or device.
-    """
-
-    def __init__(self, directory: Path, dtype: str, device: str) -> None:
-        if dtype not in _DTYPES:
-            raise ParameterError(
-                "invalid dtype", f"got {dtype!r}", f"Allowed: {', '.join(_DTYPES)}"
-            )
-        self.device = _device(device)
-        check_model_dir(directory, "reward model")
-        self.by_step = scores_steps(directory)
-        self._model, self.tokenizer = _load(directory, self.by_step, dtype)
-        config = self._model.config
-        labels = config.num_labels
-        if labels != 2 and (self.by_step or labels != 1):
-            raise ModelError(
-                f"the model in {directory} gives no scores",
-                f"it has {labels} labels",
-                "Choose a classifier of two labels, or of sequences with one",
-            )
-        config.use_cache = False
-        self._model.to(self.device).eval()
-        text = config.get_text_config()
-        self._context = getattr(text, "max_position_embeddings", None) or math.inf
-        self._vocabulary = self._model.get_input_embeddings().num_embeddings
-
-    def encode(self, query: RewardQuery) -> ScoringRow:
-        """The input row of a query.
-
-        Raises:
-            ParameterError: there is none, or the model scores steps and none are given, or the
-                other way round.
-            ContextLengthError: it is too long.
-        """
-        if (query.positions is not None) != self.by_step:
-            raise _wrong_kind(self.by_step)
-        row = self._tokenised(query) if query.tokens is None else ScoringRow([*query.tokens], None)
-        length = len(row.ids)
-        if not length or not all(0 <= token < self._vocabulary for token in row.ids):
-            raise ParameterError(
-                "invalid input_tokens",
-                f"they are to be at least one id from 0 to {self._vocabulary - 1}",
-                "Tokenise with the worker's tokenizer",
-            )
-        if not all(0 <= position < length for position in query.positions or ()):
-            raise ParameterError(
-                "invalid step_positions",
-                f"got {list(query.positions or ())} for {length} tokens",
-                "Give places in input_tokens",
-            )
-        if length > self._context:
-            raise ContextLengthError(
-                "the answer is too long for the reward model",
-                f"it is {length} tokens with its question, and the context holds {self._context}",
-                "Generate fewer tokens, or choose a model with a longer context",
-            )
-        return row
-
-    def score(
-        self, rows: Sequence[ScoringRow], queries: Sequence[RewardQuery]
-    ) -> list[RewardScore]:
-        """Run the model once, over all rows.
-
-        They are padded on the right and masked, so that no row is changed by its company.
-        """
-        with torch.inference_mode():
-            logits = self._logits(rows).float()
-        scores = logits.softmax(-1)[..., 1] if logits.shape[-1] == 2 else logits[..., 0]
-        results = []
-        for row, query, found in zip(rows, queries, scores.tolist(), strict=True):
-            steps = [found[position] for position in query.positions or ()]
-            length = len(row.ids)
-            score = math.prod(steps) if self.by_step else found
-            results.append(RewardScore(score, steps, length, length))
-        return results
-
-    def _tokenised(self, query: RewardQuery) -> ScoringRow:
-        """Question and answer in the format of the model's training."""
-        question, answer = query.question, query.answer
-        if question is None:
-            raise ParameterError(
-                "the task has nothing to score",
-                "input_str and input_tokens are None",
-                "Give text; token ids of another model cannot be scored",
-            )
-        if answer is not None and self.tokenizer.chat_template:
-            turns = [("user", question), ("assistant", answer)]
-            messages = [{"role": role, "content": content} for role, content in turns]
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False)
-            encoding = self.tokenizer(text, add_special_tokens=False, verbose=False)
-        else:
-            encoding = self.tokenizer(question, answer, verbose=False)
-        return ScoringRow(list(encoding["input_ids"]), encoding.get("token_type_ids"))
-
-    def _logits(self, rows: Sequence[ScoringRow]) -> Any:
-        """[num_rows, num_labels]; with scored steps [num_rows, length, num_labels]."""
-        inputs = {
-            "input_ids": self._padded([row.ids for row in rows], self.tokenizer.pad_token_id or 0),
-            "attention_mask": self._padded([[1] * len(row.ids) for row in rows], 0),
-        }
-        if any(row.types for row in rows):
-            types = [row.types or [0] * len(row.ids) for row in rows]
-            inputs["token_type_ids"] = self._padded(types, 0)
-        if self.by_step or not hasattr(self._model, "score"):
-            return self._model(**inputs).logits
-        # A decoder's head reads the last token. Its own forward infers that position from the
-        # padding token, which may be missing, or may end a text.
-        hidden = self._model.base_model(**inputs).last_hidden_state
-        last = torch.tensor([len(row.ids) - 1 for row in rows], device=self.device)
-        return self._model.score(hidden[torch.arange(len(rows), device=self.device), last])
-
-    def _padded(self, rows: Sequence[list[int]], value: int) -> Any:
-        width = max(map(len, rows))
-        filled = [row + [value] * (width - len(row)) for row in rows]
-        return torch.tensor(filled, device=self.device)
-
-
-def _device(name: str) -> Any:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ParameterError(
-            "invalid device", f"got {name!r}", "Use 'auto', 'cpu' or 'cuda'"
-        ) from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ParameterError("invalid device", "there is no CUDA here", "Use 'auto' or 'cpu'")
-    return device
-
-
-def is_reward_model(directory: Path) -> bool:
-    """Whether ``directory`` is a reward model, as its config says."""
-    try:
-        return _architecture(directory).endswith(tuple(_HEADS))
-    except ModelError:
-        return False
-
-
-def scores_steps(directory: Path) -> bool:
-    """Whether the checkpoint classifies tokens rather than sequences.
-
-    Raises:
-        ModelError: there is no checkpoint, or it is no reward model.
-    """
-    name = _architecture(directory)
-    for head, by_step in _HEADS.items():
-        if name.endswith(head):
-            return by_step
-    raise ModelError(
-        f"the model in {directory} is no reward model",
-        f"its config names {name}",
-        "Choose one whose architecture ends in ForSequenceClassification or ForTokenClassification",
-    )
-
-
-def _architecture(directory: Path) -> str:
-    """The first of the architectures that the config names."""
-    try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        return str((config.get("architectures") or ["no architecture"])[0])
-    except (OSError, ValueError, AttributeError) as error:
-        raise ModelError(
-            f"no model at {directory}",
-            f"its config.json cannot be read ({type(error).__name__})",
-            "Give the path of a local Hugging Face model directory",
-        ) from error
-
-
-def _load(directory: Path, by_step: bool, dtype: str) -> tuple[Any, Any]:
-    """Model and tokenizer."""
-    kind: Any = transformers.AutoModelForSequenceClassification
-    if by_step:
-        kind = transformers.AutoModelForTokenClassification
-    try:
-        with without_progress_bars():
-            model, report = kind.from_pretrained(
-                directory, dtype=dtype, local_files_only=True, output_loading_info=True
-            )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except Exception as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise ModelError(
-            f"cannot load the reward model in {directory}",
-            reason[0],
-            "Check that the directory is complete",
-        ) from error
-    if report["missing_keys"]:
-        raise ModelError(
-            f"cannot load the reward model in {directory}",
-            f"it lacks {', '.join(sorted(report['missing_keys'])[:3])}, which would be random",
-            "Check that the directory is complete",
-        )
-    return model, tokenizer
-
-
-def _wrong_kind(by_step: bool) -> ParameterError:
-    if by_step:
-        return ParameterError(
-            "this reward model scores steps",
-            "the task has no step_positions",
-            "Use PRMController, or a model that classifies sequences",
-        )
-    return ParameterError(
-        "this reward model scores whole answers",
-        "the task has step_positions",
-        "Use NativeRewardController, or a model that classifies tokens",
-    )
-
-
-_FIELDS = ("dtype", "device", "max_batch_tokens")
+_FIELDS = ("dtype", "device", "max_batch_tokens", "step_format", "max_cached_tokens")
 
 
 @dataclass(eq=False)
@@ -306,10 +52,14 @@ class RewardWorker(Worker):
     or the probability of the second of two. The text it sees is ``input_tokens``; without them,
     ``input_str`` and ``output_str`` in its chat template, or as a pair of texts.
 
-    A model that classifies tokens scores steps: ``step_scores`` holds the probability of the
-    second label at each of ``step_positions``, and ``score`` their product.
+    A model that classifies tokens, or a process reward model of another kind that ``RewardModel``
+    reads, scores steps: ``step_scores`` holds the probability that the step is good at each of
+    ``step_positions``, and ``score`` their product. ``PRMController.of(worker)`` writes such tasks.
 
-    Equal tasks in flight are scored once. May serve several event loops.
+    Equal tasks in flight are scored once. A decoder keeps what it has computed: of a task that
+    begins with the tokens of an earlier one, only the rest is run (``task.usage.prefilled``, the
+    others are ``cached``), so a search that scores each prefix scores each token once. May serve
+    several event loops.
 
     Args:
         model_dir: local Hugging Face directory, or Hub id.
@@ -317,10 +67,16 @@ class RewardWorker(Worker):
         device: such as ``"cuda:1"``; ``"auto"``: the GPU if there is one.
         max_batch_tokens: maximum tokens of a forward pass, with padding; a longer row runs alone.
         revision: branch, tag or commit of a model of the Hub; None: its main branch.
+        step_format: how the model reads the steps of an answer, a name of ``STEP_FORMATS``; None:
+            as its config says. A causal model that was trained as Math-Shepherd's is one with
+            ``"math_shepherd"`` only.
+        max_cached_tokens: tokens whose keys and values are kept for later tasks; the least recently
+            used ones go first. Of a model of 7 billion parameters, some 60 kilobytes each.
 
     Attributes:
         tokenizer: the model's, for ``PRMController``.
-        by_step: whether the model scores the steps of answers, for ``PRMController``.
+        by_step: whether the model scores the steps of answers.
+        step_format: the format in which it reads them; None if it scores whole answers.
 
     Raises:
         ModelError: the model is neither here nor on the Hub, or is of another kind.
@@ -335,13 +91,18 @@ class RewardWorker(Worker):
         device: str = "auto",
         max_batch_tokens: int = 8192,
         revision: str | None = None,
+        step_format: str | None = None,
+        max_cached_tokens: int = 16384,
     ) -> None:
         if max_batch_tokens < 1:
             raise ParameterError(
                 "invalid max_batch_tokens", f"got {max_batch_tokens}", "Give at least 1"
             )
-        self._model = RewardModel(find_model_dir(model_dir, revision), dtype, device)
+        validated("max_cached_tokens", max_cached_tokens, NON_NEGATIVE_INT)
+        directory = find_model_dir(model_dir, revision)
+        self._model = RewardModel(directory, dtype, device, step_format, max_cached_tokens)
         self.tokenizer, self.by_step = self._model.tokenizer, self._model.by_step
+        self.step_format = self._model.step_format
         self._max_batch_tokens = max_batch_tokens
         self._lock = threading.Lock()
         self._under_way: dict[RewardQuery, _PendingQuery] = {}
@@ -368,7 +129,7 @@ class RewardWorker(Worker):
             backend: ``"pytorch"``: there is no other.
             max_batch_size: any will do: passes are bounded by their tokens.
             max_num_tokens: the same as ``max_batch_tokens``.
-            kv_cache_free_gpu_memory_fraction: any will do: scoring keeps no KV cache.
+            kv_cache_free_gpu_memory_fraction: any will do: see ``max_cached_tokens``.
             disable_overlap_scheduler: either will do: passes never overlap here.
             scheduler_config: must be None: the scheduler has no variants.
             **fields: further arguments of ``RewardWorker``.

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forethought.errors import UsageError
-from forethought.outputs import TokenLogprobs
+from forethought.outputs import ThinkingOutput, ThoughtEnd, TokenLogprobs
 from forethought.scaffolding import sampling
+from forethought.scaffolding.confidence import confidence_of
 from forethought.scaffolding.execution_scope import current_scope
+from forethought.scaffolding.messages import AssistantMessage
 from forethought.scaffolding.result import ScaffoldingOutput
 from forethought.scaffolding.task import (
-    AssistantMessage,
     ChatTask,
     GenerationTask,
     RewardTask,
@@ -40,7 +41,7 @@ class Reply:
     error: Exception | None = None
     """Raised after the delay, instead of answering."""
     logprobs: Sequence[TokenLogprobs] | None = None
-    """One entry per character."""
+    """One entry per character; confidences are computed from them, as from a server's."""
 
 
 Answer = str | Reply
@@ -73,14 +74,16 @@ class _Generation:
     """The whole output, after stop strings and ``max_tokens``."""
     finish_reason: str
     stop_reason: str | None
+    thinking: ThinkingOutput | None
     num_generated: int = 0
     has_started: bool = field(default=False)
 
 
 class ScriptedWorker(Worker):
     """Answers from a script. Streams, forks (by their text), ``n``, stop strings, ``max_tokens``,
-    ``echo``, delays and failures work as with a model; other sampling fields change nothing, and
-    can be read from ``calls``.
+    ``thinking_budget``, ``echo``, delays and failures work as with a model; other sampling fields
+    change nothing, and can be read from ``calls``. A thought that is closed at its cap is followed
+    by what the script has behind its ``</think>``.
 
     A stream advances only while a step is awaited, by its ``streaming_step`` (0 counts as 1).
 
@@ -166,7 +169,8 @@ class ScriptedWorker(Worker):
         self.calls.append(call)
         answer = self._answer(call)
         reply = answer if isinstance(answer, Reply) else Reply(answer)
-        text, stop = _cut_at_stop(reply.text, task)
+        text, thinking = _close_thought(prompt, reply.text, task)
+        text, stop = _cut_at_stop(text, task)
         reason = "stop" if stop else reply.finish_reason
         scope = current_scope()
         max_tokens = scope.account.limit(task.max_tokens) if scope else task.max_tokens
@@ -176,7 +180,7 @@ class ScriptedWorker(Worker):
         point = task.fork_point
         if point is not None and point.input_str == task.input_str:
             task.num_kept_tokens, task.inserted_tokens = point.kept, [*map(ord, point.suffix)]
-        return _Generation(call, reply, text, reason, stop)
+        return _Generation(call, reply, text, reason, stop, thinking)
 
     def _answer(self, call: Call) -> Answer:
         script: Any = self._script
@@ -233,6 +237,33 @@ def _prompt(task: GenerationTask) -> str:
     return task.input_str or ""
 
 
+def _close_thought(
+    prompt: str, text: str, task: GenerationTask
+) -> tuple[str, ThinkingOutput | None]:
+    """The text with its thought closed at ``thinking_budget`` tokens, and what that came to.
+
+    The prompt or the text opens the thought; a blank behind the marker is part of the marker.
+    """
+    budget = task.thinking_budget
+    if budget is None:
+        return text, None
+    opened, known = "", prompt.rpartition("<think>")[2]
+    if "<think>" not in prompt:
+        before, marker, _ = text.partition("<think>")
+        opened, known = before + marker, ""
+    if "<think>" not in prompt + text or "</think>" in known:
+        return text, ThinkingOutput(0, None)
+    thought, end, answer = text[len(opened) :].partition("</think>")
+    blank = int((known + thought)[:1].isspace())
+    count = len(known) + len(thought) - blank
+    if count < budget:
+        return text, ThinkingOutput(count, ThoughtEnd.NATURAL if end else None)
+    kept = thought[: max(0, budget + blank - len(known))]
+    closing = task.thinking_end if isinstance(task.thinking_end, str) else "</think>"
+    count = len(known) + len(kept) - blank
+    return opened + kept + closing + answer, ThinkingOutput(count, ThoughtEnd.BUDGET)
+
+
 def _cut_at_stop(text: str, task: GenerationTask) -> tuple[str, str | None]:
     """The text up to its first stop string, and that string."""
     found = [(text.find(stop), stop) for stop in sampling.stop_strings(task) if stop in text]
@@ -247,7 +278,10 @@ def _fill(task: GenerationTask, generation: _Generation) -> None:
     task.output_str = generation.call.prompt + output if task.echo else output
     task.output_tokens = [ord(token) for token in output]
     task.finish_reason, task.stop_reason = generation.finish_reason, generation.stop_reason
+    task.thinking = generation.thinking
     if generation.reply.logprobs is not None:
         task.logprobs = list(generation.reply.logprobs)[: generation.num_generated]
+        if task.confidence is not None:
+            task.confidences = [confidence_of(each, task.confidence) for each in task.logprobs]
     task.usage_prompt_tokens = len(generation.call.prompt)
     task.usage_completion_tokens = len(output)

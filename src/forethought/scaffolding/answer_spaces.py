@@ -1,0 +1,244 @@
+r"""Answer spaces: where the answer of a sample stands, and which answers mean the same.
+
+A vote takes one by name or as an object: ``MajorityVoteController(..., answer_space="choice")``.
+
+==============  ===================================  ==============================================
+name            the answer                           two mean the same if
+==============  ===================================  ==============================================
+``math``        the last ``\boxed{...}``             they are mathematically equal
+``choice``      the last letter of a choice          it is the same letter
+``json``        the last JSON object or array        they are equal, whatever the order of keys
+``tool_calls``  the functions that a message calls   names and arguments are equal, in their order
+``text``        the whole text                       it is the same but for spaces around it
+==============  ===================================  ==============================================
+
+``CodeAnswers(inputs)`` has no name, as it needs inputs: programs mean the same if they print the
+same for each of them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from forethought.errors import ParameterError, UnknownNameError
+from forethought.scaffolding.answers import (
+    Equivalence,
+    MathEquivalence,
+    PairwiseEquivalence,
+    TextEquivalence,
+    extract_answer_from_boxed,
+)
+from forethought.scaffolding.messages import AssistantMessage
+from forethought.scaffolding.sandbox import Sandbox
+from forethought.scaffolding.settings import TEXT, validated
+from forethought.scaffolding.task import ChatTask, GenerationTask
+
+
+@runtime_checkable
+class AnswerSpace(Protocol):
+    """What finds the answer of a sample, and says which answers mean the same.
+
+    Attributes:
+        equivalence: decides which answers mean the same.
+    """
+
+    equivalence: Equivalence | PairwiseEquivalence
+
+    def answer_of(self, task: GenerationTask) -> str | None:
+        """The answer of a sample that has ended; None: it has none, and does not vote."""
+
+
+class TextAnswers:
+    """Answers that a function finds in the text of a sample.
+
+    Args:
+        extract: finds the answer in a text; None: it has none. By default it is the whole text.
+        equivalence: decides which answers mean the same; by default equal text does.
+    """
+
+    def __init__(
+        self,
+        extract: Callable[[str], str | None] = str.strip,
+        equivalence: Equivalence | PairwiseEquivalence | None = None,
+    ) -> None:
+        self.extract = extract
+        self.equivalence = TextEquivalence() if equivalence is None else equivalence
+
+    def answer_of(self, task: GenerationTask) -> str | None:
+        """What ``extract`` finds."""
+        return None if task.output_str is None else self.extract(task.output_str)
+
+
+class ChoiceAnswers(TextAnswers):
+    r"""The letter of a choice.
+
+    The last ``\boxed{B}``, else the letter behind the last "answer is" or "answer:", else the last
+    ``(B)``, else a text that is one letter.
+
+    Args:
+        letters: of the choices, as they are written.
+
+    Raises:
+        ParameterError: there is none.
+    """
+
+    def __init__(self, letters: str = "ABCDE") -> None:
+        kind = f"[{re.escape(validated('letters', letters, TEXT))}]"
+        self._patterns = [
+            re.compile(rf"(?i:answer\s*(?:is|:)?)[\s:*]*\(?({kind})\b"),
+            re.compile(rf"\(({kind})\)"),
+            re.compile(rf"^\s*({kind})[\s.)]*$"),
+        ]
+        self._boxed = re.compile(rf"^\W*(?:\\text\w*\{{)?\W*({kind})\b")
+        super().__init__(self._letter)
+
+    def _letter(self, text: str) -> str | None:
+        found = self._boxed.findall(extract_answer_from_boxed(text) or "")
+        for pattern in self._patterns:
+            found = found or pattern.findall(text)
+        return found[-1] if found else None
+
+
+class JsonEquivalence:
+    """JSON texts are the same if their values are: 1 and 1.0 are equal, 1 and true are not."""
+
+    def canonical_form(self, answer: str) -> Hashable:
+        """The value as something hashable."""
+        return _hashable(json.loads(answer))
+
+
+class JsonAnswers(TextAnswers):
+    """The last JSON object or array in the text, the outermost one."""
+
+    def __init__(self) -> None:
+        super().__init__(last_json, JsonEquivalence())
+
+
+class ToolCallAnswers:
+    """The tools that a chat's message calls, or a text in ``<tool_call>`` marks.
+
+    A message without calls does not vote, nor does one whose arguments are no JSON.
+    """
+
+    equivalence: Equivalence | PairwiseEquivalence = JsonEquivalence()
+    _MARKED = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+
+    def answer_of(self, task: GenerationTask) -> str | None:
+        """The calls as JSON: a list of names and arguments."""
+        try:
+            calls = list(self._calls(task))
+        except (ValueError, KeyError, TypeError):
+            return None
+        return json.dumps(calls) if calls else None
+
+    def _calls(self, task: GenerationTask) -> list[tuple[str, Any]]:
+        message = task.messages[-1] if isinstance(task, ChatTask) and task.messages else None
+        if isinstance(message, AssistantMessage) and message.tool_calls:
+            called = [call.function for call in message.tool_calls]
+            return [(each.name, json.loads(each.arguments or "{}")) for each in called]
+        marked = map(json.loads, self._MARKED.findall(task.output_str or ""))
+        return [(str(call["name"]), call.get("arguments", {})) for call in marked]
+
+
+class CodeAnswers(TextAnswers):
+    """Python programs, run in a sandbox: they mean the same if they print the same.
+
+    The program is the last fenced block of the text, or the whole text if there is none. It reads
+    an input as its standard input. What counts is its output but for spaces at the end of lines;
+    an input on which it fails or takes too long is an output of its own. A program that fails on
+    every input means the same as no other.
+
+    Args:
+        inputs: standard inputs to run each program on, at least one.
+        sandbox: runs them; None: one with its default limits.
+
+    Raises:
+        ParameterError: there is no input.
+        IsolationError: programs cannot be isolated on this machine.
+    """
+
+    _BLOCK = re.compile(r"```[ \t]*\w*[ \t]*\n(.*?)```", re.DOTALL)
+
+    def __init__(self, inputs: Sequence[str], sandbox: Sandbox | None = None) -> None:
+        self._inputs = tuple(inputs) if not isinstance(inputs, str) else ()
+        if not self._inputs:
+            raise ParameterError(
+                "CodeAnswers takes inputs", f"got {inputs!r}", "Give a list of at least one text"
+            )
+        self._sandbox = Sandbox() if sandbox is None else sandbox
+        super().__init__(self._program, self)
+
+    def canonical_form(self, answer: str) -> Hashable:
+        """What the program prints for each input. Takes as long as the program does."""
+        results = [self._sandbox.run(answer, stdin) for stdin in self._inputs]
+        if all(result.status != "ok" for result in results):
+            return ("fails", answer)
+        return tuple(
+            _lines(result.stdout) if result.status == "ok" else (result.status,)
+            for result in results
+        )
+
+    def _program(self, text: str) -> str | None:
+        blocks = self._BLOCK.findall(text)
+        program = blocks[-1] if blocks else text
+        return program if program.strip() else None
+
+
+_SPACES: Mapping[str, Callable[[], AnswerSpace]] = {
+    "math": lambda: TextAnswers(extract_answer_from_boxed, MathEquivalence()),
+    "choice": ChoiceAnswers,
+    "json": JsonAnswers,
+    "tool_calls": ToolCallAnswers,
+    "text": TextAnswers,
+}
+
+
+def answer_space(given: AnswerSpace | str) -> AnswerSpace:
+    """The space itself, or the one of that name.
+
+    Raises:
+        UnknownNameError: there is none of this name.
+        ParameterError: it is neither.
+    """
+    if isinstance(given, str):
+        if given not in _SPACES:
+            raise UnknownNameError("answer space", given, _SPACES)
+        return _SPACES[given]()
+    if isinstance(given, type) or not isinstance(given, AnswerSpace):
+        raise ParameterError(
+            "invalid answer_space",
+            f"got {given!r}",
+            "Give a name, or an object with answer_of(task) and an equivalence",
+        )
+    return given
+
+
+def last_json(text: str) -> str | None:
+    """The last JSON object or array that is inside no other; None without one."""
+    decoder, found, position = json.JSONDecoder(), None, 0
+    while begin := re.compile(r"[{\[]").search(text, position):
+        try:
+            _, position = decoder.raw_decode(text, begin.start())
+            found = text[begin.start() : position]
+        except (ValueError, RecursionError):
+            position = begin.end()
+    return found
+
+
+def _hashable(value: Any) -> Hashable:
+    match value:
+        case dict():
+            return "object", frozenset((name, _hashable(each)) for name, each in value.items())
+        case list():
+            return "array", tuple(map(_hashable, value))
+        case bool() | None | str():
+            return type(value).__name__, value
+    number: Hashable = value
+    return number
+
+
+def _lines(text: str) -> tuple[str, ...]:
+    return tuple(line.rstrip() for line in text.rstrip().splitlines())

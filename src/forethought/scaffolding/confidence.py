@@ -1,0 +1,200 @@
+"""Confidence of a sample from that of its tokens: a reward that no model has to be run for.
+
+``SamplingParams(confidence=20)`` lets the decode step compute a ``TokenConfidence`` per token. Here
+they are put together, as DeepConf does (Fu et al. 2025, "Deep Think with Confidence", arXiv
+2508.15260, section 2)::
+
+    token confidences   c1 c2 c3 c4 c5 c6 ...
+    groups of 3         [......]                their means, one per token from the third on
+                           [......]
+                              [......]
+
+``lowest_group``, ``bottom_groups`` and ``tail_mean`` see a passage of doubt that ``mean`` over a
+long sample hides. ``ConfidenceRewardController`` scores samples by one of them, in place of a
+reward model: ``BestOfNController(generation, ConfidenceRewardController())``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from itertools import accumulate
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter
+
+from forethought.config.sampling import MAX_LOGPROBS
+from forethought.errors import ParameterError
+from forethought.outputs import TokenConfidence, TokenLogprobs
+from forethought.scaffolding.controller import NativeRewardController, has_failed, refuse_arguments
+from forethought.scaffolding.parallel import Process
+from forethought.scaffolding.settings import POSITIVE_INT, validated
+from forethought.scaffolding.task import GenerationTask, RewardTask
+
+TOP_K = 20
+"""Most probable tokens that a token's confidence is taken over."""
+WINDOW = 2048
+"""Tokens of a group, and of the tail."""
+
+Measure = Literal["confidence", "logprob", "entropy", "self_certainty"]
+Aggregation = Literal["mean", "tail_mean", "lowest_group", "bottom_groups"]
+_TOP_K: TypeAdapter[int] = TypeAdapter(Annotated[int, Field(strict=True, ge=1, le=MAX_LOGPROBS)])
+_MEASURE: TypeAdapter[Measure] = TypeAdapter(Measure)
+_AGGREGATION: TypeAdapter[Aggregation] = TypeAdapter(Aggregation)
+
+
+def confidence_of(entries: TokenLogprobs, k: int) -> TokenConfidence:
+    """The confidence in a token of which only the top log-probabilities are known.
+
+    Args:
+        entries: the chosen token first; those with a rank are among the most probable.
+        k: how many of the most probable tokens count, as far as they are there.
+    """
+    ranked = sorted(-entry.logprob for entry in entries.values() if entry.rank is not None)
+    finite = [value for value in ranked[:k] if value < math.inf]
+    chosen = next(iter(entries.values())).logprob
+    return TokenConfidence(mean(finite) if finite else -chosen, chosen)
+
+
+def mean(values: Sequence[float]) -> float:
+    """The mean over all tokens."""
+    return math.fsum(values) / len(values)
+
+
+def tail_mean(values: Sequence[float], window: int = WINDOW) -> float:
+    """The mean over the last ``window`` tokens."""
+    return mean(values[-window:])
+
+
+def group_means(values: Sequence[float], window: int = WINDOW) -> list[float]:
+    """The means of all groups of ``window`` tokens in a row; of all tokens, if there are fewer."""
+    size = min(window, len(values))
+    sums = [0.0, *accumulate(values)]
+    return [(end - begin) / size for begin, end in zip(sums, sums[size:], strict=False)]
+
+
+def lowest_group(values: Sequence[float], window: int = WINDOW) -> float:
+    """The mean of the least confident group."""
+    return min(group_means(values, window))
+
+
+def bottom_groups(values: Sequence[float], window: int = WINDOW, share: float = 0.1) -> float:
+    """The mean over the least confident ``share`` of the groups, at least one."""
+    groups = sorted(group_means(values, window))
+    return mean(groups[: max(1, int(share * len(groups)))])
+
+
+def stop_threshold(lowest: Sequence[float], kept: float) -> float:
+    """The group confidence below which online DeepConf stops a sample (section 3.2).
+
+    Args:
+        lowest: the ``lowest_group`` of each warm-up sample, at least one.
+        kept: share of the warm-up samples that lie at or above it: 0.1 ("low") to 0.9 ("high").
+
+    Returns:
+        Their percentile ``100 (1 - kept)``, between two of them by linear interpolation.
+    """
+    ordered = sorted(lowest)
+    place = (1.0 - kept) * (len(ordered) - 1)
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+
+
+_MEASURES: Mapping[Measure, Callable[[TokenConfidence], float | None]] = {
+    "confidence": lambda token: token.value,
+    "logprob": lambda token: token.logprob,
+    "entropy": lambda token: None if token.entropy is None else -token.entropy,
+    "self_certainty": lambda token: token.self_certainty,
+}
+_AGGREGATIONS: Mapping[Aggregation, Callable[[Sequence[float], int], float]] = {
+    "mean": lambda values, window: mean(values),
+    "tail_mean": tail_mean,
+    "lowest_group": lowest_group,
+    "bottom_groups": bottom_groups,
+}
+
+
+class ConfidenceRewardController(NativeRewardController):
+    """Scores samples by the model's own confidence in their tokens, which costs no model call.
+
+    ``scores`` holds one per task, in their order; None for one that failed or has no tokens. The
+    samples have to be generated with ``confidence``, which ``BestOfNController`` sets for them.
+
+    Paper: Fu et al., "Deep Think with Confidence", 2025, arXiv 2508.15260.
+
+    Args:
+        aggregation: ``"mean"``, ``"tail_mean"``, ``"lowest_group"`` or ``"bottom_groups"`` (the
+            lowest tenth).
+        measure: of a token: ``"confidence"`` (of the top k), ``"logprob"`` of the token itself,
+            ``"entropy"`` (its negative), or ``"self_certainty"`` (Kang et al. 2025, arXiv
+            2502.18581); the last two are not known on servers.
+        window: tokens of a group, and of the tail.
+        top_k: most probable tokens that the confidence of a token is taken over.
+
+    Raises:
+        ParameterError: a setting of the wrong kind.
+    """
+
+    class WorkerTag(Enum):
+        """None: nothing is run."""
+
+    def __init__(
+        self,
+        aggregation: Aggregation = "bottom_groups",
+        measure: Measure = "confidence",
+        window: int = WINDOW,
+        top_k: int = TOP_K,
+    ) -> None:
+        super().__init__()
+        self.aggregation = validated("aggregation", aggregation, _AGGREGATION)
+        self.measure = validated("measure", measure, _MEASURE)
+        self.window = validated("window", window, POSITIVE_INT)
+        self.top_k = validated("top_k", top_k, _TOP_K)
+        self.sample_params = {"confidence": self.top_k}
+
+    def process(self, tasks: Sequence[GenerationTask | RewardTask], **kwargs: Any) -> Process:
+        """Score all tasks.
+
+        Raises:
+            ParameterError: keyword arguments; there are none. Or a task without confidences.
+        """
+        refuse_arguments(self, kwargs)
+        self.scores = [None if has_failed(task) else self.score(task) for task in tasks]
+        yield from ()
+
+    def score(self, task: Any) -> float | None:
+        """The confidence in a finished generation, or in one under way; None without tokens.
+
+        Raises:
+            ParameterError: as ``values``.
+        """
+        values = self.values(task)
+        return _AGGREGATIONS[self.aggregation](values, self.window) if values else None
+
+    def values(self, task: Any) -> list[float]:
+        """The measure of each generated token, as far as there are tokens.
+
+        Raises:
+            ParameterError: its worker gave no confidences, or not this measure.
+        """
+        if getattr(task, "confidences", None) is None:
+            if getattr(task, "output_str", None) == "":
+                return []
+            raise ParameterError(
+                "a sample has no confidences",
+                "it was generated without the sampling field confidence, or its server gives no "
+                "log-probabilities",
+                f"Generate with sampling_params={{'confidence': {self.top_k}}}",
+            )
+        read = _MEASURES[self.measure]
+        values = [read(token) for token in task.confidences if token is not None]
+        known = [value for value in values if value is not None]
+        if len(known) < len(values):
+            raise ParameterError(
+                f"{self.measure} is not known for this sample",
+                "its server gives the most probable tokens only",
+                "Use the measure confidence or logprob",
+            )
+        return known

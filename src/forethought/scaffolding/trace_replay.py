@@ -1,0 +1,277 @@
+"""``replay``: run a controller again from a trace, without a model.
+
+::
+
+    result = replay(Trace.load("why.json"), controller)
+
+The controller is executed anew; only the workers are replaced: each task gets the results that the
+trace has for it, tasks and branches end in the recorded order, what was cancelled is cancelled
+again by the controller itself, and a budget ends where it ended. So the result is the same, and a
+changed controller is found out at its first task that differs. Functions of ``ComputeTask`` run
+again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from forethought import errors
+from forethought.errors import BudgetExceeded, ForethoughtError, UsageError
+from forethought.scaffolding.budget import Budget, BudgetAccount
+from forethought.scaffolding.controller import Controller
+from forethought.scaffolding.driver import Routes
+from forethought.scaffolding.parallel import Branch, Item
+from forethought.scaffolding.result import ScaffoldingResult
+from forethought.scaffolding.scaffolding_llm import ScaffoldingLlm
+from forethought.scaffolding.task import GenerationTask, Task, TaskStatus
+from forethought.scaffolding.trace import Recorder, Span, Trace, Tracer, apply_results
+from forethought.scaffolding.trace_values import decoded
+from forethought.scaffolding.worker import Worker
+
+
+def replay(
+    trace: Trace, controller: Controller, *, timeout: float = 60.0, **kwargs: Any
+) -> ScaffoldingResult:
+    """Run ``controller`` on the request of ``trace``.
+
+    Args:
+        trace: of a request that was not stopped from outside.
+        controller: with the settings of the one that was recorded.
+        timeout: seconds until it is given up.
+        **kwargs: arguments of its ``generate`` in place of the recorded ones; those that a file
+            cannot hold, such as functions, are to be given here.
+
+    Returns:
+        A finished result, with a trace of its own. If the recorded request failed, so does this
+        one: see ``error``.
+
+    Raises:
+        UsageError: the trace is incomplete, or the controller asks for something else than the
+            one that was recorded.
+        RequestTimeout: the controller waits for something that the trace does not have.
+    """
+    if trace.stopped or trace.seconds is None:
+        raise UsageError(
+            "this trace cannot be replayed",
+            "its request was ended from outside, before its method had ended",
+            "Replay the trace of a request that ended by itself",
+        )
+    budget = Budget(trace.budget.get("tokens"), trace.budget.get("calls"))
+    arguments = {**decoded(trace.kwargs), **kwargs}
+    with _ReplayLlm(controller, trace) as llm:
+        result = llm.generate_async(
+            decoded(trace.prompt), budget=budget, timeout=timeout, **arguments
+        )
+        try:
+            result.result()
+        except (_Divergence, errors.RequestTimeout):
+            raise
+        except Exception:
+            if trace.error is None:
+                raise
+    return result
+
+
+class _Divergence(UsageError):
+    """The controller does something else than the one that was recorded."""
+
+
+class _ReplayLlm(ScaffoldingLlm):
+    """Gives every task to a ``ReplayWorker``."""
+
+    def __init__(self, controller: Controller, trace: Trace) -> None:
+        super().__init__(controller, {})
+        self._recorded = trace
+
+    def _tracer(self, request: Any, account: BudgetAccount) -> Tracer:
+        fail = partial(self._stop, request)
+        tracer = Replay(self._recorded, account, request, fail)
+        self._routes = _OneRoute(ReplayWorker(tracer))
+        return tracer
+
+
+class _OneRoute(Routes):
+    """One worker for every tag."""
+
+    def __init__(self, worker: Worker) -> None:
+        super().__init__({"": worker})
+        self._worker = worker
+
+    def find(self, tag: Any) -> Worker:
+        """The worker."""
+        return self._worker
+
+
+class Replay(Recorder):
+    """Lets tasks and branches end in the order of a recorded trace; records the new one.
+
+    A span that was cancelled never ends by itself. One whose branch is over is not waited for.
+
+    Args:
+        recorded: the trace that is repeated.
+        account: of the new request.
+        request: the new request.
+        fail: ends the new request with an error.
+    """
+
+    def __init__(
+        self,
+        recorded: Trace,
+        account: BudgetAccount,
+        request: Any,
+        fail: Callable[[Exception], None],
+    ) -> None:
+        trace = Trace(request.result.id, recorded.method, recorded.started, budget=recorded.budget)
+        super().__init__(trace, account, request.prompt, request.kwargs)
+        self._fail = fail
+        self._by_place: dict[tuple[str, str], list[Span]] = defaultdict(list)
+        for span in recorded.spans:
+            self._by_place[span.branch, span.kind].append(span)
+        ended = [span for span in recorded.spans if span.order is not None]
+        in_order = sorted(ended, key=lambda span: span.order or 0)
+        self._pending = [span for span in in_order if span.outcome != "cancelled"]
+        self._matches: dict[int, Span] = {}
+        self._spans: dict[int, tuple[Task, Span]] = {}
+        self._over: set[int] = set()
+        self._ended_branches: set[str] = set()
+        self._waiting: dict[int, asyncio.Future[None]] = {}
+
+    def recorded(self, task: Task) -> tuple[Span, Span]:
+        """The span of the present execution of ``task``, and the recorded one."""
+        span = self._spans[id(task)][1]
+        return span, self._match(span)
+
+    def begin(self, branch: str, item: Item) -> Span:
+        """Find the recorded span."""
+        span = super().begin(branch, item)
+        places = self._by_place[branch, span.kind]
+        match = places.pop(0) if places else None
+        if isinstance(item, Task):
+            self._spans[id(item)] = item, span
+        if match is None or _asked(match) != _asked(span):
+            self._fail(_divergence(span, match))
+        else:
+            self._matches[span.number] = match
+        return span
+
+    async def turn(self, span: Span) -> None:
+        """Wait until all that ended before ``span`` in the recording has ended."""
+        match = self._match(span)
+        self._advance()
+        if self._pending and self._pending[0] is match:
+            await asyncio.sleep(0)  # behind the end of the budget, if that came first
+            return
+        waiting = asyncio.get_running_loop().create_future()
+        self._waiting[match.number] = waiting
+        await waiting
+
+    def ended(self, span: Span, item: Item, outcome: str) -> None:
+        """Let the next one end."""
+        super().ended(span, item, outcome)
+        if isinstance(item, Branch):
+            self._ended_branches.add(span.branch)
+        if span.number in self._matches:
+            self._over.add(self._matches[span.number].number)
+        self._advance()
+
+    def exhausted(self, then: Callable[[], None]) -> None:
+        """The budget has run out."""
+        super().exhausted(then)
+        self._advance()
+
+    def exhaust(self, recorded: Span) -> None:
+        """The budget ends here, with the error of a recorded span."""
+        texts = recorded.error or {"what": "the budget is spent", "why": "", "fix": ""}
+        self._account.expired = self._account.expired or recorded.name == "seconds"
+        self._account.exhaust(BudgetExceeded(texts["what"], texts["why"], texts["fix"]))
+
+    def _match(self, span: Span) -> Span:
+        if span.number not in self._matches:
+            raise _divergence(span, None)
+        return self._matches[span.number]
+
+    def _advance(self) -> None:
+        while self._pending:
+            first = self._pending[0]
+            if first.kind == "budget":
+                if len(self.trace.spans) < first.number:  # not all had begun that had begun then
+                    break
+                self._pending.pop(0)  # soon: what has begun is to reach its worker first
+                asyncio.get_running_loop().call_soon(self.exhaust, first)
+            elif first.number in self._over or self._is_in_ended_branch(first):
+                self._pending.pop(0)
+            else:
+                break
+        if self._pending:
+            waiting = self._waiting.pop(self._pending[0].number, None)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(None)
+
+    def _is_in_ended_branch(self, span: Span) -> bool:
+        steps = span.branch.split(".")
+        paths = {".".join(steps[:count]) for count in range(1, len(steps) + 1)}
+        return bool(paths & self._ended_branches)
+
+
+class ReplayWorker(Worker):
+    """Answers each task as the trace says, when it is its turn.
+
+    Args:
+        tracer: of the request.
+    """
+
+    def __init__(self, tracer: Replay) -> None:
+        self._tracer = tracer
+
+    async def run_task(self, task: Any) -> TaskStatus:
+        """Wait for the turn of ``task``; leave the recorded results, or fail as recorded."""
+        span, match = self._tracer.recorded(task)
+        try:
+            await self._tracer.turn(span)
+        finally:
+            for name, count in match.usage.items():
+                setattr(task.usage, name, count)
+        apply_results(match, task)
+        if isinstance(task, GenerationTask) and task.request_handle is None:
+            task.request_handle = _Sequence()
+        if match.outcome == "budget":
+            self._tracer.exhaust(match)
+        if match.error is not None:
+            raise _rebuilt(match.error)
+        return TaskStatus.SUCCESS
+
+
+class _Sequence:
+    """Stands in for the worker's handle of a sequence."""
+
+
+def _asked(span: Span) -> tuple[Any, ...]:
+    """What has to be the same in both; computations are compared by their function."""
+    return span.kind, span.name, span.tag, span.request
+
+
+def _divergence(span: Span, match: Span | None) -> _Divergence:
+    place = f"in branch {span.branch}" if span.branch else "in the request itself"
+    wanted = f"{span.name} {span.request or ''}".strip()
+    recorded = "nothing more" if match is None else f"{match.name} {match.request or ''}".strip()
+    return _Divergence(
+        "the controller does something else than the recorded one",
+        f"{place} it runs {wanted[:300]}, and the trace has {recorded[:300]}",
+        "Give a controller with the settings of the recorded one",
+    )
+
+
+def _rebuilt(error: dict[str, str]) -> Exception:
+    """An error with the type's name and the texts of the recorded one."""
+    kind = getattr(errors, error["type"], None)
+    if isinstance(kind, type) and issubclass(kind, ForethoughtError) and kind is not BudgetExceeded:
+        try:
+            return kind(error["what"], error["why"], error["fix"])
+        except TypeError:
+            pass
+    unknown: type[Exception] = type(error["type"], (Exception,), {})
+    return unknown(error["what"])

@@ -1,0 +1,372 @@
+"""The answer of an OpenAI-compatible server, read chunk by chunk.
+
+``StreamedChoice`` is one of the ``n`` answers so far, ``Requests`` the contract of what makes the
+requests (``openai_requests``), and ``ChunkReader`` reads their chunks as they are needed: text,
+tokens, log-probabilities, tool calls, usage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from forethought.outputs import (
+    Logprob,
+    ThinkingOutput,
+    TokenConfidence,
+    TokenLogprobs,
+    Usage,
+)
+from forethought.scaffolding.confidence import confidence_of
+from forethought.scaffolding.messages import ToolCall
+
+_ID_PREFIX = "token_id:"
+
+
+@dataclass
+class StreamedChoice:
+    """One of the ``n`` answers."""
+
+    text: str = ""
+    count: int = 0
+    """Tokens: exact with log-probabilities, else one per piece of text."""
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Ids are negative (-1 the chosen token) where the server does not send them."""
+    confidences: list[TokenConfidence | None] = field(default_factory=list)
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    """After each token, the length of the text that has come."""
+    num_dropped: int = 0
+    """Tokens that were cut off between two requests, to be generated again."""
+    thinking: ThinkingOutput | None = None
+    """Its thought, where the worker has closed it at a budget."""
+
+    def begin_of(self, count: int) -> StreamedChoice:
+        """The answer as it was when it had ``count`` tokens."""
+        end = self.ends[min(count, self.count) - 1] if count and self.ends else 0
+        return StreamedChoice(
+            self.text[:end],
+            min(count, self.count),
+            logprobs=self.logprobs[:count],
+            confidences=self.confidences[:count],
+        )
+
+    def end_request(self, count: int, min_tokens: int) -> int:
+        """A request that made it ``count`` tokens long is over; another one is to continue it.
+
+        The end of a text may be tokenised in another way than the model has generated it. So it is
+        cut where the last word ends, at ``min_tokens`` tokens or behind them if a word ends there,
+        and the next request generates the rest again. Tokens that came in one piece with others
+        are counted now.
+
+        Returns:
+            How many tokens were cut off.
+        """
+        missing = max(0, count - self.count)
+        ends = range(self.count - 1, max(0, min_tokens - missing - 1), -1)
+        kept = next(filter(self._ends_word, ends), self.count)
+        dropped = self.count - kept
+        end = self.ends[kept - 1] if kept else 0
+        self.text = self.text[:end].rstrip("\N{REPLACEMENT CHARACTER}")  # half a character
+        self.ends = [min(end, len(self.text)) for end in self.ends[:kept]]
+        self.ends += [len(self.text)] * missing
+        self.logprobs, self.confidences = self.logprobs[:kept], self.confidences[:kept]
+        self.count, self.finish_reason = kept + missing, None
+        self.num_dropped += dropped
+        return dropped
+
+    def _ends_word(self, count: int) -> bool:
+        """Whether a blank begins behind ``count`` tokens."""
+        end = self.ends[count - 1]
+        around = self.text[end - 1 : end + 1] if end else ""
+        return len(around) == 2 and around[1].isspace() and not around[0].isspace()
+
+    def add(self, text: str, scores: Sequence[TokenLogprobs], thought: bool) -> int:
+        """Append a piece of text, or of reasoning; returns its number of tokens.
+
+        Tokens whose own texts are not sent share one text, which counts for the last of them.
+        """
+        number = len(scores) or int(bool(text or thought))
+        pieces = [next(iter(entries.values())).token or "" for entries in scores]
+        if "".join(pieces) != text:
+            pieces = [*[""] * (number - 1), text] if number else []
+        for piece in pieces:
+            self.ends.append((self.ends[-1] if self.ends else 0) + len(piece))
+        self.text += text
+        self.logprobs += scores
+        self.count += number
+        return number
+
+
+class Requests(Protocol):
+    """The requests that one answer takes.
+
+    Attributes:
+        num_certain: tokens of the first choice that no end of the request under way cuts off.
+        waits: whether the next request is sent only once more tokens are wanted.
+    """
+
+    num_certain: float
+    waits: bool
+
+    def chunks(self, choice: StreamedChoice) -> AsyncGenerator[Any, None]:
+        """The chunks of the request that continues ``choice``; closing the iterator ends it."""
+
+    def continues(self, choice: StreamedChoice) -> bool:
+        """A request is over: whether another one is to continue ``choice``."""
+
+    def on_tokens(self, index: int, text: str, num_tokens: int) -> None:
+        """A new piece has arrived: index of the choice, text, number of tokens."""
+
+    def on_usage(self, usage: Usage, num_received: int) -> None:
+        """The server's usage of a finished request, of which ``num_received`` tokens came."""
+
+
+class ChunkReader:
+    """Reads the chunks of one answer, which may take several requests.
+
+    Args:
+        requests: makes the requests, and gets their tokens and usage.
+        stops: the stop strings asked for.
+        confidence: top k of the confidences asked for; None: none.
+        num_logprobs: top log-probabilities that are kept, once the confidences are computed.
+
+    Attributes:
+        choices: by number.
+        usage: the server's own count of the last request, once it has sent it.
+        server_usage: its count of all finished requests; None if it sends none.
+        paused: a request is over, and the next one is sent when more tokens are wanted.
+        ended: the answer is complete, has failed or was cancelled.
+        shown: tokens of the first choice that its task has been given so far.
+    """
+
+    def __init__(
+        self,
+        requests: Requests,
+        stops: Sequence[str],
+        confidence: int | None = None,
+        num_logprobs: int | None = None,
+    ) -> None:
+        self._requests, self._stops = requests, stops
+        self._confidence, self._num_logprobs = confidence, num_logprobs or 0
+        self.choices: dict[int, StreamedChoice] = {0: StreamedChoice()}
+        self.usage: Any = None
+        self.server_usage: Usage | None = None
+        self.request_id: str | None = None
+        self.paused, self.ended, self.shown = False, False, 0
+        self._num_received = self._wanted = 0
+        self._received, self._demand = asyncio.Event(), asyncio.Event()
+        self._reading: asyncio.Task[None] | None = None
+
+    @property
+    def available(self) -> int:
+        """Tokens of the first choice that are final."""
+        count = self.choices[0].count
+        return count if self.paused or self.ended else int(min(count, self._requests.num_certain))
+
+    async def read(self) -> None:
+        """Read to the end.
+
+        Raises:
+            ConnectionError: the answer broke off.
+        """
+        try:
+            await self._read_request()
+            while self._requests.continues(self.choices[0]):
+                await self._pause()
+                await self._read_request()
+        finally:
+            self.paused, self.ended = False, True
+            self._received.set()
+
+    async def _read_request(self) -> None:
+        self._num_received, self.usage = 0, None
+        async with aclosing(self._requests.chunks(self.choices[0])) as chunks:
+            async for chunk in chunks:
+                self._take(chunk)
+                self._received.set()
+        if any(choice.finish_reason is None for choice in self.choices.values()):
+            raise ConnectionError("the answer broke off: the server sent no finish_reason")
+        if self.usage is not None:
+            usage = _usage(self.usage)
+            if not usage.completion_tokens:
+                received = self._num_received
+                usage = dataclasses.replace(usage, completion_tokens=received, decoded=received)
+            self.server_usage = usage + (self.server_usage or Usage())
+            self._requests.on_usage(usage, self._num_received)
+
+    async def _pause(self) -> None:
+        """Until more tokens are wanted than there are."""
+        self.paused = True
+        self._received.set()
+        while self._requests.waits and self._wanted <= self.available:
+            self._demand.clear()
+            await self._demand.wait()
+        self.paused = False
+
+    def begin(self) -> None:
+        """Read to the end in the background."""
+        self._reading = asyncio.create_task(self.read())
+
+    def want(self, count: int) -> None:
+        """Let another request begin if it takes one to make the first choice ``count`` tokens."""
+        self._wanted = max(self._wanted, count)
+        self._demand.set()
+
+    async def reach(self, count: int) -> None:
+        """Wait until the first choice has ``count`` tokens, or for the end.
+
+        Raises what went wrong.
+        """
+        self.want(count)
+        while not self.ended and self.available < count:
+            self._received.clear()
+            await self._received.wait()
+        await self._raise_failure()
+
+    async def settle(self, count: int) -> None:
+        """Wait until it is known what follows ``count`` tokens: more, another request or the end.
+
+        Raises what went wrong.
+        """
+        while not (self.ended or self.paused) and self.choices[0].count <= count:
+            self._received.clear()
+            await self._received.wait()
+        await self._raise_failure()
+
+    async def _raise_failure(self) -> None:
+        if self.ended and self._reading is not None and not self._reading.cancelled():
+            await self._reading
+
+    async def cancel(self) -> None:
+        """End the answer here and close the connection."""
+        if self._reading is not None and not self._reading.done():
+            self._reading.cancel()
+            await asyncio.wait([self._reading])
+        self.ended = True
+        for choice in self.choices.values():
+            choice.finish_reason = choice.finish_reason or "abort"
+
+    def _take(self, chunk: Any) -> None:
+        self.request_id = getattr(chunk, "id", None) or self.request_id
+        self.usage = getattr(chunk, "usage", None) or self.usage
+        for piece in getattr(chunk, "choices", None) or ():
+            choice = self.choices.setdefault(piece.index, StreamedChoice())
+            delta = getattr(piece, "delta", None) or getattr(piece, "message", None)
+            if delta is None:
+                text, scores = piece.text or "", _completion_logprobs(piece.logprobs)
+            else:
+                text, scores = delta.content or "", _chat_logprobs(piece.logprobs)
+                thought = _thought(delta)
+                choice.reasoning += thought
+                _add_tool_calls(choice.tool_calls, getattr(delta, "tool_calls", None) or ())
+            if self._confidence is not None:
+                k, kept = self._confidence, self._num_logprobs
+                choice.confidences += [confidence_of(entries, k) for entries in scores]
+                scores = [_first_of(entries, kept) for entries in scores]
+            new = choice.add(text, scores, delta is not None and bool(thought))
+            if piece.finish_reason is not None:
+                choice.finish_reason = piece.finish_reason
+                choice.stop_reason = self._stop_reason(piece)
+            self._num_received += new
+            self._requests.on_tokens(piece.index, text, new)
+
+    def _stop_reason(self, piece: Any) -> int | str | None:
+        """The server's stop reason; most send none: then the only stop string, if there is one."""
+        extra = getattr(piece, "model_extra", None) or {}
+        if "stop_reason" in extra:
+            reason: int | str | None = extra["stop_reason"]
+            return reason
+        return self._stops[0] if piece.finish_reason == "stop" and len(self._stops) == 1 else None
+
+
+def _usage(reported: Any) -> Usage:
+    """The usage that a server reports for one request; what is missing or negative counts as 0."""
+
+    def count(source: Any, name: str) -> int:
+        return max(0, getattr(source, name, None) or 0)
+
+    prompt, completion = (count(reported, name) for name in ("prompt_tokens", "completion_tokens"))
+    details = getattr(reported, "prompt_tokens_details", None)
+    cached = min(prompt, count(details, "cached_tokens"))
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        prefilled=prompt - cached,
+        cached=cached,
+        decoded=completion,
+    )
+
+
+def _thought(delta: Any) -> str:
+    """The reasoning text of a chunk, under any of the names that servers use."""
+    for name in ("reasoning_content", "reasoning"):
+        thought = getattr(delta, name, None)
+        if thought:
+            return str(thought)
+    return ""
+
+
+def _add_tool_calls(calls: list[ToolCall], pieces: Sequence[Any]) -> None:
+    for piece in pieces:
+        index = getattr(piece, "index", len(calls))
+        while len(calls) <= index:
+            calls.append(ToolCall())
+        call = calls[index]
+        call.id = piece.id or call.id
+        if piece.function is not None:
+            call.function.name += piece.function.name or ""
+            call.function.arguments += piece.function.arguments or ""
+
+
+def _completion_logprobs(logprobs: Any) -> list[TokenLogprobs]:
+    if logprobs is None or not logprobs.tokens:
+        return []
+    found = []
+    for index, (token, value) in enumerate(
+        zip(logprobs.tokens, logprobs.token_logprobs, strict=True)
+    ):
+        others = (logprobs.top_logprobs or [])[index : index + 1]
+        found.append(_entries(token, value, (others[0] or {}).items() if others else ()))
+    return found
+
+
+def _chat_logprobs(logprobs: Any) -> list[TokenLogprobs]:
+    entries = (logprobs and logprobs.content) or ()
+    return [
+        _entries(entry.token, entry.logprob, [(o.token, o.logprob) for o in entry.top_logprobs])
+        for entry in entries
+    ]
+
+
+def _entries(chosen: str, value: float, others: Any) -> TokenLogprobs:
+    """The chosen token first, then the others by rank."""
+    ranked = sorted(others, key=lambda other: -other[1])
+    rank = next((n for n, (token, _) in enumerate(ranked, 1) if token == chosen), None)
+    entries = {_token_id(chosen, -1): Logprob(value, rank, chosen)}
+    for number, (token, logprob) in enumerate(ranked, start=1):
+        if token != chosen:
+            entries[_token_id(token, -1 - number)] = Logprob(logprob, number, token)
+    return entries
+
+
+def _first_of(entries: TokenLogprobs, count: int) -> TokenLogprobs:
+    """The chosen token, and the ``count`` most probable ones."""
+    chosen = next(iter(entries))
+    return {
+        token: entry
+        for token, entry in entries.items()
+        if token == chosen or (entry.rank is not None and entry.rank <= count)
+    }
+
+
+def _token_id(token: str, unknown: int) -> int:
+    digits = token.removeprefix(_ID_PREFIX)
+    return int(digits) if token.startswith(_ID_PREFIX) and digits.isdigit() else unknown

@@ -1,0 +1,126 @@
+"""Stages and traces: what is told and recorded of a request, and the request run again from it."""
+
+import contextlib
+import random
+
+import pytest
+
+from forethought import methods
+from forethought.cli.main import main
+from forethought.errors import UsageError
+from forethought.scaffolding import (
+    Budget,
+    Controller,
+    Delta,
+    NativeRewardController,
+    Reply,
+    ScaffoldingLlm,
+    ScriptedWorker,
+    Stage,
+    Trace,
+    replay,
+)
+
+
+def says(prompt, index):
+    rng = random.Random(index)
+    text = f"so \\boxed{{{rng.choice([1, 2, 3])}}}"
+    return Reply(text, delay=rng.random() * 0.01)
+
+
+def run(controller, script=says, **options):
+    worker = ScriptedWorker(script, score=lambda question, answer: float(answer[-2]))
+    workers = dict.fromkeys(methods.worker_tags(controller), worker)
+    with ScaffoldingLlm(controller, workers, trace=True) as llm:
+        result = llm.generate_async("p", **options)
+        with contextlib.suppress(Exception):  # it is in result.error
+            result.result(30)
+    return result
+
+
+METHODS = {
+    "plain": lambda: methods.create("plain"),
+    "vote": lambda: methods.create("majority_vote", default_sample_num=4),
+    "best": lambda: methods.create("best_of_n", reward_controller=NativeRewardController()),
+    "dynasor": lambda: methods.create("dynasor", chunk_size=4, probe_length=3),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_saved_trace_runs_again_without_a_model_to_the_same_result(name, tmp_path):
+    result = run(METHODS[name]())
+    result.trace.save(tmp_path / "trace.json")
+    trace = Trace.load(tmp_path / "trace.json")
+    again = replay(trace, METHODS[name](), timeout=20)
+    assert again.outputs == result.outputs == trace.scaffolding_outputs
+    assert again.usage == result.usage
+    assert again.outputs
+
+
+def test_a_controller_that_asks_for_something_else_is_found_out():
+    trace = run(METHODS["vote"]()).trace
+    with pytest.raises(UsageError, match="something else than the recorded one"):
+        replay(trace, methods.create("majority_vote", default_sample_num=5), timeout=20)
+
+
+def test_a_failed_task_fails_again_with_the_same_words():
+    result = run(METHODS["plain"](), lambda p, i: Reply("", error=RuntimeError("no weights")))
+    again = replay(result.trace, METHODS["plain"](), timeout=20)
+    assert str(again.error) == str(result.error)
+    assert "no weights" in str(again.error)
+
+
+def test_a_spent_budget_ends_a_replay_where_it_ended_the_request():
+    result = run(METHODS["vote"](), lambda p, i: "x" * 30, budget=Budget(tokens=20))
+    again = replay(result.trace, METHODS["vote"](), timeout=20)
+    assert again.error is not None
+    assert str(again.error) == str(result.error)
+    assert again.usage == result.usage
+
+
+def test_branches_and_scores_are_told_as_stages_apart_from_the_text():
+    result = run(METHODS["best"]())
+    stages = [e.output for e in result.events(stages=True) if isinstance(e.output, Stage)]
+    names = [stage.name for stage in stages]
+    assert names == ["spawned"] * 4 + ["ended"] * 4 + ["scored"] * 4
+    assert {stage.branch for stage in stages[:4]} == {"0", "1", "2", "3"}
+    assert {stage.why for stage in stages[4:8]} == {"done"}
+    assert list(result.events()) == []
+
+
+class Told(Controller):
+    def generate(self, prompt, **kwargs):
+        yield Delta("a")
+        yield Stage("pruned", "its score is lowest", "1", {"score": 0.5})
+        yield Delta("b")
+
+
+def test_a_controller_tells_stages_in_their_place_between_its_text():
+    with ScaffoldingLlm(Told(), {}, trace=True) as llm:
+        result = llm.generate("p")
+        outputs = [event.output for event in result.events(stages=True)]
+        assert outputs[1] == Stage("pruned", "its score is lowest", "1", {"score": 0.5})
+        texts = [partial.cur_output and partial.cur_output.text for partial in result]
+        assert texts == ["a", "ab", None]
+    assert result.trace.stages[0]["name"] == "pruned"
+    assert "* pruned: its score is lowest: score 0.5" in Trace.text(told_at_root(result.trace))
+
+
+def told_at_root(trace):
+    trace.stages[0]["branch"] = ""
+    return trace
+
+
+def test_the_tree_shows_branches_forks_and_the_answer():
+    text = run(METHODS["dynasor"]()).trace.text()
+    assert "StreamGenerationTask" in text
+    assert "fork of" in text
+    assert text.splitlines()[-1].startswith("answer: ")
+
+
+def test_the_command_prints_the_tree_of_a_file(tmp_path, capsys):
+    trace = run(METHODS["plain"]()).trace
+    trace.save(tmp_path / "trace.json")
+    assert main(["trace", "show", str(tmp_path / "trace.json")]) == 0
+    assert capsys.readouterr().out.strip() == trace.text()
+    assert main(["trace", "show", str(tmp_path / "none.json")]) == 2
