@@ -29,6 +29,7 @@ from forethought.scaffolding import (
     with_task_collection,
 )
 from forethought.scaffolding.answers import TextEquivalence
+from forethought.training.chat_tokenizer import prompt_text
 from openai_server import EngineServer, serving
 from tokens import speaking
 
@@ -114,14 +115,14 @@ def test_an_early_exit_keeps_exactly_the_tokens_up_to_the_last_probe(worker, pla
     results = solve(controller, worker)
     decoded = worker.llm.stats.decoded - before.decoded
     for result, (text, tokens) in zip(results, plain, strict=True):
-        told = result.output.meta["dynasor"]
-        kept = told["kept_tokens"]
-        assert told["early_exit"]
+        reported = result.output.meta["dynasor"]
+        kept = reported["kept_tokens"]
+        assert reported["early_exit"]
         assert kept == 20
         assert result.output.token_ids == tokens[:kept]
         head = result.output.text.partition("\n\n...</think>")[0]
         assert text.startswith(head)
-        assert result.output.text.endswith(told["answers"][-1] + ANSWER_END)
+        assert result.output.text.endswith(reported["answers"][-1] + ANSWER_END)
     assert decoded < 3 * (70 + 6 * PROBE_LENGTH)
     assert sum(r.usage.decoded for r in results) == decoded
 
@@ -169,9 +170,9 @@ def test_what_is_decided_does_not_depend_on_drafts(drafts, unhurried):
 
 
 def test_the_problems_show_both_kinds_of_ends(unhurried):
-    told = [meta for meta, _, _ in unhurried["often"] + unhurried["seldom"]]
-    assert {meta["early_exit"] for meta in told} == {True, False}
-    assert all(m["kept_tokens"] % 16 == 0 for m in told if m["early_exit"])
+    reported = [meta for meta, _, _ in unhurried["often"] + unhurried["seldom"]]
+    assert {meta["early_exit"] for meta in reported} == {True, False}
+    assert all(m["kept_tokens"] % 16 == 0 for m in reported if m["early_exit"])
 
 
 def test_what_is_decided_does_not_depend_on_a_busy_event_loop(unhurried, monkeypatch):
@@ -325,7 +326,7 @@ def test_a_request_that_is_aborted_in_the_middle_leaves_no_page(guessing, steps)
 
 def test_a_server_decodes_little_more_for_it_than_the_engine():
     """Eight chains on four places: probes wait, and chains that ran on meanwhile would be lost."""
-    questions = [problem["question"] for problem in problems()[:8]]
+    questions = [prompt_text(problem["question"]) for problem in problems()[:8]]
     params = {"temperature": 0.0, "top_p": 1.0, "max_tokens": 400}
     controller = DynasorGenerationController(certainty_threshold=2, chunk_size=32)
     plain = NativeGenerationController()

@@ -1,5 +1,6 @@
 """Majority vote: the commonest answer wins, and samples that cannot change it are cancelled."""
 
+import math
 import random
 import threading
 
@@ -17,7 +18,11 @@ from forethought.scaffolding import (
     Reply,
     ScriptedWorker,
 )
-from forethought.scaffolding.answers import MathEquivalence, TextEquivalence
+from forethought.scaffolding.answers import (
+    MathEquivalence,
+    TextEquivalence,
+    lead_probability,
+)
 from scripted import answer
 
 
@@ -92,6 +97,21 @@ def test_a_slow_sample_is_waited_for_if_the_output_may_be_its_own():
     result, worker = vote([("4", 0.1), "4", "4", ("5", 60)])
     assert result.output.meta["majority_vote"]["finished"] == 3
     assert [call.ended for call in worker.calls] == ["done"] * 3 + ["cancelled"]
+
+
+def test_the_output_holds_the_samples_by_their_numbers_and_none_for_those_ended_early():
+    result, _ = vote(["1", "no one", "2"], early_stop=False)
+    assert result.output.candidates == [boxed("1"), "no one", boxed("2")]
+    result, _ = vote(["4", "4", "4", ("5", 60)])
+    assert result.output.candidates[:2] == [boxed("4")] * 2
+    assert result.output.candidates[3] is None
+
+
+def test_the_samples_of_a_vote_of_votes_are_the_outer_ones():
+    inner = MajorityVoteController(NativeGenerationController(), 2, early_stop=False)
+    worker = ScriptedWorker([boxed("1"), boxed("2")] * 3)
+    output = answer(MajorityVoteController(inner, 3, early_stop=False), worker).output
+    assert len(output.candidates) == 3
 
 
 class Meaning:
@@ -426,3 +446,83 @@ def test_a_vote_counts_the_answers_that_could_be_compared_in_time():
     result = answer(controller, worker, budget=Budget(seconds=0.3), timeout=10)
     done.set()
     assert result.output.text == r"\boxed{1}"
+
+
+# ---- the statistical stop, and how samples begin -------------------------------------------------
+
+
+def test_the_probability_of_a_lead_is_that_of_the_beta_posterior():
+    """Beta(5, 1): 1 - (1/2)^5. Beta(4, 1): 15/16. Beta(7, 2): 1 - 9/256. Beta(n, n): 1/2."""
+    assert lead_probability(4, 0) == 31 / 32
+    assert lead_probability(3, 0) == 15 / 16
+    assert lead_probability(6, 1) == 1 - 9 / 256
+    assert lead_probability(5, 1) == 1 - 8 / 128
+    assert [lead_probability(n, n) for n in (0, 1, 7)] == [0.5] * 3
+    steps, posterior = 20000, 0.0  # by the midpoint rule: Beta(9, 5) above 1/2
+    for step in range(steps):
+        p = 0.5 + (step + 0.5) / (2 * steps)
+        posterior += p**8 * (1 - p) ** 4 / (2 * steps) * 13 * math.comb(12, 4)
+    assert lead_probability(8, 4) == pytest.approx(posterior, abs=1e-6)
+
+
+ONE_BY_ONE = {"statistical_stop": 0.95, "concurrency": 1}
+
+
+@pytest.mark.parametrize(
+    ("answers", "drawn", "probability"),
+    [
+        (["4"] * 9, 4, 31 / 32),
+        (["5", "4", "4", "4", "4", "4", "4", "4"], 7, 1 - 9 / 256),
+        (["5", "4", "6", "4", "4", "4", "4", "4"], 8, 1 - 9 / 256),
+        (["1", "2", "1", "2"], 4, 0.5),
+        (["no", "4", "4", "4", "4", "4"], 5, 31 / 32),
+    ],
+)
+def test_sampling_stops_when_the_posterior_of_the_lead_is_sure_enough(answers, drawn, probability):
+    result, worker = vote(answers, early_stop=False, **ONE_BY_ONE)
+    assert len(worker.calls) == drawn
+    told = result.output.meta["majority_vote"]
+    assert told["probability"] == pytest.approx(probability)
+    assert told["finished"] == drawn
+
+
+def test_the_statistical_stop_cancels_what_is_under_way_and_the_exact_one_would_not():
+    answers = ["4", "4", "4", "4", *[("5", 60)] * 6]
+    result, worker = vote(answers, early_stop=False, statistical_stop=0.95)
+    assert result.output.text == boxed("4")
+    assert [call.ended for call in worker.calls] == ["done"] * 4 + ["cancelled"] * 6
+    assert "probability" not in vote(["4"])[0].output.meta["majority_vote"]
+
+
+def test_doubling_draws_two_then_as_many_again():
+    begun, worker = [], None
+
+    def script(prompt, index):
+        begun.append(sum(call.ended is not None for call in worker.calls))
+        return boxed(str(index))
+
+    worker = ScriptedWorker(script)
+    controller = MajorityVoteController(NativeGenerationController(), 11, concurrency="doubling")
+    answer(controller, worker)
+    assert begun[:8] == [0, 0, 2, 2, 4, 4, 4, 4]
+    assert begun[8:] == [8, 8, 8]
+    _, worker = vote(["4"] * 8, concurrency="doubling", statistical_stop=0.9, early_stop=False)
+    assert len(worker.calls) == 4
+    _, worker = vote(["4"] * 8, concurrency="doubling")
+    assert len(worker.calls) == 4, "half of them decide it: a tie goes to the lowest number"
+
+
+def test_exactly_stopped_samples_that_have_not_begun_never_do():
+    _, worker = vote(["4"] * 9, concurrency=1)
+    assert len(worker.calls) == 5
+    _, worker = vote(["5", *["4"] * 8], concurrency=1)
+    assert len(worker.calls) == 6
+
+
+@pytest.mark.parametrize(
+    "field",
+    [{"statistical_stop": 0.5}, {"statistical_stop": 1.0}, {"concurrency": "halving"}],
+)
+def test_settings_of_the_stop_out_of_range_are_refused(field):
+    with pytest.raises(ParameterError, match=next(iter(field))):
+        MajorityVoteController(NativeGenerationController(), 2, **field)

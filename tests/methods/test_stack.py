@@ -4,7 +4,7 @@ import pytest
 
 from forethought.errors import ParameterError, UnknownNameError
 from forethought.methods import DynasorGenerationController, MajorityVoteController
-from forethought.methods.stack import parameters, stack
+from forethought.methods.stack import StackedMethod, parameters, split, stack
 from forethought.scaffolding import NativeGenerationController
 
 
@@ -55,3 +55,33 @@ def test_unknown_names_are_refused(spec):
 def test_the_parameters_of_a_stack_are_those_of_all_its_methods():
     both = parameters("dynasor+majority_vote")
     assert both.keys() == parameters("dynasor").keys() | parameters("majority_vote").keys()
+
+
+def test_samples_behind_a_name_are_that_methods():
+    outer = stack("majority_vote@4+majority_vote@2", early_stop=False)
+    assert (outer.default_sample_num, outer.generation_controller.default_sample_num) == (2, 4)
+    assert split("plain+majority_vote@12") == [
+        StackedMethod("plain"),
+        StackedMethod("majority_vote", 12),
+    ]
+    assert parameters("majority_vote@4") == parameters("majority_vote")
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("majority_vote@", "behind @"),
+        ("majority_vote@0", "behind @"),
+        ("majority_vote@-1", "behind @"),
+        ("majority_vote@2@3", "behind @"),
+        ("plain@3", "'plain' draws no samples"),
+    ],
+)
+def test_samples_that_cannot_be_are_refused(spec, said):
+    with pytest.raises(ParameterError, match=said):
+        stack(spec)
+
+
+def test_samples_given_twice_are_refused():
+    with pytest.raises(ParameterError, match="samples twice"):
+        stack("majority_vote@3", default_sample_num=3)

@@ -87,6 +87,13 @@ def test_the_worker_tags_are_those_of_all_controllers_inside():
         ("majority_vote", {"equivalence": ""}),
         ("majority_vote", {"on_failure": "zz"}),
         ("best_of_n", {"reward_controller": "plain", "default_sample_num": "x"}),
+        ("repeated_sampling", {"verifier": 7}),
+        ("repeated_sampling", {"verifier": "countdown", "default_sample_num": 0}),
+        ("repeated_sampling", {"verifier": "countdown", "concurrency": 0}),
+        ("repeated_sampling", {"verifier": "countdown", "concurrency": "tripling"}),
+        ("repeated_sampling", {"verifier": "countdown", "early_stop": 7}),
+        ("repeated_sampling", {"verifier": "countdown", "fallback": "last"}),
+        ("repeated_sampling", {"verifier": "countdown", "on_failure": "zz"}),
     ],
 )
 def test_a_setting_of_the_wrong_kind_is_refused_by_name(name, settings):

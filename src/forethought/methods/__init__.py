@@ -18,9 +18,24 @@ from forethought.config.registry import Registry
 from forethought.errors import ParameterError
 
 if TYPE_CHECKING:
+    from forethought.methods.beam_search import BeamSearchController
     from forethought.methods.best_of_n import BestOfNController
+    from forethought.methods.budget_forcing import BudgetForcingController
+    from forethought.methods.budget_vote import BudgetVoteController
+    from forethought.methods.compute_optimal import ComputeOptimalController
+    from forethought.methods.deepconf import DeepConfController, OnlineDeepConfController
+    from forethought.methods.dvts import DVTSController
     from forethought.methods.dynasor import DynasorGenerationController
     from forethought.methods.majority_vote import MajorityVoteController
+    from forethought.methods.mcts import MCTSController
+    from forethought.methods.no_thinking import NoThinkingController
+    from forethought.methods.particle_filtering import ParticleFilteringController
+    from forethought.methods.particle_gibbs import ParticleGibbsController
+    from forethought.methods.repeated_sampling import RepeatedSamplingController
+    from forethought.methods.self_refine import SelfRefineController
+    from forethought.methods.sequential_revision import SequentialRevisionController
+    from forethought.methods.specreason import SpecReasonController
+    from forethought.methods.tree_of_thoughts import TreeOfThoughtsController
     from forethought.scaffolding.controller import Controller
 
 _REGISTRY = Registry(
@@ -30,22 +45,73 @@ _REGISTRY = Registry(
         "dynasor": "forethought.methods.dynasor:DynasorGenerationController",
         "majority_vote": "forethought.methods.majority_vote:MajorityVoteController",
         "best_of_n": "forethought.methods.best_of_n:BestOfNController",
+        "repeated_sampling": "forethought.methods.repeated_sampling:RepeatedSamplingController",
+        "budget_forcing": "forethought.methods.budget_forcing:BudgetForcingController",
+        "no_thinking": "forethought.methods.no_thinking:NoThinkingController",
+        "budget_vote": "forethought.methods.budget_vote:BudgetVoteController",
+        "beam_search": "forethought.methods.beam_search:BeamSearchController",
+        "dvts": "forethought.methods.dvts:DVTSController",
+        "particle_filtering": "forethought.methods.particle_filtering:ParticleFilteringController",
+        "particle_gibbs": "forethought.methods.particle_gibbs:ParticleGibbsController",
+        "mcts": "forethought.methods.mcts:MCTSController",
+        "tree_of_thoughts": "forethought.methods.tree_of_thoughts:TreeOfThoughtsController",
+        "compute_optimal": "forethought.methods.compute_optimal:ComputeOptimalController",
+        "deepconf": "forethought.methods.deepconf:DeepConfController",
+        "deepconf_online": "forethought.methods.deepconf:OnlineDeepConfController",
+        "self_refine": "forethought.methods.self_refine:SelfRefineController",
+        "sequential_revision": (
+            "forethought.methods.sequential_revision:SequentialRevisionController"
+        ),
+        "genrm": "forethought.scaffolding.genrm_controller:GenRMController",
+        "specreason": "forethought.methods.specreason:SpecReasonController",
     },
 )
 _NESTED = ("generation_controller", "reward_controller")
 """Parameters that are controllers."""
 
 _HOMES = {
+    "ParticleFilteringController": "particle_filtering",
+    "ParticleGibbsController": "particle_gibbs",
+    "MCTSController": "mcts",
+    "TreeOfThoughtsController": "tree_of_thoughts",
+    "BeamSearchController": "beam_search",
+    "DVTSController": "dvts",
     "BestOfNController": "best_of_n",
+    "BudgetForcingController": "budget_forcing",
+    "BudgetVoteController": "budget_vote",
+    "ComputeOptimalController": "compute_optimal",
+    "DeepConfController": "deepconf",
     "DynasorGenerationController": "dynasor",
     "MajorityVoteController": "majority_vote",
+    "RepeatedSamplingController": "repeated_sampling",
+    "NoThinkingController": "no_thinking",
+    "OnlineDeepConfController": "deepconf",
+    "SelfRefineController": "self_refine",
+    "SequentialRevisionController": "sequential_revision",
+    "SpecReasonController": "specreason",
 }
 
 __all__ = [
+    "BeamSearchController",
     "BestOfNController",
+    "BudgetForcingController",
+    "BudgetVoteController",
+    "ComputeOptimalController",
+    "DVTSController",
+    "DeepConfController",
     "DynasorGenerationController",
+    "MCTSController",
     "MajorityVoteController",
     "Method",
+    "NoThinkingController",
+    "OnlineDeepConfController",
+    "ParticleFilteringController",
+    "ParticleGibbsController",
+    "RepeatedSamplingController",
+    "SelfRefineController",
+    "SequentialRevisionController",
+    "SpecReasonController",
+    "TreeOfThoughtsController",
     "create",
     "describe",
     "names",
@@ -134,8 +200,9 @@ def worker_tags(controller: Controller) -> list[Any]:
 
     tags = list(type(controller).WorkerTag)
     for value in vars(controller).values():
-        if isinstance(value, Controller):
-            tags += worker_tags(value)
+        inner = value.values() if isinstance(value, dict) else [value]
+        for each in inner:
+            tags += worker_tags(each) if isinstance(each, Controller) else []
     return tags
 
 

@@ -1,22 +1,44 @@
-"""Best of N: sample several answers, score each, return the one with the highest score."""
+"""Best of N: sample several answers, score each, return the one with the highest score.
+
+``choice="weighted"`` adds the scores of samples whose answers mean the same, and returns the best
+sample of the answer with the largest sum: a vote in which a sample weighs as much as its score::
+
+    answer   7    5    7    5          7 has 0.5 + 0.4 = 0.9, 5 has 0.8 + 0.0
+    score   .5   .8   .4   .0          best: sample 1     weighted: sample 0
+
+The score comes from a reward model, outcome or process (``NativeRewardController``,
+``PRMController``), from a judge (``scaffolding.judge``), or from the model's own confidence
+(``ConfidenceRewardController``).
+
+Paper: Li et al., "Making Large Language Models Better Reasoners with Step-Aware Verifier", 2022.
+The weighted choice is its voting verifier (arXiv 2206.02336, section 3.3).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
-from forethought.errors import ParameterError
-from forethought.scaffolding import sampling
+from pydantic import TypeAdapter
+
+from forethought.errors import BudgetExceeded, ParameterError
+from forethought.scaffolding import answer_spaces, sampling
+from forethought.scaffolding.answer_spaces import AnswerSpace
+from forethought.scaffolding.answers import AnswerPool
 from forethought.scaffolding.controller import Controller, expect_controller, refuse_arguments
-from forethought.scaffolding.parallel import ParallelProcess, Process
+from forethought.scaffolding.parallel import Branch, Process, run_until
 from forethought.scaffolding.settings import ON_FAILURE, POSITIVE_INT, OnFailure, validated
 from forethought.scaffolding.task import GenerationTask
+
+Choice = Literal["best", "weighted"]
+_CHOICE: TypeAdapter[Choice] = TypeAdapter(Choice)
 
 
 class BestOfNController(Controller):
     """Runs a controller several times and returns the sample with the highest reward score.
 
-    ``customized_result_fields["best_of_n"]`` holds the ``scores`` and the winner's ``index``.
+    ``customized_result_fields["best_of_n"]`` holds the ``scores`` and the winner's ``index``,
+    and of a weighted choice the ``answer``.
 
     Args:
         generation_controller: cloned for each sample.
@@ -24,6 +46,10 @@ class BestOfNController(Controller):
         default_sample_num: samples, unless ``process`` gets ``sample_num``.
         on_failure: ``"drop"`` leaves failed samples out, as long as one does not fail; a failure of
             the reward controller is always raised.
+        choice: ``"best"`` returns the sample with the highest score; ``"weighted"`` that of the
+            answer whose samples have the highest sum of scores.
+        answer_space: for the weighted choice: where the answer stands and which answers mean the
+            same, as in ``majority_vote``.
 
     Raises:
         ParameterError: fewer than one sample, or a setting of the wrong kind.
@@ -36,6 +62,8 @@ class BestOfNController(Controller):
         default_sample_num: int = 4,
         *,
         on_failure: OnFailure = "raise",
+        choice: Choice = "best",
+        answer_space: AnswerSpace | str = "math",
     ) -> None:
         super().__init__()
         self.generation_controller = expect_controller(
@@ -44,6 +72,8 @@ class BestOfNController(Controller):
         self.reward_controller = expect_controller("reward_controller", reward_controller)
         self.default_sample_num = validated("default_sample_num", default_sample_num, POSITIVE_INT)
         self.on_failure = validated("on_failure", on_failure, ON_FAILURE)
+        self.choice = validated("choice", choice, _CHOICE)
+        self.answer_space = answer_spaces.answer_space(answer_space)
 
     def process(
         self,
@@ -77,44 +107,79 @@ class BestOfNController(Controller):
         count = self.default_sample_num if sample_num is None else sample_num
         validated("sample_num", count, POSITIVE_INT)
         samples = yield from self._sample(task, count, {**kwargs, **(generation_kwargs or {})})
-        yield from self.reward_controller.process(samples, **(reward_kwargs or {}))
-        scores: Any = getattr(self.reward_controller, "scores", None)
-        if scores is None or len(scores) != count:
-            raise ParameterError(
-                f"{type(self.reward_controller).__name__} is no reward controller",
-                f"it leaves {scores!r} as scores of {count} samples",
-                "Its process has to leave one score per task in its attribute scores",
-            )
-        scored = [number for number, score in enumerate(scores) if score is not None]
-        if not scored:
-            raise _unscored(samples)
+        scores = yield from self._score(samples, reward_kwargs or {})
+        scored = {number: score for number, score in enumerate(scores) if score is not None}
+        told: dict[str, Any] = {"scores": scores}
+        if self.choice == "weighted":
+            told["answer"], scored = yield from self._leading(samples, scored)
         best, index = self.select_best(
-            [samples[number] for number in scored],
-            [scores[number] for number in scored],
-            **(select_best_kwargs or {}),
+            [samples[number] for number in scored], [*scored.values()], **(select_best_kwargs or {})
         )
-        task.result, task.samples = best.result, []
-        task.request_handle = best.request_handle
-        task.customized_result_fields["best_of_n"] = {
-            "scores": list(scores),
-            "index": scored[index],
-        }
+        told["index"] = [*scored][index]
+        task.result, task.request_handle = best.result, best.request_handle
+        task.candidates = [
+            None if sample.error is not None else sample.output_str for sample in samples
+        ]
+        task.customized_result_fields["best_of_n"] = told
 
     def _sample(self, task: GenerationTask, count: int, options: Mapping[str, Any]) -> Process:
-        """Generate the samples; those that failed and are dropped have their ``error`` set."""
+        """Generate the samples; those that failed or were not finished have their ``error`` set."""
         samples = [task.copy() for _ in range(count)]
         for number, sample in enumerate(samples):
             sampling.vary(sample, number)
-        controllers = [self.generation_controller.clone() for _ in samples]
-        each = [[sample] for sample in samples]
-        process = ParallelProcess(controllers, each, [options] * count, self.on_failure)
-        yield process
-        for sample, branch in zip(samples, process.branches, strict=True):
+            sampling.fill(sample, getattr(self.reward_controller, "sample_params", {}))
+        branches = [
+            Branch(self.generation_controller.clone(), [sample], options, self.on_failure)
+            for sample in samples
+        ]
+        ended = yield from run_until(branches, _never)
+        for sample, branch in zip(samples, branches, strict=True):
             sample.error = sample.error or branch.error
+            if branch not in ended:
+                sample.error = BudgetExceeded("the sample was not finished", "the budget is spent")
         failures = [sample.error for sample in samples if sample.error is not None]
         if len(failures) == count:
             raise failures[0]
         return samples
+
+    def _score(self, samples: Sequence[GenerationTask], options: Mapping[str, Any]) -> Process:
+        """The samples' scores; if the budget ends before, 0 for each that has been finished."""
+        try:
+            yield from self.reward_controller.process(samples, **options)
+        except BudgetExceeded:
+            return [None if sample.error is not None else 0.0 for sample in samples]
+        scores: Any = getattr(self.reward_controller, "scores", None)
+        if scores is None or len(scores) != len(samples):
+            raise ParameterError(
+                f"{type(self.reward_controller).__name__} is no reward controller",
+                f"it leaves {scores!r} as scores of {len(samples)} samples",
+                "Its process has to leave one score per task in its attribute scores",
+            )
+        if all(score is None for score in scores):
+            raise _unscored(samples)
+        return list(scores)
+
+    def _leading(self, samples: Sequence[GenerationTask], scored: Mapping[int, float]) -> Process:
+        """The answer with the largest sum of scores, and the scores of the samples that give it.
+
+        All scores, if no sample has an answer.
+        """
+        if min(scored.values()) < 0:
+            raise ParameterError(
+                "a weighted choice takes scores from 0 on",
+                f"got {min(scored.values())}",
+                'Use choice="best", or a reward that is not negative',
+            )
+        pool = AnswerPool(self.answer_space.equivalence)
+        said = {number: self.answer_space.answer_of(samples[number]) for number in scored}
+        try:
+            yield from pool.adding({n: each for n, each in said.items() if each is not None})
+        except BudgetExceeded:
+            return None, scored
+        winner, _ = pool.heaviest(scored)
+        if winner is None:
+            return None, scored
+        return winner.answer, {number: scored[number] for number in sorted(winner.members)}
 
     def select_best(
         self, tasks: Sequence[GenerationTask], reward_values: Sequence[float], **kwargs: Any
@@ -131,6 +196,12 @@ class BestOfNController(Controller):
         """
         index = max(range(len(tasks)), key=lambda number: reward_values[number])
         return tasks[index], index
+
+
+def _never(branch: Branch) -> Process:
+    """All samples are drawn."""
+    yield from ()
+    return False
 
 
 def _unscored(samples: Sequence[GenerationTask]) -> Exception:

@@ -390,6 +390,7 @@ class DynasorGenerationController(Controller):
                     yield [encoding]
                     task.output_tokens += encoding.result
             task.logprobs = main.logprobs and main.logprobs[:kept]
+            task.confidences = main.confidences and main.confidences[:kept]
             task.cumulative_logprob = None
         task.customized_result_fields["dynasor"] = {
             "early_exit": agreed is not None,

@@ -23,23 +23,34 @@ It also takes samples that do not fail: a failure that the vote did not wait for
 it takes that sympy has the time it needs: formulas beyond ``MathEquivalence.time_limit`` are
 compared as text, and which they are depends on the order of arrival.
 
+``statistical_stop`` is another, statistical, early stop, which may return another answer than the
+full vote: it ends sampling as soon as the leading answer is ahead of the second with a given
+probability, by a Beta posterior over the two (``answers.lead_probability``). That is adaptive
+consistency (Aggarwal et al., "Let's Sample Step by Step: Adaptive-Consistency for Efficient
+Reasoning and Coding with LLMs", 2023, arXiv 2305.11860), which draws one sample after the other
+(``concurrency=1``), up to 40, and stops at 0.95. Here samples may run side by side; those under way
+are then cancelled.
+
 Paper: Wang et al., "Self-Consistency Improves Chain of Thought Reasoning in Language Models", 2022.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter
 
 from forethought.errors import BudgetExceeded, ParameterError
-from forethought.scaffolding import sampling
+from forethought.scaffolding import answer_spaces, sampling
+from forethought.scaffolding.answer_spaces import AnswerSpace
 from forethought.scaffolding.answers import (
     AnswerPool,
     Equivalence,
     PairwiseEquivalence,
     checked_equivalence,
-    extract_answer_from_boxed,
 )
 from forethought.scaffolding.controller import Controller, expect_controller, refuse_arguments
 from forethought.scaffolding.parallel import AsCompleted, Branch, Process
@@ -51,8 +62,13 @@ from forethought.scaffolding.settings import (
     OnFailure,
     validated,
 )
-from forethought.scaffolding.task import ComputeTask, GenerationTask
+from forethought.scaffolding.task import ChatTask, ComputeTask, GenerationTask
 
+Concurrency = int | Literal["doubling"] | None
+_CONCURRENCY: TypeAdapter[Concurrency] = TypeAdapter(
+    Annotated[int, Field(strict=True, ge=1)] | Literal["doubling"] | None
+)
+_PROBABILITY: TypeAdapter[float | None] = TypeAdapter(Annotated[float, Field(gt=0.5, lt=1)] | None)
 SampleTasks = list[list[GenerationTask]]
 
 
@@ -62,7 +78,8 @@ class MajorityVoteController(Controller):
     A tie goes to the answer of the sample with the lowest number. The output is the text and the
     tokens of the winning answer's lowest numbered sample.
     ``customized_result_fields["majority_vote"]`` holds the ``answer``, the number of ``samples``
-    and how many of them ``finished``.
+    and how many of them ``finished``; with ``statistical_stop`` also the ``probability`` that the
+    answer leads in the long run.
 
     To vote differently override ``majority_vote``; sampling then never stops early.
 
@@ -71,10 +88,18 @@ class MajorityVoteController(Controller):
         default_sample_num: samples, unless ``process`` gets ``sample_num``.
         early_stop: end each sample under way once it cannot change the output, which is the same
             as without (see the module for the proof).
-        extract_answer: finds the answer in a text; None: the sample does not vote.
-        equivalence: decides which answers mean the same: an object with a method
-            ``canonical_form(answer)``, by default ``MathEquivalence()``; or a function of two
-            answers, which is called in a thread.
+        answer_space: where the answer stands and which answers mean the same: ``"math"``,
+            ``"choice"``, ``"json"``, ``"tool_calls"``, ``"text"``, or an object, such as
+            ``CodeAnswers(inputs)``; see ``scaffolding.answer_spaces``.
+        extract_answer: finds the answer in a text, in the place of the answer space; it returns
+            None for a sample that does not vote.
+        equivalence: decides which answers mean the same, in the place of the answer space: an
+            object with a method ``canonical_form(answer)``, or a function of two answers, which is
+            called in a thread.
+        statistical_stop: end sampling once the leading answer is ahead of the second with this
+            probability (0.95 in the paper); None: never. The output may differ from a full vote's.
+        concurrency: samples under way at once; ``"doubling"``: 2, then as many again as have
+            ended, so that 2, 4, 8, ... are drawn; None: all.
         on_failure: ``"raise"`` fails if a sample does; ``"drop"`` votes without it.
 
     Raises:
@@ -87,8 +112,11 @@ class MajorityVoteController(Controller):
         default_sample_num: int = 1,
         early_stop: bool = True,
         *,
-        extract_answer: Callable[[str], str | None] = extract_answer_from_boxed,
+        answer_space: AnswerSpace | str = "math",
+        extract_answer: Callable[[str], str | None] | None = None,
         equivalence: Equivalence | PairwiseEquivalence | None = None,
+        statistical_stop: float | None = None,
+        concurrency: Concurrency = None,
         on_failure: OnFailure = "raise",
     ) -> None:
         super().__init__()
@@ -97,8 +125,15 @@ class MajorityVoteController(Controller):
         )
         self.early_stop = validated("early_stop", early_stop, BOOL)
         self.default_sample_num = validated("default_sample_num", default_sample_num, POSITIVE_INT)
-        self.extract_answer = validated("extract_answer", extract_answer, FUNCTION)
-        self.equivalence = checked_equivalence(equivalence)
+        self.answer_space = answer_spaces.answer_space(answer_space)
+        self.extract_answer = extract_answer
+        if extract_answer is not None:
+            validated("extract_answer", extract_answer, FUNCTION)
+        self.equivalence = checked_equivalence(
+            self.answer_space.equivalence if equivalence is None else equivalence
+        )
+        self.statistical_stop = validated("statistical_stop", statistical_stop, _PROBABILITY)
+        self.concurrency = validated("concurrency", concurrency, _CONCURRENCY)
         self.on_failure = validated("on_failure", on_failure, ON_FAILURE)
 
     def process(
@@ -125,16 +160,7 @@ class MajorityVoteController(Controller):
                 vote. With ``Budget(calls=...)`` below the number of samples that is so at once,
                 unless ``on_failure="drop"`` leaves out the samples beyond it.
         """
-        if not tasks:
-            raise ParameterError("a vote takes a task", "got none", "Give at least one")
-        if tasks[0].skip_detokenizer and not self._overridden:
-            raise ParameterError(
-                "a majority vote cannot honour skip_detokenizer",
-                "it finds the answers in the text of the samples",
-                "Leave it out, or override majority_vote",
-            )
-        if not self._overridden:
-            refuse_arguments(self, majority_vote_kwargs or {}, "majority_vote")
+        self._check(tasks, majority_vote_kwargs or {})
         count = self.default_sample_num if sample_num is None else sample_num
         validated("sample_num", count, POSITIVE_INT)
         options = {**kwargs, **(generation_kwargs or {})}
@@ -145,23 +171,38 @@ class MajorityVoteController(Controller):
         if not voters:
             raise ended[0].error or BudgetExceeded("no sample was finished")
         if self._overridden:
-            samples = [list(branch.tasks) for branch in voters]
-            vote = ComputeTask(self.majority_vote, samples, **(majority_vote_kwargs or {}))
-            yield [vote]
-            index, answer = vote.result
-            chosen = voters[index]
+            chosen, answer = yield from self._own_vote(voters, majority_vote_kwargs or {})
         else:
             winner = pool.winner
             chosen = voters[0] if winner is None else branches[winner.first]
             answer = None if winner is None else winner.answer
-        for task, sample in zip(tasks, chosen.tasks, strict=True):
-            task.result, task.samples = sample.result, []
-            task.request_handle = sample.request_handle
-        tasks[0].customized_result_fields["majority_vote"] = {
-            "answer": answer,
-            "samples": count,
-            "finished": len(voters),
-        }
+        samples = [branch.tasks if branch in voters else None for branch in branches]
+        _store(tasks, chosen.tasks, samples)
+        told = {"answer": answer, "samples": count, "finished": len(voters)}
+        if self.statistical_stop is not None:
+            told["probability"] = pool.lead_probability
+        tasks[0].customized_result_fields["majority_vote"] = told
+
+    def _check(self, tasks: Sequence[GenerationTask], vote_kwargs: Mapping[str, Any]) -> None:
+        """Refuse what the vote cannot honour."""
+        if not tasks:
+            raise ParameterError("a vote takes a task", "got none", "Give at least one")
+        if self._overridden:
+            return
+        if tasks[0].skip_detokenizer:
+            raise ParameterError(
+                "a majority vote cannot honour skip_detokenizer",
+                "it finds the answers in the text of the samples",
+                "Leave it out, or override majority_vote",
+            )
+        refuse_arguments(self, vote_kwargs, "majority_vote")
+
+    def _own_vote(self, voters: Sequence[Branch], kwargs: Mapping[str, Any]) -> Process:
+        """The winner and its answer by the ``majority_vote`` of a subclass."""
+        vote = ComputeTask(self.majority_vote, [list(each.tasks) for each in voters], **kwargs)
+        yield [vote]
+        index, answer = vote.result
+        return voters[index], answer
 
     def majority_vote(self, candidates_tasks: SampleTasks, **kwargs: Any) -> tuple[int, str | None]:
         """Choose among finished samples. A vote that overrides it runs in a thread.
@@ -191,18 +232,22 @@ class MajorityVoteController(Controller):
             Those that have ended.
         """
         numbers = {id(branch): number for number, branch in enumerate(branches)}
-        finished, ended = dict[int, Branch](), list[Branch]()
-        with AsCompleted(branches) as running:
-            while running:
+        waiting, finished, ended = deque(branches), dict[int, Branch](), list[Branch]()
+        with AsCompleted() as running:
+            while waiting or running:
+                self._begin(waiting, running, len(ended))
                 try:
                     branch = yield running
                     ended.append(branch)
                     if self._overridden:
                         continue
                     finished[numbers[id(branch)]] = branch
-                    pending = [numbers[id(other)] for other in running.pending]
+                    pending = [numbers[id(other)] for other in (*running.pending, *waiting)]
                     yield from self._count(pool, finished, pending)
+                    if pool.lead_probability >= (self.statistical_stop or math.inf):
+                        break
                     if self.early_stop and pool.decided([*pending, *finished]):
+                        waiting.clear()  # they come after all that have begun
                         self._end_idle(running, numbers, pool)
                 except BudgetExceeded:
                     if not ended:
@@ -214,6 +259,17 @@ class MajorityVoteController(Controller):
             if pool.winner is None:
                 raise
         return ended
+
+    def _begin(self, waiting: deque[Branch], running: AsCompleted, num_ended: int) -> None:
+        """Begin as many samples as may be under way now, in their order."""
+        places = len(waiting)
+        if self.concurrency == "doubling":
+            places = 0 if running else max(2, num_ended)
+        elif self.concurrency is not None:
+            places = self.concurrency - len(running)
+        while waiting and places > 0:
+            running.add(waiting.popleft())
+            places -= 1
 
     def _end_idle(self, running: AsCompleted, numbers: Mapping[int, int], pool: AnswerPool) -> None:
         """End the samples that can no longer be the one that is returned."""
@@ -229,13 +285,9 @@ class MajorityVoteController(Controller):
         last = min(pending) if pending and pool.classes.in_order else math.inf
         votes = {n: self._answer(finished[n]) for n in sorted(finished) if n < last}
         given = {n: answer for n, answer in votes.items() if answer is not None}
-        finding = pool.classes.finding(list(given.values()))
-        if finding:
-            yield finding
+        yield from pool.adding(given)
         for number in votes:
             del finished[number]
-        for number, answer in given.items():
-            pool.add(number, answer)
 
     @property
     def _overridden(self) -> bool:
@@ -246,8 +298,10 @@ class MajorityVoteController(Controller):
         return None if branch.error is not None else self._extracted(branch.tasks)
 
     def _extracted(self, tasks: Sequence[Any]) -> str | None:
-        text = tasks[0].output_str
-        return None if text is None else self.extract_answer(text)
+        task = tasks[0]
+        if self.extract_answer is None:
+            return self.answer_space.answer_of(task)
+        return None if task.output_str is None else self.extract_answer(task.output_str)
 
     def _sample(
         self, tasks: Sequence[GenerationTask], number: int, options: Mapping[str, Any]
@@ -257,3 +311,14 @@ class MajorityVoteController(Controller):
             sampling.vary(task, number)
         controller = self.generation_controller.clone()
         return Branch(controller, copies, options, self.on_failure)
+
+
+def _store(
+    tasks: Sequence[GenerationTask], chosen: Sequence[Any], samples: Sequence[Sequence[Any] | None]
+) -> None:
+    """Leave the results of the chosen sample on the tasks, and the texts of all samples."""
+    for number, (task, sample) in enumerate(zip(tasks, chosen, strict=True)):
+        task.result, task.request_handle = sample.result, sample.request_handle
+        task.candidates = [None if each is None else each[number].output_str for each in samples]
+        if isinstance(task, ChatTask):
+            task.add_messages(sample.messages[len(task.messages) :])

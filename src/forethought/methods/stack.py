@@ -1,7 +1,12 @@
-"""Methods inside methods, as one name: ``dynasor+majority_vote`` is Dynasor-CoT under a vote."""
+"""Methods inside methods, as one name: ``dynasor+majority_vote`` is Dynasor-CoT under a vote.
+
+``name@N`` sets the samples of one of them: ``dynasor+majority_vote@8``.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from forethought import methods
@@ -9,25 +14,69 @@ from forethought.errors import ParameterError
 from forethought.scaffolding.controller import Controller
 
 _INNER = "generation_controller"
+SAMPLES = "default_sample_num"
+"""Name of the parameter that ``name@N`` sets: how many samples a method draws."""
+
+
+@dataclass(frozen=True, slots=True)
+class StackedMethod:
+    """One method of a stack, as it is written."""
+
+    name: str
+    samples: int | None = None
+    """The number behind ``@``."""
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        """Name -> default of its parameters."""
+        return methods.describe(self.name).parameters
+
+    @property
+    def draws_samples(self) -> bool:
+        """Whether it draws several samples, whose number can be set."""
+        return SAMPLES in self.parameters
+
+
+def split(spec: str) -> list[StackedMethod]:
+    """The methods of ``"inner+outer@8"``, the innermost first.
+
+    Raises:
+        ParameterError: what stands behind ``@`` is no number above 0.
+    """
+    return [_stacked(part) for part in spec.split("+")]
+
+
+def _stacked(part: str) -> StackedMethod:
+    name, at, number = part.partition("@")
+    if not at:
+        return StackedMethod(name)
+    if not number.isdecimal() or not int(number):
+        raise ParameterError(
+            f"invalid method {part!r}",
+            "behind @ stands the number of its samples",
+            "Write it as in majority_vote@8",
+        )
+    return StackedMethod(name, int(number))
 
 
 def stack(spec: str, **settings: Any) -> Controller:
     """A controller for ``"inner+outer"`` (any depth; one name alone is that method).
 
     Args:
-        spec: names of methods, the innermost first.
+        spec: names of methods, the innermost first, each perhaps with its samples.
         **settings: each goes to the outermost method that has a parameter of this name.
 
     Raises:
         UnknownNameError: there is no such method.
         ParameterError: no method of the stack has a setting; or a method takes none inside it, or
-            is given two.
+            is given two; or samples are set twice, or for a method that draws none.
     """
-    names = spec.split("+")
-    settings_of = _split_settings(spec, names, settings)
-    controller = methods.create(names[0], **settings_of[0])
-    for name, share in zip(names[1:], settings_of[1:], strict=True):
-        if _INNER not in methods.describe(name).parameters:
+    stacked = split(spec)
+    settings_of = _split_settings(spec, stacked, settings)
+    controller = methods.create(stacked[0].name, **settings_of[0])
+    for method, share in zip(stacked[1:], settings_of[1:], strict=True):
+        name = method.name
+        if _INNER not in method.parameters:
             raise ParameterError(
                 f"{name!r} cannot be put around another method",
                 f"it has no parameter {_INNER!r}",
@@ -50,19 +99,40 @@ def parameters(spec: str) -> dict[str, Any]:
         UnknownNameError: there is no such method.
     """
     found: dict[str, Any] = {}
-    for name in spec.split("+"):
-        found |= methods.describe(name).parameters
+    for method in split(spec):
+        found |= method.parameters
     return found
 
 
-def _split_settings(spec: str, names: list[str], settings: dict[str, Any]) -> list[dict[str, Any]]:
+def _split_settings(
+    spec: str, stacked: list[StackedMethod], settings: dict[str, Any]
+) -> list[dict[str, Any]]:
     """The settings of each method."""
-    known = [methods.describe(name).parameters for name in names]
+    known = [method.parameters for method in stacked]
     unknown = settings.keys() - parameters(spec).keys()
     if unknown:
         raise ParameterError.unknown(f"method {spec!r}", unknown, parameters(spec))
-    settings_of: list[dict[str, Any]] = [{} for _ in names]
+    settings_of = [_samples_of(method) for method in stacked]
     for key, value in settings.items():
         owner = max(number for number, taken in enumerate(known) if key in taken)
+        if key in settings_of[owner]:
+            raise ParameterError(
+                f"{stacked[owner].name!r} is given its samples twice",
+                f"{spec!r} says {settings_of[owner][key]}, and {key} is {value!r}",
+                "Give them once",
+            )
         settings_of[owner][key] = value
     return settings_of
+
+
+def _samples_of(method: StackedMethod) -> dict[str, Any]:
+    """The setting that ``@N`` stands for."""
+    if method.samples is None:
+        return {}
+    if not method.draws_samples:
+        raise ParameterError(
+            f"{method.name!r} draws no samples",
+            f"got @{method.samples}, and it has no parameter {SAMPLES!r}",
+            f"Write {method.name} alone",
+        )
+    return {SAMPLES: method.samples}

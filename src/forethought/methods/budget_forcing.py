@@ -1,0 +1,191 @@
+"""Budget forcing: a thought is made longer with "Wait", and is ended at a budget.
+
+Where the model ends its thought too early, its closing marker is left out, and "Wait" is put behind
+the thought, which goes on from there; it often finds a mistake then. Where the thought reaches the
+budget, the closing marker is put behind it, and the model has to answer::
+
+    ... so it is 5.</think>             the model wants to end: the marker is left out,
+    ... so it is 5.Wait, 3 + 4 is 7. ... so it is 7.</think> The answer is 7.
+
+Each part continues the sequence of the one before, with its KV cache; on a server, its text.
+
+Paper: Muennighoff et al., "s1: Simple test-time scaling", 2025.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from forethought.errors import ParameterError
+from forethought.outputs import ThinkingOutput, ThoughtEnd
+from forethought.scaffolding import sampling
+from forethought.scaffolding.controller import Controller, refuse_arguments
+from forethought.scaffolding.parallel import ParallelProcess, Process
+from forethought.scaffolding.result import Delta
+from forethought.scaffolding.settings import (
+    ANY_TEXT,
+    BOOL,
+    NON_NEGATIVE_INT,
+    OPTIONAL_POSITIVE_INT,
+    TEXT,
+    validated,
+)
+from forethought.scaffolding.task import GenerationTask
+
+
+@dataclass
+class Thought:
+    """How far the thought of one task is."""
+
+    num_tokens: int = 0
+    """Generated for it; the inserted words do not count."""
+    num_waits: int = 0
+    end: ThoughtEnd | None = None
+
+
+class BudgetForcingController(Controller):
+    """Makes a thought longer with "Wait" where it ends early, and ends it at a budget (s1).
+
+    The prompt opens the thought, or the model does. The output is the whole text, with the inserted
+    words. ``customized_result_fields["budget_forcing"]`` holds the number of ``waits``, the
+    ``thinking_tokens`` that were generated, and how the thought ended (``end``).
+
+    Args:
+        num_waits: how many times the end of the thought is replaced by ``wait``.
+        thinking_budget: most tokens that are generated for the thought, the markers that were left
+            out included; None: no limit.
+        min_thinking_tokens: a thought with fewer is made longer, whatever ``num_waits`` says,
+            unless the model adds nothing to it.
+        wait: text that is put in the place of the end.
+        think_end: the model's closing marker.
+        answer_prefix: text behind the marker where the budget has ended the thought, such as
+            "Final Answer:".
+        streaming: stream the output as it comes.
+
+    Raises:
+        ParameterError: a setting of the wrong kind.
+    """
+
+    class WorkerTag(Enum):
+        """The worker that generates."""
+
+        GENERATION = "generation_with_budget_forcing"
+
+    def __init__(
+        self,
+        num_waits: int = 1,
+        thinking_budget: int | None = None,
+        min_thinking_tokens: int = 0,
+        *,
+        wait: str = "Wait",
+        think_end: str = "</think>",
+        answer_prefix: str = "",
+        streaming: bool = False,
+    ) -> None:
+        super().__init__()
+        self.num_waits = validated("num_waits", num_waits, NON_NEGATIVE_INT)
+        self.thinking_budget = validated("thinking_budget", thinking_budget, OPTIONAL_POSITIVE_INT)
+        self.min_thinking_tokens = validated(
+            "min_thinking_tokens", min_thinking_tokens, NON_NEGATIVE_INT
+        )
+        self.wait = validated("wait", wait, TEXT)
+        self.think_end = validated("think_end", think_end, TEXT)
+        self.answer_prefix = validated("answer_prefix", answer_prefix, ANY_TEXT)
+        self.streaming = validated("streaming", streaming, BOOL)
+
+    def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
+        """Solve the tasks side by side.
+
+        Raises:
+            ParameterError: keyword arguments; there are none. Or ``n`` samples, no text wanted, or
+                a task whose thought has limits of its own.
+        """
+        refuse_arguments(self, kwargs)
+        for task in tasks:
+            sampling.refuse(task, _REFUSED, "budget_forcing", "Use the settings of the method")
+            if task.skip_detokenizer:
+                raise ParameterError(
+                    "budget_forcing cannot honour skip_detokenizer",
+                    "it finds the end of the thought in the text",
+                    "Leave it out",
+                )
+        if len(tasks) == 1:
+            yield from self._solve(tasks[0])
+        else:
+            each = [[task] for task in tasks]
+            yield ParallelProcess([self] * len(each), each)
+
+    def _solve(self, task: GenerationTask) -> Process:
+        thought, part = Thought(), task.copy()
+        part.worker_tag = self.WorkerTag.GENERATION
+        part.streaming_output_flag = task.streaming_output_flag or self.streaming
+        part.stop = [self.think_end, *sampling.stop_strings(task)]
+        part.max_tokens = _least(task.max_tokens, self.thinking_budget)
+        rest: int | None = None
+        while thought.end is None:
+            yield [part]
+            thought.num_tokens += part.num_generated
+            rest = _left(task.max_tokens, thought.num_tokens)
+            left = _left(self.thinking_budget, thought.num_tokens)
+            most, wants_to_end = _least(rest, left), part.stop_reason == self.think_end
+            if wants_to_end and most != 0 and self._goes_on(thought, part):
+                thought.num_waits += 1
+                part = yield from self._continue(part, self.wait, max_tokens=most)
+            elif wants_to_end:
+                thought.end = ThoughtEnd.NATURAL
+            elif part.finish_reason == "length" and left == 0 and rest != 0:
+                thought.end = ThoughtEnd.BUDGET
+            else:
+                break  # the whole output has ended
+        if thought.end is not None and rest != 0:
+            forced = thought.end is ThoughtEnd.BUDGET
+            behind = self.think_end + (self.answer_prefix if forced else "")
+            part = yield from self._continue(part, behind, max_tokens=rest, stop=task.stop)
+            yield [part]
+        self._finish(task, part, thought)
+        if rest == 0:
+            task.finish_reason, task.stop_reason = "length", None
+
+    def _goes_on(self, thought: Thought, part: GenerationTask) -> bool:
+        """Whether a thought that the model wants to end is made longer."""
+        is_short = thought.num_tokens < self.min_thinking_tokens and bool(part.output_str)
+        return thought.num_waits < self.num_waits or is_short
+
+    def _continue(self, part: GenerationTask, text: str, **fields: Any) -> Process:
+        """The next part, behind an inserted text."""
+        if part.streaming_output_flag:
+            yield Delta(text, source="budget_forcing")
+        fork = part.fork(text, **fields)
+        fork.streaming_output_flag = part.streaming_output_flag
+        return fork
+
+    def _finish(self, task: GenerationTask, part: GenerationTask, thought: Thought) -> None:
+        """Leave the output on the task."""
+        task.result, task.request_handle = part.joined, part.request_handle
+        task.thinking = ThinkingOutput(thought.num_tokens, thought.end)
+        task.customized_result_fields["budget_forcing"] = {
+            "waits": thought.num_waits,
+            "thinking_tokens": thought.num_tokens,
+            "end": thought.end,
+        }
+
+
+_REFUSED = (
+    "n",
+    "include_stop_str_in_output",
+    "thinking_budget",
+    "thinking_soft",
+    "thinking_end",
+)
+
+
+def _least(*limits: int | None) -> int | None:
+    """The lowest limit; None: there is none."""
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _left(limit: int | None, used: int) -> int | None:
+    return None if limit is None else max(0, limit - used)

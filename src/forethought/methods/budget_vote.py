@@ -1,0 +1,166 @@
+r"""Token-budget vote: self-consistency with a fixed number of tokens for all samples together.
+
+Each sample gets an equal share of the tokens. Where its thought has used up the share but for what
+the answer takes, the thought is closed, so that every sample has an answer to vote with. What a
+sample leaves of its share goes to further samples: one more begins whenever a whole share is left::
+
+    total 400, four samples       share 100
+    used by samples 0 to 3        40 + 100 + 30 + 70     left 160: sample 4 begins
+    used by sample 4              90                     left  70: less than a share, the vote
+
+A sample begins only with a whole share, so all together never take more than the total. Which
+samples there are depends on their tokens alone, not on the order in which they end: the first k of
+them, k the lowest number with total - sum of their tokens < share.
+
+Paper: Wang et al., "Reasoning in Token Economies: Budget-Aware Evaluation of LLM Reasoning
+Strategies", 2024.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from forethought.errors import ParameterError
+from forethought.scaffolding import sampling
+from forethought.scaffolding.answers import (
+    AnswerPool,
+    Equivalence,
+    PairwiseEquivalence,
+    checked_equivalence,
+    extract_answer_from_boxed,
+)
+from forethought.scaffolding.controller import Controller, expect_controller
+from forethought.scaffolding.parallel import AsCompleted, Branch, Process
+from forethought.scaffolding.settings import (
+    FUNCTION,
+    OPTIONAL_POSITIVE_INT,
+    POSITIVE_INT,
+    validated,
+)
+from forethought.scaffolding.task import GenerationTask
+
+
+class BudgetVoteController(Controller):
+    """Votes among as many samples as a fixed number of tokens pays for.
+
+    ``customized_result_fields["budget_vote"]`` holds the ``answer``, the number of ``samples`` and
+    the ``tokens`` that they took.
+
+    Args:
+        generation_controller: cloned for each sample; generates it as one task.
+        total_tokens: of all samples together; never exceeded.
+        default_sample_num: shares that the total is divided into, unless ``process`` gets
+            ``sample_num``; so many samples begin at once.
+        answer_tokens: of a share, left for the closing text and the answer; the rest is the
+            sample's ``thinking_budget``. None: no thought is closed.
+        max_sample_num: most samples, further ones included.
+        extract_answer: finds the answer in a text; None: the sample does not vote.
+        equivalence: decides which answers mean the same, as in ``majority_vote``.
+
+    Raises:
+        ParameterError: a setting of the wrong kind, or a share that leaves nothing to think with.
+    """
+
+    def __init__(
+        self,
+        generation_controller: Controller,
+        total_tokens: int = 8192,
+        default_sample_num: int = 8,
+        *,
+        answer_tokens: int | None = 64,
+        max_sample_num: int = 64,
+        extract_answer: Callable[[str], str | None] = extract_answer_from_boxed,
+        equivalence: Equivalence | PairwiseEquivalence | None = None,
+    ) -> None:
+        super().__init__()
+        self.generation_controller = expect_controller(
+            "generation_controller", generation_controller
+        )
+        self.total_tokens = validated("total_tokens", total_tokens, POSITIVE_INT)
+        self.default_sample_num = validated("default_sample_num", default_sample_num, POSITIVE_INT)
+        self.answer_tokens = validated("answer_tokens", answer_tokens, OPTIONAL_POSITIVE_INT)
+        self.max_sample_num = validated("max_sample_num", max_sample_num, POSITIVE_INT)
+        self.extract_answer = validated("extract_answer", extract_answer, FUNCTION)
+        self.equivalence = checked_equivalence(equivalence)
+
+    def process(
+        self, tasks: Sequence[GenerationTask], sample_num: int | None = None, **kwargs: Any
+    ) -> Process:
+        """Sample, vote, and leave the winner's results on the task.
+
+        Args:
+            tasks: exactly one; copied for each sample.
+            sample_num: shares; None: ``default_sample_num``.
+            **kwargs: of the samples' ``process``.
+
+        Raises:
+            ParameterError: not exactly one task, one with limits of its own, or a share that leaves
+                nothing to think with.
+        """
+        if len(tasks) != 1:
+            raise ParameterError("a budget vote takes one task", f"got {len(tasks)}", "Split them")
+        [task] = tasks
+        sampling.refuse(task, _REFUSED, "budget_vote", "Use total_tokens and answer_tokens")
+        if task.skip_detokenizer:
+            raise ParameterError(
+                "budget_vote cannot honour skip_detokenizer",
+                "it finds the answers in the text of the samples",
+                "Leave it out",
+            )
+        count = self.default_sample_num if sample_num is None else sample_num
+        share = self.total_tokens // validated("sample_num", count, POSITIVE_INT)
+        if share <= (self.answer_tokens or 0):
+            raise ParameterError(
+                f"{count} samples of {self.total_tokens} tokens have nothing to think with",
+                f"a share is {share}, of which answer_tokens={self.answer_tokens} are left free",
+                "Raise total_tokens, or lower answer_tokens or the number of samples",
+            )
+        samples = yield from self._run(task, share, kwargs)
+        yield from self._vote(task, samples)
+
+    def _run(self, task: GenerationTask, share: int, options: Mapping[str, Any]) -> Process:
+        """Generate samples while a whole share is left; returns them, in their order."""
+        samples, left = list[GenerationTask](), self.total_tokens
+        with AsCompleted() as running:
+            while True:
+                while left >= share and len(samples) < self.max_sample_num:
+                    left -= share
+                    samples.append(self._sample(task, len(samples), share))
+                    controller = self.generation_controller.clone()
+                    running.add(Branch(controller, [samples[-1]], options))
+                if not running:
+                    return samples
+                done = yield running
+                left += share - _num_tokens(done.tasks[0])
+
+    def _sample(self, task: GenerationTask, number: int, share: int) -> GenerationTask:
+        sample = task.copy()
+        sampling.vary(sample, number)
+        limits = {"max_tokens": share}
+        if self.answer_tokens is not None:
+            limits["thinking_budget"] = share - self.answer_tokens
+        sampling.choose(sample, limits)
+        return sample
+
+    def _vote(self, task: GenerationTask, samples: Sequence[GenerationTask]) -> Process:
+        pool, texts = AnswerPool(self.equivalence), [sample.output_str for sample in samples]
+        answers = [None if text is None else self.extract_answer(text) for text in texts]
+        yield from pool.adding({n: said for n, said in enumerate(answers) if said is not None})
+        winner = pool.winner
+        chosen = samples[0 if winner is None else winner.first]
+        task.result, task.samples = chosen.result, []
+        task.request_handle = chosen.request_handle
+        task.customized_result_fields["budget_vote"] = {
+            "answer": None if winner is None else winner.answer,
+            "samples": len(samples),
+            "tokens": sum(map(_num_tokens, samples)),
+        }
+
+
+_REFUSED = ("n", "max_tokens", "thinking_budget")
+
+
+def _num_tokens(sample: GenerationTask) -> int:
+    """Tokens that a sample took."""
+    return max(sample.usage.completion_tokens, sample.num_generated)

@@ -1,0 +1,362 @@
+"""Compute-optimal sampling: method and budget are chosen by the predicted difficulty of a question.
+
+Some samples are drawn as probes. The less their answers agree, the more difficult the question is
+taken to be: difficulty = 1 - (votes of the commonest answer) / (number of probes). A policy says
+which method answers a question of that difficulty::
+
+    difficulty     0.0 to 0.25     to 0.5               above
+    method         probes          majority_vote@8      majority_vote@32
+
+``probes`` returns the probes' commonest answer and costs nothing more. ``fit`` finds the policy on
+a calibration file: questions are sorted into bins of difficulty, each with about as many, and of
+all ways to give each bin a method the most accurate one is taken whose tokens stay within a limit
+on average. The file is the journal that ``forethought eval`` writes::
+
+    forethought eval ... --methods plain,majority_vote@8,majority_vote@32 --samples 4 --out DIR
+    fit("DIR/...", max_tokens=2000).save("policy.json")
+    methods.create("compute_optimal", policy="policy.json")
+
+The paper predicts difficulty by the mean score that a reward model gives to 2048 samples, and has
+five bins; agreement of a few probes is ours, and so are the defaults.
+
+Paper: Snell et al., "Scaling LLM Test-Time Compute Optimally can be More Effective than Scaling
+Model Parameters", 2024. arXiv 2408.03314, section 3.2.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from forethought.errors import BudgetExceeded, ParameterError
+from forethought.methods.stack import stack
+from forethought.scaffolding import answer_spaces, sampling
+from forethought.scaffolding.answer_spaces import AnswerSpace
+from forethought.scaffolding.answers import AnswerPool
+from forethought.scaffolding.controller import Controller, expect_controller
+from forethought.scaffolding.parallel import Branch, Process, run_until
+from forethought.scaffolding.settings import POSITIVE_INT, validated
+from forethought.scaffolding.task import GenerationTask
+
+PROBES = "probes"
+"""Stands for the probes' own vote, where a method is named."""
+_MOST_POLICIES = 10**6
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Which method answers a question, by its difficulty.
+
+    Raises:
+        ParameterError: there is not one method more than there are edges, or edges do not rise.
+    """
+
+    num_probes: int
+    edges: tuple[float, ...]
+    """Highest difficulty of each bin but the last."""
+    methods: tuple[str, ...]
+    """Of each bin: ``"probes"``, or a method as in ``majority_vote@8``."""
+    accuracy: float | None = None
+    """On the calibration file; None: it is not known."""
+    tokens: float | None = None
+    """Tokens per question there, those of the probes included."""
+
+    def __post_init__(self) -> None:
+        validated("num_probes", self.num_probes, POSITIVE_INT)
+        rises = list(self.edges) == sorted({*self.edges})
+        if len(self.methods) != len(self.edges) + 1 or not rises:
+            raise ParameterError(
+                "invalid policy",
+                f"{len(self.edges)} edges {self.edges} and {len(self.methods)} methods",
+                "Give rising edges, and one method more than edges",
+            )
+
+    def method(self, difficulty: float) -> str:
+        """The method for a question of this difficulty, 0 to 1."""
+        return self.methods[bisect_left(self.edges, difficulty)]
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON."""
+        Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, given: Policy | Mapping[str, Any] | str | Path) -> Policy:
+        """The policy itself, or the one of a mapping or of a JSON file.
+
+        Raises:
+            ParameterError: there is no such file, or it is no policy.
+        """
+        try:
+            if isinstance(given, str | Path):
+                given = json.loads(Path(given).read_text(encoding="utf-8"))
+            return TypeAdapter(cls).validate_python(given)
+        except (OSError, ValueError, ValidationError) as error:
+            if isinstance(error, ParameterError):
+                raise
+            raise ParameterError(
+                "invalid policy", f"{given!r}: {error}", "Give what Policy.save has written"
+            ) from error
+
+
+class ComputeOptimalController(Controller):
+    """Answers a question with the method that a policy chooses by its difficulty.
+
+    ``customized_result_fields["compute_optimal"]`` holds the ``difficulty``, the ``method`` and the
+    probes' ``answer``.
+
+    Args:
+        policy: a ``Policy``, a mapping with its fields, or the path of its JSON file.
+        generation_controller: cloned for each probe.
+        answer_space: where the answer stands and which answers mean the same, as in
+            ``majority_vote``.
+        settings: by method of the policy: its further settings.
+
+    Raises:
+        ParameterError: a setting of the wrong kind, or no policy.
+        UnknownNameError: the policy names a method that does not exist.
+    """
+
+    def __init__(
+        self,
+        policy: Policy | Mapping[str, Any] | str | Path,
+        generation_controller: Controller,
+        *,
+        answer_space: AnswerSpace | str = "math",
+        settings: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        super().__init__()
+        self.policy = Policy.load(policy)
+        self.generation_controller = expect_controller(
+            "generation_controller", generation_controller
+        )
+        self.answer_space = answer_spaces.answer_space(answer_space)
+        unknown = (settings or {}).keys() - {*self.policy.methods}
+        if unknown:
+            raise ParameterError.unknown("the policy", unknown, self.policy.methods)
+        self.controllers = {
+            name: stack(name, **(settings or {}).get(name, {}))
+            for name in self.policy.methods
+            if name != PROBES
+        }
+
+    def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
+        """Draw the probes, and leave the results of the chosen method on the task.
+
+        Args:
+            tasks: exactly one; copied.
+            **kwargs: of the probes' ``process``.
+
+        Raises:
+            ParameterError: not exactly one task, or one without a text.
+            BudgetExceeded: the budget is spent and no probe has ended; else the probes' answer is
+                returned if the method does not end.
+        """
+        if len(tasks) != 1 or tasks[0].skip_detokenizer:
+            raise ParameterError(
+                "compute_optimal takes one task, with text",
+                f"got {len(tasks)}, or skip_detokenizer",
+                "Give them apart",
+            )
+        [task] = tasks
+        probes = yield from self._probe(task, kwargs)
+        pool = AnswerPool(self.answer_space.equivalence)
+        chosen, difficulty = yield from self._vote(pool, probes)
+        method = self.policy.method(difficulty)
+        if method != PROBES:
+            answered = task.copy()
+            sampling.vary(answered, self.policy.num_probes)
+            try:
+                yield from self.controllers[method].process([answered])
+                chosen = answered
+            except BudgetExceeded:
+                method = PROBES
+        task.result, task.request_handle = chosen.result, chosen.request_handle
+        task.customized_result_fields["compute_optimal"] = {
+            "difficulty": difficulty,
+            "method": method,
+            "answer": None if pool.winner is None else pool.winner.answer,
+        }
+
+    def _probe(self, task: GenerationTask, options: Mapping[str, Any]) -> Process:
+        """Draw the probes; returns those that have ended, in their order."""
+        probes = task.samples_of(self.policy.num_probes)
+        branches = [Branch(self.generation_controller.clone(), [p], options) for p in probes]
+        ended = yield from run_until(branches, _never)
+        return [branch.tasks[0] for branch in branches if branch in ended]
+
+    def _vote(self, pool: AnswerPool, probes: Sequence[GenerationTask]) -> Process:
+        """The probe that gives the commonest answer, and the difficulty."""
+        said = {number: self.answer_space.answer_of(probe) for number, probe in enumerate(probes)}
+        try:
+            yield from pool.adding({n: each for n, each in said.items() if each is not None})
+        except BudgetExceeded:
+            return probes[0], 1.0
+        chosen = probes[0 if pool.winner is None else pool.winner.first]
+        return chosen, difficulty_of(pool, self.policy.num_probes)
+
+
+def difficulty_of(pool: AnswerPool, num_probes: int) -> float:
+    """1 - the share of the probes that give the commonest answer."""
+    votes = 0 if pool.winner is None else len(pool.winner.members)
+    return 1.0 - votes / num_probes
+
+
+def _never(branch: Branch) -> Process:
+    """All probes are drawn."""
+    yield from ()
+    return False
+
+
+# ---- fitting -------------------------------------------------------------------------------------
+
+
+def fit(
+    journal: str | Path,
+    max_tokens: float,
+    *,
+    num_probes: int = 4,
+    num_bins: int = 5,
+    probe: str = "plain",
+    answer_space: AnswerSpace | str = "math",
+) -> Policy:
+    """The most accurate policy on a calibration file, within a limit of tokens.
+
+    Args:
+        journal: of an evaluation with ``num_probes`` or more samples per problem; of each problem
+            the first attempts with ``probe`` are its probes.
+        max_tokens: decoded tokens per question on average, those of the probes included.
+        num_probes: probes per question.
+        num_bins: bins of difficulty; fewer, where many questions are equally difficult.
+        probe: the method whose attempts are the probes.
+        answer_space: as of the controller.
+
+    Raises:
+        ParameterError: the file has no probes of some problem, a method was not run on all of them,
+            or the probes alone take more than ``max_tokens``.
+    """
+    space = answer_spaces.answer_space(answer_space)
+    questions = _questions(_attempts(journal), probe, num_probes, space)
+    ordered = sorted(question.difficulty for question in questions)
+    cuts = {ordered[len(ordered) * n // num_bins - 1] for n in range(1, num_bins)}
+    edges = tuple(sorted(cuts - {ordered[-1]}))
+    bins = [list[_Question]() for _ in range(len(edges) + 1)]
+    for question in questions:
+        bins[bisect_left(edges, question.difficulty)].append(question)
+    correct, tokens, chosen = _best_choice(bins, max_tokens * len(questions))
+    count = len(questions)
+    return Policy(num_probes, edges, chosen, correct / count, tokens / count)
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """What the calibration file says about one question."""
+
+    difficulty: float
+    outcomes: Mapping[str, tuple[float, float]]
+    """Method -> (share of right attempts, tokens); those of the probes are in all of the tokens."""
+
+
+def _attempts(path: str | Path) -> list[dict[str, Any]]:
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        records = [json.loads(line) for line in lines if line.strip()]
+        return [record["attempt"] for record in records if "attempt" in record]
+    except (OSError, ValueError, TypeError) as error:
+        raise ParameterError(
+            "the calibration file cannot be read",
+            f"{path}: {error}",
+            "Give the journal that forethought eval has written",
+        ) from error
+
+
+def _questions(
+    attempts: Sequence[Mapping[str, Any]], probe: str, num_probes: int, space: AnswerSpace
+) -> list[_Question]:
+    """The questions of a journal.
+
+    Raises:
+        ParameterError: a question has too few probes, or lacks a method.
+    """
+    found: dict[int, dict[str, list[Mapping[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    for attempt in sorted(attempts, key=lambda each: each["sample"]):
+        found[attempt["number"]][attempt["method"]].append(attempt)
+    names = {name for by_method in found.values() for name in by_method} - {probe}
+    for number, by_method in found.items():
+        missing = sorted(names - by_method.keys())
+        if len(by_method[probe]) < num_probes or missing:
+            raise ParameterError(
+                f"problem {number} of the calibration file is not complete",
+                f"{len(by_method[probe])} attempts with {probe!r}, and none with {missing}",
+                f"Evaluate all methods, and {probe!r} with {num_probes} samples per problem",
+            )
+    if not found:
+        raise ParameterError("the calibration file is empty", "no attempts", "Run forethought eval")
+    return [_question(by, by[probe][:num_probes], probe, space) for by in found.values()]
+
+
+def _question(
+    by_method: Mapping[str, Sequence[Mapping[str, Any]]],
+    probes: Sequence[Mapping[str, Any]],
+    probe: str,
+    space: AnswerSpace,
+) -> _Question:
+    pool = AnswerPool(space.equivalence)
+    for number, attempt in enumerate(probes):
+        task = GenerationTask()
+        task.output_str = attempt["text"]
+        answer = space.answer_of(task)
+        if answer is not None:
+            pool.add(number, answer)
+    cost = float(sum(attempt["tokens"]["decoded"] for attempt in probes))
+    voted = probes[0 if pool.winner is None else pool.winner.first]
+    outcomes = {PROBES: (float(voted["correct"]), cost)}
+    for name, attempts in by_method.items():
+        if name != probe:
+            right = sum(attempt["correct"] for attempt in attempts) / len(attempts)
+            tokens = sum(attempt["tokens"]["decoded"] for attempt in attempts) / len(attempts)
+            outcomes[name] = right, cost + tokens
+    return _Question(difficulty_of(pool, len(probes)), outcomes)
+
+
+def _best_choice(
+    bins: Sequence[Sequence[_Question]], max_tokens: float
+) -> tuple[float, float, tuple[str, ...]]:
+    """The methods of the bins with the most right answers within the tokens, fewer tokens first.
+
+    Returns:
+        Right answers, tokens, and the method of each bin.
+    """
+    names = sorted(bins[0][0].outcomes)
+    if len(names) ** len(bins) > _MOST_POLICIES:
+        raise ParameterError(
+            "there are too many policies to compare",
+            f"{len(names)} methods in {len(bins)} bins",
+            "Give fewer methods or bins",
+        )
+    totals = [
+        {
+            name: tuple(sum(q.outcomes[name][part] for q in questions) for part in (0, 1))
+            for name in names
+        }
+        for questions in bins
+    ]
+    best: tuple[float, float, tuple[str, ...]] | None = None
+    for choice in itertools.product(names, repeat=len(bins)):
+        right, tokens = (sum(t[n][p] for t, n in zip(totals, choice, strict=True)) for p in (0, 1))
+        if tokens <= max_tokens and (best is None or (right, -tokens) > (best[0], -best[1])):
+            best = right, tokens, choice
+    if best is None:
+        raise ParameterError(
+            "no policy is within max_tokens",
+            "the probes alone take more tokens per question",
+            "Raise max_tokens, or lower num_probes",
+        )
+    return best

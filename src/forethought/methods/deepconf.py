@@ -1,0 +1,443 @@
+"""DeepConf: a vote in which samples weigh as much as the model was confident in them.
+
+Offline, all samples are drawn. The most confident share of them votes, each with its confidence as
+its weight::
+
+    answer      7     7     5     7     5          kept 0.6: those from the 40th percentile on
+    confidence  2.0   1.0   4.0   3.0   2.5        5: 4.0 + 2.5     7: 3.0     5 wins
+
+Online, a warm-up of samples is drawn first. The percentile of their lowest group confidences that
+keeps ``kept`` of them is a threshold. Each further sample is a stream, and it is cancelled once the
+confidence of a group of ``window`` tokens falls below it::
+
+    threshold 1.9, window 3    token confidences   4.0 3.0 2.0 1.0 2.5 ...
+                                                   [....3.0..]
+                                                       [....2.0..]
+                                                           [...1.83.]   below: cancelled
+
+Cancelled samples do not vote, nor do those of the warm-up that would have been. Sampling ends with
+the first answer that has ``consensus`` of all weight; what is then under way is cancelled.
+
+The confidence of a token is computed in the decode step; servers are asked for log-probabilities.
+Which samples are cancelled for their confidence is a function of the samples, whatever the order in
+which they end and however many tokens come at once. Which have ended at a consensus is not.
+
+Paper: Fu et al., "Deep Think with Confidence", 2025. arXiv 2508.15260, sections 3.1 (offline) and
+3.2 (online, algorithm 2). Its runs draw up to 512 samples; the default number here is ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter
+
+from forethought.errors import BudgetExceeded, ParameterError
+from forethought.scaffolding import sampling
+from forethought.scaffolding.answers import (
+    AnswerPool,
+    Equivalence,
+    PairwiseEquivalence,
+    checked_equivalence,
+    extract_answer_from_boxed,
+)
+from forethought.scaffolding.confidence import (
+    TOP_K,
+    WINDOW,
+    Aggregation,
+    ConfidenceRewardController,
+    lowest_group,
+    stop_threshold,
+)
+from forethought.scaffolding.controller import (
+    Controller,
+    NativeChatController,
+    NativeGenerationController,
+    expect_controller,
+)
+from forethought.scaffolding.parallel import Branch, Process, run_until
+from forethought.scaffolding.settings import (
+    FUNCTION,
+    ON_FAILURE,
+    OPTIONAL_POSITIVE_INT,
+    POSITIVE_INT,
+    OnFailure,
+    validated,
+)
+from forethought.scaffolding.task import ChatTask, GenerationTask, StreamGenerationTask
+
+_SHARE: TypeAdapter[float] = TypeAdapter(Annotated[float, Field(gt=0, le=1)])
+_OPTIONAL_SHARE: TypeAdapter[float | None] = TypeAdapter(Annotated[float, Field(gt=0, le=1)] | None)
+
+
+class DeepConfController(Controller):
+    """Draws samples and lets the most confident ones vote, weighted by their confidence.
+
+    The output is the sample of the winning answer with the highest confidence.
+    ``customized_result_fields["deepconf"]`` holds the ``answer``, its ``share`` of the weight, the
+    number of ``samples``, the ``confidences`` of all (None: it failed or did not end), and the
+    numbers of the ``voters``.
+
+    Args:
+        generation_controller: cloned for each sample.
+        default_sample_num: samples, unless ``process`` gets ``sample_num``.
+        kept: share of the samples with an answer that votes, the most confident ones: 0.1 and 0.9
+            in the paper; 1.0: all.
+        aggregation: the confidence of a sample: the mean over its tokens (``"mean"``) or over its
+            last ``window`` (``"tail_mean"``), its ``"lowest_group"``, or its ``"bottom_groups"``,
+            the lowest tenth.
+        window: tokens of a group, and of the tail.
+        top_k: most probable tokens that the confidence of a token is taken over.
+        extract_answer: finds the answer in a text; None: the sample does not vote.
+        equivalence: decides which answers mean the same, as in ``majority_vote``.
+        on_failure: ``"raise"`` fails if a sample does; ``"drop"`` votes without it.
+
+    Raises:
+        ParameterError: a setting of the wrong kind.
+    """
+
+    def __init__(
+        self,
+        generation_controller: Controller,
+        default_sample_num: int = 16,
+        *,
+        kept: float = 0.9,
+        aggregation: Aggregation = "bottom_groups",
+        window: int = WINDOW,
+        top_k: int = TOP_K,
+        extract_answer: Callable[[str], str | None] = extract_answer_from_boxed,
+        equivalence: Equivalence | PairwiseEquivalence | None = None,
+        on_failure: OnFailure = "raise",
+    ) -> None:
+        super().__init__()
+        self.generation_controller = expect_controller(
+            "generation_controller", generation_controller
+        )
+        self.default_sample_num = validated("default_sample_num", default_sample_num, POSITIVE_INT)
+        self.kept = validated("kept", kept, _SHARE)
+        self.reward = ConfidenceRewardController(aggregation, window=window, top_k=top_k)
+        self.extract_answer = validated("extract_answer", extract_answer, FUNCTION)
+        self.equivalence = checked_equivalence(equivalence)
+        self.on_failure = validated("on_failure", on_failure, ON_FAILURE)
+
+    def process(
+        self, tasks: Sequence[GenerationTask], sample_num: int | None = None, **kwargs: Any
+    ) -> Process:
+        """Sample, vote, and leave the winner's results on the task.
+
+        Args:
+            tasks: exactly one; copied for each sample.
+            sample_num: samples; None: ``default_sample_num``.
+            **kwargs: of the samples' ``process``.
+
+        Raises:
+            ParameterError: not exactly one task, one without a text, samples of which there are no
+                confidences, or fewer than one sample.
+            BudgetExceeded: the budget is spent and no sample has ended; else those vote that have.
+        """
+        self._check(tasks)
+        count = self.default_sample_num if sample_num is None else sample_num
+        validated("sample_num", count, POSITIVE_INT)
+        vote = _Vote(self, tasks[0], count)
+        yield from self._draw(vote, kwargs)
+        yield from vote.count()
+        vote.finish()
+
+    def _check(self, tasks: Sequence[GenerationTask]) -> None:
+        if len(tasks) != 1:
+            raise ParameterError("DeepConf takes one task", f"got {len(tasks)}", "Give them apart")
+        if tasks[0].skip_detokenizer:
+            raise ParameterError(
+                "DeepConf cannot honour skip_detokenizer",
+                "it finds the answers in the text of the samples",
+                "Leave it out",
+            )
+
+    def _draw(self, vote: _Vote, options: Mapping[str, Any]) -> Process:
+        """Draw all samples."""
+        branches = (vote.begin(options) for _ in range(vote.num_samples))
+        yield from run_until(branches, vote.on_end)
+
+    def voters(self, confidences: Mapping[int, float], threshold: float | None) -> dict[int, float]:
+        """The samples that vote, and their weights.
+
+        Args:
+            confidences: of the samples with an answer, by their numbers.
+            threshold: None, as long as all samples are drawn whole.
+        """
+        if not confidences:
+            return {}
+        lowest = stop_threshold([*confidences.values()], self.kept)
+        return {number: each for number, each in confidences.items() if each >= lowest}
+
+
+class OnlineDeepConfController(DeepConfController):
+    """Draws a warm-up, then samples that are cancelled when a group of tokens lacks confidence.
+
+    ``customized_result_fields["deepconf"]`` holds what that of ``deepconf`` does, the ``threshold``
+    (None: no sample of the warm-up has one), and the numbers of the samples ``stopped`` for it. A
+    sample's weight is its lowest group confidence.
+
+    Args:
+        generation_controller: generates one sample, cloned for each; a plain generation, whose
+            tasks can be streams.
+        default_sample_num: samples at most, the warm-up included, unless ``process`` gets
+            ``sample_num``.
+        num_warmup: samples that are drawn whole and set the threshold.
+        kept: share of the warm-up at or above the threshold: 0.1 is the paper's "low", 0.9 "high".
+        consensus: share of the weight with which an answer ends the sampling; None: draw all.
+        concurrency: samples under way at once after the warm-up; None: all of them.
+        chunk_size: tokens of a sample between two checks of its groups; what is decided does not
+            depend on it.
+        window: tokens of a group.
+        top_k: most probable tokens that the confidence of a token is taken over.
+        extract_answer: finds the answer in a text; None: the sample does not vote.
+        equivalence: decides which answers mean the same, as in ``majority_vote``.
+        on_failure: ``"raise"`` fails if a sample does; ``"drop"`` votes without it.
+
+    Raises:
+        ParameterError: a setting of the wrong kind.
+    """
+
+    def __init__(
+        self,
+        generation_controller: Controller,
+        default_sample_num: int = 64,
+        *,
+        num_warmup: int = 16,
+        kept: float = 0.9,
+        consensus: float | None = 0.95,
+        concurrency: int | None = None,
+        chunk_size: int = 32,
+        window: int = WINDOW,
+        top_k: int = TOP_K,
+        extract_answer: Callable[[str], str | None] = extract_answer_from_boxed,
+        equivalence: Equivalence | PairwiseEquivalence | None = None,
+        on_failure: OnFailure = "raise",
+    ) -> None:
+        super().__init__(
+            generation_controller,
+            default_sample_num,
+            kept=kept,
+            aggregation="lowest_group",
+            window=window,
+            top_k=top_k,
+            extract_answer=extract_answer,
+            equivalence=equivalence,
+            on_failure=on_failure,
+        )
+        if not _generates_streams(generation_controller):
+            raise ParameterError(
+                "deepconf_online cannot stop the samples of another method",
+                f"{type(generation_controller).__name__} does not generate one stream",
+                "Use deepconf, or give a NativeGenerationController",
+            )
+        self.num_warmup = validated("num_warmup", num_warmup, POSITIVE_INT)
+        self.consensus = validated("consensus", consensus, _OPTIONAL_SHARE)
+        self.concurrency = validated("concurrency", concurrency, OPTIONAL_POSITIVE_INT)
+        self.chunk_size = validated("chunk_size", chunk_size, POSITIVE_INT)
+
+    def _check(self, tasks: Sequence[GenerationTask]) -> None:
+        super()._check(tasks)
+        if isinstance(tasks[0], ChatTask):
+            raise ParameterError(
+                "deepconf_online cannot stop a chat", "it is no stream", "Give a prompt"
+            )
+
+    def _draw(self, vote: _Vote, options: Mapping[str, Any]) -> Process:
+        """Draw the warm-up, set the threshold, and draw the others."""
+        num_warmup = min(self.num_warmup, vote.num_samples)
+        warmup = [vote.begin(options) for _ in range(num_warmup)]
+        ended = yield from run_until(warmup, vote.on_end)
+        lowest = [each.confidence for each in vote.samples if each.confidence is not None]
+        if len(ended) < num_warmup or not lowest:
+            return  # the budget is spent, or all have failed
+        vote.threshold = stop_threshold(lowest, self.kept)
+        others = (vote.begin(options) for _ in range(num_warmup, vote.num_samples))
+        try:
+            if not (yield from vote.agrees(self.consensus)):
+                yield from run_until(others, self._until(vote), self.concurrency)
+        except BudgetExceeded:
+            return  # those vote that have ended
+
+    def _until(self, vote: _Vote) -> Callable[[Branch], Process]:
+        """What ends the sampling after the warm-up: a consensus."""
+
+        def has_consensus(branch: Branch) -> Process:
+            yield from vote.on_end(branch)
+            return (yield from vote.agrees(self.consensus))
+
+        return has_consensus
+
+    def voters(self, confidences: Mapping[int, float], threshold: float | None) -> dict[int, float]:
+        """The samples that vote, and their weights: those that reach the threshold.
+
+        If none does, all of them vote.
+        """
+        found = {n: each for n, each in confidences.items() if each >= (threshold or 0.0)}
+        return found or dict(confidences)
+
+
+class _Vote:
+    """The samples of one request, and what they say.
+
+    Args:
+        method: draws and weighs them.
+        task: copied for each; gets the results.
+        num_samples: samples at most.
+
+    Attributes:
+        samples: those that have begun, by their numbers.
+        threshold: the group confidence below which a sample is stopped; None: none is.
+    """
+
+    def __init__(self, method: DeepConfController, task: GenerationTask, num_samples: int) -> None:
+        self._method, self._task, self.num_samples = method, task, num_samples
+        self.samples: list[_Sample] = []
+        self.threshold: float | None = None
+        self._pool, self._counted = AnswerPool(method.equivalence), set[int]()
+
+    def begin(self, options: Mapping[str, Any]) -> Branch:
+        """What runs the next sample."""
+        sample = _Sample(self._method, self._task, len(self.samples), self.threshold)
+        self.samples.append(sample)
+        return Branch(sample, [sample.task], options, self._method.on_failure)
+
+    def on_end(self, branch: Any) -> Process:
+        """Note that a sample has ended, which is never enough by itself."""
+        branch.controller.error = branch.error or branch.tasks[0].error
+        yield from ()
+        return False
+
+    def count(self) -> Process:
+        """Pool the answers of the samples that have ended, in the order of their numbers."""
+        said = {n: each.answer for n, each in enumerate(self.samples) if n not in self._counted}
+        votes = {number: answer for number, answer in said.items() if answer is not None}
+        try:
+            yield from self._pool.adding(votes)
+        except BudgetExceeded:
+            if not self._pool.groups:
+                return  # the first sample is returned
+        self._counted |= votes.keys()
+
+    def agrees(self, consensus: float | None) -> Process:
+        """Whether an answer has this share of the weight."""
+        if consensus is None:
+            return False
+        yield from self.count()
+        return self._pool.heaviest(self._voters())[1] >= consensus
+
+    def _voters(self) -> dict[int, float]:
+        found = {
+            number: self.samples[number].confidence
+            for group in self._pool.groups.values()
+            for number in group.members
+        }
+        known = {number: each for number, each in sorted(found.items()) if each is not None}
+        return self._method.voters(known, self.threshold)
+
+    def finish(self) -> None:
+        """Leave the winner's results on the task.
+
+        Raises:
+            Exception: of the first sample, if all have failed.
+        """
+        voters = self._voters()
+        winner, share = self._pool.heaviest(voters)
+        if winner is None:
+            chosen = self._first_ended()
+        else:
+            members = [number for number in winner.members if number in voters]
+            chosen = self.samples[min(members, key=lambda number: (-voters[number], number))]
+        task, num_missing = self._task, self.num_samples - len(self.samples)
+        task.result, task.request_handle = chosen.task.result, chosen.task.request_handle
+        texts = [each.task.output_str if each.has_ended else None for each in self.samples]
+        task.candidates = [*texts, *[None] * num_missing]
+        told = {
+            "answer": None if winner is None else winner.answer,
+            "share": share,
+            "samples": self.num_samples,
+            "confidences": [*(each.confidence for each in self.samples), *[None] * num_missing],
+            "voters": [*voters],
+        }
+        if isinstance(self._method, OnlineDeepConfController):
+            stopped = [n for n, each in enumerate(self.samples) if each.is_stopped]
+            told |= {"threshold": self.threshold, "stopped": stopped}
+        task.customized_result_fields["deepconf"] = told
+
+    def _first_ended(self) -> _Sample:
+        found = next((each for each in self.samples if each.has_ended), None)
+        if found is None:
+            raise next(each.error for each in self.samples if each.error is not None)
+        return found
+
+
+class _Sample:
+    """One sample, as a branch draws it.
+
+    Args:
+        method: draws it.
+        task: copied.
+        number: of the sample.
+        threshold: group confidence below which it is stopped; None: it is drawn whole.
+
+    Attributes:
+        task: its copy; a stream, if it may be stopped.
+        confidence: of its tokens; None before it has ended, and if it was stopped or failed.
+        answer: the same.
+        is_stopped: whether a group of its tokens fell below the threshold.
+        has_ended: whether it was drawn to its end.
+        error: why it failed; None if it did not.
+    """
+
+    def __init__(
+        self, method: DeepConfController, task: GenerationTask, number: int, threshold: float | None
+    ) -> None:
+        self._method, self._threshold = method, threshold
+        self.task = task.copy()
+        sampling.vary(self.task, number)
+        sampling.fill(self.task, method.reward.sample_params)
+        if threshold is not None:
+            step: int = method.chunk_size  # type: ignore[attr-defined]  # the online method
+            self.task = StreamGenerationTask.create_from_generation_task(self.task, step)
+        self.confidence: float | None = None
+        self.answer: str | None = None
+        self.error: Exception | None = None
+        self.is_stopped = self.has_ended = False
+
+    def process(self, tasks: Sequence[GenerationTask], **options: Any) -> Process:
+        """Draw it, and note its confidence and its answer."""
+        task, controller = self.task, self._method.generation_controller.clone()
+        if self._threshold is None:
+            yield from controller.process(tasks, **options)
+        else:
+            yield from self._watch(controller, tasks, options)
+        if task.error is None and not self.is_stopped:
+            self.has_ended = True
+            self.confidence = self._method.reward.score(task)
+            self.answer = self._method.extract_answer(task.output_str or "")
+
+    def _watch(
+        self, controller: Controller, tasks: Sequence[Any], options: Mapping[str, Any]
+    ) -> Process:
+        """Draw a stream in steps, until it ends or a whole group is below the threshold."""
+        [stream], num_checked = tasks, 0
+        reward, threshold = self._method.reward, self._threshold or 0.0
+        while not stream.end_flag and stream.error is None:
+            yield from controller.process(tasks, **options)
+            values = [] if stream.error is not None else reward.values(stream)
+            new = values[max(0, num_checked - reward.window + 1) :]  # that end in new tokens
+            num_checked = len(values)
+            if len(new) >= reward.window and lowest_group(new, reward.window) < threshold:
+                self.is_stopped = True
+                break
+        if self.is_stopped and not stream.end_flag:
+            stream.cancel_flag = True
+            yield [stream]
+
+
+def _generates_streams(controller: Controller) -> bool:
+    """Whether its task is generated as it is, so that it can be a stream."""
+    plain = isinstance(controller, NativeGenerationController)
+    return plain and not isinstance(controller, NativeChatController)

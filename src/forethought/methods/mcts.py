@@ -1,0 +1,181 @@
+"""Monte Carlo tree search over steps, with values from a reward model or from rollouts.
+
+An iteration goes from the empty answer down to a beam that has not been continued yet, at each
+level to the next beam with the highest upper confidence bound (UCT)::
+
+    mean value + exploration * sqrt(ln(visits of the beam above) / visits)
+
+It continues that beam ``width`` times, gives each new beam a value, and adds the values to all
+beams above. The new beams are generated and valued side by side. A value is the score of the beam;
+with ``rollouts`` the mean score of so many complete answers that are sampled from it. What has no
+unfinished beam below it is not entered again, so no iteration is spent on what is known.
+
+The answer is the finished one with the best score, rollouts included; if there is none, the beam
+with the best score is completed.
+
+Paper: Qi et al., "Mutual Reasoning Makes Smaller LLMs Stronger Problem-Solvers", 2024. arXiv
+2408.06195, section 3 (its search, UCT; not its actions and its second model). Values from a process
+reward model: Wang et al., "OpenR", 2024, arXiv 2410.09671. ``exploration`` is UCT's sqrt(2); the
+other defaults are ours.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter
+
+from forethought.scaffolding.controller import Controller
+from forethought.scaffolding.parallel import Process
+from forethought.scaffolding.prm_controller import StepAggregation
+from forethought.scaffolding.search import (
+    MAX_STEPS,
+    STEP_TOKEN,
+    Beam,
+    Search,
+    SearchController,
+    merged,
+)
+from forethought.scaffolding.settings import (
+    NON_NEGATIVE_INT,
+    POSITIVE_INT,
+    OnFailure,
+    validated,
+)
+
+_EXPLORATION: TypeAdapter[float] = TypeAdapter(Annotated[float, Field(ge=0, allow_inf_nan=False)])
+
+
+@dataclass(eq=False)
+class _Node:
+    """A beam in the tree."""
+
+    beam: Beam
+    parent: _Node | None = None
+    children: list[_Node] = field(default_factory=list)
+    expanded: bool = False
+    visits: int = 0
+    total: float = 0.0
+    """Of the values."""
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether there is nothing below it to continue."""
+        return self.beam.finished or (
+            self.expanded and all(child.exhausted for child in self.children)
+        )
+
+    def bound(self, exploration: float) -> float:
+        """Its upper confidence bound, of a node that is not the root."""
+        assert self.parent is not None, "the root is not chosen"
+        spread = math.sqrt(math.log(self.parent.visits) / self.visits)
+        return self.total / self.visits + exploration * spread
+
+    def expand(self, beams: list[Beam], values: list[float]) -> None:
+        """Put beams below this one, but for those without a value."""
+        self.expanded = True
+        for beam, value in zip(beams, values, strict=True):
+            if value > -math.inf:
+                self.children.append(_Node(beam, self))
+                self.children[-1].add(value)
+
+    def add(self, value: float) -> None:
+        """Count a visit here and at all nodes above."""
+        node: _Node | None = self
+        while node is not None:
+            node.visits, node.total = node.visits + 1, node.total + value
+            node = node.parent
+
+
+class MCTSController(SearchController):
+    """Continues the steps with the best upper confidence bound (Monte Carlo tree search).
+
+    Args:
+        generation_controller: generates the steps; it is given the tasks of an iteration at once.
+        reward_controller: scores beams, best as a process reward model; None: the mean
+            log-probability of their tokens.
+        default_sample_num: iterations: beams that are continued.
+        width: next steps that a continued beam gets.
+        exploration: weight of what has been visited rarely; values are to be between 0 and 1 for
+            the default.
+        rollouts: complete answers that are sampled from a new beam for its value; 0: the value is
+            the score of the beam.
+        step_token: text that ends a step.
+        max_steps: steps of an answer; the last one goes on to its end.
+        aggregation: what makes one score of those of the steps: ``"last"``, ``"min"``,
+            ``"product"`` or ``"mean"``.
+        on_failure: ``"drop"`` goes on without beams whose generation failed.
+
+    Raises:
+        ParameterError: a setting of the wrong kind.
+    """
+
+    name = "mcts"
+
+    def __init__(
+        self,
+        generation_controller: Controller,
+        reward_controller: Controller | None = None,
+        default_sample_num: int = 16,
+        width: int = 4,
+        *,
+        exploration: float = math.sqrt(2.0),
+        rollouts: int = 0,
+        step_token: str = STEP_TOKEN,
+        max_steps: int = MAX_STEPS,
+        aggregation: StepAggregation = "last",
+        on_failure: OnFailure = "raise",
+    ) -> None:
+        super().__init__(
+            generation_controller,
+            reward_controller,
+            default_sample_num=default_sample_num,
+            step_token=step_token,
+            max_steps=max_steps,
+            aggregation=aggregation,
+            on_failure=on_failure,
+        )
+        self.width = validated("width", width, POSITIVE_INT)
+        self.exploration = validated("exploration", exploration, _EXPLORATION)
+        self.rollouts = validated("rollouts", rollouts, NON_NEGATIVE_INT)
+
+    def search(self, search: Search, count: int) -> Process:
+        """See ``SearchController``."""
+        root = _Node(search.root)
+        for _ in range(count):
+            if root.exhausted:
+                break
+            leaf = self._select(root)
+            grown = yield from search.step([(leaf.beam, k) for k in range(self.width)])
+            beams = merged(grown)
+            yield from search.score(beams)
+            values = yield from self._values(search, beams)
+            leaf.expand(beams, values)
+        yield from search.complete_best()
+
+    def _select(self, node: _Node) -> _Node:
+        """The node to continue."""
+        while node.children:
+            going = [child for child in node.children if not child.exhausted]
+            node = max(going, key=lambda child: child.bound(self.exploration))
+        return node
+
+    def _values(self, search: Search, beams: list[Beam]) -> Process:
+        """The value of each beam."""
+        going = [beam for beam in beams if not beam.finished]
+        if not self.rollouts or not going:
+            return [_score(beam) for beam in beams]
+        numbers = range(self.width, self.width + self.rollouts)
+        ends = yield from search.step([(b, k) for b in going for k in numbers], whole=True)
+        yield from search.score(ends)
+        values = []
+        for beam in beams:
+            below = [end for end in ends if end.parent is beam] or [beam]
+            values.append(math.fsum(map(_score, below)) / len(below))
+        return values
+
+
+def _score(beam: Beam) -> float:
+    return -math.inf if beam.score is None else beam.score

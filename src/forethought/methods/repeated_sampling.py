@@ -1,0 +1,265 @@
+"""Repeated sampling: draw samples until a verifier accepts one.
+
+Where answers can be checked, one right sample of many is enough. The share of problems with a right
+sample among ``k`` is the *coverage*, or pass@k; it grows with ``k`` long after a vote has settled,
+and a verifier turns it into accuracy. Sampling ends with the first sample that is accepted, so an
+easy problem costs one sample and a hard one all of them.
+
+``early_stop=False`` draws and verifies every sample. Their verdicts give an unbiased estimate of
+pass@k for every ``k`` up to their number; those of a run that ends with the first success do not.
+
+Paper: Brown et al., "Large Language Monkeys: Scaling Inference Compute with Repeated Sampling",
+2024.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import TypeAdapter
+
+from forethought.errors import BudgetExceeded, ParameterError
+from forethought.scaffolding import sampling
+from forethought.scaffolding import verifier as verifiers
+from forethought.scaffolding.answers import AnswerPool, MathEquivalence, extract_answer_from_boxed
+from forethought.scaffolding.controller import Controller, expect_controller
+from forethought.scaffolding.parallel import AsCompleted, Branch, Process
+from forethought.scaffolding.settings import (
+    BOOL,
+    FUNCTION,
+    ON_FAILURE,
+    POSITIVE_INT,
+    OnFailure,
+    validated,
+)
+from forethought.scaffolding.task import ComputeTask, GenerationTask
+from forethought.scaffolding.verifier import Verifier
+
+Concurrency = int | Literal["doubling"]
+Fallback = Literal["vote", "first"]
+_FALLBACK: TypeAdapter[Fallback] = TypeAdapter(Fallback)
+
+
+class RepeatedSamplingController(Controller):
+    """Draws samples until a verifier accepts one, which is returned.
+
+    Samples that are still under way are then cancelled. If none is accepted, ``fallback`` chooses
+    among those that have ended. Sample ``i`` draws with the same seed as sample ``i`` of a majority
+    vote. ``customized_result_fields["repeated_sampling"]`` holds whether the returned sample was
+    ``accepted``, its ``index``, the number of ``samples`` allowed, and the ``verdicts`` of those
+    that were begun: True, False, or None without one (cancelled, or the budget was spent).
+
+    Args:
+        generation_controller: cloned for each sample.
+        verifier: whether a text answers a question, as a function of both, which runs in a thread
+            (a coroutine function on the event loop); or the name of one in
+            ``scaffolding.verifier``.
+        default_sample_num: samples at most, unless ``process`` gets ``sample_num``.
+        concurrency: samples under way at once; or ``"doubling"``: 1, then as many again as were
+            rejected so far, so that 1, 2, 4, 8, ... are drawn. With several at once the first one
+            to be accepted is returned.
+        early_stop: end with the first sample that is accepted; False: draw and verify all, and
+            return the lowest numbered one that is accepted.
+        fallback: what is returned if none is accepted: the ``"vote"`` over the boxed answers, as of
+            a majority vote; or the ``"first"`` sample.
+        on_failure: ``"raise"`` fails if a sample does; ``"drop"`` counts it as rejected; a
+            failure of the verifier is always raised.
+
+    Raises:
+        ParameterError: a setting of the wrong kind.
+        UnknownNameError: there is no verifier of this name.
+    """
+
+    def __init__(
+        self,
+        generation_controller: Controller,
+        verifier: Verifier | str,
+        default_sample_num: int = 16,
+        concurrency: Concurrency = 1,
+        *,
+        early_stop: bool = True,
+        fallback: Fallback = "vote",
+        on_failure: OnFailure = "raise",
+    ) -> None:
+        super().__init__()
+        self.generation_controller = expect_controller(
+            "generation_controller", generation_controller
+        )
+        self.verifier = _verifier(verifier)
+        self.default_sample_num = validated("default_sample_num", default_sample_num, POSITIVE_INT)
+        self.concurrency = concurrency
+        if concurrency != "doubling":
+            validated('concurrency (a number or "doubling")', concurrency, POSITIVE_INT)
+        self.early_stop = validated("early_stop", early_stop, BOOL)
+        self.fallback = validated("fallback", fallback, _FALLBACK)
+        self.on_failure = validated("on_failure", on_failure, ON_FAILURE)
+
+    def process(
+        self,
+        tasks: Sequence[GenerationTask],
+        sample_num: int | None = None,
+        generation_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Process:
+        """Sample and verify, and store the results of the chosen sample on the task.
+
+        Args:
+            tasks: exactly one; copied for each sample.
+            sample_num: samples at most; None: ``default_sample_num``.
+            generation_kwargs: keyword arguments of the samples' ``process``.
+            **kwargs: as ``generation_kwargs``.
+
+        Raises:
+            ParameterError: not exactly one task, fewer than one sample, a task without text to
+                verify, or a verdict that is no bool.
+            TaskError: every sample failed, although one alone is only noted.
+            BudgetExceeded: the budget is spent and no sample has ended; else ``fallback`` chooses
+                among those that have ended.
+        """
+        if len(tasks) != 1:
+            raise ParameterError(
+                "repeated sampling takes one task", f"got {len(tasks)}", "Give them apart"
+            )
+        task = tasks[0]
+        _expect_texts(task)
+        count = self.default_sample_num if sample_num is None else sample_num
+        validated("sample_num", count, POSITIVE_INT)
+        samples = yield from self._draw(task, count, {**kwargs, **(generation_kwargs or {})})
+        accepted = [number for number, sample in enumerate(samples) if sample.verdict]
+        index = accepted[0] if accepted else (yield from self._fall_back(samples))
+        chosen = samples[index].task
+        task.result, task.request_handle = chosen.result, chosen.request_handle
+        texts = [sample.task.output_str if sample.has_ended else None for sample in samples]
+        task.candidates = texts + [None] * (count - len(samples))
+        task.customized_result_fields["repeated_sampling"] = {
+            "accepted": bool(accepted),
+            "index": index,
+            "samples": count,
+            "verdicts": [sample.verdict for sample in samples],
+        }
+
+    def _draw(self, task: GenerationTask, count: int, options: Mapping[str, Any]) -> Process:
+        """Draw and verify, until a sample is accepted, there are ``count``, or the budget ends.
+
+        Returns:
+            The samples that were begun, by number.
+        """
+        samples: list[_Sample] = []
+        with AsCompleted() as running:
+            while True:
+                for number in range(len(samples), self._num_wanted(samples, count)):
+                    samples.append(_Sample(self, task, number))
+                    running.add(samples[-1].branch(options))
+                if not running:
+                    return samples
+                try:
+                    branch = yield running
+                except BudgetExceeded:
+                    if not any(sample.has_ended for sample in samples):
+                        raise
+                    return samples
+                if branch.controller.ended(branch.error) and self.early_stop:
+                    return samples
+
+    def _num_wanted(self, samples: Sequence[_Sample], count: int) -> int:
+        """How many samples are to be begun by now, those that have ended included."""
+        num_open = sum(sample.verdict is None for sample in samples)
+        if self.concurrency != "doubling":
+            return min(count, len(samples) - num_open + self.concurrency)
+        return len(samples) if num_open else min(count, max(1, 2 * len(samples)))
+
+    def _fall_back(self, samples: Sequence[_Sample]) -> Process:
+        """The number of the sample to return where none is accepted."""
+        ended = [number for number, sample in enumerate(samples) if sample.has_ended]
+        if not ended:
+            raise next(sample.error for sample in samples if sample.error)
+        if self.fallback == "first":
+            return ended[0]
+        found = {n: extract_answer_from_boxed(samples[n].task.output_str or "") for n in ended}
+        votes = {number: answer for number, answer in found.items() if answer is not None}
+        pool = AnswerPool(MathEquivalence())
+        try:
+            yield from pool.adding(votes)
+        except BudgetExceeded:
+            return ended[0]
+        return ended[0] if pool.winner is None else pool.winner.first
+
+
+class _Sample:
+    """One sample, which a branch draws and then verifies.
+
+    Args:
+        method: draws it with a clone of its controller.
+        task: copied.
+        number: of the sample.
+
+    Attributes:
+        task: its copy.
+        has_ended: whether it was drawn without a failure.
+        verdict: whether it is accepted; None as long as that is unknown.
+        error: why it failed; None if it did not.
+    """
+
+    def __init__(
+        self, method: RepeatedSamplingController, task: GenerationTask, number: int
+    ) -> None:
+        self._method, self.task = method, task.copy()
+        sampling.vary(self.task, number)
+        self.has_ended = False
+        self.verdict: bool | None = None
+        self.error: Exception | None = None
+
+    def branch(self, options: Mapping[str, Any]) -> Branch:
+        """What runs it, with these keyword arguments of ``process``."""
+        return Branch(self, [self.task], options, self._method.on_failure)
+
+    def process(self, tasks: Sequence[GenerationTask], **options: Any) -> Process:
+        """Draw, then verify."""
+        task = self.task
+        yield from self._method.generation_controller.clone().process(tasks, **options)
+        self.has_ended, self.error = task.error is None, task.error
+        if task.error is None and task.output_str is not None:
+            check = ComputeTask(self._method.verifier, task.question_text, task.output_str)
+            yield [check]
+            self.verdict = validated("verdict of the verifier", check.result, BOOL)
+
+    def ended(self, error: Exception | None) -> bool:
+        """Note that its branch has ended; returns the verdict, which is False without a text.
+
+        Raises:
+            Exception: of the verifier.
+        """
+        if error is not None and self.has_ended:
+            raise error
+        self.error = self.error or error
+        self.verdict = bool(self.verdict)
+        return self.verdict
+
+
+def _verifier(given: Any) -> Callable[[str, str], Any]:
+    """The function itself, or the one of that name."""
+    if isinstance(given, str):
+        return verifiers.verifier(given)
+    function: Callable[[str, str], Any] = validated("verifier", given, FUNCTION)
+    return function
+
+
+def _expect_texts(task: GenerationTask) -> None:
+    """Check that there is a question, and that there will be an answer, for the verifier to read.
+
+    Raises:
+        ParameterError: one of them would be missing.
+    """
+    if task.question_text is None:
+        raise ParameterError(
+            "the verifier needs the question as text",
+            "the prompt is token ids",
+            "Give the text as well: generate(prompt, question=...)",
+        )
+    if task.skip_detokenizer:
+        raise ParameterError(
+            "repeated sampling cannot honour skip_detokenizer",
+            "the verifier reads the text of the samples",
+            "Leave it out",
+        )

@@ -1,0 +1,113 @@
+"""Sequential revisions: each answer is written with all earlier ones in sight; one is then chosen.
+
+In place of N independent samples, a chain of N answers: the model sees its attempts and corrects
+them. The last is not always the best, as a right answer may be revised to a wrong one, so the
+answer is chosen among all of the chain: by a reward model, or by a vote.
+
+Paper: Snell et al., "Scaling LLM Test-Time Compute Optimally can be More Effective than Scaling
+Model Parameters", 2024. arXiv 2408.03314, section 6. Its model is trained to revise and sees at
+most the last four answers; here any model is asked for a revision and sees all. The number of
+revisions and the text are ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import TypeAdapter
+
+from forethought.errors import ParameterError
+from forethought.scaffolding.answers import AnswerPool, MathEquivalence, extract_answer_from_boxed
+from forethought.scaffolding.controller import Controller, expect_controller
+from forethought.scaffolding.parallel import Process
+from forethought.scaffolding.revision import RevisingController, RevisionEnd, answers_alone
+from forethought.scaffolding.settings import FUNCTION, NON_NEGATIVE_INT, TEXT, validated
+from forethought.scaffolding.task import GenerationTask
+
+REVISE_PROMPT = (
+    "\n\nThe answer above may be wrong. Look for a mistake in it and answer the question again."
+    "\n\nAnswer: "
+)
+Selection = Literal["vote", "last", "reward"]
+_SELECTION: TypeAdapter[Selection] = TypeAdapter(Selection)
+
+
+class SequentialRevisionController(RevisingController):
+    """A chain of answers, each revising the ones before it, of which one is chosen.
+
+    ``customized_result_fields["sequential_revision"]`` holds the number of ``answers``, the
+    ``index`` of the one that is returned, the ``scores`` of a reward controller, and why the chain
+    ended (``end``, a ``RevisionEnd``).
+
+    Args:
+        generation_controller: cloned for each answer.
+        num_revisions: further answers at most.
+        selection: the ``"vote"`` over the boxed answers, as of a majority vote, in which a tie
+            goes to the group and the answer that came last; the ``"last"`` one; or that with the
+            highest ``"reward"``, of equals the last one.
+        reward_controller: scores the answers, if ``selection`` is ``"reward"``.
+        revise_prompt: text behind an answer, which asks for another.
+        extract_answer: finds the answer to vote with in a text; None: there is none.
+
+    Raises:
+        ParameterError: a setting of the wrong kind, or a ``selection`` that does not go with
+            ``reward_controller``.
+    """
+
+    def __init__(
+        self,
+        generation_controller: Controller,
+        num_revisions: int = 3,
+        selection: Selection = "vote",
+        reward_controller: Controller | None = None,
+        *,
+        revise_prompt: str = REVISE_PROMPT,
+        extract_answer: Any = extract_answer_from_boxed,
+    ) -> None:
+        super().__init__("sequential_revision", generation_controller)
+        self.num_revisions = validated("num_revisions", num_revisions, NON_NEGATIVE_INT)
+        self.selection = validated("selection", selection, _SELECTION)
+        if (selection == "reward") != (reward_controller is not None):
+            raise ParameterError(
+                "selection and reward_controller do not go together",
+                f"got selection={selection!r} and reward_controller={reward_controller!r}",
+                'Give a reward_controller with selection="reward", and only then',
+            )
+        if reward_controller is not None:
+            expect_controller("reward_controller", reward_controller)
+        self.reward_controller: Any = reward_controller
+        self.revise_prompt = validated("revise_prompt", revise_prompt, TEXT)
+        self.extract_answer = validated("extract_answer", extract_answer, FUNCTION)
+
+    def _revise(
+        self, answers: list[GenerationTask], told: dict[str, Any], options: Mapping[str, Any]
+    ) -> Process:
+        for _ in range(self.num_revisions):
+            end = yield from self._answer_again(answers, answers[-1], self.revise_prompt, options)
+            if end is not None:
+                return end
+        return RevisionEnd.LIMIT
+
+    def _choose(self, answers: Sequence[GenerationTask], told: dict[str, Any]) -> Process:
+        latest = len(answers) - 1
+        if self.selection == "last" or not latest:
+            return latest
+        if self.selection == "vote":
+            return (yield from self._vote(answers))
+        yield from self.reward_controller.process(answers_alone(answers))
+        scores = told["scores"] = list(self.reward_controller.scores)
+        ranked = [(score, number) for number, score in enumerate(scores) if score is not None]
+        return max(ranked, default=(0.0, latest))[1]
+
+    def _vote(self, answers: Sequence[GenerationTask]) -> Process:
+        latest = len(answers) - 1
+        found = [self.extract_answer(answer.output_str or "") for answer in answers]
+        pool = AnswerPool(MathEquivalence())
+        finding = pool.classes.finding([answer for answer in found if answer is not None])
+        if finding:
+            yield finding
+        for age, answer in enumerate(reversed(found)):  # numbered from the last: it wins a tie
+            if answer is not None:
+                pool.add(age, answer)
+        return latest if pool.winner is None else latest - pool.winner.first

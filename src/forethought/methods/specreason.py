@@ -1,0 +1,239 @@
+"""SpecReason: a small model drafts the steps of a chain of thought, the base model judges them.
+
+::
+
+    small model   drafts a step, to the next blank line
+    base model    reads it and scores it from 0 to 9, in one token behind a prefilled prompt
+                  score >= threshold: the step is kept
+                  score <  threshold: the base model writes the step instead
+
+A step need not be what the base model would have written, only as good: unlike speculative decoding
+of tokens, this changes the output. The two can be stacked, as each model's engine may speculate.
+Behind the thought the base model writes the answer.
+
+Paper: Pan et al., "SpecReason: Fast and Accurate Inference-Time Compute via Speculative Reasoning",
+2025. arXiv 2504.07891. The scale, the threshold of 7, steps that end at a blank line and the first
+steps by the base model are the paper's; the text of the score prompt is ours. Draft and score
+alternate here; they do not overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter
+
+from forethought.errors import BudgetExceeded, ParameterError
+from forethought.scaffolding import sampling
+from forethought.scaffolding.controller import Controller, refuse_arguments
+from forethought.scaffolding.parallel import ParallelProcess, Process
+from forethought.scaffolding.result import Delta, ScaffoldingOutput
+from forethought.scaffolding.settings import (
+    NON_NEGATIVE_INT,
+    OPTIONAL_TEXT,
+    POSITIVE_INT,
+    TEXT,
+    validated,
+)
+from forethought.scaffolding.task import GenerationTask
+
+SCORE_PROMPT = (
+    "\n\nHow good is the last step, from 0 (wrong) to 9 (certainly right)? Only its facts and its "
+    "logic count, not its style.\nScore: "
+)
+_SCORE: TypeAdapter[int] = TypeAdapter(Annotated[int, Field(strict=True, ge=0, le=10)])
+
+
+@dataclass
+class _Chain:
+    """The output of one task so far."""
+
+    text: str = ""
+    num_tokens: int = 0
+    is_thinking: bool = True
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    scores: list[int | None] = field(default_factory=list)
+    """Of each step that is kept or rewritten; None: the base model wrote it unasked."""
+    num_accepted: int = 0
+
+
+class SpecReasonController(Controller):
+    """Steps of a small model, scored by the base model and kept or rewritten.
+
+    The worker tags ``SMALL`` and ``BASE`` are those of the two models, which may have different
+    tokenizers, so the prompt is text. ``customized_result_fields["specreason"]`` holds the
+    ``scores`` of the steps in their order (None: the base model wrote it unasked), how many were
+    ``accepted`` and ``rejected``, and whether the budget ended the output (``budget_ended``).
+
+    Args:
+        score_threshold: the least score of a step that is kept; 0 keeps all, 10 none.
+        first_n_base_steps: steps at the beginning that the base model writes, as they plan the
+            rest.
+        step_tokens: length of a step at most.
+        max_steps: after so many the base model writes the rest.
+        step_end: text that ends a step.
+        think_end: marker behind which the base model writes the answer; None: all is steps.
+        score_prompt: text behind a step; the base model's next token is the score. What is no digit
+            counts as 0.
+
+    Raises:
+        ParameterError: a setting of the wrong kind.
+    """
+
+    class WorkerTag(Enum):
+        """The workers of the two models."""
+
+        SMALL = "small_model"
+        BASE = "base_model"
+
+    def __init__(
+        self,
+        score_threshold: int = 7,
+        first_n_base_steps: int = 0,
+        step_tokens: int = 512,
+        max_steps: int = 256,
+        *,
+        step_end: str = "\n\n",
+        think_end: str | None = "</think>",
+        score_prompt: str = SCORE_PROMPT,
+    ) -> None:
+        super().__init__()
+        self.score_threshold = validated("score_threshold", score_threshold, _SCORE)
+        self.first_n_base_steps = validated(
+            "first_n_base_steps", first_n_base_steps, NON_NEGATIVE_INT
+        )
+        self.step_tokens = validated("step_tokens", step_tokens, POSITIVE_INT)
+        self.max_steps = validated("max_steps", max_steps, POSITIVE_INT)
+        self.step_end = validated("step_end", step_end, TEXT)
+        self.think_end = validated("think_end", think_end, OPTIONAL_TEXT)
+        self.score_prompt = validated("score_prompt", score_prompt, TEXT)
+
+    def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
+        """Solve the tasks side by side.
+
+        Raises:
+            ParameterError: keyword arguments; there are none. Or a prompt of token ids, or fields
+                that an output of several parts cannot honour.
+            BudgetExceeded: the budget is spent before there is a step; else the output so far is
+                returned.
+        """
+        refuse_arguments(self, kwargs)
+        for task in tasks:
+            sampling.refuse(task, _REFUSED, "specreason", "Leave it out")
+            if task.input_str is None or task.skip_detokenizer:
+                raise ParameterError(
+                    "specreason works in text",
+                    "the prompt is token ids, or no text is wanted; the two models need not have "
+                    "the same tokens",
+                    "Give the prompt as text, and do not skip the detokenizer",
+                )
+        if len(tasks) == 1:
+            yield from self._solve(tasks[0])
+        else:
+            each = [[task] for task in tasks]
+            yield ParallelProcess([self] * len(each), each)
+
+    def _solve(self, task: GenerationTask) -> Process:
+        chain, ended = _Chain(), False
+        try:
+            while chain.finish_reason is None:
+                if chain.is_thinking and len(chain.scores) < self.max_steps:
+                    part = yield from self._step(task, chain)
+                else:
+                    part = self._part(task, chain, self.WorkerTag.BASE, in_steps=False)
+                    yield [part]
+                text = self._add(task, chain, part)
+                if task.streaming_output_flag and text:
+                    yield Delta(text, source="specreason")
+        except BudgetExceeded:
+            if not chain.text:
+                raise
+            ended, chain.finish_reason = True, "length"
+        task.result = ScaffoldingOutput(chain.text)
+        task.finish_reason, task.stop_reason = chain.finish_reason, chain.stop_reason
+        num_scored = sum(score is not None for score in chain.scores)
+        task.customized_result_fields["specreason"] = {
+            "scores": chain.scores,
+            "accepted": chain.num_accepted,
+            "rejected": num_scored - chain.num_accepted,
+            "budget_ended": ended,
+        }
+
+    def _step(self, task: GenerationTask, chain: _Chain) -> Process:
+        """The next step: the small model's if its score is high enough, else the base model's."""
+        score = None
+        if len(chain.scores) >= self.first_n_base_steps:
+            draft = self._part(task, chain, self.WorkerTag.SMALL)
+            yield [draft]
+            score = yield from self._score(task, chain, draft)
+            if score >= self.score_threshold:
+                chain.scores.append(score)
+                chain.num_accepted += 1
+                return draft
+        step = self._part(task, chain, self.WorkerTag.BASE)
+        yield [step]
+        chain.scores.append(score)
+        return step
+
+    def _score(self, task: GenerationTask, chain: _Chain, draft: GenerationTask) -> Process:
+        """The base model's score of a step, from 0 to 9."""
+        judged = GenerationTask(
+            input_str=f"{task.input_str}{chain.text}{draft.output_str}{self.score_prompt}"
+        )
+        sampling.choose(judged, {"max_tokens": 1, "temperature": 0.0})
+        judged.worker_tag, judged.priority = self.WorkerTag.BASE, task.priority
+        yield [judged]
+        digit = (judged.output_str or "").strip()
+        return int(digit) if digit in _DIGITS else 0
+
+    def _part(
+        self, task: GenerationTask, chain: _Chain, tag: WorkerTag, in_steps: bool = True
+    ) -> GenerationTask:
+        """The task that generates what comes next: a step, or the whole rest."""
+        part = task.copy()
+        part.worker_tag, part.streaming_output_flag = tag, False
+        part.input_str = f"{task.input_str}{chain.text}"
+        left = None if task.max_tokens is None else task.max_tokens - chain.num_tokens
+        part.max_tokens = left
+        if in_steps:
+            part.stop = [*self._ends(), *sampling.stop_strings(task)]
+            part.max_tokens = min(self.step_tokens, self.step_tokens if left is None else left)
+        return part
+
+    def _ends(self) -> list[str]:
+        return [self.step_end] if self.think_end is None else [self.step_end, self.think_end]
+
+    def _add(self, task: GenerationTask, chain: _Chain, part: GenerationTask) -> str:
+        """Put a part behind the chain; returns its text."""
+        at_end = part.stop_reason in self._ends()
+        text = (part.output_str or "") + (str(part.stop_reason) if at_end else "")
+        chain.text += text
+        chain.num_tokens += part.num_generated
+        if at_end:
+            chain.is_thinking = part.stop_reason != self.think_end
+        is_full = task.max_tokens is not None and chain.num_tokens >= task.max_tokens
+        is_cut = part.finish_reason == "length" and chain.is_thinking and not is_full
+        if is_full:
+            chain.finish_reason = "length"
+        elif not at_end and not (is_cut and part.max_tokens == self.step_tokens):
+            chain.finish_reason, chain.stop_reason = part.finish_reason, part.stop_reason
+        return text
+
+
+_DIGITS = frozenset("0123456789")
+_REFUSED = (
+    "n",
+    "echo",
+    "include_stop_str_in_output",
+    "num_logprobs",
+    "confidence",
+    "guided_decoding",
+    "min_tokens",
+    "thinking_budget",
+    "thinking_soft",
+    "thinking_end",
+)

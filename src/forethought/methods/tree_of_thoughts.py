@@ -1,0 +1,237 @@
+"""Tree of thoughts: the model proposes steps and judges them itself, over a breadth or depth first
+search.
+
+Steps ("thoughts") are sampled one by one (``"sample"``), or the model is asked for several at once,
+one per line (``"propose"``). They are judged one by one: the model is asked several times whether
+the answer so far can succeed, and says sure, likely or impossible (``"value"``); or against each
+other: it is asked several times which one is the most promising (``"vote"``)::
+
+    breadth first   all steps from the b best beams -> judge -> the b best -> ...
+    depth first     the best step first, down to an answer; beams judged too low are not entered
+
+Proposed steps do not end an answer: that is generated as the last of ``max_steps``.
+Questions to the model are put behind the beam that they are about, as a fork of it.
+
+Paper: Yao et al., "Tree of Thoughts: Deliberate Problem Solving with Large Language Models", 2023.
+arXiv 2305.10601, section 3 (algorithms 1 and 2). The numbers are those of its Game of 24 (b = 5,
+three values of sure = 20, likely = 1 and impossible = 0.001); the wording of the prompts is ours.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter
+
+from forethought.errors import ParameterError
+from forethought.scaffolding.controller import Controller
+from forethought.scaffolding.parallel import Process
+from forethought.scaffolding.search import (
+    MAX_STEPS,
+    STEP_TOKEN,
+    Beam,
+    Search,
+    SearchController,
+    best_of,
+    merged,
+)
+from forethought.scaffolding.settings import POSITIVE_INT, TEXT, OnFailure, validated
+from forethought.scaffolding.task import GenerationTask
+
+PROPOSE = "\n\nPossible next steps, one per line:\n"
+VALUE = "\n\nCan this still lead to the right answer? One word (sure, likely or impossible):"
+VOTE = "\n\n{choices}\nThe number of the most promising of these attempts is"
+VALUES: Mapping[str, float] = {"sure": 20.0, "likely": 1.0, "impossible": 0.001}
+"""What each word of a judgement counts."""
+
+_KINDS: Mapping[str, TypeAdapter[Any]] = {
+    "strategy": TypeAdapter(Literal["bfs", "dfs"]),
+    "thoughts": TypeAdapter(Literal["sample", "propose"]),
+    "evaluation": TypeAdapter(Literal["value", "vote"]),
+    "threshold": TypeAdapter(Annotated[float, Field(allow_inf_nan=False)]),
+}
+
+
+class TreeOfThoughtsController(SearchController):
+    """Searches over steps that the model proposes and judges itself (tree of thoughts).
+
+    Args:
+        generation_controller: generates steps and judgements; it is given many tasks at once.
+        reward_controller: scores beams in place of the model.
+        default_sample_num: beams that breadth first search continues; depth first search does not
+            use it.
+        num_thoughts: next steps that are sampled for a beam, or at most taken from a proposal.
+        strategy: ``"bfs"`` or ``"dfs"``.
+        thoughts: how steps are found, ``"sample"`` or ``"propose"``.
+        evaluation: how the model judges them, ``"value"`` or ``"vote"``.
+        num_evaluations: judgements per beam, or votes per level.
+        threshold: depth first search enters beams with a higher score only.
+        max_expansions: beams that depth first search continues at most.
+        judgement_tokens: most tokens of a judgement.
+        prompts: texts for ``"propose"``, ``"value"`` and ``"vote"`` in place of the built-in ones;
+            that of the vote has ``{choices}`` in it.
+        step_token: text that ends a step.
+        max_steps: steps of an answer; the last one goes on to its end.
+        on_failure: ``"drop"`` goes on without beams and judgements whose generation failed.
+
+    Raises:
+        ParameterError: a setting of the wrong kind.
+    """
+
+    name = "tree_of_thoughts"
+
+    def __init__(
+        self,
+        generation_controller: Controller,
+        reward_controller: Controller | None = None,
+        default_sample_num: int = 5,
+        num_thoughts: int = 5,
+        *,
+        strategy: Literal["bfs", "dfs"] = "bfs",
+        thoughts: Literal["sample", "propose"] = "sample",
+        evaluation: Literal["value", "vote"] = "value",
+        num_evaluations: int = 3,
+        threshold: float = 0.01,
+        max_expansions: int = 100,
+        judgement_tokens: int = 16,
+        prompts: Mapping[str, str] | None = None,
+        step_token: str = STEP_TOKEN,
+        max_steps: int = MAX_STEPS,
+        on_failure: OnFailure = "raise",
+    ) -> None:
+        super().__init__(
+            generation_controller,
+            reward_controller,
+            default_sample_num=default_sample_num,
+            step_token=step_token,
+            max_steps=max_steps,
+            on_failure=on_failure,
+        )
+        self.judges_itself = reward_controller is None
+        self.num_thoughts = validated("num_thoughts", num_thoughts, POSITIVE_INT)
+        self.num_evaluations = validated("num_evaluations", num_evaluations, POSITIVE_INT)
+        self.max_expansions = validated("max_expansions", max_expansions, POSITIVE_INT)
+        self.judgement_tokens = validated("judgement_tokens", judgement_tokens, POSITIVE_INT)
+        self.strategy = validated("strategy", strategy, _KINDS["strategy"])
+        self.thoughts = validated("thoughts", thoughts, _KINDS["thoughts"])
+        self.evaluation = validated("evaluation", evaluation, _KINDS["evaluation"])
+        self.threshold = validated("threshold", threshold, _KINDS["threshold"])
+        self.prompts = _checked_prompts(prompts or {})
+
+    def search(self, search: Search, count: int) -> Process:
+        """See ``SearchController``."""
+        if self.strategy == "bfs":
+            yield from self._breadth_first(search, count)
+        else:
+            yield from self._depth_first(search)
+        yield from search.complete_best()
+
+    def _breadth_first(self, search: Search, count: int) -> Process:
+        kept = [search.root]
+        while not all(beam.finished for beam in kept):
+            going = [beam for beam in kept if not beam.finished]
+            grown = yield from self._continue(search, going)
+            beams = merged([*(beam for beam in kept if beam.finished), *grown])
+            yield from self._judge(search, beams)
+            kept = best_of(beams, count)
+
+    def _depth_first(self, search: Search) -> Process:
+        waiting = [search.root]
+        for _ in range(self.max_expansions):
+            if not waiting:
+                break
+            beam = waiting.pop()
+            if beam.finished:
+                break
+            beams = merged((yield from self._continue(search, [beam])))
+            yield from self._judge(search, beams)
+            entered = [b for b in beams if b.score is not None and b.score > self.threshold]
+            waiting += reversed(best_of(entered, len(entered)))
+
+    # ---- steps --------------------------------------------------------------------------------
+
+    def _continue(self, search: Search, beams: Sequence[Beam]) -> Process:
+        """The next steps of the beams, all of which have as many; the last one is generated."""
+        if self.thoughts == "sample" or any(map(search.is_last, beams)):
+            wanted = [(beam, number) for beam in beams for number in range(self.num_thoughts)]
+            grown: list[Beam] = yield from search.step(wanted)
+            return grown
+        tasks = [search.fork(beam, self.prompts["propose"], 0) for beam in beams]
+        yield from search.ask(tasks)
+        return [
+            step
+            for beam, task in zip(beams, tasks, strict=True)
+            for step in self._proposed(search, beam, task)
+        ]
+
+    def _proposed(self, search: Search, beam: Beam, task: GenerationTask) -> list[Beam]:
+        lines = [line.strip() for line in (task.output_str or "").splitlines()]
+        steps = dict.fromkeys(line for line in lines if line)
+        end = search.settings.step_token
+        return [
+            search.insert(beam, step + end, number)
+            for number, step in enumerate([*steps][: self.num_thoughts])
+        ]
+
+    # ---- judgements ---------------------------------------------------------------------------
+
+    def _judge(self, search: Search, beams: Sequence[Beam]) -> Process:
+        """Score the beams."""
+        if not self.judges_itself:
+            yield from search.score(beams)
+            return
+        new = [beam for beam in beams if beam.score is None]
+        if self.evaluation == "value":
+            yield from self._value(search, new)
+        else:
+            yield from self._vote(search, beams)
+        search.note(new)
+
+    def _value(self, search: Search, beams: Sequence[Beam]) -> Process:
+        numbers = range(self.num_evaluations)
+        asked = {
+            id(beam): [self._question(search, beam, self.prompts["value"], n) for n in numbers]
+            for beam in beams
+        }
+        yield from search.ask([task for tasks in asked.values() for task in tasks])
+        for beam in beams:
+            beam.score = math.fsum(_value_of(task.output_str or "") for task in asked[id(beam)])
+
+    def _vote(self, search: Search, beams: Sequence[Beam]) -> Process:
+        choices = "\n".join(f"{n}.\n{beam.text}" for n, beam in enumerate(beams, start=1))
+        prompt = self.prompts["vote"].replace("{choices}", choices)
+        numbers = range(self.num_evaluations)
+        tasks = [self._question(search, search.root, prompt, number) for number in numbers]
+        yield from search.ask(tasks)
+        votes = [_number_of(task.output_str or "") for task in tasks]
+        for number, beam in enumerate(beams, start=1):
+            beam.score = float(votes.count(number))
+
+    def _question(self, search: Search, beam: Beam, prompt: str, number: int) -> GenerationTask:
+        return search.fork(beam, prompt, number, max_tokens=self.judgement_tokens)
+
+
+def _value_of(text: str) -> float:
+    """What the last judgement in a text counts; 0 if there is none."""
+    words = re.findall("|".join(VALUES), text.lower())
+    return VALUES[words[-1]] if words else 0.0
+
+
+def _number_of(text: str) -> int | None:
+    found = re.search(r"\d+", text)
+    return int(found[0]) if found else None
+
+
+def _checked_prompts(given: Mapping[str, str]) -> dict[str, str]:
+    known = {"propose": PROPOSE, "value": VALUE, "vote": VOTE}
+    if unknown := given.keys() - known:
+        raise ParameterError.unknown("prompts", unknown, known)
+    prompts = known | {name: validated(name, text, TEXT) for name, text in given.items()}
+    if "{choices}" not in prompts["vote"]:
+        raise ParameterError(
+            "invalid prompt of the vote", "it has no {choices} in it", "Say where they stand"
+        )
+    return prompts

@@ -1,0 +1,142 @@
+"""SpecReason: which steps of the small model are kept, and what the base model writes."""
+
+from __future__ import annotations
+
+import pytest
+
+from engines import expect_empty
+from forethought import LLM, methods
+from forethought.errors import BudgetExceeded, ParameterError, TaskError
+from forethought.methods import SpecReasonController
+from forethought.methods.specreason import SCORE_PROMPT
+from forethought.scaffolding import Budget, EngineWorker, Reply, ScaffoldingLlm, ScriptedWorker
+from tokens import thinking
+
+TAG = SpecReasonController.WorkerTag
+SMALL = ["s1\n\n", "s2\n\n", "s3</think>x"]
+BASE = ["b1\n\n", "b2\n\n", "b3</think>y"]
+
+
+def small_says(prompt, index=0):
+    return SMALL[prompt.count("\n\n")]
+
+
+def base_says(scores):
+    """The base model, which gives these scores in turn."""
+    given = iter(scores)
+
+    def script(prompt, index):
+        if prompt.endswith(SCORE_PROMPT):
+            return next(given)
+        return "answer" if "</think>" in prompt else BASE[prompt.count("\n\n")]
+
+    return script
+
+
+def solve(scores, *, prompt="p", budget=None, params=None, small=small_says, **settings):
+    """The result, and the workers of the small and the base model."""
+    controller = methods.create("specreason", **settings)
+    workers = {TAG.SMALL: ScriptedWorker(small), TAG.BASE: ScriptedWorker(base_says(scores))}
+    with ScaffoldingLlm(controller, workers) as llm:
+        result = llm.generate(prompt, sampling_params=params, budget=budget)
+    return result, *workers.values()
+
+
+@pytest.mark.parametrize(
+    ("scores", "text", "accepted"),
+    [
+        ("999", "s1\n\ns2\n\ns3</think>answer", 3),
+        ("679", "b1\n\ns2\n\ns3</think>answer", 2),
+        ("7x6", "s1\n\nb2\n\nb3</think>answer", 1),
+        ("000", "b1\n\nb2\n\nb3</think>answer", 0),
+    ],
+)
+def test_steps_of_seven_and_more_are_kept_and_others_are_rewritten(scores, text, accepted):
+    result, small, base = solve(scores)
+    assert result.output.text == text
+    told = result.output.meta["specreason"]
+    assert told["scores"] == [int(score) if score.isdigit() else 0 for score in scores]
+    assert (told["accepted"], told["rejected"]) == (accepted, 3 - accepted)
+    assert len(small.calls) == 3
+    assert len(base.calls) == 3 + (3 - accepted) + 1
+    assert result.output.finish_reason == "stop"
+
+
+def test_the_score_is_one_token_behind_the_step_and_drawn_greedily():
+    _, _, base = solve("999", params={"temperature": 0.6})
+    judged = base.calls[0]
+    assert judged.prompt == f"ps1{SCORE_PROMPT}"
+    assert (judged.task.max_tokens, judged.task.temperature) == (1, 0.0)
+    assert base.calls[-1].task.temperature == 0.6
+
+
+def test_the_first_steps_are_the_base_models_and_the_threshold_can_be_set():
+    result, small, _ = solve("99", first_n_base_steps=1)
+    assert result.output.text == "b1\n\ns2\n\ns3</think>answer"
+    assert result.output.meta["specreason"]["scores"] == [None, 9, 9]
+    assert len(small.calls) == 2
+    assert solve("345", score_threshold=4)[0].output.text == "b1\n\ns2\n\ns3</think>answer"
+
+
+def test_behind_as_many_steps_as_allowed_the_base_model_writes_the_rest():
+    result, small, _ = solve("9", max_steps=1)
+    assert result.output.text == "s1\n\nb2\n\n"
+    assert len(small.calls) == 1
+
+
+def test_a_long_step_is_cut_and_an_output_without_a_thought_ends_where_it_ends():
+    def small(prompt, index):
+        return "abcdef"[len(prompt) - 1 :]
+
+    result, worker, _ = solve("9999", small=small, step_tokens=4, think_end=None)
+    assert result.output.text == "abcdef"
+    assert [len(call.prompt) for call in worker.calls] == [1, 5]
+
+
+def test_max_tokens_is_that_of_the_whole_output():
+    result, _, _ = solve("999", params={"max_tokens": 5})
+    assert result.output.finish_reason == "length"
+    assert result.output.text == "s1\n\ns2\n\ns"
+
+
+@pytest.mark.parametrize(
+    ("budget", "text"),
+    [(Budget(calls=3), "s1\n\n"), (Budget(calls=4), "s1\n\ns2\n\n"), (Budget(tokens=4), "s1\n\n")],
+)
+def test_what_there_is_at_the_end_of_the_budget_is_returned(budget, text):
+    result, _, _ = solve("999", budget=budget)
+    assert (result.output.text, result.output.finish_reason) == (text, "length")
+    assert result.output.meta["specreason"]["budget_ended"]
+    with pytest.raises(BudgetExceeded):
+        solve("999", budget=Budget(calls=1))
+
+
+def test_a_failing_draft_fails_the_request():
+    with pytest.raises(TaskError, match="gone"):
+        solve("9", small=lambda prompt, index: Reply("", error=OSError("gone")))
+
+
+def test_what_it_cannot_honour_is_refused():
+    with pytest.raises(ParameterError, match="works in text"):
+        solve("9", prompt=[1, 2])
+    with pytest.raises(ParameterError, match="cannot honour thinking_budget"):
+        solve("9", params={"thinking_budget": 3})
+    for settings in ({"score_threshold": 11}, {"step_end": ""}, {"first_n_base_steps": -1}):
+        with pytest.raises(ParameterError):
+            methods.create("specreason", **settings)
+
+
+def test_on_two_engines_the_base_model_decodes_one_token_per_kept_step():
+    fields = {"kv_cache_config": {"max_tokens": 4096, "page_size": 4}, "dtype": "float32"}
+    small, base = LLM(thinking(), **fields), LLM(thinking(), **fields)
+    controller = methods.create("specreason", score_threshold=0, step_tokens=8, think_end=None)
+    params = {"temperature": 1.0, "seed": 2, "ignore_eos": True, "max_tokens": 24}
+    with EngineWorker(small) as drafting, EngineWorker(base) as judging:
+        with ScaffoldingLlm(controller, {TAG.SMALL: drafting, TAG.BASE: judging}) as llm:
+            result = llm.generate("a b c", sampling_params=params)
+        told = result.output.meta["specreason"]
+        assert told["accepted"] == len(told["scores"]) == judging.llm.stats.decoded >= 3
+        assert drafting.llm.stats.decoded == 24
+        assert result.output.finish_reason == "length"
+        expect_empty(small._frontend.engine)
+        expect_empty(base._frontend.engine)
