@@ -27,7 +27,9 @@ def test_methods_lists_every_method_with_paper_and_defaults(capsys):
 
 
 def test_every_setting_of_a_built_in_method_is_explained(capsys):
-    for name in ("plain", "dynasor", "majority_vote", "best_of_n"):
+    on_budgets = ("budget_forcing", "no_thinking", "budget_vote")
+    choosing = ("majority_vote", "best_of_n", "deepconf", "deepconf_online", "compute_optimal")
+    for name in ("plain", "dynasor", *choosing, *on_budgets):
         method = methods.describe(name)
         assert method.explanations.keys() == method.parameters.keys(), name
         assert all(method.explanations.values())
@@ -63,13 +65,16 @@ def test_eval_compares_methods_on_a_model_and_problems_of_ones_own(tmp_path, cap
     [
         (["--data", "/nowhere.jsonl"], "/nowhere.jsonl"),
         (["--methods", "plain,nonsense"], "nonsense"),
-        (["--methods", ""], "unknown method"),
+        (["--methods", ""], "empty entry"),
         (["--methods", "plain", "--set", "chunk_size=3"], "chunk_size"),
         (["--problems", "0"], "1 to 200"),
         (["--samples", "0"], "at least 1"),
         (["--in-flight", "0"], "at least 1"),
         (["--temperature", "-1"], "temperature"),
         (["--revision", "main"], "--revision needs --model"),
+        (["--thinking-budget", "-1"], "thinking_budget"),
+        (["--thinking-budget", "2", "--thinking-soft", "3"], "thinking_soft"),
+        (["--thinking-field", "budget"], "--thinking-field needs --url"),
     ],
 )
 def test_eval_refuses_what_cannot_be(capsys, options, said):
@@ -85,13 +90,28 @@ def test_a_folder_that_cannot_be_made_is_refused_before_anything_has_run(tmp_pat
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_the_demo_runs_its_four_methods_on_the_embedded_reasoner(tmp_path, capsys):
+def test_the_demo_tells_three_stories_on_the_embedded_models(tmp_path, capsys):
     assert main(["demo", "--problems", "1", "--out", str(tmp_path / "new" / "one")]) == 0
     out, err = capsys.readouterr()
     rows = json.loads(out.splitlines()[-1])["rows"]
-    assert len(rows) == 4
+    assert [row["task"] for row in rows] == ["arithmetic"] * 2 + ["countdown"] * 3
     assert all(row["tokens_generated"] > 0 for row in rows)
+    assert [row["method"] for row in rows if "paired_p" in row] == [
+        "dynasor",
+        "majority_vote@8",
+        "repeated_sampling@16",
+    ]
     assert "8/8" in err
+
+
+def test_a_method_that_verifies_gets_the_checker_of_its_task(tmp_path, capsys):
+    options = ["--task", "countdown", "--problems", "2", "--out", str(tmp_path)]
+    options += ["--methods", "repeated_sampling@2", "--max-tokens", "40", "--all-samples"]
+    assert main(["eval", *options]) == 0
+    [row] = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert row["pass_at_k"].keys() == {"1", "2"}
+    assert main(["eval", "--methods", "repeated_sampling", "--problems", "2"]) == 2
+    assert "needs 'verifier'" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -105,6 +125,13 @@ def own_problems(tmp_path):
     data = tmp_path / "own.jsonl"
     data.write_text('{"question": "1?", "answer": 1}\n' * 3 + '{"question": "2?", "answer": 2}\n')
     return ["--data", str(data), "--out", str(tmp_path / "out")]
+
+
+def test_eval_gives_every_attempt_the_thinking_budget(server, tmp_path):
+    options = ["--url", server.url, "--api-model", "m", "--samples", "2", "--max-tokens", "9"]
+    options += ["--thinking-budget", "3", "--thinking-field", "thinking_token_budget"]
+    assert main(["eval", *options, *own_problems(tmp_path)]) == 0
+    assert {body["thinking_token_budget"] for body in server.requests} == {3}
 
 
 def test_eval_compares_methods_on_a_server(server, tmp_path, capsys, monkeypatch):
@@ -206,6 +233,10 @@ def test_eval_has_best_of_n_judged_by_a_reward_model(tmp_path, capsys):
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     assert [row["method"] for row in rows] == ["plain", "best_of_n"]
     assert 40 * 2 < rows[1]["tokens_generated"] <= 40 * 4
+    config = tmp_path / "prm" / "config.json"
+    config.write_text(config.read_text() + "\n")
+    assert main(["eval", *both]) == 2  # the journal is another judge's
+    assert "reward_model.files" in capsys.readouterr().err
     assert main(["eval", *options, "--methods", "best_of_n"]) == 2
     assert "Give --reward-model DIR" in capsys.readouterr().err
     assert main(["eval", *options, "--reward-model", reward_model]) == 2

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from forethought import __version__
+from forethought import __version__, assets
 from forethought.cli import doctor, machine
 from forethought.cli.main import main
 
@@ -34,12 +34,15 @@ def test_the_doctor_names_versions_processor_extras_and_paths(capsys):
         assert f"\n  {extra:<8}" in shown
     assert "\n  dev" not in shown
     assert "linear layers, bfloat16" in shown
+    for name in assets.names():
+        assert f"\n  {name:<22}ready" in shown
+    assert "\nsandbox " in shown
 
 
 def test_programs_are_told_the_same_in_json(capsys):
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found.keys() >= {"versions", "processor", "extras", "torch", "fast_paths"}
+    assert found.keys() >= {"versions", "processor", "extras", "torch", "fast_paths", "sandbox"}
     assert found["processor"]["cores"] == machine.num_cores()
 
 
@@ -87,6 +90,22 @@ def test_a_source_tree_that_is_not_installed_is_said_to_be_one(monkeypatch):
 
     monkeypatch.setattr(metadata, "requires", requires)
     assert "is not installed" in "\n".join(doctor.lines(doctor.examine()))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "said"),
+    [
+        ({"namespaces": None, "landlock": None}, "namespaces"),
+        ({"namespaces": "not allowed", "landlock": None}, "landlock; no namespaces: not allowed"),
+        (
+            {"namespaces": "not allowed", "landlock": "old kernel"},
+            "none: programs run only with --unsafe-code; no namespaces: not allowed; "
+            "no landlock: old kernel",
+        ),
+    ],
+)
+def test_the_isolation_of_programs_comes_with_what_a_better_one_lacks(kinds, said):
+    assert doctor._sandbox_line(kinds) == said
 
 
 def test_every_extra_for_users_is_looked_for():

@@ -1,5 +1,6 @@
 """``forethought generate``: what it prints where, and what it refuses."""
 
+import argparse
 import io
 import json
 import math
@@ -11,14 +12,15 @@ from transformers import Qwen2ForSequenceClassification, Qwen2ForTokenClassifica
 from forethought import assets
 from forethought.cli.backend import Respondent
 from forethought.cli.main import main
-from forethought.cli.options import INTRODUCTION
+from forethought.cli.options import INTRODUCTION, add_model_options, llm_args_of
 from forethought.config.sampling import SamplingParams
+from forethought.errors import ParameterError
 from forethought.llm.llm import LLM
 from forethought.methods import MajorityVoteController
 from forethought.scaffolding import NativeGenerationController
 from openai_server import serving
 from reward_models import save
-from tokens import speaking
+from tokens import speaking, thinking
 
 MODEL = speaking("byte_level")
 QUESTION = "Hello world"
@@ -95,6 +97,40 @@ def test_the_answer_has_the_shape_that_was_asked_for(capsys, tmp_path):
     assert capsys.readouterr().out in ("yes\n", "no\n")
 
 
+def test_a_thinking_budget_closes_the_thought_and_is_told(capsys):
+    model = ["--model", str(thinking()), "--dtype", "float32", "--max-tokens", "12"]
+    assert main(["generate", QUESTION, *model, "--thinking-budget", "5", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["thinking"] == {"num_tokens": 5, "end": "budget"}
+    assert "</think>" in report["text"]
+    assert main(["generate", QUESTION, *model, "--thinking-budget", "0"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("</think>")
+    assert "0 tokens of thought, closed by budget" in err
+
+
+def test_a_thinking_budget_that_cannot_be_kept_is_refused(capsys):
+    assert "thinking_budget" in refused(capsys, "--thinking-budget", "-1")
+    limits = ["--thinking-budget", "3", "--thinking-soft", "5"]
+    assert "thinking_soft" in refused(capsys, *limits)
+    assert "no thoughts" in refused(capsys, "--model", str(MODEL), "--thinking-budget", "3")
+    assert "--thinking-field needs --url" in refused(capsys, "--thinking-field", "budget")
+
+
+def test_a_server_gets_the_thinking_budget_in_its_own_field(capsys):
+    with serving() as server:
+        options = ["--url", server.url, "--api-model", "m", "--thinking-budget", "4"]
+        assert main(["generate", "Q", *options, "--thinking-field", "thinking_token_budget"]) == 0
+        assert server.requests[0]["thinking_token_budget"] == 4
+        capsys.readouterr()
+        assert main(["generate", "Q", *options]) != 0
+        assert "in chats, cannot honour thinking_budget" in capsys.readouterr().err
+        unthinking = ["--method", "no_thinking", "--set", "thinking_end=null"]
+        field = ["--thinking-field", "thinking_token_budget"]
+        assert main(["generate", "Q", *options[:4], *unthinking, *field]) == 0
+        assert server.requests[-1]["thinking_token_budget"] == 0
+
+
 def test_shapes_that_cannot_be_are_refused(capsys):
     assert "regex and choice" in refused(capsys, "--regex", "a", "--choice", "b")
     assert "cannot read the schema" in refused(capsys, "--json-schema", "/no/such/file")
@@ -140,6 +176,35 @@ def test_without_a_model_the_embedded_reasoner_answers_and_says_what_it_is(capsy
         assert json.loads(out)["model"] == "embedded reasoner"
 
 
+def test_embedded_models_are_chosen_by_name(capsys):
+    asked = ["generate", "Tom has 3 pens. He buys 4 more.", "--max-tokens", "5"]
+    assert main(asked) == 0
+    expected = capsys.readouterr().out
+    assert main([*asked, "--model", "forethought/reasoner"]) == 0
+    out, err = capsys.readouterr()
+    assert out == expected
+    assert INTRODUCTION not in err
+    asked = ["generate", "Use 2 and 3 to make 6.", "--max-tokens", "5", "--json"]
+    assert main([*asked, "--model", "forethought/countdown"]) == 0
+    assert json.loads(capsys.readouterr().out)["model"] == "forethought/countdown"
+
+
+def test_the_reasoner_by_name_drafts_with_its_own_model_and_the_countdown_model_has_none():
+    parser = argparse.ArgumentParser()
+    add_model_options(parser)
+    asked = ["--speculative", "draft_target", "--model"]
+    fields = llm_args_of(parser.parse_args([*asked, "forethought/reasoner"]))
+    (config,) = fields["speculative_config"]
+    assert str(config.speculative_model) == str(assets.drafter_dir())
+    with pytest.raises(ParameterError, match="needs --draft-model"):
+        llm_args_of(parser.parse_args([*asked, "forethought/countdown"]))
+
+
+def test_an_unknown_embedded_model_is_refused_by_name(capsys):
+    said = refused(capsys, "--model", "forethought/countdwon")
+    assert "did you mean 'forethought/countdown'" in said
+
+
 def test_the_embedded_model_has_as_many_parameters_as_it_says():
     with safe_open(assets.reasoner_dir() / "model.safetensors", "pt") as weights:
         count = sum(math.prod(weights.get_slice(key).get_shape()) for key in weights.offset_keys())
@@ -162,7 +227,7 @@ def test_a_vote_draws_eight_samples_unless_it_is_told_otherwise(capsys, monkeypa
 
 
 def test_ctrl_c_leaves_the_text_so_far_on_a_line_of_its_own(capsys, monkeypatch):
-    def interrupted(self, prompt, params, write):
+    def interrupted(self, prompt, params, write, question):
         write("half an ans")
         raise KeyboardInterrupt
 

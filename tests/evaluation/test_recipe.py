@@ -3,7 +3,8 @@
 import pytest
 
 from forethought.errors import ParameterError
-from forethought.evaluation.recipe import demo_recipes, recipe
+from forethought.evaluation.recipe import recipe, with_each_count, within_each
+from forethought.scaffolding.budget import Budget
 
 
 @pytest.mark.parametrize("spec", ["plain", "dynasor"])
@@ -25,6 +26,52 @@ def test_settings_reach_the_method_and_win_over_the_number_of_samples():
         recipe("plain", settings={"default_sample_num": 3})
 
 
-def test_the_demo_compares_the_four_promised_methods_with_plain_first():
-    names = [made.name for made in demo_recipes()]
-    assert names == ["plain", "dynasor", "majority_vote", "dynasor+majority_vote"]
+def test_samples_behind_a_name_win_over_the_default_and_chains_multiply():
+    made = recipe("majority_vote@3+majority_vote", samples=5)
+    assert made.controller.default_sample_num == 5
+    assert made.controller.generation_controller.default_sample_num == 3
+    assert made.chains == 15
+    assert recipe("majority_vote@3", samples=5).chains == 3
+    assert recipe("plain").chains == 1
+
+
+def test_samples_that_are_drawn_one_after_the_other_are_one_chain():
+    settings = {"verifier": "countdown"}
+    assert recipe("repeated_sampling@16", settings=settings).chains == 1
+    assert recipe("repeated_sampling@16", settings={**settings, "concurrency": 4}).chains == 4
+    assert (
+        recipe("repeated_sampling@16", settings={**settings, "concurrency": "doubling"}).chains
+        == 16
+    )
+    assert recipe("majority_vote@3+repeated_sampling@16", settings=settings).chains == 3
+
+
+def test_the_outermost_method_that_draws_samples_is_tried_with_each_number():
+    assert with_each_count("plain", ["2", "4"]) == ["plain"]
+    assert with_each_count("dynasor+majority_vote", ["2", " 4"]) == [
+        "dynasor+majority_vote@2",
+        "dynasor+majority_vote@4",
+    ]
+    assert with_each_count("majority_vote@3", ["2"]) == ["majority_vote@3"]
+    assert with_each_count("majority_vote@3+majority_vote", ["2"]) == [
+        "majority_vote@3+majority_vote@2"
+    ]
+
+
+def test_the_number_of_samples_is_among_the_settings():
+    assert recipe("majority_vote", samples=5).to_dict()["settings"] == {"default_sample_num": "5"}
+    assert recipe("majority_vote@5").to_dict()["settings"] == {}
+
+
+def test_a_recipe_is_named_by_the_budget_that_is_tried():
+    plain = recipe("plain")
+    some, none = within_each(plain, [Budget(tokens=50), None])
+    assert (some.name, some.budget.tokens) == ("plain in 50", 50)
+    assert none is plain
+    assert some.to_dict() == {
+        "name": "plain in 50",
+        "sampling_params": {"temperature": 0.0, "top_p": 1.0},
+        "settings": {},
+        "budget": {"tokens": 50, "calls": None, "seconds": None},
+        "repeats": 1,
+    }

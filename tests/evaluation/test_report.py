@@ -1,20 +1,29 @@
-"""The table, the JSON line and the plot of a comparison."""
+"""Rows, tables, plot and report of a comparison."""
 
 import io
 import itertools
 import json
+import re
+from dataclasses import replace
 
+import pytest
+
+from forethought.evaluation.journal import Attempt
+from forethought.evaluation.problems import Problem
 from forethought.evaluation.report import (
-    Proportion,
+    Report,
     ReportRow,
     count_of,
     draw,
-    json_line,
-    race_table,
+    front_of,
+    outcomes_of,
+    row_of,
     save_plot,
     table,
     times,
 )
+from forethought.evaluation.statistics import Proportion, clustered_interval, compare_pairs
+from forethought.outputs import Usage
 
 ROWS = [
     ReportRow("plain", Proportion(15, 20), 50_000, 1_200, 30.25),
@@ -52,27 +61,161 @@ def test_one_is_no_plural():
     ]
 
 
-def test_a_race_says_how_many_times_faster_than_the_first():
-    slow = ReportRow("plain", Proportion(10, 10), 2_000, 300, 4.0)
-    fast = ReportRow("dynasor", Proportion(9, 10), 1_000, 900, 1.0)
-    last = race_table([("", slow), ("ngram", fast)], 10).splitlines()[-1]
-    assert "9 of 10" in last
-    assert last.endswith("0.10  4.0 times faster")
-
-
-def test_the_json_line_is_one_line_with_the_promised_fields():
-    line = json_line(ROWS)
-    assert "\n" not in line
-    rows = json.loads(line)["rows"]
-    assert [row["method"] for row in rows] == ["plain", "dynasor", "majority_vote"]
-    assert rows[0] == {
+def test_the_json_object_is_one_line_with_the_promised_fields():
+    line = Report("three methods", ROWS, further={"problems": 20}).json_line()
+    assert line.endswith("}\n")
+    assert line.count("\n") == 1
+    report = json.loads(line)
+    assert [row["method"] for row in report["rows"]] == ["plain", "dynasor", "majority_vote"]
+    assert report["rows"][0] == {
         "method": "plain",
         "accuracy": 0.75,
         "accuracy_ci": [0.5313, 0.8881],
         "tokens_generated": 50_000,
         "tokens_prefilled": 1_200,
+        "tokens_wasted": 0,
         "seconds": 30.25,
     }
+    assert report["front"] == ["dynasor", "plain", "majority_vote"]
+    assert (report["problems"], report["notes"]) == (20, [])
+
+
+# ---- rows of made-up attempts --------------------------------------------------------------------
+
+
+def attempt(number, correct, sample=0, candidates=(), method="plain"):
+    """Took 100 tokens and 10 more for each number; its answer has 40."""
+    usage = Usage(decoded=100 + 10 * number, prefilled=7)
+    problem = Problem(f"{number}", "?", "1")
+    return Attempt(
+        *(method, problem, "text", correct, number, sample),
+        usage=usage,
+        num_answer_tokens=40,
+        elapsed=1.5 * (number + 1),
+        candidates=candidates,
+    )
+
+
+def test_a_row_sums_up_its_attempts():
+    row = row_of("plain", [attempt(0, True), attempt(1, False), attempt(2, True)])
+    assert (row.correct.successes, row.correct.trials) == (2, 3)
+    assert (row.tokens_generated, row.tokens_prefilled, row.tokens_wasted) == (330, 21, 210)
+    assert (row.seconds, row.tokens_per_attempt) == (4.5, 110.0)
+    assert row.accuracy_interval == row.correct.interval()
+    assert row.pass_at_k == {}
+
+
+def test_repeated_attempts_are_clusters_and_give_pass_at_k():
+    outcomes = [[True, True], [True, False], [False, False]]
+    made = [attempt(n, right, s) for n, one in enumerate(outcomes) for s, right in enumerate(one)]
+    row = row_of("plain", made[::-1])
+    assert row.accuracy_interval == clustered_interval(outcomes)
+    assert row.pass_at_k == pytest.approx({1: 1 / 2, 2: 2 / 3})
+
+
+def test_samples_of_a_method_give_pass_at_k_unless_some_were_ended_early():
+    drawn = [(True, False, False, False), (False, False, False, False)]
+    made = [attempt(n, False, candidates=one) for n, one in enumerate(drawn)]
+    assert row_of("vote", made).pass_at_k == pytest.approx({1: 1 / 8, 2: 1 / 4, 4: 1 / 2})
+    early = [made[0], attempt(1, True, candidates=(None,) * 4)]
+    assert row_of("vote", early).pass_at_k == {}
+
+
+# ---- the whole report ----------------------------------------------------------------------------
+
+FIRST = [attempt(n, n % 2 == 0) for n in range(8)]
+SECOND = [attempt(n, n != 1, candidates=(n > 3, n != 1), method="vote@2") for n in range(8)]
+
+
+def made_up() -> Report:
+    paired = compare_pairs("plain", outcomes_of(FIRST), outcomes_of(SECOND))
+    columns = {"regret": 0.125}
+    second = replace(row_of("vote@2", SECOND), paired=paired, columns=columns)
+    rows = [row_of("plain", FIRST), second]
+    return Report("8 problems", rows, ["A note <here>."], {"seed": 0}, {"task": "arithmetic"})
+
+
+GOLDEN = """\
+# 8 problems
+
+| method | accuracy | 95 % interval | generated | prefilled | wasted | seconds | difference | p | \
+tokens |
+| :-- | --: | --: | --: | --: | --: | --: | --: | --: | --: |
+| plain | 50.0% | 21.5% to 78.5% | 1,080 | 56 | 760 | 12.0 |  |  |  |
+| vote@2 | 87.5% | 52.9% to 97.8% | 1,080 | 56 | 760 | 12.0 | +37.5 (-9.7 to +69.7) | 0.25 | \
+the same as plain |
+
+| method | pass@1 | pass@2 | regret |
+| :-- | --: | --: | --: |
+| plain |  |  |  |
+| vote@2 | 68.8% | 87.5% | 0.125 |
+
+![accuracy over tokens](comparison.png)
+
+A note <here>.
+
+```json
+{
+  "seed": 0
+}
+```
+"""
+
+
+def test_the_markdown_of_made_up_attempts():
+    assert made_up().markdown("comparison.png") == GOLDEN
+
+
+def test_the_json_of_made_up_attempts():
+    row = made_up().to_dict()["rows"][1]
+    assert row.pop("coverage_fit") == {"a": -0.3747, "b": -1.4885}
+    assert row == {
+        "method": "vote@2",
+        "accuracy": 0.875,
+        "accuracy_ci": [0.5291, 0.9776],
+        "tokens_generated": 1080,
+        "tokens_prefilled": 56,
+        "tokens_wasted": 760,
+        "seconds": 12.0,
+        "pass_at_k": {"1": 0.6875, "2": 0.875},
+        "paired_baseline": "plain",
+        "paired_better": 3,
+        "paired_worse": 0,
+        "paired_difference": 0.375,
+        "paired_difference_ci": [-0.0969, 0.6969],
+        "paired_p": 0.25,
+        "paired_test": "mcnemar",
+        "regret": 0.125,
+    }
+
+
+def test_the_page_is_complete_in_itself():
+    page = made_up().html()
+    assert page == made_up().html()
+    assert page.startswith("<!DOCTYPE html>")
+    assert "<svg" in page
+    assert "<script" not in page
+    assert not re.findall(r"""(?:src|href)=["'](?!#)|url\((?!#)|@import""", page)
+    assert "A note &lt;here&gt;." in page
+    assert "<td>+37.5 (-9.7 to +69.7)</td>" in page
+
+
+def test_the_report_is_four_files(tmp_path):
+    report = made_up()
+    plot = report.save(tmp_path / "new")
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in plot.parent.iterdir()) == [
+        f"comparison.{suffix}" for suffix in ("html", "json", "md", "png")
+    ]
+    assert plot.with_suffix(".json").read_text() == report.json_line()
+
+
+def test_the_front_is_what_no_method_beats_and_is_drawn():
+    worse = ReportRow("worse", Proportion(13, 20), 60_000, 1_200, 30.0)
+    assert [row.method for row in front_of([worse, *ROWS])] == ["dynasor", "plain", "majority_vote"]
+    lines = draw([worse, *ROWS]).axes[0].lines
+    [line] = [line for line in lines if line.get_linestyle() == "--"]
+    assert list(line.get_xdata()) == [1_000, 2_500, 20_000]
 
 
 def test_the_plot_is_a_png(tmp_path):

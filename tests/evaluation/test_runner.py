@@ -1,22 +1,24 @@
 """Solving many problems at once: what is counted, and that nothing else decides."""
 
-import io
-import json
+from dataclasses import replace
 
 import pytest
 
-from forethought.errors import ContextLengthError
-from forethought.evaluation.problems import Grader, Problem
+from forethought.errors import ContextLengthError, TaskError
+from forethought.evaluation.journal import Attempt
+from forethought.evaluation.problems import Problem
 from forethought.evaluation.recipe import Recipe, recipe
-from forethought.evaluation.report import Proportion, ReportRow
-from forethought.evaluation.runner import Attempt, EvaluationRunner, Race, _notes, _Raced, compare
+from forethought.evaluation.runner import EvaluationProgress, EvaluationRunner
 from forethought.llm.async_llm import AsyncLLM
 from forethought.scaffolding import (
     ComputeTask,
     Controller,
     NativeGenerationController,
+    Reply,
+    ScriptedWorker,
     StreamGenerationTask,
 )
+from forethought.scaffolding.budget import Budget
 from tokens import speaking
 
 PROBLEMS = [Problem(str(i), f"Hello world, how are {i}?", str(i)) for i in range(6)]
@@ -30,8 +32,11 @@ def open_llm() -> AsyncLLM:
 class Even:
     """Calls an answer right if the problem's number is even, whatever the text."""
 
-    def grade(self, text: str, reference: str) -> bool:
-        return int(reference) % 2 == 0
+    def grade(self, text: str, problem: Problem) -> bool:
+        return int(problem.answer) % 2 == 0
+
+    def close(self) -> None:
+        pass
 
 
 def run(made: Recipe, **settings) -> tuple[object, dict[str, str]]:
@@ -121,92 +126,123 @@ def test_the_instruction_is_part_of_every_prompt():
     assert run(GREEDY, instruction="Answer in a box.")[1] != run(GREEDY)[1]
 
 
+class Asked(NativeGenerationController):
+    """Keeps the question and the kind of prompt of every task."""
+
+    def __init__(self, seen: list[tuple[str | None, bool]]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    clone_shares = ("seen",)
+
+    def process(self, tasks, **kwargs):
+        self.seen += [(task.question_text, task.input_tokens is not None) for task in tasks]
+        yield from super().process(tasks, **kwargs)
+
+
+def test_methods_get_the_question_as_text_beside_the_rendered_prompt():
+    seen: list[tuple[str | None, bool]] = []
+    run(Recipe("asked", Asked(seen), GREEDY.sampling_params), instruction="Answer in a box.")
+    assert sorted(seen) == [(problem.question, True) for problem in PROBLEMS]
+
+
 def test_a_prompt_that_does_not_fit_ends_the_run_with_its_error():
     long = [*PROBLEMS, Problem("long", "Hello " * 400, "0")]
     with pytest.raises(ContextLengthError):
         EvaluationRunner(open_llm).run(GREEDY, long)
 
 
-def test_grading_looks_into_the_last_box_and_knows_mathematics():
-    grade = Grader().grade
-    assert grade("first \\boxed{3}, then \\boxed{1/2}", "\\frac{1}{2}")
-    assert not grade("first \\boxed{1/2}, then \\boxed{3}", "\\frac{1}{2}")
-    assert not grade("the answer is 3", "3")
-    assert not grade(None, "3")
-
-
-@pytest.mark.parametrize(
-    ("answer", "reference", "right"),
-    [
-        (r"50\%", "50", True),
-        (r"50\%", "0.5", True),
-        ("x = 5", "5", True),
-        (r"\sqrt{8}", r"2\sqrt{2}", True),
-        (r"\sqrt{8}", r"2\sqrt{3}", False),
-        ("", "5", False),
-    ],
-)
-def test_grading_is_as_lenient_as_math_verify(answer, reference, right, grader):
-    assert grader.grade(rf"\boxed{{{answer}}}", reference) is right
-
-
-@pytest.fixture(scope="module")
-def grader():
-    grader = Grader(time_limit=60.0)
-    yield grader
-    grader.close()
-
-
-def test_grading_plain_answers_takes_no_process():
-    grader = Grader()
-    assert grader.grade(r"\boxed{x = 0.50}", "1/2")
-    assert not grader.grade(r"\boxed{0.51}", "1/2")
-    assert not grader.grade(r"\boxed{no}", "yes")
-    assert grader._sympy is None
-    assert Grader(equivalence=lambda one, other: True).grade(r"\boxed{1}", "2")
-
-
-def test_a_comparison_reports_a_table_a_plot_and_one_json_line_last(tmp_path, capsys):
-    out = io.StringIO()
+def test_attempts_that_are_known_are_not_made_again_and_change_no_other():
     runner = EvaluationRunner(open_llm, grader=Even())
-    vote = recipe("majority_vote", samples=2, max_tokens=5)
-    compare([GREEDY, vote], PROBLEMS, runner, tmp_path, out)
-    *above, last = out.getvalue().splitlines()
-    rows = json.loads(last)["rows"]
-    assert [row["method"] for row in rows] == ["plain", "majority_vote"]
-    assert rows[0]["accuracy"] == 0.5
-    assert above[0] == "6 problems, many at once:"
-    assert "generated" in above[2]
-    assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "comparison.json").read_text() == last + "\n"
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "12/12" in captured.err
+    vote = recipe("majority_vote@3", max_tokens=6)
+    whole, new = runner.attempts(vote, PROBLEMS), []
+    resumed = runner.attempts(vote, PROBLEMS, new.append, known=whole[1:4])
+    assert sorted(attempt.number for attempt in new) == [0, 4, 5]
+    assert [replace(one, elapsed=0.0) for one in resumed] == [
+        replace(one, elapsed=0.0) for one in whole
+    ]
+    assert min(attempt.elapsed for attempt in new) > max(one.elapsed for one in whole[1:4])
 
 
-def race(drafts: str, texts: dict[str, str], tokens: int) -> _Raced:
-    return _Raced(drafts, ReportRow("plain", Proportion(1, 2), tokens, 8, 1.0), texts)
-
-
-@pytest.mark.parametrize(
-    ("texts", "tokens", "said"),
-    [
-        ({"1": "a", "2": "b"}, 50, "the same answers with ngram drafts, character for character"),
-        ({"1": "a", "2": "b"}, 60, "60 tokens generated for them instead of 50"),
-        ({"1": "a", "2": "c"}, 50, "ngram drafts changed 1 of 2 answers"),
-    ],
-)
-def test_a_race_tells_what_drafts_have_changed_beside_the_time(texts, tokens, said):
-    [note] = _notes([race("", {"1": "a", "2": "b"}, 50), race("ngram", texts, tokens)])
-    assert note.startswith("plain: ")
-    assert said in note
-
-
-def test_a_comparison_shows_its_race_first(tmp_path):
-    out = io.StringIO()
+def test_repeats_are_attempts_with_seeds_of_their_own():
     runner = EvaluationRunner(open_llm, grader=Even())
-    races = [Race(GREEDY, "", runner)]
-    compare([GREEDY], PROBLEMS[:1], runner, tmp_path, out, races)
-    shown = out.getvalue()
-    assert shown.startswith("1 problem, one at a time:\n")
-    assert shown.index("one at a time") < shown.index("1 problem, many at once")
+    once = runner.attempts(SAMPLED, PROBLEMS[:2])
+    twice = runner.attempts(replace(SAMPLED, repeats=2), PROBLEMS[:2])
+    assert [attempt.key for attempt in twice] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [attempt.text for attempt in twice[::2]] == [attempt.text for attempt in once]
+    assert twice[0].text != twice[1].text
+
+
+def scripted(script, **settings) -> EvaluationRunner:
+    """A runner whose model answers from a script."""
+    return EvaluationRunner(lambda: ScriptedWorker(script), grader=Even(), **settings)
+
+
+def test_a_seed_belongs_to_the_problems_number():
+    workers = []
+
+    def open_worker():
+        workers.append(ScriptedWorker(lambda prompt, index: "a"))
+        return workers[-1]
+
+    runner = EvaluationRunner(open_worker, grader=Even())
+    runner.attempts(GREEDY, PROBLEMS)
+    runner.attempts(GREEDY, {4: PROBLEMS[4], 2: PROBLEMS[2]})
+    seeds = [{call.prompt: call.task.seed for call in worker.calls} for worker in workers]
+    assert len(set(seeds[0].values())) == 6
+    assert seeds[1] == {PROBLEMS[n].question: seeds[0][PROBLEMS[n].question] for n in (2, 4)}
+
+
+def test_enough_ends_the_rest():
+    made = []
+    runner = scripted(lambda prompt, index: "a", in_flight=1)
+    attempts = runner.attempts(GREEDY, PROBLEMS, made.append, enough=lambda: len(made) >= 2)
+    assert attempts == made
+    assert len(made) == 2
+    assert runner.attempts(GREEDY, PROBLEMS, made.append, enough=lambda: True) == []
+
+
+def test_a_spent_budget_is_an_attempt_without_an_answer():
+    runner = scripted(lambda prompt, index: "abc")
+    vote = replace(recipe("majority_vote@3"), budget=Budget(calls=2))
+    [first, *_] = runner.attempts(vote, PROBLEMS)
+    assert (first.text, first.error) == ("", "the budget of 2 calls is spent")
+    [first, *_] = runner.attempts(replace(GREEDY, budget=Budget(tokens=2)), PROBLEMS)
+    assert (first.text, first.error) == ("ab", "")
+
+
+class Says(Even):
+    def grade(self, text: str, problem: Problem) -> bool:
+        return text == "yes"
+
+
+def test_every_sample_of_a_method_is_graded_if_all_were_finished():
+    answers = ["yes", "no", "yes", "no", "no"]
+    runner = EvaluationRunner(
+        lambda: ScriptedWorker(lambda prompt, index: answers[index]), grader=Says()
+    )
+    whole = recipe("majority_vote@5", settings={"early_stop": False})
+    assert runner.attempts(whole, PROBLEMS[:1])[0].candidates == (True, False, True, False, False)
+    worker = ScriptedWorker(["\\boxed{1}"] * 2 + [Reply("late", delay=60.0)])
+    runner = EvaluationRunner(lambda: worker, grader=Says())
+    assert runner.attempts(recipe("majority_vote@3"), PROBLEMS[:1])[0].candidates == (None,) * 3
+    assert runner.attempts(GREEDY, []) == []
+
+
+def test_a_failure_ends_the_run_and_what_was_finished_has_been_told():
+    made = []
+    replies = ["a", "b", Reply("", error=OSError("gone"))]
+    runner = scripted(replies, in_flight=1)
+    with pytest.raises(TaskError, match="gone"):
+        runner.attempts(GREEDY, PROBLEMS, made.append)
+    assert [attempt.text for attempt in made] == ["a", "b"]
+
+
+def test_the_progress_bar_shows_the_accuracy_so_far(capsys):
+    with EvaluationProgress(8) as bar:
+        bar.begin("plain")
+        scripted(lambda prompt, index: "a").attempts(GREEDY, PROBLEMS, bar)
+        bar.leave_out(2)
+    shown = capsys.readouterr().err
+    assert "6/6" in shown
+    assert "3/6 right, 50%" in shown

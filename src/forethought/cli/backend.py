@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from forethought import methods
 from forethought.cli import options
 from forethought.config.guided import GuidedDecodingParams
 from forethought.config.sampling import SamplingParams
 from forethought.errors import DependencyError, ParameterError
 from forethought.evaluation.report import count_of
-from forethought.methods import worker_tags
-from forethought.methods.stack import parameters
+from forethought.methods import Method, worker_tags
+from forethought.methods.stack import parameters, split
 from forethought.outputs import SpeculationMetrics, Usage
 from forethought.scaffolding import sampling
 from forethought.scaffolding.controller import (
@@ -33,15 +32,17 @@ from forethought.scaffolding.controller import (
     NativeChatController,
     NativeRewardController,
 )
+from forethought.scaffolding.messages import RoleMessage
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.prm_controller import PRMController
 from forethought.scaffolding.result import Delta, ScaffoldingOutput, ScaffoldingResult
 from forethought.scaffolding.scaffolding_llm import ScaffoldingLlm
-from forethought.scaffolding.task import ChatTask, RoleMessage
+from forethought.scaffolding.task import ChatTask
 from forethought.scaffolding.worker import Worker
 
 if TYPE_CHECKING:
     from forethought.llm.async_llm import AsyncLLM
+    from forethought.scaffolding.workers.concurrency import AdaptiveConcurrency
     from forethought.scaffolding.workers.reward import RewardWorker
 
 
@@ -82,6 +83,9 @@ class Answer:
             line += " (synthetic acceptance)"
         elif self.metrics.lossy:
             line += " (lossy)"
+        if (thought := self.output.thinking) is not None:
+            how = f", closed by {thought.end}" if thought.end else ""
+            line += f", {count_of(thought.num_tokens, 'token')} of thought{how}"
         return f"{line}, finished by {self.output.finish_reason}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -90,6 +94,7 @@ class Answer:
             "text": self.text,
             "token_count": self.token_count,
             "finish_reason": self.output.finish_reason,
+            "thinking": asdict(self.output.thinking) if self.output.thinking else None,
             "usage": asdict(self.usage),
             "metrics": self.metrics.to_dict() if self.metrics.steps else None,
             "seconds": round(self.seconds, 3),
@@ -112,7 +117,11 @@ class Respondent:
         self._llm = ScaffoldingLlm(controller, workers)
 
     def answer(
-        self, prompt: Any, params: Mapping[str, Any], write: Callable[[str], None]
+        self,
+        prompt: Any,
+        params: Mapping[str, Any],
+        write: Callable[[str], None],
+        question: str | None = None,
     ) -> Answer:
         """Answer one prompt.
 
@@ -120,13 +129,15 @@ class Respondent:
             prompt: of a type that the controller takes.
             params: sampling fields by name.
             write: called with each new piece of text; all pieces together are the answer.
+            question: the user's text, for a method that verifies or scores its answers.
 
         Raises:
             Exception: of the method. If ``write`` raises, or Ctrl-C is pressed, the
                 request is ended first.
         """
         began = time.perf_counter()
-        result = self._llm.generate_async(prompt, sampling_params=params)
+        asked: dict[str, Any] = {} if question is None else {"question": question}
+        result = self._llm.generate_async(prompt, sampling_params=params, **asked)
         try:
             streamed = _print(result, write)
         except BaseException:
@@ -192,7 +203,7 @@ class Judge:
     def controller(self) -> NativeRewardController:
         """Scores steps or whole answers, as the model was trained to."""
         by_step = self.worker.by_step
-        return PRMController(self.worker.tokenizer) if by_step else NativeRewardController()
+        return PRMController.of(self.worker) if by_step else NativeRewardController()
 
     @property
     def workers(self) -> dict[Any, Worker]:
@@ -236,6 +247,7 @@ def add_backend_options(parser: argparse.ArgumentParser) -> None:
         "--top-p", type=float, metavar="P", help="sample from the most probable tokens of mass P"
     )
     parser.add_argument("--seed", type=int, metavar="S", help="same seed, same tokens")
+    options.add_thinking_options(parser)
     parser.add_argument(
         "--json-schema", metavar="FILE|JSON", help="answer in JSON that fits this schema"
     )
@@ -257,6 +269,11 @@ def configure_choice(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="name of the model on that server; its key is read from OPENAI_API_KEY",
     )
+    parser.add_argument(
+        "--thinking-field",
+        metavar="NAME",
+        help="that server's own field for --thinking-budget (vLLM: thinking_token_budget)",
+    )
 
 
 def wants_server(args: argparse.Namespace) -> bool:
@@ -269,12 +286,13 @@ def configure_judge(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--reward-model",
         metavar="DIR",
-        help="directory, or Hub id, of the reward model that scores for best_of_n",
+        help="directory, or Hub id, of the reward model that scores for best_of_n; forethought/prm "
+        "judges the steps of the embedded reasoner",
     )
 
 
 def check_judge(args: argparse.Namespace, specs: Sequence[str], given: Collection[str]) -> None:
-    """Check that a reward model is given if and only if a method needs one.
+    """Check that a reward model is given if a method needs one, and only if one can use it.
 
     Args:
         args: the options.
@@ -285,9 +303,10 @@ def check_judge(args: argparse.Namespace, specs: Sequence[str], given: Collectio
         ParameterError: one is missing, or would not be used.
     """
     judged = [spec for spec in specs if _REWARD in parameters(spec)]
-    if judged and args.reward_model is None and _REWARD not in given:
+    needing = [spec for spec in judged if parameters(spec)[_REWARD] is Method.REQUIRED]
+    if needing and args.reward_model is None and _REWARD not in given:
         raise ParameterError(
-            f"method {judged[0]} needs a reward model",
+            f"method {needing[0]} needs a reward model",
             "it chooses by its scores",
             "Give --reward-model DIR",
         )
@@ -329,9 +348,10 @@ def as_chat(spec: str, settings: Collection[str], instead: str) -> str:
         ParameterError: what is innermost is not plain decoding.
     """
     first, *others = spec.split("+")
-    if first == "plain":
-        return "+".join([_CHAT, *others])
-    if _INNER in methods.describe(first).parameters and _INNER not in settings:
+    method = split(first)[0]
+    if method.name == "plain":
+        return "+".join([first.replace("plain", _CHAT), *others])
+    if _INNER in method.parameters and _INNER not in settings:
         return f"{_CHAT}+{spec}"
     raise ParameterError(
         f"method {spec} cannot chat with a server, nor be scored by a reward model",
@@ -346,7 +366,7 @@ def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ParameterError: a value is outside its range.
     """
-    names = ("max_tokens", "temperature", "top_p", "seed")
+    names = ("max_tokens", "temperature", "top_p", "seed", *options.THINKING)
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if any(value is not None for value in (args.json_schema, args.regex, args.choice)):
         _check_shape(args)
@@ -394,6 +414,7 @@ def open_backend(args: argparse.Namespace) -> AbstractContextManager[Backend]:
     Raises:
         UsageError: options that contradict each other; when entered, a model that cannot be loaded.
     """
+    check_thinking_field(args)
     if wants_server(args):
         open_server = server_opener(args)
         return _server(open_server, args.api_model)
@@ -419,8 +440,25 @@ def _engine(open_llm: Callable[[], AsyncLLM], fields: Mapping[str, Any]) -> Iter
         llm.shutdown()
 
 
-def server_opener(args: argparse.Namespace) -> Callable[[], Worker]:
+def check_thinking_field(args: argparse.Namespace) -> None:
+    """Refuse the name of a server's field where no server is asked."""
+    if args.thinking_field is not None and not wants_server(args):
+        raise ParameterError(
+            "--thinking-field needs --url",
+            "it is the name under which a server gets a thinking budget",
+            "Leave it out",
+        )
+
+
+def server_opener(
+    args: argparse.Namespace, concurrency: AdaptiveConcurrency | None = None
+) -> Callable[[], Worker]:
     """A function that builds a worker for the server that the options choose.
+
+    Args:
+        args: the options.
+        concurrency: limits the worker's requests, and repeats those that are refused; None: all
+            are sent at once, and the client repeats a refused one twice.
 
     Raises:
         ParameterError: options that contradict each other, or no URL.
@@ -438,13 +476,19 @@ def server_opener(args: argparse.Namespace) -> Callable[[], Worker]:
             f"invalid --url {args.url!r}", reason, "Write it as in http://host:8000/v1"
         )
     try:
-        from openai import AsyncOpenAI
+        from openai import DEFAULT_MAX_RETRIES, AsyncOpenAI
     except ModuleNotFoundError as error:
         raise DependencyError.missing("openai", "--url", "openai") from error
     from forethought.scaffolding.workers.openai import OpenaiWorker
 
-    key = os.environ.get("OPENAI_API_KEY", "none")
-    return lambda: OpenaiWorker(AsyncOpenAI(base_url=args.url, api_key=key), args.api_model)
+    key, field = os.environ.get("OPENAI_API_KEY", "none"), args.thinking_field
+    retries = DEFAULT_MAX_RETRIES if concurrency is None else 0
+
+    def open_worker() -> Worker:
+        client = AsyncOpenAI(base_url=args.url, api_key=key, max_retries=retries)
+        return OpenaiWorker(client, args.api_model, thinking_field=field, concurrency=concurrency)
+
+    return open_worker
 
 
 def _url_error(url: str) -> str:

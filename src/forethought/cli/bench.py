@@ -138,7 +138,7 @@ def _check(args: argparse.Namespace) -> None:
 def _fit_tree(args: argparse.Namespace, texts: list[str]) -> int:
     """Fit a tree to the drafter, and report."""
     from forethought.assets import reasoner_dir
-    from forethought.bench.prompts import as_asked
+    from forethought.bench.prompts import as_user_turn
     from forethought.bench.tree_fit import drafter_of, fit_static_tree, tree_fit_lines
     from forethought.llm.tokenizer import Tokenizer
     from forethought.model_dir import find_model_dir
@@ -151,7 +151,7 @@ def _fit_tree(args: argparse.Namespace, texts: list[str]) -> int:
         config,
         args.fit_tree,
         model_dir,
-        [as_asked(text, tokenizer) for text in texts[:_FIT_PROMPTS]],
+        [as_user_turn(text, tokenizer) for text in texts[:_FIT_PROMPTS]],
         args.max_tokens,
         dtype=fields.get("dtype", "auto"),
         device=fields.get("device", "auto"),

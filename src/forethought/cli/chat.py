@@ -1,4 +1,4 @@
-"""Talk to a model. /exit or Ctrl-D leaves, /clear begins anew.
+"""Talk to a model. /exit or Ctrl-D leaves, /clear begins again.
 
 Ctrl-C ends the answer under way and keeps its text so far; pressed at the prompt it leaves.
 """
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
                 "Use 'forethought generate', or an instruction-tuned model",
             )
         chosen.introduce()
-        print(f"{chosen.name}: /exit or Ctrl-D leaves, /clear begins anew", file=sys.stderr)
+        print(f"{chosen.name}: /exit or Ctrl-D leaves, /clear begins again", file=sys.stderr)
         with closing(
             Respondent(ConversationController(streaming=True), chosen.worker)
         ) as respondent:
@@ -100,7 +100,7 @@ class Conversation:
         except KeyboardInterrupt:
             pass
         except UsageError as error:
-            print(f"forethought: {error} (/clear begins anew)", file=sys.stderr)
+            print(f"forethought: {error} (/clear begins again)", file=sys.stderr)
             return
         print()
         print(note, file=sys.stderr)

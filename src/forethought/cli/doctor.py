@@ -1,5 +1,6 @@
-"""Say what this machine has: versions, processor, GPU, the extras that are installed, and which of
-the engine's fast paths are used here.
+"""Say what this machine has: versions, processor, GPU, the extras that are installed, the embedded
+models, which of the engine's fast paths are used here, and how programs that a model writes are
+isolated.
 
 Works without torch, and says what is unknown then.
 """
@@ -15,9 +16,10 @@ import sys
 from importlib import metadata
 from typing import Any
 
-from forethought import __version__
+from forethought import __version__, assets
 from forethought.cli import machine
 from forethought.evaluation.report import count_of
+from forethought.scaffolding.sandbox import SAFE, why_not
 
 _SHOWN = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic")
 _NOT_FOR_USERS = ("dev",)
@@ -50,6 +52,8 @@ def examine() -> dict[str, Any]:
             "instruction_sets": machine.instruction_sets(),
         },
         "extras": missing_by_extra(),
+        "embedded_models": {name: assets.embedded_dir(name).is_dir() for name in assets.names()},
+        "sandbox": {kind: why_not(kind) for kind in SAFE},
         **_torch_facts(),
     }
 
@@ -84,6 +88,7 @@ def lines(found: dict[str, Any]) -> list[str]:
         "instruction sets": sets,
         "torch": found["torch_error"] if torch is None else _torch_line(torch),
         "GPU": "unknown without torch" if torch is None else ", ".join(torch["gpus"]) or "none",
+        "sandbox": _sandbox_line(found["sandbox"]),
     }
     width = max(map(len, shown)) + 2
     return [
@@ -91,6 +96,12 @@ def lines(found: dict[str, Any]) -> list[str]:
         "",
         "extras",
         *_extra_lines(found["extras"]),
+        "",
+        "embedded models",
+        *(
+            f"  {name:<22}{'ready' if there else 'missing: install forethought again'}"
+            for name, there in found["embedded_models"].items()
+        ),
         "",
         "fast paths",
         *_path_lines(found["fast_paths"]),
@@ -102,6 +113,15 @@ def _torch_line(torch: dict[str, Any]) -> str:
         f"{count_of(torch['threads'], 'thread')} (OMP_NUM_THREADS sets them), "
         f"kernels for {torch['kernels']}"
     )
+
+
+def _sandbox_line(kinds: dict[str, str | None]) -> str:
+    """The kind of isolation that a program gets, and why not a better one."""
+    working = [kind for kind, why in kinds.items() if why is None]
+    missing = [f"no {kind}: {why}" for kind, why in kinds.items() if why is not None]
+    if working[:1] == [*kinds][:1]:
+        return working[0]
+    return "; ".join([*(working[:1] or ["none: programs run only with --unsafe-code"]), *missing])
 
 
 def _extra_lines(extras: dict[str, list[str]] | None) -> list[str]:

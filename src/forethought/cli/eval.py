@@ -1,23 +1,36 @@
-"""Compare methods on a model and problems of your own: a table, a plot, and one JSON line last.
+"""Compare methods on a model and a task, or problems of your own: tables, a plot, a report.
 
-Problems are JSON lines with the fields 'question' and 'answer'. A method that draws several
-samples does so at --temperature; every other one decodes greedily. Methods stack with '+', the
-inner one first: dynasor+majority_vote. With --url the model is a server's, and each question a chat
-with it; a method that continues its own text needs --prompt-format there. best_of_n needs a judge:
---reward-model DIR, which reads the question and each answer.
+Without --task the problems are JSON lines with the fields 'question' and 'answer'. A task brings
+its problems, its instruction and its grader; without --model it is solved by its embedded model, if
+there is one. A method that draws several samples does so at --temperature; every other one decodes
+greedily. Methods stack with '+', the inner one first, and '@' sets the samples of one:
+dynasor+majority_vote@8. A method that verifies its samples does so with the task's checker. With
+--url the model is a server's, and each question a chat with it; a method that continues its own
+text needs --prompt-format there. best_of_n needs a judge: --reward-model DIR, which reads the
+question and each answer.
+
+Every finished attempt is written to a journal in --out: started again with the same arguments, the
+command goes on where it was ended. The report is written there as PNG, HTML, Markdown and JSON, and
+the last line of the output is the same JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from dataclasses import replace
+import json
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forethought import __version__, assets
 from forethought.cli.backend import (
     as_chat,
     check_judge,
+    check_thinking_field,
     configure_choice,
     configure_judge,
     is_judged,
@@ -26,46 +39,107 @@ from forethought.cli.backend import (
     server_opener,
     wants_server,
 )
-from forethought.cli.options import llm_args_of, llm_opener, parse_settings
-from forethought.errors import ParameterError
-from forethought.evaluation import IN_FLIGHT, problems
-from forethought.evaluation.recipe import Recipe, recipe
+from forethought.cli.options import (
+    THINKING,
+    add_thinking_options,
+    llm_args_of,
+    llm_opener,
+    parse_settings,
+)
+from forethought.config.sampling import SamplingParams
+from forethought.errors import ParameterError, UsageError
+from forethought.evaluation import IN_FLIGHT, problems, tasks
+from forethought.evaluation.graders import MathGrader
+from forethought.evaluation.journal import Journal, fingerprint, problems_hash
+from forethought.evaluation.problems import Grader, Problem
+from forethought.evaluation.recipe import Recipe, recipe, with_each_count, within_each
+from forethought.evaluation.report import Report, check_installed, count_of, make_folder
 from forethought.methods.stack import parameters
+from forethought.model_dir import find_model_dir
+from forethought.scaffolding.budget import Budget
 from forethought.scaffolding.controller import NativeRewardController
+from forethought.scaffolding.verifier import verifier
+from forethought.scaffolding.workers.concurrency import AdaptiveConcurrency
 
 if TYPE_CHECKING:
+    from forethought.evaluation.comparison import Comparison, ComparisonOptions
+    from forethought.evaluation.report import ReportRow
+    from forethought.evaluation.runner import EvaluationRunner
     from forethought.llm.async_llm import AsyncLLM
     from forethought.scaffolding.worker import Worker
 
 _METHODS, _CHAT_METHODS = "plain,dynasor,majority_vote", "plain,majority_vote"
-BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
+_EARLY_STOP, _VERIFIER = "early_stop", "verifier"
+STOP_LEVEL = 0.05
+SEARCH_SAMPLES, _NO_LIMIT = "2,4,8,16", "none"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     configure_choice(parser)
+    _configure_problems(parser)
+    _configure_methods(parser)
+    configure_judge(parser)
+    _configure_prompts(parser)
+    _configure_run(parser)
+    _configure_search(parser)
+
+
+def _configure_problems(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--task", choices=tasks.names(), help="problems of a known kind")
     parser.add_argument(
-        "--data", type=Path, metavar="FILE", help="problems (default: those of the reasoner)"
+        "--data",
+        metavar="FILE|ID",
+        help="problems: of a task its published file, or its id on the Hub (default: those that "
+        "come with the task's embedded model; without --task those of the reasoner)",
     )
     parser.add_argument("--problems", type=int, metavar="N", help="draw N of them by the seed")
     parser.add_argument(
+        "--unsafe-code",
+        action="store_true",
+        help="run programs of the model also where they cannot be isolated",
+    )
+
+
+def _configure_methods(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "--methods",
-        metavar="A,B,...",
+        metavar="A,B@N,...",
         help=f"the first is what the others are compared with (default: {_METHODS}; of a chat with "
         f"a server: {_CHAT_METHODS})",
     )
     parser.add_argument("--samples", type=int, default=8, help="of a vote (default: 8)")
     parser.add_argument("--temperature", type=float, default=0.8, help="of samples (default: 0.8)")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="of each chain of thought")
+    add_thinking_options(parser)
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="setting of a method"
     )
-    configure_judge(parser)
+    parser.add_argument(
+        "--budget",
+        metavar="tokens=N,seconds=S,calls=N",
+        help="limits of each attempt, everything that the method runs included",
+    )
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=1,
+        metavar="N",
+        help="attempts at each problem, with different seeds (default: 1)",
+    )
+    parser.add_argument(
+        "--all-samples",
+        action="store_true",
+        help="let methods finish all of their samples, for pass@k",
+    )
+
+
+def _configure_prompts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--instruction",
         metavar="TEXT",
-        help="appended to every question (default: to box the answer; nothing for the "
-        "embedded reasoner)",
+        help="appended to every question (default: the task's, or to box the answer; nothing for "
+        "an embedded model)",
     )
     parser.add_argument(
         "--prompt-format",
@@ -73,54 +147,254 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="the prompt in the model's own format, with {question} where the question goes "
         "(default: the chat template; a server is then asked for completions)",
     )
+
+
+def _configure_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--in-flight",
         type=int,
         default=IN_FLIGHT,
         metavar="N",
-        help=f"chains of thought at once (default: {IN_FLIGHT})",
+        help=f"chains of thought at once, of a server at most (default: {IN_FLIGHT})",
     )
     parser.add_argument("--seed", type=int, default=0, help="of choice and sampling (default: 0)")
+    parser.add_argument(
+        "--stop-when-decided",
+        type=float,
+        nargs="?",
+        const=STOP_LEVEL,
+        metavar="LEVEL",
+        help="end a method when it is known to be better or worse than the first, with an error of "
+        f"at most LEVEL (default: {STOP_LEVEL})",
+    )
+    parser.add_argument(
+        "--columns",
+        default="",
+        metavar="A,B",
+        help="further columns: regret (over tokens), behaviours (counted by a heuristic)",
+    )
     parser.add_argument(
         "--out",
         type=Path,
         default=Path("runs/eval"),
         metavar="DIR",
-        help="where plot and JSON are written (default: runs/eval)",
+        help="where journal and report are written (default: runs/eval)",
+    )
+    parser.add_argument(
+        "--fresh", action="store_true", help="begin anew: forget the journal that is there"
+    )
+    parser.add_argument("--json", action="store_true", help="print the JSON object only")
+
+
+def _configure_search(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--search",
+        action="store_true",
+        help="propose a method, its samples and its budget: --methods with each of the samples and "
+        "budgets below, by successive halving on half of the problems",
+    )
+    parser.add_argument(
+        "--search-tokens", type=int, metavar="N", help="tokens that the search may generate"
+    )
+    parser.add_argument(
+        "--search-samples",
+        metavar="A,B,...",
+        help=f"numbers of samples to try (default: {SEARCH_SAMPLES})",
+    )
+    parser.add_argument(
+        "--search-budgets",
+        metavar="A,B,...",
+        help="budgets of tokens per problem to try; 'none' is no limit (default: none)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the comparison."""
-    given = problems.load(args.data) if args.data else problems.shipped()
-    chosen = problems.choose(given, args.problems, args.seed)
-    stand_in = None if args.reward_model is None else NativeRewardController()
-    _recipes(args, stand_in)  # checks the options before a model is loaded
-    open_llm: Callable[[], AsyncLLM | Worker]
-    if wants_server(args):
-        open_llm, is_embedded = server_opener(args), False
-    else:
-        fields = llm_args_of(args, max_batch_size=max(1, 2 * args.in_flight))
-        open_llm, is_embedded = llm_opener(fields), fields.get("model") is None
+    """Run the comparison, or the search."""
+    plan = _plan(args)
+    check_installed()
+    from forethought.evaluation.comparison import Comparison
+    from forethought.evaluation.runner import EvaluationProgress
 
-    from forethought.evaluation.runner import EvaluationRunner, compare
-
-    instruction = args.instruction
-    if instruction is None:
-        instruction = "" if is_embedded else BOXED
-    runner = EvaluationRunner(
-        open_llm,
-        seed=args.seed,
-        in_flight=args.in_flight,
-        instruction=instruction,
-        prompt_format=args.prompt_format,
-    )
-    with open_judge(args) as judge:
+    runner, options = _runner(args, plan), _options(args)
+    make_folder(args.out)
+    with (
+        closing(plan.grader),
+        open_judge(args) as judge,
+        Journal(args.out / "journal.jsonl", plan.settings, args.fresh) as journal,
+    ):
         recipes = _recipes(args, judge.controller if judge else None)
         if judge is not None:
             recipes = [replace(recipe, workers=judge.workers) for recipe in recipes]
-        compare(recipes, chosen, runner, args.out)
+        total = sum(recipe.repeats for recipe in recipes) * len(plan.problems)
+        with nullcontext() if args.json else EvaluationProgress(total) as bar:
+            comparison = Comparison(runner, plan.problems, journal, options, bar)
+            report = _searched(args, plan, recipes, comparison)
+            if report is None:
+                report = _compared(args, plan, comparison.rows(recipes), options)
+    plot = report.save(args.out)
+    if not args.json:
+        sys.stdout.write(f"{report.text()}\nreport: {plot.with_suffix('.html')}\nplot: {plot}\n")
+    sys.stdout.write(report.json_line())
     return 0
+
+
+# ---- what the options stand for, checked before anything is loaded -------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What is evaluated, and on what."""
+
+    problems: Sequence[Problem]
+    grader: Grader
+    open_llm: Callable[[], AsyncLLM | Worker]
+    instruction: str
+    settings: Mapping[str, Any]
+    """Everything that decides the results, as plain values."""
+
+    def title(self, task: str | None) -> str:
+        """One line for the report."""
+        return f"{task or 'evaluation'}, {count_of(len(self.problems), 'problem')}"
+
+
+def _plan(args: argparse.Namespace) -> _Plan:
+    task = tasks.task(args.task) if args.task else None
+    if task is not None:
+        given = task.problems(args.data)
+    else:
+        given = problems.load(args.data) if args.data else problems.shipped()
+    count = args.problems
+    if count is None and (args.search or args.stop_when_decided is not None):
+        count = len(given)  # in random order, which both rely on
+    chosen = problems.choose(given, count, args.seed)
+    _check(args)
+    recipes = _recipes(args, None if args.reward_model is None else NativeRewardController())
+    _check_verifiers(recipes, chosen)
+    open_llm, model, is_embedded = _model(args, task)
+    instruction = args.instruction
+    if instruction is None:
+        instruction = tasks.BOXED if task is None else task.instruction
+        instruction = "" if is_embedded else instruction
+    settings = {
+        "forethought": __version__,
+        "model": model,
+        "task": args.task,
+        "problems": problems_hash(chosen),
+        "methods": [recipe.to_dict() for recipe in recipes],
+        "reward_model": _judge(args.reward_model),
+        "instruction": instruction,
+        "prompt_format": args.prompt_format,
+        "seed": args.seed,
+    }
+    return _Plan(chosen, _grader(args, task), open_llm, instruction, settings)
+
+
+def _judge(model: str | None) -> dict[str, Any] | None:
+    """What tells a reward model from another, for the journal."""
+    if model is None:
+        return None
+    return {"model": model, "files": fingerprint(find_model_dir(model))}
+
+
+def _check_verifiers(recipes: Sequence[Recipe], chosen: Sequence[Problem]) -> None:
+    """Have the verifiers that are chosen by name read every question, which costs nothing.
+
+    Raises:
+        UsageError: one cannot.
+    """
+    named = [recipe.settings.get(_VERIFIER) for recipe in recipes]
+    for accepts in {verifier(name) for name in named if isinstance(name, str)}:
+        for problem in chosen:
+            accepts(problem.question, "")
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse options without what they belong to."""
+    check_thinking_field(args)
+    given = [args.search_tokens, args.search_samples, args.search_budgets]
+    if not args.search and any(value is not None for value in given):
+        raise ParameterError(
+            "--search-tokens, --search-samples and --search-budgets need --search",
+            "one of them is given",
+            "Add --search",
+        )
+    if args.search and (args.search_tokens is None or args.search_tokens < 1):
+        raise ParameterError(
+            "--search needs --search-tokens",
+            f"got {args.search_tokens}",
+            "Say how many tokens it may generate",
+        )
+    if args.search and (args.columns or args.stop_when_decided is not None or args.repeats > 1):
+        raise ParameterError(
+            "--search goes without --columns, --stop-when-decided and --repeats",
+            "it decides itself what is run",
+            "Leave them out",
+        )
+    if args.search and args.budget is not None:
+        raise ParameterError(
+            "--search goes without --budget", "it tries budgets", "Give --search-budgets"
+        )
+    if args.repeats < 1:
+        raise ParameterError("invalid --repeats", f"got {args.repeats}", "Give at least 1")
+
+
+def _grader(args: argparse.Namespace, task: tasks.Task | None) -> Grader:
+    if task is not None:
+        return task.grader(unsafe_code=args.unsafe_code)
+    if args.unsafe_code:
+        raise ParameterError(
+            "--unsafe-code needs a task whose answers are programs",
+            "no task is given",
+            "Add --task humaneval, or leave it out",
+        )
+    return MathGrader()
+
+
+def _model(
+    args: argparse.Namespace, task: tasks.Task | None
+) -> tuple[Callable[[], AsyncLLM | Worker], dict[str, Any], bool]:
+    """Opens the model; what it is, for the journal; whether it is an embedded one."""
+    if wants_server(args):
+        concurrency = AdaptiveConcurrency(max(1, args.in_flight))
+        described = {"url": args.url, "name": args.api_model, "thinking": args.thinking_field}
+        return server_opener(args, concurrency), described, False
+    defaults: dict[str, Any] = {"max_batch_size": max(1, 2 * args.in_flight)}
+    if task is not None and task.embedded_model is not None:
+        defaults["model"] = task.embedded_model
+    fields = llm_args_of(args, **defaults)
+    if task is not None and fields.get("model") is None:
+        raise UsageError(
+            f"the task {task.name} needs a model",
+            "no embedded model is made for it",
+            "Give --model, or --url and --api-model",
+        )
+    model = fields.get("model") or assets.REASONER
+    plain = {name: str(value) for name, value in sorted(fields.items()) if name != "max_batch_size"}
+    described = {**plain, "files": fingerprint(find_model_dir(model, args.revision))}
+    return llm_opener(fields), described, assets.is_embedded(model)
+
+
+def _runner(args: argparse.Namespace, plan: _Plan) -> EvaluationRunner:
+    from forethought.evaluation.runner import EvaluationRunner
+
+    return EvaluationRunner(
+        plan.open_llm,
+        seed=args.seed,
+        in_flight=args.in_flight,
+        instruction=plan.instruction,
+        prompt_format=args.prompt_format,
+        grader=plan.grader,
+    )
+
+
+def _options(args: argparse.Namespace) -> ComparisonOptions:
+    from forethought.evaluation.comparison import ComparisonOptions
+
+    columns = tuple(name.strip() for name in args.columns.split(",") if name.strip())
+    return ComparisonOptions(columns, stop_level=args.stop_when_decided)
+
+
+# ---- recipes -------------------------------------------------------------------------------------
 
 
 def _recipes(args: argparse.Namespace, judging: NativeRewardController | None) -> list[Recipe]:
@@ -135,19 +409,35 @@ def _recipes(args: argparse.Namespace, judging: NativeRewardController | None) -
             "servers end a completion after a few tokens by default",
             "Say how long an answer may be",
         )
-    specs = [spec.strip() for spec in given.split(",")]
+    specs = list(dict.fromkeys(spec.strip() for spec in given.split(",")))
+    if "" in specs:
+        raise ParameterError(
+            "invalid --methods", f"{given!r} has an empty entry", "Write names with commas between"
+        )
     settings = parse_settings(args.set)
-    known = {spec: parameters(spec) for spec in specs}
-    allowed = {name for taken in known.values() for name in taken}
+    allowed = {name for spec in specs for name in parameters(spec)}
     unknown = settings.keys() - allowed
     if unknown:
         raise ParameterError.unknown(f"methods {given!r}", unknown, allowed)
     check_judge(args, specs, settings)
+    if args.search:
+        counts = (args.search_samples or SEARCH_SAMPLES).split(",")
+        specs = [variant for spec in specs for variant in with_each_count(spec, counts)]
+    checker = tasks.task(args.task).verifier if args.task else None
     recipes = []
-    for spec, taken in known.items():
-        own = {key: value for key, value in settings.items() if key in taken}
-        recipes.append(_recipe(args, spec, judged_by(spec, judging) | own, chats))
-    return recipes
+    for spec in specs:
+        own = {key: value for key, value in settings.items() if key in parameters(spec)}
+        if args.all_samples and _EARLY_STOP in parameters(spec):
+            own.setdefault(_EARLY_STOP, False)
+        if checker is not None and _VERIFIER in parameters(spec):
+            own.setdefault(_VERIFIER, checker)
+        made = _recipe(args, spec, judged_by(spec, judging) | own, chats)
+        recipes.append(replace(made, repeats=args.repeats))
+    if not args.search:
+        return [replace(made, budget=_budget(args.budget)) for made in recipes]
+    limits = (args.search_budgets or _NO_LIMIT).split(",")
+    budgets = [None if one.strip() == _NO_LIMIT else _budget(f"tokens={one}") for one in limits]
+    return [variant for made in recipes for variant in within_each(made, budgets)]
 
 
 def _recipe(args: argparse.Namespace, spec: str, settings: dict[str, Any], chats: bool) -> Recipe:
@@ -163,4 +453,85 @@ def _recipe(args: argparse.Namespace, spec: str, settings: dict[str, Any], chats
         max_tokens=args.max_tokens,
         settings=settings,
     )
-    return replace(made, name=spec, is_chat=judged)
+    limits = {name: getattr(args, name) for name in THINKING if getattr(args, name) is not None}
+    SamplingParams(**limits)  # refuses values outside their ranges before anything runs
+    params = {**made.sampling_params, **limits}
+    is_chat = chats or judged
+    return replace(made, name=spec, is_chat=is_chat, sampling_params=params)
+
+
+def _budget(text: str | None) -> Budget:
+    """``"tokens=200,seconds=5"`` as a budget."""
+    given = parse_settings(text.split(","), "--budget") if text else {}
+    unknown = given.keys() - {"tokens", "seconds", "calls"}
+    if unknown:
+        raise ParameterError.unknown("a budget", unknown, ("tokens", "seconds", "calls"))
+    if "seconds" in given:
+        given["seconds"] = float(given["seconds"])
+    return Budget(**given)
+
+
+# ---- reports -------------------------------------------------------------------------------------
+
+
+def _compared(
+    args: argparse.Namespace, plan: _Plan, rows: Sequence[ReportRow], options: ComparisonOptions
+) -> Report:
+    notes = []
+    if options.stop_level is not None:
+        notes.append(
+            f"Methods were ended as soon as the sequential test at level {options.stop_level:g} "
+            "had decided; p is valid whenever one looks. Accuracies at such an end are a little "
+            "too far from the first method's."
+        )
+    if args.repeats > 1:
+        notes.append(
+            f"{args.repeats} attempts at each problem; intervals take problems as clusters, and p "
+            "is that of the sign-flip test over problems."
+        )
+    early = [
+        row.method for row in rows if not row.pass_at_k and _EARLY_STOP in parameters(row.method)
+    ]
+    if early:
+        notes.append(
+            f"No pass@k of {', '.join(early)}: samples were ended early, once they could not "
+            "change the answer; --all-samples lets them finish."
+        )
+    further = {"task": args.task, "problems": len(plan.problems)}
+    return Report(plan.title(args.task), rows, notes, plan.settings, further)
+
+
+def _searched(
+    args: argparse.Namespace, plan: _Plan, recipes: Sequence[Recipe], comparison: Comparison
+) -> Report | None:
+    """The report of a search; None if there is none to do."""
+    if not args.search:
+        return None
+    from forethought.evaluation.search import Search
+
+    proposal = Search(comparison, len(plan.problems), args.search_tokens).run(recipes)
+    notes = [*proposal.notes, f"Use it: {_command(args, proposal.recipe)}"]
+    further = {"task": args.task, "problems": len(plan.problems), "search": proposal.to_dict()}
+    title = f"search on {plan.title(args.task)}"
+    return Report(title, proposal.rows, notes, plan.settings, further)
+
+
+_KEPT = (
+    *("url", "api_model", "thinking_field", "model", "revision", "dtype", "device", "config"),
+    *("speculative", "draft_model", "max_draft_len", "task", "data", "max_tokens", *THINKING),
+    *("reward_model", "instruction", "prompt_format"),
+)
+"""Options of a search that the proposed command has, too."""
+
+
+def _command(args: argparse.Namespace, proposed: Recipe) -> str:
+    """A command that runs the proposed method on further problems."""
+    method, _, limit = proposed.name.partition(" in ")
+    words = ["forethought", "eval", "--methods", method, "--temperature", f"{args.temperature:g}"]
+    for name in _KEPT:
+        if getattr(args, name) is not None:
+            words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+    for name, value in proposed.settings.items():
+        words += ["--set", f"{name}={json.dumps(value, default=str)}"]
+    words += ["--budget", f"tokens={limit}"] if limit else []
+    return shlex.join(words)

@@ -16,7 +16,6 @@ import sys
 from contextlib import ExitStack, closing
 from typing import Any
 
-from forethought import methods
 from forethought.cli.backend import (
     Backend,
     Respondent,
@@ -32,7 +31,7 @@ from forethought.cli.backend import (
 from forethought.cli.options import parse_settings, with_samples
 from forethought.errors import ParameterError
 from forethought.evaluation.problems import user_prompt
-from forethought.methods.stack import stack
+from forethought.methods.stack import split, stack
 from forethought.scaffolding.controller import Controller, NativeRewardController
 
 
@@ -69,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         respondent = Respondent(method, chosen.worker, judge.workers if judge else None)
         write = _Writing(chosen, show=not args.json)
         with closing(respondent), write:
-            answer = respondent.answer(prompt, params, write)
+            answer = respondent.answer(prompt, params, write, question)
     if args.json:
         report = {**answer.to_dict(), "method": args.method or "plain", "model": chosen.name}
         print(json.dumps(report, ensure_ascii=False))
@@ -138,7 +137,7 @@ def _method(
         spec = as_chat(spec, settings, instead)
         if args.system:
             settings["system"] = args.system
-    if "streaming" in methods.describe(spec.split("+")[-1]).parameters and not args.json:
+    if "streaming" in split(spec)[-1].parameters and not args.json:
         settings.setdefault("streaming", True)
     return stack(spec, **settings)
 

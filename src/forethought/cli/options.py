@@ -17,7 +17,8 @@ from forethought.config import drafter_table
 from forethought.config.engine import LlmArgs
 from forethought.config.speculation import DecodingBaseConfig, find_config_class
 from forethought.errors import DependencyError, ParameterError, UsageError
-from forethought.methods.stack import parameters
+from forethought.methods.stack import SAMPLES as SAMPLE_NUM
+from forethought.methods.stack import split
 from forethought.model_dir import find_model_dir
 
 if TYPE_CHECKING:
@@ -71,11 +72,15 @@ SAMPLES = 8
 """Default samples of a vote on the command line."""
 
 
-def parse_settings(pairs: Iterable[str]) -> dict[str, Any]:
+def parse_settings(pairs: Iterable[str], option: str = "--set") -> dict[str, Any]:
     """``["threshold=3", "streaming=true"]`` -> ``{"threshold": 3, "streaming": True}``.
 
     A value is read as JSON (numbers, ``true``, ``false``, ``null``, quoted text, lists), else as
     text.
+
+    Args:
+        pairs: the settings as they are written.
+        option: the option that they are given with, for messages.
 
     Raises:
         ParameterError: a pair without ``=`` or without a key, or a key given twice.
@@ -86,7 +91,7 @@ def parse_settings(pairs: Iterable[str]) -> dict[str, Any]:
         key = key.strip()
         if not equals or not key:
             raise ParameterError(
-                f"invalid setting {pair!r}", "it is not key=value", "Write --set key=value"
+                f"invalid setting {pair!r}", "it is not key=value", f"Write {option} key=value"
             )
         if key in settings:
             raise ParameterError(
@@ -101,9 +106,10 @@ def with_samples(spec: str, settings: dict[str, Any]) -> dict[str, Any]:
 
     The class defaults to 1, as in TensorRT-LLM; but a vote needs several.
     """
-    if parameters(spec).get("default_sample_num") != 1:
+    drawing = [method for method in split(spec) if method.draws_samples]
+    if not drawing or drawing[-1].samples is not None or drawing[-1].parameters[SAMPLE_NUM] != 1:
         return settings
-    return {"default_sample_num": SAMPLES, **settings}
+    return {SAMPLE_NUM: SAMPLES, **settings}
 
 
 def _scalar(text: str) -> Any:
@@ -132,6 +138,26 @@ def add_speculation_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-draft-len", type=int, metavar="K", help="most tokens to draft in a row"
+    )
+
+
+THINKING = ("thinking_budget", "thinking_soft")
+"""Sampling fields of ``add_thinking_options``."""
+
+
+def add_thinking_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options that limit a reasoning model's thought."""
+    parser.add_argument(
+        "--thinking-budget",
+        type=int,
+        metavar="N",
+        help="most tokens of thought, then it is closed and the answer follows; 0: no thinking",
+    )
+    parser.add_argument(
+        "--thinking-soft",
+        type=int,
+        metavar="N",
+        help="from N tokens on, close the thought where a line or a sentence ends",
     )
 
 
@@ -217,8 +243,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--model",
         type=model_path,
         metavar="DIR|ID",
-        help="local Hugging Face directory, or Hub id such as Qwen/Qwen3-0.6B (default: the "
-        "embedded reasoner)",
+        help="local Hugging Face directory, Hub id such as Qwen/Qwen3-0.6B, or an embedded model: "
+        f"{' or '.join(assets.names())} (default: {assets.REASONER})",
     )
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hub id")
     parser.add_argument(
@@ -256,9 +282,8 @@ def llm_args_of(args: argparse.Namespace, **defaults: Any) -> dict[str, Any]:
     fields = defaults | (load_config_file(args.config) if args.config is not None else {})
     given = {name: getattr(args, name) for name in _OPTIONS}
     fields |= {name: value for name, value in given.items() if value is not None}
-    embedded = fields.get("model") is None
     _check_revision(fields)
-    own = embedded_draft_model(args.speculative) if embedded else None
+    own = embedded_draft_model(args.speculative) if is_reasoner(fields) else None
     config = speculative_config_of(args, own)
     if config is not None:
         fields["speculative_config"] = config
@@ -310,6 +335,11 @@ def check_installed() -> None:
         ) from error
 
 
+def is_reasoner(fields: Mapping[str, Any]) -> bool:
+    """Whether the chosen model is the embedded reasoner, by name or by default."""
+    return str(fields.get("model") or assets.REASONER) == assets.REASONER
+
+
 def introduction(fields: Mapping[str, Any]) -> str:
     """One line about the embedded model if the user has named no other; else empty."""
     return INTRODUCTION if fields.get("model") is None else ""
@@ -317,5 +347,4 @@ def introduction(fields: Mapping[str, Any]) -> str:
 
 def model_label(fields: Mapping[str, Any]) -> str:
     """Name of the chosen model in reports."""
-    model = fields.get("model")
-    return "embedded reasoner" if model is None else str(model)
+    return "embedded reasoner" if is_reasoner(fields) else str(fields["model"])

@@ -1,8 +1,12 @@
 """Evaluation of methods: the same problems, solved by each, with accuracy and cost.
 
-``problems`` (questions and grading), ``recipe`` (a method with its settings; those of the demo),
-``runner`` (many problems in flight, graded as they finish; the comparison of several methods),
-``lockstep`` (why token counts repeat), ``report`` (intervals, tables, JSON, plot).
+``tasks`` (problems of a known kind, with their instruction and grader), ``data_files`` (records of
+published data sets), ``problems`` (a question with its answer; users' own files), ``graders``
+(which answers are right), ``recipe`` (a method with its settings), ``runner`` (many problems in
+flight, graded as they finish), ``lockstep`` (why token counts repeat), ``journal`` (attempts in a
+file, so that a killed run goes on), ``comparison`` (several methods), ``statistics`` (intervals and
+tests), ``thoughts`` (regret, behaviours), ``search`` (which method to use), ``report`` (tables,
+plot, JSON, HTML), ``demo``, ``inspect_provider`` (methods as models of inspect_ai).
 """
 
 IN_FLIGHT = 64

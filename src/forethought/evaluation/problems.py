@@ -1,25 +1,23 @@
-r"""Questions with known answers, and the grading of answers to them.
+r"""Questions with known answers: a problem, the protocol of its grader, and users' own files.
 
-A user's file is JSON lines, one object per line with ``question`` and ``answer`` (or ``problem``
-and ``solution``); other fields are ignored. The answer of a worked solution is what stands in its
-last ``\boxed{}`` or behind its last ``####``.
+A user's file has a record with ``question`` and ``answer`` (or ``problem`` and ``solution``) for
+each problem, as JSON lines or in another format of ``data_files``; other fields are ignored. The
+answer of a worked solution is what stands in its last ``\boxed{}`` or behind its last ``####``.
+Published data sets are read by ``tasks``.
 """
 
 from __future__ import annotations
 
-import json
 import random
-import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+from forethought import assets
 from forethought.errors import ParameterError, UsageError
+from forethought.evaluation.data_files import Record, read_records
 from forethought.scaffolding.answers import extract_answer_from_boxed, extract_answer_with_regex
-from forethought.scaffolding.canonical_form import canonical_form
-from forethought.scaffolding.sympy_pool import SympyPool
 
 if TYPE_CHECKING:
     from forethought.llm.async_llm import AsyncLLM
@@ -34,25 +32,40 @@ class Problem:
     """One question and its reference answer, both as text."""
 
     name: str
+    """Unique among the problems of one file."""
     question: str
     answer: str
+    fields: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """What a grader needs beyond the answer, such as the tests of a program."""
 
 
-def shipped() -> list[Problem]:
-    """The held-out problems that come with the embedded reasoner, in their fixed order."""
-    from forethought import assets
+def shipped(model: str = "reasoner") -> list[Problem]:
+    """The held-out problems that come with an embedded model, in their fixed order."""
+    return [
+        Problem(f"{number}", record["question"], str(record["answer"]))
+        for number, record in enumerate(assets.problems(model))
+    ]
 
-    return [_from_record(record, f"{i}") for i, record in enumerate(assets.problems())]
 
-
-def load(path: str | Path) -> list[Problem]:
-    """Read problems from a file of JSON lines; blank lines are skipped.
+def load(data: str | Path) -> list[Problem]:
+    """Read a user's own problems, see ``data_files`` for what can be read.
 
     Raises:
-        UsageError: the file cannot be read, is empty, or a line is not such an object.
+        UsageError: they cannot be read, there are none, or a record has no question or answer.
     """
-    lines = read_lines(path, "problems", "Give a file with one JSON object per line")
-    return [_from_line(line, where) for where, line in lines]
+    return [of_record(record) for record in read_records(data)]
+
+
+def of_record(record: Record) -> Problem:
+    """The problem in a record with ``question`` and ``answer``.
+
+    Raises:
+        UsageError: one of them is missing, or the question is no text.
+    """
+    answer = record.get(*_ANSWER)
+    if answer is None:
+        record.refuse("it has no 'answer'", 'Write {"question": "...", "answer": "..."}')
+    return Problem(record.where, record.text(*_QUESTION), final_answer(str(answer)))
 
 
 def read_lines(path: str | Path, what: str, fix: str) -> list[tuple[str, str]]:
@@ -109,29 +122,8 @@ def choose(problems: Sequence[Problem], count: int | None, seed: int = 0) -> lis
     return random.Random(seed).sample(list(problems), count)
 
 
-def _from_line(line: str, where: str) -> Problem:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UsageError(
-            f"bad problem at {where}", f"not JSON: {error}", "Write one JSON object per line"
-        ) from error
-    return _from_record(record, where)
-
-
-def _from_record(record: Any, where: str) -> Problem:
-    question, answer = _first(record, _QUESTION), _first(record, _ANSWER)
-    if not isinstance(question, str) or not question.strip() or answer is None:
-        raise UsageError(
-            f"bad problem at {where}",
-            "it needs the fields 'question' (text) and 'answer'",
-            'Write {"question": "...", "answer": "..."}',
-        )
-    return Problem(where, question, _final(str(answer)))
-
-
-def _final(answer: str) -> str:
-    """The final answer, where the reference is a worked solution."""
+def final_answer(answer: str) -> str:
+    """The final answer of a reference, which may be a worked solution."""
     return (
         extract_answer_from_boxed(answer)
         or extract_answer_with_regex(answer, r"#### (.+)$")
@@ -139,62 +131,14 @@ def _final(answer: str) -> str:
     )
 
 
-def _first(record: Any, names: Sequence[str]) -> Any:
-    if not isinstance(record, dict):
-        return None
-    return next((record[name] for name in names if record.get(name) is not None), None)
+class Grader(Protocol):
+    """Decides whether a text solves a problem; for one thread at a time."""
 
+    def grade(self, text: str | None, problem: Problem) -> bool:
+        """Whether ``text`` solves ``problem``; an answer that is missing does not.
 
-class Grader:
-    r"""Compares what stands in the last ``\boxed{}`` of a text with the reference answer.
-
-    An answer is right if its canonical form is the reference's, or if ``math-verify`` finds them
-    equal, which is more lenient: ``50\%`` is right for both ``50`` and ``0.5``. It runs in a
-    process with sympy, which ``close`` ends.
-
-    Args:
-        extract: finds the answer in a text; a text without one is wrong.
-        equivalence: whether an answer and the reference mean the same; replaces the above.
-        time_limit: seconds for one comparison by ``math-verify``; beyond it an answer is wrong.
-    """
-
-    def __init__(
-        self,
-        extract: Callable[[str], str | None] = extract_answer_from_boxed,
-        equivalence: Callable[[str, str], bool] | None = None,
-        time_limit: float = 3.0,
-    ) -> None:
-        self._extract, self._time_limit = extract, time_limit
-        self._equivalence = equivalence or self._is_equal
-        self._sympy: SympyPool | None = None
-
-    def grade(self, text: str | None, reference: str) -> bool:
-        """Whether ``text`` answers ``reference``. May take seconds where sympy is needed.
-
-        Raises:
-            DependencyError: it takes sympy, and ``math-verify`` is not installed.
+        May take seconds: not for an event loop.
         """
-        answer = self._extract(text or "")
-        return answer is not None and self._equivalence(answer, reference)
 
     def close(self) -> None:
-        """End the process with sympy; it starts again if it is needed."""
-        if self._sympy is not None:
-            self._sympy.close()
-            self._sympy = None
-
-    def _is_equal(self, answer: str, reference: str) -> bool:
-        forms = canonical_form(answer), canonical_form(reference)
-        if forms[0] == forms[1]:
-            return True
-        if not (answer and reference) or all(map(_is_plain, (answer, reference), forms)):
-            return False
-        self._sympy = self._sympy or SympyPool(1)
-        return self._sympy.verify(reference, answer, self._time_limit).result()
-
-
-def _is_plain(answer: str, form: object) -> bool:
-    """Whether there is one way to read an answer: words, or a number that is no percentage."""
-    if isinstance(form, Fraction):
-        return not re.search("[%=]", answer)
-    return isinstance(form, str) and form.replace(" ", "").isalpha()
+        """End the processes that it has started."""

@@ -1,24 +1,17 @@
-"""A method with its settings, as one row of a comparison; and the four recipes of the demo.
-
-The demo's are greedy decoding, Dynasor-CoT on the same chains, a vote of eight samples, and both
-together. The embedded reasoner's chains have some hundreds of tokens, so it is probed more often
-than a large model.
-"""
+"""A method with its settings, as one row of a comparison; and variants of it for a search."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from forethought.config.drafters import NGramDecodingConfig
 from forethought.config.sampling import SamplingParams
-from forethought.methods.stack import parameters, stack
+from forethought.methods.stack import SAMPLES as _SAMPLES
+from forethought.methods.stack import split, stack
+from forethought.scaffolding.budget import Budget
 from forethought.scaffolding.controller import Controller
 from forethought.scaffolding.worker import Worker
-
-_SAMPLES = "default_sample_num"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +30,23 @@ class Recipe:
     is_chat: bool = False
     """Whether its prompts are the questions, which it sends as chats; otherwise they are the
     questions rendered by the chat template."""
+    budget: Budget = field(default_factory=Budget)
+    """Limits for each attempt."""
+    repeats: int = 1
+    """Attempts at each problem, every one with another seed."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Parameters of the method that were set, but for controllers; for reports and journals."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """What decides its attempts, as plain values."""
+        budget = {name: getattr(self.budget, name) for name in ("tokens", "calls", "seconds")}
+        return {
+            "name": self.name,
+            "sampling_params": dict(self.sampling_params),
+            "settings": {name: str(value) for name, value in self.settings.items()},
+            "budget": budget,
+            "repeats": self.repeats,
+        }
 
 
 def recipe(
@@ -50,8 +60,8 @@ def recipe(
     """The usual way to measure a method: greedy, unless it draws several samples.
 
     Args:
-        spec: name of a method, or several as for ``stack``: ``"dynasor+majority_vote"``.
-        samples: of a method that draws several answers.
+        spec: name of a method, or several as for ``stack``: ``"dynasor+majority_vote@8"``.
+        samples: of the outermost method that draws several answers, where ``spec`` does not say.
         temperature: of those samples; every other method is greedy.
         max_tokens: of each chain; None: to the end of the context.
         settings: parameters of the method.
@@ -60,29 +70,53 @@ def recipe(
         UnknownNameError, ParameterError: as ``stack``.
     """
     given = dict(settings or {})
-    several = _SAMPLES in parameters(spec)
-    if several:
+    drawing = [method for method in split(spec) if method.draws_samples]
+    several = bool(drawing)
+    if several and drawing[-1].samples is None:
         given.setdefault(_SAMPLES, samples)
     params: dict[str, Any] = {"temperature": temperature if several else 0.0, "top_p": 1.0}
     if max_tokens is not None:
         params["max_tokens"] = max_tokens
     SamplingParams(**params)  # refuses values outside their ranges before anything runs
-    return Recipe(spec, stack(spec, **given), params, given[_SAMPLES] if several else 1)
+    controller = stack(spec, **given)
+    plain = {name: value for name, value in given.items() if not isinstance(value, Controller)}
+    return Recipe(spec, controller, params, _num_chains(controller), settings=plain)
 
 
-DRAFTS = NGramDecodingConfig(max_draft_len=8, max_matching_ngram_size=3, is_use_oldest=False)
-"""The reasoner repeats itself when it checks its steps: n-grams draft it well."""
-PROBING = {"chunk_size": 16, "certainty_threshold": 2}
-SAMPLES = 8
-TEMPERATURE = 0.8
+def _num_chains(controller: Controller) -> int:
+    """Chains of thought that a controller has under way at once: the product of the samples."""
+    settings = vars(controller)
+    inner, concurrency = settings.get("generation_controller"), settings.get("concurrency")
+    own = int(settings.get(_SAMPLES, 1))
+    if isinstance(concurrency, int):
+        own = min(own, concurrency)
+    return own * _num_chains(inner) if isinstance(inner, Controller) else own
 
 
-def demo_recipes() -> list[Recipe]:
-    """Plain, Dynasor-CoT, majority vote, and Dynasor-CoT under majority vote."""
-    sampled = partial(recipe, samples=SAMPLES, temperature=TEMPERATURE)
+def with_each_count(spec: str, counts: Sequence[str]) -> list[str]:
+    """A stack of methods with each number of samples, for the outermost method that draws some;
+    the stack alone if there is none, or ``@`` says its number.
+
+    Args:
+        spec: names of methods, as for ``stack``.
+        counts: numbers as text; ``stack`` refuses what is none.
+    """
+    stacked, parts = split(spec), spec.split("+")
+    drawing = [place for place, method in enumerate(stacked) if method.draws_samples]
+    if not drawing or stacked[drawing[-1]].samples is not None:
+        return [spec]
+    last = drawing[-1]
     return [
-        recipe("plain"),
-        recipe("dynasor", settings=PROBING),
-        sampled("majority_vote"),
-        sampled("dynasor+majority_vote", settings=PROBING),
+        "+".join([*parts[:last], f"{parts[last]}@{count.strip()}", *parts[last + 1 :]])
+        for count in counts
+    ]
+
+
+def within_each(made: Recipe, budgets: Sequence[Budget | None]) -> list[Recipe]:
+    """A recipe within each budget of tokens, which its name then says; None: as it is."""
+    return [
+        made
+        if budget is None
+        else replace(made, name=f"{made.name} in {budget.tokens}", budget=budget)
+        for budget in budgets
     ]

@@ -1,120 +1,171 @@
-"""Results of a comparison of methods: rows, a table, one JSON line, and a plot as a PNG.
+"""Results of a comparison of methods: rows, tables, a plot; as text, Markdown, HTML and JSON.
 
-Also what every report of the package shares: aligned tables, the progress bar, and the check of
-packages and folder before anything runs.
+Also what every report of the package shares: aligned tables, empty figures, the progress bar, and
+the check of packages and folder before anything runs.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
-from statistics import NormalDist
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from forethought.errors import DependencyError, ParameterError, UsageError
+from forethought.errors import DependencyError, UsageError
+from forethought.evaluation.journal import Attempt
+from forethought.evaluation.statistics import (
+    CoverageFit,
+    PairedComparison,
+    Proportion,
+    clustered_interval,
+    mean_pass_at_k,
+    pareto_front,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, slots=True)
-class Proportion:
-    """How many of how many, such as right answers of all problems.
-
-    Raises:
-        ParameterError: no trials, or successes outside ``0..trials``.
-    """
-
-    successes: int
-    trials: int
-
-    def __post_init__(self) -> None:
-        if self.trials < 1 or not 0 <= self.successes <= self.trials:
-            raise ParameterError(
-                "invalid proportion",
-                f"got {self.successes} of {self.trials}",
-                "Count at least one trial, and successes from 0 to the trials",
-            )
-
-    @property
-    def value(self) -> float:
-        """The observed share, in [0, 1]."""
-        return self.successes / self.trials
-
-    def interval(self, confidence: float = 0.95) -> tuple[float, float]:
-        """The score interval of Wilson (1927): honest for few trials and for shares near 0 or 1."""
-        z = NormalDist().inv_cdf(0.5 + confidence / 2)
-        n, p = self.trials, self.value
-        centre = (p + z * z / (2 * n)) / (1 + z * z / n)
-        half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-        low = 0.0 if self.successes == 0 else centre - half
-        high = 1.0 if self.successes == n else centre + half
-        return low, high
-
-
-@dataclass(frozen=True, slots=True)
 class ReportRow:
     """One method on all problems.
 
-    ``tokens_generated`` and ``tokens_prefilled`` are the engine's own counters: every token that it
-    decoded or prefilled for this method, probes and abandoned branches included. Of a server they
-    are what it reports, without what it found in its prefix cache.
+    Tokens are those of everything that was run for the attempts, probes and abandoned branches
+    included: on the engine every token that it decoded or prefilled, on a server what it reports,
+    without what it found in its prefix cache.
     """
 
     method: str
     correct: Proportion
+    """Of the attempts."""
     tokens_generated: int
     tokens_prefilled: int
     seconds: float
     """Wall time for all problems together, many of them in flight at once."""
+    tokens_wasted: int = 0
+    """Of the generated ones: those in no returned answer, such as probes and other samples."""
+    interval: tuple[float, float] | None = None
+    """Of the accuracy, at 95 %, where problems were attempted several times; None: Wilson's."""
+    pass_at_k: Mapping[int, float] = field(default_factory=dict)
+    """By k; empty where no problem has several graded samples."""
+    paired: PairedComparison | None = None
+    """Against the first method; None for that."""
+    columns: Mapping[str, float] = field(default_factory=dict)
+    """Further figures, by name."""
+
+    @property
+    def accuracy_interval(self) -> tuple[float, float]:
+        """Of the accuracy, at 95 %."""
+        return self.interval or self.correct.interval()
+
+    @property
+    def tokens_per_attempt(self) -> float:
+        """Generated tokens for one attempt at one problem."""
+        return self.tokens_generated / self.correct.trials
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values; the accuracy's interval is Wilson's at 95 %."""
-        low, high = self.correct.interval()
-        return {
+        """Plain values; intervals are at 95 %."""
+        low, high = self.accuracy_interval
+        found: dict[str, object] = {
             "method": self.method,
             "accuracy": round(self.correct.value, 4),
             "accuracy_ci": [round(low, 4), round(high, 4)],
             "tokens_generated": self.tokens_generated,
             "tokens_prefilled": self.tokens_prefilled,
+            "tokens_wasted": self.tokens_wasted,
             "seconds": round(self.seconds, 2),
         }
+        if self.pass_at_k:
+            fit = CoverageFit.of(self.pass_at_k)
+            found["pass_at_k"] = {str(k): round(share, 4) for k, share in self.pass_at_k.items()}
+            found["coverage_fit"] = fit and {"a": round(fit.a, 4), "b": round(fit.b, 4)}
+        if self.paired is not None:
+            found |= self.paired.to_dict()
+        return found | {name: round(value, 4) for name, value in self.columns.items()}
 
 
-_HEAD = ("method", "accuracy", "95 % interval", "generated", "prefilled", "seconds", "tokens")
+def row_of(method: str, attempts: Sequence[Attempt]) -> ReportRow:
+    """The row of a method's attempts.
+
+    Args:
+        method: its name.
+        attempts: at least one; of each problem equally many.
+    """
+    outcomes = outcomes_of(attempts)
+    several = len(outcomes[0]) > 1
+    generated = [attempt.usage.decoded for attempt in attempts]
+    answers = [attempt.num_answer_tokens for attempt in attempts]
+    return ReportRow(
+        method,
+        Proportion(sum(map(sum, outcomes)), len(attempts)),
+        sum(generated),
+        sum(attempt.usage.prefilled for attempt in attempts),
+        max(attempt.elapsed for attempt in attempts),
+        sum(max(0, all_ - own) for all_, own in zip(generated, answers, strict=True)),
+        clustered_interval(outcomes) if several else None,
+        _pass_at_k(attempts, outcomes),
+    )
+
+
+def outcomes_of(attempts: Iterable[Attempt]) -> list[list[bool]]:
+    """Whether the attempts at each problem are right, by number of the problem."""
+    found: dict[int, list[bool]] = {}
+    for attempt in sorted(attempts, key=lambda attempt: attempt.key):
+        found.setdefault(attempt.number, []).append(attempt.correct)
+    return [found[number] for number in sorted(found)]
+
+
+def _pass_at_k(attempts: Sequence[Attempt], outcomes: Sequence[Sequence[bool]]) -> dict[int, float]:
+    """Of the samples of the method where it draws as many for each attempt and all were graded;
+    else of the attempts at a problem."""
+    drawn = [[bool(right) for right in one.candidates if right is not None] for one in attempts]
+    sizes = {len(one.candidates) for one in attempts} | set(map(len, drawn))
+    if len(sizes) == 1 and max(sizes) > 1:
+        return mean_pass_at_k(drawn)
+    return mean_pass_at_k(outcomes) if len(outcomes[0]) > 1 else {}
+
+
+_HEAD = (
+    *("method", "accuracy", "95 % interval", "generated", "prefilled", "wasted", "seconds"),
+    *("difference", "p", "tokens"),
+)
+Cells = list[tuple[str, ...]]
+"""A table: the head, and one tuple for each row."""
 
 
 def table(rows: Sequence[ReportRow]) -> str:
     """The rows as aligned text; ``tokens`` compares the generated tokens of two methods: those of
     ``inner+outer`` with those of ``outer`` where that is a row, else with those of the first row.
     """
-    return aligned([_HEAD, *(_cells(row, rows) for row in rows)])
+    return aligned(comparison_cells(rows))
 
 
-_RACE_HEAD = ("method", "drafts", "right", "generated", "seconds each", "speed")
+def comparison_cells(rows: Sequence[ReportRow]) -> Cells:
+    """The cells of ``table``; without the columns of paired comparisons where there is none."""
+    cells: Cells = [_HEAD, *(_cells(row, rows) for row in rows)]
+    if any(row.paired is not None for row in rows):
+        return cells
+    unpaired = [place for place, name in enumerate(_HEAD) if name not in ("difference", "p")]
+    return [tuple(line[place] for place in unpaired) for line in cells]
 
 
-def race_table(rows: Sequence[tuple[str, ReportRow]], problems: int) -> str:
-    """(drafter, row) pairs as aligned text; ``speed`` is against the first row."""
-    cells: list[tuple[str, ...]] = [_RACE_HEAD]
-    slow = rows[0][1]
-    for drafts, row in rows:
-        cells.append(
-            (
-                row.method,
-                drafts or "none",
-                f"{row.correct.successes} of {row.correct.trials}",
-                f"{row.tokens_generated:,}",
-                f"{row.seconds / problems:.2f}",
-                "" if row is slow else times(row.seconds, slow.seconds, "slower", "faster"),
-            )
-        )
-    return aligned(cells)
+def further_cells(rows: Sequence[ReportRow]) -> Cells:
+    """A table of pass@k and of the further columns; empty if there are none."""
+    sizes = sorted({k for row in rows for k in row.pass_at_k})
+    names = list(dict.fromkeys(name for row in rows for name in row.columns))
+    if not sizes and not names:
+        return []
+    cells: Cells = [("method", *(f"pass@{k}" for k in sizes), *names)]
+    for row in rows:
+        shares = [f"{row.pass_at_k[k]:.1%}" if k in row.pass_at_k else "" for k in sizes]
+        values = [f"{row.columns[name]:.3f}" if name in row.columns else "" for name in names]
+        cells.append((row.method, *shares, *values))
+    return cells
 
 
 def count_of(number: int, noun: str) -> str:
@@ -128,25 +179,6 @@ def times(value: float, other: float, more: str, less: str) -> str:
     if f"{ratio:.1f}" == "1.0":
         return "the same"
     return f"{ratio:.1f} times {more if value > other else less}"
-
-
-def race_row(drafts: str, row: ReportRow, problems: int) -> dict[str, object]:
-    """Plain values of one race."""
-    return {
-        "method": row.method,
-        "drafts": drafts or None,
-        "accuracy": round(row.correct.value, 4),
-        "tokens_generated": row.tokens_generated,
-        "seconds_per_problem": round(row.seconds / problems, 4),
-    }
-
-
-def json_line(rows: Sequence[ReportRow], races: Sequence[dict[str, object]] = ()) -> str:
-    """``{"rows": [...]}`` on one line, with ``"one_at_a_time"`` if there were races."""
-    found: dict[str, object] = {"rows": [row.to_dict() for row in rows]}
-    if races:
-        found["one_at_a_time"] = list(races)
-    return json.dumps(found)
 
 
 def aligned(cells: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
@@ -169,16 +201,25 @@ def aligned(cells: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
 
 
 def _cells(row: ReportRow, rows: Sequence[ReportRow]) -> tuple[str, ...]:
-    low, high = row.correct.interval()
+    low, high = row.accuracy_interval
+    paired = row.paired
     return (
         row.method,
         f"{row.correct.value:.1%}",
         f"{low:.1%} to {high:.1%}",
         f"{row.tokens_generated:,}",
         f"{row.tokens_prefilled:,}",
+        f"{row.tokens_wasted:,}",
         f"{row.seconds:.1f}",
+        "" if paired is None else _difference(paired),
+        "" if paired is None else f"{paired.p:.2g}",
         "" if row is rows[0] else _against(row, _baseline(row, rows)),
     )
+
+
+def _difference(paired: PairedComparison) -> str:
+    low, high = (100 * bound for bound in paired.interval)
+    return f"{100 * paired.difference:+.1f} ({low:+.1f} to {high:+.1f})"
 
 
 def _baseline(row: ReportRow, rows: Sequence[ReportRow]) -> ReportRow:
@@ -254,23 +295,53 @@ def save_plot(rows: Sequence[ReportRow], path: Path, title: str = "") -> Path:
     return path
 
 
-def draw(rows: Sequence[ReportRow], title: str = "") -> Figure:
-    """The figure of ``save_plot``; every point has its method's name beside its interval."""
+def plot_svg(rows: Sequence[ReportRow], title: str = "") -> str:
+    """The same plot as an ``<svg>`` element without scripts or references to other files."""
+    from matplotlib import rc_context
+
+    figure, written = draw(rows, title), io.StringIO()
+    with rc_context({"svg.hashsalt": "forethought"}):  # the same names in every run
+        figure.savefig(written, format="svg", metadata=dict.fromkeys(_SVG_METADATA))
+    text = written.getvalue()
+    return text[text.index("<svg") :]
+
+
+_SVG_METADATA = ("Date", "Creator", "Format", "Type")
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure of this size in inches, which needs no display.
+
+    Raises:
+        DependencyError: matplotlib is not installed.
+    """
     check_installed()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def draw(rows: Sequence[ReportRow], title: str = "") -> Figure:
+    """The figure of ``save_plot``; every point has its method's name beside its interval, and a
+    line goes through the points of the Pareto front."""
+    figure = new_figure(7.0, 4.5)
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-    figure = Figure(figsize=(7.0, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.margins(x=0.2, y=0.15)  # space for the names
+    tokens = {row.tokens_per_attempt for row in rows}
+    if len(tokens) == 1:  # which spans no axis
+        axes.set_xlim(max(tokens) / 2, max(tokens) * 2)
+    _draw_front(axes, front_of(rows))
     # Neighbours have their names on different sides of their points.
-    for number, row in enumerate(sorted(rows, key=lambda row: row.tokens_generated)):
+    for number, row in enumerate(sorted(rows, key=lambda row: row.tokens_per_attempt)):
         _draw_row(axes, row, above=number % 2 == 0)
     axes.set_xlabel("tokens generated per problem, probes and abandoned samples included")
     axes.set_ylabel("accuracy in %, with 95 % interval")
@@ -280,11 +351,26 @@ def draw(rows: Sequence[ReportRow], title: str = "") -> Figure:
     return figure
 
 
+def front_of(rows: Sequence[ReportRow]) -> list[ReportRow]:
+    """The rows that no other beats in both accuracy and generated tokens, by rising tokens."""
+    points = [(row.tokens_per_attempt, row.correct.value) for row in rows]
+    return [rows[index] for index in pareto_front(points)]
+
+
+def _draw_front(axes: Any, front: Sequence[ReportRow]) -> None:
+    """A line through the front, behind the points."""
+    tokens = [row.tokens_per_attempt for row in front]
+    shares = [100 * row.correct.value for row in front]
+    axes.plot(tokens, shares, linestyle="--", color="grey", alpha=0.6, zorder=1)
+
+
 def _draw_row(axes: Any, row: ReportRow, above: bool) -> None:
-    tokens = row.tokens_generated / row.correct.trials
-    low, high = (100 * bound for bound in row.correct.interval())
+    tokens = row.tokens_per_attempt
+    low, high = (100 * bound for bound in row.accuracy_interval)
     accuracy = 100 * row.correct.value
-    bars = axes.errorbar(tokens, accuracy, yerr=[[accuracy - low], [high - accuracy]], fmt="o")
+    bars = axes.errorbar(
+        tokens, accuracy, yerr=[[max(0, accuracy - low)], [max(0, high - accuracy)]], fmt="o"
+    )
     axes.annotate(
         row.method,
         (tokens, high if above else low),
@@ -294,3 +380,94 @@ def _draw_row(axes: Any, row: ReportRow, above: bool) -> None:
         va="bottom" if above else "top",
         color=bars.lines[0].get_color(),
     )
+
+
+# ---- the report in a folder ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """An evaluation, as text, Markdown, HTML and JSON."""
+
+    title: str
+    rows: Sequence[ReportRow]
+    notes: Sequence[str] = ()
+    """Sentences on how to read the figures."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """What decided the results, by name; plain values."""
+    further: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of the JSON object; plain values."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; ``rows`` first."""
+        front = [row.method for row in front_of(self.rows)]
+        rows = [row.to_dict() for row in self.rows]
+        return {"rows": rows, "front": front, **self.further, "notes": list(self.notes)}
+
+    def tables(self) -> list[Cells]:
+        """The cells of its tables."""
+        found = comparison_cells(self.rows), further_cells(self.rows)
+        return [cells for cells in found if cells]
+
+    def text(self) -> str:
+        """For a terminal."""
+        parts = [f"{self.title}:", *(aligned(cells) for cells in self.tables()), *self.notes]
+        return "\n\n".join(parts) + "\n"
+
+    def markdown(self, plot: str) -> str:
+        """For a page that has the plot, a file of this name, beside it."""
+        parts = [f"# {self.title}", *map(_markdown_table, self.tables())]
+        parts += [f"![accuracy over tokens]({plot})", *self.notes]
+        parts.append(f"```json\n{json.dumps(self.settings, indent=2)}\n```")
+        return "\n\n".join(parts) + "\n"
+
+    def html(self) -> str:
+        """One file that needs no other: the plot is part of it, and there are no scripts."""
+        title = escape(self.title)
+        parts = [f"<h1>{title}</h1>", *map(_html_table, self.tables()), plot_svg(self.rows)]
+        parts += [f"<p>{escape(note)}</p>" for note in self.notes]
+        parts.append(f"<pre>{escape(json.dumps(self.settings, indent=2))}</pre>")
+        head = f'<meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
+        begin = f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>'
+        return "\n".join([begin, *parts, "</body></html>\n"])
+
+    def save(self, folder: Path) -> Path:
+        """Write ``comparison.png``, ``.html``, ``.md`` and ``.json``; the path of the first.
+
+        Raises:
+            DependencyError: matplotlib is not installed.
+            UsageError: the folder cannot be made.
+        """
+        check_installed()
+        make_folder(folder)
+        plot = save_plot(self.rows, folder / "comparison.png", self.title)
+        texts = {"html": self.html(), "md": self.markdown(plot.name), "json": self.json_line()}
+        for suffix, text in texts.items():
+            plot.with_suffix(f".{suffix}").write_text(text, encoding="utf-8")
+        return plot
+
+    def json_line(self) -> str:
+        """The JSON object on one line, with its end."""
+        return json.dumps(self.to_dict()) + "\n"
+
+
+_STYLE = (
+    "body{font:16px/1.5 sans-serif;max-width:60em;margin:2em auto;padding:0 1em}"
+    "table{border-collapse:collapse;margin:1em 0}"
+    "td,th{padding:.2em .8em;text-align:right;border-bottom:1px solid #ccc}"
+    "td:first-child,th:first-child{text-align:left}svg{max-width:100%;height:auto}"
+)
+
+
+def _markdown_table(cells: Cells) -> str:
+    head, *lines = [" | ".join(cell.replace("|", "\\|") for cell in line) for line in cells]
+    rule = " | ".join([":--", *["--:"] * (len(cells[0]) - 1)])
+    return "\n".join(f"| {line} |" for line in [head, rule, *lines])
+
+
+def _html_table(cells: Cells) -> str:
+    lines = []
+    for number, line in enumerate(cells):
+        tag = "td" if number else "th"
+        lines.append("".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in line))
+    return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"

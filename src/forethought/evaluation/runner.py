@@ -1,11 +1,9 @@
-"""Solves problems with a method, many at once, and counts what it cost; compares several methods.
+"""Solves problems with a method, many at once, and counts what it cost.
 
 Each method gets an engine of its own: in a shared one, later methods would find the prompts of the
-first in the prefix index, and their counts of prefilled tokens would be too low. The tokens of a
-server are those that it reports.
-
-``compare`` shows a progress bar on standard error and prints its report: tables, the path of a
-plot, one JSON line. The rest of this folder prints nothing.
+first in the prefix index, and their counts of prefilled tokens would be too low. The tokens of an
+attempt are those of its request, everything that the method runs included: on the engine every
+token that went through the network for it, on a server what it reports.
 """
 
 from __future__ import annotations
@@ -13,37 +11,30 @@ from __future__ import annotations
 import asyncio
 import queue
 import random
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Protocol
 
 from forethought.config.sampling import SamplingParams
-from forethought.errors import ParameterError
+from forethought.errors import BudgetExceeded, ParameterError
 from forethought.evaluation import IN_FLIGHT
+from forethought.evaluation.graders import MathGrader
+from forethought.evaluation.journal import Attempt
 from forethought.evaluation.lockstep import Lockstep
 from forethought.evaluation.problems import Grader, Problem, user_prompt
 from forethought.evaluation.recipe import Recipe
 from forethought.evaluation.report import (
     ProgressBar,
-    Proportion,
     ReportRow,
-    check_installed,
-    count_of,
-    json_line,
-    make_folder,
-    race_row,
-    race_table,
-    save_plot,
-    table,
+    row_of,
 )
 from forethought.methods import worker_tags
 from forethought.outputs import Usage
-from forethought.scaffolding.result import ScaffoldingResult
+from forethought.scaffolding.budget import Budget
+from forethought.scaffolding.result import ScaffoldingOutput, ScaffoldingResult
 from forethought.scaffolding.scaffolding_llm import ScaffoldingLlm
 from forethought.scaffolding.worker import Worker
 
@@ -56,18 +47,10 @@ QUESTION = "{question}"
 """The placeholder of a prompt format."""
 
 
+OnAttempt = Callable[[Attempt], object]
+Problems = Sequence[Problem] | Mapping[int, Problem]
 Call = Callable[[Callable[[], Any]], Any]
 """Calls a function and returns its result."""
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """One problem, solved by one method."""
-
-    method: str
-    problem: Problem
-    text: str
-    correct: bool
 
 
 class EvaluationRunner:
@@ -82,7 +65,7 @@ class EvaluationRunner:
         instruction: appended to every question, such as to box the answer.
         prompt_format: the prompt in the model's own format, with ``{question}`` where the question
             goes; None: the chat template where there is one, and the question alone elsewhere.
-        grader: compares answers with the reference.
+        grader: decides which answers are right; by default a ``MathGrader``.
     """
 
     def __init__(
@@ -104,14 +87,14 @@ class EvaluationRunner:
                 f"{prompt_format!r} has no {QUESTION}",
                 f"Write {QUESTION} where the question goes",
             )
-        self._instruction, self._grader = instruction, grader or Grader()
+        self._instruction, self._grader = instruction, grader or MathGrader()
         self._format = prompt_format
 
     def run(
         self,
         recipe: Recipe,
         problems: Sequence[Problem],
-        on_attempt: Callable[[Attempt], None] = lambda attempt: None,
+        on_attempt: OnAttempt = lambda attempt: None,
     ) -> ReportRow:
         """Solve all problems and grade them as they finish.
 
@@ -124,27 +107,86 @@ class EvaluationRunner:
             UsageError: a prompt does not fit, or no problems.
             Exception: of the first problem that fails; the others are ended.
         """
+        return row_of(recipe.name, self.attempts(recipe, problems, on_attempt))
+
+    def attempts(
+        self,
+        recipe: Recipe,
+        problems: Problems,
+        on_attempt: OnAttempt = lambda attempt: None,
+        known: Sequence[Attempt] = (),
+        enough: Callable[[], bool] = lambda: False,
+    ) -> list[Attempt]:
+        """Attempt all problems, each as often as the recipe says.
+
+        Args:
+            recipe: the method.
+            problems: at least one; in their order, or by number, from which their seeds are made.
+            on_attempt: called for each new attempt, in the order in which they finish.
+            known: attempts of an earlier run, which are not made again.
+            enough: asked after each attempt, and before the first; True ends the rest.
+
+        Returns:
+            All attempts, the known ones included, by problem and sample.
+
+        Raises:
+            Exception: as ``run``.
+        """
+        if not isinstance(problems, Mapping):
+            problems = dict(enumerate(problems))
+        made = {attempt.key: attempt for attempt in known}
+        keys = [(number, sample) for number in problems for sample in range(recipe.repeats)]
+        missing = [key for key in keys if key not in made]
+        if missing and not enough():
+            began = max((attempt.elapsed for attempt in known), default=0.0)
+            with closing(self._new_attempts(recipe, problems, missing, began)) as attempts:
+                for attempt in attempts:
+                    made[attempt.key] = attempt
+                    on_attempt(attempt)
+                    if enough():
+                        break
+        return [made[key] for key in keys if key in made]
+
+    def _new_attempts(
+        self,
+        recipe: Recipe,
+        problems: Mapping[int, Problem],
+        keys: Sequence[tuple[int, int]],
+        began: float,
+    ) -> Generator[Attempt]:
+        """The attempts with these keys as they finish; the clock begins at ``began`` seconds."""
+        with self.open_source() as source:
+            requests = [
+                Request(
+                    key,
+                    self.prompt(source, problems[key[0]], recipe.is_chat),
+                    {**recipe.sampling_params, "seed": self._seed_of(*key)},
+                    problems[key[0]].question,
+                    recipe.budget,
+                )
+                for key in keys
+            ]
+            source.begin()
+            zero = time.perf_counter() - began
+            with closing(self.results(recipe, requests, source)) as results:
+                for request, result in results:
+                    attempt = self._graded(recipe, problems[request.key[0]], request, result)
+                    yield replace(attempt, elapsed=round(time.perf_counter() - zero, 3))
+
+    @contextmanager
+    def open_source(self) -> Iterator[Source]:
+        """The model, with an empty KV cache, or the server."""
         opened = self._open_llm()
         source = _Server(opened) if isinstance(opened, Worker) else _Engine(opened)
         try:
-            prompts = [self._prompt(source, problem, recipe.is_chat) for problem in problems]
-            source.begin()
-            began, right, usage = time.perf_counter(), 0, Usage()
-            for number, text, used in self._answers(recipe, prompts, source):
-                problem, usage = problems[number], usage + used
-                correct = self._grader.grade(text, problem.answer)
-                right += correct
-                on_attempt(Attempt(recipe.name, problem, text, correct))
-            seconds = time.perf_counter() - began
-            decoded, prefilled = source.spent(usage)
+            yield source
         finally:
             source.close()
-        return ReportRow(recipe.name, Proportion(right, len(problems)), decoded, prefilled, seconds)
 
-    def _answers(
-        self, recipe: Recipe, prompts: Sequence[Prompt], source: _Source
-    ) -> Iterator[tuple[int, str, Usage]]:
-        """Number, text and tokens of each answer, as they come."""
+    def results(
+        self, recipe: Recipe, requests: Sequence[Request], source: Source
+    ) -> Generator[tuple[Request, ScaffoldingResult]]:
+        """Run requests, many at once; each with its result as soon as it is over."""
         workers = dict.fromkeys(worker_tags(recipe.controller), source.worker) | dict(
             recipe.workers
         )
@@ -153,10 +195,15 @@ class EvaluationRunner:
 
         def submit() -> list[ScaffoldingResult]:
             results = []
-            for number, prompt in enumerate(prompts):
-                params = {**recipe.sampling_params, "seed": self._seed_of(number)}
-                results.append(scaffolding.generate_async(prompt, sampling_params=params))
-                results[-1].on_finish(partial(ended.put, number))
+            for place, request in enumerate(requests):
+                result = scaffolding.generate_async(
+                    request.prompt,
+                    sampling_params=request.params,
+                    budget=request.budget,
+                    question=request.question,
+                )
+                result.on_finish(partial(ended.put, place))
+                results.append(result)
             return results
 
         with (
@@ -165,11 +212,50 @@ class EvaluationRunner:
         ):
             results = call(submit)
             for _ in results:
-                number = ended.get()
-                output = results[number].result().output
-                yield number, (output.text if output else None) or "", results[number].usage
+                place = ended.get()
+                yield requests[place], results[place]
 
-    def _prompt(self, source: _Source, problem: Problem, is_chat: bool) -> Prompt:
+    def _graded(
+        self, recipe: Recipe, problem: Problem, request: Request, result: ScaffoldingResult
+    ) -> Attempt:
+        """The attempt of a finished request. A spent budget is an attempt without an answer."""
+        error = ""
+        try:
+            output = result.result().output
+        except BudgetExceeded as exceeded:
+            output, error = None, exceeded.what
+        text = (output and output.text) or ""
+        number, sample = request.key
+        return Attempt(
+            recipe.name,
+            problem,
+            text,
+            self.grade(text, problem),
+            number,
+            sample,
+            usage=result.usage + Usage(),  # a copy: it may still change
+            num_answer_tokens=_num_tokens(output),
+            candidates=self._graded_candidates(output, problem),
+            error=error,
+        )
+
+    def grade(self, text: str, problem: Problem) -> bool:
+        """Whether a text solves a problem."""
+        return self._grader.grade(text, problem)
+
+    def _graded_candidates(
+        self, output: ScaffoldingOutput | None, problem: Problem
+    ) -> tuple[bool | None, ...]:
+        """Of each sample of a method whether it is right. Where some were ended early, the others
+        are no fair choice, and none is graded."""
+        candidates = output.candidates if output else []
+        if None in candidates:
+            return (None,) * len(candidates)
+        grades = {text: self.grade(text or "", problem) for text in set(candidates)}
+        return tuple(grades[text] for text in candidates)
+
+    def prompt(self, source: Source, problem: Problem, is_chat: bool) -> Prompt:
+        """What a method is given for a problem."""
         question = problem.question
         if self._instruction:
             question = f"{question}\n\n{self._instruction}"
@@ -177,11 +263,34 @@ class EvaluationRunner:
             return self._format.replace(QUESTION, question)
         return question if is_chat else source.ask(question)
 
-    def _seed_of(self, number: int) -> int:
-        return random.Random(f"{self._seed}/{number}").getrandbits(48)
+    def _seed_of(self, number: int, sample: int) -> int:
+        """Of an attempt: the same, whatever runs beside it."""
+        path = f"{self._seed}/{number}" + (f"/{sample}" if sample else "")
+        return random.Random(path).getrandbits(48)
 
 
-class _Source(Protocol):
+def _num_tokens(output: ScaffoldingOutput | None) -> int:
+    """Tokens of an answer, as exactly as they are known."""
+    if output is None:
+        return 0
+    return output.usage.completion_tokens if output.token_ids is None else len(output.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is asked of a method for one attempt."""
+
+    key: tuple[int, int]
+    """Number of the problem, and which attempt at it."""
+    prompt: Prompt
+    params: Mapping[str, Any]
+    """Sampling fields by name."""
+    question: str | None = None
+    """The problem's own text, for verifiers and reward models; None: the prompt."""
+    budget: Budget = field(default_factory=Budget)
+
+
+class Source(Protocol):
     """An engine or a server."""
 
     @property
@@ -192,20 +301,24 @@ class _Source(Protocol):
         """The prompt of a user's question."""
 
     def begin(self) -> None:
-        """Begin to count tokens."""
+        """Do what is done once, before the clock starts."""
+
+    def extended(self, prompt: Prompt, text: str, share: float, suffix: str) -> Prompt:
+        """A prompt with the first ``share`` of the tokens of ``text`` behind it, and a suffix.
+
+        Raises:
+            ParameterError: nothing can be put behind the prompt, because it is a chat's.
+        """
 
     def calling(self) -> AbstractContextManager[Call]:
         """Yields what calls functions on the event loop of the methods."""
-
-    def spent(self, usage: Usage) -> tuple[int, int]:
-        """Tokens decoded and prefilled since ``begin``; ``usage`` is the sum over the requests."""
 
     def close(self) -> None:
         """Shut it down."""
 
 
 class _Engine:
-    """An engine of its own; its counters give the tokens."""
+    """An engine of its own."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         from forethought.scaffolding.workers.local import EngineWorker
@@ -218,7 +331,14 @@ class _Engine:
 
     def begin(self) -> None:
         _warm_up(self._llm)
-        self._before = self._llm.stats
+
+    def extended(self, prompt: Prompt, text: str, share: float, suffix: str) -> Prompt:
+        """In tokens; the text is tokenized again."""
+        encode = self._llm.tokenizer.encode
+        start = encode(prompt) if isinstance(prompt, str) else prompt
+        ids = encode(text, add_special_tokens=False)
+        kept = ids[: round(share * len(ids))]
+        return [*start, *kept, *encode(suffix, add_special_tokens=False)]
 
     @contextmanager
     def calling(self) -> Iterator[Call]:
@@ -226,34 +346,33 @@ class _Engine:
         with Lockstep(self._llm) as lockstep:
             yield lockstep.call
 
-    def spent(self, usage: Usage) -> tuple[int, int]:
-        before, after = self._before, self._llm.stats
-        return after.decoded - before.decoded, after.prefilled - before.prefilled
-
     def close(self) -> None:
         self.worker.shutdown()
         self._llm.shutdown()
 
 
 class _Server:
-    """A server: it reports its tokens, and applies its model's chat template."""
+    """A server: it applies its model's chat template, unless the prompt is in its format."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
+
+    def extended(self, prompt: Prompt, text: str, share: float, suffix: str) -> Prompt:
+        """In characters: the tokens are not known here."""
+        if not isinstance(prompt, str):
+            raise ParameterError("invalid prompt", "token ids for a server", "Give text")
+        return prompt + text[: round(share * len(text))] + suffix
 
     def ask(self, question: str) -> Prompt:
         return question
 
     def begin(self) -> None:
-        """Nothing to do."""
+        """Nothing is to be done."""
 
     @contextmanager
     def calling(self) -> Iterator[Call]:
         """Calls run on the calling thread: there is no engine to hold back."""
         yield lambda function: function()
-
-    def spent(self, usage: Usage) -> tuple[int, int]:
-        return usage.decoded, usage.prefilled
 
     def close(self) -> None:
         self.worker.shutdown()
@@ -289,126 +408,12 @@ class EvaluationProgress(ProgressBar):
         if not self._num_seen:
             self._bar.set_description(self._label, refresh=False)
         self._num_right, self._num_seen = self._num_right + attempt.correct, self._num_seen + 1
-        self._bar.set_postfix_str(f"{self._num_right}/{self._num_seen} right", refresh=False)
+        share = self._num_right / self._num_seen
+        shown = f"{self._num_right}/{self._num_seen} right, {share:.0%}"
+        self._bar.set_postfix_str(shown, refresh=False)
         self._bar.update()
 
-
-RACE_PROBLEMS = 10
-"""Problems of a race: enough for a figure, few enough for a demo."""
-
-
-@dataclass(frozen=True, slots=True)
-class Race:
-    """A method that solves problems one at a time, with drafts or without."""
-
-    recipe: Recipe
-    drafts: str
-    """Name of the drafter; empty: plain decoding."""
-    runner: EvaluationRunner
-    """With one chain in flight."""
-
-
-def compare(
-    recipes: Sequence[Recipe],
-    problems: Sequence[Problem],
-    runner: EvaluationRunner,
-    folder: Path,
-    out: TextIO | None = None,
-    races: Sequence[Race] = (),
-) -> list[ReportRow]:
-    """Run every recipe on all problems and report.
-
-    Args:
-        recipes: the first is what the others' tokens are compared with.
-        problems: solved by each.
-        runner: runs them.
-        folder: for ``comparison.png`` and ``comparison.json``; made if missing.
-        out: the report is written to it; None: standard output.
-        races: run and reported first, one problem at a time: the latency of a single user.
-
-    Raises:
-        DependencyError: matplotlib or tqdm is not installed.
-        UsageError: the folder cannot be made.
-        Exception: as ``EvaluationRunner.run``.
-    """
-    out = out or sys.stdout
-    check_installed()
-    make_folder(folder)
-    single = list(problems)[:RACE_PROBLEMS]
-    with EvaluationProgress(len(recipes) * len(problems) + len(races) * len(single)) as bar:
-        raced = [_run(race, single, bar) for race in races]
-        rows = [_solve(runner, recipe, problems, bar)[0] for recipe in recipes]
-    plot = save_plot(rows, folder / "comparison.png", f"{count_of(len(problems), 'problem')}")
-    line = json_line(rows, [race_row(one.drafts, one.row, len(single)) for one in raced])
-    (folder / "comparison.json").write_text(line + "\n", encoding="utf-8")
-    if raced:
-        table_of = [(one.drafts, one.row) for one in raced]
-        out.write(f"{count_of(len(single), 'problem')}, one at a time:\n\n")
-        out.write(f"{race_table(table_of, len(single))}\n\n")
-        out.writelines(f"{note}\n" for note in _notes(raced))
-        out.write("\n")
-    out.write(f"{count_of(len(problems), 'problem')}, many at once:\n\n{table(rows)}\n\n")
-    out.write(f"plot: {plot}\n{line}\n")
-    return rows
-
-
-@dataclass(frozen=True, slots=True)
-class _Raced:
-    """A race that has been run."""
-
-    drafts: str
-    row: ReportRow
-    texts: dict[str, str]
-    """Answer by problem."""
-
-
-def _run(race: Race, problems: Sequence[Problem], bar: EvaluationProgress) -> _Raced:
-    return _Raced(race.drafts, *_solve(race.runner, race.recipe, problems, bar, race.drafts))
-
-
-def _solve(
-    runner: EvaluationRunner,
-    recipe: Recipe,
-    problems: Sequence[Problem],
-    bar: EvaluationProgress,
-    drafts: str = "",
-) -> tuple[ReportRow, dict[str, str]]:
-    """The row and the answers of one method."""
-    texts: dict[str, str] = {}
-
-    def on_attempt(attempt: Attempt) -> None:
-        texts[attempt.problem.name] = attempt.text
-        bar(attempt)
-
-    bar.begin(f"{recipe.name}, {drafts} drafts" if drafts else recipe.name)
-    return runner.run(recipe, problems, on_attempt), texts
-
-
-def _notes(raced: Sequence[_Raced]) -> list[str]:
-    """What drafts have changed beside the time, for each method that ran with and without."""
-    without = {one.row.method: one for one in raced if not one.drafts}
-    notes = []
-    for one in raced:
-        plain = without.get(one.row.method)
-        if one.drafts and plain is not None:
-            notes += _changes(one, plain)
-    return notes
-
-
-def _changes(drafted: _Raced, plain: _Raced) -> list[str]:
-    """What drafts have changed in the answers of one method and their tokens."""
-    method, count = drafted.row.method, len(plain.texts)
-    changed = sum(drafted.texts[name] != text for name, text in plain.texts.items())
-    if changed:
-        return [
-            f"{method}: {drafted.drafts} drafts changed {changed} of {count} answers: between "
-            "tokens that are nearly as likely rounding decides; in float32 none would change"
-        ]
-    notes = [f"{method}: the same answers with {drafted.drafts} drafts, character for character"]
-    if drafted.row.tokens_generated != plain.row.tokens_generated:
-        notes[0] += (
-            f"; {drafted.row.tokens_generated:,} tokens generated for them instead of "
-            f"{plain.row.tokens_generated:,}: a chain that draws several tokens a step is further "
-            "ahead by the time that a probe ends it"
-        )
-    return notes
+    def leave_out(self, count: int) -> None:
+        """Attempts that will not be made."""
+        self._bar.total -= count
+        self._bar.refresh()

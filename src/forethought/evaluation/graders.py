@@ -1,0 +1,163 @@
+r"""Graders: of mathematical answers, of answers that an exact checker verifies, and of programs.
+
+Each is a ``Grader`` (``problems``) and may be shared between threads.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import threading
+from collections.abc import Callable
+from fractions import Fraction
+
+from forethought.evaluation.problems import Problem
+from forethought.scaffolding.answers import extract_answer_from_boxed
+from forethought.scaffolding.canonical_form import canonical_form
+from forethought.scaffolding.sandbox import Sandbox
+from forethought.scaffolding.sympy_pool import SympyPool
+from forethought.scaffolding.verifier import Verifier
+
+
+class MathGrader:
+    r"""Compares what stands in the last ``\boxed{}`` of a text with the reference answer.
+
+    An answer is right if its canonical form is the reference's, or if ``math-verify`` finds them
+    equal, which is more lenient: ``50\%`` is right for both ``50`` and ``0.5``. It runs in a
+    process with sympy, which ``close`` ends.
+
+    Args:
+        extract: finds the answer in a text; a text without one is wrong.
+        equivalence: whether an answer and the reference mean the same; replaces the above.
+        time_limit: seconds for one comparison by ``math-verify``; beyond it an answer is wrong.
+    """
+
+    def __init__(
+        self,
+        extract: Callable[[str], str | None] = extract_answer_from_boxed,
+        equivalence: Callable[[str, str], bool] | None = None,
+        time_limit: float = 3.0,
+    ) -> None:
+        self._extract, self._time_limit = extract, time_limit
+        self._equivalence = equivalence or self._is_equal
+        self._sympy: SympyPool | None = None
+        self._lock = threading.Lock()
+
+    def grade(self, text: str | None, problem: Problem) -> bool:
+        """Whether ``text`` answers the problem. May take seconds where sympy is needed.
+
+        Raises:
+            DependencyError: it takes sympy, and ``math-verify`` is not installed.
+        """
+        answer = self._extract(text or "")
+        return answer is not None and self._equivalence(answer, problem.answer)
+
+    def close(self) -> None:
+        """End the process with sympy; it starts again if it is needed."""
+        with self._lock:
+            pool, self._sympy = self._sympy, None
+        if pool is not None:
+            pool.close()
+
+    def _is_equal(self, answer: str, reference: str) -> bool:
+        forms = canonical_form(answer), canonical_form(reference)
+        if forms[0] == forms[1]:
+            return True
+        if not (answer and reference) or all(map(_is_plain, (answer, reference), forms)):
+            return False
+        with self._lock:
+            pool = self._sympy = self._sympy or SympyPool(1)
+        return pool.verify(reference, answer, self._time_limit).result()
+
+
+def _is_plain(answer: str, form: object) -> bool:
+    """Whether there is one way to read an answer: words, or a number that is no percentage."""
+    if isinstance(form, Fraction):
+        return not re.search("[%=]", answer)
+    return isinstance(form, str) and form.replace(" ", "").isalpha()
+
+
+class VerifierGrader:
+    """Asks an exact checker, which reads the question and the answer and needs no reference."""
+
+    def __init__(self, verifier: Verifier) -> None:
+        self._verifier = verifier
+
+    def grade(self, text: str | None, problem: Problem) -> bool:
+        """Whether the checker accepts ``text``."""
+        return bool(text) and self._verifier(problem.question, text or "")
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class CodeGrader:
+    """Runs programs in a sandbox with the tests of their problems, as HumanEval has them.
+
+    A problem's fields are ``prompt`` (the program up to the body of a function), ``entry_point``
+    (the function's name) and ``test`` (a program that defines ``check(function)``). Source:
+    "Evaluating Large Language Models Trained on Code" (Chen et al. 2021), section 2.
+
+    A program that ends before its tests have passed, by ``sys.exit()`` for example, is wrong: the
+    last statement prints a random number, which has to arrive.
+
+    Args:
+        sandbox: runs the programs.
+    """
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        self._sandbox = sandbox
+
+    def grade(self, text: str | None, problem: Problem) -> bool:
+        """Whether the program in ``text`` passes the tests of the problem. May take seconds."""
+        if not text or not text.strip():
+            return False
+        fields = problem.fields
+        program = completed_program(text, fields["prompt"], fields["entry_point"])
+        passed = secrets.token_hex(16)
+        check = f"{fields['test']}\n\ncheck({fields['entry_point']})\nprint('\\n{passed}')\n"
+        result = self._sandbox.run(f"{program}\n\n{check}")
+        return result.status == "ok" and result.stdout.endswith(f"\n{passed}\n")
+
+    def close(self) -> None:
+        """Nothing to end: each program has ended with its result."""
+
+
+_FENCED = re.compile(
+    r"^[ \t]*```[ \t]*(?:python3?|py)?[ \t]*\r?\n(.*?)^[ \t]*```", re.S | re.M | re.I
+)
+_STOP = re.compile(r"\n(?=class\b|def\b|#|if\b|print\b|@|assert\b)")
+"""What ends a completion: code behind the function. The first five are those of the paper."""
+
+
+def completed_program(text: str, prompt: str, entry_point: str) -> str:
+    """The program that an answer to a HumanEval problem amounts to, without its tests.
+
+    The code is the last fenced block that defines the function, else the last fenced block, else
+    the whole text. Code that defines the function takes the place of the prompt's, behind the
+    imports and functions above it; other code is the body and goes behind the prompt.
+
+    Args:
+        text: of the answer.
+        prompt: imports, perhaps other functions, and the function's head and docstring.
+        entry_point: name of the function.
+    """
+    definition = re.compile(rf"^(?:async[ \t]+)?def[ \t]+{re.escape(entry_point)}\b", re.M)
+    blocks = [found[1] for found in _FENCED.finditer(text)]
+    whole = [block for block in blocks if definition.search(block)]
+    code = (whole or blocks or [text])[-1]
+    if definition.search(code):
+        head = definition.search(prompt)
+        return f"{prompt[: head.start()] if head else prompt}\n{code}"
+    if blocks:
+        return prompt + _indented(code)
+    return prompt + _STOP.split(f"\n{text}", maxsplit=1)[0].removeprefix("\n")
+
+
+def _indented(body: str) -> str:
+    """A function's body with the indentation that it has behind its head."""
+    lines = body.splitlines()
+    first = next((line for line in lines if line.strip()), "")
+    if first[:1] in (" ", "\t"):
+        return body
+    return "\n".join(f"    {line}" for line in lines)

@@ -1,0 +1,264 @@
+"""The journal of an evaluation: every finished attempt is one line of a file, so that a killed run
+loses the attempts under way and nothing else.
+
+::
+
+    {"journal": 1, "hash": "5f2c...", "settings": {"model": ..., "seed": 0, ...}}
+    {"attempt": {"method": "plain", "number": 3, "sample": 0, "correct": true, ...}}
+
+The first line holds everything that decides the results. A run with the same settings takes over
+the attempts that are there and makes the others; one with other settings is refused. Seeds belong
+to problem and sample, so it does not matter which attempts run beside which: in float32 the resumed
+run gives the answers of an uninterrupted one. In 16 bits the rows of a batch may round differently
+when other rows are beside them, and near-ties between tokens may fall the other way, as from run to
+run with another ``in_flight``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from forethought.errors import ParameterError, UsageError
+from forethought.evaluation.problems import Problem
+from forethought.outputs import Usage
+
+_FORMAT = 1
+_BEGIN_ANEW = "Begin anew with --fresh, or give another --out"
+_TOKENS = ("prefilled", "decoded", "discarded", "cached")
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One problem, solved by one method."""
+
+    method: str
+    problem: Problem
+    text: str
+    """The answer; empty if there is none."""
+    correct: bool
+    number: int = 0
+    """Of the problem, among those of the evaluation."""
+    sample: int = 0
+    """Which of the attempts at this problem."""
+    usage: Usage = field(default_factory=Usage)
+    """Tokens of everything that was run for it."""
+    num_answer_tokens: int = 0
+    """Tokens of the answer alone."""
+    elapsed: float = 0.0
+    """Seconds of the method's wall time at its end; of a resumed run, those before included."""
+    candidates: tuple[bool | None, ...] = ()
+    """Whether each sample that the method drew is right; None for one that was ended early."""
+    error: str = ""
+    """Why there is no answer: the budget was spent."""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Number of the problem, and which attempt at it."""
+        return self.number, self.sample
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; the problem is its number."""
+        record = {
+            "method": self.method,
+            "number": self.number,
+            "sample": self.sample,
+            "correct": self.correct,
+            "text": self.text,
+            "tokens": {name: getattr(self.usage, name) for name in _TOKENS},
+            "num_answer_tokens": self.num_answer_tokens,
+            "elapsed": self.elapsed,
+        }
+        if self.candidates:
+            record["candidates"] = list(self.candidates)
+        if self.error:
+            record["error"] = self.error
+        return record
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any], problems: Sequence[Problem]) -> Self:
+        """The attempt of a record; raises KeyError, IndexError or TypeError if it is none."""
+        values = dict(record)
+        values["usage"] = Usage(**values.pop("tokens"))
+        values["candidates"] = tuple(values.get("candidates", ()))
+        return cls(problem=problems[values["number"]], **values)
+
+
+class Journal:
+    """Reads and appends to the journal in a folder.
+
+    Args:
+        path: of the file; its folder exists.
+        settings: everything that decides the results, as plain values by name.
+        is_fresh: forget what is there.
+
+    Raises:
+        ParameterError: the file belongs to an evaluation with other settings.
+        UsageError: the file is no journal, is damaged, or another process writes to it.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any], is_fresh: bool = False) -> None:
+        self._path, self._settings = path, json.loads(json.dumps(settings))
+        self._records: dict[str, list[dict[str, Any]]] = {}
+        self._file = path.open("a+b")
+        try:
+            self._lock()
+            if is_fresh:
+                self._file.truncate(0)
+            self._read()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def records(self, kind: str) -> list[dict[str, Any]]:
+        """All records of a kind, in the order in which they were written."""
+        return self._records.get(kind, [])
+
+    def append(self, kind: str, record: Mapping[str, Any]) -> None:
+        """Write a record; it is in the file when this returns."""
+        line = {kind: dict(record)}
+        self._write(line)
+        self._records.setdefault(kind, []).append(line[kind])
+
+    def attempts(self, method: str, problems: Sequence[Problem]) -> list[Attempt]:
+        """The attempts of a method that are there, one for each problem and sample."""
+        known: dict[tuple[int, int], Attempt] = {}
+        for record in self.records("attempt"):
+            if record.get("method") == method:
+                attempt = self._attempt(record, problems)
+                known.setdefault(attempt.key, attempt)
+        return list(known.values())
+
+    def _attempt(self, record: Mapping[str, Any], problems: Sequence[Problem]) -> Attempt:
+        try:
+            return Attempt.from_dict(record, problems)
+        except (KeyError, IndexError, TypeError) as error:
+            raise self._damaged(f"a record of an attempt is incomplete ({error!r})") from error
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ---- the file -----------------------------------------------------------------------------
+
+    def _lock(self) -> None:
+        """Refuse to write beside another process, where the system has locks of files."""
+        with contextlib.suppress(ImportError):
+            import fcntl
+
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise UsageError(
+                    f"another evaluation writes to {self._path}",
+                    "it holds the lock of the file",
+                    "Wait for it, or give another --out",
+                ) from error
+
+    def _read(self) -> None:
+        """Take over the records; a last line that is not complete is cut off."""
+        self._file.seek(0)
+        lines = list(self._complete_lines())
+        if not lines:
+            self._write(
+                {"journal": _FORMAT, "hash": hash_of(self._settings), "settings": self._settings}
+            )
+            return
+        self._check(lines[0])
+        for line in lines[1:]:
+            for kind, record in line.items():
+                self._records.setdefault(kind, []).append(record)
+
+    def _complete_lines(self) -> Iterator[dict[str, Any]]:
+        data = self._file.read()
+        complete, _, torn = data.rpartition(b"\n")
+        if torn:
+            self._file.truncate(len(data) - len(torn))
+        for number, line in enumerate(complete.splitlines(), start=1):
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise self._damaged(f"line {number} is not JSON") from error
+            if not isinstance(record, dict):
+                raise self._damaged(f"line {number} is no object")
+            yield record
+
+    def _check(self, header: Mapping[str, Any]) -> None:
+        if header.get("journal") != _FORMAT or not isinstance(header.get("settings"), dict):
+            raise self._damaged("its first line is not that of a journal of this version")
+        if header.get("hash") != hash_of(self._settings):
+            found = "; ".join(differences(header["settings"], self._settings))
+            raise ParameterError(
+                f"{self._path} is the journal of another evaluation",
+                found or "its settings were edited",
+                _BEGIN_ANEW,
+            )
+
+    def _damaged(self, why: str) -> UsageError:
+        return UsageError(f"cannot read the journal {self._path}", why, _BEGIN_ANEW)
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(line).encode() + b"\n")
+        self._file.flush()
+
+
+def hash_of(value: Any) -> str:
+    """SHA-256 of plain values, in hexadecimal; the order of names does not matter."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+_SHOWN_CHARACTERS = 60
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """What differs between two nested mappings, as "name was ..., is ..."."""
+    found = []
+    for name in dict.fromkeys([*old, *new]):
+        before, after = old.get(name), new.get(name)
+        if isinstance(before, dict) and isinstance(after, dict):
+            found += [f"{name}.{inner}" for inner in differences(before, after)]
+        elif before != after:
+            found.append(f"{name} was {_shown(before)}, is {_shown(after)}")
+    return found
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+
+
+def fingerprint(path: Path) -> dict[str, Any]:
+    """What tells a model directory, or another file, from a changed one without reading weights:
+    for each file its size and time of change (ns), and of JSON files their hash instead.
+    """
+    files = [path] if path.is_file() else sorted(one for one in path.iterdir() if one.is_file())
+    return {one.name: _file_fingerprint(one) for one in files}
+
+
+def _file_fingerprint(path: Path) -> Any:
+    if path.suffix == ".json":
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    found = path.stat()
+    return [found.st_size, found.st_mtime_ns]
+
+
+def problems_hash(problems: Sequence[Problem]) -> str:
+    """A hash of the problems and their order."""
+    return hash_of([[one.question, one.answer, dict(one.fields)] for one in problems])

@@ -1,0 +1,138 @@
+"""``forethought eval``: tasks, budgets, samples of one method, search, and what it refuses."""
+
+import json
+import shlex
+
+import pytest
+
+import openai_server
+from forethought.cli.main import main
+from tokens import speaking
+
+
+@pytest.fixture
+def server():
+    with openai_server.serving() as running:
+        running.says = lambda body: ["\\boxed{", "1", "}"]
+        yield running
+
+
+@pytest.fixture
+def own(tmp_path):
+    """Options for problems of one's own, of which every answer of the server is right but one."""
+    data = tmp_path / "own.jsonl"
+    answers = [1, 1, 1, 2, 1, 1]
+    data.write_text(
+        "".join(f'{{"question": "q{n}", "answer": {a}}}\n' for n, a in enumerate(answers))
+    )
+    return ["--data", str(data), "--out", str(tmp_path / "out")]
+
+
+def on(server):
+    return ["--url", server.url, "--api-model", "m"]
+
+
+def rows(capsys):
+    return json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+
+
+def test_everything_at_once_on_a_tiny_model(tmp_path, own, capsys):
+    options = ["--model", str(speaking("byte_level")), "--dtype", "float32", "--max-tokens", "6"]
+    options += ["--methods", "plain,majority_vote@2,dynasor+majority_vote@3", "--problems", "3"]
+    options += ["--set", "chunk_size=3", "--all-samples", "--columns", "regret,behaviours"]
+    assert main(["eval", *options, *own]) == 0
+    first = capsys.readouterr()
+    report = json.loads(first.out.splitlines()[-1])
+    assert [row["method"] for row in report["rows"]] == options[7].split(",")
+    assert [len(row.get("pass_at_k", ())) for row in report["rows"]] == [0, 2, 3]
+    assert all(0 <= row["regret"] <= 1 for row in report["rows"])
+    assert {"verification", "backtracking"} <= report["rows"][0].keys()
+    assert all(row["paired_p"] == 1.0 for row in report["rows"][1:])
+    assert "9/9" in first.err
+    # The same again is read from the journal.
+    assert main(["eval", *options, *own]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == report
+    folder = tmp_path / "out"
+    assert {path.name for path in folder.iterdir()} == {
+        "journal.jsonl",
+        *(f"comparison.{suffix}" for suffix in ("png", "html", "md", "json")),
+    }
+
+
+def test_the_options_reach_the_requests(server, own, capsys):
+    options = ["--methods", "plain,majority_vote@3", "--budget", "tokens=50,seconds=100"]
+    assert main(["eval", *on(server), *options, "--repeats", "2", *own]) == 0
+    plain, vote = rows(capsys)
+    assert plain["accuracy"] == vote["accuracy"] == 0.8333
+    assert vote["paired_test"] == "sign flip"
+    assert {body["max_tokens"] for body in server.requests} <= set(range(1, 51))
+    assert len({body["seed"] for body in server.requests}) == len(server.requests)
+
+
+def test_a_task_brings_its_problems_instruction_and_grader(server, tmp_path, capsys):
+    data = tmp_path / "gsm.jsonl"
+    data.write_text(json.dumps({"question": "How many?", "answer": "1 + 0 = 1\n#### 1"}) + "\n")
+    options = ["--task", "gsm8k", "--data", str(data), "--out", str(tmp_path / "out")]
+    assert main(["eval", *on(server), *options, "--methods", "plain", "--json"]) == 0
+    out, err = capsys.readouterr()
+    report = json.loads(out)
+    assert (report["task"], report["rows"][0]["accuracy"], err) == ("gsm8k", 1.0, "")
+    assert "boxed" in server.requests[0]["messages"][0]["content"]
+
+
+def test_a_search_proposes_a_command(server, own, capsys):
+    options = ["--search", "--search-tokens", "9999", "--search-samples", "2,3"]
+    options += ["--search-budgets", "2,none", "--methods", "plain,majority_vote"]
+    assert main(["eval", *on(server), *options, *own]) == 0
+    out = capsys.readouterr().out
+    search = json.loads(out.splitlines()[-1])["search"]
+    # Two tokens do not reach the answer.
+    assert search["proposed"] == "plain"
+    assert search["config"]["method"] == "plain"
+    assert search["held_out"][-1]["accuracy"] in (0.6667, 1.0)
+    [line] = [line for line in out.splitlines() if line.startswith("Use it: ")]
+    command = shlex.split(line.removeprefix("Use it: "))
+    assert command[:4] == ["forethought", "eval", "--methods", "plain"]
+    assert main([*command[1:], *own[2:]]) == 2  # the journal there is the search's
+    assert "methods was" in capsys.readouterr().err
+    assert main([*command[1:], *own[2:], "--fresh"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--task", "nonsense"], "nonsense"),
+        (["--methods", "plain@3"], "draws no samples"),
+        (["--methods", "majority_vote@x"], "behind @"),
+        (["--budget", "tokens=0"], "budget of tokens"),
+        (["--budget", "tokens"], "Write --budget key=value"),
+        (["--budget", "token=5"], "did you mean 'tokens'"),
+        (["--repeats", "0"], "invalid --repeats"),
+        (["--columns", "regrets"], "did you mean 'regret'"),
+        (["--stop-when-decided", "1.5"], "invalid level"),
+        (["--stop-when-decided", "--repeats", "2"], "stopped early"),
+        (["--methods", "plain,"], "has an empty entry"),
+        (["--unsafe-code"], "--unsafe-code needs a task"),
+        (
+            ["--methods", "repeated_sampling", "--set", "verifier=countdown"],
+            "does not name a list of numbers",
+        ),
+        (["--search"], "--search needs --search-tokens"),
+        (["--search-samples", "2"], "need --search"),
+        (["--search", "--search-tokens", "9", "--columns", "regret"], "goes without"),
+        (["--search", "--search-tokens", "9", "--budget", "tokens=3"], "--search-budgets"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_asked(server, own, capsys, options, said):
+    assert main(["eval", *on(server), *own, *options]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert said in err.splitlines()[-1]
+    assert server.requests == []
+
+
+def test_a_task_without_an_embedded_model_needs_one(tmp_path, capsys):
+    data = tmp_path / "gsm.jsonl"
+    data.write_text(json.dumps({"question": "How many?", "answer": "#### 1"}) + "\n")
+    assert main(["eval", "--task", "gsm8k", "--data", str(data), "--out", str(tmp_path)]) == 2
+    assert "the task gsm8k needs a model" in capsys.readouterr().err

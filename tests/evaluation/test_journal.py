@@ -1,0 +1,142 @@
+"""The journal: what a killed run keeps, and when it is refused."""
+
+import json
+
+import pytest
+
+from forethought.errors import ParameterError, UsageError
+from forethought.evaluation.journal import (
+    Attempt,
+    Journal,
+    differences,
+    fingerprint,
+    problems_hash,
+)
+from forethought.evaluation.problems import Problem
+from forethought.outputs import Usage
+
+PROBLEMS = [Problem(str(i), f"{i}?", str(i)) for i in range(3)]
+SETTINGS = {"seed": 0, "methods": ["plain"], "model": {"path": "m", "dtype": "float32"}}
+
+
+def attempt(number, **changes):
+    usage = Usage(prefilled=7, decoded=30 + number, discarded=2, cached=1)
+    fields = {"usage": usage, "num_answer_tokens": 11, "elapsed": 0.5 * number, **changes}
+    return Attempt("plain", PROBLEMS[number], f"text {number}\n", number == 1, number, **fields)
+
+
+def test_what_was_written_is_read_again(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    written = [attempt(2), attempt(0, candidates=(True, None), error="spent"), attempt(1, sample=3)]
+    with Journal(path, SETTINGS) as journal:
+        for one in written:
+            journal.append("attempt", one.to_dict())
+        assert journal.attempts("plain", PROBLEMS) == written
+    with Journal(path, dict(reversed(SETTINGS.items()))) as journal:
+        assert journal.attempts("plain", PROBLEMS) == written
+        assert journal.attempts("dynasor", PROBLEMS) == []
+
+
+@pytest.mark.parametrize("cut", [1, 5, 40])
+def test_a_torn_last_line_is_dropped_and_the_next_record_stands_on_a_line_of_its_own(tmp_path, cut):
+    path = tmp_path / "journal.jsonl"
+    with Journal(path, SETTINGS) as journal:
+        journal.append("attempt", attempt(0).to_dict())
+        journal.append("attempt", attempt(1).to_dict())
+    path.write_bytes(path.read_bytes()[:-cut])
+    with Journal(path, SETTINGS) as journal:
+        assert journal.attempts("plain", PROBLEMS) == [attempt(0)]
+        journal.append("attempt", attempt(2).to_dict())
+    with Journal(path, SETTINGS) as journal:
+        assert journal.attempts("plain", PROBLEMS) == [attempt(0), attempt(2)]
+
+
+def test_a_torn_header_is_no_journal_yet(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    path.write_text('{"journal": 1, "ha')
+    with Journal(path, SETTINGS) as journal:
+        assert journal.records("attempt") == []
+    assert json.loads(path.read_text())["settings"] == SETTINGS
+
+
+def test_an_attempt_that_was_made_twice_counts_once(tmp_path):
+    with Journal(tmp_path / "journal.jsonl", SETTINGS) as journal:
+        journal.append("attempt", attempt(0).to_dict())
+        journal.append("attempt", attempt(0, elapsed=9.0).to_dict())
+        assert journal.attempts("plain", PROBLEMS) == [attempt(0)]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"seed": 1}, "seed was 0, is 1"),
+        ({"methods": ["plain", "dynasor"]}, 'methods was ["plain"], is ["plain", "dynasor"]'),
+        ({"model": {"path": "m", "dtype": "bfloat16"}}, 'model.dtype was "float32", is "bfloat16"'),
+        ({"budget": 5}, "budget was null, is 5"),
+    ],
+)
+def test_other_settings_are_refused_by_name_unless_one_begins_anew(tmp_path, change, said):
+    path = tmp_path / "journal.jsonl"
+    with Journal(path, SETTINGS) as journal:
+        journal.append("attempt", attempt(0).to_dict())
+    with pytest.raises(ParameterError, match="--fresh") as refused:
+        Journal(path, SETTINGS | change)
+    assert said in str(refused.value)
+    with Journal(path, SETTINGS | change, is_fresh=True) as journal:
+        assert journal.records("attempt") == []
+    with pytest.raises(ParameterError):
+        Journal(path, SETTINGS)
+
+
+@pytest.mark.parametrize(
+    "text", ["no JSON\n", "[1]\n", '{"rows": []}\n', '{"journal": 99, "settings": {}}\n']
+)
+def test_a_file_that_is_no_journal_is_refused(tmp_path, text):
+    path = tmp_path / "journal.jsonl"
+    path.write_text(text)
+    with pytest.raises(UsageError, match="cannot read the journal"):
+        Journal(path, SETTINGS)
+
+
+def test_a_damaged_line_in_the_middle_is_refused(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    with Journal(path, SETTINGS) as journal:
+        journal.append("attempt", {"method": "plain", "number": 77})
+        with pytest.raises(UsageError, match="incomplete"):
+            journal.attempts("plain", PROBLEMS)
+    path.write_bytes(path.read_bytes() + b"{ torn }\n{}\n")
+    with pytest.raises(UsageError, match="line 3"):
+        Journal(path, SETTINGS)
+
+
+def test_two_evaluations_do_not_write_to_one_journal(tmp_path):
+    pytest.importorskip("fcntl")
+    path = tmp_path / "journal.jsonl"
+    with Journal(path, SETTINGS), pytest.raises(UsageError, match="another evaluation writes"):
+        Journal(path, SETTINGS)
+    Journal(path, SETTINGS).close()
+
+
+def test_differences_are_named_one_by_one():
+    assert differences({"a": 1, "b": {"c": 2}}, {"b": {"c": 3}, "d": [0] * 99}) == [
+        "a was 1, is null",
+        "b.c was 2, is 3",
+        "d was null, is [" + "0, " * 19 + "0,...",
+    ]
+
+
+def test_a_changed_model_has_another_fingerprint(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"1234")
+    before = fingerprint(tmp_path)
+    assert fingerprint(tmp_path) == before
+    (tmp_path / "config.json").write_text('{"a": 1}')
+    assert [name for name in before if fingerprint(tmp_path)[name] != before[name]] == [
+        "config.json"
+    ]
+
+
+def test_the_hash_of_problems_is_of_what_is_asked_and_in_which_order():
+    renamed = [Problem("x", problem.question, problem.answer) for problem in PROBLEMS]
+    assert problems_hash(renamed) == problems_hash(PROBLEMS)
+    assert problems_hash(PROBLEMS[::-1]) != problems_hash(PROBLEMS)
