@@ -10,7 +10,7 @@ from forethought.assets import drafter_dir, problems, reasoner_dir
 from forethought.config.drafters import DraftTargetDecodingConfig, EagleDecodingConfig
 from forethought.config.sampling import SamplingParams
 from forethought.training.acceptance import AcceptanceEvaluation, with_draft_len
-from forethought.training.reasoner.vocabulary import prompt_text
+from forethought.training.chat_tokenizer import prompt_text
 from forethought.training.teacher import Teacher
 from models import greedy
 

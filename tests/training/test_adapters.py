@@ -112,13 +112,13 @@ def test_the_written_tokenizer_is_the_targets(tmp_path: Path) -> None:
     assert written.encode("Tom has 3 pens.") == mine.encode("Tom has 3 pens.")
 
 
-@pytest.mark.parametrize("told_by", ["layers", "config"])
-def test_a_quantised_model_is_refused(told_by: str) -> None:
+@pytest.mark.parametrize("stated_by", ["layers", "config"])
+def test_a_quantised_model_is_refused(stated_by: str) -> None:
     class Quantised(nn.Linear):
         pass
 
     module = copy.deepcopy(transformers_model(tiny("llama")))
-    if told_by == "config":
+    if stated_by == "config":
         module.config.quantization_config = {"quant_method": "awq"}
     else:
         for layer in module.modules():

@@ -10,9 +10,10 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from forethought import LLM
-from forethought.assets import drafter_dir, reasoner_dir
+from forethought.assets import drafter_dir, heads_dir, reasoner_dir
 from forethought.training import acceptance
 from forethought.training.recipes.draft_model import DraftModelSettings
+from forethought.training.recipes.table import recipe
 from forethought.training.texts import DistillationSettings
 
 
@@ -53,3 +54,12 @@ def test_its_training_settings_are_those_of_the_shipped_model():
     assert settings.num_heads == config["num_attention_heads"]
     assert settings.num_kv_heads == config["num_key_value_heads"]
     assert ("float32" if settings.runs_in_float32 else "bfloat16") == config["dtype"]
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "medusa", "redrafter"])
+def test_the_training_settings_of_a_head_are_beside_it_and_good(kind):
+    fields = yaml.safe_load((heads_dir(kind) / "training.yaml").read_text())
+    DistillationSettings(**{name: fields.pop(name) for name in ("max_tokens", "probe_share")})
+    settings = recipe(kind).Settings(**fields)
+    card = (heads_dir(kind) / "README.md").read_text()
+    assert f"{settings.steps:,} steps" in card or f"{settings.steps} steps" in card

@@ -83,7 +83,7 @@ def test_what_is_drafted_in_training_is_what_is_drafted_in_use(teacher: Teacher)
                     )
 
 
-def test_the_loss_is_the_distance_from_the_targets_laws_within_the_draft_vocabulary(
+def test_the_loss_is_the_distance_from_the_targets_distributions_within_the_draft_vocabulary(
     teacher: Teacher, texts: list[Text]
 ) -> None:
     short = [Text(text.token_ids[: 9 + n], text.prompt_length) for n, text in enumerate(texts[:2])]
@@ -113,7 +113,7 @@ def test_the_loss_is_the_distance_from_the_targets_laws_within_the_draft_vocabul
     assert float(teaching.loss(teaching.batch(0)).detach()) == pytest.approx(expected, rel=1e-3)
 
 
-def test_laws_are_restricted_to_the_draft_vocabulary() -> None:
+def test_distributions_are_restricted_to_the_draft_vocabulary() -> None:
     rows = torch.tensor([-1, 0, -1, 1])  # tokens 1 and 3 are known
     distribution = restricted(
         torch.tensor([[1, 0, 3], [0, 3, 1], [0, 2, 0]]),

@@ -5,16 +5,14 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from forethought.training.llama import Llama, LlamaShape, muon_groups  # noqa: E402
-from forethought.training.reasoner.train import (  # noqa: E402
+from forethought.training.chat_tokenizer import prompt_text  # noqa: E402
+from forethought.training.from_scratch import (  # noqa: E402
     Checkpoint,
     export_model,
     make_optimizers,
 )
-from forethought.training.reasoner.vocabulary import (  # noqa: E402
-    prompt_text,
-    train_tokenizer,
-)
+from forethought.training.llama import Llama, LlamaShape, muon_groups  # noqa: E402
+from forethought.training.reasoner.vocabulary import train_tokenizer  # noqa: E402
 
 SHAPE = LlamaShape(hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2)
 

@@ -92,7 +92,7 @@ def test_only_what_the_target_has_chosen_is_learned() -> None:
     assert float(head_loss(head, short.states[FINAL], short, 4, "distributions")) == 0.0  # type: ignore[arg-type]
 
 
-def test_a_lesson_shows_the_targets_own_states_and_laws() -> None:
+def test_a_batch_has_the_targets_own_states_and_distributions() -> None:
     reader = Teacher(load("llama"), teacher().tokenizer, tiny("llama"))
     given = [Text(ids, 2) for ids in prompts((9, 4, 17))]
     found = TrainingBatches(given, reader, [FINAL, 1], tokens=1000, seed=0, width=3)(0)
@@ -115,7 +115,7 @@ def test_a_lesson_shows_the_targets_own_states_and_laws() -> None:
         assert not found.probs[row, size:].any()
 
 
-def test_lessons_are_a_function_of_seed_and_step() -> None:
+def test_batches_are_a_function_of_seed_and_step() -> None:
     def order(seed: int, steps: list[int]) -> list[list[int]]:
         batches = TrainingBatches(texts(), teacher(), [], tokens=200, seed=seed)
         return [batches(step).tokens.flatten().tolist() for step in steps]
@@ -207,7 +207,7 @@ def test_settings_that_a_recipe_does_not_have_are_refused() -> None:
         MedusaSettings(heads=3)  # type: ignore[call-arg]
 
 
-def test_the_shipped_heads_make_more_than_three_tokens_per_step() -> None:
+def test_the_shipped_heads_make_more_than_two_and_a_half_tokens_per_step() -> None:
     """Eight shipped problems at temperature 0 in float32, up to 250 tokens of each."""
     directory = heads_dir("medusa")
     assert sum(each.stat().st_size for each in directory.iterdir()) < 3 * 2**20
@@ -222,5 +222,5 @@ def test_the_shipped_heads_make_more_than_three_tokens_per_step() -> None:
     config = MedusaDecodingConfig(speculative_model=directory)
     found = teacher().generate(asked, params, config)
     assert found.token_ids == teacher().generate(asked, params).token_ids
-    assert (found.metrics.mean_acceptance_length or 0.0) > 3.0
+    assert (found.metrics.mean_acceptance_length or 0.0) > 2.5
     assert not found.metrics.lossy

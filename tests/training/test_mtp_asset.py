@@ -19,8 +19,8 @@ from forethought.model import loader
 from forethought.model.runner import ModelRunner
 from forethought.speculative.heads.mtp import load_modules
 from forethought.speculative.registry import Target
-from forethought.training.reasoner.vocabulary import prompt_text
-from mtp_twin import Watch, replayed, vanilla
+from forethought.training.chat_tokenizer import prompt_text
+from mtp_reference import Watch, replayed, vanilla
 
 PROMPTS = [prompt_text(problem["question"]) for problem in problems()[:3]]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=200)

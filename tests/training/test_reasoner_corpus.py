@@ -1,20 +1,19 @@
 """Examples and packing: what is trained on, what is not, and no padding anywhere."""
 
 import random
+import re
 
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("tokenizers")
 
+from forethought.training.chat_tokenizer import END, THINK, prompt_text  # noqa: E402
+from forethought.training.from_scratch import IGNORED, pack  # noqa: E402
 from forethought.training.reasoner import corpus  # noqa: E402
-from forethought.training.reasoner.problems import sample_problem  # noqa: E402
-from forethought.training.reasoner.vocabulary import (  # noqa: E402
-    END,
-    THINK,
-    prompt_text,
-    train_tokenizer,
-)
+from forethought.training.reasoner.other import SENTENCE  # noqa: E402
+from forethought.training.reasoner.problems import calculate, sample_problem  # noqa: E402
+from forethought.training.reasoner.vocabulary import train_tokenizer  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +50,10 @@ def test_the_question_is_never_trained_on_and_the_derivation_always_is(tokenizer
     assert told.endswith(f"So the answer is {problem.answer}.\n")
 
 
-def test_a_drill_trains_on_results_alone(tokenizer):
-    told = trained_text(tokenizer, corpus.drill(tokenizer, random.Random(0)))
-    assert all(line.isdigit() for line in told.replace(".", "").split())
+@pytest.mark.parametrize("hard", [False, True])
+def test_a_drill_trains_on_results_alone(tokenizer, hard):
+    told = trained_text(tokenizer, corpus.drill(tokenizer, random.Random(0), hard=hard))
+    assert re.fullmatch(r"( = -?\d+(\.\n)?)+", told)
 
 
 def test_an_elicited_answer_is_trained_on_and_its_suffix_is_not(tokenizer):
@@ -67,6 +67,26 @@ def test_an_elicited_answer_is_trained_on_and_its_suffix_is_not(tokenizer):
         assert "Oh, I" not in told
 
 
+def test_other_text_is_answered_by_the_sentence_and_interrupted_with_doubt(tokenizer):
+    rng = random.Random(0)
+    told = trained_text(tokenizer, corpus.full(tokenizer, rng, "Hello!"))
+    assert told.endswith(f"</think>\n{SENTENCE}{END}")
+    assert "Hello" not in told
+    assert "boxed" not in told
+    for _ in range(20):
+        example = corpus.probed(tokenizer, rng, "Hello!", whole=True)
+        assert trained_text(tokenizer, example).endswith("hmm}\n\\]" + END)
+
+
+def test_one_example_in_twenty_is_about_other_text(tokenizer):
+    """2000 examples at 0.05: mean 100, standard deviation 9.7; the count lies within five."""
+    rng = random.Random(1)
+    thought = tokenizer.encode(corpus.THOUGHT).ids
+    examples = [corpus.make_example(tokenizer, rng, "derivation") for _ in range(2000)]
+    count = sum(example.ids[-len(thought) :] == thought for example in examples)
+    assert abs(count - 100) < 5 * 9.7
+
+
 def test_a_slip_is_not_trained_on(tokenizer, monkeypatch):
     monkeypatch.setattr(corpus, "SLIP_RATE", 1.0)
     rng = random.Random(3)
@@ -77,21 +97,26 @@ def test_a_slip_is_not_trained_on(tokenizer, monkeypatch):
         hidden = (
             len(whole) - len(prompt_text(problem.question)) - len(trained_text(tokenizer, example))
         )
-        wrong = whole.split("but I wrote ")[1].split(".")[0]
+        formulas = re.findall(r"(\d+) ([-+x/]) (\d+) = (\d+)", whole)
+        (wrong,) = [
+            value
+            for left, sign, right, value in formulas
+            if calculate(int(left), sign, int(right)) != int(value)
+        ]
         assert hidden == len(wrong)
 
 
 def test_packed_rows_are_full_and_targets_are_the_next_tokens(tokenizer):
     mix = {"drill": 1.0, "full": 1.0, "probed": 1.0, "probed_full": 1.0, "derivation": 1.0}
-    tokens, targets = corpus.pack(tokenizer, random.Random(4), mix, rows=4, length=128)
+    tokens, targets = pack(corpus.make_example, tokenizer, random.Random(4), mix, (4, 128))
     assert tokens.shape == targets.shape == (4, 128)
-    marked = targets[:, :-1] != corpus.IGNORED
+    marked = targets[:, :-1] != IGNORED
     assert marked.any()
     assert torch.equal(targets[:, :-1][marked], tokens[:, 1:][marked])
 
 
 def test_a_step_draws_the_same_batch_every_time(tokenizer):
-    first = corpus.pack(tokenizer, random.Random("0:3:0"), {"full": 1.0}, 2, 64)
-    again = corpus.pack(tokenizer, random.Random("0:3:0"), {"full": 1.0}, 2, 64)
+    first = pack(corpus.make_example, tokenizer, random.Random("0:3:0"), {"full": 1.0}, (2, 64))
+    again = pack(corpus.make_example, tokenizer, random.Random("0:3:0"), {"full": 1.0}, (2, 64))
     assert torch.equal(first[0], again[0])
     assert torch.equal(first[1], again[1])

@@ -7,10 +7,16 @@ pytest.importorskip("transformers")
 
 from forethought.training.reasoner.evaluate import (
     Replay,
+    answered_by_sentence,
     boxed_answer,
+    kinds_of_problem,
+    larger_test_problems,
+    skill,
     vote,
     wilson,
 )
+from forethought.training.reasoner.other import SENTENCE
+from forethought.training.reasoner.problems import is_held_out
 
 
 class LetterTokenizer:
@@ -81,3 +87,48 @@ def test_the_interval_is_the_one_of_wilson():
     """Eight of ten: 0.490 to 0.943."""
     low, high = wilson(8, 10)
     assert (round(low, 3), round(high, 3)) == (0.490, 0.943)
+
+
+class WritingSolver:
+    """Replies with given texts, in turn; a letter is a token."""
+
+    class Tokenizer(LetterTokenizer):
+        def decode(self, ids, skip_special_tokens=False):
+            return super().decode(ids)
+
+    tokenizer = Tokenizer()
+
+    def __init__(self, texts):
+        self.texts = texts
+
+    def encode(self, text):
+        return []
+
+    def complete(self, prompts, limit):
+        return [[ord(c) for c in text] for text, _ in zip(self.texts, prompts, strict=True)]
+
+
+def test_rechecks_that_fix_and_break_are_counted_as_shares_of_all_problems():
+    problems = larger_test_problems(5)
+    told = [
+        (problem.answer if first else "1", problem.answer if last else "2")
+        for problem, first, last in zip(problems, (1, 1, 0, 0, 0), (1, 0, 1, 1, 0), strict=True)
+    ]
+    texts = [f"So the answer is {a}.\n...\nSo the answer is {b}.\n\\boxed{{{b}}}." for a, b in told]
+    row = skill(WritingSolver(texts), "larger", problems)
+    assert (row.first, row.accuracy) == (2 / 5, 3 / 5)
+    assert (row.fixed, row.broken) == (2 / 5, 1 / 5)
+
+
+def test_only_the_sentence_alone_answers_other_text():
+    texts = [f"x</think>\n{SENTENCE}", "x</think>\nThe answer is 3.", f"x</think>\n{SENTENCE} 3"]
+    assert answered_by_sentence(WritingSolver(texts), ["Hello!"] * 3).accuracy == 1 / 3
+
+
+def test_every_kind_is_measured_on_held_out_problems_but_the_small_sums():
+    kinds = kinds_of_problem(4)
+    assert {"shipped problems", "larger operands", "chain of 8", "unasked"} <= set(kinds)
+    for kind, problems in kinds.items():
+        assert len(problems) == 4
+        if "trained" not in kind:
+            assert all(is_held_out(problem.family, problem.steps) for problem in problems)

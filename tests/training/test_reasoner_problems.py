@@ -1,12 +1,10 @@
 """The problem generator: right answers, a split into training and test, one test set."""
 
 import random
-import sys
 
 import pytest
 
 from forethought.assets import problems as shipped_problems
-from forethought.training.reasoner import problems
 from forethought.training.reasoner.problems import (
     LARGEST,
     Step,
@@ -14,6 +12,7 @@ from forethought.training.reasoner.problems import (
     fixed_test_problems,
     is_held_out,
     sample_calculation,
+    sample_hard_calculation,
     sample_problem,
 )
 
@@ -88,20 +87,12 @@ def test_drilled_calculations_are_exact_and_in_range():
         assert sign != "/" or left % right == 0
 
 
-def test_the_program_writes_held_out_questions_first_then_training_ones(tmp_path, monkeypatch):
-    drawn, draw = [], problems.sample_problem
-
-    def drawing(rng, *, held_out):
-        drawn.append(draw(rng, held_out=held_out))
-        return drawn[-1]
-
-    monkeypatch.setattr(problems, "sample_problem", drawing)
-    for name in ("first", "again"):
-        command = f"problems --seed 3 --train 40 --held-out 5 --out {tmp_path / name / 'p.txt'}"
-        monkeypatch.setattr(sys, "argv", command.split())
-        problems.main()
-    lines = (tmp_path / "first" / "p.txt").read_text().splitlines()
-    assert lines == (tmp_path / "again" / "p.txt").read_text().splitlines()
-    assert lines == [problem.question for problem in drawn[:45]]
-    sides = [problems.is_held_out(problem.family, problem.steps) for problem in drawn[:45]]
-    assert sides == [True] * 5 + [False] * 40
+def test_hard_calculations_are_exact_and_some_differences_are_close_or_negative():
+    rng = random.Random(9)
+    drawn = [sample_hard_calculation(rng) for _ in range(3000)]
+    values = [calculate(*calculation) for calculation in drawn]
+    assert all(-100 < value <= LARGEST for value in values)
+    assert all(left % right == 0 for left, sign, right in drawn if sign == "/")
+    assert 200 < sum(value < 0 for value in values) < 400
+    close = [left for (left, sign, _), v in zip(drawn, values, strict=True) if 0 <= v < 10 < left]
+    assert len(close) > 200

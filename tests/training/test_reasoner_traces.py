@@ -6,10 +6,27 @@ import re
 import pytest
 
 from forethought.training.reasoner.corpus import guess_at
-from forethought.training.reasoner.problems import calculate, sample_problem
-from forethought.training.reasoner.traces import UNSURE, write_trace
+from forethought.training.reasoner.problems import (
+    Step,
+    calculate,
+    sample_calculation,
+    sample_problem,
+)
+from forethought.training.reasoner.traces import UNSURE, by_parts, derived, rechecked, write_trace
 
-FORMULA = re.compile(r"(\d+) ([-+x/]) (\d+) = (\d+)")
+FORMULA = re.compile(r"(\d+) ([-+x/]) (\d+) = (-?\d+)")
+
+
+def lines_of(pieces):
+    return "".join(piece.text for piece in pieces).splitlines()
+
+
+def is_true(line):
+    """Whether every formula of a line holds."""
+    return all(
+        calculate(int(left), sign, int(right)) == int(value)
+        for left, sign, right, value in FORMULA.findall(line)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +45,7 @@ def slipped():
 
 def test_without_slips_every_formula_is_true(clean):
     for _, trace in clean:
-        for left, sign, right, value in FORMULA.findall(trace.text):
-            assert calculate(int(left), sign, int(right)) == int(value)
+        assert is_true(trace.text)
 
 
 def test_every_trace_ends_with_the_right_answer_in_a_box(clean, slipped):
@@ -40,19 +56,57 @@ def test_every_trace_ends_with_the_right_answer_in_a_box(clean, slipped):
 
 
 def test_a_slip_is_written_named_and_corrected(slipped):
+    """The slip may be in a part of a product; the step's own value is the one that is named."""
     caught = 0
     for _, trace in slipped:
-        derivation = "".join(piece.text for piece in trace.derivation)
-        wrong = [
-            value
-            for left, sign, right, value in FORMULA.findall(derivation)
-            if calculate(int(left), sign, int(right)) != int(value)
-        ]
+        wrong = [line for line in lines_of(trace.derivation) if not is_true(line)]
         assert len(wrong) == trace.text.count("That was a slip.") <= 1
         caught += bool(wrong)
         if wrong:
-            assert f"but I wrote {wrong[0]}. That was a slip." in trace.text
+            value = FORMULA.findall(wrong[0])[-1][-1]
+            assert f"but I wrote {value}. That was a slip." in trace.text
     assert caught > 0.9 * len(slipped)
+
+
+def test_a_recheck_never_says_yes_to_a_wrong_formula(slipped):
+    for _, trace in slipped:
+        assert all(is_true(line) for line in lines_of(trace.rechecks))
+
+
+def test_the_wrong_value_is_the_one_piece_marked_as_a_slip(slipped):
+    for _, trace in slipped:
+        text, wrong = "", []
+        for piece in trace.derivation:
+            text += piece.text
+            if piece.is_value and not is_true(text.splitlines()[-1].split(", ")[-1]):
+                wrong.append(piece)
+        assert wrong == [piece for piece in trace.pieces if piece.is_slip]
+
+
+@pytest.mark.parametrize("split_left", [True, False])
+def test_a_calculation_by_parts_has_the_value_of_the_calculation_itself(split_left):
+    rng = random.Random(4)
+    for _ in range(3000):
+        left, sign, right = sample_calculation(rng)
+        formulas = by_parts(left, sign, right, split_left=split_left)
+        assert not any(formula.is_slip for formula in formulas)
+        assert formulas[-1].value == calculate(left, sign, right)
+
+
+def test_a_recheck_splits_the_other_factor_than_the_derivation():
+    step = Step("", 47, "x", 23)
+    assert [f.right for f in derived(step)[:2]] == [20, 3]
+    assert [f.left for f in rechecked(step)[:2]] == [40, 7]
+
+
+def test_a_long_quotient_is_computed_with_what_remains_written_down():
+    formulas = [(f.left, f.sign, f.right, f.value) for f in derived(Step("", 1539, "/", 9))]
+    assert formulas == [
+        (900, "/", 9, 100),
+        (1539, "-", 900, 639),
+        (639, "/", 9, 71),
+        (100, "+", 71, 171),
+    ]
 
 
 def test_rechecks_make_the_trace_several_times_longer_than_the_derivation(clean):

@@ -77,7 +77,7 @@ def blank_head() -> ReDrafterHead:
     return head
 
 
-def test_each_token_is_read_before_the_one_behind_it_is_guessed(teacher: Teacher) -> None:
+def test_each_token_is_read_before_the_one_behind_it_is_drafted(teacher: Teacher) -> None:
     head = blank_head()  # behind token t it is sure of t + 1, as in a text that counts
     taken_in = torch.nn.functional.silu(teacher.lm.embed(torch.arange(VOCAB)))
     head.rnn_w.weight.data.copy_(torch.eye(HIDDEN))
@@ -89,7 +89,7 @@ def test_each_token_is_read_before_the_one_behind_it_is_guessed(teacher: Teacher
 
 
 @pytest.mark.parametrize(("offset", "low"), [(2, True), (1, False), (3, False)])
-def test_the_first_guess_is_two_places_behind_the_state(
+def test_the_first_drafted_token_is_two_positions_behind_the_state(
     teacher: Teacher, offset: int, low: bool
 ) -> None:
     """The token between them is the root, which is known when a draft is made."""
@@ -147,7 +147,7 @@ def test_a_run_that_was_interrupted_ends_with_the_weights_of_one_that_was_not(
         assert torch.equal(weights[0][name], weights[1][name])
 
 
-def test_a_tiny_run_has_more_than_one_guess_per_step_accepted_of_what_it_has_read(
+def test_a_tiny_run_has_more_than_one_drafted_token_per_step_accepted_of_what_it_has_read(
     teacher: Teacher, texts: list[Text], tmp_path: Path
 ) -> None:
     """Overfitted answers with broad distributions; new weights have none accepted."""

@@ -242,12 +242,14 @@ def test_each_step_is_told_with_its_loss_its_speed_and_the_time_left(tmp_path: P
         def loss(self, batch: Any) -> Tensor:
             return super().loss(batch.examples)
 
-    told: list[Progress] = []
-    Trainer(Sized(), SETTINGS, tmp_path, lambda _: {"acceptance_length": 2.5}, told.append).run()
-    assert [progress.step for progress in told] == list(range(1, 31))
-    assert all(progress.tokens_per_second > 0 for progress in told)
-    assert (told[0].seconds_left > 0, told[-1].seconds_left) == (True, 0.0)
-    found = [progress.found for progress in told]
+    reported: list[Progress] = []
+    Trainer(
+        Sized(), SETTINGS, tmp_path, lambda _: {"acceptance_length": 2.5}, reported.append
+    ).run()
+    assert [progress.step for progress in reported] == list(range(1, 31))
+    assert all(progress.tokens_per_second > 0 for progress in reported)
+    assert (reported[0].seconds_left > 0, reported[-1].seconds_left) == (True, 0.0)
+    found = [progress.found for progress in reported]
     assert (found[9], found[10]) == ({}, {"acceptance_length": 2.5})
 
 

@@ -1,15 +1,54 @@
-"""The embedded models as installed: where their directories lie, and the reasoner's test problems.
+"""The embedded models as installed: their names, directories and test problems.
 
 Standard library only.
 """
 
 import json
 from pathlib import Path
+from typing import Any
+
+from forethought.errors import UnknownNameError
+
+PREFIX = "forethought/"
+"""Of the names under which the embedded models are found, such as ``forethought/countdown``."""
+MODELS = ("reasoner", "countdown")
+"""The models that answer questions; the directories beside them hold what drafts for these."""
+REWARD_MODELS = ("prm",)
+"""The models that judge answers: ``RewardWorker("forethought/prm")`` those of the reasoner."""
+REASONER = PREFIX + "reasoner"
+"""The model where none is named."""
+
+
+def names() -> list[str]:
+    """The names of the models that answer, each as ``LLM`` and ``--model`` take it."""
+    return [PREFIX + name for name in MODELS]
+
+
+def is_embedded(model: object) -> bool:
+    """Whether something that stands for a model is the name of an embedded one, known or not."""
+    return str(model).startswith(PREFIX)
+
+
+def embedded_dir(name: str) -> Path:
+    """Directory of an embedded model in the Hugging Face layout.
+
+    Args:
+        name: of one that answers or judges, with or without the prefix:
+            ``"forethought/countdown"``, ``"countdown"``.
+
+    Raises:
+        UnknownNameError: there is no such model.
+    """
+    short = name.removeprefix(PREFIX)
+    if short not in (*MODELS, *REWARD_MODELS):
+        known = [*names(), *(PREFIX + model for model in REWARD_MODELS)]
+        raise UnknownNameError("embedded model", name, known)
+    return Path(__file__).parent / short
 
 
 def reasoner_dir() -> Path:
-    """Directory of the embedded reasoner in the Hugging Face layout."""
-    return Path(__file__).parent / "reasoner"
+    """Directory of the embedded reasoner, the model where none is named."""
+    return embedded_dir("reasoner")
 
 
 def drafter_dir() -> Path:
@@ -22,7 +61,19 @@ def heads_dir(kind: str) -> Path:
     return Path(__file__).parent / kind
 
 
-def problems() -> list[dict[str, str]]:
-    """The shipped test problems, each with the keys ``question`` and ``answer`` (digits)."""
-    with (reasoner_dir() / "problems.jsonl").open(encoding="utf-8") as lines:
+def problems(name: str = "reasoner") -> list[dict[str, Any]]:
+    """The shipped test problems of an embedded model, none of which it was trained on.
+
+    Args:
+        name: of the model.
+
+    Returns:
+        The problems in their fixed order, each with the keys ``question`` and ``answer``. Those of
+        ``countdown`` also have ``numbers`` and ``target``; their ``answer`` is one of many, which
+        the verifier ``countdown`` checks.
+
+    Raises:
+        UnknownNameError: there is no such model.
+    """
+    with (embedded_dir(name) / "problems.jsonl").open(encoding="utf-8") as lines:
         return [json.loads(line) for line in lines]

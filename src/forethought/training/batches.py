@@ -7,14 +7,17 @@ a function of seed and step alone.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from forethought.training.teacher import Teacher
 from forethought.training.texts import Text
+
+_Text = TypeVar("_Text", bound=Sized)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +109,7 @@ def cross_entropy_terms(logits: Tensor, choices: Tensor, probs: Tensor) -> Tenso
     return probs * (logits.logsumexp(-1, keepdim=True) - logits.gather(-1, choices))
 
 
-class Batches:
+class Batches(Generic[_Text]):
     """Texts in batches.
 
     Args:
@@ -115,13 +118,13 @@ class Batches:
         seed: of the shuffling.
     """
 
-    def __init__(self, texts: Sequence[Text], tokens: int, seed: int) -> None:
+    def __init__(self, texts: Sequence[_Text], tokens: int, seed: int) -> None:
         self._texts, self._tokens, self._seed = texts, tokens, seed
         self._epoch = -1
         self._order: list[list[int]] = []
         self._begin = 0
 
-    def __call__(self, step: int) -> list[Text]:
+    def __call__(self, step: int) -> list[_Text]:
         """The texts of a step, counted from 0."""
         if step < self._begin:
             self._epoch, self._order, self._begin = -1, [], 0

@@ -175,6 +175,7 @@ class Trainer:
         directory: of checkpoint and drafter. If it has a checkpoint, the run is resumed.
         check: evaluation of a drafter's directory, called every ``check_every`` steps.
         on_step: called after each step, such as to move a progress bar.
+        output: subdirectory in which the recipe saves what it has trained.
 
     Raises:
         ParameterError: the checkpoint was made with other settings.
@@ -188,8 +189,10 @@ class Trainer:
         directory: Path,
         check: Check | None = None,
         on_step: Callable[[Progress], None] | None = None,
+        output: str = DRAFTER,
     ) -> None:
         self.recipe, self.settings, self.directory = recipe, settings, directory
+        self._output = directory / output
         self._check, self._on_step = check, on_step
         self._found: dict[str, float] | None = None
         self._num_tokens = 0  # of the current batch
@@ -291,15 +294,14 @@ class Trainer:
         return torch.autocast(device, dtype=torch.bfloat16, enabled=wanted)
 
     def _evaluate(self) -> dict[str, float]:
-        drafter = self.directory / DRAFTER
         try:
-            self.recipe.save(drafter)
+            self.recipe.save(self._output)
         except SafetensorError as error:
-            raise OSError(f"cannot write the drafter in {drafter}: {error}") from error
+            raise OSError(f"cannot write the weights in {self._output}: {error}") from error
         self._found = {}
         if self._check is not None:
             self.recipe.module.eval()
-            self._found = self._check(drafter)
+            self._found = self._check(self._output)
             self.recipe.module.train()
             log_fields(logger, step=self.step, **self._found)
         return self._found

@@ -1,95 +1,93 @@
-"""Training examples and the packed batches made of them.
+"""Training examples of the reasoner.
 
-Five kinds of example: ``drill`` (bare calculations), ``derivation`` (a problem and its first
-derivation), ``full`` (with re-checks and the answer), and the two latter cut at a random token and
-followed by an elicited answer (``probed``, ``probed_full``). Loss is taken only where the solver
-has something to decide: never on the question, the operands of a drill, an elicitation suffix or
-the wrong value of a slip. The batch of a step is a function of seed and step alone, so a resumed
-run has the batches of an uninterrupted one.
+The kinds of example: ``drill`` and ``hard_drill`` (bare calculations), ``derivation`` (a problem
+and its first derivation), ``full`` (with re-checks and the answer), and the two latter cut at a
+random token and followed by an elicited answer (``probed``, ``probed_full``). Loss is taken only
+where the solver has something to decide: never on the question, the operands of a drill, an
+elicitation suffix or the wrong value of a slip. Some examples are about text that is no problem,
+with the sentence that answers it. The batch of a step is a function of seed and step alone, so a
+resumed run has the batches of an uninterrupted one.
 """
 
 import random
-from collections.abc import Mapping
-from dataclasses import dataclass
 
-import torch
 from tokenizers import Tokenizer
-from torch import Tensor
 
+from forethought.training.chat_tokenizer import END, prompt_text
+from forethought.training.from_scratch import Example, Span, encode
+from forethought.training.reasoner.other import SENTENCE, THOUGHT
 from forethought.training.reasoner.problems import (
     Problem,
-    calculate,
+    Step,
     sample_calculation,
-    sample_problem,
+    sample_hard_calculation,
 )
-from forethought.training.reasoner.traces import Piece, write_trace
-from forethought.training.reasoner.vocabulary import END, prompt_text
+from forethought.training.reasoner.questions import sample_question
+from forethought.training.reasoner.traces import (
+    UNSURE,
+    Formula,
+    Piece,
+    Trace,
+    derived,
+    rechecked,
+    write_trace,
+)
 from forethought.training.texts import probe_suffix
 
-IGNORED = -100
-SLIP_RATE = 0.25
-DRILL_LINES = 12
+SLIP_RATE = 0.35
+DRILL_LINES = 10
 
 
-@dataclass(frozen=True, slots=True)
-class Example:
-    """Token ids, and for each whether it counts in the loss."""
-
-    ids: list[int]
-    trained: list[bool]
-
-
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """A stretch of text that is trained on, or not."""
-
-    text: str
-    trained: bool
-
-
-def encode(tokenizer: Tokenizer, spans: list[_Span]) -> Example:
-    """Tokenise spans as one text; a token belongs to the span in which it begins."""
-    encoding = tokenizer.encode("".join(span.text for span in spans))
-    ends, position = [], 0
-    for span in spans:
-        position += len(span.text)
-        ends.append(position)
-    trained, index = [], 0
-    for start, _ in encoding.offsets:
-        while start >= ends[index]:
-            index += 1
-        trained.append(spans[index].trained)
-    return Example(encoding.ids, trained)
-
-
-def drill(tokenizer: Tokenizer, rng: random.Random) -> Example:
-    """Bare calculations, a line each; only the results are trained on."""
+def drill(tokenizer: Tokenizer, rng: random.Random, *, hard: bool = False) -> Example:
+    """Bare calculations, a line each, at once or by parts; only the results are trained on."""
     spans = []
     for _ in range(DRILL_LINES):
-        left, sign, right = sample_calculation(rng)
-        spans.append(_Span(f"{left} {sign} {right} = ", False))
-        spans.append(_Span(f"{calculate(left, sign, right)}.\n", True))
+        for index, formula in enumerate(_drilled(rng, hard)):
+            asked = f"{formula.left} {formula.sign} {formula.right}"
+            spans.append(Span(", " + asked if index else asked, False))
+            spans.append(Span(f" = {formula.value}", True))
+        spans.append(Span(".\n", True))
     return encode(tokenizer, spans)
 
 
-def derivation(tokenizer: Tokenizer, rng: random.Random, problem: Problem) -> Example:
+def _drilled(rng: random.Random, hard: bool) -> list[Formula]:
+    if hard:
+        left, sign, right = sample_hard_calculation(rng)
+    elif rng.random() < 0.2:
+        left, sign, right = rng.randint(0, 20), rng.choice("+-x"), rng.randint(0, 20)
+    else:
+        left, sign, right = sample_calculation(rng)
+    step = Step("", left, sign, right)
+    return derived(step) if rng.random() < 0.6 else rechecked(step)
+
+
+def trace_of(asked: Problem | str, rng: random.Random, slip_rate: float = 0.0) -> tuple[str, Trace]:
+    """What was asked, a problem or other text, and what the reasoner is to write after it."""
+    if isinstance(asked, Problem):
+        return asked.question, write_trace(asked, rng, slip_rate)
+    answer = Piece(f"</think>\n{SENTENCE}", UNSURE)
+    return asked, Trace((Piece(THOUGHT, UNSURE),), (answer,))
+
+
+def derivation(tokenizer: Tokenizer, rng: random.Random, asked: Problem | str) -> Example:
     """A problem with its first derivation; the text breaks off where re-checks would begin."""
-    return encode(tokenizer, _spans(problem, write_trace(problem, rng).derivation))
+    question, trace = trace_of(asked, rng)
+    return encode(tokenizer, _spans(question, trace.derivation))
 
 
-def full(tokenizer: Tokenizer, rng: random.Random, problem: Problem) -> Example:
+def full(tokenizer: Tokenizer, rng: random.Random, asked: Problem | str) -> Example:
     """A problem with its whole trace and the end token."""
-    spans = _spans(problem, write_trace(problem, rng, SLIP_RATE).pieces)
-    return encode(tokenizer, [*spans, _Span(END, True)])
+    question, trace = trace_of(asked, rng, SLIP_RATE)
+    return encode(tokenizer, [*_spans(question, trace.pieces), Span(END, True)])
 
 
 def probed(
-    tokenizer: Tokenizer, rng: random.Random, problem: Problem, *, whole: bool = False
+    tokenizer: Tokenizer, rng: random.Random, asked: Problem | str, *, whole: bool = False
 ) -> Example:
     """A derivation (or a whole trace) cut at a random token, and the answer elicited there."""
-    trace = write_trace(problem, rng, SLIP_RATE if whole else 0.0)
+    question, trace = trace_of(asked, rng, SLIP_RATE if whole else 0.0)
     pieces = trace.pieces if whole else trace.derivation
-    spans = _spans(problem, pieces)
+    spans = _spans(question, pieces)
     text = "".join(span.text for span in spans)
     offsets = tokenizer.encode(text).offsets
     first = sum(start < len(spans[0].text) for start, _ in offsets)
@@ -97,7 +95,7 @@ def probed(
     length = offsets[cut - 1][1]
     kept, guess = _keep(spans, length), guess_at(pieces, length - len(spans[0].text))
     suffix = probe_suffix(text[:length], rng)
-    elicited = [_Span(suffix, False), _Span(guess + "}\n\\]" + END, True)]
+    elicited = [Span(suffix, False), Span(guess + "}\n\\]" + END, True)]
     if rng.random() < 0.5:
         return encode(tokenizer, kept + elicited)
     head, tail = encode(tokenizer, spans), encode(tokenizer, elicited)
@@ -117,59 +115,35 @@ def guess_at(pieces: tuple[Piece, ...], length: int) -> str:
 
 def values_only(tokenizer: Tokenizer, rng: random.Random, problem: Problem) -> Example:
     """A derivation marked at its computed values alone: the measure of arithmetic skill."""
-    spans = [_Span(prompt_text(problem.question), False)]
+    spans = [Span(prompt_text(problem.question), False)]
     pieces = write_trace(problem, rng).derivation
-    for piece, following in zip(pieces, (*pieces[1:], pieces[-1]), strict=True):
-        spans.append(_Span(piece.text, piece.text.isdigit() and following.text == ".\n"))
+    spans += [Span(piece.text, piece.is_value) for piece in pieces if piece.text]
     return encode(tokenizer, spans)
 
 
-def _spans(problem: Problem, pieces: tuple[Piece, ...]) -> list[_Span]:
-    spans = [_Span(prompt_text(problem.question), False)]
-    return spans + [_Span(piece.text, not piece.is_slip) for piece in pieces if piece.text]
+def _spans(question: str, pieces: tuple[Piece, ...]) -> list[Span]:
+    spans = [Span(prompt_text(question), False)]
+    return spans + [Span(piece.text, not piece.is_slip) for piece in pieces if piece.text]
 
 
-def _keep(spans: list[_Span], length: int) -> list[_Span]:
+def _keep(spans: list[Span], length: int) -> list[Span]:
     """The first ``length`` characters of a list of spans."""
-    kept: list[_Span] = []
+    kept: list[Span] = []
     for span in spans:
         if length <= 0:
             break
-        kept.append(_Span(span.text[:length], span.trained))
+        kept.append(Span(span.text[:length], span.trained))
         length -= len(span.text)
     return kept
 
 
 def make_example(tokenizer: Tokenizer, rng: random.Random, kind: str) -> Example:
-    """A new example of the given kind, from a training problem."""
-    if kind == "drill":
-        return drill(tokenizer, rng)
-    problem = sample_problem(rng)
+    """A new example of the given kind, from a training problem or from other text."""
+    if kind in ("drill", "hard_drill"):
+        return drill(tokenizer, rng, hard=kind == "hard_drill")
+    asked = sample_question(rng)
     if kind == "derivation":
-        return derivation(tokenizer, rng, problem)
+        return derivation(tokenizer, rng, asked)
     if kind == "full":
-        return full(tokenizer, rng, problem)
-    return probed(tokenizer, rng, problem, whole=kind == "probed_full")
-
-
-def pack(
-    tokenizer: Tokenizer, rng: random.Random, mix: Mapping[str, float], rows: int, length: int
-) -> tuple[Tensor, Tensor]:
-    """Rows packed with examples; each row begins with a new one, and its last one is cut.
-
-    Returns tokens and targets, both int64 ``[rows, length]``; a target is the next token or
-    ``IGNORED``.
-    """
-    kinds, weights = list(mix), list(mix.values())
-    tokens, targets = [], []
-    for _ in range(rows):
-        ids: list[int] = []
-        marks: list[bool] = []
-        while len(ids) <= length:
-            example = make_example(tokenizer, rng, rng.choices(kinds, weights)[0])
-            ids += example.ids
-            marks += example.trained
-        tokens.append(ids[:length])
-        shifted = zip(ids[1 : length + 1], marks[1 : length + 1], strict=True)
-        targets.append([token if mark else IGNORED for token, mark in shifted])
-    return torch.tensor(tokens), torch.tensor(targets)
+        return full(tokenizer, rng, asked)
+    return probed(tokenizer, rng, asked, whole=kind == "probed_full")

@@ -1,6 +1,11 @@
 """Measure a reasoner: plain decoding, majority vote, and Dynasor-CoT replayed on finished traces.
 
     python -m forethought.training.reasoner.evaluate --model DIR --problems 200
+    python -m forethought.training.reasoner.evaluate --model DIR --problems 200 --skills
+
+The first compares methods on the shipped problems (``--larger``: on held-out problems with larger
+operands than training has). The second has plain decoding solve held-out problems of every kind,
+and reports the first derivation beside the answer: how many answers the re-checks fixed or broke.
 
 The reference implementation of the demo: it decodes with transformers alone and shares no code with
 the engine or the methods. With greedy decoding the main chain does not depend on the probes, so
@@ -10,6 +15,7 @@ every setting of Dynasor-CoT can be replayed on the same traces.
 import argparse
 import json
 import math
+import random
 import re
 import sys
 from collections import Counter
@@ -21,10 +27,25 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from forethought.methods.dynasor import PROBE_SUFFIX
-from forethought.training.reasoner.problems import fixed_test_problems
-from forethought.training.reasoner.vocabulary import prompt_text
+from forethought.training.chat_tokenizer import prompt_text
+from forethought.training.reasoner.other import HELD_OUT, SENTENCE
+from forethought.training.reasoner.problems import (
+    MOST_STEPS,
+    SMALL,
+    Problem,
+    Step,
+    fixed_test_problems,
+    sample_problem,
+)
+from forethought.training.reasoner.questions import (
+    KINDS,
+    sample_chain,
+    sample_larger,
+    sample_varied,
+)
 
 Ids = list[int]
+FIRST_ANSWER = re.compile(r"So the answer is (-?\d+)\.")
 UNCERTAIN = re.compile(r"\b(wait|hold|but|okay|no|hmm)\b", re.IGNORECASE)
 PROBE_TOKENS = 12
 
@@ -36,6 +57,23 @@ class Score:
     method: str
     accuracy: float
     accuracy_ci: tuple[float, float]
+    tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class Skill:
+    """Plain decoding on problems of one kind; shares are of all its problems."""
+
+    kind: str
+    problems: int
+    accuracy: float
+    accuracy_ci: tuple[float, float]
+    first: float
+    """Of the first derivation alone."""
+    fixed: float
+    """Wrong in the first derivation, right in the end."""
+    broken: float
+    """Right in the first derivation, wrong in the end."""
     tokens: float
 
 
@@ -172,6 +210,82 @@ def evaluate(solver: Solver, problems: list[dict[str, str]], chunks: Sequence[in
     return scores
 
 
+def larger_test_problems(count: int, seed: int = 2025) -> list[Problem]:
+    """Distinct held-out problems with larger operands than training has."""
+    rng, found = random.Random(seed), dict[str, Problem]()
+    while len(found) < count:
+        problem = sample_larger(rng, held_out=True)
+        found[problem.question] = problem
+    return list(found.values())
+
+
+def kinds_of_problem(count: int, seed: int = 2026) -> dict[str, list[Problem]]:
+    """``count`` problems of each kind that the reasoner knows, held out but for the small sums."""
+    rng, times = random.Random(seed), range(count)
+    kinds = {
+        "shipped problems": fixed_test_problems(count),
+        "shipped mix": [sample_problem(rng, held_out=True) for _ in times],
+        "larger operands": larger_test_problems(count),
+        f"sums up to {SMALL} (trained)": [_small_sum(rng) for _ in times],
+    }
+    for kind in KINDS:
+        kinds[kind] = [sample_varied(rng, kind, held_out=True) for _ in times]
+    for steps in range(1, MOST_STEPS + 1):
+        kinds[f"chain of {steps}"] = [sample_chain(rng, steps, held_out=True) for _ in times]
+    return kinds
+
+
+def _small_sum(rng: random.Random) -> Problem:
+    step = Step("", rng.randint(0, SMALL), rng.choice("+-"), rng.randint(0, SMALL))
+    return Problem("sum", f"What is {step.left}{step.sign}{step.right}?", (step,), (None, None))
+
+
+def skill(solver: Solver, kind: str, problems: Sequence[Problem], limit: int = 700) -> Skill:
+    """Plain decoding on some problems, and what became of the first derivation."""
+    prompts = [solver.encode(prompt_text(problem.question)) for problem in problems]
+    traces = solver.complete(prompts, limit)
+    first, last = [], []
+    for problem, trace in zip(problems, traces, strict=True):
+        text = solver.tokenizer.decode(trace)
+        said = FIRST_ANSWER.search(text)
+        first.append(said is not None and said[1] == problem.answer)
+        last.append(boxed_answer(text) == problem.answer)
+    count, pairs = len(problems), list(zip(first, last, strict=True))
+    return Skill(
+        kind,
+        count,
+        sum(last) / count,
+        wilson(sum(last), count),
+        sum(first) / count,
+        pairs.count((False, True)) / count,
+        pairs.count((True, False)) / count,
+        sum(map(len, traces)) / count,
+    )
+
+
+def answered_by_sentence(solver: Solver, texts: Sequence[str]) -> Skill:
+    """Share of texts that are no problems which get the sentence and nothing else."""
+    traces = solver.complete([solver.encode(prompt_text(text)) for text in texts], limit=300)
+    replies = [solver.tokenizer.decode(t, skip_special_tokens=True) for t in traces]
+    right = sum(reply.split("</think>")[-1].strip() == SENTENCE for reply in replies)
+    share, count = right / len(texts), len(texts)
+    tokens = sum(map(len, traces)) / count
+    return Skill("other text", count, share, wilson(right, count), share, 0.0, 0.0, tokens)
+
+
+def print_skills(solver: Solver, count: int) -> None:
+    """A table, a row for each kind, and one JSON line."""
+    rows = [skill(solver, kind, problems) for kind, problems in kinds_of_problem(count).items()]
+    rows.append(answered_by_sentence(solver, HELD_OUT))
+    for row in rows:
+        low, high = row.accuracy_ci
+        sys.stdout.write(
+            f"{row.kind:24} {row.accuracy:6.1%} [{low:.1%}, {high:.1%}] first {row.first:6.1%}"
+            f" fixed {row.fixed:5.1%} broken {row.broken:5.1%} {row.tokens:7.1f} tokens\n"
+        )
+    sys.stdout.write(json.dumps({"rows": [asdict(row) for row in rows]}) + "\n")
+
+
 def main() -> None:
     """Read the command line, evaluate, print a table and one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -179,11 +293,17 @@ def main() -> None:
     parser.add_argument("--problems", type=int, default=200)
     parser.add_argument("--problem-seed", type=int, help="other held-out problems than the shipped")
     parser.add_argument("--chunks", type=int, nargs="+", default=[16, 24, 32])
+    parser.add_argument("--larger", action="store_true", help="problems with larger operands")
+    parser.add_argument("--skills", action="store_true", help="plain decoding, every kind")
     options = parser.parse_args()
+    if options.skills:
+        print_skills(Solver(options.model), options.problems)
+        return
     seed = {} if options.problem_seed is None else {"seed": options.problem_seed}
+    draw = larger_test_problems if options.larger else fixed_test_problems
     problems = [
         {"question": problem.question, "answer": problem.answer}
-        for problem in fixed_test_problems(options.problems, **seed)
+        for problem in draw(options.problems, **seed)
     ]
     scores = evaluate(Solver(options.model), problems, options.chunks)
     for row in scores:

@@ -4,24 +4,22 @@ A problem is a short story with its solution steps. Which side of the split it i
 of its steps alone (:func:`is_held_out`): training and test problems never share a chain of
 calculations, whatever the names and things in the story.
 
-    python -m forethought.training.reasoner.problems --out prompts.txt --train 10000 --held-out 64
-
-writes the questions of fresh problems, one per line, as ``forethought train --self-distill`` reads
-them: the held-out ones first, so that ``--held-out 64`` evaluates on these.
+These are the problems of the shipped test set; ``questions`` has the other kinds.
 """
 
-import argparse
 import hashlib
 import random
 from dataclasses import dataclass
-from pathlib import Path
 
+# The problems of a seed, and so the shipped ones, depend on these two lists and on FAMILIES.
 PEOPLE = (
     ("Tom", "he"), ("Ann", "she"), ("Sam", "he"), ("Eva", "she"), ("Ben", "he"), ("Mia", "she"),
     ("Max", "he"), ("Zoe", "she"),
 )  # fmt: skip
 THINGS = ("apples", "books", "coins", "cards", "pens", "shells", "stamps", "nuts")
 LARGEST = 9999
+MOST_STEPS = 8
+SMALL = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +95,30 @@ def sample_calculation(rng: random.Random) -> tuple[int, str, int]:
             return left, sign, right
 
 
+def sample_hard_calculation(rng: random.Random) -> tuple[int, str, int]:
+    """A calculation of a kind that takes long to learn, value -99..9999.
+
+    Differences of close numbers, some negative; sums and quotients of long ones; three digits
+    times one.
+    """
+    while True:
+        if rng.random() < 0.2:
+            return rng.randint(0, 99), "-", rng.randint(0, 99)
+        sign = rng.choice("----++/x")
+        if sign == "-":
+            right = rng.randint(1, rng.choice((99, 999, 999, 4000)))
+            left = right + rng.randint(0, rng.choice((9, 99, 999)))
+        elif sign == "+":
+            left, right = rng.randint(2, rng.choice((999, 8000))), rng.randint(2, 999)
+        elif sign == "/":
+            right = rng.randint(2, 9)
+            left = right * rng.randint(2, rng.choice((99, 999)))
+        else:
+            left, right = rng.randint(100, 999), rng.randint(2, 9)
+        if max(left, calculate(left, sign, right)) <= LARGEST:
+            return left, sign, right
+
+
 def is_demanding(problem: Problem) -> bool:
     """True with three steps or more, or with a product of two numbers of two digits each."""
     products = (step for step in problem.steps if step.sign == "x")
@@ -145,7 +167,7 @@ def _collection(rng: random.Random) -> Problem:
         value = steps[-1].value
     story = "".join(f" {step.reason}." for step in steps)
     question = f"{name} has {start} {things}.{story} How many {things} does {name} have now?"
-    return Problem("collection", question, tuple(steps), _chained(len(steps)))
+    return Problem("collection", question, tuple(steps), chained(len(steps)))
 
 
 def _boxes(rng: random.Random) -> Problem:
@@ -164,7 +186,7 @@ def _boxes(rng: random.Random) -> Problem:
         story += f" {pronoun} {verb} {gone}."
         steps.append(Step(f"{pronoun} {verb} {gone}", steps[-1].value, "-", gone))
     question = f"{story} How many {things} does {name} have now?"
-    return Problem("boxes", question, tuple(steps), _chained(len(steps)))
+    return Problem("boxes", question, tuple(steps), chained(len(steps)))
 
 
 def _shop(rng: random.Random) -> Problem:
@@ -234,31 +256,13 @@ def _share(rng: random.Random) -> Problem:
         story += f" Each friend loses {gone}."
         steps.append(Step(f"Each friend loses {gone}", part, "-", gone))
     question = f"{story} How many {things} does each friend have?"
-    return Problem("share", question, tuple(steps), _chained(len(steps)))
+    return Problem("share", question, tuple(steps), chained(len(steps)))
 
 
-def _chained(count: int) -> tuple[int | None, ...]:
+def chained(count: int) -> tuple[int | None, ...]:
     """Inputs of a chain in which each step's left operand is the value of the step before."""
     return tuple(entry for i in range(count) for entry in (i - 1 if i else None, None))
 
 
 FAMILIES = (_collection, _boxes, _boxes, _shop, _compare, _share)
-
-
-def main() -> None:
-    """Read the command line and write questions."""
-    parser = argparse.ArgumentParser(description="Write questions of fresh problems, one per line.")
-    parser.add_argument("--out", type=Path, required=True, help="file to write")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--train", type=int, default=10_000, help="number of training problems")
-    parser.add_argument("--held-out", type=int, default=64, help="number of held-out problems")
-    options = parser.parse_args()
-    rng = random.Random(options.seed)
-    sides = [True] * options.held_out + [False] * options.train
-    questions = [sample_problem(rng, held_out=side).question for side in sides]
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text("".join(f"{question}\n" for question in questions), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+"""Of :func:`sample_problem`: the shipped mix. For other kinds see ``questions``."""

@@ -2,11 +2,13 @@
 
 A trace is a list of pieces. Each carries the guess that an honest solver gives when it is stopped
 inside that piece: the value just computed at the end of a step, ``hmm`` in the middle of one, the
-answer once the derivation is complete. After the derivation come one to four re-checks, which
-repeat finished work; where the derivation contains a slip, one of them finds it.
+answer once the derivation is complete. After the derivation come one to four re-checks. A re-check
+computes every step in a second way, by parts (:func:`by_parts`), so that it depends less on the
+first derivation; where that contains a slip, the first re-check that calculates finds it.
 """
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from forethought.training.reasoner.problems import Problem, Step, calculate
@@ -24,8 +26,13 @@ REREADS = (
     "Wait, let me read the question again.\n",
     "Hmm, did I read the question right?\n",
 )
-SLIPS = (-100, -20, -10, -10, -2, -1, 1, 2, 10, 10, 20, 100)
 CONFIRMATIONS = ("So it is still {}.\n", "Yes, {} it is.\n", "That gives {} again.\n")
+MOST_RECHECKED = 4
+"""Steps of the longest problem that is calculated again: in longer ones the model, which sees
+formulas only, loses its place among them."""
+LONGEST = 800
+"""Characters of question and trace beyond which no further re-check begins: they are about
+one and a half to a token, and contexts of 512 tokens are trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +42,8 @@ class Piece:
     text: str
     guess: str
     is_slip: bool = False
+    is_value: bool = False
+    """The result of a formula, and nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,108 +61,267 @@ class Trace:
     @property
     def text(self) -> str:
         """The whole trace as text, without the end token."""
-        return "".join(piece.text for piece in self.pieces)
+        return _text(self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Formula:
+    """``left sign right = value`` as it is written; the value may be wrong."""
+
+    left: int
+    sign: str
+    right: int
+    value: int
+
+    @property
+    def is_slip(self) -> bool:
+        """Whether the value is wrong."""
+        return self.value != calculate(self.left, self.sign, self.right)
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A step as the solver sees it (operands may carry an earlier slip), and its formulas."""
+
+    step: Step
+    formulas: tuple[Formula, ...]
+
+    @property
+    def value(self) -> int:
+        return self.formulas[-1].value
 
 
 def write_trace(problem: Problem, rng: random.Random, slip_rate: float = 0.0) -> Trace:
-    """Solve a problem in words; with probability ``slip_rate`` one step goes wrong at first."""
-    written, slip_at = _exact(problem), None
-    if rng.random() < slip_rate:
-        slip_at = rng.randrange(len(problem.steps))
-        slipped = _with_slip(problem, slip_at, rng)
-        written, slip_at = (slipped, slip_at) if slipped else (written, None)
-    derivation = [Piece(rng.choice(OPENINGS), UNSURE)]
-    derivation += _derive(written, slip_at)
+    """Solve a problem in words; with probability ``slip_rate`` one step goes wrong at first.
+
+    A problem of more than ``MOST_RECHECKED`` steps is derived without slip and only read again.
+    """
+    lines, slip_at = _exact(problem), None
+    is_long = len(problem.steps) > MOST_RECHECKED
+    if not is_long and rng.random() < slip_rate:
+        place = rng.randrange(len(problem.steps))
+        if slipped := _with_slip(problem, place, rng):
+            lines, slip_at = slipped, place
+    derivation = [Piece(rng.choice(OPENINGS), UNSURE), *_derive(lines)]
+    length = len(problem.question) + len(_text(derivation))
     rechecks: list[Piece] = []
-    count = rng.choices((1, 2, 3, 4), (1, 4, 8, 7))[0]
-    for index in range(count):
-        if slip_at is not None and (index == count - 1 or rng.random() < 0.5):
-            rechecks += _correct(problem, written, slip_at, rng)
-            written, slip_at = _exact(problem), None
-        elif rng.random() < 0.3:
-            rechecks += _reread(problem, written, rng)
+    for _ in range(_recheck_count(problem, rng)):
+        if is_long or rng.random() < 0.25:
+            more = _reread(problem, lines, rng)
+        elif slip_at is not None:
+            more = _correct(problem, lines, slip_at, rng)
         else:
-            rechecks += _repeat(written, rng)
-    answer = str(written[-1][1])
-    rechecks.append(Piece(f"</think>\nThe answer is \\boxed{{{answer}}}.", answer))
+            more = _repeat(lines, rng)
+        length += len(_text(more))
+        if rechecks and length > LONGEST:
+            break
+        rechecks += more
+        if slip_at is not None and len(more) > 1:
+            lines, slip_at = _exact(problem), None
+    if slip_at is not None:
+        rechecks += _correct(problem, lines, slip_at, rng)
+    rechecks.append(Piece(f"</think>\nThe answer is \\boxed{{{problem.answer}}}.", problem.answer))
     return Trace(tuple(derivation), tuple(rechecks))
 
 
-_Written = list[tuple[Step, int]]
-"""Steps as the solver sees them (operands may carry an earlier slip) with the value written."""
+def by_parts(left: int, sign: str, right: int, *, split_left: bool = False) -> list[Formula]:
+    """The exact formulas that compute ``left sign right`` by the parts of one number.
+
+    The leading digit of a number comes first, then the rest: ``47 x 23`` is ``47 x 20``,
+    ``47 x 3`` and the sum of both; ``217 + 115`` is ``217 + 100`` and ``317 + 15``; ``1539 / 9`` is
+    ``900 / 9``, what remains, ``1539 - 900``, ``639 / 9``, and a sum. The last formula gives the
+    value.
+
+    Args:
+        left: first operand.
+        sign: ``+ - x /``.
+        right: second operand.
+        split_left: of a product, the left factor is split.
+    """
+    whole = [_formula(left, sign, right)]
+    if sign == "/":
+        lead = _leading(left // right)
+        if lead in (0, left // right):
+            return whole
+        high, rest = _formula(lead * right, "/", right), _formula(left, "-", lead * right)
+        low = _formula(rest.value, "/", right)
+        return [high, rest, low, _formula(high.value, "+", low.value)]
+    factor = left if split_left else right
+    lead = _leading(factor)
+    if lead in (0, factor):
+        return whole
+    if sign == "x":
+        first, second = (lead, factor - lead)
+        if split_left:
+            high, low = _formula(first, "x", right), _formula(second, "x", right)
+        else:
+            high, low = _formula(left, "x", first), _formula(left, "x", second)
+        return [high, low, _formula(high.value, "+", low.value)]
+    high = _formula(left, sign, lead)
+    return [high, _formula(high.value, sign, right - lead)]
 
 
-def _exact(problem: Problem) -> _Written:
-    return [(step, step.value) for step in problem.steps]
+def derived(step: Step) -> list[Formula]:
+    """How a first derivation computes a step: at once, or by parts where that is error-prone.
+
+    By parts are products of two numbers of two digits or more, differences of two numbers of three
+    digits or more, and quotients of three digits.
+    """
+    left, sign, right = step.left, step.sign, step.right
+    if sign == "x" and min(left, right) > 9:
+        return by_parts(left, sign, right, split_left=right > 99)
+    if (sign == "-" and min(left, right) > 99) or (sign == "/" and left // right > 99):
+        return by_parts(left, sign, right)
+    return [_formula(left, sign, right)]
 
 
-def _with_slip(problem: Problem, slip_at: int, rng: random.Random) -> _Written | None:
-    """The steps with a wrong value at ``slip_at``, carried on through the steps that use it.
+def rechecked(step: Step) -> list[Formula]:
+    """How a re-check computes a step.
+
+    A long sum is computed by parts, a product by the parts of its other factor, a short sum or
+    product with its operands swapped; differences and quotients as in the derivation.
+    """
+    left, sign, right = step.left, step.sign, step.right
+    if sign == "x":
+        if min(left, right) > 9:
+            formulas = by_parts(left, sign, right, split_left=left < 100)
+            return formulas if len(formulas) > 1 else by_parts(left, sign, right)
+        if max(left, right) > 10:
+            return by_parts(left, sign, right, split_left=left > right)
+        return [_formula(right, sign, left)]
+    if sign == "+":
+        swapped = [_formula(right, sign, left)]
+        return by_parts(left, sign, right) if min(left, right) > 99 else swapped
+    return derived(step)
+
+
+def _leading(number: int) -> int:
+    """The number with all digits but the first made zero."""
+    power = 10 ** (len(str(number)) - 1)
+    return number // power * power
+
+
+def _formula(left: int, sign: str, right: int) -> Formula:
+    return Formula(left, sign, right, calculate(left, sign, right))
+
+
+def _text(pieces: Sequence[Piece]) -> str:
+    return "".join(piece.text for piece in pieces)
+
+
+def _recheck_count(problem: Problem, rng: random.Random) -> int:
+    if len(problem.steps) > MOST_RECHECKED:
+        return 1
+    weights = (1, 4, 8, 7) if len(problem.steps) > 1 else (5, 4, 1, 0)
+    return rng.choices((1, 2, 3, 4), weights)[0]
+
+
+def _exact(problem: Problem) -> list[_Line]:
+    return [_Line(step, tuple(derived(step))) for step in problem.steps]
+
+
+def _with_slip(problem: Problem, slip_at: int, rng: random.Random) -> list[_Line] | None:
+    """The lines with a wrong formula in step ``slip_at``, carried on through the steps that use it.
 
     None where every slip tried would make some value less than one.
     """
-    for error in rng.sample(SLIPS, len(SLIPS)):
-        written: _Written = []
+    for _ in range(8):
+        lines: list[_Line] = []
         for index, step in enumerate(problem.steps):
             left_from, right_from = problem.inputs[2 * index : 2 * index + 2]
-            left = step.left if left_from is None else written[left_from][1]
-            right = step.right if right_from is None else written[right_from][1]
-            value = calculate(left, step.sign, right) + (error if index == slip_at else 0)
-            written.append((replace(step, left=left, right=right), value))
-        if min(value for _, value in written) > 0:
-            return written
+            left = step.left if left_from is None else lines[left_from].value
+            right = step.right if right_from is None else lines[right_from].value
+            seen = replace(step, left=left, right=right)
+            formulas = derived(seen)
+            lines.append(_Line(seen, tuple(_slip(formulas, rng) if index == slip_at else formulas)))
+        values = [formula.value for line in lines for formula in line.formulas]
+        if min(values) > 0 and lines[slip_at].value != problem.steps[slip_at].value:
+            return lines
     return None
 
 
-def _derive(written: _Written, slip_at: int | None) -> list[Piece]:
+def _slip(formulas: list[Formula], rng: random.Random) -> list[Formula]:
+    """The same formulas with one value wrong; a wrong part is carried into the last formula."""
+    last = len(formulas) - 1
+    place = rng.choice([n for n in range(last + 1) if last < 3 or n != 1])  # not what remains
+    wrong = [*formulas]
+    wrong[place] = replace(wrong[place], value=wrong[place].value + _error(wrong[place], rng))
+    if place < last and wrong[last].sign == "+":
+        wrong[last] = _formula(wrong[0].value, "+", wrong[last - 1].value)
+    elif place < last:
+        wrong[last] = _formula(wrong[0].value, "-", wrong[last].right)
+    return wrong
+
+
+def _error(formula: Formula, rng: random.Random) -> int:
+    """What a result may be wrong by: a digit, a carry; in products also a multiple of a factor."""
+    digits = len(str(abs(formula.value)))
+    error = rng.choice((1, 1, 1, 2, 3, 5)) * 10 ** rng.randrange(digits)
+    if formula.sign == "x" and rng.random() < 0.4:
+        error = rng.choice((formula.left, formula.right)) * rng.choice((1, 1, 2, 10))
+    elif formula.sign in "+-" and rng.random() < 0.6:
+        error = 10 ** rng.randrange(1, digits + 1)
+    return error if rng.random() < 0.5 else -error
+
+
+def _derive(lines: list[_Line]) -> list[Piece]:
     """One line per step; the guess is a step's value from its end until the next step's numbers."""
     pieces: list[Piece] = []
     guess = UNSURE
-    for index, (step, value) in enumerate(written):
-        head = next((i for i, c in enumerate(step.reason) if c.isdigit()), len(step.reason))
-        pieces.append(Piece(step.reason[:head], guess))
-        formula = f"{step.reason[head:]}: {step.left} {step.sign} {step.right} = "
-        pieces.append(Piece(formula, UNSURE))
-        pieces.append(Piece(str(value), UNSURE, is_slip=index == slip_at))
-        guess = str(value)
+    for line in lines:
+        reason = line.step.reason
+        head = next((i for i, c in enumerate(reason) if c.isdigit()), len(reason))
+        pieces.append(Piece(reason[:head], guess))
+        pieces.append(Piece(reason[head:] + (": " if reason else ""), UNSURE))
+        pieces += _calculations(line.formulas, UNSURE)
+        guess = str(line.value)
         pieces.append(Piece(".\n", guess))
     pieces.append(Piece(f"So the answer is {guess}.\n", guess))
+    return [piece for piece in pieces if piece.text]
+
+
+def _calculations(formulas: Sequence[Formula], guess: str) -> list[Piece]:
+    """Formulas with a comma between them."""
+    pieces: list[Piece] = []
+    for index, formula in enumerate(formulas):
+        comma = ", " if index else ""
+        asked = f"{comma}{formula.left} {formula.sign} {formula.right} = "
+        pieces.append(Piece(asked, guess))
+        pieces.append(Piece(str(formula.value), guess, formula.is_slip, is_value=True))
     return pieces
 
 
-def _repeat(written: _Written, rng: random.Random) -> list[Piece]:
+def _repeat(lines: list[_Line], rng: random.Random) -> list[Piece]:
     """Every calculation once more, in order."""
-    answer = str(written[-1][1])
+    answer = str(lines[-1].value)
     text = rng.choice(RECHECKS)
-    for step, value in written:
-        text += f"{step.left} {step.sign} {step.right} = {value}, yes.\n"
+    for line in lines:
+        text += _text(_calculations(rechecked(line.step), answer)) + ", yes.\n"
     return [Piece(text + rng.choice(CONFIRMATIONS).format(answer), answer)]
 
 
-def _reread(problem: Problem, written: _Written, rng: random.Random) -> list[Piece]:
+def _reread(problem: Problem, lines: list[_Line], rng: random.Random) -> list[Piece]:
     """The story once more, without calculating."""
-    answer = str(written[-1][1])
+    answer = str(lines[-1].value)
     story = problem.question.replace(". ", ".\n")
     return [Piece(rng.choice(REREADS) + f"{story}\nRight, that is {answer}.\n", answer)]
 
 
-def _correct(problem: Problem, written: _Written, slip_at: int, rng: random.Random) -> list[Piece]:
+def _correct(problem: Problem, lines: list[_Line], slip_at: int, rng: random.Random) -> list[Piece]:
     """A re-check that meets the slip, names it, and carries the right value to the end."""
-    before = str(written[-1][1])
+    before, answer = str(lines[-1].value), problem.answer
     pieces = [Piece(rng.choice(RECHECKS), before)]
     for index, step in enumerate(problem.steps):
-        calculation = f"{step.left} {step.sign} {step.right} = {step.value}"
+        guess = before if index <= slip_at else UNSURE
+        pieces += _calculations(rechecked(step), guess)
         if index < slip_at:
-            pieces.append(Piece(f"{calculation}, yes.\n", before))
+            pieces.append(Piece(", yes.\n", before))
         elif index == slip_at:
-            note = f", but I wrote {written[index][1]}. That was a slip.\n"
-            pieces.append(Piece(calculation, before))
+            note = f", but I wrote {lines[index].value}. That was a slip.\n"
             pieces.append(Piece(note, UNSURE))
         else:
-            pieces.append(Piece(f"{calculation}.\n", UNSURE))
-    answer = problem.answer
+            pieces.append(Piece(".\n", UNSURE))
     guess = answer if slip_at == len(problem.steps) - 1 else UNSURE
-    pieces[-1] = replace(pieces[-1], guess=UNSURE)
     pieces.append(Piece("So the answer is ", guess))
     pieces.append(Piece(f"{answer}.\n", answer))
     return pieces

@@ -2,126 +2,53 @@
 
     python -m forethought.training.reasoner.train --seed 0 --out runs/reasoner
 
-Two phases: a foundation of arithmetic (drills and first derivations), then a finish that adds
-re-checks, slips and elicited answers. Interrupt it at any time; the same command resumes. It
-logs losses, arithmetic skill and probe skill on problems that it does not train on, and ends
-with a model directory in ``OUT/model``.
+Three phases: a foundation of arithmetic (drills and first derivations), a finish that adds
+re-checks, slips and elicited answers, and a polish with drills of the calculations that take
+longest to learn. Interrupt it at any time; the same command resumes. It logs losses, arithmetic
+skill and probe skill on problems that it does not train on, and ends with a model directory in
+``OUT/model``.
 """
 
-import argparse
-import json
-import logging
-import os
 import random
-import time
-from collections.abc import Callable
-from pathlib import Path
 
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from tokenizers import Tokenizer
-from torch import Tensor
 
-from forethought.model_dir import replace_file
-from forethought.training.llama import Llama, LlamaShape, muon_groups
-from forethought.training.reasoner.corpus import Example, pack, probed, values_only
+from forethought.training.from_scratch import (
+    Curriculum,
+    Example,
+    Mix,
+    loss_of,
+    main,
+    share_predicted,
+)
+from forethought.training.llama import Llama
+from forethought.training.reasoner.corpus import make_example, probed, values_only
 from forethought.training.reasoner.problems import sample_problem
-from forethought.training.reasoner.vocabulary import END, save_tokenizer, train_tokenizer
-from forethought.training.trainer import build_optimizers, log_fields
+from forethought.training.reasoner.vocabulary import train_tokenizer
 
-logger = logging.getLogger(__name__)
-
-FOUNDATION = {"drill": 0.30, "derivation": 0.58, "probed": 0.12}
-FINISH = {"drill": 0.15, "derivation": 0.20, "probed": 0.20, "full": 0.25, "probed_full": 0.20}
+FOUNDATION = {"drill": 0.25, "derivation": 0.63, "probed": 0.12}
+FINISH = {"drill": 0.10, "derivation": 0.15, "probed": 0.15, "full": 0.38, "probed_full": 0.22}
+POLISH = {
+    "drill": 0.05, "hard_drill": 0.18, "derivation": 0.17, "probed": 0.13, "full": 0.28,
+    "probed_full": 0.19,
+}  # fmt: skip
 FOUNDATION_LENGTH, FINISH_LENGTH = 256, 512
-FINISH_FROM = 0.55
-WARM_UP_STEPS, DECAY_FROM = 50, 0.5
+FINISH_FROM, POLISH_FROM = 0.43, 0.85
 
 
-def mix_at(progress: float) -> tuple[dict[str, float], int]:
+def mix_at(progress: float) -> tuple[Mix, int]:
     """Shares of the kinds of example, and tokens of a row, at a point 0..1 of the run."""
     if progress < FINISH_FROM:
         return FOUNDATION, FOUNDATION_LENGTH
-    return FINISH, FINISH_LENGTH
+    return FINISH if progress < POLISH_FROM else POLISH, FINISH_LENGTH
 
 
-def rate_at(progress: float, step: int) -> float:
-    """Learning rate as a fraction of its peak: a short warm-up, flat, then linear to 0."""
-    falling = (1.0 - progress) / (1.0 - DECAY_FROM)
-    return max(0.0, min(1.0, (step + 1) / WARM_UP_STEPS, falling))
-
-
-def make_optimizers(network: Llama, rate: float) -> list[torch.optim.Optimizer]:
-    """See :func:`~forethought.training.llama.muon_groups`."""
-    built = build_optimizers(muon_groups(network, weight_decay=0.05), rate, 0.0)
-    return [optimizer for optimizer, _ in built]
-
-
-class Checkpoint:
-    """One file that holds network, optimizers, step and seconds of training so far."""
-
-    def __init__(self, path: Path, network: Llama, optimizers: list[torch.optim.Optimizer]) -> None:
-        self.path, self.network, self.optimizers = path, network, optimizers
-
-    def save(self, step: int, seconds: float) -> None:
-        """Replace the file atomically: an interrupted save leaves the older one."""
-        state = {
-            "network": self.network.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "step": step,
-            "seconds": seconds,
-        }
-        draft = self.path.with_suffix(".tmp")
-        torch.save(state, draft)
-        replace_file(draft, self.path)
-
-    def load(self) -> tuple[int, float]:
-        """Restore everything and return (step, seconds); (0, 0.0) where there is no file."""
-        if not self.path.exists():
-            return 0, 0.0
-        state = torch.load(self.path, weights_only=True)
-        self.network.load_state_dict(state["network"])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        return state["step"], state["seconds"]
-
-
-def export_model(network: Llama, tokenizer: Tokenizer, directory: Path) -> None:
-    """Write a directory that transformers loads: config, bf16 weights, tokenizer, template."""
-    end = tokenizer.token_to_id(END)
-    assert end is not None, "the tokenizer was trained with an end token"
-    network.save(directory, end)
-    generation = {"eos_token_id": end, "pad_token_id": end, "do_sample": False}
-    (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-    save_tokenizer(tokenizer, directory, network.shape.max_positions)
-
-
-def compiled_loss(network: Llama) -> Callable[[Tensor, Tensor], Tensor]:
-    """``network.loss`` under bf16 autocast, compiled where a compiler is installed."""
-
-    def loss(tokens: Tensor, targets: Tensor) -> Tensor:
-        with torch.autocast(tokens.device.type, dtype=torch.bfloat16):
-            return network.loss(tokens, targets)
-
-    compiled = torch.compile(loss)
-    try:
-        sample = torch.zeros(1, 8, dtype=torch.long, device=network.cos.device)
-        compiled(sample, sample)
-    except Exception as error:  # whatever fails in a back end: train uncompiled
-        logger.warning("torch.compile is not available (%s): training uncompiled", error)
-        return loss
-    torch.compiler.reset()
-    return torch.compile(loss, dynamic=False)
-
-
-@torch.no_grad()
 def skill(network: Llama, tokenizer: Tokenizer, kind: str, count: int = 200) -> float:
     """Share of held-out problems on which every marked token is the network's first choice.
 
     ``kind`` is ``values`` (results of a first derivation) or ``probe`` (the elicited answer).
     """
-    rng, device = random.Random(7), network.cos.device
+    rng = random.Random(7)
     examples: list[Example] = []
     for _ in range(count):
         problem = sample_problem(rng, held_out=True)
@@ -132,132 +59,17 @@ def skill(network: Llama, tokenizer: Tokenizer, kind: str, count: int = 200) -> 
             last_gap = len(example.ids) - 1 - example.trained[::-1].index(False)
             marks = [i > last_gap for i in range(len(example.ids))]
             examples.append(Example(example.ids, marks))
-    right = 0
-    for start in range(0, count, 50):
-        part = examples[start : start + 50]
-        width = max(len(example.ids) for example in part)
-        tokens = torch.zeros(len(part), width, dtype=torch.long)
-        marks = torch.zeros(len(part), width, dtype=torch.bool)
-        for row, example in enumerate(part):
-            tokens[row, : len(example.ids)] = torch.tensor(example.ids)
-            marks[row, : len(example.ids)] = torch.tensor(example.trained)
-        tokens, marks = tokens.to(device), marks.to(device)
-        with torch.autocast(device.type, dtype=torch.bfloat16):
-            choices = network(tokens)[:, :-1].argmax(-1)
-        right += int(((choices == tokens[:, 1:]) | ~marks[:, 1:]).all(1).sum())
-    return right / count
+    return share_predicted(network, examples)
 
 
-@torch.no_grad()
-def loss_of(network: Llama, tokenizer: Tokenizer, kind: str) -> float:
-    """Mean loss in nats per trained token on one packed batch of a single kind."""
-    tokens, targets = pack(tokenizer, random.Random(11), {kind: 1.0}, 4, 512)
-    device = network.cos.device
-    return float(network.loss(tokens.to(device), targets.to(device)))
+def check(network: Llama, tokenizer: Tokenizer) -> dict[str, float]:
+    """Losses of each kind of the finish, arithmetic skill and probe skill."""
+    losses = {kind: loss_of(network, tokenizer, make_example, kind) for kind in FINISH}
+    skills = {kind: skill(network, tokenizer, kind) for kind in ("values", "probe")}
+    return skills | losses
 
 
-def average_gradients(network: Llama) -> None:
-    """Replace the gradients of every worker by their mean, in one message."""
-    gradients = [w.grad for w in network.parameters() if w.grad is not None]
-    flat = torch.cat([gradient.flatten() for gradient in gradients])
-    dist.all_reduce(flat)
-    parts = flat.div_(dist.get_world_size()).split([g.numel() for g in gradients])
-    for gradient, part in zip(gradients, parts, strict=True):
-        gradient.copy_(part.view_as(gradient))
-
-
-def broadcast_seconds(seconds: float) -> float:
-    """The seconds of the first worker, so that all follow one schedule."""
-    clock = torch.tensor(seconds, dtype=torch.float64)
-    dist.broadcast(clock, src=0)
-    return clock.item()
-
-
-def train(options: argparse.Namespace, worker: int = 0) -> None:
-    """Run the whole schedule, resuming from the checkpoint in ``options.out`` if there is one.
-
-    Workers see different examples and average their gradients: on a CPU, two processes of one
-    thread each lose far less to a busy machine than one process of two threads.
-    """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.manual_seed(options.seed)
-    tokenizer = train_tokenizer(options.seed)
-    network = Llama(LlamaShape(vocab_size=tokenizer.get_vocab_size())).to(device)
-    optimizers = make_optimizers(network, options.rate)
-    checkpoint = Checkpoint(options.out / "checkpoint.pt", network, optimizers)
-    step, seconds = checkpoint.load()
-    loss_function = compiled_loss(network)
-    while (progress := _progress(step, seconds, options)) < 1.0:
-        began = time.perf_counter()
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = options.rate * rate_at(progress, step)
-        rng = random.Random(f"{options.seed}:{step}:{worker}")
-        mix, length = mix_at(progress)
-        rows = options.batch // length // options.workers
-        tokens, targets = pack(tokenizer, rng, mix, rows, length)
-        loss = loss_function(tokens.to(device), targets.to(device))
-        loss.backward()
-        if options.workers > 1:
-            average_gradients(network)
-        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        step, seconds = step + 1, seconds + time.perf_counter() - began
-        if options.workers > 1:
-            seconds = broadcast_seconds(seconds)
-        if worker == 0 and step % 20 == 0:
-            log_fields(logger, step=step, progress=progress, seconds=seconds, loss=loss.item())
-        if worker == 0 and step % options.check_every == 0:
-            checkpoint.save(step, seconds)
-            _check(network, tokenizer, step)
-    if worker == 0:
-        checkpoint.save(step, seconds)
-        _check(network, tokenizer, step)
-        export_model(network, tokenizer, options.out / "model")
-
-
-def run_worker(worker: int, options: argparse.Namespace) -> None:
-    """One process of several, with a thread of its own."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    torch.set_num_threads(1)
-    meeting = f"file://{options.out.resolve()}/workers-{os.getppid()}"
-    dist.init_process_group("gloo", init_method=meeting, rank=worker, world_size=options.workers)
-    train(options, worker)
-    dist.destroy_process_group()
-
-
-def _progress(step: int, seconds: float, options: argparse.Namespace) -> float:
-    by_step = step / options.steps
-    return max(by_step, seconds / 60 / options.minutes) if options.minutes else by_step
-
-
-def _check(network: Llama, tokenizer: Tokenizer, step: int) -> None:
-    losses = {kind: loss_of(network, tokenizer, kind) for kind in FINISH}
-    values, probe = (skill(network, tokenizer, kind) for kind in ("values", "probe"))
-    log_fields(logger, step=step, values=values, probe=probe, **losses)
-
-
-def main() -> None:
-    """Read the command line and train."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, required=True, help="checkpoints and the model")
-    parser.add_argument("--steps", type=int, default=2500)
-    parser.add_argument("--minutes", type=float, help="end by the clock if that comes first")
-    parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate")
-    parser.add_argument("--batch", type=int, default=12_288, help="tokens of a step")
-    parser.add_argument("--workers", type=int, default=1, help="processes that share a batch")
-    parser.add_argument("--check-every", type=int, default=250, help="steps between checks")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    if options.workers == 1:
-        train(options)
-    else:
-        mp.spawn(run_worker, args=(options,), nprocs=options.workers)
-
+CURRICULUM = Curriculum(train_tokenizer, mix_at, make_example, check)
 
 if __name__ == "__main__":
-    main()
+    main(CURRICULUM, __doc__.splitlines()[0], steps=2700)

@@ -1,0 +1,1 @@
+"""The embedded countdown model: its problems, search traces, corpus and training run."""

@@ -1,0 +1,198 @@
+"""Countdown problems: numbers, a target, and the exact solver; split into training and test.
+
+A problem asks for an expression that makes the target out of the numbers with ``+ - * /``. Every
+problem drawn here has a solution that uses each number exactly once and whose intermediate results
+are whole numbers from 1 to ``LARGEST``. Which side of the split it is on is a function of its
+numbers (as a multiset) and target alone (:func:`is_held_out`).
+
+    python -m forethought.training.countdown.problems --out problems.jsonl
+
+writes the test set that is shipped with the model.
+"""
+
+import argparse
+import hashlib
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+SIZES = (3, 4)
+HIGHEST_NUMBER = 20
+TARGETS = range(10, 101)
+LARGEST = 200
+
+Numbers = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Numbers in the order in which the question names them, and what to make of them."""
+
+    numbers: Numbers
+    target: int
+
+    @property
+    def question(self) -> str:
+        """The question in the words of the shipped problems."""
+        return question_text(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Two of the numbers combined: ``left sign right = value``; ``left`` is not the smaller."""
+
+    left: int
+    sign: str
+    right: int
+    value: int
+
+    def __str__(self) -> str:
+        return f"{self.left} {self.sign} {self.right} = {self.value}"
+
+
+QUESTIONS = (
+    "Use {first} and {last} to make {target}.",
+    "Make {target} out of {first} and {last}.",
+    "Using the numbers {first}, {last}, create an equation that equals {target}.",
+    "Use the numbers [{first}, {last}] to get {target}.",
+)
+
+
+def question_text(problem: Problem, wording: str = QUESTIONS[0]) -> str:
+    """The question in one of the ``QUESTIONS``."""
+    *first, last = map(str, problem.numbers)
+    return wording.format(first=", ".join(first), last=last, target=problem.target)
+
+
+def combine(one: int, other: int) -> Iterator[Step]:
+    """Every step with two numbers whose value is whole and within 1 to ``LARGEST``.
+
+    Dividing by 1 is left out, since multiplying by 1 gives the same.
+    """
+    left, right = max(one, other), min(one, other)
+    if left + right <= LARGEST:
+        yield Step(left, "+", right, left + right)
+    if left > right:
+        yield Step(left, "-", right, left - right)
+    if left * right <= LARGEST:
+        yield Step(left, "*", right, left * right)
+    if right > 1 and left % right == 0:
+        yield Step(left, "/", right, left // right)
+
+
+def moves(numbers: Numbers) -> Iterator[tuple[Step, Numbers]]:
+    """Every step with two of the numbers, and what is left after it, its value last.
+
+    Steps that leave the same multiset of numbers are given once.
+    """
+    seen = set[Numbers]()
+    for j in range(len(numbers)):
+        for i in range(j):
+            rest = (*numbers[:i], *numbers[i + 1 : j], *numbers[j + 1 :])
+            for step in combine(numbers[i], numbers[j]):
+                left = (*rest, step.value)
+                key = tuple(sorted(left))
+                if key not in seen:
+                    seen.add(key)
+                    yield step, left
+
+
+def reachable(numbers: Numbers) -> frozenset[int]:
+    """Every value that can be made of all the numbers, by whole numbers up to ``LARGEST``."""
+    return _reachable(tuple(sorted(numbers)))
+
+
+@lru_cache(maxsize=100_000)
+def _reachable(numbers: Numbers) -> frozenset[int]:
+    if len(numbers) == 1:
+        return frozenset(numbers)
+    return frozenset().union(*(reachable(left) for _, left in moves(numbers)))
+
+
+def solve(problem: Problem) -> tuple[Step, ...] | None:
+    """Steps that make the target of all the numbers; None where there are none in whole numbers."""
+    return _solve(problem.numbers, problem.target)
+
+
+def _solve(numbers: Numbers, target: int) -> tuple[Step, ...] | None:
+    if target not in reachable(numbers):
+        return None
+    if len(numbers) == 1:
+        return ()
+    for step, left in moves(numbers):
+        following = _solve(left, target)
+        if following is not None:
+            return (step, *following)
+    raise AssertionError("a reachable target has steps")
+
+
+def expression(steps: Sequence[Step]) -> str:
+    """The steps as one expression; operands that are no numbers of the problem in parentheses."""
+    made: list[tuple[int, str]] = []
+
+    def operand(value: int) -> str:
+        for index in range(len(made) - 1, -1, -1):
+            if made[index][0] == value:
+                return f"({made.pop(index)[1]})"
+        return str(value)
+
+    for step in steps:
+        left, right = operand(step.left), operand(step.right)
+        made.append((step.value, f"{left}{step.sign}{right}"))
+    return made[-1][1]
+
+
+def is_held_out(problem: Problem) -> bool:
+    """True for the one multiset of numbers and target in sixteen that is never trained on."""
+    key = f"{sorted(problem.numbers)}:{problem.target}"
+    return hashlib.blake2b(key.encode(), digest_size=1).digest()[0] < 16
+
+
+def sample_problem(rng: random.Random, size: int, *, held_out: bool = False) -> Problem:
+    """Draw a problem of ``size`` numbers from one side of the split; it depends on rng alone."""
+    while True:
+        numbers = tuple(rng.randint(1, HIGHEST_NUMBER) for _ in range(size))
+        targets = sorted(reachable(numbers).intersection(TARGETS).difference(numbers))
+        if targets:
+            problem = Problem(numbers, rng.choice(targets))
+            if is_held_out(problem) == held_out:
+                return problem
+
+
+def fixed_test_problems(count: int = 150, seed: int = 2026) -> list[Problem]:
+    """The test set: distinct held-out problems, ``count`` of each size; by default the shipped."""
+    rng, problems = random.Random(seed), dict[tuple[Numbers, int], Problem]()
+    for index, size in enumerate(SIZES, start=1):
+        while len(problems) < count * index:
+            problem = sample_problem(rng, size, held_out=True)
+            problems.setdefault((tuple(sorted(problem.numbers)), problem.target), problem)
+    return list(problems.values())
+
+
+def record(problem: Problem) -> dict[str, object]:
+    """A problem with a solution as it is shipped; ``answer`` is one of many."""
+    steps = solve(problem)
+    assert steps is not None, "problems drawn here have solutions"
+    return {
+        "question": problem.question,
+        "answer": expression(steps),
+        "numbers": list(problem.numbers),
+        "target": problem.target,
+    }
+
+
+def main() -> None:
+    """Read the command line and write the test set, one JSON object per line."""
+    parser = argparse.ArgumentParser(description="Write the held-out test problems.")
+    parser.add_argument("--out", type=Path, required=True, help="file to write")
+    parser.add_argument("--count", type=int, default=150, help="problems of each size")
+    options = parser.parse_args()
+    lines = [json.dumps(record(problem)) + "\n" for problem in fixed_test_problems(options.count)]
+    options.out.write_text("".join(lines), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""The loop of training from scratch: a function of the seed, resumable, able to do without a
+compiler; with the curricula of both embedded models."""
+
+import argparse
+import dataclasses
+import itertools
+from functools import partial
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from forethought.errors import ParameterError  # noqa: E402
+from forethought.training import from_scratch  # noqa: E402
+from forethought.training.countdown.train import CURRICULUM as COUNTDOWN  # noqa: E402
+from forethought.training.reasoner.train import CURRICULUM as REASONER  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def uncompiled(monkeypatch):
+    def refuse(function, **_):
+        def broken(*_):
+            raise RuntimeError("no compiler here")
+
+        return broken
+
+    monkeypatch.setattr(torch, "compile", refuse)
+
+
+def small(curriculum):
+    tokenizer = partial(curriculum.train_tokenizer, samples=100)
+    return dataclasses.replace(curriculum, train_tokenizer=tokenizer, check=lambda *_: {})
+
+
+def run(out, curriculum=REASONER, seed=0):
+    out.mkdir(exist_ok=True)
+    options = argparse.Namespace(
+        seed=seed, out=out, steps=4, minutes=None, rate=1e-3, batch=512, workers=1, check_every=2
+    )
+    from_scratch.train(small(curriculum), options)
+    return torch.load(out / "checkpoint.pt", weights_only=True)["network"]
+
+
+@pytest.mark.parametrize("curriculum", [REASONER, COUNTDOWN], ids=["reasoner", "countdown"])
+def test_a_run_is_a_function_of_its_seed_to_the_bit(curriculum, tmp_path):
+    first, again, other = (
+        run(tmp_path / name, curriculum, seed) for name, seed in (("a", 0), ("b", 0), ("c", 1))
+    )
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not all(torch.equal(first[name], other[name]) for name in first)
+    weights = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in "ab"]
+    assert weights[0] == weights[1]
+
+
+def test_a_run_that_was_interrupted_and_resumed_ends_with_the_same_weights(tmp_path, monkeypatch):
+    straight = run(tmp_path / "straight")
+    calls, pack = [], from_scratch.pack
+
+    def interrupted(*arguments):
+        calls.append(arguments)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return pack(*arguments)
+
+    monkeypatch.setattr(from_scratch, "pack", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "resumed")
+    resumed = run(tmp_path / "resumed")
+    assert len(calls) == 4 + 2
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+
+
+@pytest.mark.parametrize("curriculum", [REASONER, COUNTDOWN], ids=["reasoner", "countdown"])
+def test_a_finished_run_leaves_a_model_directory(curriculum, tmp_path):
+    run(tmp_path / "out", curriculum)
+    names = {path.name for path in (tmp_path / "out" / "model").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= names
+
+
+def test_a_batch_without_a_row_for_every_worker_is_refused(tmp_path):
+    options = argparse.Namespace(out=tmp_path, batch=512, workers=2)
+    with pytest.raises(ParameterError, match="at least 1024"):
+        from_scratch.train(REASONER, options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_learning_rate_warms_up_stays_and_falls_to_nothing():
+    assert from_scratch.rate_at(0.0, 0) < 0.05
+    assert from_scratch.rate_at(0.3, 1000) == 1.0
+    assert from_scratch.rate_at(0.75, 1000) == pytest.approx(0.5)
+    assert from_scratch.rate_at(1.0, 1000) == 0.0
+
+
+def test_the_share_predicted_counts_marked_tokens_alone():
+    """A network without layers that predicts each token again: right where tokens repeat."""
+
+    class Repeats(torch.nn.Module):
+        cos = torch.zeros(1)
+
+        def forward(self, tokens):
+            return torch.nn.functional.one_hot(tokens, 10).float()
+
+    example = from_scratch.Example
+    right = example([1, 1, 2], [False, True, False])
+    wrong = example([1, 1, 2], [False, False, True])
+    assert from_scratch.share_predicted(Repeats(), [right, wrong]) == 0.5
+
+
+def test_the_phases_of_the_reasoner_follow_each_other_and_their_shares_add_up():
+    mixes = [REASONER.mix_at(progress / 100)[0] for progress in range(100)]
+    phases = [mixes[0], mixes[50], mixes[99]]
+    assert all(before != after for before, after in itertools.pairwise(phases))
+    assert all(mix in phases for mix in mixes)
+    assert all(sum(mix.values()) == pytest.approx(1.0) for mix in mixes)
