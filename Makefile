@@ -1,14 +1,17 @@
 # Everything happens in .venv, which is made once and made again when the dependencies change.
 #
-#   make demo      the main job on the embedded model: a table, a plot, one JSON line
+#   make demo      the main job on the embedded models: three tables, a picture, one JSON line
 #   make test      ruff, mypy and the import contracts, then the tests (but the slow ones)
 #   make test-all  the same, with the slow tests
 #   make lint      only the first half of that
 #   make format    let ruff fix what it can
 #   make bench     speed on this machine: against transformers, and of every drafter
 #   make gpu       what needs a CUDA device: its tests, then the benchmarks
-#   make reasoner  train the embedded model again from its seed
-#   make drafter   train its draft model again from its seed
+#   make reasoner  train the embedded reasoner again from its seed
+#   make drafter   train its draft model again from its seed, on texts that it writes
+#   make heads     train what else drafts for it, on the same texts: EAGLE-3, MTP, Medusa, ReDrafter
+#   make countdown train the embedded countdown model again from its seed
+#   make prm       train the reasoner's process reward model again from its seed, and measure it
 #
 # PY=python3 uses an interpreter that already has the dependencies, and sets nothing up.
 
@@ -24,7 +27,7 @@ export PYTHONPATH := src
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format bench gpu reasoner drafter clean
+.PHONY: help demo test test-all lint format bench gpu reasoner drafter heads countdown prm clean
 
 help:
 	@sed -n 's/^#   make /  make /p' Makefile
@@ -69,12 +72,25 @@ gpu: $(setup)
 	@$(PY) -m benchmarks.step_overhead
 	@$(PY) -m benchmarks.drafters --rounds 2
 
+# Each ends with a directory to be copied over that of the same name in src/forethought/assets.
 reasoner: $(setup)
-	$(PY) -m forethought.training.reasoner.train --seed 0 --out runs/reasoner
+	$(PY) -m forethought.training.reasoner.train --seed 0 --workers 2 --out runs/reasoner
 
 drafter: $(setup)
-	$(PY) -m forethought.training.reasoner.problems --seed 0 --out runs/drafter/prompts.txt
+	$(PY) -m forethought.training.reasoner.questions --seed 0 --out runs/drafter/prompts.txt
 	$(PY) -m forethought train draft-model --self-distill runs/drafter/prompts.txt --held-out 64 --out runs/drafter --config src/forethought/assets/drafter/training.yaml
+
+heads: $(setup)
+	for kind in eagle3 mtp medusa redrafter; do \
+		$(PY) -m forethought train $$kind --data runs/drafter/texts.jsonl --held-out 64 --out runs/$$kind --config src/forethought/assets/$$kind/training.yaml || exit 1; \
+	done
+
+prm: $(setup)
+	$(PY) -m forethought.training.reasoner.prm --seed 0 --out runs/prm
+	$(PY) -m forethought.training.reasoner.prm_figures --model runs/prm/model
+
+countdown: $(setup)
+	$(PY) -m forethought.training.countdown.train --seed 0 --out runs/countdown --workers 2
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

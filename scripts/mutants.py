@@ -92,9 +92,44 @@ TASKS = "tests/scaffolding/test_clone.py tests/scaffolding/test_tasks.py"
 PRM = "tests/scaffolding/test_prm_controller.py"
 DYNASOR = "tests/methods/test_dynasor.py"
 BEST_OF_N = "tests/methods/test_best_of_n.py"
+THINKING = "tests/llm/test_thinking.py"
+THINKING_METHODS = "tests/methods/test_thinking_methods.py"
+
+SANDBOX = "tests/scaffolding/test_sandbox.py -m 'not slow'"
+DATA_FILES = "tests/evaluation/test_data_files.py"
+GRADERS = "tests/evaluation/test_graders.py"
 
 MUTANTS = [
     # ---- kv --------------------------------------------------------------------------------------
+    Mutant(
+        "llm/thinking.py",
+        "progress.num_tokens >= self.budget:",
+        "progress.num_tokens > self.budget:",
+        THINKING,
+    ),
+    Mutant("llm/thinking.py", "and self.piece(token).isspace()", "and False", THINKING),
+    Mutant(
+        "llm/thinking.py",
+        "return Progress(True, progress.num_tokens)",
+        "return Progress(True)",
+        THINKING,
+    ),
+    Mutant("llm/thinking.py", "return ~self._only(rule.never)", "return None", THINKING),
+    Mutant("llm/thinking.py", "if self.end in written:", "if False:", THINKING),
+    Mutant("llm/thinking.py", "if shared < self._first:", "if False:", THINKING),
+    Mutant(
+        "methods/budget_vote.py",
+        "left += share - _num_tokens",
+        "left += 0 * _num_tokens",
+        THINKING_METHODS,
+    ),
+    Mutant(
+        "methods/budget_forcing.py",
+        "thought.num_waits < self.num_waits or is_short",
+        "is_short",
+        THINKING_METHODS,
+    ),
+    Mutant("methods/no_thinking.py", '{"thinking_budget": 0,', "{", THINKING_METHODS),
     Mutant(
         "kv/table.py",
         "self._pool.refs[self.pages[-1]] > 1",
@@ -120,21 +155,21 @@ MUTANTS = [
         "kv/pool.py", "del self._evictable[page]\n        self.refs", "pass\n        self.refs", KV
     ),
     Mutant("kv/pool.py", "self.on_evict(page)\n        if", "if", KV),
-    Mutant("kv/prefix.py", "len(tokens) - size + 1, size", "len(tokens) - size, size", KV),
+    Mutant("kv/pool.py", "len(tokens) - size + 1, size", "len(tokens) - size, size", KV),
     Mutant(
-        "kv/prefix.py",
+        "kv/pool.py",
         " and page not in self._digest_of",
         "",
         "tests/engine/test_engine.py -k 'salt'",
     ),
     Mutant(
-        "kv/draft_cache.py",
+        "kv/storage.py",
         "self._ready[dst] = self._ready[src]",
         "pass",
         "tests/kv/test_storage.py",
     ),
     Mutant(
-        "kv/draft_cache.py",
+        "kv/storage.py",
         "flat[dst] = flat[src]",
         "pass",
         "tests/kv/test_storage.py",
@@ -372,7 +407,7 @@ MUTANTS = [
         "speculative/length/gate.py", "sum(min(accepted + 1, depth) for", "sum(depth for", LENGTH
     ),
     Mutant(
-        "speculative/length/base.py",
+        "speculative/length/policy.py",
         "bisect_right(self._bounds, running) - 1",
         "bisect_left(self._bounds, running) - 1",
         LENGTH,
@@ -441,14 +476,14 @@ MUTANTS = [
         "tests/speculative/test_draft_model.py -k context",
     ),
     Mutant(
-        "speculative/drafters/draft_target.py",
-        "[depth - 1 for depth in depths]",
-        "depths",
+        "speculative/tree.py",
+        "[size - 1 for size in sizes]",
+        "sizes",
         "tests/engine/test_speculation.py -k 'written_anew'",
     ),
     Mutant(
-        "speculative/drafters/draft_target.py",
-        "left[token] = 0.0",
+        "speculative/tree.py",
+        "left[parent][token] = 0.0",
         "pass",
         "tests/speculative/test_draft_model.py -k siblings",
     ),
@@ -501,8 +536,8 @@ MUTANTS = [
     # ---- scaffolding -----------------------------------------------------------------------------
     Mutant(
         "scaffolding/driver.py",
-        'branch.on_failure == "raise" or self.run.account.exhausted is not None',
-        'branch.on_failure == "raise"',
+        'branch.on_failure == "drop" and self.run.account.exhausted is None',
+        'branch.on_failure == "drop"',
         DRIVER,
     ),
     Mutant("scaffolding/driver.py", "item.cancel_flag = True\n", "pass\n", DRIVER),
@@ -559,8 +594,46 @@ MUTANTS = [
     ),
     Mutant("scaffolding/controller.py", "if id(value) not in memo:", "if True:", TASKS),
     Mutant(
-        "scaffolding/prm_controller.py", "self._plain(step) + separator", "step + separator", PRM
+        "scaffolding/step_format.py",
+        "self._plain(step) + self._separator for",
+        "step + self._separator for",
+        PRM,
     ),
+    Mutant(
+        "scaffolding/sandbox_process.py",
+        "[(1, _ALL, (*range(8), 36, 37, 38, 1030, 1032))]",
+        "[]",
+        SANDBOX,
+    ),
+    Mutant(
+        "scaffolding/sandbox_process.py",
+        "_JUMP_IF_EQUAL, 1, 0, _AUDIT_ARCH[machine]",
+        "_JUMP_IF_EQUAL, 1, 1, _AUDIT_ARCH[machine]",
+        SANDBOX,
+    ),
+    Mutant("scaffolding/sandbox_process.py", ", (1, _ALL ^ 0o2004000, (1,))", "", SANDBOX),
+    Mutant(
+        "scaffolding/sandbox_process.py",
+        "_MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID, 0",
+        "2, 0",
+        SANDBOX,
+    ),
+    Mutant(
+        "scaffolding/sandbox_process.py",
+        "    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)",
+        "    pass",
+        SANDBOX,
+    ),
+    # ---- evaluation ------------------------------------------------------------------------------
+    Mutant("evaluation/data_files.py", "(text, int(digits or 0))", "(text, digits)", DATA_FILES),
+    Mutant("evaluation/data_files.py", "if _rank(name) == first", "if True", DATA_FILES),
+    Mutant(
+        "evaluation/graders.py",
+        'result.status == "ok" and result.stdout.endswith(f"\\n{passed}\\n")',
+        'result.status == "ok"',
+        GRADERS,
+    ),
+    Mutant("evaluation/graders.py", "(whole or blocks or [text])", "(blocks or [text])", GRADERS),
     # ---- methods ---------------------------------------------------------------------------------
     Mutant(
         "methods/dynasor.py", "earliest = probes[missing - 1]", "earliest = probes[-1]", DYNASOR
@@ -580,10 +653,10 @@ MUTANTS = [
     Mutant("methods/dynasor.py", "self._tokens_left < 1", "self._tokens_left <= 1", DYNASOR),
     Mutant("methods/dynasor.py", "found == self._class", "True", DYNASOR),
     Mutant(
-        "methods/majority_vote.py", "for other in running.pending]", "for other in branches]", VOTES
+        "methods/majority_vote.py", "in (*running.pending, *waiting)]", "in running.pending]", VOTES
     ),
     Mutant("methods/majority_vote.py", "numbers[id(b)] > winner.first", "True", VOTES),
-    Mutant("methods/best_of_n.py", '"index": scored[index]', '"index": index', BEST_OF_N),
+    Mutant("methods/best_of_n.py", "[*scored][index]", "index", BEST_OF_N),
 ]
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from forethought.speculative.draft import Draft
 from forethought.speculative.drafter import (
+    Draft,
     Drafter,
     DraftRequest,
     ResourceManager,
@@ -65,7 +65,7 @@ def adversary(answers: Mapping[tuple[int, ...], Sequence[int]]) -> Drafter:
 
 
 def bush(answers: Mapping[tuple[int, ...], Sequence[int]], width: int = 2) -> Drafter:
-    """A static tree in which the truth hides in varying places, among wrong siblings."""
+    """A static tree in which the truth hides in varying columns, among wrong siblings."""
 
     def grow(request: DraftRequest) -> Draft:
         tokens: list[int] = []
@@ -74,13 +74,13 @@ def bush(answers: Mapping[tuple[int, ...], Sequence[int]], width: int = 2) -> Dr
         for depth, token in enumerate(truth(answers, request)):
             if len(tokens) + width > request.max_nodes:
                 break
-            place = (depth + len(request.tokens)) % width
+            column = (depth + len(request.tokens)) % width
             level = [(token + 1 + sibling) % VOCAB for sibling in range(width)]
-            level[place] = token
+            level[column] = token
             begin = len(tokens)
             tokens += level
             parents += [parent] * width
-            parent = begin + place
+            parent = begin + column
         return Draft(tokens, tuple(parents))
 
     drafter = PerRequest(grow)

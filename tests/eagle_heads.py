@@ -1,4 +1,4 @@
-"""EAGLE heads with random weights over the tiny models, and what they guess, written out slowly."""
+"""EAGLE heads with random weights over the tiny models, and their drafts, computed step by step."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def random_eagle(
 
 
 def scatter(head: nn.Module) -> None:
-    """Norms near 1, all else wide, so that guesses wander and depend on what attention reads."""
+    """Norms near 1, all else wide, so that drafts vary and depend on what attention reads."""
     for name, weight in head.named_parameters():
         wide = 1.0 if "self_attn" in name else 0.3
         weight.data = wide * torch.randn_like(weight) + (weight.ndim == 1)
@@ -93,13 +93,13 @@ def random_head(kind: str = "eagle3", layout: Layout = "eagle3", **sizes: Any) -
 
 
 class Oracle:
-    """Guesses by the formulas, one pair after the other, from nothing but published tensors.
+    """Drafts by the formulas, one position after the other, from nothing but published tensors.
 
     Args:
         head: whose weights are used.
         layer_ids: where states are taken.
         target: directory of the target.
-        shift: of the tokens against the states: 1 in truth.
+        offset: of the tokens against the states: 1 in truth.
         swapped: whether state and embedding change sides: false in truth.
     """
 
@@ -108,13 +108,13 @@ class Oracle:
         head: Eagle3Head | EagleHead,
         layer_ids: Sequence[int] = LAYER_IDS,
         target: Path | None = None,
-        shift: int = 1,
+        offset: int = 1,
         swapped: bool = False,
     ) -> None:
         self.weights = {name: x.double() for name, x in head.state_dict().items()}
         self.config = head.config
         self.third = head.traits if isinstance(head, Eagle3Head) else None
-        self.layer_ids, self.shift, self.swapped = layer_ids, shift, swapped
+        self.layer_ids, self.offset, self.swapped = layer_ids, offset, swapped
         self.target = transformers_model(tiny("llama") if target is None else target)
         self.layer = "midlayer." if self.third else "layers.0."
         self.memory: dict[tuple[int, ...], Tensor] = {}
@@ -149,10 +149,10 @@ class Oracle:
         outputs: list[Tensor] = []
         keys: list[Tensor] = []
         values: list[Tensor] = []
-        for pair in range(len(tokens) - 1 + len(path)):
-            state = read[pair] if pair < len(read) else outputs[-1]
-            token = known[pair + self.shift] if pair + self.shift < len(known) else 0
-            out, logits = self.step(self.embed(token), state, pair, keys, values)
+        for position in range(len(tokens) - 1 + len(path)):
+            state = read[position] if position < len(read) else outputs[-1]
+            token = known[position + self.offset] if position + self.offset < len(known) else 0
+            out, logits = self.step(self.embed(token), state, position, keys, values)
             outputs.append(out)
         return logits
 
@@ -226,7 +226,7 @@ class State:
 
 
 class Published(Oracle):
-    """The same guesses from the files of a published head alone, for every author's layout.
+    """The same drafts from the files of a published head alone, for every author's layout.
 
     Args:
         directory: ``config.json`` and ``model.safetensors``.
@@ -242,7 +242,7 @@ class Published(Oracle):
         self.config = LlamaConfig(**config.get("transformer_layer_config", config))
         flags = ("norm_before_residual", "norm_before_fc", "norm_output")
         self.third = Eagle3Traits(60, 32, **{flag: config.get(flag, False) for flag in flags})
-        self.captured, self.shift, self.swapped = captured, 1, False
+        self.captured, self.offset, self.swapped = captured, 1, False
         self.target, self.layer, self.memory = transformers_model(target), "midlayer.", {}
 
     def states(self, tokens: Sequence[int]) -> Tensor:

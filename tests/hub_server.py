@@ -39,7 +39,8 @@ class HubServer:
     """Serves repositories.
 
     Attributes:
-        repositories: by id and revision, the files by path.
+        repositories: by id and revision, the files by path; ids of data sets begin with
+            ``datasets/``.
         token: what private repositories are shown for.
         private: ids of these.
         fetched: paths of the files that have been sent, in order.
@@ -83,9 +84,13 @@ def serving() -> Iterator[HubServer]:
             if state.failing:
                 return self.refuse(state.failing, "")
             parts = self.path.split("?")[0].strip("/").split("/")
-            api = parts[:2] == ["api", "models"]
-            owner, short, *rest = parts[2:] if api else parts
-            name = f"{owner}/{short}"
+            api = parts[0] == "api"
+            kind = parts.pop(0) if api or parts[0] == "datasets" else ""
+            kind = parts.pop(0) if api else kind
+            if kind not in ("", "models", "datasets") or len(parts) < 2:
+                return self.refuse(404, "")
+            owner, short, *rest = parts
+            name = f"datasets/{owner}/{short}" if kind == "datasets" else f"{owner}/{short}"
             allowed = self.headers.get("Authorization") == f"Bearer {state.token}"
             if name not in state.repositories or (name in state.private and not allowed):
                 return self.refuse(401, "RepoNotFound")

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from forethought.speculative.length.base import CappedRequest
-from forethought.speculative.length.policy import LengthPolicy, StepRecord
+from forethought.speculative.length.policy import CappedRequest, LengthPolicy, StepRecord
 
 CONTEXT = 2e-7
 """Seconds per token of context."""

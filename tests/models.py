@@ -1,4 +1,4 @@
-"""Tiny random models for tests of every floor, and transformers' own answers to compare with.
+"""Tiny random models for tests of every layer, and transformers' own answers to compare with.
 
 Every architecture of the equality matrix is here, small enough to generate in milliseconds. The
 weights are wide (std 0.3) so that greedy decoding wanders instead of repeating one token.

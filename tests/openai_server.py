@@ -17,6 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from forethought import AsyncLLM, SamplingParams
+from forethought.outputs import TokenLogprobs
 
 Pieces = Callable[[dict[str, Any]], list[str]]
 
@@ -34,6 +35,9 @@ class OpenaiServer:
         extra_choice: further fields of the last chunk's choice.
         breaks_off: every answer ends before its last chunk.
         fail_with: status to refuse the next requests with.
+        most_at_once: requests beyond that many at once are refused with 429; None: none are.
+        num_refused: requests refused for that.
+        most_seen: the largest number of requests answered at once.
     """
 
     def __init__(self) -> None:
@@ -48,6 +52,24 @@ class OpenaiServer:
         self.breaks_off = False
         self.fail_with: list[int] = []
         self.url = ""
+        self.most_at_once: int | None = None
+        self.num_refused = self.most_seen = self._num_open = 0
+        self._lock = threading.Lock()
+
+    def begin(self) -> bool:
+        """Whether one more request is taken; ``end`` gives its place back."""
+        with self._lock:
+            if self.most_at_once is not None and self._num_open >= self.most_at_once:
+                self.num_refused += 1
+                return False
+            self._num_open += 1
+            self.most_seen = max(self.most_seen, self._num_open)
+            return True
+
+    def end(self) -> None:
+        """A request that was taken is over."""
+        with self._lock:
+            self._num_open -= 1
 
     def chunks(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
         """The chunks of an answer; None now and then while there is none."""
@@ -116,10 +138,13 @@ class EngineServer(OpenaiServer):
         self.llm = llm
 
     def chunks(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
-        names = ("max_tokens", "temperature", "top_p", "seed", "stop")
+        names = ("max_tokens", "temperature", "top_p", "seed", "stop", "logprobs")
         fields = {name: body[name] for name in names if name in body}
+        if "logit_bias" in body:
+            fields["logit_bias"] = {int(key): bias for key, bias in body["logit_bias"].items()}
         stream = self.llm.stream(body["prompt"], SamplingParams(**fields))
         base, told, loop = self.base(False, body), 0, asyncio.new_event_loop()
+        num_told = 0
         try:
             while True:
                 waiting = loop.create_task(anext(stream, None))
@@ -131,7 +156,11 @@ class EngineServer(OpenaiServer):
                 first = output.outputs[0]
                 choice = self.choice(False, 0, first.text[told:], {})
                 choice["finish_reason"] = first.finish_reason and first.finish_reason.value
-                told = len(first.text)
+                is_stop_string = isinstance(first.stop_reason, str)
+                choice["stop_reason"] = first.stop_reason if is_stop_string else None
+                if first.logprobs is not None:
+                    choice["logprobs"] = completion_logprobs(first.logprobs[num_told:])
+                told, num_told = len(first.text), len(first.token_ids)
                 yield {**base, "choices": [choice]}
                 usage = {
                     "prompt_tokens": len(output.prompt_token_ids),
@@ -144,6 +173,20 @@ class EngineServer(OpenaiServer):
             loop.run_until_complete(asyncio.wait([waiting]))
             loop.run_until_complete(stream.aclose())
             loop.close()
+
+
+def completion_logprobs(tokens: list[TokenLogprobs]) -> dict[str, Any]:
+    """Log-probabilities as a completion has them, with ids in the place of the tokens' texts."""
+    chosen = [next(iter(entries)) for entries in tokens]
+    return {
+        "tokens": [f"token_id:{token}" for token in chosen],
+        "token_logprobs": [e[token].logprob for e, token in zip(tokens, chosen, strict=True)],
+        "top_logprobs": [
+            {f"token_id:{token}": entry.logprob for token, entry in entries.items() if entry.rank}
+            for entries in tokens
+        ],
+        "text_offset": [0 for _ in tokens],
+    }
 
 
 @contextmanager
@@ -165,8 +208,15 @@ def serving(state: OpenaiServer | None = None) -> Iterator[OpenaiServer]:
             state.requests.append(body)
             if state.fail_with:
                 return self.whole(state.fail_with.pop(0), {"error": {"message": "no"}})
+            if not state.begin():
+                return self.whole(429, {"error": {"message": "too many at once"}})
             chunks = state.chunks(self.path, body)
-            return self.stream(chunks) if body.get("stream") else self.whole(200, merged(chunks))
+            try:
+                if body.get("stream"):
+                    return self.stream(chunks)
+                return self.whole(200, merged(chunks))
+            finally:
+                state.end()
 
         def stream(self, chunks: Iterator[dict[str, Any]]) -> None:
             self.send_response(200)

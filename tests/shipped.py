@@ -14,7 +14,7 @@ from forethought.config.drafters import (
     ReDrafterDecodingConfig,
 )
 from forethought.config.speculation import DecodingBaseConfig
-from forethought.training.reasoner.vocabulary import prompt_text
+from forethought.training.chat_tokenizer import prompt_text
 
 QUESTIONS = [prompt_text(problem["question"]) for problem in problems()[:8]]
 """Prompts that neither the reasoner nor what drafts for it was trained on."""
@@ -59,12 +59,12 @@ def shipped(name: str) -> tuple[DecodingBaseConfig, float]:
             ReDrafterDecodingConfig(speculative_model=heads_dir("redrafter"), tree="beams"),
             2.3,
         ),
-        "draft model": lambda: (DraftTargetDecodingConfig(max_draft_len=5, **_MODEL), 4.8),
+        "draft model": lambda: (DraftTargetDecodingConfig(max_draft_len=5, **_MODEL), 3.3),
         "draft model, drawn": lambda: (
             DraftTargetDecodingConfig(max_draft_len=5, draft_sampling="sampled", **_MODEL),
-            4.8,
+            3.3,
         ),
-        "pearl": lambda: (PearlDecodingConfig(max_draft_len=4, **_MODEL), 2.8),
+        "pearl": lambda: (PearlDecodingConfig(max_draft_len=4, **_MODEL), 2.2),
     }[name]()
     return config, floor
 

@@ -14,6 +14,7 @@ import pytest
 
 import hub_server
 import reward_models
+from forethought import assets
 from forethought.assets import drafter_dir, heads_dir, reasoner_dir
 from forethought.config.drafters import MedusaDecodingConfig, NGramDecodingConfig
 from forethought.config.engine import LlmArgs
@@ -118,6 +119,26 @@ def test_an_existing_directory_wins_over_the_hub_and_has_no_revisions(
     assert not hub.fetched
     with pytest.raises(ParameterError, match="lies on this machine"):
         find_model_dir(tmp_path, "v1")
+
+
+@pytest.mark.parametrize("name", assets.names())
+def test_an_embedded_model_is_found_by_name_without_the_hub(
+    name: str, hub: HubServer, tmp_path: Path
+) -> None:
+    assert find(hub.environment(tmp_path), name) == str(assets.embedded_dir(name))
+    assert not hub.fetched
+    with pytest.raises(ParameterError, match="lies on this machine"):
+        find_model_dir(name, "v1")
+
+
+def test_an_unknown_embedded_name_is_refused_and_never_looked_for_on_the_hub(
+    hub: HubServer, tmp_path: Path
+) -> None:
+    hub.repositories["forethought/countdwon"] = hub.repositories["org/model"]
+    said = find(hub.environment(tmp_path), "forethought/countdwon")
+    assert "unknown embedded model 'forethought/countdwon'" in said
+    assert "did you mean 'forethought/countdown'?" in said
+    assert not hub.fetched
 
 
 def test_a_private_model_needs_the_token_of_the_environment(hub: HubServer, tmp_path: Path) -> None:

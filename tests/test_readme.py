@@ -52,14 +52,17 @@ def test_the_examples_of_the_readme_run_one_after_the_other():
     assert done.stdout.count("\\boxed{6}") >= len(LOCAL), "110 - 84 - 12 - 8"
 
 
+def guide_of(name: str) -> list[str]:
+    """The examples of the guide to methods in which this stands."""
+    return [code for code in examples(ROOT / "docs" / "methods.md") if name in code]
+
+
 def test_the_guides_own_method_passes_the_guides_own_test():
-    _, _, method, check = examples(ROOT / "docs" / "methods.md")[:4]
-    exec(method + check, {"__name__": "guide"})
+    exec("".join(guide_of("Longest")), {"__name__": "guide"})
 
 
 def test_the_guides_own_method_draws_samples_that_differ_under_a_seed():
-    _, _, method, _ = examples(ROOT / "docs" / "methods.md")[:4]
-    exec(method, guide := {"__name__": "guide"})
+    exec(guide_of("class Longest")[0], guide := {"__name__": "guide"})
     worker = ScriptedWorker(lambda prompt, _: prompt)
     with ScaffoldingLlm(guide["Longest"](), {"generation": worker}) as llm:
         llm.generate("p", sampling_params={"temperature": 0.8, "seed": 1})
@@ -67,16 +70,18 @@ def test_the_guides_own_method_draws_samples_that_differ_under_a_seed():
     assert len({call.task.seed for call in worker.calls}) == 4
 
 
-def test_the_guides_first_method_gives_the_right_answer(capsys):
-    exec(examples(ROOT / "docs" / "methods.md")[0], {"__name__": "guide"})
+def test_the_guides_methods_give_the_right_answer(capsys):
+    exec(examples(ROOT / "docs" / "methods.md")[0], guide := {"__name__": "guide"})
     assert "\\boxed{6}" in capsys.readouterr().out
+    exec(guide_of('"repeated_sampling"')[0], guide)
+    assert "'accepted': True" in capsys.readouterr().out
 
 
 def test_the_examples_of_structured_output_run(capsys):
     for code in examples(ROOT / "docs" / "structured-output.md"):
         exec(code, {"__name__": "guide"})
     record, answer = capsys.readouterr().out.strip().split("\n", 1)
-    assert record == "{'answer': 6, 'unit': 'nuts'} stop grammar"
+    assert record == "{'answer': 8, 'unit': 'nuts'} stop grammar"
     assert answer.strip() == "The answer is \\boxed{6}."
 
 
@@ -102,3 +107,26 @@ def test_the_guide_of_speculative_decoding_names_every_setting():
 def test_every_link_leads_somewhere(page):
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("name", ["budget_forcing", "no_thinking", "budget_vote"])
+def test_the_guides_methods_on_thinking_budgets_run(name):
+    for code in guide_of(f'"{name}'):
+        exec(code, {"__name__": "guide"})
+
+
+def test_the_examples_of_thinking_budgets_run(capsys):
+    for code in examples(ROOT / "docs" / "thinking-budgets.md"):
+        exec(code, {"__name__": "guide"})
+    thought, answer = capsys.readouterr().out.strip().split("\n", 1)
+    assert thought.startswith("ThinkingOutput(num_tokens=")
+    assert "</think>" in answer
+
+
+def test_the_guides_examples_of_revising_and_verifying_run(capsys):
+    for name in ('"genrm"', '"specreason"'):
+        exec(guide_of(name)[0], {"__name__": "guide"})
+    said = capsys.readouterr().out
+    assert "it is 7." in said.split("\n")[0]
+    assert "'answers': 2" in said
+    assert "3 + 4 = 7\n\nSo it is 7.</think> 7" in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,12 @@ TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}"
     "{% endif %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+THINKING_TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>"
+    "{% if m['role'] == 'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ m['content'] }}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
 )
 
 
@@ -85,5 +92,24 @@ def speaking(kind: str = "byte_level", **config: Any) -> Path:
     path = Path(_directory().name) / f"speaking-{kind}"
     save_random(CONFIG_MAPPING["llama"](**{**_BASE, "vocab_size": 300, **config}), path)
     hf = sentencepiece() if kind == "sentencepiece" else byte_level(chat=kind != "mute")
+    hf.save_pretrained(path)
+    return path
+
+
+@functools.cache
+def thinking(single: bool = True) -> Path:
+    """Directory of a tiny random Llama that knows ``<think>`` and ``</think>``.
+
+    Its chat template opens the thought, and writes two line ends behind earlier ones.
+
+    Args:
+        single: the markers are tokens of the vocabulary; else several tokens each.
+    """
+    path = Path(_directory().name) / f"thinking-{single}"
+    save_random(CONFIG_MAPPING["llama"](**{**_BASE, "vocab_size": 304}), path)
+    hf = copy.deepcopy(byte_level())
+    if single:
+        hf.add_tokens(["<think>", "</think>"])
+    hf.chat_template = THINKING_TEMPLATE
     hf.save_pretrained(path)
     return path

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
         FinishReason,
         RequestOutput,
         SpeculationMetrics,
+        ThinkingOutput,
+        ThoughtEnd,
         Usage,
     )
     from forethought.speculative.drafter import Drafter, ResourceManager
@@ -67,6 +69,8 @@ _HOMES = {
     "FinishReason": "outputs",
     "RequestOutput": "outputs",
     "SpeculationMetrics": "outputs",
+    "ThinkingOutput": "outputs",
+    "ThoughtEnd": "outputs",
     "Usage": "outputs",
     "ForethoughtError": "errors",
 }
@@ -98,6 +102,8 @@ __all__ = [
     "SpeculationMetrics",
     "SpeculationParams",
     "SuffixDecodingConfig",
+    "ThinkingOutput",
+    "ThoughtEnd",
     "Usage",
     "UserProvidedDecodingConfig",
 ]

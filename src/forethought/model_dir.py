@@ -1,9 +1,10 @@
 """A model's directory: found on this machine or on the Hugging Face Hub, and checked.
 
 Whatever names a model (``LLM``, ``--model``, ``speculative_model``, ``RewardWorker``, ``--target``)
-is a local directory or a Hub id such as ``"Qwen/Qwen3-0.6B"``; :func:`find_model_dir` makes a
-directory of either. :func:`check_model_dir` says what a directory holds where that is no model,
-and :func:`replace_file` puts a file into one that is whole whenever it is read.
+is a local directory, the name of an embedded model such as ``"forethought/countdown"``, or a Hub id
+such as ``"Qwen/Qwen3-0.6B"``; :func:`find_model_dir` makes a directory of each.
+:func:`check_model_dir` says what a directory holds where that is no model, and
+:func:`replace_file` puts a file into one that is whole whenever it is read.
 Imports ``huggingface_hub`` only where a Hub id is given.
 """
 
@@ -15,6 +16,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from forethought import assets
 from forethought.errors import DependencyError, ModelError, ParameterError
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
@@ -41,13 +43,13 @@ def find_model_dir(
 ) -> Path:
     """The directory of a model, downloaded into the Hub's cache if it is not there yet.
 
-    An existing path wins over a Hub id of the same name. Cache, offline mode, endpoint and token
-    are those of ``huggingface_hub`` (``HF_HOME``, ``HF_HUB_OFFLINE``, ``HF_ENDPOINT``,
-    ``HF_TOKEN``). Weights are downloaded as safetensors, in other formats only where there are
-    none.
+    An existing path wins over a name. ``forethought/...`` names an embedded model, and is never
+    looked for on the Hub. Cache, offline mode, endpoint and token are those of ``huggingface_hub``
+    (``HF_HOME``, ``HF_HUB_OFFLINE``, ``HF_ENDPOINT``, ``HF_TOKEN``). Weights are downloaded as
+    safetensors, in other formats only where there are none.
 
     Args:
-        model: local directory, or Hub id.
+        model: local directory, name of an embedded model, or Hub id.
         revision: branch, tag or commit of a Hub id; None: its main branch.
         weights: False for a tokenizer only.
         code: whether Python files are wanted, too.
@@ -55,11 +57,15 @@ def find_model_dir(
     Raises:
         ModelError: there is no such directory, and the Hub does not have it, cannot be reached or
             refuses access.
-        ParameterError: a revision of a local directory.
+        UnknownNameError: there is no embedded model of this name.
+        ParameterError: a revision of a local directory or an embedded model.
         DependencyError: ``huggingface_hub`` is not installed.
     """
     path = Path(model)
-    if path.exists():
+    is_local = path.exists()
+    if not is_local and assets.is_embedded(model):
+        path, is_local = assets.embedded_dir(str(model)), True
+    if is_local:
         if revision is not None:
             raise ParameterError(
                 f"invalid revision {revision!r}",
@@ -102,17 +108,28 @@ def _download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
             ignore_patterns=list(_LEFT_OUT),
         )
     except Exception as error:  # also what breaks off a download: the network, the disk, ...
-        why, fix = _explain(error, name, revision)
+        why, fix = explain_hub_error(error, name, revision)
         raise ModelError(f"cannot get the model {name}", why, fix) from error
     return Path(found)
 
 
-def _explain(error: Exception, name: str, revision: str | None) -> tuple[str, str]:
-    """Why a download failed, and what can be done about it."""
+def explain_hub_error(
+    error: Exception, name: str, revision: str | None, kind: str = "model"
+) -> tuple[str, str]:
+    """Why a download failed, and what can be done about it.
+
+    Args:
+        error: of ``huggingface_hub``.
+        name: id on the Hub.
+        revision: branch, tag or commit that was asked for.
+        kind: "model" or "data set".
+    """
     from huggingface_hub import constants, errors
 
     hub = f"the Hugging Face Hub at {constants.ENDPOINT}"
-    status = None if _is_about_model(error) else _http_status(error)
+    local = "directory" if kind == "model" else "file or directory"
+    page = f"{constants.ENDPOINT}/{name if kind == 'model' else f'datasets/{name}'}"
+    status = None if _is_about_repository(error) else _http_status(error)
     if status in (401, 403):
         return f"{hub} refuses access (HTTP {status})", "Set HF_TOKEN to a token that has access"
     if status is not None:
@@ -122,18 +139,18 @@ def _explain(error: Exception, name: str, revision: str | None) -> tuple[str, st
         if constants.HF_HUB_OFFLINE:
             cause = "HF_HUB_OFFLINE forbids to ask the Hub"
         return (
-            f"there is no such directory, the Hub's cache does not hold all of it, and {cause}",
-            "Give a local directory, or download it where there is a network",
+            f"there is no such {local}, the Hub's cache does not hold all of it, and {cause}",
+            f"Give a local {local}, or download it where there is a network",
         )
     if isinstance(error, errors.GatedRepoError):
         return (
             f"{hub} gives it only to those who have been granted access",
-            f"Ask for access at {constants.ENDPOINT}/{name}, and set HF_TOKEN",
+            f"Ask for access at {page}, and set HF_TOKEN",
         )
     if isinstance(error, errors.RepositoryNotFoundError):
         return (
-            f"there is no such directory, and no such model on {hub}, or it is private",
-            "Check the name; for a private model set HF_TOKEN",
+            f"there is no such {local}, and no such {kind} on {hub}, or it is private",
+            f"Check the name; for a private {kind} set HF_TOKEN",
         )
     if isinstance(error, errors.RevisionNotFoundError):
         return f"on {hub} it has no revision {revision!r}", "Give a branch, a tag or a commit"
@@ -141,8 +158,13 @@ def _explain(error: Exception, name: str, revision: str | None) -> tuple[str, st
     return reason, "Try again: what has been downloaded is kept"
 
 
-def _is_about_model(error: Exception) -> bool:
-    """Whether the Hub has told what is wrong with the model's name, revision or access."""
+def hub_has_answered(error: Exception) -> bool:
+    """Whether an error of ``huggingface_hub`` is the Hub's answer, and not the lack of one."""
+    return _is_about_repository(error) or _http_status(error) is not None
+
+
+def _is_about_repository(error: Exception) -> bool:
+    """Whether the Hub has told what is wrong with the name, the revision or the access."""
     from huggingface_hub import errors
 
     told = (errors.GatedRepoError, errors.RepositoryNotFoundError, errors.RevisionNotFoundError)

@@ -42,9 +42,9 @@ def runs(monkeypatch):
 
 def test_every_row_of_a_real_run_equals_plain_decoding_in_float32(llm):
     bench = SpeculationBench(llm, PROMPTS, max_tokens=24, rounds=1)
-    told = []
-    rows = bench.run([NGRAM, SUFFIX], [1, 10], lambda *run: told.append(run))
-    assert [(row.variant, row.batch) for row in rows] == told
+    reported = []
+    rows = bench.run([NGRAM, SUFFIX], [1, 10], lambda *run: reported.append(run))
+    assert [(row.variant, row.batch) for row in rows] == reported
     assert len(rows) == bench.num_runs([NGRAM, SUFFIX], [1, 10]) == 6
     for row in rows:
         assert row.identical_share == 1.0

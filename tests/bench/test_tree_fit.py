@@ -21,8 +21,8 @@ from forethought.config.drafters import (
     MedusaDecodingConfig,
     NGramDecodingConfig,
 )
+from forethought.config.tree import TreeChoices
 from forethought.errors import ParameterError
-from forethought.speculative.tree import TreeChoices
 from medusa_heads import random_heads
 from models import prompts, tiny
 

@@ -32,7 +32,7 @@ def load_prompts(path: Path) -> list[str]:
     return list(dict.fromkeys(_prompt(line.strip(), where) for where, line in lines))
 
 
-def as_asked(text: str, tokenizer: Tokenizer) -> list[int]:
+def as_user_turn(text: str, tokenizer: Tokenizer) -> list[int]:
     """Token ids of a text, as a user's turn where the model has a chat template."""
     if not tokenizer.hf.chat_template:
         return tokenizer.encode(text)

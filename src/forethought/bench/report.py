@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forethought.bench.variant import PLAIN, Variant
-from forethought.evaluation.report import ProgressBar, aligned, check_installed
+from forethought.evaluation.report import ProgressBar, aligned, new_figure
 from forethought.outputs import SpeculationMetrics
 
 if TYPE_CHECKING:
@@ -209,13 +209,9 @@ def save_plot(rows: Sequence[BenchRow], path: Path, title: str = "") -> Path:
 
 def draw(rows: Sequence[BenchRow], title: str = "") -> Figure:
     """The figure of ``save_plot``."""
-    check_installed()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    figure = new_figure(10.0, 4.5)
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(10.0, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
     speed, acceptance = figure.subplots(1, 2)
     batches = sorted({row.batch for row in rows})
     for variant in dict.fromkeys(row.variant for row in rows if row.variant != PLAIN):

@@ -29,19 +29,19 @@ def read(path: Path, module: MtpModule, states: Tensor, tokens: Sequence[int]) -
         return module(embedded, states, positions)
 
 
-def guess(path: Path, normed: Tensor) -> int:
+def next_token(path: Path, normed: Tensor) -> int:
     with torch.inference_mode():
         head = transformers_model(path).get_output_embeddings()
         return int(head(normed[0, -1]).argmax())
 
 
 def replayed(path: Path, module: MtpModule, tokens: Sequence[int], depth: int) -> list[int]:
-    """The draft of one module behind ``tokens``, all of it computed anew for each guess."""
+    """The draft of one module behind ``tokens``, all of it computed again for each next_token."""
     states, text = target_states(path, tokens[:-1]), list(tokens)
     for _ in range(depth):
         left = read(path, module, states, text[1:])
-        text.append(guess(path, left.normed))
-        # Pairs made of the target's states stay so; the module's own state goes on behind them.
+        text.append(next_token(path, left.normed))
+        # Inputs made of the target's states stay so; the module's own state goes on behind them.
         states = torch.cat([states, left.states[:, -1:]], 1)
     return text[len(tokens) :]
 
@@ -49,11 +49,11 @@ def replayed(path: Path, module: MtpModule, tokens: Sequence[int], depth: int) -
 def vanilla(
     path: Path, modules: Sequence[MtpModule], tokens: Sequence[int], depth: int
 ) -> list[int]:
-    """The draft of one module per place; with fewer modules these are used in turn."""
+    """The draft of one module per level; with fewer modules these are used in turn."""
     states, text = target_states(path, tokens[:-1]), list(tokens)
-    for place in range(depth):
-        left = read(path, modules[place % len(modules)], states, text[1 + place :])
-        text.append(guess(path, left.normed))
+    for level in range(depth):
+        left = read(path, modules[level % len(modules)], states, text[1 + level :])
+        text.append(next_token(path, left.normed))
         states = left.states
     return text[len(tokens) :]
 
