@@ -45,6 +45,21 @@ def engine(
 ) -> Engine:
     """An engine, with drafters if any are configured."""
     lm = load(architecture, device, dtype)
+    return engine_over(
+        lm, pages=pages, page_size=page_size, reuse=reuse, speculative=speculative, **limits
+    )
+
+
+def engine_over(
+    lm: CausalLM,
+    *,
+    pages: int = 64,
+    page_size: int = 4,
+    reuse: bool = True,
+    speculative: Iterable[DecodingBaseConfig] = (),
+    **limits: Any,
+) -> Engine:
+    """The same over a model that is loaded."""
     storage = KvStorage(lm.layer_shapes, pages, page_size, lm.dtype, lm.device)
     settings = {"max_batch_size": 8, "max_num_tokens": 64, "max_length": 128, **limits}
     runner = ModelRunner(lm, storage)

@@ -250,7 +250,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=["auto", "float32", "bfloat16", "float16"],
-        help="of the weights (default: as the model's config says)",
+        help="of the weights (default: as the model's config says; float32 on a CPU without fast "
+        "products in it)",
+    )
+    parser.add_argument(
+        "--quantization", choices=["int8", "int4"], help="store the weights in 8 or 4 bits"
     )
     parser.add_argument("--device", help="cpu, cuda, ... (default: CUDA where there is one)")
     parser.add_argument(

@@ -60,7 +60,10 @@ class LlmArgs(StrictModel):
     tokenizer: Path | None = None
     """Directory or Hub id of the tokenizer, if it is not the model's."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """``auto``: the dtype in the model's config."""
+    """``auto``: the dtype in the model's config; float32 on a CPU that has no fast products in it,
+    if the weights take at most half of the free memory then."""
+    quantization: Literal["int8", "int4"] | None = None
+    """Store the weights in 8 or 4 bits, rounded at load; None: as the checkpoint has them."""
     device: str = "auto"
     """``auto``: CUDA where torch has it, else CPU."""
     attention: str = "auto"
@@ -121,6 +124,7 @@ class LlmOptions(TypedDict, total=False):
     revision: str | None
     tokenizer: str | Path | None
     dtype: DtypeName | torch.dtype
+    quantization: Literal["int8", "int4"] | None
     device: str
     attention: str
     fuse: bool

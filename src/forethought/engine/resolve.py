@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from forethought.errors import CapacityError, ParameterError
 from forethought.kv.storage import HiddenStateCache, KvStorage
 from forethought.model import loader
 from forethought.model.causal_lm import CausalLM
-from forethought.model.device import check_threads, find_device
+from forethought.model.device import check_threads, find_device, free_host_memory
 from forethought.model.runner import ModelRunner
 from forethought.speculative import registry
 from forethought.speculative.length import length_policy
@@ -56,6 +55,7 @@ def build(args: LlmArgs, model_dir: Path) -> Engine:
         attention=args.attention,
         fuse=args.fuse,
         trust_remote_code=args.trust_remote_code,
+        quantization=args.quantization,
     )
     if lm.device.type == "cpu":
         check_threads()
@@ -185,10 +185,4 @@ def _cache_bytes(config: KvCacheConfig, device: torch.device) -> int:
         return int(free * config.free_gpu_memory_fraction)
     if config.host_cache_size is not None:
         return config.host_cache_size
-    return min(HOST_LIMIT, int(_free_host_bytes() * HOST_SHARE))
-
-
-def _free_host_bytes() -> int:
-    names = os.sysconf_names
-    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in names else "SC_PHYS_PAGES"
-    return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+    return min(HOST_LIMIT, int(free_host_memory() * HOST_SHARE))

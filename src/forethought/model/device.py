@@ -1,4 +1,4 @@
-"""The torch device of a name, and a check that torch has no more threads than processors."""
+"""The torch device of a name, the dtypes that it multiplies, and a check of torch's threads."""
 
 from __future__ import annotations
 
@@ -29,6 +29,28 @@ def find_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ParameterError(f"device {name}", "torch finds no CUDA device", "Use cpu")
     return device
+
+
+def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the device has fast matrix products in ``dtype``.
+
+    A CPU without AVX-512 or AMX has none in 16 bits: torch converts there, several times slower
+    than it multiplies in float32.
+    """
+    if device.type != "cpu" or dtype == torch.float32:
+        return True
+    supported = {
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+    }.get(dtype)
+    return supported is not None and torch.backends.mkldnn.is_available() and bool(supported())
+
+
+def free_host_memory() -> int:
+    """Bytes of host memory that are free; the installed ones where the system does not say."""
+    names = os.sysconf_names
+    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in names else "SC_PHYS_PAGES"
+    return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def check_threads(system: Path = Path("/")) -> None:

@@ -22,6 +22,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from forethought.errors import ModelError, ParameterError
+from forethought.model import quantized_checkpoint
 from forethought.model.attention import BACKENDS
 from forethought.model.attention.base import AttentionBackend, Capability
 from forethought.model.attention.interface import (
@@ -32,7 +33,9 @@ from forethought.model.attention.interface import (
     LayerProfile,
 )
 from forethought.model.causal_lm import CausalLM, ModelTraits, Network, TransformersNetwork
+from forethought.model.device import free_host_memory, multiplies
 from forethought.model.llama.network import FusedNetwork, is_fusable
+from forethought.model.quantization import Quantization, pack_linears, quantize_linears
 from forethought.model_dir import check_model_dir
 from forethought.silence import without_progress_bars
 
@@ -41,6 +44,8 @@ logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 _PROBE_TOKENS = 3
+FLOAT32_SHARE = 0.5
+"""Share of the free memory that the weights may take in float32, where 16 bits are slow."""
 _SCALES = re.compile(r"\.(weight_scale\w*|input_scale|qweight|qzeros|scales|absmax)$")
 """Names of the scales of quantised weights."""
 _UNQUANTISED = "Give the checkpoint in 16 or 32 bits"
@@ -53,16 +58,19 @@ def load(
     attention: str = "auto",
     fuse: bool = True,
     trust_remote_code: bool = False,
+    quantization: Quantization | None = None,
 ) -> CausalLM:
     """Load the model in the directory ``path``.
 
     Args:
         path: directory with ``config.json`` and weights.
-        dtype: ``"auto"`` (the checkpoint's), a name such as ``"bfloat16"``, or a torch dtype.
+        dtype: a name such as ``"bfloat16"``, a torch dtype, or ``"auto"``: the checkpoint's, or
+            float32 on a CPU that has no fast products in it and memory enough.
         device: of the weights.
         attention: name of a backend, or ``"auto"``.
         fuse: replace the forward by the fused one where the architecture allows it.
         trust_remote_code: run model code from the directory.
+        quantization: quantise the weights as they stand after loading; None: leave them.
 
     Raises:
         ModelError: the directory is missing or broken, or the model is not supported.
@@ -74,7 +82,10 @@ def load(
     if isinstance(dtype, str) and dtype != "auto" and dtype not in DTYPES:
         raise ParameterError("unknown dtype", repr(dtype), f"Allowed: auto, {', '.join(DTYPES)}")
     config = _config(directory, trust_remote_code)
+    if dtype == "auto":
+        dtype = _auto_dtype(directory, config, torch.device(device), quantization is not None)
     module = _module(directory, config, dtype, trust_remote_code)
+    _check_module(module, directory)
     with _refusing(directory, "loading"):
         module = module.eval().requires_grad_(False).to(device)
     layers, vocab_size = _probe(module, directory)
@@ -88,11 +99,18 @@ def load(
         dtype=module.dtype,
         device=module.device,
     )
-    network: Network = TransformersNetwork(module)
+    if quantization is not None:
+        count = quantize_linears(module, quantization)
+        logger.info("%d linear layers quantised to %s", count, quantization)
+    with torch.inference_mode():
+        return CausalLM(_network(module, fuse, traits), backend, traits)
+
+
+def _network(module: PreTrainedModel, fuse: bool, traits: ModelTraits) -> Network:
     if fuse and is_fusable(module):
-        with torch.inference_mode():
-            network = FusedNetwork(module, traits.max_positions)
-    return CausalLM(network, backend, traits)
+        return FusedNetwork(module, traits.max_positions)
+    pack_linears(module)
+    return TransformersNetwork(module)
 
 
 def _config(directory: Path, trust_remote_code: bool) -> Any:
@@ -126,9 +144,37 @@ def _check_model_type(directory: Path, written: Mapping[str, Any], trust_remote_
     raise ModelError(f"the model in {directory} is not supported", why, fix)
 
 
+def _auto_dtype(
+    directory: Path, config: Any, device: torch.device, quantised: bool
+) -> torch.dtype | str:
+    """What ``"auto"`` means: the checkpoint's dtype, unless the CPU has no fast products in it.
+
+    Then it is float32, if the weights fit twice. On a CPU quantised weights are multiplied by bf16,
+    the dtype of torch's kernels for them.
+    """
+    if quantised or getattr(config, "quantization_config", None) is not None:
+        return torch.bfloat16 if device.type == "cpu" else "auto"
+    stored = getattr(config.get_text_config(decoder=True), "dtype", None) or config.dtype
+    if not isinstance(stored, torch.dtype) or multiplies(stored, device):
+        return "auto"
+    size = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    if 2 * size > FLOAT32_SHARE * free_host_memory():
+        logger.warning(
+            "this CPU has no fast products in %s, and the weights in float32 would take more than "
+            'half of the free memory: steps will be slow. Use quantization="int8"',
+            stored,
+        )
+        return "auto"
+    logger.info("weights in float32: this CPU has no fast products in %s", stored)
+    return torch.float32
+
+
 def _module(
     directory: Path, config: Any, dtype: torch.dtype | str, trust_remote_code: bool
 ) -> PreTrainedModel:
+    settings = quantized_checkpoint.settings_of(directory, config)
+    if settings is not None and quantized_checkpoint.reads(settings):
+        return _quantized_module(directory, config, settings, dtype, trust_remote_code)
     quantised = _quant_method(directory, config)
     doing = "loading" if quantised is None else f"loading weights quantised by {quantised}"
     with _refusing(directory, doing), without_progress_bars():
@@ -151,6 +197,32 @@ def _module(
     if scales:  # transformers only warns, and reads the weights without them
         why = f"its checkpoint has {min(map(str, scales))}, which its config.json does not explain"
         raise ModelError(f"the model in {directory} is quantised", why, _UNQUANTISED)
+    return module
+
+
+def _quantized_module(
+    directory: Path,
+    config: Any,
+    settings: Mapping[str, Any],
+    dtype: torch.dtype | str,
+    trust_remote_code: bool,
+) -> PreTrainedModel:
+    """The module of a quantised checkpoint that is read here, and not by transformers."""
+    with _refusing(directory, f"loading weights quantised by {settings['quant_method']}"):
+        if dtype == "auto":
+            dtype = config.get_text_config(decoder=True).dtype or torch.bfloat16
+        return quantized_checkpoint.read(
+            directory,
+            config,
+            settings,
+            DTYPES[dtype] if isinstance(dtype, str) else dtype,
+            attn_implementation=PROBE,
+            trust_remote_code=trust_remote_code,
+        )
+
+
+def _check_module(module: PreTrainedModel, directory: Path) -> None:
+    """Refuse a module that cannot run over pages."""
     if getattr(module, "_is_stateful", False):
         raise _unsupported(
             directory,
@@ -163,7 +235,6 @@ def _module(
             f"{type(module).__name__} takes no position_ids: it counts positions by itself, and "
             "the rows of a batch are packed one after the other",
         )
-    return module
 
 
 def _quant_method(directory: Path, config: Any) -> str | None:

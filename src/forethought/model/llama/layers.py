@@ -22,6 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forethought.model.attention.base import ForwardPass, Scoring
+from forethought.model.device import multiplies
+from forethought.model.quantization import QuantizedProjection, QuantizedWeight, concatenated
 
 MAX_LAYER_NORM = 16 * 1024  # elements up to which a CPU is faster through layer norm
 
@@ -226,15 +228,20 @@ class PackedGatedActivation:
 
 
 def projection(
-    weight: Tensor, bias: Tensor | None = None, *, batch_invariant: bool = False
+    weight: Tensor | QuantizedWeight,
+    bias: Tensor | None = None,
+    *,
+    batch_invariant: bool = False,
 ) -> Projection:
     """The product with weight ``[out, in]`` and bias ``[out]``, packed where that is faster.
 
     Args:
-        weight: of any layout.
+        weight: of any layout, or quantised.
         bias: None for none.
         batch_invariant: round a row the same in every batch, at the cost of further calls.
     """
+    if isinstance(weight, QuantizedWeight):
+        return QuantizedProjection(weight, bias, batch_invariant=batch_invariant)
     if not _packs(weight):
         return PlainProjection(weight, bias)
     packed = PackedProjection(weight, bias)
@@ -246,11 +253,15 @@ def projection(
 
 
 def gated_activation(
-    weight: Tensor, bias: Tensor | None = None, *, batch_invariant: bool = False
+    weight: Tensor | QuantizedWeight,
+    bias: Tensor | None = None,
+    *,
+    batch_invariant: bool = False,
 ) -> GatedActivation:
     """G and U are the halves of weight ``[2 * out, in]``; arguments as of ``projection``."""
     # A further call costs more than a small activation does.
-    if _packs(weight) and weight.numel() >= LARGE_GATE and not batch_invariant:
+    large = isinstance(weight, Tensor) and _packs(weight) and weight.numel() >= LARGE_GATE
+    if large and isinstance(weight, Tensor) and not batch_invariant:
         return PackedGatedActivation(weight, bias)
     return MergedGatedActivation(projection(weight, bias, batch_invariant=batch_invariant))
 
@@ -357,23 +368,23 @@ def rotary_table(rotary: nn.Module, length: int, like: Tensor) -> Tensor:
     return torch.stack([cos[0], sin[0]], 1).unsqueeze(2)
 
 
-def _merged(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
+def _merged(*linears: nn.Module) -> tuple[Tensor | QuantizedWeight, Tensor | None]:
     """Weight and bias of one linear whose outputs are those of ``linears``, concatenated."""
-    weight = torch.cat([linear.weight for linear in linears])
+    weights = [linear.weight for linear in linears]
+    quantised = isinstance(weights[0], QuantizedWeight)
+    weight = concatenated(weights) if quantised else torch.cat(weights)
     if all(linear.bias is None for linear in linears):
         return weight, None
     biases = [
-        weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
+        torch.zeros(linear.out_features, dtype=weight.dtype, device=weight.device)
+        if linear.bias is None
+        else linear.bias
         for linear in linears
     ]
     return weight, torch.cat(biases)
 
 
 def _packs(weight: Tensor) -> bool:
-    """Whether the weight is on a CPU whose oneDNN has fast products in its dtype."""
-    supported = {
-        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
-        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
-    }.get(weight.dtype)
-    on_cpu = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
-    return bool(on_cpu and supported is not None and supported())
+    """Whether the weight is in 16 bits on a CPU whose oneDNN has fast products in them."""
+    half = weight.dtype in (torch.bfloat16, torch.float16)
+    return half and weight.device.type == "cpu" and multiplies(weight.dtype, weight.device)

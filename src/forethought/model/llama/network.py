@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import (
@@ -29,6 +30,7 @@ from forethought.model.llama.layers import (
     projection,
     rotary_table,
 )
+from forethought.model.quantization import QuantizedLinear, QuantizedWeight
 
 BATCH_INVARIANT_WIDTH = 1024  # largest width of a model with batch-invariant products
 # Exactly these classes: a subclass may compute something else.
@@ -96,14 +98,43 @@ class FusedNetwork:
 
 
 def is_fusable(module: PreTrainedModel) -> bool:
-    """Whether the module is of a known family, not quantised, with nothing unusual set."""
+    """Whether the module is of a known family, with nothing unusual set.
+
+    Its weights may be quantised, as far as those that are merged were quantised alike.
+    """
     if type(module) not in FAMILIES or module.config.hidden_act != "silu":
         return False
-    linears = [m for m in module.modules() if isinstance(m, nn.Linear)]
+    linears = [m for m in module.modules() if isinstance(m, nn.Linear | QuantizedLinear)]
     expected = 7 * module.config.num_hidden_layers + 1
-    return len(linears) == expected and all(
-        type(linear) is nn.Linear and linear.weight.dtype == module.dtype for linear in linears
+    return (
+        len(linears) == expected
+        and all(_is_plain(linear, module.dtype) for linear in linears)
+        and all(map(_merges, module.model.layers))
     )
+
+
+def _is_plain(linear: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether it is exactly a linear of the network's dtype, or a quantised one."""
+    return type(linear) in (nn.Linear, QuantizedLinear) and linear.weight.dtype == dtype
+
+
+def _merges(layer: nn.Module) -> bool:
+    """Whether query, key and value can become one product, and gate and up as well."""
+    attention, mlp = layer.self_attn, layer.mlp
+    return all(
+        len({_kind(linear) for linear in group}) == 1
+        for group in (
+            (attention.q_proj, attention.k_proj, attention.v_proj),
+            (mlp.gate_proj, mlp.up_proj),
+        )
+    )
+
+
+def _kind(linear: nn.Module) -> tuple[object, ...]:
+    weight = linear.weight
+    if not isinstance(weight, QuantizedWeight):
+        return (16,)
+    return weight.bits, weight.group_size, weight.zeros is None
 
 
 def is_batch_invariant(config: Any) -> bool:

@@ -1,0 +1,380 @@
+"""Weights in 8 and 4 bits, multiplied by activations in 16 or 32 bits.
+
+A quantised weight W ``[out, in]`` is stored as integers q with a scale s and a zero point z per
+group of inputs of one output: ``W[o, i] = (q[o, i] - z[o, g]) * s[o, g]`` with
+``g = i // group_size``. Activations are not quantised, so the model is the one that the stored
+weights describe, and speculative decoding stays exact with respect to it.
+
+* ``quantize`` rounds a weight to the nearest (``LlmArgs.quantization``); ``QuantizedWeight`` may
+  also come from a checkpoint (``model.quantized_checkpoint``).
+* ``QuantizedLinear`` stands in a transformers module where an ``nn.Linear`` stood.
+* ``QuantizedProjection`` multiplies: by torch's kernels for packed weights on CPU
+  (``_weight_int8pack_mm``, ``_weight_int4pack_mm_for_cpu``), or by dequantising blocks of rows of
+  W, which is also the reference implementation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from forethought.errors import ModelError
+
+Quantization = Literal["int8", "int4"]
+BITS = {"int8": 8, "int4": 4}
+INT4_GROUP_SIZES = (128, 64, 32)
+"""Inputs that share a scale in 4 bits: the first that divides the width is taken."""
+KERNEL_GROUP_SIZES = (32, 64, 128, 256)
+"""Group sizes of torch's 4-bit kernel."""
+KERNEL_OUTPUTS = 32
+"""torch's 4-bit kernel takes a multiple of as many outputs."""
+MAX_INT8_KERNEL_ROWS = 12
+"""Rows up to which the 8-bit kernel is faster than dequantising, and multiplying in 16 bits."""
+BLOCK = 2**20
+"""Elements of a weight that are dequantised at once."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedWeight:
+    """A weight ``[out, in]`` as integers.
+
+    Attributes:
+        values: int8 ``[out, in]`` (8 bits, -128 to 127), or uint8 ``[out, in]`` (4 bits, 0 to 15).
+        scales: ``[out, groups]`` in the dtype of the model.
+        zeros: float32 ``[out, groups]``, the integer that stands for 0; None: 0 in 8 bits, 8 in 4.
+        bits: 8 or 4.
+        dtype: of activations.
+    """
+
+    values: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    bits: int
+
+    @property
+    def shape(self) -> torch.Size:
+        """``[out, in]``."""
+        return self.values.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations."""
+        return self.scales.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of all tensors."""
+        return self.values.device
+
+    @property
+    def group_size(self) -> int:
+        """Inputs that share a scale."""
+        return self.shape[1] // self.scales.shape[1]
+
+    @property
+    def offset(self) -> int:
+        """The integer that stands for 0 where there are no zero points."""
+        return 0 if self.bits == 8 else 8
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Outputs ``start`` to ``stop``, dequantised: ``[stop - start, in]`` in ``dtype``."""
+        values = self.values[start:stop].unflatten(1, (-1, self.group_size)).float()
+        zeros = self.offset if self.zeros is None else self.zeros[start:stop, :, None]
+        scaled = (values - zeros) * self.scales[start:stop, :, None].float()
+        return scaled.flatten(1).to(self.dtype)
+
+    def dequantize(self) -> Tensor:
+        """The whole weight ``[out, in]`` in ``dtype``."""
+        return self.rows(0, self.shape[0])
+
+    def to(self, device: torch.device | str) -> QuantizedWeight:
+        """The same on another device."""
+        zeros = None if self.zeros is None else self.zeros.to(device)
+        return QuantizedWeight(self.values.to(device), self.scales.to(device), zeros, self.bits)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its tensors, 4-bit values counted as half a byte."""
+        zeros = 0 if self.zeros is None else self.zeros.nbytes
+        return self.values.numel() * self.bits // 8 + self.scales.nbytes + zeros
+
+
+def quantize(weight: Tensor, bits: int) -> QuantizedWeight:
+    """Round a weight ``[out, in]`` to the nearest integers.
+
+    8 bits: one scale per output, symmetric (``max |W| / 127``). 4 bits: one scale and one zero
+    point per group of ``INT4_GROUP_SIZES`` inputs, from the group's minimum and maximum.
+
+    Raises:
+        ModelError: no group size divides the width (4 bits).
+    """
+    return _to_int8(weight) if bits == 8 else _to_int4(weight)
+
+
+def _to_int8(weight: Tensor) -> QuantizedWeight:
+    exact = weight.float()
+    scales = (exact.abs().amax(1, keepdim=True) / 127).clamp(min=1e-12).to(weight.dtype)
+    values = (exact / scales.float()).round_().clamp_(-127, 127).to(torch.int8)
+    return QuantizedWeight(values, scales, None, 8)
+
+
+def _to_int4(weight: Tensor) -> QuantizedWeight:
+    size = int4_group_size(weight.shape[1])
+    if size is None:
+        raise ModelError(
+            "this model cannot be quantised to int4",
+            f"a weight has {weight.shape[1]} inputs, which no group size of "
+            f"{', '.join(map(str, INT4_GROUP_SIZES))} divides",
+            'Use quantization="int8"',
+        )
+    groups = weight.float().unflatten(1, (-1, size))
+    low, high = groups.amin(2).clamp_(max=0), groups.amax(2).clamp_(min=0)
+    scales = ((high - low) / 15).clamp(min=1e-12).to(weight.dtype)
+    zeros = (-low / scales.float()).round_().clamp_(0, 15)
+    values = (groups / scales.float()[:, :, None] + zeros[:, :, None]).round_().clamp_(0, 15)
+    return QuantizedWeight(values.to(torch.uint8).flatten(1), scales, zeros, 4)
+
+
+def int4_group_size(width: int) -> int | None:
+    """The group size of a weight with ``width`` inputs; None: it cannot be quantised to 4 bits."""
+    return next((size for size in INT4_GROUP_SIZES if width % size == 0), None)
+
+
+def concatenated(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """One weight whose outputs are those of ``weights``, which share bits and group size."""
+    zeros = [weight.zeros for weight in weights if weight.zeros is not None]
+    assert len(zeros) in (0, len(weights))
+    return QuantizedWeight(
+        torch.cat([weight.values for weight in weights]),
+        torch.cat([weight.scales for weight in weights]),
+        torch.cat(zeros) if zeros else None,
+        weights[0].bits,
+    )
+
+
+class _Product(Protocol):
+    """``x W^T`` for x ``[T, in]``."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class BlockwiseProduct:
+    """Dequantises blocks of outputs and multiplies each: any device, dtype and number of rows.
+
+    4-bit values are kept two in a byte.
+    """
+
+    def __init__(self, weight: QuantizedWeight) -> None:
+        self.weight = weight
+        self.num_outputs = max(1, BLOCK // weight.shape[1])
+        self.packed = _nibbles(weight.values) if weight.bits == 4 else None
+        if self.packed is not None:
+            empty = weight.values.new_empty((0, weight.shape[1]))
+            self.weight = QuantizedWeight(empty, weight.scales, weight.zeros, 4)
+        self.out_features = weight.shape[0]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x ``[T, in]`` -> ``[T, out]``."""
+        starts = range(0, self.out_features, self.num_outputs)
+        parts = [F.linear(x, self._rows(start, start + self.num_outputs)) for start in starts]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    def _rows(self, start: int, stop: int) -> Tensor:
+        if self.packed is None:
+            return self.weight.rows(start, stop)
+        zeros = self.weight.zeros
+        block = QuantizedWeight(
+            _from_nibbles(self.packed[start:stop]),
+            self.weight.scales[start:stop],
+            None if zeros is None else zeros[start:stop],
+            4,
+        )
+        return block.dequantize()
+
+
+class Int8Product:
+    """torch's 8-bit kernel for few rows, blocks for many.
+
+    Args:
+        weight: in 8 bits with one scale per output.
+        batch_invariant: the kernel for any number of rows, so that a row is rounded the same in
+            every batch.
+    """
+
+    def __init__(self, weight: QuantizedWeight, *, batch_invariant: bool) -> None:
+        self.values, self.scales = weight.values.contiguous(), weight.scales.flatten()
+        self.blockwise = None if batch_invariant else BlockwiseProduct(weight)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x ``[T, in]`` -> ``[T, out]``."""
+        if self.blockwise is not None and x.shape[0] > MAX_INT8_KERNEL_ROWS:
+            return self.blockwise(x)
+        return torch._weight_int8pack_mm(x.contiguous(), self.values, self.scales)
+
+
+class Int4Product:
+    """torch's 4-bit kernel; the packed weight replaces the values."""
+
+    def __init__(self, weight: QuantizedWeight) -> None:
+        self.group_size = weight.group_size
+        self.packed = torch._convert_weight_to_int4pack_for_cpu(weight.values.int(), 1)
+        zeros = weight.offset if weight.zeros is None else weight.zeros
+        shift = (weight.offset - zeros) * weight.scales.float()  # W = (q - 8) s + shift
+        shift = shift.to(weight.dtype)
+        self.scales_and_shifts = (
+            torch.stack([weight.scales, shift], -1).transpose(0, 1).contiguous()
+        )  # [groups, out, 2]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x ``[T, in]`` -> ``[T, out]``."""
+        return torch._weight_int4pack_mm_for_cpu(
+            x.contiguous(), self.packed, self.group_size, self.scales_and_shifts
+        )
+
+
+def product(weight: QuantizedWeight, *, batch_invariant: bool = False) -> _Product:
+    """The fastest product for the weight's device, dtype, bits and groups.
+
+    torch's kernels are vectorised for bf16 alone; elsewhere blocks are dequantised.
+    """
+    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
+        return BlockwiseProduct(weight)
+    if weight.bits == 8:
+        simple = weight.scales.shape[1] == 1 and weight.zeros is None
+        return (
+            Int8Product(weight, batch_invariant=batch_invariant)
+            if simple
+            else BlockwiseProduct(weight)
+        )
+    fits = weight.group_size in KERNEL_GROUP_SIZES and weight.shape[0] % KERNEL_OUTPUTS == 0
+    return Int4Product(weight) if fits else BlockwiseProduct(weight)
+
+
+class QuantizedProjection:
+    """A product with a quantised weight and a bias; see ``model.llama.layers.Projection``.
+
+    Args:
+        weight: quantised.
+        bias: ``[out]``; None for none.
+        batch_invariant: round a row the same in every batch.
+    """
+
+    def __init__(
+        self, weight: QuantizedWeight, bias: Tensor | None = None, *, batch_invariant: bool = False
+    ) -> None:
+        self.product = product(weight, batch_invariant=batch_invariant)
+        self.bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x ``[T, in]`` -> ``[T, out]``."""
+        result = self.product(x)
+        return result if self.bias is None else result.add_(self.bias)
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        """x ``[T, in]``, other ``[T, out]`` -> other + y."""
+        return self(x).add_(other)
+
+    def silu(self, x: Tensor) -> Tensor:
+        """x ``[T, in]`` -> ``[T, out]``: y * sigmoid(y)."""
+        return F.silu(self(x), inplace=True)
+
+
+class QuantizedLinear(nn.Module):
+    """What stands in a transformers module for an ``nn.Linear``.
+
+    Until ``pack`` is called it dequantises its whole weight in each forward, and a fused network
+    may take ``weight`` and ``bias`` and merge them with others.
+
+    Args:
+        weight: quantised.
+        bias: ``[out]``; None for none.
+    """
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.weight: QuantizedWeight | None = weight
+        self.bias = bias
+        self.out_features, self.in_features = weight.shape
+        self._projection: QuantizedProjection | None = None
+
+    def pack(self) -> None:
+        """Replace the weight by what multiplies fast."""
+        assert self.weight is not None
+        self._projection, self.weight = QuantizedProjection(self.weight, self.bias), None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
+        """Follow ``module.to(device)``; the dtype of activations is fixed with the scales."""
+        super()._apply(fn, recurse)
+        if self.weight is not None:
+            self.weight = self.weight.to(fn(self.weight.scales).device)
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x ``[..., in]`` -> ``[..., out]``."""
+        if self._projection is None:
+            assert self.weight is not None
+            return F.linear(x, self.weight.dequantize(), self.bias)
+        result = self._projection(x.reshape(-1, self.in_features))
+        return result.view(*x.shape[:-1], self.out_features)
+
+
+def pack_linears(module: nn.Module) -> None:
+    """Pack the quantised linears of a module that is run as it is."""
+    for found in module.modules():
+        if isinstance(found, QuantizedLinear):
+            found.pack()
+
+
+def quantize_linears(module: nn.Module, quantization: Quantization) -> int:
+    """Replace every ``nn.Linear`` of a language model by its quantised form, one after the other.
+
+    The output projection is quantised to 8 bits even with int4: its errors are those of the logits.
+    Embeddings, norms and biases stay.
+
+    Returns:
+        How many were replaced.
+
+    Raises:
+        ModelError: the model has none, or weights of experts, which are no linears.
+    """
+    head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
+    linears = [
+        (name, found) for name, found in module.named_modules() if isinstance(found, nn.Linear)
+    ]
+    _check_quantizable(module, linears, quantization)
+    for name, linear in linears:
+        bits = 8 if linear is head else BITS[quantization]
+        bias = None if linear.bias is None else linear.bias.detach()
+        replacement = QuantizedLinear(quantize(linear.weight.detach(), bits), bias)
+        module.set_submodule(name, replacement)
+    return len(linears)
+
+
+def _check_quantizable(
+    module: nn.Module, linears: Sequence[tuple[str, nn.Linear]], quantization: Quantization
+) -> None:
+    what = f'quantization="{quantization}" is not possible for this model'
+    if any(isinstance(found, QuantizedLinear) for found in module.modules()):
+        raise ModelError(
+            what, "its weights are quantised already", "Leave the argument out, or give 16 bits"
+        )
+    experts = [name for name, weight in module.named_parameters() if weight.dim() == 3]
+    if experts or not linears:
+        why = f"{experts[0]} holds weights of experts" if experts else "it has no linear layers"
+        raise ModelError(what, why, "Leave the argument out")
+
+
+def _nibbles(values: Tensor) -> Tensor:
+    """uint8 ``[out, in]`` with values 0 to 15 -> uint8 ``[out, ceil(in / 2)]``, the first low."""
+    even = F.pad(values, (0, values.shape[1] % 2))
+    return even[:, ::2] | (even[:, 1::2] << 4)
+
+
+def _from_nibbles(packed: Tensor) -> Tensor:
+    """The inverse of ``_nibbles`` for even widths."""
+    return torch.stack([packed & 15, packed >> 4], -1).flatten(1)

@@ -1,0 +1,278 @@
+"""Checkpoints with quantised weights, written here as their formats say."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from engines import GREEDY, drain, engine_over, expect_empty, outputs
+from forethought.errors import ModelError
+from forethought.model import loader
+from forethought.model.llama.network import FusedNetwork
+from forethought.model.quantized_checkpoint import AWQ_ORDER
+from models import prompts
+
+GROUP = 32
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    path = tmp_path_factory.mktemp("plain")
+    config = Qwen3Config(
+        vocab_size=101,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+        attention_bias=True,
+        tie_word_embeddings=False,
+        eos_token_id=2,
+    )
+    torch.manual_seed(0)
+    module = AutoModelForCausalLM.from_config(config)
+    for name, parameter in module.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.3)
+    module.save_pretrained(path)
+    return path
+
+
+def integers(out, width, bits, seed):
+    """Values [out, width], zero points and scales [out, groups]; scales are exact in 16 bits."""
+    source = torch.Generator().manual_seed(seed)
+    groups = width // GROUP
+    values = torch.randint(0, 2**bits, (out, width), generator=source)
+    zeros = torch.randint(1, 2**bits, (out, groups), generator=source)
+    scales = torch.randint(1, 9, (out, groups), generator=source) / (64 * 2 ** (bits - 4))
+    return values, zeros, scales
+
+
+def exact(values, zeros, scales):
+    """(q - z) s, [out, width]."""
+    z = zeros.repeat_interleave(values.shape[1] // zeros.shape[1], 1)
+    s = scales.repeat_interleave(values.shape[1] // scales.shape[1], 1)
+    return (values - z).float() * s
+
+
+def word(values, bits):
+    """The int32 whose lowest bits are the first value."""
+    number = sum(value << bits * index for index, value in enumerate(values))
+    return number - 2**32 if number >= 2**31 else number
+
+
+def packed(values, bits, dim, order=None):
+    """One int32 for 32 / bits values along ``dim``; order: the value in each place of an int32."""
+    per, rows = 32 // bits, (values if dim == 1 else values.t()).tolist()
+    order = order or range(per)
+    words = [
+        [
+            word([row[start + place] for place in order if start + place < len(row)], bits)
+            for start in range(0, len(row), per)
+        ]
+        for row in rows
+    ]
+    matrix = torch.tensor(words, dtype=torch.int32)
+    return (matrix if dim == 1 else matrix.t()).contiguous()
+
+
+def awq(name, out, width, seed):
+    values, zeros, scales = integers(out, width, 4, seed)
+
+    tensors = {
+        "qweight": packed(values.t(), 4, 1, AWQ_ORDER),
+        "qzeros": packed(zeros.t(), 4, 1, AWQ_ORDER),
+        "scales": scales.t().half().contiguous(),
+    }
+    return tensors, exact(values, zeros, scales)
+
+
+def gptq(bits, v2=False):
+    def write(name, out, width, seed):
+        values, zeros, scales = integers(out, width, bits, seed)
+        tensors = {
+            "qweight": packed(values, bits, 1).t().contiguous(),
+            "qzeros": packed((zeros if v2 else zeros - 1).t(), bits, 1),
+            "scales": scales.t().half().contiguous(),
+            "g_idx": torch.arange(width, dtype=torch.int32) // GROUP,
+        }
+        return tensors, exact(values, zeros, scales)
+
+    return write
+
+
+def compressed(symmetric):
+    def write(name, out, width, seed):
+        values, zeros, scales = integers(out, width, 4, seed)
+        zeros = torch.full_like(zeros, 8) if symmetric else zeros
+        tensors = {
+            "weight_packed": packed(values, 4, 1),
+            "weight_scale": scales.bfloat16(),
+            "weight_shape": torch.tensor([out, width]),
+        }
+        if not symmetric:
+            tensors["weight_zero_point"] = packed(zeros, 4, 0)
+        return tensors, exact(values, zeros, scales)
+
+    return write
+
+
+def channels(name, out, width, seed):
+    values, _, scales = integers(out, width, 8, seed)
+    values, scales = (values - 128).to(torch.int8), scales[:, :1]
+    tensors = {"weight": values, "weight_scale": scales.bfloat16()}
+    return tensors, values.float() * scales
+
+
+def fp8_channels(name, out, width, seed):
+    values, _, scales = integers(out, width, 4, seed)
+    eight = ((values - 8) / 4).to(torch.float8_e4m3fn)
+    tensors = {"weight": eight, "weight_scale": scales[:, :1].bfloat16()}
+    return tensors, eight.float() * scales[:, :1]
+
+
+def fp8_blocks(name, out, width, seed):
+    values, _, _ = integers(out, width, 4, seed)
+    eight = ((values - 8) / 4).to(torch.float8_e4m3fn)
+    grid = torch.arange(1, 1 + -(-out // 32) * -(-width // 32)).float().view(-(-out // 32), -1) / 64
+    whole = grid.repeat_interleave(32, 0)[:out].repeat_interleave(32, 1)[:, :width]
+    return {"weight": eight, "weight_scale_inv": grid}, eight.float() * whole
+
+
+def pack_quantized(**weights):
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": ["lm_head"],
+    }
+
+
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
+FORMATS = {
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, awq),
+    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": GROUP}, gptq(4)),
+    "gptq_v2": (
+        {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"},
+        gptq(4, v2=True),
+    ),
+    "gptq_8": ({"quant_method": "gptq", "bits": 8, "group_size": GROUP}, gptq(8)),
+    "compressed": (pack_quantized(**INT4, symmetric=True), compressed(True)),
+    "compressed_zeros": (pack_quantized(**INT4, symmetric=False), compressed(False)),
+    "compressed_int8": (
+        pack_quantized(num_bits=8, type="int", strategy="channel", symmetric=True),
+        channels,
+    ),
+    "compressed_fp8": (
+        pack_quantized(num_bits=8, type="float", strategy="channel", symmetric=True),
+        fp8_channels,
+    ),
+    "fp8": ({"quant_method": "fp8", "weight_block_size": [32, 32]}, fp8_blocks),
+}
+
+
+def write(plain, path, form, shards=1):
+    """A checkpoint of the format, and the same model with its weights in float32."""
+    settings, make = FORMATS[form]
+    tensors, weights = load_file(plain / "model.safetensors"), {}
+    stored = dict(tensors)
+    for seed, (name, tensor) in enumerate(sorted(tensors.items())):
+        if tensor.dim() == 2 and "proj" in name:
+            layer = name.removesuffix(".weight")
+            del stored[name]
+            parts, weights[name] = make(layer, *tensor.shape, seed)
+            stored |= {f"{layer}.{part}": value for part, value in parts.items()}
+    path.mkdir()
+    names = sorted(stored)
+    for shard in range(shards):
+        some = {name: stored[name] for name in names[shard::shards]}
+        save_file(some, path / f"model-{shard}.safetensors", metadata={"format": "pt"})
+    config = json.loads((plain / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    reference = path / "reference"
+    reference.mkdir()
+    save_file({**tensors, **weights}, reference / "model.safetensors", metadata={"format": "pt"})
+    (reference / "config.json").write_text(json.dumps(config))
+    return reference
+
+
+def generated(lm):
+    engine = engine_over(lm)
+    sequences = [engine.add(prompt, GREEDY)[0] for prompt in prompts()]
+    drain(engine)
+    expect_empty(engine)
+    return outputs(sequences)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_quantised_checkpoint_generates_what_its_weights_in_float32_do(plain, form, tmp_path):
+    reference = write(plain, tmp_path / "q", form, shards=2)
+    lm = loader.load(tmp_path / "q", dtype="float32")
+    assert isinstance(lm.network, FusedNetwork)
+    assert generated(lm) == generated(loader.load(reference, dtype="float32"))
+
+
+def test_it_runs_unfused_as_well(plain, tmp_path):
+    reference = write(plain, tmp_path / "q", "awq")
+    lm = loader.load(tmp_path / "q", dtype="float32", fuse=False)
+    assert generated(lm) == generated(loader.load(reference, dtype="float32"))
+
+
+def edited(path, **settings):
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] |= settings
+    (path / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("form", "settings", "why"),
+    [
+        ("gptq", {"bits": 3}, "bits=3"),
+        ("awq", {"version": "gemv"}, "version=gemv"),
+        ("compressed", {"config_groups": {}}, "0 groups"),
+    ],
+)
+def test_a_variant_that_is_not_read_is_refused_by_name(plain, tmp_path, form, settings, why):
+    write(plain, tmp_path / "q", form)
+    edited(tmp_path / "q", **settings)
+    with pytest.raises(ModelError, match=why):
+        loader.load(tmp_path / "q")
+
+
+def changed(path, change):
+    file = path / "model-0.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+Q = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda t: t.pop(f"{Q}.scales"), f"lacks {Q}.scales"),
+        (lambda t: t.pop("model.norm.weight"), "lacks model.norm.weight"),
+        (lambda t: t.update({"model.more": torch.ones(1)}), "no place for model.more"),
+        (lambda t: t.update({f"{Q}.g_idx": torch.ones(32, dtype=torch.int32)}), "desc_act"),
+        (lambda t: t.update({"model.norm.weight": torch.ones(3)}), "model.norm.weight is"),
+        (lambda t: t.update({f"{Q}.qweight": t[f"{Q}.qweight"][:2]}), "its weight is"),
+    ],
+)
+def test_a_broken_checkpoint_is_refused_with_the_name_of_the_tensor(plain, tmp_path, change, why):
+    write(plain, tmp_path / "q", "gptq")
+    changed(tmp_path / "q", change)
+    with pytest.raises(ModelError, match=why):
+        loader.load(tmp_path / "q")
+
+
+def test_quantising_a_quantised_checkpoint_again_is_refused(plain, tmp_path):
+    write(plain, tmp_path / "q", "awq")
+    with pytest.raises(ModelError, match="already"):
+        loader.load(tmp_path / "q", quantization="int8")
