@@ -260,8 +260,12 @@ def gated_activation(
 ) -> GatedActivation:
     """G and U are the halves of weight ``[2 * out, in]``; arguments as of ``projection``."""
     # A further call costs more than a small activation does.
-    large = isinstance(weight, Tensor) and _packs(weight) and weight.numel() >= LARGE_GATE
-    if large and isinstance(weight, Tensor) and not batch_invariant:
+    if (
+        isinstance(weight, Tensor)
+        and _packs(weight)
+        and weight.numel() >= LARGE_GATE
+        and not batch_invariant
+    ):
         return PackedGatedActivation(weight, bias)
     return MergedGatedActivation(projection(weight, bias, batch_invariant=batch_invariant))
 
