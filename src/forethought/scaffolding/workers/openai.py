@@ -313,6 +313,8 @@ class OpenaiWorker(Worker):
             fields["tools"] = [
                 tool if isinstance(tool, Mapping) else tool.to_dict() for tool in task.tools
             ]
+            if task.tool_choice is not None:
+                fields["tool_choice"] = task.tool_choice
         create = self._clients.of_this_loop().chat.completions.create
         return self._reader(task, create, {"messages": task.messages_to_dict_content(), **fields})
 
