@@ -7,6 +7,7 @@ method is chosen by the name of the model, as in majority_vote@8-reasoner, or by
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
 import os
 import sys
@@ -20,6 +21,7 @@ from forethought.cli import options
 from forethought.errors import DependencyError, ParameterError
 
 if TYPE_CHECKING:
+    from forethought.scaffolding.workers.upstream import UpstreamWorker
     from forethought.server.backends import Backend
     from forethought.server.settings import Settings
 
@@ -49,7 +51,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="base URLs of OpenAI-compatible servers, as in http://host:8000/v1; their key is read "
         "from OPENAI_API_KEY",
     )
-    backends.add_argument("--api-model", metavar="NAME", help="name of the model there")
+    backends.add_argument(
+        "--api-model", metavar="NAME", help="of the model there (default: the first they list)"
+    )
     backends.add_argument(
         "--worker",
         nargs=2,
@@ -95,6 +99,7 @@ def run(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise DependencyError.missing(error.name or "fastapi", "serve", "server") from error
     from forethought.server.app import create_app
+    from forethought.server.metrics import ServerMetrics
     from forethought.server.runner import serve
 
     settings = settings_of(args)
@@ -104,7 +109,9 @@ def run(args: argparse.Namespace) -> int:
     with ExitStack() as opened:
         backend = opener(args)()
         opened.callback(backend.close)
-        app = create_app(backend, settings)
+        metrics = ServerMetrics()
+        metrics.observe_upstream(backend.servers)
+        app = create_app(backend, settings, metrics)
         return serve(
             app, args.host, args.port, settings.drain_seconds, _announce(settings, backend)
         )
@@ -174,17 +181,27 @@ def _scripted(given: Sequence[str]) -> Callable[[], Backend]:
 
 
 def _upstream(urls: str, name: str | None) -> Callable[[], Backend]:
-    if not name:
-        raise ParameterError("--upstream needs --api-model", "the name of the model there", "")
-    try:
-        from openai import AsyncOpenAI
-    except ModuleNotFoundError as error:
-        raise DependencyError.missing("openai", "--upstream", "openai") from error
-    from forethought.scaffolding.workers.openai import OpenaiWorker
+    from forethought.scaffolding.workers.upstream import UpstreamWorker
     from forethought.server.backends import RemoteBackend
 
-    client = AsyncOpenAI(base_url=urls, api_key=os.environ.get("OPENAI_API_KEY", "none"))
-    return lambda: RemoteBackend(OpenaiWorker(client, name), name)
+    key = os.environ.get("OPENAI_API_KEY")
+    worker = UpstreamWorker([url.strip() for url in urls.split(",")], name or "", api_key=key)
+
+    def open_backend() -> Backend:
+        worker.model = name or asyncio.run(_first_model(worker))
+        return RemoteBackend(worker, worker.model)
+
+    return open_backend
+
+
+async def _first_model(worker: UpstreamWorker) -> str:
+    try:
+        found = await worker.upstream.models()
+    finally:
+        await worker.async_shutdown()
+    if not found:
+        raise ParameterError("no model behind --upstream", "none is listed", "Give --api-model")
+    return found[0]
 
 
 def _engine(args: argparse.Namespace) -> Callable[[], Backend]:

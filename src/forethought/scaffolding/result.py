@@ -11,6 +11,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import threading
+import time
 from collections import deque
 from collections.abc import (
     AsyncIterator,
@@ -307,6 +308,8 @@ class ScaffoldingResult:
         id: name of the request; workers know it as the scope.
         task_collections: the collections of the request's controller, by name.
         usage: tokens of everything that the request ran; live.
+        queue_s: seconds that it waited for its turn; None: it has not begun.
+        created_at: when it was submitted, on the clock of ``time.perf_counter``.
         metrics: of speculative decoding, once it is over; with zero steps if no worker reports
             any.
         trace: what ``ScaffoldingLlm(..., trace=True)`` has recorded, a ``Trace``, once it is over;
@@ -318,6 +321,8 @@ class ScaffoldingResult:
         self.task_collections: Mapping[str, Any] = {}
         self.usage = Usage()
         self.metrics = SpeculationMetrics()
+        self.queue_s: float | None = None
+        self.created_at = time.perf_counter()
         self.trace: Any = None
         self._abort = abort
         self._done: concurrent.futures.Future[list[ScaffoldingOutput]] = concurrent.futures.Future()

@@ -283,6 +283,7 @@ class ScaffoldingLlm:
 
     async def _answer(self, request: _Request) -> list[ScaffoldingOutput]:
         result = request.result
+        result.queue_s = time.perf_counter() - result.created_at
         controller = self.prototype_controller.clone()
         result.task_collections = controller.task_collections
         account = BudgetAccount(request.budget)

@@ -31,8 +31,9 @@ from forethought.server import catalog
 from forethought.server.backends import Backend
 from forethought.server.chat import chat_completions
 from forethought.server.http import CLIENT_CLOSED, HttpError, http_error
+from forethought.server.metrics import CONTENT_TYPE, ServerMetrics
 from forethought.server.protocol import ChatRequest, DetokenizeRequest, TokenizeRequest
-from forethought.server.service import Metrics, Service
+from forethought.server.service import Service
 from forethought.server.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ _TYPES = {
 
 
 def create_app(
-    backend: Backend, settings: Settings | None = None, metrics: Metrics | None = None
+    backend: Backend, settings: Settings | None = None, metrics: ServerMetrics | None = None
 ) -> FastAPI:
     """The application. Its backend is the caller's to close, once the application has ended.
 
@@ -166,11 +167,10 @@ def _add_endpoints(app: FastAPI) -> None:
     @app.get("/metrics", response_model=None)
     async def metrics(request: Request) -> Response:
         """All metrics in Prometheus' text format."""
-        service = _service(request)
-        if service.metrics is None:
+        text = _service(request).render_metrics()
+        if text is None:
             raise HttpError(404, "this server keeps no metrics", code="not_found")
-        service.metrics.observe_engine(service.load())
-        return Response(service.metrics.render(), media_type="text/plain; version=0.0.4")
+        return Response(text, media_type=CONTENT_TYPE)
 
     @app.get("/", include_in_schema=False)
     async def index() -> Response:

@@ -29,7 +29,9 @@ from forethought.scaffolding.messages import RoleMessage, UserMessage
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.task import ChatTask, GenerationTask
 from forethought.scaffolding.worker import Worker
+from forethought.scaffolding.workers.routing import UpstreamServer
 from forethought.scaffolding.workers.scripted import Reply, ScriptedWorker
+from forethought.scaffolding.workers.upstream import UpstreamWorker
 from forethought.server.tool_calls import Tools, as_text
 
 if TYPE_CHECKING:
@@ -112,6 +114,7 @@ class Backend(Protocol):
         markers: what opens and closes the model's thoughts; None: unknown, or none.
         salted: whether prefixes are cached apart for different salts.
         llm: the engine; None: there is none here.
+        servers: those behind this one.
     """
 
     name: str
@@ -120,6 +123,7 @@ class Backend(Protocol):
     markers: tuple[str, str] | None
     salted: bool
     llm: AsyncLLM | None
+    servers: Sequence[UpstreamServer]
 
     async def open(self, conversation: Conversation) -> Prompted:
         """The prompt of a conversation."""
@@ -203,6 +207,7 @@ class EngineBackend:
     """
 
     salted = True
+    servers: Sequence[UpstreamServer] = ()
 
     def __init__(
         self,
@@ -343,6 +348,7 @@ class ScriptedBackend:
     """
 
     salted, reward, markers, llm, max_length = False, None, ("<think>", "</think>"), None, None
+    servers: Sequence[UpstreamServer] = ()
 
     def __init__(self, script: Any, name: str = "scripted") -> None:
         self.worker, self.name = ScriptedWorker(script), name
@@ -490,6 +496,9 @@ class RemoteBackend:
         self, worker: Worker, name: str, markers: tuple[str, str] | None = ("<think>", "</think>")
     ) -> None:
         self.worker, self.name, self.markers = worker, name, markers
+        self.servers: Sequence[UpstreamServer] = ()
+        if isinstance(worker, UpstreamWorker):
+            self.servers = worker.servers
         self.workers: Mapping[Any, Worker] = worker_table(worker, None)
 
     async def open(self, conversation: Conversation) -> Prompted:

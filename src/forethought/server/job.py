@@ -24,6 +24,7 @@ from forethought.scaffolding.result import (
 from forethought.scaffolding.scaffolding_llm import ScaffoldingLlm
 from forethought.server.backends import Backend, Prompted
 from forethought.server.composition import compose, streams_truly
+from forethought.server.metrics import RequestMetrics
 from forethought.server.names import Composition
 from forethought.server.reasoning import split
 from forethought.server.usage import chat_usage, speculation
@@ -102,6 +103,9 @@ class Job:
         ask: what to run.
         gather: seconds in which new tokens are gathered.
 
+    Attributes:
+        counted: its metrics; None: none are kept.
+
     Raises:
         UsageError: methods or settings that cannot be.
     """
@@ -110,6 +114,7 @@ class Job:
         self, llm: ScaffoldingLlm, backend: Backend, ask: Ask, gather: float = 0.0
     ) -> None:
         self.ask, self._backend, self._gather = ask, backend, gather
+        self.counted: RequestMetrics | None = None
         self.num_choices = ask.num_choices * len(ask.composition.choices)
         self._streams = ask.streaming and streams_truly(ask.composition)
         self._streamed = [""] * self.num_choices
@@ -140,6 +145,11 @@ class Job:
     def seconds(self) -> float:
         """Since it was submitted."""
         return time.perf_counter() - self._began
+
+    @property
+    def queue_seconds(self) -> float | None:
+        """How long it waited for its turn; None: it has not begun."""
+        return self._result.queue_s
 
     @property
     def usage(self) -> Usage:

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from forethought.config.guided import GuidedDecodingParams
 from forethought.config.sampling import SamplingParams, SpeculationParams
@@ -21,6 +21,7 @@ from forethought.server.backends import Backend, Prompted
 from forethought.server.composition import Dispatch
 from forethought.server.job import Ask, Job, Outcome, Update
 from forethought.server.limits import Admission, Overloaded
+from forethought.server.metrics import ServerMetrics
 from forethought.server.names import Composition, read_method, read_model
 from forethought.server.protocol import Generating, Penalised
 from forethought.server.settings import Settings
@@ -52,38 +53,6 @@ _SAME_PENALISED = ("seed", "stop", "presence_penalty", "frequency_penalty")
 _BUDGETS = ("thinking_budget", "thinking_token_budget", "reasoning_budget")
 
 
-class Metrics(Protocol):
-    """What the server tells of its requests; see ``server.metrics``."""
-
-    def request_started(self, model: str, method: str) -> None:
-        """A request was admitted."""
-
-    def first_token(self, seconds: float) -> None:
-        """The first token of a stream has come."""
-
-    def tokens(self, count: int, seconds: float) -> None:
-        """Further tokens of a stream have come within so many seconds."""
-
-    def request_finished(
-        self,
-        status: str,
-        usage: Usage,
-        speculation_metrics: SpeculationMetrics,
-        seconds: float,
-        tokens_saved: int,
-    ) -> None:
-        """A request is over."""
-
-    def rejected(self, reason: str) -> None:
-        """A request was refused."""
-
-    def observe_engine(self, stats: Mapping[str, Any]) -> None:
-        """The state of the engine, before it is rendered."""
-
-    def render(self) -> bytes:
-        """All metrics in Prometheus' text format."""
-
-
 @dataclass(slots=True)
 class Totals:
     """Counts of finished requests."""
@@ -105,7 +74,7 @@ class Service:
         models: the names under which clients know the model.
     """
 
-    def __init__(self, backend: Backend, settings: Settings, metrics: Metrics | None) -> None:
+    def __init__(self, backend: Backend, settings: Settings, metrics: ServerMetrics | None) -> None:
         self.backend, self.settings, self.metrics = backend, settings, metrics
         self.models = list(settings.served_model_names) or [backend.name]
         self.admission = Admission(settings.max_running, settings.max_waiting)
@@ -201,7 +170,7 @@ class Service:
         """Begin a request that has been admitted."""
         job = Job(self.llm, self.backend, ask, self.settings.stream_interval)
         if self.metrics is not None:
-            self.metrics.request_started(ask.model, ask.composition.spec)
+            job.counted = self.metrics.request_started(self.models[0], ask.composition.spec)
         return job
 
     @contextmanager
@@ -221,12 +190,12 @@ class Service:
         async with aclosing(job.updates()) as updates:
             async for update in updates:
                 count = sum(piece.num_tokens for piece in update.pieces)
-                if count and self.metrics is not None:
+                if count and job.counted is not None:
                     now = job.seconds
                     if last is None:
-                        self.metrics.first_token(now)
+                        job.counted.first_token(now)
                     else:
-                        self.metrics.tokens(count, now - last)
+                        job.counted.tokens(count, now - last)
                     last = now
                 yield update
 
@@ -235,9 +204,22 @@ class Service:
         usage, metrics = job.usage, job.metrics
         self.totals.usage += usage
         self.totals.speculation += metrics
-        if self.metrics is not None:
+        if job.counted is not None:
             saved = sum(_saved(output.meta) for output in outcome.outputs) if outcome else 0
-            self.metrics.request_finished(status, usage, metrics, job.seconds, saved)
+            if job.queue_seconds is not None:
+                job.counted.admitted(job.queue_seconds)
+            reason = outcome.outputs[0].finish_reason if outcome and outcome.outputs else None
+            job.counted.finished(
+                reason or status, usage, metrics, seconds=job.seconds, tokens_saved=saved
+            )
+
+    def render_metrics(self) -> bytes | None:
+        """The body of ``GET /metrics``; None: no metrics are kept."""
+        if self.metrics is None:
+            return None
+        llm = self.backend.llm
+        self.metrics.observe_engine(self.load(), None if llm is None else llm.stats)
+        return self.metrics.render()
 
     def load(self) -> dict[str, Any]:
         """The body of ``GET /v1/load``."""
