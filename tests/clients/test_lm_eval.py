@@ -53,7 +53,14 @@ def test_a_task_file_is_evaluated(server, model, tasks, kind):
     args = f"model={model},base_url={server}/v1/{path},num_concurrent=4,max_retries=1"
     args += ",tokenizer_backend=none,tokenized_requests=False,think_end_token=</think>"
     command = [sys.executable, "-m", "lm_eval", "run", "--model", kind, "--model_args", args]
-    command += ["--tasks", "sums", "--include_path", str(tasks), "--output_path", str(tasks / "out")]
+    command += [
+        "--tasks",
+        "sums",
+        "--include_path",
+        str(tasks),
+        "--output_path",
+        str(tasks / "out"),
+    ]
     if "chat" in kind:
         command.append("--apply_chat_template")
     offline = {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tasks / "hf")}

@@ -87,25 +87,25 @@ def test_a_method_that_spent_more_saves_nothing(metrics):
     assert value(metrics, "tokens_saved_total", **WHO) == 120
 
 
-def test_gauges_show_the_last_state_and_stand_under_the_names_that_routers_read(metrics):
+def test_gauges_are_read_when_asked_for_and_stand_under_the_names_that_routers_read(metrics):
     load = {"running": 3, "waiting": 2, "kv_cache_usage": 0.25}
-    metrics.observe_engine(load)
+    metrics.observe_engine(lambda: load)
     expected = {"num_requests_running": 3, "num_requests_waiting": 2, "kv_cache_usage_perc": 0.25}
     assert set(expected) == set(ALIASES)
     for name, gauge in expected.items():
         assert samples(metrics)[(f"vllm:{name}",)] == value(metrics, name) == gauge
-    metrics.observe_engine({**load, "running": 4})
+    load["running"] = 4
     assert value(metrics, "num_requests_running") == 4
 
 
 def test_without_a_kv_cache_its_use_is_not_shown(metrics):
-    metrics.observe_engine({"running": 1, "waiting": 0})
+    metrics.observe_engine(lambda: {"running": 1, "waiting": 0})
     assert ("vllm:kv_cache_usage_perc",) not in samples(metrics)
 
 
 def test_prefix_hits_are_counted_in_tokens_of_the_prompts_looked_up(metrics):
     stats = EngineStats(prefilled=10, cached=30, preemptions=1)
-    metrics.observe_engine({}, stats)
+    metrics.observe_engine(dict, lambda: stats)
     assert value(metrics, "prefix_cache_queries_total") == 40
     assert value(metrics, "prefix_cache_hits_total") == 30
     assert value(metrics, "num_preemptions_total") == 1

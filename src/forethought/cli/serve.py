@@ -99,7 +99,6 @@ def run(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise DependencyError.missing(error.name or "fastapi", "serve", "server") from error
     from forethought.server.app import create_app
-    from forethought.server.metrics import ServerMetrics
     from forethought.server.runner import serve
 
     settings = settings_of(args)
@@ -109,9 +108,7 @@ def run(args: argparse.Namespace) -> int:
     with ExitStack() as opened:
         backend = opener(args)()
         opened.callback(backend.close)
-        metrics = ServerMetrics()
-        metrics.observe_upstream(backend.servers)
-        app = create_app(backend, settings, metrics)
+        app = create_app(backend, settings)
         return serve(
             app, args.host, args.port, settings.drain_seconds, _announce(settings, backend)
         )

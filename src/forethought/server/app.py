@@ -31,7 +31,7 @@ from forethought.server import catalog
 from forethought.server.backends import Backend
 from forethought.server.chat import chat_completions
 from forethought.server.http import CLIENT_CLOSED, HttpError, http_error
-from forethought.server.metrics import CONTENT_TYPE, ServerMetrics
+from forethought.server.metrics import CONTENT_TYPE
 from forethought.server.protocol import ChatRequest, DetokenizeRequest, TokenizeRequest
 from forethought.server.service import Service
 from forethought.server.settings import Settings
@@ -47,6 +47,8 @@ POLICY = (
 """What the page may do: load what this server has, and call it."""
 _OPEN = ("/health", "/version")
 """Paths that need no key, beside the page's."""
+_NAME = re.compile(r"[a-z0-9_-]+\.[a-z0-9]+")
+"""Of a file of the page."""
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 _TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -55,26 +57,22 @@ _TYPES = {
     ".svg": "image/svg+xml",
     ".png": "image/png",
     ".ico": "image/x-icon",
-    ".json": "application/json",
     ".woff2": "font/woff2",
 }
 
 
-def create_app(
-    backend: Backend, settings: Settings | None = None, metrics: ServerMetrics | None = None
-) -> FastAPI:
+def create_app(backend: Backend, settings: Settings | None = None) -> FastAPI:
     """The application. Its backend is the caller's to close, once the application has ended.
 
     Args:
         backend: of the model.
         settings: of the server.
-        metrics: told of every request, and shown at ``/metrics``; None: there are none.
     """
     chosen = settings or Settings()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        service = app.state.service = Service(backend, chosen, metrics)
+        service = app.state.service = Service(backend, chosen)
         try:
             yield
         finally:
@@ -167,17 +165,14 @@ def _add_endpoints(app: FastAPI) -> None:
     @app.get("/metrics", response_model=None)
     async def metrics(request: Request) -> Response:
         """All metrics in Prometheus' text format."""
-        text = _service(request).render_metrics()
-        if text is None:
-            raise HttpError(404, "this server keeps no metrics", code="not_found")
-        return Response(text, media_type=CONTENT_TYPE)
+        return Response(_service(request).metrics.render(), media_type=CONTENT_TYPE)
 
     @app.get("/", include_in_schema=False)
     async def index() -> Response:
         """The page."""
         return _file("index.html")
 
-    @app.get("/page/{name:path}", include_in_schema=False)
+    @app.get("/{name}", include_in_schema=False)
     async def file(name: str) -> Response:
         """A file of the page."""
         return _file(name)
@@ -185,8 +180,8 @@ def _add_endpoints(app: FastAPI) -> None:
 
 def _file(name: str) -> Response:
     """A file of the page, with what the browser may do with it."""
-    path = (PAGE / name).resolve()
-    if not path.is_relative_to(PAGE.resolve()) or not path.is_file() or path.suffix not in _TYPES:
+    path = PAGE / name
+    if not _NAME.fullmatch(name) or path.suffix not in _TYPES or not path.is_file():
         raise HttpError(404, "there is no such file", code="not_found")
     headers = {"content-security-policy": POLICY, "referrer-policy": "no-referrer"}
     return FileResponse(path, media_type=_TYPES[path.suffix], headers=headers)
@@ -284,7 +279,7 @@ class Guard:
 
 def _needs_key(scope: Scope) -> bool:
     path: str = scope["path"]
-    page = path == "/" or path.startswith("/page/")
+    page = path == "/" or (_NAME.fullmatch(path[1:]) and Path(path).suffix in _TYPES)
     return not (page or path in _OPEN or scope["method"] == "OPTIONS")
 
 

@@ -4,12 +4,12 @@ The names are vLLM's with ``forethought:`` in the place of ``vllm:``. Three gaug
 vLLM's own names too, since routers look for them there. Every registry belongs to one server.
 
 Latencies and tokens are counted as requests stream and end; gauges and the totals of the engine are
-told just before ``/metrics`` is rendered.
+read when ``/metrics`` is asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -56,11 +56,11 @@ class ServerMetrics:
     ::
 
         metrics = ServerMetrics()
+        metrics.observe_engine(backend.load, lambda: llm.stats)
         request = metrics.request_started("reasoner", "dynasor")
         request.first_token(0.2)
         request.tokens(4, 0.05)
         request.finished("stop", usage, speculation, seconds=1.5, tokens_saved=120)
-        metrics.observe_engine(load, llm.stats)
         body = metrics.render()
     """
 
@@ -144,8 +144,12 @@ class ServerMetrics:
         """A request was refused before it began, such as for ``queue_full``."""
         self.rejected_requests.labels(reason).inc()
 
-    def observe_engine(self, load: Mapping[str, Any], stats: EngineStats | None = None) -> None:
-        """The state at present, which is shown until the next call.
+    def observe_engine(
+        self,
+        load: Callable[[], Mapping[str, Any]],
+        stats: Callable[[], EngineStats] | None = None,
+    ) -> None:
+        """Read gauges and totals from these functions whenever the metrics are asked for.
 
         Args:
             load: ``running``, ``waiting`` and, if there is a KV cache, ``kv_cache_usage`` (0 to 1).
@@ -257,15 +261,15 @@ _ENGINE_TOTALS = {
 
 
 class _Observed(Collector):
-    """The engine as it was told of last, and the servers behind this one."""
+    """Reads the engine and the servers behind this one when the metrics are asked for."""
 
     def __init__(self) -> None:
-        self.load: Mapping[str, Any] = {}
-        self.stats: EngineStats | None = None
+        self.load: Callable[[], Mapping[str, Any]] = dict
+        self.stats: Callable[[], EngineStats] | None = None
         self.servers: Sequence[Upstream] = ()
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        load = self.load
+        load = self.load()
         gauges = {
             "num_requests_running": ("Requests that are running.", load.get("running", 0)),
             "num_requests_waiting": ("Requests that are waiting.", load.get("waiting", 0)),
@@ -279,8 +283,9 @@ class _Observed(Collector):
                 yield GaugeMetricFamily(PREFIX + name, help_text, value=value)
                 yield GaugeMetricFamily("vllm:" + name, f"{help_text} For routers.", value=value)
         if self.stats is not None:
+            stats = self.stats()
             for name, (help_text, fields) in _ENGINE_TOTALS.items():
-                total = sum(getattr(self.stats, field) for field in fields)
+                total = sum(getattr(stats, field) for field in fields)
                 yield CounterMetricFamily(PREFIX + name, help_text, value=total)
         yield from self._upstream()
 
