@@ -30,7 +30,7 @@ COMMANDS = {
     "demo": "compare four methods on the embedded reasoner",
     "eval": "compare methods on your own model and problems",
     "bench": "measure what speeds up decoding on this machine",
-    "trace": "show a recorded request",
+    "trace": "show or export a recorded request",
     "train": "train a drafter for your own model",
     "doctor": "say what this machine has: versions, processor, GPU, extras, fast paths",
 }
