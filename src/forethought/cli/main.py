@@ -25,11 +25,12 @@ from forethought.errors import ForethoughtError, UnknownNameError, UsageError
 COMMANDS = {
     "generate": "answer one prompt, with any method",
     "chat": "talk to a model",
+    "serve": "serve a model over HTTP, with all methods and a page",
     "methods": "list the inference-time methods and their settings",
     "demo": "compare four methods on the embedded reasoner",
     "eval": "compare methods on your own model and problems",
     "bench": "measure what speeds up decoding on this machine",
-    "trace": "show a recorded request",
+    "trace": "show or export a recorded request",
     "train": "train a drafter for your own model",
     "doctor": "say what this machine has: versions, processor, GPU, extras, fast paths",
 }

@@ -22,7 +22,7 @@ from forethought.llm.frontend import Frontend, Generation
 from forethought.llm.llm import LLM
 from forethought.llm.tokenizer import Prompt
 from forethought.model.sampling import Constraints
-from forethought.outputs import EngineStats, RequestOutput
+from forethought.outputs import EngineLoad, EngineStats, RequestOutput
 
 MAX_PENDING = 1024
 """Default of ``max_pending``."""
@@ -173,15 +173,24 @@ class AsyncLLM:
         return self._checked().render(messages, template_args)[1]
 
     def stream(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        gather: float = 0.0,
     ) -> AsyncIterator[RequestOutput]:
         """Continue one prompt; each item is everything so far. Raises as ``generate``.
 
         The request begins with the first item, and the engine never waits for the reader. Leaving
         the iterator early aborts the request. Errors of a grammar are raised with the first item,
         since it is compiled then.
+
+        Args:
+            prompt: text or token ids.
+            params: how to sample and when to stop.
+            gather: seconds between two items at least, unless the request ends: fewer, larger ones.
         """
-        return self._stream(*self._checked().read(prompt, params))
+        return self._stream(*self._checked().read(prompt, params), gather)
 
     def start(self, prompt: str | Sequence[int]) -> AsyncSession:
         """A live sequence that holds the prompt; it generates when its methods are called.
@@ -200,6 +209,56 @@ class AsyncLLM:
     def max_length(self) -> int:
         """Tokens that one sequence may have, prompt and output."""
         return self._frontend.engine.limits.max_length
+
+    @property
+    def load(self) -> EngineLoad:
+        """How busy the engine is; of a moment, since its thread goes on."""
+        engine = self._frontend.engine
+        return EngineLoad(
+            len(engine.scheduler.running),
+            len(engine.scheduler.waiting),
+            engine.pool.in_use / engine.pool.num_pages,
+        )
+
+    @property
+    def drafters(self) -> list[str]:
+        """Names of the drafters, in the order in which they are asked."""
+        return list(self._frontend.engine.speculation.names)
+
+    @property
+    def thinking_markers(self) -> tuple[str, str] | None:
+        """What opens and closes a thought of the model; None: it has no such markers."""
+        return self._frontend.thinking.markers
+
+    def check(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> None:
+        """Raise as ``generate`` would for a prompt and params that it refuses before it begins."""
+        self._checked().read(prompt, params)
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """The ids of a text.
+
+        Args:
+            text: any.
+            special: with the special tokens that the tokenizer puts around a whole text.
+        """
+        tokenizer = self._frontend.tokenizer
+        return tokenizer.encode(text) if special else tokenizer.encode_more(text)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of ids, special tokens included.
+
+        Raises:
+            ParameterError: an id outside the vocabulary.
+        """
+        size = self._frontend.engine.runner.lm.vocab_size
+        bad = next((token for token in token_ids if not 0 <= token < size), None)
+        if bad is not None:
+            raise ParameterError(
+                "invalid token ids",
+                f"{bad} is none of the ids 0 to {size - 1}",
+                "Use its tokenizer",
+            )
+        return self._frontend.tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def set_step_barrier(self, barrier: Callable[[], None] | None) -> None:
         """Have the engine call ``barrier`` on its thread, and step when that has returned.
@@ -233,13 +292,17 @@ class AsyncLLM:
             finally:
                 self._abort(stream)
 
-    async def _stream(self, prompt: Prompt, params: SamplingParams) -> AsyncIterator[RequestOutput]:
+    async def _stream(
+        self, prompt: Prompt, params: SamplingParams, gather: float
+    ) -> AsyncIterator[RequestOutput]:
         constraints = await self._frontend.compiled(params)
         async with self._limit:
             stream = self._begin(prompt, params, constraints)
             try:
                 while (output := await stream.next()) is not None:
                     yield output
+                    if gather:
+                        await stream.pause(gather)
             finally:
                 self._abort(stream)
 

@@ -55,6 +55,8 @@ if TYPE_CHECKING:
         ChatTask,
         ComputeTask,
         GenerationTask,
+        MCPCallTask,
+        MCPToolListTask,
         RewardTask,
         StreamGenerationTask,
         Task,
@@ -69,13 +71,16 @@ if TYPE_CHECKING:
         TaskTimer,
         with_task_collection,
     )
+    from forethought.scaffolding.tool_controller import ChatWithMCPController
     from forethought.scaffolding.trace import Trace
     from forethought.scaffolding.trace_replay import replay
     from forethought.scaffolding.worker import Worker
     from forethought.scaffolding.workers.local import EngineWorker, TRTLLMWorker
+    from forethought.scaffolding.workers.mcp import MCPWorker
     from forethought.scaffolding.workers.openai import OpenaiWorker, TRTOpenaiWorker
     from forethought.scaffolding.workers.reward import RewardWorker
     from forethought.scaffolding.workers.scripted import Reply, ScriptedWorker
+    from forethought.scaffolding.workers.upstream import UpstreamWorker
 
 _HOMES = {
     "ScaffoldingLlm": "scaffolding_llm",
@@ -111,6 +116,10 @@ _HOMES = {
     "ChatTask": "task",
     "RewardTask": "task",
     "ComputeTask": "task",
+    "MCPCallTask": "task",
+    "MCPToolListTask": "task",
+    "ChatWithMCPController": "tool_controller",
+    "MCPWorker": "workers.mcp",
     "RoleMessage": "messages",
     "SystemMessage": "messages",
     "UserMessage": "messages",
@@ -123,6 +132,7 @@ _HOMES = {
     "Reply": "workers.scripted",
     "OpenaiWorker": "workers.openai",
     "TRTOpenaiWorker": "workers.openai",
+    "UpstreamWorker": "workers.upstream",
     "EngineWorker": "workers.local",
     "TRTLLMWorker": "workers.local",
     "RewardWorker": "workers.reward",
@@ -147,6 +157,7 @@ __all__ = [
     "Budget",
     "ChatTask",
     "ChatTokenCounter",
+    "ChatWithMCPController",
     "CompareRewardController",
     "ComputeTask",
     "ConfidenceRewardController",
@@ -158,6 +169,9 @@ __all__ = [
     "GenerationTask",
     "GenerationTokenCounter",
     "JudgeRewardController",
+    "MCPCallTask",
+    "MCPToolListTask",
+    "MCPWorker",
     "MajorityVoteController",
     "MathEquivalence",
     "NativeChatController",
@@ -188,6 +202,7 @@ __all__ = [
     "ToolDescription",
     "ToolMessage",
     "Trace",
+    "UpstreamWorker",
     "UserMessage",
     "Worker",
     "current_scope",

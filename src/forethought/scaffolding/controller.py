@@ -367,6 +367,7 @@ _METHODS = {
     "MajorityVoteController": "forethought.methods.majority_vote",
     "BestOfNController": "forethought.methods.best_of_n",
     "PRMController": "forethought.scaffolding.prm_controller",
+    "ChatWithMCPController": "forethought.scaffolding.tool_controller",
 }
 
 

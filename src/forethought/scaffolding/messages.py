@@ -97,9 +97,14 @@ class AssistantMessage(RoleMessage):
         tool_calls: the calls; dictionaries in OpenAI's form become ``ToolCall``.
         finish_reason: why it ended.
 
+    Attributes:
+        unreadable_call: why a call in ``content`` cannot be read; None if all could be.
+
     Raises:
         ParameterError: something among ``tool_calls`` is no call.
     """
+
+    unreadable_call: str | None = None
 
     def __init__(
         self,
@@ -125,11 +130,26 @@ class AssistantMessage(RoleMessage):
 
 
 class ToolMessage(RoleMessage):
-    """The result of one tool call."""
+    """The result of one tool call.
 
-    def __init__(self, content: str, tool_call_id: str) -> None:
+    Args:
+        content: what the model is told.
+        tool_call_id: of the call.
+        trace_stdout: what the tool printed, for those who read the chat; it is not sent.
+        trace_stderr: the same of its errors.
+    """
+
+    def __init__(
+        self,
+        content: str,
+        tool_call_id: str | None,
+        *,
+        trace_stdout: str | None = None,
+        trace_stderr: str | None = None,
+    ) -> None:
         super().__init__("tool", content)
         self.tool_call_id = tool_call_id
+        self.trace_stdout, self.trace_stderr = trace_stdout, trace_stderr
 
     def to_dict(self) -> dict[str, Any]:
         """The message as OpenAI's API takes it."""

@@ -11,6 +11,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import threading
+import time
 from collections import deque
 from collections.abc import (
     AsyncIterator,
@@ -269,11 +270,12 @@ class StreamedPart:
             self.deltas.append(delta)
 
 
-class _StreamedItem(NamedTuple):
+class StreamedItem(NamedTuple):
     """Something streamed: an event, text that was held back before, or both."""
 
     event: StreamEvent | None
     grown: Sequence[Delta]
+    """The new text of the request itself; see ``StreamedText``."""
 
     @property
     def is_stage(self) -> bool:
@@ -306,6 +308,8 @@ class ScaffoldingResult:
         id: name of the request; workers know it as the scope.
         task_collections: the collections of the request's controller, by name.
         usage: tokens of everything that the request ran; live.
+        queue_s: seconds that it waited for its turn; None: it has not begun.
+        created_at: when it was submitted, on the clock of ``time.perf_counter``.
         metrics: of speculative decoding, once it is over; with zero steps if no worker reports
             any.
         trace: what ``ScaffoldingLlm(..., trace=True)`` has recorded, a ``Trace``, once it is over;
@@ -317,10 +321,12 @@ class ScaffoldingResult:
         self.task_collections: Mapping[str, Any] = {}
         self.usage = Usage()
         self.metrics = SpeculationMetrics()
+        self.queue_s: float | None = None
+        self.created_at = time.perf_counter()
         self.trace: Any = None
         self._abort = abort
         self._done: concurrent.futures.Future[list[ScaffoldingOutput]] = concurrent.futures.Future()
-        self._streamed: list[_StreamedItem] = []
+        self._streamed: list[StreamedItem] = []
         self._lock = threading.Lock()
         self._changed: concurrent.futures.Future[None] | None = None
         self._current: ScaffoldingOutput | None = None
@@ -451,7 +457,32 @@ class ScaffoldingResult:
         self._current = None
         yield self
 
-    def _follow(self) -> Iterator[_StreamedItem]:
+    async def abatches(self, gather: float = 0.0) -> AsyncIterator[Sequence[StreamedItem]]:
+        """Everything streamed, from the beginning: each time all that has come since the last time.
+
+        For one who sends it on: an item has the event, and the new text of the request itself.
+
+        Args:
+            gather: seconds that pass between two batches at least, unless the request ends.
+        """
+        loop, position = asyncio.get_running_loop(), 0
+        ended = asyncio.ensure_future(_wait(self._done))
+        try:
+            while True:
+                changed = self._next_change()
+                if batch := self._streamed[position : (position := len(self._streamed))]:
+                    yield batch
+                    sent = loop.time()
+                if changed is None:
+                    break
+                await _wait(changed)
+                if batch and gather and not self._done.done():
+                    await asyncio.wait([ended], timeout=max(0.0, sent + gather - loop.time()))
+        finally:
+            ended.cancel()
+        self._done.result()
+
+    def _follow(self) -> Iterator[StreamedItem]:
         position = 0
         while True:
             changed = self._next_change()
@@ -462,7 +493,7 @@ class ScaffoldingResult:
             changed.result()
         self._done.result()
 
-    async def _afollow(self) -> AsyncIterator[_StreamedItem]:
+    async def _afollow(self) -> AsyncIterator[StreamedItem]:
         position = 0
         while True:
             changed = self._next_change()
@@ -492,7 +523,7 @@ class ScaffoldingResult:
     def stream(self, event: StreamEvent | None, grown: Sequence[Delta]) -> None:
         """Append a streamed event, and the new text, for all iterators."""
         with self._lock:
-            self._streamed.append(_StreamedItem(event, grown))
+            self._streamed.append(StreamedItem(event, grown))
             self._notify()
 
     def on_finish(self, call: Callable[[], Any]) -> None:

@@ -5,6 +5,7 @@
 ``StreamGenerationTask``  returns to its controller every ``streaming_step`` tokens
 ``ChatTask``              generates the assistant's next message of a chat (``RoleMessage``, tools)
 ``RewardTask``            scores an answer, or its steps
+``MCPCallTask``           calls a tool; ``MCPToolListTask`` asks which tools there are
 ``ComputeTask``           runs a function of the controller beside the event loop
 ========================  ======================================================================
 """
@@ -458,6 +459,9 @@ class ChatTask(StreamGenerationTask):
     messages: list[RoleMessage] = field(default_factory=list)
     tools: Any = None
     """Descriptions of the functions that the model may call."""
+    tool_choice: Any = None
+    """``"auto"``, ``"none"``, ``"required"``, or the function to call, in OpenAI's form; None: left
+    to the worker."""
     enable_token_counting: bool = False
     """Count the tokens of all turns in the three fields below."""
     prompt_tokens_num: int = field(default=0, init=False)
@@ -549,6 +553,46 @@ class RewardTask(Task):
         duplicate = super().copy()
         duplicate.score, duplicate.step_scores = None, []
         return duplicate
+
+
+@dataclass(eq=False)
+class MCPCallTask(Task):
+    """Call a tool of an MCP server, or of whatever worker has the tag.
+
+    ``result_str`` is what the model is told; with ``is_error`` it says what went wrong.
+    """
+
+    tool_call_id: str | None = None
+    tool_name: str | None = None
+    args: str | dict[str, Any] | None = None
+    """The arguments: JSON as the model wrote it, or a dictionary; None: there are none."""
+    result_str: str | None = field(default=None, init=False)
+    result_stdout: str | None = field(default=None, init=False)
+    """``stdout`` and ``stderr`` of a structured result that has them."""
+    result_stderr: str | None = field(default=None, init=False)
+    is_error: bool = field(default=False, init=False)
+
+    @staticmethod
+    def create_mcptask(
+        tool_call_id: str | None, tool_name: str, args: Any, worker_tag: Any
+    ) -> MCPCallTask:
+        """A call of ``tool_name``, for the worker of ``worker_tag``."""
+        return MCPCallTask(worker_tag, tool_call_id=tool_call_id, tool_name=tool_name, args=args)
+
+    def copy(self) -> Self:
+        """The same call without results."""
+        duplicate = super().copy()
+        duplicate.result_str = duplicate.result_stdout = duplicate.result_stderr = None
+        duplicate.is_error = False
+        return duplicate
+
+
+@dataclass(eq=False)
+class MCPToolListTask(Task):
+    """Ask a worker for its tools."""
+
+    tools: list[dict[str, Any]] = field(default_factory=list, init=False)
+    """Their descriptions in OpenAI's form."""
 
 
 class ComputeTask(Task):

@@ -31,6 +31,7 @@ from forethought.scaffolding.task import (
     ChatTask,
     ComputeTask,
     GenerationTask,
+    MCPCallTask,
     RewardTask,
     StreamGenerationTask,
     Task,
@@ -370,6 +371,8 @@ class Recorder(Tracer):
                 "prompt": encoded(task.input_tokens or task.input_str, lenient=True),
                 "answer": task.output_str,
             }
+        elif isinstance(task, MCPCallTask):
+            span.request = {"tool": task.tool_name, "args": encoded(task.args, lenient=True)}
         elif isinstance(task, ComputeTask):
             span.request = {"function": getattr(task.function, "__qualname__", "")}
 

@@ -82,7 +82,14 @@ class Worker:
         self.shutdown()
 
 
-_WORKERS = ("EngineWorker", "OpenaiWorker", "RewardWorker", "TRTLLMWorker", "TRTOpenaiWorker")
+_WORKERS = (
+    "EngineWorker",
+    "MCPWorker",
+    "OpenaiWorker",
+    "RewardWorker",
+    "TRTLLMWorker",
+    "TRTOpenaiWorker",
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -8,8 +8,10 @@ with the prompt and output of an earlier task of the same request.
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,11 +20,12 @@ from forethought.errors import ParameterError, UsageError
 from forethought.llm.async_llm import AsyncLLM
 from forethought.llm.async_session import AsyncSession
 from forethought.llm.llm import LLM
+from forethought.llm.response import ResponseParser
 from forethought.llm.tokenizer import Tokenizer
 from forethought.outputs import CompletionOutput
 from forethought.scaffolding import sampling
 from forethought.scaffolding.execution_scope import current_scope
-from forethought.scaffolding.messages import AssistantMessage
+from forethought.scaffolding.messages import AssistantMessage, ToolCall, ToolFunction
 from forethought.scaffolding.result import ScaffoldingOutput
 from forethought.scaffolding.settings import NON_NEGATIVE_INT, validated
 from forethought.scaffolding.task import ChatTask, GenerationTask, StreamGenerationTask, TaskStatus
@@ -42,6 +45,8 @@ class EngineWorker(Worker):
         tokenizer: kept as ``tokenizer`` for controllers that want one; the model's by default.
         max_parked: finished sequences kept per request and branch, to be continued.
         temperature: of tasks that set none, neither by themselves nor by their controller.
+        response_template: how the model writes tool calls, as transformers' response templates
+            say it; None: as the tokenizer says, and if it does not, chats with tools are refused.
 
     Raises:
         ParameterError: the tokenizer has another vocabulary than the model's own, ``max_parked``
@@ -55,6 +60,7 @@ class EngineWorker(Worker):
         *,
         max_parked: int = _MAX_PARKED,
         temperature: float | None = None,
+        response_template: Mapping[str, Any] | None = None,
     ) -> None:
         self._temperature = _checked_temperature(temperature)
         if tokenizer is not None and tokenizer.get_vocab() != llm.tokenizer.get_vocab():
@@ -63,6 +69,8 @@ class EngineWorker(Worker):
                 "its vocabulary differs",
                 "Leave tokenizer out, or load it from the model's directory",
             )
+        self._response_template = response_template
+        self._parser: ResponseParser | None = None
         self._owned = isinstance(llm, LLM)
         self.llm = AsyncLLM.over(llm) if isinstance(llm, LLM) else llm
         self.tokenizer = self.llm.tokenizer if tokenizer is None else tokenizer
@@ -81,6 +89,7 @@ class EngineWorker(Worker):
         scheduler_config: None = None,
         *,
         temperature: float | None = None,
+        response_template: Mapping[str, Any] | None = None,
         **fields: Any,
     ) -> Self:
         """A worker with an engine of its own, which ``shutdown`` ends.
@@ -95,6 +104,7 @@ class EngineWorker(Worker):
             disable_overlap_scheduler: either will do: steps never overlap here.
             scheduler_config: must be None: the scheduler has no variants.
             temperature: of tasks that set none, neither by themselves nor by their controller.
+            response_template: see the constructor.
             **fields: further fields of ``LlmArgs``.
 
         Raises:
@@ -113,7 +123,8 @@ class EngineWorker(Worker):
             "kv_cache_config", {"free_gpu_memory_fraction": kv_cache_free_gpu_memory_fraction}
         )
         sizes: dict[str, Any] = {"max_batch_size": max_batch_size, "max_num_tokens": max_num_tokens}
-        worker = cls(AsyncLLM(model_dir, **sizes, **fields), temperature=temperature)
+        llm = AsyncLLM(model_dir, **sizes, **fields)
+        worker = cls(llm, temperature=temperature, response_template=response_template)
         worker._owned = True
         return worker
 
@@ -151,23 +162,62 @@ class EngineWorker(Worker):
         return TaskStatus.SUCCESS
 
     async def chat_handler(self, task: ChatTask) -> TaskStatus:
-        """Generate the assistant's next turn."""
+        """Generate the assistant's next turn.
+
+        With tools, calls are read from the text; the text of such a turn is streamed at its end.
+        """
         self._check(task)
         sampling.refuse(task, ["n"], "a chat", "Use copies of the task")
-        if task.tools:
-            raise ParameterError(
-                "EngineWorker cannot honour tools",
-                "tool calls would have to be parsed from text, and every model has its own format",
-                "Use an OpenaiWorker whose server parses them",
-            )
-        token_ids = self.llm.chat_prompt(task.messages_to_dict_content())
-        await self._generate(task, tuple(token_ids))
+        if task.tools or any(getattr(message, "tool_calls", None) for message in task.messages):
+            await self._generate_with_tools(task)
+        else:
+            token_ids = self.llm.chat_prompt(task.messages_to_dict_content())
+            await self._generate(task, tuple(token_ids))
+            message = AssistantMessage(task.output_str, finish_reason=task.finish_reason)
+            task.add_message(message)
         task.end_flag = True
-        task.add_message(AssistantMessage(task.output_str, finish_reason=task.finish_reason))
         if task.enable_token_counting:
             task.prompt_tokens_num += task.usage_prompt_tokens or 0
             task.completion_tokens_num += task.usage_completion_tokens or 0
         return TaskStatus.SUCCESS
+
+    async def _generate_with_tools(self, task: ChatTask) -> None:
+        """Generate a turn that may call tools."""
+        if task.skip_detokenizer:
+            raise ParameterError(
+                "a chat with tools needs its text", "skip_detokenizer is set", "Leave it out"
+            )
+        if self._parser is None:
+            self._parser = ResponseParser(self.tokenizer, self._response_template)
+        tools = [t if isinstance(t, Mapping) else t.to_dict() for t in task.tools or ()]
+        arguments = {"tools": tools} if tools else {}
+        prompt = self.llm.chat_prompt(_tool_messages(task), arguments)
+        streamed, task.streaming_output_flag = task.streaming_output_flag, False
+        shown, task.skip_special_tokens = task.skip_special_tokens, False  # they mark the calls
+        try:
+            await self._generate(task, tuple(prompt))
+        finally:
+            task.streaming_output_flag, task.skip_special_tokens = streamed, shown
+        response = self._parser.parse(task.output_str or "", prompt, tools)
+        num_before = sum(
+            len(getattr(message, "tool_calls", None) or ()) for message in task.messages
+        )
+        calls = [
+            ToolCall(f"call-{num_before + number}", ToolFunction(*call))
+            for number, call in enumerate(response.tool_calls, 1)
+        ]
+        task.output_str = response.content
+        task.finish_reason = "tool_calls" if calls else task.finish_reason
+        task.emit(response.content, task.output_tokens or (), f"{id(task):x}")
+        message = AssistantMessage(
+            response.content or None if calls else response.content,
+            reasoning=response.reasoning,
+            tool_calls=calls or None,
+            finish_reason=task.finish_reason,
+        )
+        if response.error is not None:
+            message.unreadable_call = response.error
+        task.add_message(message)
 
     task_handlers = {  # noqa: RUF012
         GenerationTask: generation_handler,
@@ -188,7 +238,8 @@ class EngineWorker(Worker):
         seed = params.seed
         if seed is not None and number:  # below zero: copies of the task are numbered from zero
             seed = sampling.derived_seed(seed, -number)
-        return params.replace(n=1, max_tokens=max_tokens, seed=seed)
+        salt = scope.cache_salt if scope else ""
+        return params.replace(n=1, max_tokens=max_tokens, seed=seed, cache_salt=salt)
 
     # ---- sequences ----------------------------------------------------------------------------
 
@@ -339,6 +390,17 @@ class TRTLLMWorker(EngineWorker):
         if model_dir is not None and is_reward_model(Path(model_dir)):
             return RewardWorker.init_with_new_llm(model_dir, *args, **fields)
         return super().init_with_new_llm(model_dir, *args, **fields)
+
+
+def _tool_messages(task: ChatTask) -> list[dict[str, Any]]:
+    """The messages as chat templates take them: arguments as objects, and no content of None."""
+    messages = task.messages_to_dict_content()
+    for message in messages:
+        message["content"] = message["content"] or ""
+        for call in message.get("tool_calls", ()):
+            with suppress(ValueError):
+                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    return messages
 
 
 def _checked_temperature(temperature: float | None) -> float | None:

@@ -1,0 +1,380 @@
+"""``MCPWorker``: runs the tools of MCP servers, local processes or servers on the network.
+
+::
+
+    worker = MCPWorker([["python", "server.py"], "http://127.0.0.1:8000/mcp"])
+
+A server is connected to when a tool is first asked for, once per event loop, and stays connected
+until the ``ScaffoldingLlm`` on that loop ends; a local process ends with the connection. What goes
+wrong in a call is its result, for the model to read; a server that cannot be reached is an error of
+the caller's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import logging
+import shlex
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+from forethought.errors import DependencyError, ParameterError, UsageError
+from forethought.scaffolding.settings import POSITIVE_INT, SECONDS, validated
+from forethought.scaffolding.task import MCPCallTask, MCPToolListTask, TaskStatus
+from forethought.scaffolding.worker import Worker
+
+_logger = logging.getLogger(__name__)
+
+_MAX_PAGES = 100
+"""Pages of a server's list of tools that are read."""
+
+
+class MCPWorker(Worker):
+    """Executes ``MCPCallTask`` and ``MCPToolListTask``.
+
+    Several servers may have a tool of the same name: the first one's is called.
+
+    Args:
+        urls: the servers: URLs (streamable HTTP; SSE if the path ends in ``/sse``), commands that
+            start one, as text or as a list of words, or ``mcp.StdioServerParameters``.
+        call_timeout: seconds until a call is given up, which the model is told.
+        connect_timeout: seconds until a server is given up that does not answer.
+        max_result_chars: characters of a result that the model is given; the rest is cut off.
+
+    Raises:
+        ParameterError: there is no server, or a setting of the wrong kind.
+        DependencyError: the ``mcp`` package is not installed.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[Any] | str,
+        *,
+        call_timeout: float = 60.0,
+        connect_timeout: float = 30.0,
+        max_result_chars: int = 20_000,
+    ) -> None:
+        self._mcp = _package()
+        self.urls = [urls] if isinstance(urls, str) else list(urls)
+        if not self.urls:
+            raise ParameterError(
+                "MCPWorker has no server", "urls is empty", "Give a URL or command"
+            )
+        for server in self.urls:
+            _transport(self._mcp, server)
+        self.call_timeout = validated("call_timeout", call_timeout, SECONDS)
+        self.connect_timeout = validated("connect_timeout", connect_timeout, SECONDS)
+        self.max_result_chars = validated("max_result_chars", max_result_chars, POSITIVE_INT)
+        self._connections: dict[asyncio.AbstractEventLoop, dict[int, _Connection]] = {}
+        self._lock = threading.Lock()
+
+    @classmethod
+    def init_with_urls(cls, urls: Sequence[Any] | str, **settings: Any) -> Self:
+        """The same as the constructor."""
+        return cls(urls, **settings)
+
+    async def init_in_asyncio_event_loop(self) -> None:
+        """Connect to all servers now, rather than when a tool is first asked for.
+
+        Raises:
+            UsageError: one of them cannot be reached.
+        """
+        await self._connected()
+
+    async def list_tools(self) -> list[dict[str, Any]]:
+        """Descriptions of all tools, in OpenAI's form, for ``ChatTask.tools``.
+
+        Raises:
+            UsageError: a server cannot be reached.
+        """
+        found: dict[str, dict[str, Any]] = {}
+        for connection in await self._connected():
+            for name, tool in connection.tools.items():
+                found.setdefault(name, _description(tool))
+        return list(found.values())
+
+    # ---- tasks --------------------------------------------------------------------------------
+
+    async def list_handler(self, task: MCPToolListTask) -> TaskStatus:
+        """List the tools."""
+        task.tools = await self.list_tools()
+        return TaskStatus.SUCCESS
+
+    async def call_handler(self, task: MCPCallTask) -> TaskStatus:
+        """Call the tool; what goes wrong is told in ``result_str``."""
+        try:
+            result = await self._call(str(task.tool_name), _arguments(task.args))
+        except _CallError as error:
+            task.result_str, task.is_error = f"Error: {error}", True
+            return TaskStatus.SUCCESS
+        text = _text(result)
+        task.is_error = bool(result.is_error)
+        task.result_str = self._cut(f"Error: {text}" if task.is_error else text)
+        task.result_stdout, task.result_stderr = (
+            _structured(result, name) for name in ("stdout", "stderr")
+        )
+        return TaskStatus.SUCCESS
+
+    task_handlers = {  # noqa: RUF012
+        MCPCallTask: call_handler,
+        MCPToolListTask: list_handler,
+    }
+
+    async def _call(self, name: str, arguments: dict[str, Any]) -> Any:
+        """The result of a tool, as the package gives it.
+
+        Raises:
+            _CallError: there is none.
+            UsageError: a server cannot be reached.
+        """
+        connections = await self._connected()
+        owner = next((each for each in connections if name in each.tools), None)
+        if owner is None:
+            known = ", ".join(sorted({tool for each in connections for tool in each.tools}))
+            raise _CallError(f"there is no tool {name!r}. Tools: {known or 'none'}.")
+        try:
+            return await owner.call(name, arguments, self.call_timeout)
+        except TimeoutError:
+            raise _CallError(f"{name} took more than {self.call_timeout} seconds.") from None
+        except self._mcp.MCPError as error:
+            if error.code == self._mcp.types.CONNECTION_CLOSED:
+                await owner.close()  # the next call connects again
+            raise _CallError(f"{name} failed: {error.message}") from error
+        except (OSError, ValueError, RuntimeError) as error:
+            raise _CallError(f"{name} failed: {error or type(error).__name__}") from error
+
+    def _cut(self, text: str) -> str:
+        extra = len(text) - self.max_result_chars
+        if extra <= 0:
+            return text
+        return f"{text[: self.max_result_chars]}\n[{extra} more characters are left out]"
+
+    # ---- connections --------------------------------------------------------------------------
+
+    async def _connected(self) -> list[_Connection]:
+        """A connection of this loop to every server, in their order."""
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            for closed in [known for known in self._connections if known.is_closed()]:
+                del self._connections[closed]
+            mine = self._connections.setdefault(loop, {})
+            for number, server in enumerate(self.urls):
+                if number not in mine or mine[number].is_over:
+                    mine[number] = _Connection(self._mcp, server, self.connect_timeout)
+            connections = [mine[number] for number in range(len(self.urls))]
+        await asyncio.gather(*[connection.ready() for connection in connections])
+        return connections
+
+    async def on_loop_end(self) -> None:
+        """Close the connections of this loop; local servers end."""
+        with self._lock:
+            mine = self._connections.pop(asyncio.get_running_loop(), {})
+        await asyncio.gather(*[connection.close() for connection in mine.values()])
+
+    async def async_shutdown(self) -> None:
+        """The same as ``on_loop_end``."""
+        await self.on_loop_end()
+
+    def shutdown(self) -> None:
+        """Close the connections of all loops that still run, without waiting for it."""
+        with self._lock:
+            mine, self._connections = self._connections, {}
+        for loop, connections in mine.items():
+            for connection in connections.values():
+                if not loop.is_closed():
+                    loop.call_soon_threadsafe(connection.stop)
+
+
+class _CallError(Exception):
+    """Why a call has no result, for the model to read."""
+
+
+class _Connection:
+    """The session with one server.
+
+    One asyncio task opens it and closes it, as the package demands.
+
+    Attributes:
+        tools: the server's tools by name, once it is ready.
+    """
+
+    def __init__(self, mcp: Any, server: Any, timeout: float) -> None:
+        self._mcp, self._server, self._timeout = mcp, server, timeout
+        self.tools: dict[str, Any] = {}
+        self._client: Any = None
+        self._stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        self._opened: asyncio.Future[None] = loop.create_future()
+        self._task = loop.create_task(self._run(), name=f"MCP server {_name(server)}")
+        self._task.add_done_callback(self._on_ended)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended, or is about to."""
+        return self._stop.is_set() or self._task.done()
+
+    async def ready(self) -> None:
+        """Wait until tools can be called.
+
+        Raises:
+            UsageError: the server cannot be reached.
+        """
+        done, _ = await asyncio.wait(
+            [self._opened, self._task], timeout=self._timeout, return_when=asyncio.FIRST_COMPLETED
+        )
+        if self._opened in done:
+            return
+        reason = f"it has not answered within {self._timeout} s"
+        if self._task.done():
+            error = None if self._task.cancelled() else self._task.exception()
+            reason = _reason(error) if error is not None else "the connection was closed"
+        if not self.is_over:
+            self.stop()
+            self._task.cancel()
+        raise UsageError(
+            f"no MCP server answers at {_name(self._server)}", reason, "Start it, or correct urls"
+        )
+
+    async def call(self, name: str, arguments: dict[str, Any], timeout: float) -> Any:
+        """The result of a tool."""
+        async with asyncio.timeout(timeout):
+            return await self._client.call_tool(name, arguments)
+
+    def stop(self) -> None:
+        """Have it end; a local server is ended too."""
+        self._stop.set()
+
+    async def close(self) -> None:
+        """End it and wait for that, also if this is cancelled meanwhile."""
+        self.stop()
+        await asyncio.shield(asyncio.wait([self._task]))
+
+    def _on_ended(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None and self._opened.done():
+            _logger.warning("the MCP server %s ended: %s", _name(self._server), _reason(error))
+
+    async def _run(self) -> None:
+        async with self._mcp.Client(
+            _transport(self._mcp, self._server), read_timeout_seconds=self._timeout
+        ) as client:
+            self.tools = await _tools(client)
+            self._client = client
+            if not self._opened.done():
+                self._opened.set_result(None)
+            await self._stop.wait()
+
+
+async def _tools(client: Any) -> dict[str, Any]:
+    """A server's tools by name."""
+    found: dict[str, Any] = {}
+    cursor = None
+    for _ in range(_MAX_PAGES):
+        page = await client.list_tools(cursor=cursor)
+        found |= {tool.name: tool for tool in page.tools}
+        cursor = page.next_cursor
+        if not cursor:
+            break
+    return found
+
+
+def _package() -> Any:
+    """The ``mcp`` package."""
+    try:
+        return importlib.import_module("mcp")
+    except ModuleNotFoundError as error:
+        raise DependencyError.missing("mcp", "MCPWorker", "mcp") from error
+
+
+def _transport(mcp: Any, server: Any) -> Any:
+    """How to reach a server, as ``mcp.Client`` takes it.
+
+    Raises:
+        ParameterError: it is neither a URL nor a command.
+    """
+    if isinstance(server, str) and server.startswith(("http://", "https://")):
+        if server.rstrip("/").endswith("/sse"):
+            return importlib.import_module("mcp.client.sse").sse_client(server)
+        return server
+    words = shlex.split(server) if isinstance(server, str) else server
+    if isinstance(words, list | tuple) and words and all(isinstance(w, str) for w in words):
+        words = mcp.StdioServerParameters(command=words[0], args=list(words[1:]))
+    if not isinstance(words, mcp.StdioServerParameters):
+        raise ParameterError(
+            "invalid MCP server",
+            f"got {server!r}",
+            "Give a URL, a command as a list of words, or mcp.StdioServerParameters",
+        )
+    return mcp.stdio_client(words, errlog=sys.__stderr__ or sys.stderr)
+
+
+def _name(server: Any) -> str:
+    """A server in an error message, without the password of its URL."""
+    if isinstance(server, str):
+        scheme, mark, rest = server.partition("://")
+        return f"{scheme}{mark}{rest.rpartition('@')[2]}" if mark else server
+    if isinstance(server, list | tuple):
+        return shlex.join(server)
+    return shlex.join([server.command, *server.args])
+
+
+def _reason(error: BaseException) -> str:
+    """The first error of a group, in words."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _arguments(args: Any) -> dict[str, Any]:
+    """Arguments as a dictionary.
+
+    Raises:
+        _CallError: they are none.
+    """
+    if args is None or args == "":
+        return {}
+    if isinstance(args, str):
+        try:
+            args = json.loads(args)
+        except ValueError as error:
+            raise _CallError(f"the arguments are no JSON: {error}.") from error
+    if not isinstance(args, Mapping):
+        raise _CallError("the arguments are no JSON object.")
+    return dict(args)
+
+
+def _description(tool: Any) -> dict[str, Any]:
+    """A tool in OpenAI's form."""
+    return {
+        "type": "function",
+        "function": {
+            "name": tool.name,
+            "description": tool.description or "",
+            "parameters": tool.input_schema,
+        },
+    }
+
+
+def _text(result: Any) -> str:
+    """What a tool answered as text; for an image or sound, its kind stands in."""
+    parts = [_block(block) for block in result.content]
+    if not parts and result.structured_content is not None:
+        return json.dumps(result.structured_content, ensure_ascii=False)
+    return "\n".join(parts)
+
+
+def _block(block: Any) -> str:
+    resource = getattr(block, "resource", None)
+    text = getattr(block, "text", getattr(resource, "text", None))
+    return f"[{block.type}]" if text is None else str(text)
+
+
+def _structured(result: Any, name: str) -> str | None:
+    """A text of the structured result."""
+    content = result.structured_content
+    value = content.get(name) if isinstance(content, Mapping) else None
+    return value if isinstance(value, str) else None
