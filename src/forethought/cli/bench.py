@@ -16,6 +16,7 @@ import math
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,11 @@ _FIT_PROMPTS = 64
 _RATE, _NUM_REQUESTS, _MAX_TOKENS = 4.0, 64, 192
 _FOR_PROMPTS = ("prompts", "rate", "max_tokens", "seed")
 """Options that a trace stands in place of."""
+_ROOFLINE = """Decode steps beside their floor: the time to read weights, keys and values, or to
+multiply them, at the bandwidth and peak that this machine reaches. Then what the engine takes, in
+the network and outside of it. The last line is JSON.
+
+forethought bench roofline --model Qwen/Qwen3-0.6B --batch 1 8 --context 512 2048"""
 _SERVING = """Load on any OpenAI-compatible server: requests are sent when their time has come,
 however many are under way. The key is read from OPENAI_API_KEY. The last line is JSON.
 
@@ -85,6 +91,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     options.set_defaults(measure=_measure_speculation)
     _configure_serving(measured)
+    _configure_roofline(measured)
 
 
 def _configure_serving(measured: Any) -> None:
@@ -139,6 +146,37 @@ def _configure_serving(measured: Any) -> None:
     )
     options.add_argument("--json", action="store_true", help="print the JSON line only")
     options.set_defaults(measure=_measure_serving)
+
+
+def _configure_roofline(measured: Any) -> None:
+    options = measured.add_parser(
+        "roofline",
+        help="what a decode step costs at least, and what it takes",
+        description=_ROOFLINE,
+    )
+    options.formatter_class = argparse.RawDescriptionHelpFormatter
+    model.add_model_options(options)
+    options.add_argument(
+        "--batch", type=int, nargs="+", default=[1, 4, 16], metavar="B", help="(default: 1 4 16)"
+    )
+    options.add_argument(
+        "--context",
+        type=int,
+        nargs="+",
+        default=[128, 512],
+        metavar="C",
+        help="tokens in the cache of each sequence (default: 128 512)",
+    )
+    options.add_argument("--rounds", type=int, default=ROUNDS, metavar="R", help="(default: 3)")
+    options.add_argument("--json", action="store_true", help="print the JSON line only")
+    options.add_argument(
+        "--out",
+        type=Path,
+        default=OUT,
+        metavar="DIR",
+        help="of plot and JSON (default: runs/bench)",
+    )
+    options.set_defaults(measure=_measure_roofline)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -429,3 +467,69 @@ def _machine(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _ignore(variant: Variant, batch: int) -> None:
     """With --json there is no progress bar."""
+
+
+def _measure_roofline(args: argparse.Namespace) -> int:
+    model.check_installed()
+    _expect_positive(args, "batch", "context", "rounds")
+    fields = model.llm_args_of(args)
+    if fields.pop("speculative_config", None):
+        raise ParameterError(
+            "a drafter has no meaning here",
+            "the roofline is that of plain decoding",
+            "Measure drafters by forethought bench speculation",
+        )
+    fields |= {"max_batch_size": max(args.batch)}
+
+    from forethought.bench import roofline
+    from forethought.evaluation.report import check_installed, make_folder
+    from forethought.llm.llm import LLM
+
+    check_installed()
+    make_folder(args.out)
+    with LLM(**fields) as llm:
+        lm = llm.lend("bench roofline").engine.runner.lm
+        llm.take_back()
+        cost = roofline.ModelCost.of(lm, llm.model_dir, fields.get("quantization"))
+        reached = roofline.Machine.measure(lm.device, lm.dtype)
+        steps = roofline.measure_steps(llm, args.batch, args.context, args.rounds)
+        rows = [roofline.roofline_row(cost, reached, timed) for timed in steps]
+        fields["dtype"] = str(lm.dtype).removeprefix("torch.")
+    report = {
+        "benchmark": "roofline",
+        "model": model.model_label(fields),
+        "machine": _machine(fields) | asdict(reached),
+        "cost": asdict(cost),
+        "rows": [row.to_dict() for row in rows],
+    }
+    line = json.dumps(report, ensure_ascii=False)
+    (args.out / "roofline.json").write_text(line + "\n", encoding="utf-8")
+    plot = roofline.save_roofline(rows, args.out / "roofline.png", f"roofline of {report['model']}")
+    if not args.json:
+        print(
+            "\n".join(
+                [roofline.roofline_table(rows), "", *_roofline_notes(report), f"plot: {plot}"]
+            )
+        )
+    print(line)
+    return 0
+
+
+def _roofline_notes(report: dict[str, Any]) -> list[str]:
+    """Lines below the table of ``bench roofline``."""
+    where, cost = report["machine"], report["cost"]
+    weights = (cost["dense_bytes"] + cost["expert_bytes"]) / 1e6
+    return [
+        f"milliseconds; {report['model']} in {where['dtype']}, {weights:.1f} MB of weights, "
+        f"{cost['kv_bytes']} bytes of KV per token",
+        f"this machine reads {where['bytes_per_second'] / 1e9:.1f} GB/s and computes "
+        f"{where['operations_per_second'] / 1e9:.0f} GFLOP/s with "
+        f"{count_of(where['threads'], 'thread')}",
+    ]
+
+
+def _expect_positive(args: argparse.Namespace, *names: str) -> None:
+    for name in names:
+        value = getattr(args, name)
+        if any(each < 1 for each in (value if isinstance(value, list) else [value])):
+            raise ParameterError(f"invalid --{name}", f"got {value}", "Give numbers of at least 1")

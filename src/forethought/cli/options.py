@@ -227,7 +227,7 @@ INTRODUCTION = (
     'nuts. He uses 84. How many nuts does Sam have now?"; --model DIR for a real one'
 )
 """Shown where the user has named no model."""
-_OPTIONS = ("model", "revision", "dtype", "device")
+_OPTIONS = ("model", "revision", "dtype", "quantization", "device")
 
 
 def model_path(text: str) -> Path:

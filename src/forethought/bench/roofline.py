@@ -1,0 +1,324 @@
+"""What a decode step costs at least, and what the engine takes: the roofline of a model.
+
+A step of B sequences with a context of C tokens reads every weight that it uses and the keys and
+values of B * C tokens, and makes two operations per weight and token, and per element of keys,
+queries and values in attention. The *floor* is the longer of both times at the bandwidth and the
+peak that this machine reaches in a simple read and a large product (the roofline model of Williams,
+Waterman and Patterson, 2009). What the engine takes beyond it is split into time inside the network
+and outside.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from forethought.config.sampling import SamplingParams
+from forethought.errors import ParameterError
+from forethought.evaluation.report import aligned, new_figure
+
+if TYPE_CHECKING:
+    from forethought.llm.llm import LLM
+    from forethought.model.causal_lm import CausalLM
+
+READ_BYTES = 2**28
+"""Bytes of the buffer that is read to measure bandwidth: more than any cache holds."""
+PRODUCT_SIZE = 1024
+"""Rows and columns of the matrices that are multiplied to measure the peak."""
+NUM_DECODED = 17
+"""Tokens of a timed generation: the first comes from the prefill."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCost:
+    """Bytes and operations of one model.
+
+    Attributes:
+        dense_bytes: of the weights that every step reads.
+        expert_bytes: of the weights of all experts.
+        active_experts: share of the experts that one token uses; 1 without experts.
+        dense_weights: number of weights behind ``dense_bytes`` that are multiplied.
+        expert_weights: the same of all experts.
+        kv_bytes: of the keys and values of one token in all layers.
+        attention_operations: per token and token of context.
+        activation_bytes: read and written per token, between the products of all layers.
+    """
+
+    dense_bytes: int
+    expert_bytes: int
+    active_experts: float
+    dense_weights: int
+    expert_weights: int
+    kv_bytes: int
+    attention_operations: int
+    activation_bytes: int
+
+    @classmethod
+    def of(cls, lm: CausalLM, model_dir: Path, quantization: str | None = None) -> ModelCost:
+        """Of a loaded model.
+
+        Args:
+            lm: the model.
+            model_dir: its directory.
+            quantization: of its linear layers.
+        """
+        weights = _weights(model_dir)
+        size = lm.dtype.itemsize
+        stored = {"int8": 1.0, "int4": 0.5}.get(quantization or "", float(size))
+        dense = sum(count for count, is_expert in weights if not is_expert)
+        experts = sum(count for count, is_expert in weights if is_expert)
+        text = lm.config.get_text_config(decoder=True)
+        elements = sum(shape.elements for shape in lm.layer_shapes)
+        heads = text.num_attention_heads
+        widths = [shape.key_dim + shape.value_dim for shape in lm.layer_shapes]
+        return cls(
+            dense_bytes=round(dense * stored),
+            expert_bytes=round(experts * size),
+            active_experts=_active_experts(text),
+            dense_weights=dense,
+            expert_weights=experts,
+            kv_bytes=elements * size,
+            attention_operations=2 * heads * sum(widths),
+            activation_bytes=_activations(text, heads, widths) * size,
+        )
+
+    def step_bytes(self, batch: int, context: int) -> float:
+        """Bytes that one decode step of ``batch`` sequences moves at least."""
+        touched = 1.0 - (1.0 - self.active_experts) ** batch if self.expert_bytes else 0.0
+        weights = self.dense_bytes + touched * self.expert_bytes
+        return weights + batch * (context * self.kv_bytes + self.activation_bytes)
+
+    def step_operations(self, batch: int, context: int) -> float:
+        """Multiplications and additions of the step."""
+        weights = self.dense_weights + self.active_experts * self.expert_weights
+        return batch * (2.0 * weights + context * self.attention_operations)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What simple code reaches on the device."""
+
+    bytes_per_second: float
+    """Of a sum over a buffer that no cache holds."""
+    operations_per_second: float
+    """Of a product of two square matrices in the model's dtype."""
+
+    @classmethod
+    def measure(cls, device: torch.device, dtype: torch.dtype) -> Machine:
+        """Measure both, with as many threads as torch has."""
+        buffer = torch.ones(READ_BYTES // 4, device=device)
+        left = torch.randn(PRODUCT_SIZE, PRODUCT_SIZE, device=device).to(dtype)
+        read = _seconds(buffer.sum, device)
+        product = _seconds(lambda: left @ left, device)
+        return cls(READ_BYTES / read, 2 * PRODUCT_SIZE**3 / product)
+
+
+@dataclass(frozen=True, slots=True)
+class RooflineRow:
+    """One decode step; seconds are medians over the rounds."""
+
+    batch: int
+    context: int
+    """Tokens in the cache of each sequence when decoding began."""
+    memory_floor: float
+    """Seconds to read what the step reads."""
+    compute_floor: float
+    """Seconds to compute what the step computes."""
+    step: float
+    """Seconds that the engine takes."""
+    network: float
+    """Of these, inside the network."""
+
+    @property
+    def floor(self) -> float:
+        """Seconds of an ideal step."""
+        return max(self.memory_floor, self.compute_floor)
+
+    @property
+    def outside(self) -> float:
+        """Seconds outside the network: planning, sampling, verification, delivery."""
+        return max(0.0, self.step - self.network)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; times in milliseconds."""
+        times = {
+            name: round(seconds * 1e3, 4)
+            for name, seconds in asdict(self).items()
+            if name not in ("batch", "context")
+        }
+        return {
+            "batch": self.batch,
+            "context": self.context,
+            **{f"{name}_ms": value for name, value in times.items()},
+            "bound": "memory" if self.memory_floor >= self.compute_floor else "compute",
+            "share_of_floor": round(self.floor / self.step, 4),
+        }
+
+
+def measure_steps(
+    llm: LLM, batches: Sequence[int], contexts: Sequence[int], rounds: int
+) -> Iterator[tuple[int, int, float, float]]:
+    """Time decode steps: yields (batch, context, seconds of a step, of them in the network).
+
+    Prompts of ``context`` ids are prefilled once; each round then decodes behind them, once one
+    token and once several, and takes the difference.
+
+    Raises:
+        ParameterError: a context does not fit into the model with the tokens decoded behind it.
+    """
+    limit = llm.max_length
+    for context in contexts:
+        if context + NUM_DECODED > limit:
+            raise ParameterError(
+                f"invalid context {context}",
+                f"with {NUM_DECODED} tokens behind it, it is longer than {limit}",
+                "Choose a shorter one",
+            )
+    for context in contexts:
+        for batch in batches:
+            prompts = _prompts(llm, batch, context)
+            _decode(llm, prompts, 1)
+            found = [_difference(llm, prompts) for _ in range(rounds)]
+            steps, networks = zip(*found, strict=True)
+            yield batch, context, median(steps), median(networks)
+
+
+def roofline_row(
+    cost: ModelCost, machine: Machine, timed: tuple[int, int, float, float]
+) -> RooflineRow:
+    """The floor beside a time of ``measure_steps``."""
+    batch, context, step, network = timed
+    return RooflineRow(
+        batch,
+        context,
+        cost.step_bytes(batch, context) / machine.bytes_per_second,
+        cost.step_operations(batch, context) / machine.operations_per_second,
+        step,
+        network,
+    )
+
+
+def roofline_table(rows: Sequence[RooflineRow]) -> str:
+    """Times in milliseconds."""
+    head = ("batch", "context", "floor", "bound", "step", "network", "outside", "of floor")
+    cells = [head]
+    for row in rows:
+        bound = row.to_dict()["bound"]
+        times = (row.step, row.network, row.outside)
+        cells.append(
+            (
+                str(row.batch),
+                str(row.context),
+                f"{row.floor * 1e3:.3f}",
+                bound,
+                *(f"{seconds * 1e3:.3f}" for seconds in times),
+                f"{row.floor / row.step:.0%}",
+            )
+        )
+    return aligned(cells, left=(3,))
+
+
+def save_roofline(rows: Sequence[RooflineRow], path: Path, title: str) -> Path:
+    """Plot steps and floors over the batch size, one pair of lines per context, as a PNG."""
+    figure = new_figure(7.0, 4.5)
+    axes = figure.add_subplot()
+    for index, context in enumerate(sorted({row.context for row in rows})):
+        some = sorted((row for row in rows if row.context == context), key=lambda row: row.batch)
+        batches, colour = [row.batch for row in some], f"C{index}"
+        axes.plot(batches, [row.step * 1e3 for row in some], "o-", color=colour)
+        axes.plot(batches, [row.floor * 1e3 for row in some], "--", color=colour)
+        axes.annotate(f"context {context}", (batches[-1], some[-1].step * 1e3), color=colour)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("sequences in a step")
+    axes.set_ylabel("milliseconds (dashed: the floor)")
+    axes.set_title(title)
+    figure.savefig(path, dpi=150)
+    return path
+
+
+def _weights(model_dir: Path) -> list[tuple[int, bool]]:
+    """Of each weight that is multiplied: the number of its elements, and whether it is of experts.
+
+    An embedding is read one row per token, so it counts only where it is the output projection.
+    """
+    config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config)
+    head = module.get_output_embeddings()
+    embedding = module.get_input_embeddings()
+    found = [
+        (parameter.numel(), parameter.dim() == 3)
+        for parameter in module.parameters()
+        if parameter is not embedding.weight and parameter.dim() > 1
+    ]
+    if head is not None and head.weight is embedding.weight:
+        found.append((embedding.weight.numel(), False))
+    return found
+
+
+def _active_experts(text: Any) -> float:
+    used = getattr(text, "num_experts_per_tok", None)
+    total = next(
+        (
+            count
+            for name in ("num_experts", "num_local_experts", "n_routed_experts")
+            if (count := getattr(text, name, None))
+        ),
+        None,
+    )
+    return min(1.0, used / total) if used and total else 1.0
+
+
+def _activations(text: Any, heads: int, widths: Sequence[int]) -> int:
+    """Elements written and read between the products of a token: residual, heads, gate and up."""
+    inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    per_layer = [4 * text.hidden_size + heads * width + 3 * inner for width in widths]
+    return 2 * sum(per_layer)
+
+
+def _prompts(llm: LLM, batch: int, context: int) -> list[list[int]]:
+    source = torch.Generator().manual_seed(context)
+    vocab = len(llm.tokenizer)
+    prompts: list[list[int]] = torch.randint(0, vocab, (batch, context), generator=source).tolist()
+    return prompts
+
+
+def _decode(llm: LLM, prompts: list[list[int]], count: int) -> tuple[float, float]:
+    """Seconds of all steps, and of them in the network, for ``count`` tokens of each prompt."""
+    params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+    before = llm.stats
+    llm.generate(prompts, params)
+    after = llm.stats
+    return (
+        after.step_seconds - before.step_seconds,
+        after.forward_seconds - before.forward_seconds,
+    )
+
+
+def _difference(llm: LLM, prompts: list[list[int]]) -> tuple[float, float]:
+    one, several = _decode(llm, prompts, 1), _decode(llm, prompts, NUM_DECODED)
+    step, network = (
+        max(1e-9, longer - shorter) / (NUM_DECODED - 1)
+        for longer, shorter in zip(several, one, strict=True)
+    )
+    return step, network
+
+
+def _seconds(run: Callable[[], Any], device: torch.device, repeats: int = 7) -> float:
+    """The shortest of several runs."""
+    found = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found.append(time.perf_counter() - began)
+    return min(found)

@@ -1,0 +1,121 @@
+"""What a decode step costs at least, by hand, and the command that measures it."""
+
+import json
+
+import pytest
+
+from forethought.bench.roofline import (
+    Machine,
+    ModelCost,
+    RooflineRow,
+    roofline_row,
+    roofline_table,
+)
+from forethought.cli.main import main
+from forethought.model import loader
+from models import VOCAB, tiny
+
+LINEARS = 3 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 48 * 32)
+"""Of the tiny Llama: query and output, key and value, gate, up and down, in three layers."""
+
+
+def cost(**fields):
+    plain = {
+        "dense_bytes": 1000,
+        "expert_bytes": 0,
+        "active_experts": 1.0,
+        "dense_weights": 500,
+        "expert_weights": 0,
+        "kv_bytes": 10,
+        "attention_operations": 8,
+        "activation_bytes": 3,
+    }
+    return ModelCost(**{**plain, **fields})
+
+
+def test_weights_and_keys_and_values_are_counted_from_the_model():
+    path = tiny("llama")
+    found = ModelCost.of(loader.load(path, dtype="float32"), path)
+    assert found.dense_weights == LINEARS + VOCAB * 32  # the head is read, the embedding is not
+    assert found.dense_bytes == 4 * found.dense_weights
+    assert found.kv_bytes == 3 * 2 * (8 + 8) * 4
+    assert found.attention_operations == 3 * 2 * 4 * (8 + 8)
+    assert (found.expert_bytes, found.active_experts) == (0, 1.0)
+
+
+def test_a_tied_embedding_is_read_as_the_output_projection():
+    path = tiny("llama_tied_biased")
+    assert ModelCost.of(loader.load(path, dtype="float32"), path).dense_weights >= VOCAB * 32
+
+
+@pytest.mark.parametrize(("quantization", "share"), [("int8", 1 / 4), ("int4", 1 / 8)])
+def test_quantised_weights_are_fewer_bytes(quantization, share):
+    path = tiny("llama")
+    lm = loader.load(path, dtype="float32")
+    plain, less = ModelCost.of(lm, path), ModelCost.of(lm, path, quantization)
+    assert less.dense_bytes == pytest.approx(share * plain.dense_bytes, abs=1)
+
+
+def test_a_token_uses_its_share_of_the_experts():
+    path = tiny("qwen3_moe")
+    found = ModelCost.of(loader.load(path, dtype="float32"), path)
+    assert found.active_experts == 0.5
+    assert found.expert_bytes > 0
+
+
+def test_a_step_reads_weights_once_and_keys_and_values_per_sequence():
+    assert cost().step_bytes(2, 7) == 1000 + 2 * (7 * 10 + 3)
+    assert cost().step_operations(2, 7) == 2 * (2 * 500 + 7 * 8)
+
+
+def test_experts_are_read_by_the_chance_that_one_of_the_sequences_uses_them():
+    some = cost(expert_bytes=400, expert_weights=100, active_experts=0.5)
+    assert some.step_bytes(1, 0) == 1000 + 0.5 * 400 + 3
+    assert some.step_bytes(2, 0) == 1000 + 0.75 * 400 + 6
+    assert some.step_operations(1, 0) == 2 * (500 + 50)
+
+
+def test_the_floor_is_the_longer_of_reading_and_computing():
+    row = roofline_row(cost(), Machine(1000.0, 1e9), (1, 0, 4.0, 3.0))
+    assert row.memory_floor == pytest.approx(1.003)
+    assert row.floor == row.memory_floor
+    assert row.to_dict()["bound"] == "memory"
+    assert row.to_dict()["share_of_floor"] == pytest.approx(0.2508, abs=2e-4)
+    slow = roofline_row(cost(), Machine(1e9, 100.0), (1, 0, 40.0, 30.0))
+    assert slow.floor == slow.compute_floor == pytest.approx(10.0)
+    assert slow.to_dict()["bound"] == "compute"
+
+
+def test_time_outside_the_network_is_the_rest_of_the_step():
+    row = RooflineRow(1, 128, 0.001, 0.0005, 0.004, 0.003)
+    assert row.outside == pytest.approx(0.001)
+    assert roofline_table([row]).splitlines()[2].split() == [
+        *("1", "128", "1.000", "memory", "4.000", "3.000", "1.000", "25%"),
+    ]
+
+
+def test_the_command_writes_a_table_a_plot_and_one_json_line(capsys, tmp_path):
+    options = ["--batch", "1", "2", "--context", "32", "--rounds", "1", "--out", str(tmp_path)]
+    assert main(["bench", "roofline", "--quantization", "int8", *options]) == 0
+    out = capsys.readouterr().out.splitlines()
+    report = json.loads(out[-1])
+    assert [(row["batch"], row["context"]) for row in report["rows"]] == [(1, 32), (2, 32)]
+    assert report["cost"]["dense_bytes"] == report["cost"]["dense_weights"]
+    assert report["machine"]["dtype"] == "bfloat16"
+    assert json.loads((tmp_path / "roofline.json").read_text()) == report
+    assert (tmp_path / "roofline.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--batch", "0"], "invalid --batch"),
+        (["--context", "-3"], "invalid --context"),
+        (["--rounds", "0"], "invalid --rounds"),
+        (["--context", "100000"], "invalid context 100000"),
+        (["--speculative", "ngram"], "a drafter has no meaning here"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_by_name(capsys, tmp_path, options, said):
+    assert main(["bench", "roofline", "--out", str(tmp_path), *options]) == 2
+    assert said in capsys.readouterr().err
