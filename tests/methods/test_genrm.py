@@ -11,7 +11,7 @@ from forethought import LLM, methods
 from forethought.errors import ParameterError
 from forethought.outputs import Logprob
 from forethought.scaffolding import Budget, EngineWorker, Reply, ScriptedWorker
-from forethought.scaffolding.genrm_controller import YES_NO_PROMPT, VERIFY_PROMPT
+from forethought.scaffolding.genrm_controller import VERIFY_PROMPT, YES_NO_PROMPT
 from scripted import answer
 from tokens import thinking
 
