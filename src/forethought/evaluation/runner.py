@@ -246,8 +246,8 @@ class EvaluationRunner:
     def _graded_candidates(
         self, output: ScaffoldingOutput | None, problem: Problem
     ) -> tuple[bool | None, ...]:
-        """Of each sample of a method whether it is right. Where some were ended early, the others
-        are no fair choice, and none is graded."""
+        """Whether each sample of a method is right. Where some were ended early, the others are a
+        biased selection, and none is graded."""
         candidates = output.candidates if output else []
         if None in candidates:
             return (None,) * len(candidates)
@@ -264,7 +264,7 @@ class EvaluationRunner:
         return question if is_chat else source.ask(question)
 
     def _seed_of(self, number: int, sample: int) -> int:
-        """Of an attempt: the same, whatever runs beside it."""
+        """The seed of an attempt, which does not depend on the other attempts."""
         path = f"{self._seed}/{number}" + (f"/{sample}" if sample else "")
         return random.Random(path).getrandbits(48)
 

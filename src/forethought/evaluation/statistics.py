@@ -176,7 +176,7 @@ class PairedComparison:
     difference: float
     """Mean over problems of its share of right answers less the baseline's."""
     interval: tuple[float, float]
-    """Of the difference, at 95 %."""
+    """95 % confidence interval of the difference."""
     p: float
     test: str
     """``"mcnemar"``, ``"sign flip"`` (several attempts at a problem) or ``"sequential"``."""

@@ -63,7 +63,7 @@ class Progress(NamedTuple):
     thinking: bool
     """Within a thought, or in the text that closes it."""
     num_tokens: int = 0
-    """Of thought."""
+    """Number of tokens of thought."""
     num_forced: int = 0
     """Tokens of the closing text that have been written."""
     end: ThoughtEnd | None = None

@@ -97,7 +97,7 @@ class BudgetForcingController(Controller):
         self.streaming = validated("streaming", streaming, BOOL)
 
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
-        """Solve the tasks side by side.
+        """Solve the tasks concurrently.
 
         Raises:
             ParameterError: keyword arguments; there are none. Or ``n`` samples, no text wanted, or

@@ -59,7 +59,7 @@ class LoraAdapters(nn.Module):
     that the model never calls, but reads the weight of, gets no gradient and changes nothing.
 
     Args:
-        module: whose layers; its weights are neither changed nor parameters of this module.
+        module: its layers are read; its weights are neither changed nor parameters of this module.
         rank: of each adapter.
         alpha: ``s`` is ``alpha / rank``.
 

@@ -185,7 +185,7 @@ class SampledTokens:
 
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]
-    """Of the raw logits, for the rows whose parameters ask for them."""
+    """Log-probabilities of the raw logits, for rows whose parameters ask for them."""
     confidences: list[TokenConfidence | None]
     """The same."""
 
