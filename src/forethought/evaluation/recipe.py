@@ -103,7 +103,7 @@ def with_each_count(spec: str, counts: Sequence[str]) -> list[str]:
         counts: numbers as text; ``stack`` refuses what is none.
     """
     stacked, parts = split(spec), spec.split("+")
-    drawing = [place for place, method in enumerate(stacked) if method.draws_samples]
+    drawing = [index for index, method in enumerate(stacked) if method.draws_samples]
     if not drawing or stacked[drawing[-1]].samples is not None:
         return [spec]
     last = drawing[-1]

@@ -150,8 +150,8 @@ def comparison_cells(rows: Sequence[ReportRow]) -> Cells:
     cells: Cells = [_HEAD, *(_cells(row, rows) for row in rows)]
     if any(row.paired is not None for row in rows):
         return cells
-    unpaired = [place for place, name in enumerate(_HEAD) if name not in ("difference", "p")]
-    return [tuple(line[place] for place in unpaired) for line in cells]
+    unpaired = [index for index, name in enumerate(_HEAD) if name not in ("difference", "p")]
+    return [tuple(line[index] for index in unpaired) for line in cells]
 
 
 def further_cells(rows: Sequence[ReportRow]) -> Cells:

@@ -195,14 +195,14 @@ class EvaluationRunner:
 
         def submit() -> list[ScaffoldingResult]:
             results = []
-            for place, request in enumerate(requests):
+            for index, request in enumerate(requests):
                 result = scaffolding.generate_async(
                     request.prompt,
                     sampling_params=request.params,
                     budget=request.budget,
                     question=request.question,
                 )
-                result.on_finish(partial(ended.put, place))
+                result.on_finish(partial(ended.put, index))
                 results.append(result)
             return results
 
@@ -212,8 +212,8 @@ class EvaluationRunner:
         ):
             results = call(submit)
             for _ in results:
-                place = ended.get()
-                yield requests[place], results[place]
+                index = ended.get()
+                yield requests[index], results[index]
 
     def _graded(
         self, recipe: Recipe, problem: Problem, request: Request, result: ScaffoldingResult

@@ -166,13 +166,13 @@ def force_answers(
         source.begin()
         with closing(runner.results(forcing, requests, source)) as results:
             for request, result in results:
-                place = request.key[0]
-                attempt, output = owners[place], result.result().output
+                index = request.key[0]
+                attempt, output = owners[index], result.result().output
                 text = f"\\boxed{{{(output and output.text) or ''}"
                 mine = outcomes[attempt.key]
-                mine[place] = runner.grade(text, attempt.problem)
+                mine[index] = runner.grade(text, attempt.problem)
                 if len(mine) == waiting[attempt.key]:
-                    forced = tuple(mine[place] for place in sorted(mine))
+                    forced = tuple(mine[index] for index in sorted(mine))
                     on_chain(attempt, Chain(forced, attempt.correct))
 
 
