@@ -410,7 +410,7 @@ class Report:
         return [cells for cells in found if cells]
 
     def text(self) -> str:
-        """For a terminal."""
+        """The report for a terminal."""
         parts = [f"{self.title}:", *(aligned(cells) for cells in self.tables()), *self.notes]
         return "\n\n".join(parts) + "\n"
 
@@ -422,7 +422,7 @@ class Report:
         return "\n\n".join(parts) + "\n"
 
     def html(self) -> str:
-        """One file that needs no other: the plot is part of it, and there are no scripts."""
+        """A self-contained page: the plot is part of it, and there are no scripts."""
         title = escape(self.title)
         parts = [f"<h1>{title}</h1>", *map(_html_table, self.tables()), plot_svg(self.rows)]
         parts += [f"<p>{escape(note)}</p>" for note in self.notes]

@@ -255,7 +255,7 @@ class EvaluationRunner:
         return tuple(grades[text] for text in candidates)
 
     def prompt(self, source: Source, problem: Problem, is_chat: bool) -> Prompt:
-        """What a method is given for a problem."""
+        """The prompt of a problem for a method."""
         question = problem.question
         if self._instruction:
             question = f"{question}\n\n{self._instruction}"
@@ -326,7 +326,7 @@ class _Engine:
         self._llm, self.worker = llm, EngineWorker(llm)
 
     def ask(self, question: str) -> Prompt:
-        """Through the chat template, where there is one."""
+        """The question through the chat template, if there is one."""
         return user_prompt(self._llm, question)
 
     def begin(self) -> None:

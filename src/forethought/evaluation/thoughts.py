@@ -179,7 +179,7 @@ def force_answers(
 def _requests(
     runner: EvaluationRunner, source: Source, attempt: Attempt, interval: int
 ) -> list[Request]:
-    """One for each multiple of ``interval`` tokens before the chain's end."""
+    """One request for each multiple of ``interval`` tokens before the chain's end."""
     prompt = runner.prompt(source, attempt.problem, False)
     length = max(1, attempt.num_answer_tokens)
     return [

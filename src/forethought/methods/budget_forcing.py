@@ -38,7 +38,7 @@ from forethought.scaffolding.task import GenerationTask
 
 @dataclass
 class Thought:
-    """How far the thought of one task is."""
+    """State of the thought of one task."""
 
     num_tokens: int = 0
     """Generated for it; the inserted words do not count."""

@@ -211,7 +211,7 @@ class _Sample:
         self.error: Exception | None = None
 
     def branch(self, options: Mapping[str, Any]) -> Branch:
-        """What runs it, with these keyword arguments of ``process``."""
+        """The branch that runs it, with these keyword arguments of ``process``."""
         return Branch(self, [self.task], options, self._method.on_failure)
 
     def process(self, tasks: Sequence[GenerationTask], **options: Any) -> Process:

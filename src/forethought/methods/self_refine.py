@@ -41,7 +41,7 @@ REFINE_PROMPT = "\n\nWrite a better answer that follows the feedback.\n\nAnswer:
 
 
 class SelfRefineController(RevisingController):
-    """Feedback on the answer and a better answer in turn, until the model is content with it.
+    """Feedback on the answer and a better answer in turn, until the model accepts it.
 
     ``customized_result_fields["self_refine"]`` holds the number of ``answers``, the ``index`` of
     the one that is returned (the last), the texts of the ``feedback``, and why it ended (``end``, a

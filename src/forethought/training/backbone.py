@@ -121,7 +121,7 @@ def _adding(adapter: nn.Module) -> Any:
 
 
 def _sizes(layer: nn.Module) -> tuple[int, int]:
-    """Inputs and outputs."""
+    """Numbers of inputs and outputs."""
     rows, columns = layer.weight.shape
     return (rows, columns) if isinstance(layer, Conv1D) else (columns, rows)
 

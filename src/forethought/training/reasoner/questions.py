@@ -326,7 +326,7 @@ def _framed(rng: random.Random, expression: str) -> str:
 
 
 def _typed(rng: random.Random, text: str) -> str:
-    """Some people do without capitals and without the last mark."""
+    """The text, at times without its capital or its last mark, as some people type."""
     if rng.random() < 0.15:
         text = text[0].lower() + text[1:]
     return text.rstrip("?.") if rng.random() < 0.1 else text
