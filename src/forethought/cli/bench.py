@@ -45,6 +45,11 @@ multiply them, at the bandwidth and peak that this machine reaches. Then what th
 the network and outside of it. The last line is JSON.
 
 forethought bench roofline --model Qwen/Qwen3-0.6B --batch 1 8 --context 512 2048"""
+_AUTO = """Measure forms of the weights and numbers of threads without drafts, then drafters and
+draft lengths in the best of them, on the given prompts, and write the fastest configuration as a
+file for --config. The last line is JSON.
+
+forethought bench auto --model Qwen/Qwen3-0.6B --prompts mine.txt --allow int8"""
 _SERVING = """Load on any OpenAI-compatible server: requests are sent when their time has come,
 however many are under way. The key is read from OPENAI_API_KEY. The last line is JSON.
 
@@ -92,6 +97,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     options.set_defaults(measure=_measure_speculation)
     _configure_serving(measured)
     _configure_roofline(measured)
+    _configure_auto(measured)
 
 
 def _configure_serving(measured: Any) -> None:
@@ -177,6 +183,39 @@ def _configure_roofline(measured: Any) -> None:
         help="of plot and JSON (default: runs/bench)",
     )
     options.set_defaults(measure=_measure_roofline)
+
+
+def _configure_auto(measured: Any) -> None:
+    options = measured.add_parser(
+        "auto", help="choose threads, weights and drafter by measurement", description=_AUTO
+    )
+    options.formatter_class = argparse.RawDescriptionHelpFormatter
+    model.add_model_options(options)
+    options.add_argument(
+        "--prompts", type=Path, metavar="FILE", help="one per line, as text or as JSON objects"
+    )
+    options.add_argument(
+        "--batch", type=int, nargs="+", default=[1, 4], metavar="B", help="(default: 1 4)"
+    )
+    options.add_argument(
+        "--max-tokens", type=int, default=128, metavar="N", help="of each answer (default: 128)"
+    )
+    options.add_argument("--rounds", type=int, default=ROUNDS, metavar="R", help="(default: 3)")
+    options.add_argument(
+        "--threads", type=int, nargs="+", metavar="N", help="(default: powers of two)"
+    )
+    options.add_argument(
+        "--allow",
+        nargs="+",
+        default=[],
+        choices=["int8", "int4"],
+        help="quantised weights that may be chosen; they change the model",
+    )
+    options.add_argument("--json", action="store_true", help="print the JSON line only")
+    options.add_argument(
+        "--out", type=Path, default=OUT, metavar="DIR", help="of config.yaml (default: runs/bench)"
+    )
+    options.set_defaults(measure=_measure_auto)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -528,8 +567,74 @@ def _roofline_notes(report: dict[str, Any]) -> list[str]:
     ]
 
 
+def _measure_auto(args: argparse.Namespace) -> int:
+    model.check_installed()
+    _expect_positive(args, "batch", "rounds", "max_tokens")
+    if args.threads is not None:
+        _expect_positive(args, "threads")
+    fields = model.llm_args_of(args)
+    if args.allow and fields.get("quantization"):
+        raise ParameterError(
+            "--allow and --quantization are two answers to one question",
+            "with --quantization the form of the weights is chosen already",
+            "Leave one of them out",
+        )
+
+    import yaml
+
+    from forethought.bench import auto, prompts, variant
+    from forethought.bench.report import table
+    from forethought.bench.speculation import check_batches
+    from forethought.evaluation.problems import user_prompt
+    from forethought.evaluation.report import ProgressBar, make_folder
+
+    texts = (
+        prompts.shipped_prompts() if args.prompts is None else prompts.load_prompts(args.prompts)
+    )
+    check_batches(args.batch, len(texts))
+    configs = variant.settled(
+        fields.pop("speculative_config", ()),
+        max(args.batch),
+        embedded_draft_model() if fields.get("model") is None else None,
+    )
+    make_folder(args.out)
+    bench = auto.AutoBench(
+        fields,
+        configs,
+        quantizations=args.allow,
+        threads=args.threads,
+        batches=args.batch,
+        max_tokens=args.max_tokens,
+        rounds=args.rounds,
+    )
+
+    class Bar(ProgressBar):
+        def __call__(self, doing: str) -> None:
+            self._bar.set_description(doing, refresh=False)
+            self._bar.update()
+
+    with nullcontext(lambda doing: None) if args.json else Bar(bench.num_runs, "run") as bar:
+        choice = bench.run(lambda llm: [user_prompt(llm, text) for text in texts], bar)
+    path = args.out / "config.yaml"
+    path.write_text(yaml.safe_dump(choice.config, sort_keys=False), encoding="utf-8")
+    report = {
+        "benchmark": "auto",
+        "model": model.model_label(fields),
+        "forms": [row.to_dict() for row in choice.forms],
+        "rows": [row.to_dict() for row in choice.rows],
+        "config": choice.config,
+    }
+    if not args.json:
+        print(f"{auto.form_table(choice.forms, args.batch)}\n\n{table(choice.rows)}\n")
+        print("\n".join(choice.advice.lines()))
+        print(f"written: {path}; use it as --config {path}")
+    print(json.dumps(report, ensure_ascii=False))
+    return 0
+
+
 def _expect_positive(args: argparse.Namespace, *names: str) -> None:
     for name in names:
         value = getattr(args, name)
         if any(each < 1 for each in (value if isinstance(value, list) else [value])):
-            raise ParameterError(f"invalid --{name}", f"got {value}", "Give numbers of at least 1")
+            option = f"--{name.replace('_', '-')}"
+            raise ParameterError(f"invalid {option}", f"got {value}", "Give numbers of at least 1")

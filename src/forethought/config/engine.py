@@ -68,6 +68,8 @@ class LlmArgs(StrictModel):
     """``auto``: CUDA where torch has it, else CPU."""
     attention: str = "auto"
     """Attention backend by name."""
+    num_threads: int | None = Field(default=None, ge=1)
+    """Threads of torch's products on a CPU, for the whole process; None: as torch has them."""
     fuse: bool = True
     """Use the fused forward where the architecture allows it; the plain one otherwise."""
     max_batch_size: int = Field(default=64, ge=1)
@@ -127,6 +129,7 @@ class LlmOptions(TypedDict, total=False):
     quantization: Literal["int8", "int4"] | None
     device: str
     attention: str
+    num_threads: int | None
     fuse: bool
     max_batch_size: int
     max_num_tokens: int

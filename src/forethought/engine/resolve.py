@@ -18,7 +18,7 @@ from forethought.errors import CapacityError, ParameterError
 from forethought.kv.storage import HiddenStateCache, KvStorage
 from forethought.model import loader
 from forethought.model.causal_lm import CausalLM
-from forethought.model.device import check_threads, find_device, free_host_memory
+from forethought.model.device import check_threads, find_device, free_host_memory, set_threads
 from forethought.model.runner import ModelRunner
 from forethought.speculative import registry
 from forethought.speculative.length import length_policy
@@ -48,6 +48,7 @@ def build(args: LlmArgs, model_dir: Path) -> Engine:
     # Before the target is loaded: a draft model that does not exist costs no waiting.
     configs = [config.with_local_model() for config in args.speculative_config]
     device = find_device(args.device)
+    set_threads(args.num_threads, device)
     lm = loader.load(
         model_dir,
         dtype=args.dtype,

@@ -53,6 +53,29 @@ def free_host_memory() -> int:
     return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
+def set_threads(num_threads: int | None, device: torch.device) -> None:
+    """Have torch compute with so many threads, in the whole process; None: leave them.
+
+    Raises:
+        ParameterError: more than this process may use, or the model runs on no CPU.
+    """
+    if num_threads is None:
+        return
+    if device.type != "cpu":
+        raise ParameterError(
+            "num_threads has no meaning here", f"the model runs on {device}", "Leave it out"
+        )
+    processors = usable_processors()
+    if num_threads > math.ceil(processors):
+        raise ParameterError(
+            f"invalid num_threads {num_threads}",
+            f"this process may use {processors:.3g} processors",
+            f"Use 1 to {math.ceil(processors)}",
+        )
+    torch.set_num_threads(num_threads)
+    log.info("torch computes with %d threads", num_threads)
+
+
 def check_threads(system: Path = Path("/")) -> None:
     """Warn if torch computes with more threads than there are processors for them.
 
