@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import transformers
-from benchmarks.report import device, print_report
+from benchmarks.report import device, dtype, print_report
 from tokenizers import Tokenizer, models
 from transformers import (
     AutoModelForCausalLM,
@@ -207,8 +207,8 @@ def main() -> None:
         for case in CASES:
             if args.case and case.name not in args.case:
                 continue
-            llm = LLM(directories[case.model], max_batch_size=case.batch)
-            module = AutoModelForCausalLM.from_pretrained(directories[case.model])
+            llm = LLM(directories[case.model], dtype=dtype(), max_batch_size=case.batch)
+            module = AutoModelForCausalLM.from_pretrained(directories[case.model], dtype=dtype())
             module = module.to(device()).eval()
             contestants = {"forethought": ours(llm), "generate": theirs(module)}
             if "generate_batch" in case.goals:

@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from forethought.cli.machine import processor_name
+from forethought.model.device import multiplies
 
 
 def print_report(benchmark: str, rows: Sequence[dict[str, Any]], **settings: Any) -> None:
@@ -26,6 +27,7 @@ def print_report(benchmark: str, rows: Sequence[dict[str, Any]], **settings: Any
         "rows": list(rows),
         "device": device(),
         "machine": machine(),
+        "dtype": str(dtype()).removeprefix("torch."),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
@@ -35,6 +37,12 @@ def print_report(benchmark: str, rows: Sequence[dict[str, Any]], **settings: Any
 def device() -> str:
     """Where models run, as ``LLM`` chooses."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def dtype() -> torch.dtype:
+    """In which both sides of a comparison run: bf16 where it is fast, else float32."""
+    fast = multiplies(torch.bfloat16, torch.device(device()))
+    return torch.bfloat16 if fast else torch.float32
 
 
 def machine() -> str:

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import transformers
 from benchmarks.generate_vs_transformers import save_random_model
-from benchmarks.report import device, print_report
+from benchmarks.report import device, dtype, print_report
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, Qwen3ForCausalLM
 
 from forethought import (
@@ -72,6 +72,7 @@ def ours(target: Path, draft: Path, length: int) -> dict[str, Generate]:
     """One engine; each way is chosen per request."""
     llm = LLM(
         target,
+        dtype=dtype(),
         max_batch_size=1,
         speculative_config=[
             NGramDecodingConfig(
@@ -101,7 +102,8 @@ def ours(target: Path, draft: Path, length: int) -> dict[str, Generate]:
 def theirs(target: Path, draft: Path) -> dict[str, Generate]:
     """``generate`` as it is, with prompt lookup, and with an assistant."""
     module, assistant = (
-        AutoModelForCausalLM.from_pretrained(each).to(device()).eval() for each in (target, draft)
+        AutoModelForCausalLM.from_pretrained(each, dtype=dtype()).to(device()).eval()
+        for each in (target, draft)
     )
     extras: dict[str, dict[str, Any]] = {
         "plain": {},
