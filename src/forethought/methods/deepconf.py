@@ -22,7 +22,8 @@ The confidence of a token is computed in the decode step; servers are asked for 
 Which samples are cancelled for their confidence is a function of the samples, whatever the order in
 which they end and however many tokens come at once. Which have ended at a consensus is not.
 
-Paper: Fu et al., "Deep Think with Confidence", 2025. arXiv 2508.15260. Its runs draw up to 512 samples; the default number here is ours.
+Paper: Fu et al., "Deep Think with Confidence", 2025. arXiv 2508.15260. Its runs draw up
+to 512 samples; the default number here is ours.
 """
 
 from __future__ import annotations
@@ -49,12 +50,7 @@ from forethought.scaffolding.confidence import (
     lowest_group,
     stop_threshold,
 )
-from forethought.scaffolding.controller import (
-    Controller,
-    NativeChatController,
-    NativeGenerationController,
-    expect_controller,
-)
+from forethought.scaffolding.controller import Controller, expect_controller, expect_streams
 from forethought.scaffolding.parallel import Branch, Process, run_until
 from forethought.scaffolding.result import Stage
 from forethought.scaffolding.settings import (
@@ -228,12 +224,7 @@ class OnlineDeepConfController(DeepConfController):
             equivalence=equivalence,
             on_failure=on_failure,
         )
-        if not _generates_streams(generation_controller):
-            raise ParameterError(
-                "deepconf_online cannot stop the samples of another method",
-                f"{type(generation_controller).__name__} does not generate one stream",
-                "Use deepconf, or give a NativeGenerationController",
-            )
+        expect_streams("deepconf_online", generation_controller)
         self.num_warmup = validated("num_warmup", num_warmup, POSITIVE_INT)
         self.consensus = validated("consensus", consensus, _OPTIONAL_SHARE)
         self.concurrency = validated("concurrency", concurrency, OPTIONAL_POSITIVE_INT)
@@ -457,9 +448,3 @@ class _Sample:
         if self.is_stopped and not stream.end_flag:
             stream.cancel_flag = True
             yield [stream]
-
-
-def _generates_streams(controller: Controller) -> bool:
-    """Whether its task is generated as it is, so that it can be a stream."""
-    plain = isinstance(controller, NativeGenerationController)
-    return plain and not isinstance(controller, NativeChatController)
