@@ -29,6 +29,8 @@ from forethought.methods.archon import ArchonController
 from forethought.scaffolding.budget import Budget
 from forethought.scaffolding.settings import POSITIVE_INT, validated
 
+TECHNIQUES = ("unit_tests", "verifier", "critic", "ranker", "fuser")
+"""What may follow the generator, in this order."""
 _COUNTS: TypeAdapter[tuple[int, ...]] = TypeAdapter(tuple[int, ...])
 
 
@@ -45,14 +47,13 @@ class PipelineSpace:
     """Candidates that a ranker may keep."""
     temperature: float = 0.8
     """Of the generator."""
-    techniques: tuple[str, ...] = ("unit_tests", "verifier", "critic", "ranker", "fuser")
-    """What may follow the generator."""
+    techniques: tuple[str, ...] = TECHNIQUES
+    """Which of ``TECHNIQUES`` may follow it."""
 
     def __post_init__(self) -> None:
-        known = PipelineSpace.__dataclass_fields__["techniques"].default
-        unknown = set(self.techniques) - set(known)
+        unknown = set(self.techniques) - set(TECHNIQUES)
         if unknown:
-            raise ParameterError.unknown("techniques of a pipeline", unknown, known)
+            raise ParameterError.unknown("techniques of a pipeline", unknown, TECHNIQUES)
         for name in ("samples", "top_k"):
             counts = validated(name, getattr(self, name), _COUNTS)
             for count in counts or (0,):

@@ -298,7 +298,8 @@ class _Run:
         sampling.carry(self._task, chat, ["seed", "max_tokens"])
         warm = self._component.type == "fuser"
         sampling.choose(chat, {"temperature": _FUSER_TEMPERATURE if warm else 0.0})
-        return self._prepared(chat, number)
+        prepared: ChatTask = self._prepared(chat, number)
+        return prepared
 
     def _prepared(self, call: Any, number: int) -> Any:
         """A call with the settings of its component, and a seed of its own."""

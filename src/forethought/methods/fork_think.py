@@ -185,9 +185,9 @@ class ForkThinkController(Controller):
         with contextlib.suppress(BudgetExceeded):  # the seed path is there
             ended = yield from run_until(branches, _never)
         return {
-            number: self._whole(task, branch.tasks[0])
-            for number, branch in enumerate(branches, start=1)
-            if branch in ended and branch.error is None and branch.tasks[0].error is None
+            number: self._whole(task, fork)
+            for number, (fork, branch) in enumerate(zip(forks, branches, strict=True), start=1)
+            if branch in ended and branch.error is None and fork.error is None
         }
 
     def _whole(self, task: GenerationTask, fork: GenerationTask) -> GenerationTask:
