@@ -170,7 +170,7 @@ class ArchonController(Controller):
         [task] = tasks
         sampling.refuse(task, ["n"], "archon", "Give a generator samples")
         question_of(task)
-        state, told, over_budget = _State(), list[dict[str, Any]](), False
+        state, info, over_budget = _State(), list[dict[str, Any]](), False
         texts: list[str | None] = []
         for number, layer in enumerate(self.pipeline.layers):
             try:
@@ -182,11 +182,11 @@ class ArchonController(Controller):
                 break
             texts = texts or [each.text for each in state.candidates]
             fields = {"types": [e.type for e in layer], "candidates": len(state.candidates)}
-            told.append(fields)
+            info.append(fields)
             yield Stage("layer", fields={"number": number, **fields})
         task.result = state.candidates[0].output
         task.candidates = texts
-        meta = {"layers": told, "budget": over_budget}
+        meta = {"layers": info, "budget": over_budget}
         task.customized_result_fields["archon"] = meta
 
     def _run(

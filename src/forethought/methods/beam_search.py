@@ -26,10 +26,10 @@ from forethought.scaffolding.search import (
     STEP_TOKEN,
     Search,
     SearchController,
+    beam_stages,
     best_of,
     expect_multiple,
     merged,
-    tell,
 )
 from forethought.scaffolding.settings import POSITIVE_INT, OnFailure, validated
 
@@ -95,4 +95,4 @@ class BeamSearchController(SearchController):
             yield from search.score(beams)
             kept, width = best_of(beams, count // self.width), self.width
             why = f"it is not among the best {len(kept)}"
-            yield from tell("pruned", why, [beam for beam in beams if beam not in kept])
+            yield from beam_stages("pruned", why, [beam for beam in beams if beam not in kept])

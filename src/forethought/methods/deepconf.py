@@ -138,7 +138,7 @@ class DeepConfController(Controller):
         vote = _Vote(self, tasks[0], count)
         yield from self._draw(vote, kwargs)
         yield from vote.count()
-        yield from vote.tell()
+        yield from vote.stages()
         vote.finish()
 
     def _check(self, tasks: Sequence[GenerationTask]) -> None:
@@ -330,8 +330,8 @@ class _Vote:
         known = {number: each for number, each in sorted(found.items()) if each is not None}
         return self._method.voters(known, self.threshold)
 
-    def tell(self) -> Process:
-        """Tell which samples vote, and the weight of each answer."""
+    def stages(self) -> Process:
+        """The stages that say which samples vote, and the weight of each answer."""
         voters, tally = self._voters(), dict[str, float]()
         for group in self._pool.groups.values():
             for number in sorted(group.members):
@@ -363,7 +363,7 @@ class _Vote:
         task.result, task.request_handle = chosen.task.result, chosen.task.request_handle
         texts = [each.task.output_str if each.has_ended else None for each in self.samples]
         task.candidates = [*texts, *[None] * num_missing]
-        told = {
+        info = {
             "answer": None if winner is None else winner.answer,
             "share": share,
             "samples": self.num_samples,
@@ -372,8 +372,8 @@ class _Vote:
         }
         if isinstance(self._method, OnlineDeepConfController):
             stopped = [n for n, each in enumerate(self.samples) if each.is_stopped]
-            told |= {"threshold": self.threshold, "stopped": stopped}
-        task.customized_result_fields["deepconf"] = told
+            info |= {"threshold": self.threshold, "stopped": stopped}
+        task.customized_result_fields["deepconf"] = info
 
     def _first_ended(self) -> _Sample:
         found = next((each for each in self.samples if each.has_ended), None)

@@ -22,10 +22,10 @@ from forethought.scaffolding.search import (
     STEP_TOKEN,
     Search,
     SearchController,
+    beam_stages,
     best_of,
     expect_multiple,
     merged,
-    tell,
 )
 from forethought.scaffolding.settings import POSITIVE_INT, OnFailure, validated
 
@@ -114,4 +114,4 @@ class _Subtree:
             yield from search.score(beams)
             (beam,), numbers = best_of(beams, 1), range(len(self._numbers))
             others = [other for other in beams if other is not beam]
-            yield from tell("pruned", "it is not the best of its subtree", others)
+            yield from beam_stages("pruned", "it is not the best of its subtree", others)

@@ -6,7 +6,7 @@ level to the next beam with the highest upper confidence bound (UCT)::
     mean value + exploration * sqrt(ln(visits of the beam above) / visits)
 
 It continues that beam ``width`` times, gives each new beam a value, and adds the values to all
-beams above. The new beams are generated and valued side by side. A value is the score of the beam;
+beams above. The new beams are generated and valued concurrently. A value is the score of the beam;
 with ``rollouts`` the mean score of so many complete answers that are sampled from it. What has no
 unfinished beam below it is not entered again, so no iteration is spent on what is known.
 
@@ -36,8 +36,8 @@ from forethought.scaffolding.search import (
     Beam,
     Search,
     SearchController,
+    beam_stages,
     merged,
-    tell,
 )
 from forethought.scaffolding.settings import (
     NON_NEGATIVE_INT,
@@ -59,7 +59,7 @@ class _Node:
     expanded: bool = False
     visits: int = 0
     total: float = 0.0
-    """Of the values."""
+    """Sum of the values of its visits."""
 
     @property
     def exhausted(self) -> bool:
@@ -164,7 +164,7 @@ class MCTSController(SearchController):
         yield from search.complete_best()
         kept = search.best.path if search.best is not None else []
         rest = [beam for beam in root.unvisited if beam not in kept]
-        yield from tell("pruned", "the iterations are over", rest)
+        yield from beam_stages("pruned", "the iterations are over", rest)
 
     def _select(self, node: _Node) -> _Node:
         """The node to continue."""

@@ -35,9 +35,9 @@ from forethought.scaffolding.search import (
     Beam,
     Search,
     SearchController,
+    beam_stages,
     best_of,
     merged,
-    tell,
 )
 from forethought.scaffolding.settings import POSITIVE_INT, TEXT, OnFailure, validated
 from forethought.scaffolding.task import GenerationTask
@@ -139,7 +139,7 @@ class TreeOfThoughtsController(SearchController):
             yield from self._judge(search, beams)
             kept = best_of(beams, count)
             why = f"it is not among the best {len(kept)}"
-            yield from tell("pruned", why, [beam for beam in beams if beam not in kept])
+            yield from beam_stages("pruned", why, [beam for beam in beams if beam not in kept])
 
     def _depth_first(self, search: Search) -> Process:
         waiting = [search.root]
@@ -154,7 +154,7 @@ class TreeOfThoughtsController(SearchController):
             entered = [b for b in beams if b.score is not None and b.score > self.threshold]
             waiting += reversed(best_of(entered, len(entered)))
             why = f"its score is not above {self.threshold}"
-            yield from tell("pruned", why, [beam for beam in beams if beam not in entered])
+            yield from beam_stages("pruned", why, [beam for beam in beams if beam not in entered])
 
     # ---- steps --------------------------------------------------------------------------------
 
@@ -194,7 +194,7 @@ class TreeOfThoughtsController(SearchController):
         else:
             yield from self._vote(search, beams)
         search.note(new)
-        yield from tell("scored", "", new)
+        yield from beam_stages("scored", "", new)
 
     def _value(self, search: Search, beams: Sequence[Beam]) -> Process:
         numbers = range(self.num_evaluations)

@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 
 from forethought.errors import ParameterError
 from forethought.scaffolding.parallel import Process
-from forethought.scaffolding.search import Beam, Search, tell
+from forethought.scaffolding.search import Beam, Search, beam_stages
 
 Weighting = Literal["odds", "softmax"]
 Resampling = Literal["multinomial", "systematic"]
@@ -160,7 +160,7 @@ def sweep(
         drawn = draw(shares, count - len(paths), settings.resampling, search.random)
         before, particles = particles, [*followed, *(particles[index] for index in drawn)]
         dropped = [beam for beam in dict.fromkeys(before) if beam not in particles]
-        yield from tell("pruned", "it was not drawn", dropped)
+        yield from beam_stages("pruned", "it was not drawn", dropped)
 
 
 def _shares(beams: Sequence[Beam], settings: ParticleSettings, progress: float) -> list[float]:

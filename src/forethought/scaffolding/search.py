@@ -59,7 +59,7 @@ class Beam:
     parent: Beam | None = None
     """One step before; None for the empty answer."""
     numbers: tuple[int, ...] = ()
-    """Of the samples on its path, one per step: they tell beams apart, and order them."""
+    """Indices of the samples on its path, one per step; they identify and order beams."""
     task: GenerationTask | None = field(default=None, repr=False)
     """Generated its last step, or one before that which has been inserted."""
     inserted: str = ""
@@ -273,7 +273,7 @@ class Search:
             yield from self._score_ahead(new)
         finally:
             self.note(new)
-        yield from tell("scored", "", new)
+        yield from beam_stages("scored", "", new)
 
     def _score_ahead(self, beams: Sequence[Beam]) -> Process:
         ahead = beams
@@ -439,7 +439,7 @@ class SearchController(Controller):
             over_budget = True
         best = chosen or search.best
         assert best is not None, "a search that comes to its end has finished an answer"
-        yield from tell("selected", "", [best])
+        yield from beam_stages("selected", "", [best])
         search.store(best, task)
         texts = [answer.text for answer in search.answers]
         task.customized_result_fields[self.name] = {
@@ -474,7 +474,7 @@ def merged(beams: Iterable[Beam]) -> list[Beam]:
     return list(first.values())
 
 
-def tell(name: str, why: str, beams: Iterable[Beam]) -> Process:
+def beam_stages(name: str, why: str, beams: Iterable[Beam]) -> Process:
     """Yield a ``Stage`` for each beam.
 
     Its fields are the numbers of the ``beam`` (those of the beam before it without the last one),
