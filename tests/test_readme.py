@@ -123,6 +123,16 @@ def test_the_examples_of_thinking_budgets_run(capsys):
     assert "</think>" in answer
 
 
+@pytest.mark.parametrize("name", ["adaptive_compute", "fork_think", "spct", "archon"])
+def test_the_guides_examples_of_adaptive_methods_and_pipelines_run(name):
+    (code,) = guide_of(f'create("{name}"')
+    exec(code, {"__name__": "guide"})
+
+
+def test_the_guides_search_for_a_pipeline_can_be_imported():
+    exec(guide_of("PipelineSearch")[0], {"__name__": "guide"})
+
+
 def test_the_guides_examples_of_revising_and_verifying_run(capsys):
     for name in ('"genrm"', '"specreason"'):
         exec(guide_of(name)[0], {"__name__": "guide"})

@@ -9,7 +9,14 @@ from forethought import LLM, methods
 from forethought.errors import BudgetExceeded, ParameterError, TaskError
 from forethought.methods import SpecReasonController
 from forethought.methods.specreason import SCORE_PROMPT
-from forethought.scaffolding import Budget, EngineWorker, Reply, ScaffoldingLlm, ScriptedWorker
+from forethought.scaffolding import (
+    Budget,
+    EngineWorker,
+    Reply,
+    ScaffoldingLlm,
+    ScriptedWorker,
+    Stage,
+)
 from tokens import thinking
 
 TAG = SpecReasonController.WorkerTag
@@ -68,6 +75,65 @@ def test_the_score_is_one_token_behind_the_step_and_drawn_greedily():
     assert judged.prompt == f"ps1{SCORE_PROMPT}"
     assert (judged.task.max_tokens, judged.task.temperature) == (1, 0.0)
     assert base.calls[-1].task.temperature == 0.6
+
+
+@pytest.mark.parametrize("scores", ["999", "679", "7x6", "000"])
+def test_drafts_ahead_of_the_scores_change_nothing_but_the_time(scores):
+    alone, _, base = solve(scores)
+    ahead, small, other = solve(scores, pipelined=True)
+    assert ahead.output.text == alone.output.text
+    assert ahead.output.meta == alone.output.meta
+    assert other.prompts == base.prompts
+    assert set(small.prompts) >= {"p", "p" + (BASE if scores[0] < "7" else SMALL)[0]}
+
+
+def test_the_next_step_is_drafted_while_one_is_scored_and_cancelled_if_that_is_rejected():
+    begun = []
+
+    def slow(prompt, index):
+        begun.append(prompt)
+        return Reply(SMALL[prompt.count("\n\n")], delay=0.0 if prompt == "p" else 60.0)
+
+    def judge(prompt, index):
+        if prompt.endswith(SCORE_PROMPT):
+            begun.append("score")
+            return "0"
+        return "answer" if "</think>" in prompt else BASE[2]
+
+    controller = methods.create("specreason", pipelined=True)
+    workers = {TAG.SMALL: ScriptedWorker(slow), TAG.BASE: ScriptedWorker(judge)}
+    with ScaffoldingLlm(controller, workers) as llm:
+        result = llm.generate("p")
+    assert result.output.text == "b3</think>answer"
+    assert begun == ["p", "score", "ps1\n\n"]
+    assert [call.ended for call in workers[TAG.SMALL].calls] == ["done", "cancelled"]
+
+
+def test_without_steps_behind_it_nothing_is_drafted_ahead():
+    _, small, _ = solve("9", max_steps=1, pipelined=True)
+    assert len(small.calls) == 1
+    _, small, _ = solve("999", pipelined=True)
+    assert len(small.calls) == 3
+
+
+def test_a_draft_ahead_that_fails_is_drafted_again():
+    def small(prompt, index):
+        failing = prompt != "p" and index == 0
+        return Reply(small_says(prompt), error=OSError("gone") if failing else None)
+
+    result, _, _ = solve("999", small=small, pipelined=True)
+    assert result.output.text == "s1\n\ns2\n\ns3</think>answer"
+
+
+def test_each_score_is_told_as_a_stage():
+    result, _, _ = solve("679")
+    stages = [event.output for event in result.events(stages=True)]
+    scored = [stage.fields for stage in stages if isinstance(stage, Stage)]
+    assert [(one["step"], one["score"], one["accepted"]) for one in scored] == [
+        (0, 6, False),
+        (1, 7, True),
+        (2, 9, True),
+    ]
 
 
 def test_the_first_steps_are_the_base_models_and_the_threshold_can_be_set():

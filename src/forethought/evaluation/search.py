@@ -108,7 +108,7 @@ class Search:
                 self._solve(recipe, range(more))
             left, count = kept, more
         rows = [self._row(recipe, range(count)) for recipe in left]
-        proposed = next(one for one in left if one.name == _cheapest_good(rows).method)
+        proposed = self._cheapest_good(left, rows)
         self._notes.append(
             f"Proposed: {proposed.name}, the cheapest on the Pareto front within one standard "
             f"error of the most accurate. {len(candidates)} candidates were searched, the last "
@@ -150,6 +150,10 @@ class Search:
         rows = [self._row(recipe, range(count)) for recipe in recipes]
         by_name = {recipe.name: recipe for recipe in recipes}
         return [by_name[row.method] for row in front_of(rows)]
+
+    def _cheapest_good(self, recipes: Sequence[Recipe], rows: Sequence[ReportRow]) -> Recipe:
+        """The cheapest on the front within one standard error of the most accurate."""
+        return next(one for one in recipes if one.name == _cheapest_good(rows).method)
 
     def _check(self, first: Recipe, proposed: Recipe) -> list[ReportRow]:
         """The rows of both on the held-out problems."""
@@ -202,7 +206,7 @@ class Search:
 
 def _cheapest_good(rows: Sequence[ReportRow]) -> ReportRow:
     """The cheapest on the front within one standard error of the most accurate (the rule of
-    Breiman et al., "Classification and Regression Trees", 1984, section 3.4.3)."""
+    Breiman et al., "Classification and Regression Trees", 1984)."""
     front = front_of(rows)
     best = front[-1].correct
     error = math.sqrt(best.value * (1 - best.value) / best.trials)

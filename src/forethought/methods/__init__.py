@@ -18,6 +18,8 @@ from forethought.config.registry import Registry
 from forethought.errors import ParameterError
 
 if TYPE_CHECKING:
+    from forethought.methods.adaptive_compute import AdaptiveComputeController
+    from forethought.methods.archon import ArchonController
     from forethought.methods.beam_search import BeamSearchController
     from forethought.methods.best_of_n import BestOfNController
     from forethought.methods.budget_forcing import BudgetForcingController
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from forethought.methods.deepconf import DeepConfController, OnlineDeepConfController
     from forethought.methods.dvts import DVTSController
     from forethought.methods.dynasor import DynasorGenerationController
+    from forethought.methods.fork_think import ForkThinkController
     from forethought.methods.majority_vote import MajorityVoteController
     from forethought.methods.mcts import MCTSController
     from forethought.methods.no_thinking import NoThinkingController
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from forethought.methods.repeated_sampling import RepeatedSamplingController
     from forethought.methods.self_refine import SelfRefineController
     from forethought.methods.sequential_revision import SequentialRevisionController
+    from forethought.methods.spct import SPCTRewardController
     from forethought.methods.specreason import SpecReasonController
     from forethought.methods.tree_of_thoughts import TreeOfThoughtsController
     from forethought.scaffolding.controller import Controller
@@ -64,9 +68,13 @@ _REGISTRY = Registry(
         ),
         "genrm": "forethought.scaffolding.genrm_controller:GenRMController",
         "specreason": "forethought.methods.specreason:SpecReasonController",
+        "adaptive_compute": "forethought.methods.adaptive_compute:AdaptiveComputeController",
+        "fork_think": "forethought.methods.fork_think:ForkThinkController",
+        "spct": "forethought.methods.spct:SPCTRewardController",
+        "archon": "forethought.methods.archon:ArchonController",
     },
 )
-_NESTED = ("generation_controller", "reward_controller")
+_NESTED = ("generation_controller", "reward_controller", "meta_reward_controller")
 """Parameters that are controllers."""
 
 _HOMES = {
@@ -89,9 +97,15 @@ _HOMES = {
     "SelfRefineController": "self_refine",
     "SequentialRevisionController": "sequential_revision",
     "SpecReasonController": "specreason",
+    "AdaptiveComputeController": "adaptive_compute",
+    "ForkThinkController": "fork_think",
+    "SPCTRewardController": "spct",
+    "ArchonController": "archon",
 }
 
 __all__ = [
+    "AdaptiveComputeController",
+    "ArchonController",
     "BeamSearchController",
     "BestOfNController",
     "BudgetForcingController",
@@ -100,6 +114,7 @@ __all__ = [
     "DVTSController",
     "DeepConfController",
     "DynasorGenerationController",
+    "ForkThinkController",
     "MCTSController",
     "MajorityVoteController",
     "Method",
@@ -108,6 +123,7 @@ __all__ = [
     "ParticleFilteringController",
     "ParticleGibbsController",
     "RepeatedSamplingController",
+    "SPCTRewardController",
     "SelfRefineController",
     "SequentialRevisionController",
     "SpecReasonController",
@@ -199,7 +215,7 @@ def worker_tags(controller: Controller) -> list[Any]:
     """
     from forethought.scaffolding.controller import Controller
 
-    tags = list(type(controller).WorkerTag)
+    tags = [*type(controller).WorkerTag, *getattr(controller, "worker_tags", ())]
     for value in vars(controller).values():
         inner = value.values() if isinstance(value, dict) else [value]
         for each in inner:

@@ -22,6 +22,7 @@ from forethought.scaffolding.search import (
     STEP_TOKEN,
     Search,
     SearchController,
+    beam_stages,
     best_of,
     expect_multiple,
     merged,
@@ -112,3 +113,5 @@ class _Subtree:
             beams = merged(grown)
             yield from search.score(beams)
             (beam,), numbers = best_of(beams, 1), range(len(self._numbers))
+            others = [other for other in beams if other is not beam]
+            yield from beam_stages("pruned", "it is not the best of its subtree", others)

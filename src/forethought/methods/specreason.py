@@ -8,19 +8,27 @@
                   score <  threshold: the base model writes the step instead
 
 A step need not be what the base model would have written, only as good: unlike speculative decoding
-of tokens, this changes the output. The two can be stacked, as each model's engine may speculate.
-Behind the thought the base model writes the answer.
+of tokens, this changes the output. Behind the thought the base model writes the answer.
+
+With ``pipelined`` the small model drafts the next step while the base model scores the last one::
+
+    small model   | draft 1 | draft 2 | draft 3 | ...
+    base model              | score 1 | score 2 | ...
+
+A draft behind a step that is not kept is cancelled; the output is the same.
+
+It stacks with speculative decoding of tokens in each engine. The tokens of a rejected step do not
+draft those of the step that replaces it.
 
 Paper: Pan et al., "SpecReason: Fast and Accurate Inference-Time Compute via Speculative Reasoning",
 2025. arXiv 2504.07891. The scale, the threshold of 7, steps that end at a blank line and the first
-steps by the base model are the paper's; the text of the score prompt is ours. Draft and score
-alternate here; they do not overlap.
+steps by the base model are the paper's; the text of the score prompt is ours.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Annotated, Any
 
@@ -29,9 +37,10 @@ from pydantic import Field, TypeAdapter
 from forethought.errors import BudgetExceeded, ParameterError
 from forethought.scaffolding import sampling
 from forethought.scaffolding.controller import Controller, refuse_arguments
-from forethought.scaffolding.parallel import ParallelProcess, Process
-from forethought.scaffolding.result import Delta, ScaffoldingOutput
+from forethought.scaffolding.parallel import AsCompleted, ParallelProcess, Process
+from forethought.scaffolding.result import Delta, ScaffoldingOutput, Stage
 from forethought.scaffolding.settings import (
+    BOOL,
     NON_NEGATIVE_INT,
     OPTIONAL_TEXT,
     POSITIVE_INT,
@@ -59,6 +68,8 @@ class _Chain:
     scores: list[int | None] = field(default_factory=list)
     """The score of each step; None: the base model wrote it without a judgement."""
     num_accepted: int = 0
+    ahead: GenerationTask | None = None
+    """The draft of the next step, if there is one already."""
 
 
 class SpecReasonController(Controller):
@@ -79,6 +90,8 @@ class SpecReasonController(Controller):
         think_end: marker behind which the base model writes the answer; None: all is steps.
         score_prompt: text behind a step; the base model's next token is the score. What is no digit
             counts as 0.
+        pipelined: draft the next step while one is scored; costs the tokens of drafts behind steps
+            that are not kept.
 
     Raises:
         ParameterError: a setting of the wrong kind.
@@ -100,6 +113,7 @@ class SpecReasonController(Controller):
         step_end: str = "\n\n",
         think_end: str | None = "</think>",
         score_prompt: str = SCORE_PROMPT,
+        pipelined: bool = False,
     ) -> None:
         super().__init__()
         self.score_threshold = validated("score_threshold", score_threshold, _SCORE)
@@ -111,6 +125,7 @@ class SpecReasonController(Controller):
         self.step_end = validated("step_end", step_end, TEXT)
         self.think_end = validated("think_end", think_end, OPTIONAL_TEXT)
         self.score_prompt = validated("score_prompt", score_prompt, TEXT)
+        self.pipelined = validated("pipelined", pipelined, BOOL)
 
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
         """Solve the tasks concurrently.
@@ -167,10 +182,16 @@ class SpecReasonController(Controller):
         """The next step: the small model's if its score is high enough, else the base model's."""
         score = None
         if len(chain.scores) >= self.first_n_base_steps:
-            draft = self._part(task, chain, self.WorkerTag.SMALL)
-            yield [draft]
-            score = yield from self._score(task, chain, draft)
-            if score >= self.score_threshold:
+            draft, chain.ahead = chain.ahead, None
+            if draft is None:
+                draft = self._part(task, chain, self.WorkerTag.SMALL)
+                yield [draft]
+            score, ahead = yield from self._score(task, chain, draft)
+            is_kept = score >= self.score_threshold
+            fields = {"step": len(chain.scores), "score": score, "accepted": is_kept}
+            yield Stage("scored", fields=fields)
+            if is_kept:
+                chain.ahead = ahead
                 chain.scores.append(score)
                 chain.num_accepted += 1
                 return draft
@@ -180,15 +201,44 @@ class SpecReasonController(Controller):
         return step
 
     def _score(self, task: GenerationTask, chain: _Chain, draft: GenerationTask) -> Process:
-        """The base model's score of a step, from 0 to 9."""
+        """Have the base model score a step.
+
+        Returns:
+            The score, from 0 to 9, and the draft of the step behind it, if there is one.
+        """
         judged = GenerationTask(
             input_str=f"{task.input_str}{chain.text}{draft.output_str}{self.score_prompt}"
         )
         sampling.choose(judged, {"max_tokens": 1, "temperature": 0.0})
         judged.worker_tag, judged.priority = self.WorkerTag.BASE, task.priority
-        yield [judged]
-        digit = (judged.output_str or "").strip()
-        return int(digit) if digit in _DIGITS else 0
+        ahead = self._next_draft(task, chain, draft) if self.pipelined else None
+        score = -1
+        with AsCompleted([judged] if ahead is None else [judged, ahead]) as running:
+            while running and not 0 <= score < self.score_threshold:
+                try:
+                    done = yield running
+                except BudgetExceeded:
+                    if score < 0:
+                        raise
+                    return score, None  # the step is kept; it was the last
+                if done is judged:
+                    digit = (judged.output_str or "").strip()
+                    score = int(digit) if digit in _DIGITS else 0
+        has_next = ahead is not None and ahead.finish_reason is not None and ahead.error is None
+        return score, ahead if has_next else None
+
+    def _next_draft(
+        self, task: GenerationTask, chain: _Chain, draft: GenerationTask
+    ) -> GenerationTask | None:
+        """The task of the draft behind another one; None if no step comes behind it."""
+        later = replace(chain, scores=[*chain.scores, None])
+        self._add(task, later, draft)
+        goes_on = later.finish_reason is None and later.is_thinking
+        if not goes_on or len(later.scores) >= self.max_steps:
+            return None
+        ahead = self._part(task, later, self.WorkerTag.SMALL)
+        ahead.on_failure = "drop"  # it is drafted again, if the step before it is kept
+        return ahead
 
     def _part(
         self, task: GenerationTask, chain: _Chain, tag: WorkerTag, in_steps: bool = True

@@ -2,7 +2,7 @@
 
 ``SamplingParams(confidence=20)`` lets the decode step compute a ``TokenConfidence`` per token. Here
 they are put together, as DeepConf does (Fu et al. 2025, "Deep Think with Confidence", arXiv
-2508.15260, section 2)::
+2508.15260)::
 
     token confidences   c1 c2 c3 c4 c5 c6 ...
     groups of 3         [......]                their means, one per token from the third on
@@ -37,6 +37,9 @@ TOP_K = 20
 WINDOW = 2048
 """Tokens of a group, and of the tail."""
 
+NUM_LOGPROBS = 20
+"""Most probable tokens among which a word is looked for; servers give no more."""
+
 Measure = Literal["confidence", "logprob", "entropy", "self_certainty"]
 Aggregation = Literal["mean", "tail_mean", "lowest_group", "bottom_groups"]
 _TOP_K: TypeAdapter[int] = TypeAdapter(Annotated[int, Field(strict=True, ge=1, le=MAX_LOGPROBS)])
@@ -55,6 +58,26 @@ def confidence_of(entries: TokenLogprobs, k: int) -> TokenConfidence:
     finite = [value for value in ranked[:k] if value < math.inf]
     chosen = next(iter(entries.values())).logprob
     return TokenConfidence(mean(finite) if finite else -chosen, chosen)
+
+
+def word_probability(task: GenerationTask, word: str) -> float:
+    """The probability that a generation begins with a word, over all tokens that spell it.
+
+    0 if none of them is among the most probable. Where there are no log-probabilities, 0 or 1 by
+    the generated text.
+
+    Args:
+        task: generated with ``num_logprobs``.
+        word: in any case, without blanks.
+    """
+    wanted, entries = word.lower(), (task.logprobs or [{}])[0]
+    if not entries:
+        return float((task.output_str or "").strip().lower() == wanted)
+    return math.fsum(
+        math.exp(entry.logprob)
+        for entry in entries.values()
+        if entry.token is not None and entry.token.strip().lower() == wanted
+    )
 
 
 def mean(values: Sequence[float]) -> float:
@@ -86,7 +109,7 @@ def bottom_groups(values: Sequence[float], window: int = WINDOW, share: float = 
 
 
 def stop_threshold(lowest: Sequence[float], kept: float) -> float:
-    """The group confidence below which online DeepConf stops a sample (section 3.2).
+    """The group confidence below which online DeepConf stops a sample.
 
     Args:
         lowest: the ``lowest_group`` of each warm-up sample, at least one.

@@ -339,6 +339,21 @@ def expect_controller(name: str, value: Any) -> Any:
     return value
 
 
+def expect_streams(method: str, controller: Controller) -> None:
+    """Check that the task of a controller is generated as it is, so that it can be a stream.
+
+    Raises:
+        ParameterError: it is no plain generation.
+    """
+    plain = isinstance(controller, NativeGenerationController)
+    if not plain or isinstance(controller, NativeChatController):
+        raise ParameterError(
+            f"{method} cannot stop the samples of another method",
+            f"{type(controller).__name__} does not generate one stream",
+            "Give a NativeGenerationController",
+        )
+
+
 def refuse_arguments(
     controller: Controller, kwargs: Mapping[str, Any], method: str = "process"
 ) -> None:

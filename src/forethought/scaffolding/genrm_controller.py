@@ -9,7 +9,7 @@ over several verifications (GenRM-CoT with a vote)::
 With no verification (``num_verifications=0``) the question is asked at once (direct GenRM).
 
 Paper: Zhang et al., "Generative Verifiers: Reward Modeling as Next-Token Prediction", 2024. arXiv
-2408.15240, sections 3.2 and 3.3. The paper trains the verifier; any model can be asked. The
+2408.15240. The paper trains the verifier; any model can be asked. The
 instruction and the question are the paper's; the number of verifications is ours (the paper goes
 up to 32).
 """
@@ -22,6 +22,7 @@ from enum import Enum
 from typing import Any
 
 from forethought.errors import BudgetExceeded, ParameterError
+from forethought.scaffolding.confidence import NUM_LOGPROBS, word_probability
 from forethought.scaffolding.controller import Controller, has_failed, refuse_arguments
 from forethought.scaffolding.parallel import AsCompleted, Branch, Process
 from forethought.scaffolding.settings import (
@@ -34,8 +35,6 @@ from forethought.scaffolding.task import GenerationTask
 
 VERIFY_PROMPT = "\n\nLet's verify step by step.\n"
 YES_NO_PROMPT = "\nIs the answer correct (Yes/No)?"
-NUM_LOGPROBS = 20
-"""Most probable tokens among which "Yes" is looked for; servers give no more."""
 
 
 class GenRMController(Controller):
@@ -137,14 +136,7 @@ class GenRMController(Controller):
 
     def probability_of_yes(self, question: GenerationTask) -> float:
         """The probability of all tokens that spell "Yes"; 0 if none is among the most probable."""
-        entries = (question.logprobs or [{}])[0]
-        if not entries:
-            return float((question.output_str or "").strip().lower() == self.yes)
-        return math.fsum(
-            math.exp(entry.logprob)
-            for entry in entries.values()
-            if entry.token is not None and entry.token.strip().lower() == self.yes
-        )
+        return word_probability(question, self.yes)
 
 
 class _Verification:

@@ -80,7 +80,7 @@ class JudgeRewardController(NativeRewardController):
         sampling_params: Mapping[str, Any] | SamplingParams | None = None,
     ) -> None:
         super().__init__()
-        self.prompt = _checked_prompt(prompt, "{answer}")
+        self.prompt = checked_prompt(prompt, "{answer}")
         self.highest = validated("highest", highest, _HIGHEST)
         self.sampling_params = _judge_params(self, sampling_params)
 
@@ -96,8 +96,8 @@ class JudgeRewardController(NativeRewardController):
         self.scores = [None if chat is None else self._score_in(chat.output_str) for chat in chats]
 
     def _chat(self, task: GenerationTask | RewardTask) -> ChatTask:
-        values = {"{question}": _question(task), "{answer}": task.output_str or ""}
-        return _judging(self, _filled(self.prompt, {**values, "{highest}": f"{self.highest:g}"}))
+        values = {"{question}": question_of(task), "{answer}": task.output_str or ""}
+        return judging(self, filled(self.prompt, {**values, "{highest}": f"{self.highest:g}"}))
 
     def _score_in(self, said: str | None) -> float | None:
         found = _SCORE.findall(said or "")
@@ -130,7 +130,7 @@ class CompareRewardController(NativeRewardController):
     ) -> None:
         super().__init__()
         self.group_size = validated("group_size", group_size, _GROUP)
-        self.prompt = _checked_prompt(prompt, "{answers}")
+        self.prompt = checked_prompt(prompt, "{answers}")
         self.sampling_params = _judge_params(self, sampling_params)
 
     def process(self, tasks: Sequence[GenerationTask | RewardTask], **kwargs: Any) -> Process:
@@ -167,9 +167,9 @@ class CompareRewardController(NativeRewardController):
         ]
 
     def _chat(self, group: Sequence[GenerationTask | RewardTask]) -> ChatTask:
-        answers = [f"Answer {n}:\n{task.output_str}" for n, task in enumerate(group, start=1)]
-        values = {"{question}": _question(group[0]), "{count}": str(len(group))}
-        return _judging(self, _filled(self.prompt, {**values, "{answers}": "\n\n".join(answers)}))
+        values = {"{question}": question_of(group[0]), "{count}": str(len(group))}
+        texts = numbered_answers(group)
+        return judging(self, filled(self.prompt, {**values, "{answers}": texts}))
 
 
 def _best(said: str | None, count: int) -> int:
@@ -179,13 +179,20 @@ def _best(said: str | None, count: int) -> int:
     return number - 1 if 1 <= number <= count else 0
 
 
-def _filled(prompt: str, values: Mapping[str, str]) -> str:
+def numbered_answers(tasks: Sequence[GenerationTask | RewardTask]) -> str:
+    """The answers, numbered from 1."""
+    answers = [f"Answer {n}:\n{task.output_str}" for n, task in enumerate(tasks, start=1)]
+    return "\n\n".join(answers)
+
+
+def filled(prompt: str, values: Mapping[str, str]) -> str:
     """The prompt with its fields replaced, in one pass: braces in an answer are text."""
     pattern = "|".join(map(re.escape, values))
     return re.sub(pattern, lambda field: values[field[0]], prompt)
 
 
-def _judging(controller: Any, prompt: str) -> ChatTask:
+def judging(controller: Any, prompt: str) -> ChatTask:
+    """A chat of a reward controller with its ``sampling_params``, for its worker."""
     chat = ChatTask.create_from_prompt(prompt)
     chat.worker_tag = controller.WorkerTag.REWARD
     sampling.fill(chat, controller.sampling_params)
@@ -196,7 +203,12 @@ def _judge_params(controller: Any, given: Mapping[str, Any] | SamplingParams | N
     return {**JUDGE_PARAMS, **sampling.checked(type(controller).__name__, given)}
 
 
-def _question(task: GenerationTask | RewardTask) -> str:
+def question_of(task: GenerationTask | RewardTask) -> str:
+    """The question that a task answers.
+
+    Raises:
+        ParameterError: it is not there as text.
+    """
     text = task.question_text if isinstance(task, GenerationTask) else task.input_str
     if text is None:
         raise ParameterError(
@@ -207,7 +219,12 @@ def _question(task: GenerationTask | RewardTask) -> str:
     return text
 
 
-def _checked_prompt(prompt: str, field: str) -> str:
+def checked_prompt(prompt: str, field: str) -> str:
+    """A judge's prompt.
+
+    Raises:
+        ParameterError: it has no such field.
+    """
     if field not in validated("prompt", prompt, TEXT):
         raise ParameterError("invalid prompt of a judge", f"it has no {field}", f"Put {field} in")
     return prompt

@@ -1,0 +1,257 @@
+"""Adaptive inference-time compute: the model says whether a new start would do better.
+
+A fork of a sample is asked whether a new answer would be better, and generates one token; nothing
+else reads the sample. The score is the probability of "No", which means: keep it::
+
+    round 1   sample 0   ====[.31]  pruned          [ ] a probe: one token of a fork, in the middle
+              sample 1   ====[.74]==========(.62)   ( ) a probe of the whole answer
+    round 2   sample 2   ====[.66]======(.93)       .93 reaches the threshold: no third round
+
+* Adaptive sampling: rounds go on until an answer reaches ``threshold``, so that an easy question
+  costs one sample and a hard one up to ``default_sample_num``.
+* Pruning: after ``prune_after`` tokens the samples of a round that score lowest are cancelled, and
+  those below ``restart_below`` too; the next round starts over.
+* Best of N: the answer with the highest score is returned. There is no other reward model.
+* Annealing: sample n has the temperature ``T * (1 - 2**-n)``. The first is greedy, later ones
+  explore.
+
+Paper: Manvi, Singh and Ermon, "Adaptive Inference-Time Compute: LLMs Can Predict if They Can Do
+Better, Even Mid-Generation", 2024. arXiv 2410.02725. The paper trains the model to predict this;
+any model can be asked, and how well it knows is to be measured. The text of the question, the
+form of the annealing and the defaults are ours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter
+
+from forethought.errors import BudgetExceeded, ParameterError
+from forethought.scaffolding import sampling
+from forethought.scaffolding.confidence import NUM_LOGPROBS, word_probability
+from forethought.scaffolding.controller import (
+    Controller,
+    expect_controller,
+    expect_streams,
+    refuse_arguments,
+)
+from forethought.scaffolding.parallel import Process
+from forethought.scaffolding.result import Stage
+from forethought.scaffolding.settings import (
+    BOOL,
+    OPTIONAL_POSITIVE_INT,
+    POSITIVE_INT,
+    TEXT,
+    validated,
+)
+from forethought.scaffolding.task import ChatTask, GenerationTask, StreamGenerationTask
+
+RESTART_PROMPT = "\n\nWould a new answer, written from the start, be better? (Yes/No) "
+_PROBABILITY: TypeAdapter[float] = TypeAdapter(Annotated[float, Field(ge=0, le=1)])
+_TO_THE_END = 2**31
+"""Tokens of a step that has no other end than that of the sample."""
+
+
+class AdaptiveComputeController(Controller):
+    """Samples until the model itself says that a new start would not be better.
+
+    The output is the sample with the highest score. ``customized_result_fields`` has, under
+    ``adaptive_compute``, the ``index`` of that sample, the ``scores`` of the finished samples and
+    the ``partial_scores`` in the middle of each (None: there is none), and which were ``pruned``.
+
+    Args:
+        generation_controller: generates the samples; a plain generation, whose tasks can be
+            streams.
+        default_sample_num: samples at most, unless ``process`` gets ``sample_num``.
+        threshold: score of a finished sample that ends the sampling; 1.0: draw all.
+        round_size: samples that run side by side before the threshold is looked at.
+        prune_after: tokens after which a sample is probed while it runs; None: never.
+        prune_share: share of a round's samples that is then cancelled, those with the lowest
+            scores; at least one sample goes on.
+        restart_below: score in the middle below which a sample is cancelled in any case, unless it
+            is the last chance for an answer.
+        annealing: raise the temperature from 0 with the number of the sample.
+        restart_prompt: text behind a sample, to which "Yes" means that a new start is better.
+
+    Raises:
+        ParameterError: a setting of the wrong kind, or another method inside.
+    """
+
+    def __init__(
+        self,
+        generation_controller: Controller,
+        default_sample_num: int = 16,
+        *,
+        threshold: float = 0.8,
+        round_size: int = 1,
+        prune_after: int | None = 64,
+        prune_share: float = 0.5,
+        restart_below: float = 0.0,
+        annealing: bool = True,
+        restart_prompt: str = RESTART_PROMPT,
+    ) -> None:
+        super().__init__()
+        self.generation_controller = expect_controller(
+            "generation_controller", generation_controller
+        )
+        expect_streams("adaptive_compute", generation_controller)
+        self.default_sample_num = validated("default_sample_num", default_sample_num, POSITIVE_INT)
+        self.threshold = validated("threshold", threshold, _PROBABILITY)
+        self.round_size = validated("round_size", round_size, POSITIVE_INT)
+        self.prune_after = validated("prune_after", prune_after, OPTIONAL_POSITIVE_INT)
+        self.prune_share = validated("prune_share", prune_share, _PROBABILITY)
+        self.restart_below = validated("restart_below", restart_below, _PROBABILITY)
+        self.annealing = validated("annealing", annealing, BOOL)
+        self.restart_prompt = validated("restart_prompt", restart_prompt, TEXT)
+
+    def process(
+        self, tasks: Sequence[GenerationTask], sample_num: int | None = None, **kwargs: Any
+    ) -> Process:
+        """Sample in rounds, and leave the best sample on the task.
+
+        Args:
+            tasks: exactly one.
+            sample_num: in place of ``default_sample_num``.
+            **kwargs: none.
+
+        Raises:
+            ParameterError: keyword arguments, not exactly one task, or one that cannot be probed.
+            BudgetExceeded: the budget is spent and no sample has ended; else the best one so far is
+                the output.
+        """
+        refuse_arguments(self, kwargs)
+        if len(tasks) != 1 or isinstance(tasks[0], ChatTask) or tasks[0].skip_detokenizer:
+            raise ParameterError(
+                "adaptive_compute takes one prompt, and gives text",
+                f"got {len(tasks)} tasks, a chat, or skip_detokenizer",
+                "Give prompts apart, and a chat as llm.chat_prompt(messages)",
+            )
+        sampling.refuse(tasks[0], ["n"], "adaptive_compute", "Use default_sample_num")
+        count = self.default_sample_num if sample_num is None else sample_num
+        validated("sample_num", count, POSITIVE_INT)
+        samples: list[_Sample] = []
+        try:
+            while len(samples) < count and max(map(_rank, samples), default=-1) < self.threshold:
+                numbers = range(len(samples), min(count, len(samples) + self.round_size))
+                group = [_Sample(self, tasks[0], number) for number in numbers]
+                samples += group
+                is_last = len(samples) == count and not any(each.has_ended for each in samples)
+                yield from self._round(group, is_last)
+        except BudgetExceeded:
+            if not any(each.has_ended for each in samples):
+                raise
+        yield from _finish(tasks[0], samples, count)
+
+    def _round(self, group: Sequence[_Sample], is_last_chance: bool) -> Process:
+        """Draw samples, prune some of them on the way, and score those that have ended."""
+        if self.prune_after is not None:
+            yield from self._advance(group, self.prune_after)
+            yield from self._prune(group, is_last_chance)
+        yield from self._advance(group, _TO_THE_END)
+        ended = [each for each in group if each.has_ended]
+        for each, score in zip(ended, (yield from self._probe(ended)), strict=True):
+            each.score = score
+            yield Stage("scored", fields={"sample": each.number, "score": score})
+
+    def _advance(self, group: Sequence[_Sample], num_tokens: int) -> Process:
+        """Generate so many further tokens of all samples under way."""
+        going = [each for each in group if not each.stream.end_flag]
+        for each in going:
+            each.stream.streaming_step = num_tokens
+        if going:
+            yield from self.generation_controller.process([each.stream for each in going])
+
+    def _prune(self, group: Sequence[_Sample], is_last_chance: bool) -> Process:
+        """Cancel the samples under way that score lowest."""
+        going = [each for each in group if not each.stream.end_flag]
+        for each, score in zip(going, (yield from self._probe(going)), strict=True):
+            each.partial_score = score
+            fields = {"sample": each.number, "score": score, "at": each.stream.num_generated}
+            yield Stage("probed", fields=fields)
+        num_pruned = math.floor(self.prune_share * len(group))
+        worst = sorted(going, key=lambda each: (each.partial_score or 0.0, -each.number))
+        num_low = sum((each.partial_score or 0.0) < self.restart_below for each in worst)
+        spared = int(is_last_chance and len(going) == len(group))
+        num_pruned = min(max(num_low, min(num_pruned, len(group) - 1)), len(going) - spared)
+        for each in worst[:num_pruned]:
+            each.is_pruned = each.stream.cancel_flag = True
+            fields = {"sample": each.number, "score": each.partial_score}
+            yield Stage("pruned", "a new start is likely to be better", fields=fields)
+        if num_pruned:
+            yield [each.stream for each in worst[:num_pruned]]
+
+    def _probe(self, samples: Sequence[_Sample]) -> Process:
+        """How probable it is, for each sample as far as it is, that a new start is not better."""
+        probes: list[GenerationTask] = [
+            each.stream.fork(
+                self.restart_prompt,
+                GenerationTask,
+                inherit=False,
+                temperature=0.0,
+                max_tokens=1,
+                num_logprobs=NUM_LOGPROBS,
+            )
+            for each in samples
+        ]
+        if probes:
+            yield probes
+        return [_score(probe) for probe in probes]
+
+
+class _Sample:
+    """One sample.
+
+    Attributes:
+        stream: generates it.
+        partial_score: of its beginning; None: it was not probed while it ran.
+        score: of the whole; None: it has not ended, or was not probed.
+        is_pruned: whether it was cancelled.
+    """
+
+    def __init__(
+        self, method: AdaptiveComputeController, task: GenerationTask, number: int
+    ) -> None:
+        self.number, self.is_pruned = number, False
+        self.partial_score: float | None = None
+        self.score: float | None = None
+        self.stream = StreamGenerationTask.create_from_generation_task(task)
+        self.stream.streaming_output_flag = False
+        sampling.vary(self.stream, number)
+        if method.annealing:
+            sampling.fill(self.stream, getattr(method.generation_controller, "sampling_params", {}))
+            given = self.stream.temperature
+            highest = 1.0 if given is None else given
+            sampling.choose(self.stream, {"temperature": highest * (1.0 - 0.5**number)})
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it was drawn to its end."""
+        return self.stream.end_flag and not self.is_pruned
+
+
+def _finish(task: GenerationTask, samples: Sequence[_Sample], count: int) -> Process:
+    """Leave the best sample on the task."""
+    best = max((each for each in samples if each.has_ended), key=_rank)
+    yield Stage("selected", fields={"sample": best.number, "score": best.score})
+    task.result, task.request_handle = best.stream.result, best.stream.request_handle
+    texts = [each.stream.output_str if each.has_ended else None for each in samples]
+    task.candidates = texts + [None] * (count - len(samples))
+    task.customized_result_fields["adaptive_compute"] = {
+        "index": best.number,
+        "scores": [each.score for each in samples],
+        "partial_scores": [each.partial_score for each in samples],
+        "pruned": [each.number for each in samples if each.is_pruned],
+    }
+
+
+def _rank(sample: _Sample) -> float:
+    return -1.0 if sample.score is None else sample.score
+
+
+def _score(probe: GenerationTask) -> float:
+    """The probability of "No" among that of the two words; 0.5 if neither is probable."""
+    keep, restart = word_probability(probe, "no"), word_probability(probe, "yes")
+    return keep / (keep + restart) if keep + restart > 0 else 0.5

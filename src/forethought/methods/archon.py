@@ -1,0 +1,346 @@
+"""Archon: layers of inference-time techniques, each of which reads what the one before has left.
+
+::
+
+    question -> [generator x 5] -> [critic] -> [ranker, top 3] -> [fuser] -> answer
+                 5 candidates      critiques   3 candidates       1 candidate
+
+Components of a layer, and the calls of each component, run side by side; only a layer waits for the
+one before. Each call has a seed made of the request's seed and its place. The layers are a mapping
+or a file, see ``archon_config``; ``forethought.evaluation.pipeline_search`` looks for good ones.
+
+If several candidates are left at the end, the first is the answer: of a ranker or an evaluator the
+best, else the one with the lowest number. (The paper's code draws one.)
+
+Paper: Saad-Falcon et al., "Archon: An Architecture Search Framework for Inference-Time Techniques",
+2024. arXiv 2409.15254. The components are the paper's; the texts of their prompts are ours.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from forethought.errors import BudgetExceeded, ParameterError
+from forethought.methods import archon_config
+from forethought.methods.archon_config import Component
+from forethought.scaffolding import sampling
+from forethought.scaffolding.controller import Controller, refuse_arguments
+from forethought.scaffolding.judge import filled, question_of
+from forethought.scaffolding.parallel import ParallelProcess, Process
+from forethought.scaffolding.result import ScaffoldingOutput, Stage
+from forethought.scaffolding.task import ChatTask, GenerationTask
+
+PROMPTS: Mapping[str, str] = {
+    "critic": """\
+Criticise an answer to a question. Name its strengths, then its weaknesses, in a few sentences.
+
+Question:
+{question}
+
+Answer:
+{answer}""",
+    "ranker": """\
+Here are {count} answers to a question. Compare them and order them from best to worst.
+
+Question:
+{question}
+
+{answers}
+
+End with one line of the form "Ranking: [2] > [1] > [3]", with the numbers of all answers.""",
+    "fuser": """\
+Here are {count} answers to a question. Some may be wrong. Write one answer that is better than each
+of them: check what they say, keep what is right and leave out what is not. Write the answer alone.
+
+Question:
+{question}
+
+{answers}""",
+    "verifier": """\
+Check an answer to a question, step by step.
+
+Question:
+{question}
+
+Answer:
+{answer}
+
+End with "[Correct]" if the answer is right and complete, and with "[Incorrect]" if it is not.""",
+    "unit_test_generator": """\
+Write up to {count} statements that every right answer to the question has to satisfy and that can
+be checked one by one. Write each on a line of its own that begins with "- ".
+
+Question:
+{question}""",
+    "unit_test_evaluator": """\
+Say which of the tests an answer to a question passes.
+
+Question:
+{question}
+
+Answer:
+{answer}
+
+Tests:
+{tests}
+
+End with one line per test, of the form "Test 1: Passed" or "Test 1: Failed".""",
+}
+DEFAULT: Mapping[str, Any] = {
+    "layers": [
+        [{"type": "generator", "samples": 5, "temperature": 0.8}],
+        [{"type": "critic"}],
+        [{"type": "ranker", "top_k": 3}],
+        [{"type": "fuser"}],
+    ]
+}
+_FUSER_TEMPERATURE = 0.7
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An answer."""
+
+    output: ScaffoldingOutput
+    critique: str = ""
+
+    @property
+    def text(self) -> str:
+        """Its text."""
+        return self.output.text or ""
+
+
+@dataclass(frozen=True)
+class _State:
+    """What one layer leaves for the next."""
+
+    candidates: tuple[Candidate, ...] = ()
+    tests: tuple[str, ...] = ()
+
+
+class ArchonController(Controller):
+    """Runs the layers of a pipeline, one after the other, and returns the first candidate left.
+
+    ``customized_result_fields["archon"]`` holds for each layer that has ended the types of its
+    components and the number of ``candidates`` behind it, and whether the ``budget`` ended it.
+
+    Args:
+        pipeline: the layers, as a mapping or the path of a JSON or YAML file; by default five
+            samples, critiques, the best three and their fusion.
+
+    Raises:
+        ParameterError: it cannot be read, or a layer cannot be run.
+        UnknownNameError: a component of a type that there is not.
+    """
+
+    class WorkerTag(Enum):
+        """The worker of components that name no model."""
+
+        GENERATION = "generation"
+
+    def __init__(self, pipeline: Mapping[str, Any] | str | Path = DEFAULT) -> None:
+        super().__init__()
+        self.pipeline = archon_config.load(pipeline)
+        self.worker_tags = self.pipeline.models
+
+    def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
+        """Run the layers, and leave the answer on the task.
+
+        Args:
+            tasks: exactly one.
+            **kwargs: none.
+
+        Raises:
+            ParameterError: keyword arguments, not exactly one task, or a question that is no text.
+            BudgetExceeded: the budget is spent before the first layer has ended; else the first
+                candidate of the last one that has is returned.
+        """
+        refuse_arguments(self, kwargs)
+        if len(tasks) != 1 or tasks[0].skip_detokenizer:
+            raise ParameterError(
+                "archon takes one task, with text",
+                f"got {len(tasks)}, or skip_detokenizer",
+                "Give them apart",
+            )
+        [task] = tasks
+        sampling.refuse(task, ["n"], "archon", "Give a generator samples")
+        question_of(task)
+        state, info, over_budget = _State(), list[dict[str, Any]](), False
+        texts: list[str | None] = []
+        for number, layer in enumerate(self.pipeline.layers):
+            try:
+                state = yield from self._run(task, state, layer, number)
+            except BudgetExceeded:
+                if not state.candidates:
+                    raise
+                over_budget = True
+                break
+            texts = texts or [each.text for each in state.candidates]
+            fields = {"types": [e.type for e in layer], "candidates": len(state.candidates)}
+            info.append(fields)
+            yield Stage("layer", fields={"number": number, **fields})
+        task.result = state.candidates[0].output
+        task.candidates = texts
+        meta = {"layers": info, "budget": over_budget}
+        task.customized_result_fields["archon"] = meta
+
+    def _run(
+        self, task: GenerationTask, state: _State, layer: Sequence[Component], number: int
+    ) -> Process:
+        """The state behind a layer, whose components run side by side."""
+        runs = [_Run(task, state, each, (number, n)) for n, each in enumerate(layer)]
+        process = ParallelProcess(runs, [[] for _ in runs])
+        yield process
+        found: list[_State] = [branch.result for branch in process.branches]
+        if len(found) == 1:
+            return found[0]
+        if {each.type for each in layer} <= {"generator", "fuser"}:
+            every = tuple(each for one in found for each in one.candidates)
+            return replace(state, candidates=every)
+        changed = (each.candidates for each in found if each.candidates is not state.candidates)
+        tests = (each.tests for each in found if each.tests is not state.tests)
+        return _State(next(changed, state.candidates), next(tests, state.tests))
+
+
+class _Run:
+    """One component of a layer.
+
+    Args:
+        task: of the request.
+        state: before the layer.
+        component: what is run.
+        place: of the component: layer, and number within it.
+    """
+
+    def __init__(
+        self, task: GenerationTask, state: _State, component: Component, place: tuple[int, int]
+    ) -> None:
+        self._task, self._state, self._component, self._place = task, state, component, place
+
+    def process(self, tasks: Sequence[Any], **kwargs: Any) -> Process:
+        """Run it; returns the state behind it."""
+        run: Callable[[Any], Process] = getattr(self, f"_{self._component.type}")
+        return (yield from run(self._component))
+
+    def _generator(self, given: archon_config.Generator) -> Process:
+        drawn = [self._prepared(self._task.copy(), n) for n in range(given.samples)]
+        yield drawn
+        return replace(self._state, candidates=_candidates(drawn))
+
+    def _critic(self, given: archon_config.Critic) -> Process:
+        said = yield from self._each("critic")
+        pairs = zip(self._state.candidates, said, strict=True)
+        criticised = tuple(replace(each, critique=text) for each, text in pairs)
+        return replace(self._state, candidates=criticised)
+
+    def _ranker(self, given: archon_config.Ranker) -> Process:
+        candidates = self._state.candidates
+        if len(candidates) == 1:
+            return self._state
+        chat = self._chat("ranker", 0, self._listed())
+        yield [chat]
+        order = ranking_in(chat.output_str or "", len(candidates))
+        return replace(self._state, candidates=tuple(candidates[n] for n in order[: given.top_k]))
+
+    def _fuser(self, given: archon_config.Fuser) -> Process:
+        chats = [self._chat("fuser", n, self._listed()) for n in range(given.samples)]
+        yield chats
+        return replace(self._state, candidates=_candidates(chats))
+
+    def _verifier(self, given: archon_config.Verifier) -> Process:
+        said = yield from self._each("verifier")
+        pairs = zip(self._state.candidates, said, strict=True)
+        kept = tuple(each for each, text in pairs if is_correct(text))[: given.top_k]
+        return replace(self._state, candidates=kept) if kept else self._state
+
+    def _unit_test_generator(self, given: archon_config.UnitTestGenerator) -> Process:
+        chat = self._chat("unit_test_generator", 0, {"{count}": str(given.num_tests)})
+        yield [chat]
+        return replace(self._state, tests=unit_tests_in(chat.output_str or "")[: given.num_tests])
+
+    def _unit_test_evaluator(self, given: archon_config.UnitTestEvaluator) -> Process:
+        tests = [f"Test {n}: {text}" for n, text in enumerate(self._state.tests, start=1)]
+        if not tests:
+            return self._state
+        said = yield from self._each("unit_test_evaluator", {"{tests}": "\n".join(tests)})
+        passed = [num_passed(text, len(tests)) for text in said]
+        order = sorted(range(len(passed)), key=lambda n: -passed[n])
+        kept = tuple(self._state.candidates[n] for n in order[: given.top_k])
+        return replace(self._state, candidates=kept)
+
+    # ---- calls --------------------------------------------------------------------------------
+
+    def _each(self, prompt: str, values: Mapping[str, str] | None = None) -> Process:
+        """What is said about each candidate."""
+        chats = [
+            self._chat(prompt, n, {"{answer}": each.text, **(values or {})})
+            for n, each in enumerate(self._state.candidates)
+        ]
+        yield chats
+        return [chat.output_str or "" for chat in chats]
+
+    def _listed(self) -> dict[str, str]:
+        """The values of a prompt about all candidates: each with its number and its critique."""
+        texts = [
+            f"[{n}] {each.text}" + (f"\n\nCritique of [{n}]: {each.critique}" * bool(each.critique))
+            for n, each in enumerate(self._state.candidates, start=1)
+        ]
+        return {"{count}": str(len(texts)), "{answers}": "\n\n".join(texts)}
+
+    def _chat(self, prompt: str, number: int, values: Mapping[str, str]) -> ChatTask:
+        question = {"{question}": question_of(self._task)}
+        chat = ChatTask.create_from_prompt(filled(PROMPTS[prompt], {**question, **values}))
+        sampling.carry(self._task, chat, ["seed", "max_tokens"])
+        warm = self._component.type == "fuser"
+        sampling.choose(chat, {"temperature": _FUSER_TEMPERATURE if warm else 0.0})
+        prepared: ChatTask = self._prepared(chat, number)
+        return prepared
+
+    def _prepared(self, call: Any, number: int) -> Any:
+        """A call with the settings of its component, and a seed of its own."""
+        given = self._component
+        call.worker_tag = given.model or ArchonController.WorkerTag.GENERATION
+        call.streaming_output_flag, call.priority = False, self._task.priority
+        limits = {"temperature": given.temperature, "max_tokens": given.max_tokens}
+        sampling.choose(call, {name: each for name, each in limits.items() if each is not None})
+        for place in (*self._place, number):
+            sampling.vary(call, place)
+        return call
+
+
+def _candidates(calls: Sequence[GenerationTask]) -> tuple[Candidate, ...]:
+    return tuple(Candidate(call.result or ScaffoldingOutput("")) for call in calls)
+
+
+# ---- what is read in the texts -------------------------------------------------------------------
+
+
+def ranking_in(text: str, count: int) -> list[int]:
+    """The indices of the candidates, best first; those that are not named come last."""
+    line = text[text.lower().rfind("ranking") :] if "ranking" in text.lower() else text
+    named = [int(each) - 1 for each in re.findall(r"\[(\d+)\]", line)]
+    return list(dict.fromkeys(n for n in (*named, *range(count)) if 0 <= n < count))
+
+
+def is_correct(text: str) -> bool:
+    """Whether the last of "[Correct]" and "[Incorrect]" is the first of the two."""
+    found = re.findall(r"\[(correct|incorrect)\]", text.lower())
+    return bool(found) and found[-1] == "correct"
+
+
+def unit_tests_in(text: str) -> tuple[str, ...]:
+    """The tests in a list with dashes or numbers."""
+    found = re.findall(r"^\s*(?:[-*]|\d+[.)])\s+(\S.*)$", text, re.MULTILINE)
+    return tuple(each.strip() for each in found)
+
+
+def num_passed(text: str, num_tests: int) -> int:
+    """How many tests are said to be passed; what is said last of a test counts."""
+    found = re.findall(r"test\s*(\d+)\W+(passed|failed)", text.lower())
+    said = {int(number): word for number, word in found if 1 <= int(number) <= num_tests}
+    return sum(word == "passed" for word in said.values())

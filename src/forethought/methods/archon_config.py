@@ -1,0 +1,213 @@
+"""The layers of an Archon pipeline: read from a mapping, JSON or YAML, and checked before it runs.
+
+::
+
+    {"layers": [[{"type": "generator", "samples": 5, "temperature": 0.7}],
+                [{"type": "critic"}],
+                [{"type": "ranker", "top_k": 3}],
+                [{"type": "fuser"}]]}
+
+========================  ==========================================================================
+``generator``             draws ``samples`` answers to the question; only in the first layer
+``critic``                writes strengths and weaknesses of each candidate
+``ranker``                orders the candidates, critiques read, and keeps the first ``top_k``
+``fuser``                 writes ``samples`` answers out of all candidates, critiques read
+``verifier``              checks each candidate and keeps the first ``top_k`` that are correct; if
+                          none is, all go on
+``unit_test_generator``   writes up to ``num_tests`` tests that an answer has to pass
+``unit_test_evaluator``   says which tests each candidate passes, and keeps the ``top_k`` that pass
+                          most
+========================  ==========================================================================
+
+A layer is a list, whose components run side by side: several generators, or several fusers, perhaps
+of different models; a critic beside a unit-test generator; any other component alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from forethought.config.base import StrictModel
+from forethought.errors import DependencyError, ParameterError, UnknownNameError
+
+_Count = Annotated[int, Field(strict=True, ge=1)]
+
+
+class Component(StrictModel):
+    """What all components can be given."""
+
+    type: str
+    model: str | None = None
+    """Tag of the worker; None: that of ``"generation"``."""
+    temperature: float | None = Field(default=None, ge=0)
+    """None: of a generator as the request says, of others 0.7 for fusers and else 0."""
+    max_tokens: _Count | None = None
+    """Of each call; None: as the request says."""
+
+
+class Generator(Component):
+    """Draws answers."""
+
+    samples: _Count = 1
+
+
+class Critic(Component):
+    """Criticises each candidate."""
+
+
+class Ranker(Component):
+    """Orders the candidates."""
+
+    top_k: _Count = 1
+
+
+class Fuser(Component):
+    """Writes one answer out of all candidates."""
+
+    samples: _Count = 1
+
+
+class Verifier(Component):
+    """Keeps correct candidates."""
+
+    top_k: _Count | None = None
+
+
+class UnitTestGenerator(Component):
+    """Writes tests."""
+
+    num_tests: _Count = 5
+
+
+class UnitTestEvaluator(Component):
+    """Orders the candidates by the tests that they pass."""
+
+    top_k: _Count | None = None
+
+
+COMPONENTS: Mapping[str, type[Component]] = {
+    "generator": Generator,
+    "critic": Critic,
+    "ranker": Ranker,
+    "fuser": Fuser,
+    "verifier": Verifier,
+    "unit_test_generator": UnitTestGenerator,
+    "unit_test_evaluator": UnitTestEvaluator,
+}
+_BESIDE = (frozenset({"generator"}), frozenset({"fuser"}))
+_NOTES = frozenset({"critic", "unit_test_generator"})
+"""They add notes, and leave the candidates as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """Layers of components."""
+
+    layers: tuple[tuple[Component, ...], ...]
+
+    @property
+    def models(self) -> list[str]:
+        """The worker tags that are named, each once."""
+        named = [each.model for layer in self.layers for each in layer if each.model is not None]
+        return list(dict.fromkeys(named))
+
+    def to_dict(self) -> dict[str, Any]:
+        """What it was read from, without what is not set."""
+        return {
+            "layers": [[each.model_dump(exclude_none=True) for each in row] for row in self.layers]
+        }
+
+
+def load(given: Mapping[str, Any] | str | Path) -> Pipeline:
+    """A pipeline from a mapping, or from a file (``.json``, ``.yaml``, ``.yml``).
+
+    Raises:
+        ParameterError: it cannot be read, or a layer cannot be run; says which one.
+        UnknownNameError: a component of a type that there is not.
+        DependencyError: a YAML file, and pyyaml is not installed.
+    """
+    values = given if isinstance(given, Mapping) else _read(Path(given))
+    layers = values.get("layers") if isinstance(values, Mapping) else None
+    if not isinstance(layers, Sequence) or isinstance(layers, str) or not layers:
+        raise _invalid("layers", f"got {layers!r}", "Give a list of layers, each a list")
+    unknown = values.keys() - {"layers", "name"}
+    if unknown:
+        raise ParameterError.unknown("a pipeline", unknown, ("layers", "name"))
+    found = tuple(_layer(f"layers[{n}]", layer) for n, layer in enumerate(layers))
+    _check(found)
+    return Pipeline(found)
+
+
+def _read(path: Path) -> Any:
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix not in (".yaml", ".yml"):
+            return json.loads(text)
+        try:
+            yaml = importlib.import_module("yaml")
+        except ImportError as error:
+            raise DependencyError.missing("pyyaml", "reading YAML", "archon") from error
+        try:
+            return yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ValueError(str(error)) from error
+    except (OSError, ValueError) as error:
+        raise ParameterError(
+            f"cannot read the pipeline {path}",
+            str(error).split("\n")[0],
+            "Give a mapping, or a .json or .yaml file",
+        ) from error
+
+
+def _layer(name: str, given: Any) -> tuple[Component, ...]:
+    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
+        raise _invalid(name, f"got {given!r}", "Give a list of components")
+    return tuple(_component(f"{name}[{n}]", each) for n, each in enumerate(given))
+
+
+def _component(name: str, given: Any) -> Component:
+    if not isinstance(given, Mapping) or "type" not in given:
+        raise _invalid(name, f"got {given!r}", 'Give a mapping with "type"')
+    kind = given["type"]
+    if kind not in COMPONENTS:
+        raise UnknownNameError(f"type in {name}", str(kind), COMPONENTS)
+    try:
+        return COMPONENTS[kind](**given)
+    except ParameterError as error:
+        raise ParameterError(f"{name}: {error.what}", error.why, error.fix) from error
+
+
+def _check(layers: Sequence[Sequence[Component]]) -> None:
+    """Refuse an order of components that cannot work."""
+    has_tests = False
+    for number, layer in enumerate(layers):
+        name, kinds = f"layers[{number}]", {each.type for each in layer}
+        if (kinds == {"generator"}) != (number == 0):
+            raise _invalid(
+                name,
+                f"it has {', '.join(sorted(kinds))}",
+                "Put all generators, and nothing else, into the first layer",
+            )
+        alone = len(layer) == 1 or kinds in _BESIDE
+        if not alone and not (kinds <= _NOTES and len(kinds) == len(layer)):
+            raise _invalid(
+                name,
+                f"{', '.join(each.type for each in layer)} cannot run side by side",
+                "Give each a layer of its own",
+            )
+        if "unit_test_evaluator" in kinds and not has_tests:
+            raise _invalid(
+                name, "there are no unit tests yet", "Put a unit_test_generator before it"
+            )
+        has_tests = has_tests or "unit_test_generator" in kinds
+
+
+def _invalid(name: str, why: str, fix: str) -> ParameterError:
+    return ParameterError(f"invalid {name} of a pipeline", why, fix)

@@ -1,0 +1,228 @@
+"""Fork-think: one path is drawn, and forked where the model was least confident in it.
+
+::
+
+    seed     ==== ==== ==== ==== ==== ==== \\boxed{7}     groups of ``window`` tokens
+    conf.    9.1  8.8  3.2  9.0  4.1  8.7
+                       |         |
+                       |         +---- ==== ==== \\boxed{7}
+                       +---- ==== ==== ==== ==== \\boxed{5}        the answers are voted on
+
+Where the model was sure, all paths would go on alike; drawing whole paths from the prompt pays for
+these tokens each time. A fork at the start of a group of low confidence pays for what comes behind
+it alone. The forks are spread over the ``num_points`` least confident groups, the least confident
+first, and draw with seeds of their own. On the engine a fork takes the seed path's keys and values
+up to its point; the confidences come from the decode step.
+
+Paper: Al-Khalili et al., "Fork-Think with Confidence", 2026. arXiv 2606.31484. Groups, their
+confidence as DeepConf defines it, and the defaults are ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from forethought.errors import BudgetExceeded, ParameterError
+from forethought.scaffolding import answer_spaces, sampling
+from forethought.scaffolding.answer_spaces import AnswerSpace
+from forethought.scaffolding.answers import AnswerPool
+from forethought.scaffolding.confidence import TOP_K, ConfidenceRewardController, mean
+from forethought.scaffolding.controller import (
+    Controller,
+    expect_controller,
+    expect_streams,
+    refuse_arguments,
+)
+from forethought.scaffolding.parallel import Branch, Process, run_until
+from forethought.scaffolding.result import Stage
+from forethought.scaffolding.settings import ON_FAILURE, POSITIVE_INT, OnFailure, validated
+from forethought.scaffolding.task import ChatTask, GenerationTask, StreamGenerationTask
+
+_REFUSED = ("n", "echo", "thinking_budget", "thinking_soft", "thinking_end")
+
+
+@dataclass(frozen=True, slots=True)
+class ForkingPoint:
+    """The start of a group of tokens."""
+
+    num_tokens: int
+    """Tokens of the seed path before it."""
+    num_characters: int
+    """Characters of its text before it."""
+    confidence: float
+    """Mean over the group behind it."""
+
+
+class ForkThinkController(Controller):
+    """Draws one path, forks it where it was least confident, and votes.
+
+    The output is the winning answer's lowest numbered path; the seed path is number 0.
+    ``customized_result_fields["fork_think"]`` holds the ``answer``, the ``points`` (tokens of the
+    seed path before each, and its confidence) and how many paths ``finished``.
+
+    Args:
+        generation_controller: generates the paths; a plain generation, whose tasks can be streams.
+        default_sample_num: paths, the seed path included, unless ``process`` gets ``sample_num``.
+        num_points: groups at which the seed path is forked.
+        window: tokens of a group.
+        top_k: most probable tokens that the confidence of a token is taken over.
+        answer_space: where the answer stands and which answers mean the same, as in
+            ``majority_vote``.
+        on_failure: ``"drop"`` votes without forks that failed.
+
+    Raises:
+        ParameterError: a setting of the wrong kind, or another method inside.
+    """
+
+    def __init__(
+        self,
+        generation_controller: Controller,
+        default_sample_num: int = 8,
+        *,
+        num_points: int = 4,
+        window: int = 16,
+        top_k: int = TOP_K,
+        answer_space: AnswerSpace | str = "math",
+        on_failure: OnFailure = "raise",
+    ) -> None:
+        super().__init__()
+        self.generation_controller = expect_controller(
+            "generation_controller", generation_controller
+        )
+        expect_streams("fork_think", generation_controller)
+        self.default_sample_num = validated("default_sample_num", default_sample_num, POSITIVE_INT)
+        self.num_points = validated("num_points", num_points, POSITIVE_INT)
+        self.window = validated("window", window, POSITIVE_INT)
+        self.confidence = ConfidenceRewardController("mean", top_k=top_k)
+        self.answer_space = answer_spaces.answer_space(answer_space)
+        self.on_failure = validated("on_failure", on_failure, ON_FAILURE)
+
+    def process(
+        self, tasks: Sequence[GenerationTask], sample_num: int | None = None, **kwargs: Any
+    ) -> Process:
+        """Draw the seed path, fork it, vote, and leave the winner on the task.
+
+        Args:
+            tasks: exactly one.
+            sample_num: in place of ``default_sample_num``.
+            **kwargs: none.
+
+        Raises:
+            ParameterError: keyword arguments, not exactly one task, or one that cannot be forked.
+            BudgetExceeded: the budget is spent before the seed path has ended; else the paths vote
+                that have.
+        """
+        refuse_arguments(self, kwargs)
+        if len(tasks) != 1 or isinstance(tasks[0], ChatTask) or tasks[0].skip_detokenizer:
+            raise ParameterError(
+                "fork_think takes one prompt, and gives text",
+                f"got {len(tasks)} tasks, a chat, or skip_detokenizer",
+                "Give prompts apart, and a chat as llm.chat_prompt(messages)",
+            )
+        [task] = tasks
+        sampling.refuse(task, _REFUSED, "fork_think", "Leave it out")
+        count = self.default_sample_num if sample_num is None else sample_num
+        validated("sample_num", count, POSITIVE_INT)
+        seed = self._seed_path(task)
+        points = yield from self._draw(seed)
+        for point in points:
+            fields = {"at": point.num_tokens, "confidence": point.confidence}
+            yield Stage("forked", "the model was not confident here", fields=fields)
+        forked_at = [points[n % len(points)] for n in range(count - 1)] if points else []
+        forks = [self._fork(seed, point, n) for n, point in enumerate(forked_at, start=1)]
+        paths = {0: seed} | (yield from self._continue(task, forks))
+        yield from self._vote(task, paths, points, count)
+
+    def _seed_path(self, task: GenerationTask) -> StreamGenerationTask:
+        seed = StreamGenerationTask.create_from_generation_task(task, self.window)
+        seed.streaming_output_flag = False
+        sampling.vary(seed, 0)
+        sampling.fill(seed, self.confidence.sample_params)
+        return seed
+
+    def _draw(self, seed: StreamGenerationTask) -> Process:
+        """Draw the seed path group by group.
+
+        Returns:
+            The least confident points, the least confident first.
+        """
+        points, known = list[ForkingPoint](), 0
+        while not seed.end_flag:
+            before = seed.num_generated, len(seed.output_str or "")
+            yield from self.generation_controller.process([seed])
+            values = self.confidence.values(seed)
+            if values[known:]:
+                points.append(ForkingPoint(*before, mean(values[known:])))
+            known = len(values)
+        points.sort(key=lambda point: point.confidence)
+        return points[: self.num_points]
+
+    def _fork(self, seed: StreamGenerationTask, point: ForkingPoint, number: int) -> GenerationTask:
+        """A task that continues the seed path from a point."""
+        start = copy.copy(seed)  # the same sequence, as it was at the point
+        start.output_str = (seed.output_str or "")[: point.num_characters]
+        if seed.output_tokens is not None:
+            start.output_tokens = seed.output_tokens[: point.num_tokens]
+        start.logprobs = seed.logprobs and seed.logprobs[: point.num_tokens]
+        start.confidences = seed.confidences and seed.confidences[: point.num_tokens]
+        fork: GenerationTask = start.fork(on_failure=self.on_failure)
+        if seed.max_tokens is not None:
+            sampling.choose(fork, {"max_tokens": seed.max_tokens - point.num_tokens})
+        sampling.vary(fork, number)
+        return fork
+
+    def _continue(self, task: GenerationTask, forks: Sequence[GenerationTask]) -> Process:
+        """Generate the forks; returns the whole paths of those that have ended, by number."""
+        branches = [
+            Branch(self.generation_controller.clone(), [fork], on_failure=self.on_failure)
+            for fork in forks
+        ]
+        ended: Sequence[Branch] = []
+        with contextlib.suppress(BudgetExceeded):  # the seed path is there
+            ended = yield from run_until(branches, _never)
+        return {
+            number: self._whole(task, fork)
+            for number, (fork, branch) in enumerate(zip(forks, branches, strict=True), start=1)
+            if branch in ended and branch.error is None and fork.error is None
+        }
+
+    def _whole(self, task: GenerationTask, fork: GenerationTask) -> GenerationTask:
+        """The path of a fork, from the prompt on."""
+        path = task.copy()
+        path.result, path.request_handle = fork.joined, fork.request_handle
+        return path
+
+    def _vote(
+        self,
+        task: GenerationTask,
+        paths: dict[int, GenerationTask],
+        points: Sequence[ForkingPoint],
+        count: int,
+    ) -> Process:
+        pool = AnswerPool(self.answer_space.equivalence)
+        said = {number: self.answer_space.answer_of(path) for number, path in paths.items()}
+        votes = {number: answer for number, answer in said.items() if answer is not None}
+        with contextlib.suppress(BudgetExceeded):  # then the seed path is returned
+            yield from pool.adding(votes)
+        winner = pool.winner
+        answer = None if winner is None else winner.answer
+        yield Stage("voted", fields={"answer": answer, "tally": pool.tally})
+        chosen = paths[0 if winner is None else winner.first]
+        task.result, task.request_handle = chosen.result, chosen.request_handle
+        texts = [paths[n].output_str if n in paths else None for n in range(count)]
+        task.candidates = texts
+        task.customized_result_fields["fork_think"] = {
+            "answer": answer,
+            "points": [{"at": p.num_tokens, "confidence": p.confidence} for p in points],
+            "finished": len(paths),
+        }
+
+
+def _never(branch: Branch) -> Process:
+    """All paths are drawn."""
+    yield from ()
+    return False

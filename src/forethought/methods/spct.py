@@ -1,0 +1,213 @@
+"""Generalist rewards: a model writes principles, criticises all answers by them and scores each.
+
+::
+
+    question, answers 0 1 2                                      meta reward   kept
+      critique 0   principles ... analysis ... Scores: [7, 4, 9]     0.8        yes
+      critique 1   principles ... analysis ... Scores: [9, 9, 2]     0.1        no
+      critique 2   principles ... analysis ... Scores: [6, 5, 8]     0.7        yes
+                                               sums    13  9 17      the third answer wins
+
+The principles are written anew each time, so critiques differ and their sum is finer than one
+score. The answers stand in another order in each critique. A meta reward model, if there is one,
+scores the critiques themselves, and only the best of them vote.
+
+Paper: Liu et al., "Inference-Time Scaling for Generalist Reward Modeling", 2025. arXiv 2504.02495.
+The paper trains the model (self-principled critique tuning, SPCT: DeepSeek-GRM); any chat model can
+be asked. Scores from 1 to 10, their sum as the vote and the filter are the paper's; the text of the
+prompt and the defaults are ours.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from forethought.config.sampling import SamplingParams
+from forethought.errors import BudgetExceeded, ParameterError
+from forethought.scaffolding import sampling
+from forethought.scaffolding.controller import (
+    Controller,
+    NativeRewardController,
+    expect_controller,
+    has_failed,
+    refuse_arguments,
+)
+from forethought.scaffolding.judge import (
+    checked_prompt,
+    filled,
+    judging,
+    numbered_answers,
+    question_of,
+)
+from forethought.scaffolding.parallel import AsCompleted, Process
+from forethought.scaffolding.settings import BOOL, OPTIONAL_POSITIVE_INT, POSITIVE_INT, validated
+from forethought.scaffolding.task import ChatTask, GenerationTask, RewardTask
+
+CRITIQUE_PROMPT = """\
+Here are {count} answers to a question. First write the principles by which answers to this question
+should be judged, with a weight for each. Then analyse each answer by these principles. Then give
+each answer a whole score from 1 (worst) to 10 (best).
+
+Question:
+{question}
+
+{answers}
+
+End with one line of the form "Scores: [a, b, ...]", with {count} scores in the order above."""
+
+CRITIQUE_PARAMS: Mapping[str, Any] = {"temperature": 1.0, "max_tokens": 2048}
+HIGHEST = 10
+_SCORES = re.compile(r"scores\W*?\[([^\]]*)\]", re.IGNORECASE)
+
+
+class SPCTRewardController(NativeRewardController):
+    """Scores answers by the sum over several sampled critiques, the best of which vote.
+
+    A reward controller, for ``best_of_n`` and others. ``scores`` holds one per task, from 0 to 1:
+    the sum of its votes by the highest that they could come to; None for a task that failed, and
+    for all if no critique can be read. ``critiques`` holds the texts of the critiques, ``votes``
+    the scores in each (None: it cannot be read), and ``voters`` the numbers of those that voted.
+
+    Args:
+        num_critiques: k, sampled side by side.
+        meta_reward_controller: scores critiques, as answers to the prompt that they were given;
+            None: all of them vote.
+        num_voters: critiques that vote, those that ``meta_reward_controller`` scores highest; None:
+            half of them.
+        shuffled: whether the answers stand in another order in each critique.
+        prompt: what is asked; ``{question}``, ``{count}`` and ``{answers}`` are replaced. The last
+            "Scores: [...]" of a critique counts.
+        sampling_params: of the critiques; by default at temperature 1, with at most 2048 tokens. A
+            ``seed`` decides the order of the answers too.
+
+    Raises:
+        ParameterError: a setting of the wrong kind, a prompt without ``{answers}``, or
+            ``num_voters`` without a meta reward.
+    """
+
+    def __init__(
+        self,
+        num_critiques: int = 8,
+        meta_reward_controller: Controller | None = None,
+        *,
+        num_voters: int | None = None,
+        shuffled: bool = True,
+        prompt: str = CRITIQUE_PROMPT,
+        sampling_params: Mapping[str, Any] | SamplingParams | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_critiques = validated("num_critiques", num_critiques, POSITIVE_INT)
+        self.meta_reward_controller = meta_reward_controller
+        if meta_reward_controller is not None:
+            expect_controller("meta_reward_controller", meta_reward_controller)
+        self.num_voters = validated("num_voters", num_voters, OPTIONAL_POSITIVE_INT)
+        if num_voters is not None and meta_reward_controller is None:
+            raise ParameterError(
+                "num_voters needs a meta_reward_controller",
+                "without one there is no order among the critiques, and all of them vote",
+                "Give one, or leave num_voters out",
+            )
+        self.shuffled = validated("shuffled", shuffled, BOOL)
+        self.prompt = checked_prompt(prompt, "{answers}")
+        given = sampling.checked(type(self).__name__, sampling_params)
+        self.sampling_params = {**CRITIQUE_PARAMS, **given}
+        self.critiques: list[str] = []
+        self.votes: list[list[int] | None] = []
+        self.voters: list[int] = []
+
+    def process(self, tasks: Sequence[GenerationTask | RewardTask], **kwargs: Any) -> Process:
+        """Score all tasks, which answer the same question.
+
+        Raises:
+            ParameterError: keyword arguments; there are none. Or a question that is no text.
+            BudgetExceeded: the budget is spent and no critique has ended; else those vote that
+                have.
+        """
+        refuse_arguments(self, kwargs)
+        alive = [number for number, task in enumerate(tasks) if not has_failed(task)]
+        self.scores = [None] * len(tasks)
+        if not alive:
+            return
+        answers = [tasks[number] for number in alive]
+        orders = self._orders(len(answers), getattr(answers[0], "seed", None))
+        chats = [self._chat([answers[n] for n in order], k) for k, order in enumerate(orders)]
+        prompts = [chat.question_text for chat in chats]
+        ended = yield from _run(chats)
+        self.critiques = [(chat.output_str or "") if chat in ended else "" for chat in chats]
+        self.votes = [
+            votes_in(said, order) for said, order in zip(self.critiques, orders, strict=True)
+        ]
+        self.voters = [k for k, votes in enumerate(self.votes) if votes is not None]
+        if self.meta_reward_controller is not None and self.voters:
+            yield from self._filter(self.meta_reward_controller.clone(), prompts)
+        given = [votes for k in self.voters if (votes := self.votes[k]) is not None]
+        for place, number in enumerate(alive) if given else []:
+            total = sum(votes[place] for votes in given)
+            self.scores[number] = total / (HIGHEST * len(given))
+
+    def _orders(self, count: int, seed: int | None) -> list[list[int]]:
+        """The order of the answers in each critique, which the request's seed decides."""
+        source = random.Random(self.sampling_params.get("seed") or seed or 0)
+        orders = [list(range(count)) for _ in range(self.num_critiques)]
+        for order in orders if self.shuffled else []:
+            source.shuffle(order)
+        return orders
+
+    def _chat(self, answers: Sequence[GenerationTask | RewardTask], number: int) -> ChatTask:
+        texts = numbered_answers(answers)
+        values = {"{question}": question_of(answers[0]), "{count}": str(len(answers))}
+        chat = judging(self, filled(self.prompt, {**values, "{answers}": texts}))
+        sampling.vary(chat, number)
+        return chat
+
+    def _filter(self, reward: Any, prompts: Sequence[str | None]) -> Process:
+        """Leave the critiques that the meta reward scores highest among the voters."""
+        criticised = []
+        for number in self.voters:
+            task = GenerationTask(input_str=prompts[number])
+            task.output_str, task.finish_reason = self.critiques[number], "stop"
+            criticised.append(task)
+        try:
+            yield from reward.process(criticised)
+        except BudgetExceeded:
+            return  # all of them vote
+        scores = dict(zip(self.voters, reward.scores, strict=True))
+        ranked = sorted(
+            (number for number in self.voters if scores[number] is not None),
+            key=lambda number: -scores[number],
+        )
+        kept = self.num_voters or max(1, self.num_critiques // 2)
+        self.voters = sorted(ranked[:kept])
+
+
+def votes_in(critique: str, order: Sequence[int]) -> list[int] | None:
+    """The scores in a critique, by the answers' own numbers; None if they cannot be read.
+
+    Args:
+        critique: its text.
+        order: the numbers of the answers as they stand in it.
+    """
+    found = _SCORES.findall(critique)
+    values = re.findall(r"-?\d+(?:\.\d+)?", found[-1]) if found else []
+    whole = [int(value) for value in values if value.isdecimal() and 1 <= int(value) <= HIGHEST]
+    if len(whole) != len(values) or len(whole) != len(order):
+        return None
+    by_number = dict(zip(order, whole, strict=True))
+    return [by_number[number] for number in range(len(order))]
+
+
+def _run(chats: Sequence[ChatTask]) -> Process:
+    """Run chats; returns those that have ended, if the budget ends before all have."""
+    ended: list[ChatTask] = []
+    with AsCompleted(chats) as running:
+        while running:
+            try:
+                ended.append((yield running))
+            except BudgetExceeded:
+                if not ended:
+                    raise
+                break
+    return ended
