@@ -9,7 +9,7 @@ question = {"role": "user", "content": assets.problems()[0]["question"]}
 llm = LLM()
 prompt = llm.chat_prompt([question])
 for budget in (0, 20, None):
-    params = SamplingParams(temperature=0.0, max_tokens=200, thinking_budget=budget)
+    params = SamplingParams(temperature=0.0, max_tokens=120, thinking_budget=budget)
     output = llm.generate(prompt, params).outputs[0]
     answer = (output.text or "").rpartition("</think>")[2].strip()
     print(f"thinking_budget={budget!s:5} tokens: {len(output.token_ids):3} answer: {answer!r}")

@@ -4,14 +4,23 @@ The embedded countdown model generates; its own confidence is the reward, and th
 """
 
 from forethought import assets, methods
-from forethought.scaffolding import ConfidenceRewardController, EngineWorker, ScaffoldingLlm
+from forethought.scaffolding import (
+    ConfidenceRewardController,
+    EngineWorker,
+    ScaffoldingLlm,
+    extract_answer_from_boxed,
+)
+from forethought.scaffolding.answer_spaces import TextAnswers
 from forethought.scaffolding.verifier import verifier
 
 question = assets.problems("countdown")[0]["question"]
 accepts = verifier("countdown")
-params = {"temperature": 0.8, "seed": 1, "max_tokens": 160}
+params = {"temperature": 0.8, "seed": 1, "max_tokens": 120}
 choices = {
-    "majority_vote": {"default_sample_num": 4, "answer_space": "countdown"},
+    "majority_vote": {
+        "default_sample_num": 4,
+        "answer_space": TextAnswers(extract_answer_from_boxed),
+    },
     "best_of_n": {"default_sample_num": 4, "reward_controller": ConfidenceRewardController()},
     "repeated_sampling": {"default_sample_num": 4, "verifier": "countdown"},
 }

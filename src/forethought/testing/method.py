@@ -158,7 +158,7 @@ class _Suite:
         """Answers wait for so many turns of the event loop that they finish in other orders."""
         for factor in (7, 5):
             worker = self._scripted()
-            worker.turns = lambda number, factor=factor: 20 * ((number + 1) * factor % 8)
+            worker.turns = partial(_turns, factor)
             self._expect(self._decided(worker))
 
     def a_server_gives_the_same_result(self) -> None:
@@ -384,6 +384,11 @@ def _seed(task: GenerationTask, number: int) -> int:
     """The seed of sample ``number`` of a task."""
     seed = task.seed or 0
     return derived_seed(seed, -number) if number else seed
+
+
+def _turns(factor: int, number: int) -> int:
+    """Turns of the event loop that differ by more than samples do in length."""
+    return 20 * ((number + 1) * factor % 8)
 
 
 def _at(number: int, reply: Reply, call: int, text: str) -> str | Reply:
