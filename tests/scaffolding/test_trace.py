@@ -82,10 +82,38 @@ def test_branches_and_scores_are_told_as_stages_apart_from_the_text():
     result = run(METHODS["best"]())
     stages = [e.output for e in result.events(stages=True) if isinstance(e.output, Stage)]
     names = [stage.name for stage in stages]
-    assert names == ["spawned"] * 4 + ["ended"] * 4 + ["scored"] * 4
+    assert names == ["spawned"] * 4 + ["ended"] * 4 + ["scored"] * 4 + ["selected"]
     assert {stage.branch for stage in stages[:4]} == {"0", "1", "2", "3"}
     assert {stage.why for stage in stages[4:8]} == {"done"}
     assert list(result.events()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "fields"),
+    [
+        ("vote", "voted", {"answer", "samples", "finished"}),
+        ("dynasor", "probed", {"answer", "tokens"}),
+    ],
+)
+def test_a_method_tells_what_it_decides(name, stage, fields):
+    result = run(METHODS[name]())
+    told = [each for each in result.trace.stages if each["name"] == stage]
+    assert told
+    assert all(set(each["fields"]) == fields for each in told)
+
+
+def test_a_search_tells_what_it_prunes_and_selects():
+    reward = NativeRewardController()
+    controller = methods.create(
+        "beam_search", reward_controller=reward, default_sample_num=2, width=2, step_token="\n"
+    )
+    worker = ScriptedWorker(lambda p, i: f"{i}\nend", score=lambda q, answer: float(len(answer)))
+    workers = dict.fromkeys(methods.worker_tags(controller), worker)
+    with ScaffoldingLlm(controller, workers, trace=True) as llm:
+        stages = llm.generate("p").trace.stages
+    pruned = [stage["fields"] for stage in stages if stage["name"] == "pruned"]
+    assert (pruned[0]["kept"], pruned[0]["pruned"]) == (1, 1)
+    assert stages[-1]["name"] == "selected"
 
 
 class Told(Controller):

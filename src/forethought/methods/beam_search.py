@@ -29,6 +29,7 @@ from forethought.scaffolding.search import (
     best_of,
     expect_multiple,
     merged,
+    pruned,
 )
 from forethought.scaffolding.settings import POSITIVE_INT, OnFailure, validated
 
@@ -93,3 +94,4 @@ class BeamSearchController(SearchController):
             beams = merged([*(beam for beam in kept if beam.finished), *grown])
             yield from search.score(beams)
             kept, width = best_of(beams, count // self.width), self.width
+            yield pruned(beams, kept)

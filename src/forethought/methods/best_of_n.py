@@ -27,6 +27,7 @@ from forethought.scaffolding.answer_spaces import AnswerSpace
 from forethought.scaffolding.answers import AnswerPool
 from forethought.scaffolding.controller import Controller, expect_controller, refuse_arguments
 from forethought.scaffolding.parallel import Branch, Process, run_until
+from forethought.scaffolding.result import Stage
 from forethought.scaffolding.settings import ON_FAILURE, POSITIVE_INT, OnFailure, validated
 from forethought.scaffolding.task import GenerationTask
 
@@ -121,6 +122,7 @@ class BestOfNController(Controller):
             None if sample.error is not None else sample.output_str for sample in samples
         ]
         task.customized_result_fields["best_of_n"] = told
+        yield Stage("selected", fields={"index": told["index"], "score": scores[told["index"]]})
 
     def _sample(self, task: GenerationTask, count: int, options: Mapping[str, Any]) -> Process:
         """Generate the samples; those that failed or were not finished have their ``error`` set."""

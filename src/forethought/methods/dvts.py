@@ -25,6 +25,7 @@ from forethought.scaffolding.search import (
     best_of,
     expect_multiple,
     merged,
+    pruned,
 )
 from forethought.scaffolding.settings import POSITIVE_INT, OnFailure, validated
 
@@ -112,3 +113,4 @@ class _Subtree:
             beams = merged(grown)
             yield from search.score(beams)
             (beam,), numbers = best_of(beams, 1), range(len(self._numbers))
+            yield pruned(beams, [beam])

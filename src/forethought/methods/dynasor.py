@@ -50,7 +50,7 @@ from forethought.scaffolding.answers import (
 from forethought.scaffolding.controller import Controller, refuse_arguments
 from forethought.scaffolding.execution_scope import current_scope
 from forethought.scaffolding.parallel import AsCompleted, ParallelProcess, Process
-from forethought.scaffolding.result import Delta
+from forethought.scaffolding.result import Delta, Stage
 from forethought.scaffolding.settings import BOOL, DIRECTORY, POSITIVE_INT, WORDS, validated
 from forethought.scaffolding.task import ComputeTask, GenerationTask, StreamGenerationTask
 
@@ -362,6 +362,7 @@ class DynasorGenerationController(Controller):
         while probes and probes[0].answer is not None:
             probe = probes.popleft()
             yield from agreement.add(probe.answer or "")
+            yield Stage("probed", fields={"answer": probe.answer, "tokens": probe.kept_tokens})
             if agreement.reached:
                 return probe
         return None

@@ -54,6 +54,7 @@ from forethought.scaffolding.answers import (
 )
 from forethought.scaffolding.controller import Controller, expect_controller, refuse_arguments
 from forethought.scaffolding.parallel import AsCompleted, Branch, Process
+from forethought.scaffolding.result import Stage
 from forethought.scaffolding.settings import (
     BOOL,
     FUNCTION,
@@ -182,6 +183,7 @@ class MajorityVoteController(Controller):
         if self.statistical_stop is not None:
             told["probability"] = pool.lead_probability
         tasks[0].customized_result_fields["majority_vote"] = told
+        yield Stage("voted", fields=dict(told))
 
     def _check(self, tasks: Sequence[GenerationTask], vote_kwargs: Mapping[str, Any]) -> None:
         """Refuse what the vote cannot honour."""

@@ -178,7 +178,8 @@ class Stage:
     """
 
     name: str
-    """``spawned``, ``probed``, ``scored``, ``pruned``, ``voted``, ``ended``, or another."""
+    """``spawned``, ``probed``, ``scored``, ``pruned``, ``voted``, ``selected``, ``called`` (a tool),
+    ``ended``, or another."""
     why: str = ""
     """The reason: for ``ended`` it is ``done``, ``failed``, ``cancelled`` or ``budget``."""
     branch: str | None = None

@@ -33,7 +33,7 @@ from forethought.scaffolding.confidence import ConfidenceRewardController
 from forethought.scaffolding.controller import Controller, expect_controller, refuse_arguments
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.prm_controller import AGGREGATIONS, StepAggregation
-from forethought.scaffolding.result import ScaffoldingOutput
+from forethought.scaffolding.result import ScaffoldingOutput, Stage
 from forethought.scaffolding.settings import (
     NON_NEGATIVE_INT,
     ON_FAILURE,
@@ -447,6 +447,8 @@ class SearchController(Controller):
             "index": texts.index(best.text) if best.text in texts else None,
             "budget": over_budget,
         }
+        why = "the budget is spent" if over_budget else ""
+        yield Stage("selected", why, fields={"score": best.score})
 
     def check_count(self, count: int) -> None:
         """Whether there can be ``count`` samples.
@@ -462,6 +464,13 @@ class SearchController(Controller):
             The beam to return; None: the best one.
         """
         raise NotImplementedError(f"{type(self).__name__} does not override search")
+
+
+def pruned(beams: Sequence[Beam], kept: Sequence[Beam]) -> Stage:
+    """The stage that says how many of ``beams`` a search goes on with, and their scores."""
+    scores = [beam.score for beam in kept]
+    fields = {"kept": len(kept), "pruned": len(beams) - len(kept), "scores": scores}
+    return Stage("pruned", "their scores are lower", fields=fields)
 
 
 def merged(beams: Iterable[Beam]) -> list[Beam]:
