@@ -219,6 +219,27 @@ def test_limits_end_a_call_and_cut_a_result(url):
     assert long.result_str == "x" * 10 + "\n[15 more characters are left out]"
 
 
+def test_a_connection_stays_while_a_call_of_another_scaffolding_llm_is_under_way(url):
+    async def main():
+        worker, loop = MCPWorker([url]), asyncio.get_running_loop()
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            listening.setblocking(False)
+            hanging = asyncio.ensure_future(
+                called(worker, "wait", {"port": listening.getsockname()[1]})
+            )
+            connection, _ = await asyncio.wait_for(loop.sock_accept(listening), 60)
+            connection.close()
+        await worker.on_loop_end()
+        answered = await called(worker, "add", {"a": 1, "b": 1})
+        still_runs = not hanging.done()
+        hanging.cancel()
+        await asyncio.wait([hanging])
+        await worker.async_shutdown()
+        return answered.result_str, still_runs
+
+    assert asyncio.run(main()) == ("2", True)
+
+
 def test_an_old_server_is_reached_over_sse():
     async def main(url):
         worker = MCPWorker.init_with_urls([url])

@@ -121,12 +121,13 @@ class BestOfNController(Controller):
             [samples[number] for number in scored], [*scored.values()], **(select_best_kwargs or {})
         )
         info["index"] = [*scored][index]
-        yield Stage("selected", branch=paths[info["index"]])
         task.result, task.request_handle = best.result, best.request_handle
         task.candidates = [
             None if sample.error is not None else sample.output_str for sample in samples
         ]
         task.customized_result_fields["best_of_n"] = info
+        fields = {"index": info["index"], "score": scores[info["index"]]}
+        yield Stage("selected", branch=paths[info["index"]], fields=fields)
 
     def _sample(self, task: GenerationTask, count: int, options: Mapping[str, Any]) -> Process:
         """Generate the samples; those that failed or were not finished have their ``error`` set.

@@ -133,7 +133,7 @@ class ToolMessage(RoleMessage):
     """The result of one tool call.
 
     Args:
-        content: what the model is told.
+        content: what the model reads.
         tool_call_id: of the call.
         trace_stdout: what the tool printed, for those who read the chat; it is not sent.
         trace_stderr: the same of its errors.

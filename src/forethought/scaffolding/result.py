@@ -179,8 +179,8 @@ class Stage:
     """
 
     name: str
-    """``spawned``, ``probed``, ``scored``, ``pruned``, ``voted``, ``selected``, ``ended``, or
-    another; docs/traces.md has the table of those that the methods here tell."""
+    """``spawned``, ``probed``, ``scored``, ``pruned``, ``voted``, ``selected``, ``called`` (a tool
+    was), ``ended``, or another; docs/traces.md has their table."""
     why: str = ""
     """The reason: for ``ended`` it is ``done``, ``failed``, ``cancelled`` or ``budget``."""
     branch: str | None = None

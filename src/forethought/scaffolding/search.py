@@ -439,7 +439,6 @@ class SearchController(Controller):
             over_budget = True
         best = chosen or search.best
         assert best is not None, "a search that comes to its end has finished an answer"
-        yield from beam_stages("selected", "", [best])
         search.store(best, task)
         texts = [answer.text for answer in search.answers]
         task.customized_result_fields[self.name] = {
@@ -449,6 +448,8 @@ class SearchController(Controller):
             "index": texts.index(best.text) if best.text in texts else None,
             "budget": over_budget,
         }
+        why = "the budget is spent" if over_budget else ""
+        yield from beam_stages("selected", why, [best])
 
     def check_count(self, count: int) -> None:
         """Whether there can be ``count`` samples.

@@ -559,7 +559,7 @@ class RewardTask(Task):
 class MCPCallTask(Task):
     """Call a tool of an MCP server, or of whatever worker has the tag.
 
-    ``result_str`` is what the model is told; with ``is_error`` it says what went wrong.
+    ``result_str`` is what the model reads; with ``is_error`` it says what went wrong.
     """
 
     tool_call_id: str | None = None

@@ -239,7 +239,7 @@ def _is_failed(task: MCPCallTask) -> bool:
 
 
 def _result(task: MCPCallTask) -> ToolMessage:
-    """What the model is told.
+    """The message with the result.
 
     Raises:
         UsageError: the call could not be made at all, such as by a worker that does not exist.

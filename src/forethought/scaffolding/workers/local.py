@@ -208,7 +208,7 @@ class EngineWorker(Worker):
         ]
         task.output_str = response.content
         task.finish_reason = "tool_calls" if calls else task.finish_reason
-        task.emit(response.content, task.output_tokens or (), f"{id(task):x}")
+        task.emit(response.content, (), f"{id(task):x}")
         message = AssistantMessage(
             response.content or None if calls else response.content,
             reasoning=response.reasoning,

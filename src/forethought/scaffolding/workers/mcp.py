@@ -41,7 +41,7 @@ class MCPWorker(Worker):
     Args:
         urls: the servers: URLs (streamable HTTP; SSE if the path ends in ``/sse``), commands that
             start one, as text or as a list of words, or ``mcp.StdioServerParameters``.
-        call_timeout: seconds until a call is given up, which the model is told.
+        call_timeout: seconds until a call is given up, which is an error that the model reads.
         connect_timeout: seconds until a server is given up that does not answer.
         max_result_chars: characters of a result that the model is given; the rest is cut off.
 
@@ -105,7 +105,7 @@ class MCPWorker(Worker):
         return TaskStatus.SUCCESS
 
     async def call_handler(self, task: MCPCallTask) -> TaskStatus:
-        """Call the tool; what goes wrong is told in ``result_str``."""
+        """Call the tool; ``result_str`` says what goes wrong."""
         try:
             result = await self._call(str(task.tool_name), _arguments(task.args))
         except _CallError as error:
@@ -170,14 +170,16 @@ class MCPWorker(Worker):
         return connections
 
     async def on_loop_end(self) -> None:
+        """Close the connections of this loop, unless calls are under way; local servers end."""
+        mine = self._connections.get(asyncio.get_running_loop(), {})
+        if not any(connection.num_calls for connection in mine.values()):
+            await self.async_shutdown()
+
+    async def async_shutdown(self) -> None:
         """Close the connections of this loop; local servers end."""
         with self._lock:
             mine = self._connections.pop(asyncio.get_running_loop(), {})
         await asyncio.gather(*[connection.close() for connection in mine.values()])
-
-    async def async_shutdown(self) -> None:
-        """The same as ``on_loop_end``."""
-        await self.on_loop_end()
 
     def shutdown(self) -> None:
         """Close the connections of all loops that still run, without waiting for it."""
@@ -200,11 +202,13 @@ class _Connection:
 
     Attributes:
         tools: the server's tools by name, once it is ready.
+        num_calls: calls under way.
     """
 
     def __init__(self, mcp: Any, server: Any, timeout: float) -> None:
         self._mcp, self._server, self._timeout = mcp, server, timeout
         self.tools: dict[str, Any] = {}
+        self.num_calls = 0
         self._client: Any = None
         self._stop = asyncio.Event()
         loop = asyncio.get_running_loop()
@@ -241,8 +245,12 @@ class _Connection:
 
     async def call(self, name: str, arguments: dict[str, Any], timeout: float) -> Any:
         """The result of a tool."""
-        async with asyncio.timeout(timeout):
-            return await self._client.call_tool(name, arguments)
+        self.num_calls += 1
+        try:
+            async with asyncio.timeout(timeout):
+                return await self._client.call_tool(name, arguments)
+        finally:
+            self.num_calls -= 1
 
     def stop(self) -> None:
         """Have it end; a local server is ended too."""

@@ -1,0 +1,178 @@
+"""``check_method`` passes every built-in method, and finds what is wrong with others."""
+
+import asyncio
+
+import pytest
+
+from forethought import methods
+from forethought.scaffolding import (
+    AsCompleted,
+    Controller,
+    NativeGenerationController,
+    NativeRewardController,
+)
+from forethought.testing import check_method
+from forethought.testing.samples import sample_answer
+
+REWARD = NativeRewardController
+LENGTHS = {"default_sample_num": 4, "width": 2}
+ALL = {
+    "plain": {},
+    "dynasor": {"chunk_size": 16, "certainty_threshold": 2},
+    "majority_vote": {"default_sample_num": 4},
+    "best_of_n": {"default_sample_num": 3, "reward_controller": REWARD()},
+    "repeated_sampling": {"default_sample_num": 4, "verifier": "math", "concurrency": 2},
+    "budget_forcing": {},
+    "beam_search": {**LENGTHS, "reward_controller": REWARD()},
+    "dvts": {**LENGTHS, "reward_controller": REWARD()},
+    "particle_filtering": {"default_sample_num": 3, "reward_controller": REWARD()},
+    "particle_gibbs": {"default_sample_num": 2, "reward_controller": REWARD()},
+    "mcts": {"default_sample_num": 3, "width": 2, "reward_controller": REWARD()},
+    "tree_of_thoughts": {"default_sample_num": 2, "num_thoughts": 2},
+    "self_refine": {"num_refinements": 2},
+    "sequential_revision": {"num_revisions": 2},
+    "specreason": {},
+}
+"""Those that run on all three: settings of each."""
+SLOW = {
+    "dvts",
+    "mcts",
+    "particle_filtering",
+    "particle_gibbs",
+    "repeated_sampling",
+    "self_refine",
+    "tree_of_thoughts",
+}
+"""Those like one of the others in what they ask of a worker."""
+ON_A_SCRIPT = {
+    "deepconf": "samples that are forced on a model have no confidences to decide by",
+    "deepconf_online": "as deepconf",
+    "budget_vote": "a server gets the thought and the answer as two requests with own seeds",
+    "no_thinking": "as budget_vote",
+}
+SCRIPTED = {
+    "deepconf": ({"default_sample_num": 4}, {"seed": 11, "max_tokens": 400, "confidence": 2}),
+    "deepconf_online": (
+        {"default_sample_num": 4, "num_warmup": 2, "window": 8},
+        {"seed": 11, "max_tokens": 400, "confidence": 2},
+    ),
+    "budget_vote": ({"total_tokens": 2000, "default_sample_num": 3}, {"seed": 11}),
+    "no_thinking": ({}, None),
+}
+LEFT_OUT = {
+    "genrm": "a reward for other methods; it scores finished texts",
+    "compute_optimal": "needs a fitted policy, and runs the methods above",
+}
+
+
+def settings_of(name):
+    if name == "repeated_sampling":
+        return {**ALL[name], "verifier": lambda question, text: "boxed{3}" in text}
+    return ALL[name]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in ALL]
+)
+def test_a_built_in_method_decides_alike_on_a_script_a_server_and_the_engine(name):
+    held = check_method(lambda: methods.create(name, **settings_of(name)))
+    assert len(held) == 8
+
+
+@pytest.mark.parametrize("name", ON_A_SCRIPT)
+def test_a_built_in_method_that_needs_other_samples_is_checked_on_a_script(name):
+    settings, params = SCRIPTED[name]
+    held = check_method(
+        lambda: methods.create(name, **settings), backends=("script",), params=params
+    )
+    assert len(held) == 6
+
+
+def test_no_method_is_forgotten():
+    known = {*ALL, *ON_A_SCRIPT, *LEFT_OUT}
+    assert set(methods.names()) <= known
+
+
+# ---- what it finds -----------------------------------------------------------------------------
+
+
+class Sampling(Controller):
+    """Four samples; subclasses choose among them."""
+
+    WorkerTag = NativeGenerationController.WorkerTag
+
+    def process(self, tasks, **kwargs):
+        samples = tasks[0].samples_of(4)
+        for sample in samples:
+            sample.worker_tag = self.WorkerTag.GENERATION
+        chosen = yield from self.choose(samples)
+        tasks[0].result = chosen.result
+
+
+class FirstToFinish(Sampling):
+    def choose(self, samples):
+        return (yield AsCompleted(samples))
+
+
+class Swallowing(Sampling):
+    def choose(self, samples):
+        try:
+            yield samples
+        except Exception:
+            samples[0].output_str = "it went well"
+        return samples[0]
+
+
+class Leaking(Sampling):
+    def choose(self, samples):
+        yield samples
+        asyncio.get_running_loop().create_task(asyncio.sleep(3600), name="left alone")
+        return samples[0]
+
+
+class Forgetful(Sampling):
+    """Its answer depends on what earlier requests have said."""
+
+    clone_shares = ("seen",)
+
+    def __init__(self):
+        super().__init__()
+
+    seen: list = []  # noqa: RUF012
+
+    def choose(self, samples):
+        yield samples
+        self.seen.append(1)
+        samples[0].output_str += str(len(self.seen))
+        return samples[0]
+
+
+class Idle(Controller):
+    def process(self, tasks, **kwargs):
+        yield []
+        tasks[0].output_str = "42"
+
+
+@pytest.mark.parametrize(
+    ("method", "sentence"),
+    [
+        (FirstToFinish, "order in which samples finish"),
+        (Swallowing, "a branch that fails"),
+        (Leaking, "asyncio tasks are left"),
+        (Forgetful, "the same samples give the same result"),
+        (Idle, "it has generated nothing"),
+    ],
+)
+def test_what_is_wrong_with_a_method_is_named(method, sentence, monkeypatch):
+    monkeypatch.setattr("forethought.testing.method._SETTLE_SECONDS", 0.05)
+    monkeypatch.setattr("forethought.scaffolding.scaffolding_llm._SETTLE_SECONDS", 0.05)
+    with pytest.raises(AssertionError, match=sentence):
+        check_method(method, backends=("script",))
+
+
+def test_samples_are_continued_with_their_rest():
+    whole = sample_answer("Q", 5)
+    for length in range(1, len(whole)):
+        assert sample_answer("Q" + whole[:length], 9) == whole[length:] or whole[length - 1] == "{"
+    assert len({sample_answer("Q", seed) for seed in range(40)}) == 8
+    assert sample_answer(f"Q{whole}. So \\boxed{{", 1)[1:] == "}"
