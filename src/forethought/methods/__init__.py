@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from forethought.methods.repeated_sampling import RepeatedSamplingController
     from forethought.methods.self_refine import SelfRefineController
     from forethought.methods.sequential_revision import SequentialRevisionController
+    from forethought.methods.sleep_time import SleepMemory, SleepTimeController
     from forethought.methods.specreason import SpecReasonController
     from forethought.methods.tree_of_thoughts import TreeOfThoughtsController
     from forethought.scaffolding.controller import Controller
@@ -64,6 +65,7 @@ _REGISTRY = Registry(
         ),
         "genrm": "forethought.scaffolding.genrm_controller:GenRMController",
         "specreason": "forethought.methods.specreason:SpecReasonController",
+        "sleep_time": "forethought.methods.sleep_time:SleepTimeController",
     },
 )
 _NESTED = ("generation_controller", "reward_controller")
@@ -89,6 +91,8 @@ _HOMES = {
     "SelfRefineController": "self_refine",
     "SequentialRevisionController": "sequential_revision",
     "SpecReasonController": "specreason",
+    "SleepMemory": "sleep_time",
+    "SleepTimeController": "sleep_time",
 }
 
 __all__ = [
@@ -110,6 +114,8 @@ __all__ = [
     "RepeatedSamplingController",
     "SelfRefineController",
     "SequentialRevisionController",
+    "SleepMemory",
+    "SleepTimeController",
     "SpecReasonController",
     "TreeOfThoughtsController",
     "create",

@@ -31,7 +31,9 @@ from forethought.scaffolding.task import (
     ChatTask,
     ComputeTask,
     GenerationTask,
+    RestoreSessionTask,
     RewardTask,
+    SaveSessionTask,
     StreamGenerationTask,
     Task,
 )
@@ -370,6 +372,8 @@ class Recorder(Tracer):
                 "prompt": encoded(task.input_tokens or task.input_str, lenient=True),
                 "answer": task.output_str,
             }
+        elif isinstance(task, SaveSessionTask | RestoreSessionTask):
+            span.request = {"snapshot": task.name}
         elif isinstance(task, ComputeTask):
             span.request = {"function": getattr(task.function, "__qualname__", "")}
 
