@@ -24,11 +24,15 @@ if TYPE_CHECKING:
     from forethought.methods.budget_vote import BudgetVoteController
     from forethought.methods.compute_optimal import ComputeOptimalController
     from forethought.methods.deepconf import DeepConfController, OnlineDeepConfController
+    from forethought.methods.drag import DRAGController
     from forethought.methods.dvts import DVTSController
     from forethought.methods.dynasor import DynasorGenerationController
+    from forethought.methods.hogwild_turns import HogwildTurnsController
+    from forethought.methods.iterdrag import IterDRAGController
     from forethought.methods.majority_vote import MajorityVoteController
     from forethought.methods.mcts import MCTSController
     from forethought.methods.no_thinking import NoThinkingController
+    from forethought.methods.parallel_thinking import ParallelThinkingController, ThreadFormat
     from forethought.methods.particle_filtering import ParticleFilteringController
     from forethought.methods.particle_gibbs import ParticleGibbsController
     from forethought.methods.repeated_sampling import RepeatedSamplingController
@@ -65,6 +69,10 @@ _REGISTRY = Registry(
         ),
         "genrm": "forethought.scaffolding.genrm_controller:GenRMController",
         "specreason": "forethought.methods.specreason:SpecReasonController",
+        "drag": "forethought.methods.drag:DRAGController",
+        "iterdrag": "forethought.methods.iterdrag:IterDRAGController",
+        "hogwild_turns": "forethought.methods.hogwild_turns:HogwildTurnsController",
+        "parallel_thinking": ("forethought.methods.parallel_thinking:ParallelThinkingController"),
         "sleep_time": "forethought.methods.sleep_time:SleepTimeController",
     },
 )
@@ -91,8 +99,13 @@ _HOMES = {
     "SelfRefineController": "self_refine",
     "SequentialRevisionController": "sequential_revision",
     "SpecReasonController": "specreason",
+    "DRAGController": "drag",
+    "HogwildTurnsController": "hogwild_turns",
+    "IterDRAGController": "iterdrag",
+    "ParallelThinkingController": "parallel_thinking",
     "SleepMemory": "sleep_time",
     "SleepTimeController": "sleep_time",
+    "ThreadFormat": "parallel_thinking",
 }
 
 __all__ = [
@@ -101,14 +114,18 @@ __all__ = [
     "BudgetForcingController",
     "BudgetVoteController",
     "ComputeOptimalController",
+    "DRAGController",
     "DVTSController",
     "DeepConfController",
     "DynasorGenerationController",
+    "HogwildTurnsController",
+    "IterDRAGController",
     "MCTSController",
     "MajorityVoteController",
     "Method",
     "NoThinkingController",
     "OnlineDeepConfController",
+    "ParallelThinkingController",
     "ParticleFilteringController",
     "ParticleGibbsController",
     "RepeatedSamplingController",
@@ -117,6 +134,7 @@ __all__ = [
     "SleepMemory",
     "SleepTimeController",
     "SpecReasonController",
+    "ThreadFormat",
     "TreeOfThoughtsController",
     "create",
     "describe",
