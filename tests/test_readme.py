@@ -138,3 +138,9 @@ def test_the_guides_examples_of_thinking_ahead_run(capsys, tmp_path, monkeypatch
         exec(guide_of(name)[0], {"__name__": "guide"})
     assert capsys.readouterr().out.startswith("24.0\n")
     assert [file.name for file in (tmp_path / "snapshots").iterdir()] == ["text.safetensors"]
+
+
+@pytest.mark.parametrize("name", ["parallel_thinking", "hogwild_turns", "iterdrag"])
+def test_the_guides_examples_of_parallel_reasoning_and_retrieval_run(name):
+    (code,) = guide_of(f'create("{name}"')
+    exec(code, {"__name__": "guide"})

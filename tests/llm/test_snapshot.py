@@ -20,6 +20,7 @@ from forethought import (
     Eagle3DecodingConfig,
     SamplingParams,
 )
+from forethought.engine.snapshot import SequenceSnapshot
 from forethought.errors import (
     CapacityError,
     ContextLengthError,
@@ -190,6 +191,33 @@ def test_hidden_states_that_a_drafter_reads_are_part_of_the_snapshot():
     assert restored.metrics.drafted > 0
     machine.close(sequence)
     machine.close(restored)
+    expect_empty(machine)
+
+
+def test_what_was_never_computed_is_computed_when_a_snapshot_of_it_goes_on():
+    machine = engine()
+    sequence = machine.open([5, 6, 7, 8, 9])
+    saved = machine.capture(sequence, sequence.tokens)
+    assert saved.num_stored == 0
+    restored = machine.restore(saved)
+    for each in (sequence, restored):
+        machine.resume(each, GREEDY_IDS)
+    drain(machine)
+    assert restored.output == sequence.output
+    machine.close(sequence)
+    machine.close(restored)
+    expect_empty(machine)
+
+
+def test_a_snapshot_that_cannot_be_stored_leaves_no_page_behind():
+    machine = engine()
+    sequence = machine.open([5, 6, 7, 8, 9])
+    machine.resume(sequence, GREEDY_IDS)
+    drain(machine)
+    saved = machine.capture(sequence, sequence.tokens)
+    machine.close(sequence)
+    with pytest.raises(AssertionError):
+        machine.restore(SequenceSnapshot(saved.token_ids, saved.kv[:1]))
     expect_empty(machine)
 
 

@@ -18,7 +18,7 @@ SAID = {
     ("Alice", 1): "I take 6 x 6.\n\n",
     ("Bob", 1): "I take 9 x 9.\n\n",
     ("Alice", 2): "36.\n\n",
-    ("Bob", 2): r"81, so \boxed{117}.",
+    ("Bob", 2): "81, so \\boxed{117}.\n\n",
 }
 ALICE = [
     f"p{OPENING}\nAlice: ",

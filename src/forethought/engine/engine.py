@@ -261,7 +261,10 @@ class Engine:
         return child
 
     def capture(self, sequence: Sequence, token_ids: Ids[int]) -> SequenceSnapshot:
-        """A copy of a sequence that begins like ``token_ids``: these ids, and its KV so far."""
+        """A copy of a sequence that begins like ``token_ids``: these ids, and its KV so far.
+
+        KV that it has yet to compute, or has given up its pages for, is not in it.
+        """
         return snapshot.capture(
             sequence.table, token_ids, self.runner.storage, self.speculation.hidden_state_caches
         )
@@ -288,7 +291,12 @@ class Engine:
                 "Close sessions, wait for requests to end, or raise kv_cache_config.max_tokens",
             )
         sequence.table.append(saved.num_stored)
-        snapshot.write(saved, sequence.table, self.runner.storage, self.speculation.draft_caches)
+        try:
+            caches = self.speculation.draft_caches
+            snapshot.write(saved, sequence.table, self.runner.storage, caches)
+        except BaseException:
+            self.close(sequence)
+            raise
         sequence.num_ever_computed = saved.num_stored
         sequence.usage.cached += saved.num_stored
         self.stats.cached += saved.num_stored

@@ -141,6 +141,8 @@ class SnapshotStore:
             raise _damaged(name, _first_line(error)) from error
         if _digest(tensors) != metadata.get("digest"):
             raise _damaged(name, "its tensors are not those that were saved")
+        if not {"token_ids", "kv.0"} <= tensors.keys():
+            raise _damaged(name, "it lacks tokens or keys and values")
         return _snapshot(tensors)
 
     def _checked_directory(self) -> Path:

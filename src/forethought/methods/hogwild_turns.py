@@ -68,8 +68,8 @@ class HogwildTurnsController(Controller):
     a worker's text has an answer, all have ended, or there have been ``max_turns``. Its length is
     the request's ``max_tokens``.
     ``customized_result_fields["hogwild_turns"]`` holds the number of ``turns``, what each worker
-    has written (``texts``, by name), the tokens inserted from others (``exchanged_tokens``; None on a
-    server, which does not tell) and whether the budget ended it (``budget_ended``): the output is
+    has written (``texts``, by name), the tokens inserted from others (``exchanged_tokens``; None on
+    a server, which does not tell) and whether the budget ended it (``budget_ended``): the output is
     then the text of the first worker.
 
     Args:
@@ -212,7 +212,7 @@ class HogwildTurnsController(Controller):
         self, task: GenerationTask, source: GenerationTask, text: str, like: GenerationTask
     ) -> GenerationTask:
         """The task that goes on behind ``source`` and a text, drawing as ``like`` does."""
-        part = source.fork(text, inherit=False)
+        part: GenerationTask = source.fork(text, inherit=False)
         self._prepare(like, part)
         part.priority = task.priority
         return part

@@ -299,11 +299,10 @@ class ParallelThinkingController(Controller):
             yield from self._go_on(main, part, behind)
 
     def _thread(self, part: GenerationTask, index: int, begun: str) -> GenerationTask:
-        form = self.thread_format
+        form, thread = self.thread_format, GenerationTask(input_str=begun)
         if form.inherits:
             thread = part.fork(form.spawn_end + begun)
         else:
-            thread = GenerationTask(input_str=begun)
             sampling.carry(part, thread)
         thread.worker_tag, thread.priority = part.worker_tag, part.priority
         thread.stop, thread.max_tokens = [form.thread_end], self.thread_tokens
@@ -320,7 +319,8 @@ class ParallelThinkingController(Controller):
         self, main: _Progress, source: GenerationTask, behind: str, known: str = ""
     ) -> Process:
         """The next part, from ``source`` and the rest of ``behind``, of which it has ``known``."""
-        part = source.fork(behind.removeprefix(known), inherit=False, priority=main.part.priority)
+        part: GenerationTask = source.fork(behind.removeprefix(known), inherit=False)
+        part.priority = main.part.priority
         sampling.carry(main.part, part)
         part.worker_tag = main.part.worker_tag
         part.streaming_output_flag = main.part.streaming_output_flag
