@@ -133,7 +133,7 @@ def test_saving_under_a_name_again_replaces_the_snapshot(tmp_path):
 
 async def _saved_while_generating(llm):
     session, other = llm.start(TEXT), llm.start(MORE)
-    params = GREEDY.replace(max_tokens=120)
+    params = GREEDY.replace(max_tokens=60)
     stream, beside = session.stream(params), other.stream(params)
     await stream.reach(5)
     await session.save("running")
@@ -151,7 +151,7 @@ async def _saved_while_generating(llm):
 
 def test_a_session_is_saved_while_it_and_others_generate(tmp_path):
     with build(tmp_path) as direct:
-        params = GREEDY.replace(max_tokens=120)
+        params = GREEDY.replace(max_tokens=60)
         expected = [direct.generate(text, params).outputs[0].token_ids for text in (TEXT, MORE)]
         llm = AsyncLLM.over(direct)
         found = asyncio.run(_saved_while_generating(llm))
