@@ -140,3 +140,17 @@ def test_the_guides_examples_of_revising_and_verifying_run(capsys):
     assert "it is 7." in said.split("\n")[0]
     assert "'answers': 2" in said
     assert "3 + 4 = 7\n\nSo it is 7.</think> 7" in said
+
+
+def test_the_guides_examples_of_thinking_ahead_run(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # for the snapshots
+    for name in ('"sleep_time"', "snapshot_dir="):
+        exec(guide_of(name)[0], {"__name__": "guide"})
+    assert capsys.readouterr().out.startswith("24.0\n")
+    assert [file.name for file in (tmp_path / "snapshots").iterdir()] == ["text.safetensors"]
+
+
+@pytest.mark.parametrize("name", ["parallel_thinking", "hogwild_turns", "iterdrag"])
+def test_the_guides_examples_of_parallel_reasoning_and_retrieval_run(name):
+    (code,) = guide_of(f'create("{name}"')
+    exec(code, {"__name__": "guide"})

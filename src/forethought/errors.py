@@ -10,6 +10,7 @@ Errors of other libraries are translated once, where they enter; ``__cause__`` k
     │   ├── ParameterError                a value out of range, an unknown field, a contradiction
     │   ├── UnknownNameError              a method, worker, backend, ... that is not in its table
     │   ├── ModelError                    a model directory that is missing, broken or not supported
+    │   ├── SnapshotError                 a KV snapshot that is broken or of another model
     │   ├── ContextLengthError            more tokens than the model's context holds
     │   ├── CapacityError                 more tokens than the KV cache holds
     │   ├── WorkerTagError                a task whose worker_tag no worker serves
@@ -93,6 +94,10 @@ class UnknownNameError(UsageError):
 
 class ModelError(UsageError):
     """A model directory that is missing, broken or holds a model that is not supported."""
+
+
+class SnapshotError(UsageError):
+    """A KV snapshot that cannot be read or written, or is of another model, dtype or layout."""
 
 
 class ContextLengthError(UsageError):

@@ -82,6 +82,8 @@ class LlmArgs(StrictModel):
     """Whether a prompt may be prefilled over several steps."""
     kv_cache_config: KvCacheConfig = Field(default_factory=KvCacheConfig)
     guided_decoding_config: GuidedDecodingConfig = Field(default_factory=GuidedDecodingConfig)
+    snapshot_dir: Path | None = None
+    """Directory of the named KV snapshots of sessions; made when the first one is saved."""
     seed: int | None = Field(default=None, ge=0, lt=2**64)
     """From which the seeds of unseeded requests are drawn; None: from the operating system."""
     trust_remote_code: bool = False
@@ -136,6 +138,7 @@ class LlmOptions(TypedDict, total=False):
     max_seq_len: int | None
     enable_chunked_prefill: bool
     kv_cache_config: KvCacheConfig | Mapping[str, Any]
+    snapshot_dir: str | Path | None
     seed: int | None
     trust_remote_code: bool
     speculative_config: (

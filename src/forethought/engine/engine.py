@@ -16,9 +16,11 @@ from collections.abc import Sequence as Ids
 from dataclasses import replace
 
 from forethought.config.sampling import SamplingParams
+from forethought.engine import snapshot
 from forethought.engine.drafting import DrafterEntry, Drafting
 from forethought.engine.scheduler import Limits, Scheduler
 from forethought.engine.sequence import Sequence, Status, attach_ready_dependents, depend_on
+from forethought.engine.snapshot import SequenceSnapshot
 from forethought.engine.step import Event, Step
 from forethought.errors import (
     CapacityError,
@@ -257,6 +259,48 @@ class Engine:
         child = self._new(sequence.tokens[:length], keep=True)
         depend_on(child, sequence, length)
         return child
+
+    def capture(self, sequence: Sequence, token_ids: Ids[int]) -> SequenceSnapshot:
+        """A copy of a sequence that begins like ``token_ids``: these ids, and its KV so far.
+
+        KV that it has yet to compute, or has given up its pages for, is not in it.
+        """
+        return snapshot.capture(
+            sequence.table, token_ids, self.runner.storage, self.speculation.hidden_state_caches
+        )
+
+    def restore(self, saved: SequenceSnapshot) -> Sequence:
+        """A parked sequence with the tokens and the KV of a snapshot; nothing is computed.
+
+        The draft KV caches are behind: drafters compute what they lack before their next draft.
+
+        Raises:
+            ParameterError: ids outside the vocabulary.
+            ContextLengthError: the context does not hold it.
+            CapacityError: the KV cache does not, or has too few free pages now.
+        """
+        self._check_ids("the snapshot", saved.token_ids)
+        self._check_length(len(saved.token_ids))
+        sequence = self._new(list(saved.token_ids), keep=True)
+        needed = sequence.table.pages_needed(saved.num_stored)
+        if needed > self.pool.available:
+            self.close(sequence)
+            raise CapacityError(
+                f"the KV cache has no place for a snapshot of {saved.num_stored} tokens now",
+                f"it takes {needed} pages, and {self.pool.available} are free",
+                "Close sessions, wait for requests to end, or raise kv_cache_config.max_tokens",
+            )
+        sequence.table.append(saved.num_stored)
+        try:
+            caches = self.speculation.draft_caches
+            snapshot.write(saved, sequence.table, self.runner.storage, caches)
+        except BaseException:
+            self.close(sequence)
+            raise
+        sequence.num_ever_computed = saved.num_stored
+        sequence.usage.cached += saved.num_stored
+        self.stats.cached += saved.num_stored
+        return sequence
 
     def rewind(self, sequence: Sequence, length: int) -> None:
         """Forget the tokens of a parked sequence from ``length`` on."""

@@ -109,6 +109,26 @@ class KvStorage:
         num_shapes = len(self._members)
         return self._by_layer(gathered[:num_shapes]), self._by_layer(gathered[num_shapes:])
 
+    def read_slots(self, slots: Sequence[int]) -> list[Tensor]:
+        """Copies in CPU memory of the tokens at these slots.
+
+        One tensor ``[layers, len(slots), kv_heads, dim]`` per distinct layer shape, in their order:
+        first the keys of each, then the values of each.
+        """
+        wanted = self._indices(list(slots))
+        return [stack.index_select(1, wanted).cpu() for stack in self._stacks]
+
+    def write_slots(self, slots: Sequence[int], stacks: Sequence[Tensor]) -> None:
+        """Store at these slots what ``read_slots`` of a storage of the same layers has returned."""
+        assert [stack.shape for stack in stacks] == self.stack_shapes(len(slots))
+        wanted = self._indices(list(slots))
+        for stack, written in zip(self._stacks, stacks, strict=True):
+            stack.index_copy_(1, wanted, written.to(self.device))
+
+    def stack_shapes(self, num_tokens: int) -> list[torch.Size]:
+        """The shapes of what ``read_slots`` returns for so many tokens."""
+        return [torch.Size((len(s), num_tokens, *s.shape[2:])) for s in self._stacks]
+
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Copy whole pages, all layers; every source is read before anything is written."""
         if not copies:

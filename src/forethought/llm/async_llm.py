@@ -200,6 +200,23 @@ class AsyncLLM:
         read, _ = self._checked().read(prompt, None)
         return AsyncSession(self, self._thread, read.token_ids)
 
+    async def restore(self, name: str) -> AsyncSession:
+        """A session as ``save`` has saved it under this name: the same tokens and KV.
+
+        Raises:
+            ParameterError: ``snapshot_dir`` is not set, or the name is none.
+            UnknownNameError: there is no snapshot of this name.
+            SnapshotError: it is of another model, dtype or layout, or the file is damaged.
+            ContextLengthError, CapacityError: context or KV cache do not hold it, or not now.
+        """
+        saved = await asyncio.to_thread(self._checked().snapshots.load, name)
+        return await AsyncSession.restored(self, self._thread, saved)
+
+    @property
+    def snapshots(self) -> list[str]:
+        """The names of the snapshots in ``snapshot_dir``."""
+        return self._checked().snapshots.names()
+
     @property
     def stats(self) -> EngineStats:
         """A copy of the engine's counts."""

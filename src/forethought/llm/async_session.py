@@ -13,10 +13,12 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from forethought.config.sampling import SamplingParams
 from forethought.engine import sequence as engine_sequence
+from forethought.engine.snapshot import SequenceSnapshot
 from forethought.errors import EngineStopped, UsageError
 from forethought.llm.engine_thread import EngineThread, OutputStream
 from forethought.llm.frontend import Frontend, Generation
@@ -165,6 +167,47 @@ class AsyncSession:
         return await self._do(
             lambda: AsyncSession(owner, thread, sequence=thread.frontend.fork(handle.opened, cut))
         )
+
+    async def save(self, name: str) -> Path:
+        """Save tokens and KV under a name, for ``restore`` of this or another process.
+
+        What is not computed yet is computed first, by a fork: this session stays as it is, and may
+        generate meanwhile. Nothing waits for the file. An older snapshot of the name is replaced.
+
+        Returns:
+            The file.
+
+        Raises:
+            ParameterError: ``snapshot_dir`` is not set, or the name is none.
+            UsageError: the session is closed.
+            SnapshotError: the file cannot be written.
+        """
+        thread, handle = self._thread, self._handle
+        thread.check_process()
+        store, owner = thread.frontend.snapshots, self._owner
+        store.path(name)
+
+        def fork() -> tuple[list[int], AsyncSession]:
+            token_ids, sequence = thread.frontend.fork_to_save(handle.opened)
+            return token_ids, AsyncSession(owner, thread, sequence=sequence)
+
+        token_ids, copy = await self._do(fork)
+        async with copy:
+            sequence = copy._handle.opened
+            if sequence.num_uncomputed:
+                await copy.generate(sequence.params)
+                await copy.rewind(copy.prompt_length)
+            saved = await self._do(lambda: thread.frontend.engine.capture(sequence, token_ids))
+        return await asyncio.to_thread(store.save, name, saved)
+
+    @classmethod
+    async def restored(
+        cls, owner: object, thread: EngineThread, saved: SequenceSnapshot
+    ) -> AsyncSession:
+        """A session that goes on from a snapshot; see ``AsyncLLM.restore``."""
+        # Made on the engine thread: if the caller is cancelled, it is garbage.
+        made = thread.call(lambda: cls(owner, thread, sequence=thread.frontend.restore(saved)))
+        return await asyncio.shield(asyncio.wrap_future(made))
 
     async def rewind(self, length: int) -> None:
         """Drop all tokens from ``length`` on.

@@ -27,10 +27,12 @@ from forethought.config.sampling import SamplingParams
 from forethought.engine import resolve
 from forethought.engine.engine import Engine
 from forethought.engine.sequence import Sequence
+from forethought.engine.snapshot import SequenceSnapshot
 from forethought.engine.step import Event
 from forethought.errors import RequestError
 from forethought.llm.detokenizer import Transcript, name_tokens
 from forethought.llm.grammar import GrammarCompiler
+from forethought.llm.snapshot import PREFILL, SnapshotStore
 from forethought.llm.thinking import ThinkingBudgets, ThinkingConstraint, ThinkingRule
 from forethought.llm.tokenizer import Prompt, Tokenizer, read_ids, read_params, read_prompt
 from forethought.model.sampling import Constraints
@@ -221,6 +223,7 @@ class Frontend:
         model_dir: of the model.
         grammars: compiles grammars for this tokenizer.
         thinking: the limits of the model's thoughts.
+        snapshots: of live sequences.
     """
 
     def __init__(
@@ -230,9 +233,10 @@ class Frontend:
         model_dir: Path,
         grammars: GrammarCompiler,
         thinking: ThinkingBudgets,
+        snapshots: SnapshotStore,
     ) -> None:
         self.engine, self.tokenizer, self.model_dir = engine, tokenizer, model_dir
-        self.grammars, self.thinking = grammars, thinking
+        self.grammars, self.thinking, self.snapshots = grammars, thinking, snapshots
         self._generations: dict[int, Generation] = {}
         self._live: set[Sequence] = set()
         self._abandoned: deque[Sequence | Generation] = deque()
@@ -262,11 +266,19 @@ class Frontend:
         lm, config = engine.runner.lm, args.guided_decoding_config
         grammars = GrammarCompiler(tokenizer, lm.vocab_size, lm.eos_token_ids, config)
         thinking = ThinkingBudgets(tokenizer, lm.vocab_size, lm.eos_token_ids)
-        return cls(engine, tokenizer, model_dir, grammars, thinking)
+        snapshots = SnapshotStore(args.snapshot_dir, model_dir, lm.dtype, lm.layer_shapes)
+        return cls(engine, tokenizer, model_dir, grammars, thinking, snapshots)
 
     def copy(self) -> Frontend:
         """A frontend over the same engine without generations; only one of the two may be used."""
-        return Frontend(self.engine, self.tokenizer, self.model_dir, self.grammars, self.thinking)
+        return Frontend(
+            self.engine,
+            self.tokenizer,
+            self.model_dir,
+            self.grammars,
+            self.thinking,
+            self.snapshots,
+        )
 
     # ---- from any thread --------------------------------------------------------------------
 
@@ -370,6 +382,20 @@ class Frontend:
     def fork(self, sequence: Sequence, length: int | None) -> Sequence:
         """Another live sequence with the first ``length`` tokens of one."""
         return self._keep(self.engine.fork(sequence, length))
+
+    def fork_to_save(self, sequence: Sequence) -> tuple[list[int], Sequence]:
+        """The tokens of a live sequence, and a fork of all but the last, whose KV is to be saved.
+
+        The last one is computed again by whoever goes on from there, as its logits are needed.
+        What the fork has yet to compute it computes with its ``params``.
+        """
+        fork = self.fork(sequence, max(1, len(sequence.tokens) - 1))
+        fork.params = PREFILL.replace(cache_salt=sequence.params.cache_salt)
+        return list(sequence.tokens), fork
+
+    def restore(self, saved: SequenceSnapshot) -> Sequence:
+        """A live sequence that goes on from a snapshot."""
+        return self._keep(self.engine.restore(saved))
 
     def step(self) -> list[Generation]:
         """One step of the engine; the generations that it has changed.

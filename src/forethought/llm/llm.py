@@ -225,6 +225,24 @@ class LLM:
         with self._exclusive() as frontend:
             return Session(self, frontend.open(read.token_ids))
 
+    def restore(self, name: str) -> Session:
+        """A session as ``Session.save`` has saved it under this name: the same tokens and KV.
+
+        Raises:
+            ParameterError: ``snapshot_dir`` is not set, or the name is none.
+            UnknownNameError: there is no snapshot of this name.
+            SnapshotError: it is of another model, dtype or layout, or the file is damaged.
+            ContextLengthError, CapacityError: context or KV cache do not hold it, or not now.
+        """
+        saved = self._checked().snapshots.load(name)
+        with self._exclusive() as frontend:
+            return Session(self, frontend.restore(saved))
+
+    @property
+    def snapshots(self) -> list[str]:
+        """The names of the snapshots in ``snapshot_dir``."""
+        return self._checked().snapshots.names()
+
     @property
     def stats(self) -> EngineStats:
         """A copy of the engine's counts."""
@@ -510,6 +528,33 @@ class Session:
         kept = read_length(length)
         with self._llm._exclusive() as frontend:
             frontend.engine.rewind(self._sequence, kept)
+
+    def save(self, name: str) -> Path:
+        """Save tokens and KV under a name, for ``LLM.restore`` of this or another process.
+
+        What is not computed yet is computed first, by a fork: this session stays as it is. Other
+        requests go on while the file is written. An older snapshot of the name is replaced.
+
+        Returns:
+            The file.
+
+        Raises:
+            ParameterError: ``snapshot_dir`` is not set, or the name is none.
+            UsageError: the session is closed.
+            SnapshotError: the file cannot be written.
+        """
+        llm = self._llm
+        store = llm._checked().snapshots
+        store.path(name)
+        with llm._exclusive() as frontend:
+            token_ids, sequence = frontend.fork_to_save(self._sequence)
+        with Session(llm, sequence) as fork:
+            if sequence.num_uncomputed:
+                fork.generate(sequence.params)
+                fork.rewind(fork.prompt_length)
+            with llm._exclusive() as frontend:
+                saved = frontend.engine.capture(sequence, token_ids)
+        return store.save(name, saved)
 
     def close(self) -> None:
         """Free the pages. Closing twice is fine."""

@@ -26,17 +26,22 @@ if TYPE_CHECKING:
     from forethought.methods.budget_vote import BudgetVoteController
     from forethought.methods.compute_optimal import ComputeOptimalController
     from forethought.methods.deepconf import DeepConfController, OnlineDeepConfController
+    from forethought.methods.drag import DRAGController
     from forethought.methods.dvts import DVTSController
     from forethought.methods.dynasor import DynasorGenerationController
     from forethought.methods.fork_think import ForkThinkController
+    from forethought.methods.hogwild_turns import HogwildTurnsController
+    from forethought.methods.iterdrag import IterDRAGController
     from forethought.methods.majority_vote import MajorityVoteController
     from forethought.methods.mcts import MCTSController
     from forethought.methods.no_thinking import NoThinkingController
+    from forethought.methods.parallel_thinking import ParallelThinkingController, ThreadFormat
     from forethought.methods.particle_filtering import ParticleFilteringController
     from forethought.methods.particle_gibbs import ParticleGibbsController
     from forethought.methods.repeated_sampling import RepeatedSamplingController
     from forethought.methods.self_refine import SelfRefineController
     from forethought.methods.sequential_revision import SequentialRevisionController
+    from forethought.methods.sleep_time import SleepMemory, SleepTimeController
     from forethought.methods.spct import SPCTRewardController
     from forethought.methods.specreason import SpecReasonController
     from forethought.methods.tree_of_thoughts import TreeOfThoughtsController
@@ -72,6 +77,11 @@ _REGISTRY = Registry(
         "fork_think": "forethought.methods.fork_think:ForkThinkController",
         "spct": "forethought.methods.spct:SPCTRewardController",
         "archon": "forethought.methods.archon:ArchonController",
+        "drag": "forethought.methods.drag:DRAGController",
+        "iterdrag": "forethought.methods.iterdrag:IterDRAGController",
+        "hogwild_turns": "forethought.methods.hogwild_turns:HogwildTurnsController",
+        "parallel_thinking": ("forethought.methods.parallel_thinking:ParallelThinkingController"),
+        "sleep_time": "forethought.methods.sleep_time:SleepTimeController",
     },
 )
 _NESTED = ("generation_controller", "reward_controller", "meta_reward_controller")
@@ -101,6 +111,13 @@ _HOMES = {
     "ForkThinkController": "fork_think",
     "SPCTRewardController": "spct",
     "ArchonController": "archon",
+    "DRAGController": "drag",
+    "HogwildTurnsController": "hogwild_turns",
+    "IterDRAGController": "iterdrag",
+    "ParallelThinkingController": "parallel_thinking",
+    "SleepMemory": "sleep_time",
+    "SleepTimeController": "sleep_time",
+    "ThreadFormat": "parallel_thinking",
 }
 
 __all__ = [
@@ -111,22 +128,29 @@ __all__ = [
     "BudgetForcingController",
     "BudgetVoteController",
     "ComputeOptimalController",
+    "DRAGController",
     "DVTSController",
     "DeepConfController",
     "DynasorGenerationController",
     "ForkThinkController",
+    "HogwildTurnsController",
+    "IterDRAGController",
     "MCTSController",
     "MajorityVoteController",
     "Method",
     "NoThinkingController",
     "OnlineDeepConfController",
+    "ParallelThinkingController",
     "ParticleFilteringController",
     "ParticleGibbsController",
     "RepeatedSamplingController",
     "SPCTRewardController",
     "SelfRefineController",
     "SequentialRevisionController",
+    "SleepMemory",
+    "SleepTimeController",
     "SpecReasonController",
+    "ThreadFormat",
     "TreeOfThoughtsController",
     "create",
     "describe",

@@ -32,7 +32,9 @@ from forethought.scaffolding.task import (
     ComputeTask,
     GenerationTask,
     MCPCallTask,
+    RestoreSessionTask,
     RewardTask,
+    SaveSessionTask,
     StreamGenerationTask,
     Task,
 )
@@ -373,6 +375,8 @@ class Recorder(Tracer):
             }
         elif isinstance(task, MCPCallTask):
             span.request = {"tool": task.tool_name, "args": encoded(task.args, lenient=True)}
+        elif isinstance(task, SaveSessionTask | RestoreSessionTask):
+            span.request = {"snapshot": task.name}
         elif isinstance(task, ComputeTask):
             span.request = {"function": getattr(task.function, "__qualname__", "")}
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from forethought.config.sampling import SamplingParams
-from forethought.errors import ParameterError, UsageError
+from forethought.errors import ParameterError, UnknownNameError, UsageError
 from forethought.llm.async_llm import AsyncLLM
 from forethought.llm.async_session import AsyncSession
 from forethought.llm.llm import LLM
@@ -28,7 +28,14 @@ from forethought.scaffolding.execution_scope import current_scope
 from forethought.scaffolding.messages import AssistantMessage, ToolCall, ToolFunction
 from forethought.scaffolding.result import ScaffoldingOutput
 from forethought.scaffolding.settings import NON_NEGATIVE_INT, validated
-from forethought.scaffolding.task import ChatTask, GenerationTask, StreamGenerationTask, TaskStatus
+from forethought.scaffolding.task import (
+    ChatTask,
+    GenerationTask,
+    RestoreSessionTask,
+    SaveSessionTask,
+    StreamGenerationTask,
+    TaskStatus,
+)
 from forethought.scaffolding.worker import Worker
 from forethought.scaffolding.workers.live import Continuation, LiveSession, Prompt, SessionCache
 from forethought.scaffolding.workers.reward import RewardWorker, is_reward_model
@@ -76,6 +83,8 @@ class EngineWorker(Worker):
         self.tokenizer = self.llm.tokenizer if tokenizer is None else tokenizer
         self._text = Tokenizer(self.llm.tokenizer)
         self._cache = SessionCache(validated("max_parked", max_parked, NON_NEGATIVE_INT))
+        self._restored: dict[str, LiveSession] = {}
+        """The snapshots that are open, by name."""
 
     @classmethod
     def init_with_new_llm(
@@ -219,10 +228,49 @@ class EngineWorker(Worker):
             message.unreadable_call = response.error
         task.add_message(message)
 
+    async def save_handler(self, task: SaveSessionTask) -> TaskStatus:
+        """Save the sequence of a task as a snapshot."""
+        live = task.source and task.source.request_handle
+        if not isinstance(live, LiveSession) or live.tokenizer is not self._text or not live.over:
+            raise ParameterError(
+                "there is no sequence to save",
+                "the source of a SaveSessionTask is no finished generation of this worker",
+                "Yield the generation to the same worker first, and wait for its end",
+            )
+        length, missing = live.cut(None)
+        session = await self._forked(Continuation(live, length, ""))
+        try:
+            if missing + task.suffix:
+                await session.extend(missing + task.suffix)
+            await session.save(task.name)
+        finally:
+            await asyncio.shield(session.close())
+        older = self._restored.pop(task.name, None)
+        await _close([older] if older else [])
+        return TaskStatus.SUCCESS
+
+    async def restore_handler(self, task: RestoreSessionTask) -> TaskStatus:
+        """Open a snapshot. It stays open, for other requests too, until ``shutdown``."""
+        live = self._restored.get(task.name)
+        if live is None:
+            try:
+                session = await self.llm.restore(task.name)
+            except UnknownNameError:
+                return TaskStatus.SUCCESS
+            opened = LiveSession(session, None, self._text, task.usage, None)
+            opened.count()
+            live = self._restored.setdefault(task.name, opened)
+            if live is not opened:  # another request has opened it meanwhile
+                await _close([opened])
+        task.found, task.text, task.request_handle = True, live.session.text, live
+        return TaskStatus.SUCCESS
+
     task_handlers = {  # noqa: RUF012
         GenerationTask: generation_handler,
         StreamGenerationTask: stream_handler,
         ChatTask: chat_handler,
+        SaveSessionTask: save_handler,
+        RestoreSessionTask: restore_handler,
     }
 
     def _check(self, task: GenerationTask) -> None:
@@ -319,7 +367,7 @@ class EngineWorker(Worker):
         """A session with the kept tokens of ``source``."""
         live = source.live
         try:
-            if self._cache.holds(live):
+            if self._cache.holds(live) or live in self._restored.values():
                 return await live.session.fork(source.length)
         except UsageError:
             if not live.closed:
@@ -360,11 +408,13 @@ class EngineWorker(Worker):
 
     async def async_shutdown(self) -> None:
         """Close all sequences."""
-        await _close(self._cache.clear())
+        restored, self._restored = self._restored, {}
+        await _close([*self._cache.clear(), *restored.values()])
 
     def shutdown(self) -> None:
         """Close all sequences, and end the engine or give back the ``LLM``, if it is its own."""
         self._cache.clear()  # a session without references is closed
+        self._restored.clear()
         if self._owned:
             self.llm.shutdown()
 

@@ -21,7 +21,9 @@ from forethought.scaffolding.result import ScaffoldingOutput
 from forethought.scaffolding.task import (
     ChatTask,
     GenerationTask,
+    RestoreSessionTask,
     RewardTask,
+    SaveSessionTask,
     StreamGenerationTask,
     TaskStatus,
 )
@@ -93,6 +95,7 @@ class ScriptedWorker(Worker):
 
     Attributes:
         calls: every generation asked for, in order.
+        snapshots: the texts of saved sessions, by name.
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class ScriptedWorker(Worker):
         self._asked: Counter[str] = Counter()
         self._answered = 0
         self.calls: list[Call] = []
+        self.snapshots: dict[str, str] = {}
 
     @property
     def prompts(self) -> list[str]:
@@ -154,11 +158,25 @@ class ScriptedWorker(Worker):
         task.score = self._score(task.input_str or "", task.output_str or "")
         return TaskStatus.SUCCESS
 
+    async def save_handler(self, task: SaveSessionTask) -> TaskStatus:
+        """Keep the text of a generation under a name."""
+        source = task.source or GenerationTask()
+        self.snapshots[task.name] = f"{_prompt(source)}{source.output_str or ''}{task.suffix}"
+        return TaskStatus.SUCCESS
+
+    async def restore_handler(self, task: RestoreSessionTask) -> TaskStatus:
+        """Find the text of a name."""
+        task.text = self.snapshots.get(task.name)
+        task.found = task.text is not None
+        return TaskStatus.SUCCESS
+
     task_handlers = {  # noqa: RUF012
         GenerationTask: generation_handler,
         StreamGenerationTask: stream_handler,
         ChatTask: chat_handler,
         RewardTask: reward_handler,
+        SaveSessionTask: save_handler,
+        RestoreSessionTask: restore_handler,
     }
 
     # ---- the script ---------------------------------------------------------------------------

@@ -1,0 +1,78 @@
+"""DRAG: many documents and many worked examples in one long prompt.
+
+::
+
+    documents 3 2 1 | question | answer     an example, with what its own question retrieves
+    ...
+    documents k ... 2 1 | question | ->     the best document stands next to the question
+
+More documents and more examples are more computation per question: ``num_documents`` and
+``num_examples`` scale it. The documents are found by BM25.
+
+Paper: Yue et al., "Inference Scaling for Long-Context Retrieval Augmented Generation", 2024.
+arXiv 2410.04343. The order of the documents and their place in the examples are the paper's; it
+retrieves with a learned model. The texts of the prompt are ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from forethought.scaffolding.bm25 import BM25Index
+from forethought.scaffolding.controller import Controller, expect_controller
+from forethought.scaffolding.parallel import Process
+from forethought.scaffolding.retrieval import INSTRUCTION, RetrievalController
+from forethought.scaffolding.task import GenerationTask
+
+
+class DRAGController(RetrievalController):
+    """Answers a question from retrieved documents, with worked examples in front (DRAG).
+
+    The prompt of the request is the question; of token ids, give ``question="..."``.
+    ``customized_result_fields["drag"]`` holds the numbers of the ``documents``, the best one first.
+
+    Args:
+        generation_controller: writes the answer.
+        documents: texts, or a ``scaffolding.bm25.BM25Index``.
+        num_documents: retrieved for the question and for each example (the paper's k).
+        examples: (question, answer), or mappings of ``question`` and ``answer``.
+        num_examples: how many of them, from the first on (the paper's m); None: all.
+        instruction: text in front of all.
+
+    Raises:
+        ParameterError: a setting of the wrong kind.
+    """
+
+    def __init__(
+        self,
+        generation_controller: Controller,
+        documents: Sequence[str] | BM25Index,
+        num_documents: int = 5,
+        examples: Sequence[Any] = (),
+        num_examples: int | None = None,
+        *,
+        instruction: str = INSTRUCTION,
+    ) -> None:
+        super().__init__("drag", documents, num_documents, examples, num_examples, instruction)
+        self.generation_controller: Any = expect_controller(
+            "generation_controller", generation_controller
+        )
+
+    def _solve(self, task: GenerationTask) -> Process:
+        question = task.question_text or ""
+        shown = "".join(
+            f"{self._asked(example.question)} {example.answer}\n\n" for example in self.examples
+        )
+        asked = task.copy()
+        asked.input_tokens, asked.skip_tokenizer = None, False
+        asked.input_str = f"{self.instruction}{shown}{self._asked(question)}"
+        asked.question = question
+        yield from self.generation_controller.clone().process([asked])
+        task.result, task.samples = asked.result, asked.samples
+        task.request_handle = asked.request_handle
+        task.status, task.error = asked.status, asked.error
+        task.customized_result_fields["drag"] = {"documents": self._retrieve(question)}
+
+    def _asked(self, question: str) -> str:
+        return f"{self._block(self._retrieve(question))}Question: {question}\nAnswer:"

@@ -1,0 +1,176 @@
+"""IterDRAG: the model asks itself follow-up questions, each with documents of its own.
+
+::
+
+    examples | documents | question
+        Follow up: ...  | more documents |  Intermediate answer: ...
+        Follow up: ...  | more documents |  Intermediate answer: ...
+        So the final answer is: ...
+
+Each line continues the sequence before it, so no document is prefilled twice. When there have been
+``max_iterations`` follow-ups, or the model writes something else, it has to give the final answer.
+
+Paper: Yue et al., "Inference Scaling for Long-Context Retrieval Augmented Generation", 2024.
+arXiv 2410.04343. Follow-ups, intermediate answers and at most five iterations are the paper's; it
+retrieves with a learned model and constrains the beginning of each line. The prompt's texts are
+ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from forethought.errors import BudgetExceeded
+from forethought.scaffolding import sampling
+from forethought.scaffolding.bm25 import BM25Index
+from forethought.scaffolding.parallel import Process
+from forethought.scaffolding.result import ScaffoldingOutput
+from forethought.scaffolding.retrieval import INSTRUCTION, Demonstration, RetrievalController
+from forethought.scaffolding.settings import NON_NEGATIVE_INT, POSITIVE_INT, validated
+from forethought.scaffolding.task import GenerationTask
+
+FOLLOW_UP = "Follow up:"
+INTERMEDIATE = "Intermediate answer:"
+FINAL = "So the final answer is:"
+
+
+@dataclass
+class _Progress:
+    """How far the chain of follow-ups has come."""
+
+    documents: list[list[int]]
+    """Numbers of those retrieved for the question and for each follow-up."""
+    queries: list[str] = field(default_factory=list)
+    answers: list[str] = field(default_factory=list)
+
+    @property
+    def shown(self) -> list[int]:
+        """Numbers of all documents in the prompt."""
+        return [number for numbers in self.documents for number in numbers]
+
+
+class IterDRAGController(RetrievalController):
+    """Answers a question by follow-up questions, with documents retrieved for each (IterDRAG).
+
+    The prompt of the request is the question; of token ids, give ``question="..."``. The output is
+    the final answer. ``customized_result_fields["iterdrag"]`` holds the follow-up questions
+    (``queries``), their ``answers``, the numbers of the ``documents`` of the question and of each
+    follow-up, whether the final answer was ``forced``, and whether the budget ended it before it
+    (``budget_ended``): the output is then the last intermediate answer.
+
+    Args:
+        documents: texts, or a ``scaffolding.bm25.BM25Index``.
+        num_documents: retrieved for the question, for each follow-up and each example, without
+            those that are in the prompt already (the paper's k).
+        examples: mappings of ``question``, ``answer`` and ``steps``, a list of (follow-up question,
+            its answer).
+        num_examples: how many of them, from the first on (the paper's m); None: all.
+        max_iterations: follow-up questions at most (the paper's n).
+        line_tokens: length of a follow-up question or an intermediate answer at most.
+        instruction: text in front of all.
+
+    Raises:
+        ParameterError: a setting of the wrong kind.
+    """
+
+    class WorkerTag(Enum):
+        """The worker that generates."""
+
+        GENERATION = "generation_with_iterdrag"
+
+    def __init__(
+        self,
+        documents: Sequence[str] | BM25Index,
+        num_documents: int = 5,
+        examples: Sequence[Any] = (),
+        num_examples: int | None = None,
+        max_iterations: int = 5,
+        *,
+        line_tokens: int = 128,
+        instruction: str = INSTRUCTION,
+    ) -> None:
+        super().__init__("iterdrag", documents, num_documents, examples, num_examples, instruction)
+        self.max_iterations = validated("max_iterations", max_iterations, NON_NEGATIVE_INT)
+        self.line_tokens = validated("line_tokens", line_tokens, POSITIVE_INT)
+
+    def _solve(self, task: GenerationTask) -> Process:
+        sampling.refuse(task, _REFUSED, "iterdrag", "Leave it out, or put the method into a vote")
+        question = task.question_text or ""
+        progress, budget_ended, forced = _Progress([self._retrieve(question)]), False, False
+        shown = "".join(map(self._shown, self.examples))
+        asked = f"{self._block(progress.documents[0])}Question: {question}\n"
+        prompt = GenerationTask(input_str=f"{self.instruction}{shown}{asked}")
+        try:
+            task.result, forced = yield from self._follow_up(task, prompt, progress)
+        except BudgetExceeded:
+            if not progress.answers:
+                raise
+            budget_ended = True
+            task.result = ScaffoldingOutput(progress.answers[-1], finish_reason="length")
+        task.customized_result_fields["iterdrag"] = {
+            "queries": progress.queries,
+            "answers": progress.answers,
+            "documents": progress.documents,
+            "forced": forced,
+            "budget_ended": budget_ended,
+        }
+
+    def _follow_up(
+        self, task: GenerationTask, part: GenerationTask, progress: _Progress
+    ) -> Process:
+        """Ask and answer follow-ups; the final answer, and whether it was forced."""
+        behind = ""
+        while len(progress.queries) < self.max_iterations:
+            line = self._part(task, part, behind, self.line_tokens)
+            yield [line]
+            text = (line.output_str or "").strip()
+            if text.startswith(FINAL):
+                output = ScaffoldingOutput(text.removeprefix(FINAL).strip())
+                output.finish_reason, output.usage = line.finish_reason, line.usage
+                return output, False
+            query = text.removeprefix(FOLLOW_UP).strip()
+            if not text.startswith(FOLLOW_UP) or not query:
+                break
+            numbers = self._retrieve(query, progress.shown)
+            progress.queries.append(query)
+            progress.documents.append(numbers)
+            asked = f"\n{self._block(numbers)}{INTERMEDIATE}"
+            part = self._part(task, line, asked, self.line_tokens)
+            yield [part]
+            progress.answers.append((part.output_str or "").strip())
+            behind = "\n"
+        final = self._part(task, part, f"{behind}{FINAL}", task.max_tokens)
+        yield [final]
+        output = final.result or ScaffoldingOutput("")
+        output.text = (output.text or "").strip()
+        return output, True
+
+    def _part(
+        self, task: GenerationTask, source: GenerationTask, behind: str, max_tokens: int | None
+    ) -> GenerationTask:
+        """The task that writes a line behind ``source`` and a text."""
+        if source.worker_tag is None:  # the prompt, which nothing was generated from
+            part = GenerationTask(input_str=f"{source.input_str}{behind}")
+        else:
+            part = source.fork(behind, inherit=False)
+        sampling.carry(task, part)
+        part.worker_tag, part.priority = self.WorkerTag.GENERATION, task.priority
+        part.stop = ["\n", *sampling.stop_strings(task)]
+        part.max_tokens = max_tokens
+        return part
+
+    def _shown(self, example: Demonstration) -> str:
+        """An example, with the documents that its questions retrieve."""
+        numbers = self._retrieve(example.question)
+        text, known = f"{self._block(numbers)}Question: {example.question}\n", [*numbers]
+        for asked, said in example.steps:
+            numbers = self._retrieve(asked, known)
+            known += numbers
+            text += f"{FOLLOW_UP} {asked}\n{self._block(numbers)}{INTERMEDIATE} {said}\n"
+        return f"{text}{FINAL} {example.answer}\n\n"
+
+
+_REFUSED = ("n", "guided_decoding", "min_tokens", "thinking_budget", "thinking_soft")

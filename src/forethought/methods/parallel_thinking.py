@@ -1,0 +1,341 @@
+"""Parallel reasoning: the model itself spawns threads, which think side by side and are joined.
+
+Two formats of spawn and join, and others by ``ThreadFormat``. In ``"threadweaver"`` a thread goes
+on from all that was said before, in a fork of the main thread; none sees the others::
+
+    ... <Parallel><Outlines><Outline>1: 6 x 6</Outline><Outline>2: 9 x 9</Outline></Outlines>
+        <Thread>1: 36.</Thread>       \\ forks of the main thread, generated at the same time
+        <Thread>2: 81.</Thread>       /
+        </Parallel> The sum is 117.   the main thread, behind the texts of all threads
+
+In ``"apr"`` a thread sees nothing but the message that it is spawned with, and the main thread
+nothing but the message that it returns::
+
+    ... <spawn><msg>What is 6 x 6?</msg><msg>What is 9 x 9?</msg></spawn>
+        <join>36</join><join>81</join> The sum is 117.
+
+A join is prefilled: in causal attention the keys and values of a token depend on all tokens before
+it, and a thread was computed without the threads that stand before it in the joined text. Only the
+first thread has none before it: the main thread goes on from its sequence, and prefills the others.
+
+Paper: Pan et al., "Learning Adaptive Parallel Reasoning with Language Models", and Lian et al.,
+"ThreadWeaver: Adaptive Threading for Efficient Parallel Reasoning in Language Models", both 2025.
+arXiv 2504.15466 and 2512.07843. The tags of ``"threadweaver"`` are those of its authors. APR's
+paper writes spawn(msgs) and join(msg), and its Countdown model has tags of that task; those here
+are ours. A model has to be trained to spawn. Threads do not spawn in turn.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+from typing import Any
+
+from forethought.errors import BudgetExceeded, ParameterError, UnknownNameError
+from forethought.scaffolding import sampling
+from forethought.scaffolding.controller import Controller, refuse_arguments
+from forethought.scaffolding.parallel import ParallelProcess, Process
+from forethought.scaffolding.result import Delta, ScaffoldingOutput, Stage
+from forethought.scaffolding.settings import (
+    NON_NEGATIVE_INT,
+    OPTIONAL_POSITIVE_INT,
+    POSITIVE_INT,
+    validated,
+)
+from forethought.scaffolding.task import GenerationTask
+
+
+@dataclass(frozen=True)
+class ThreadFormat:
+    """How a model writes spawn and join. ``{number}`` and ``{text}`` are of one thread."""
+
+    spawn_begin: str
+    """Opens the block that spawns."""
+    spawn_end: str
+    """Closes it."""
+    task: str
+    """Regular expression of one thread in the block, with the groups ``number`` (counted from 1
+    where it has none) and ``text``."""
+    thread_end: str
+    """Closes what a thread writes."""
+    inherits: bool
+    """Whether a thread goes on from the main thread; else it sees only ``thread_begin``."""
+    thread_begin: str
+    """What a thread goes on from."""
+    returned: str
+    """Regular expression with the group ``text``: what of a thread, its closing tag included, is
+    returned; nothing if it does not match. Empty: all that it has written."""
+    joined: str
+    """How the text that a thread returns stands in the main thread."""
+    join_end: str
+    """What the main thread goes on from, behind them."""
+
+    def tasks(self, said: str) -> list[tuple[str, str]] | None:
+        """Number and text of each thread of the block with which a text ends; None: there is none.
+
+        A server that does not tell which stop string ended a text may have reached its end.
+        """
+        _, begun, block = said.rpartition(self.spawn_begin)
+        if not begun:
+            return None
+        found = re.finditer(self.task, block, re.DOTALL)
+        return [
+            (each.groupdict().get("number") or str(count), each["text"].strip())
+            for count, each in enumerate(found, start=1)
+        ]
+
+    def result(self, written: str) -> str:
+        """What a thread returns of what it has written."""
+        if not self.returned:
+            return written
+        found = re.search(self.returned, written, re.DOTALL)
+        return found["text"] if found else ""
+
+
+FORMATS: Mapping[str, ThreadFormat] = MappingProxyType(
+    {
+        "threadweaver": ThreadFormat(
+            spawn_begin="<Outlines>",
+            spawn_end="</Outlines>",
+            task=r"<Outline>\s*(?P<number>\d+)\s*:(?P<text>.*?)</Outline>",
+            inherits=True,
+            thread_begin="\n<Thread>{number}:",
+            thread_end="</Thread>",
+            returned="",
+            joined="\n<Thread>{number}:{text}</Thread>",
+            join_end="\n</Parallel>",
+        ),
+        "apr": ThreadFormat(
+            spawn_begin="<spawn>",
+            spawn_end="</spawn>",
+            task=r"<msg>(?P<text>.*?)</msg>",
+            inherits=False,
+            thread_begin="{text}\n",
+            thread_end="</join>",
+            returned=r".*<join>(?P<text>.*?)</join>",
+            joined="\n<join>{text}</join>",
+            join_end="\n",
+        ),
+    }
+)
+
+
+@dataclass
+class _Progress:
+    """The main thread as far as it has come."""
+
+    part: GenerationTask
+    """The newest part; ``part.joined`` is all of them."""
+    limit: int | None
+    """Tokens that the main thread may generate itself."""
+    num_own: int = 0
+    thread_tokens: int = 0
+    longest_path: int = 0
+    join_tokens: int | None = 0
+    spawns: list[int] = field(default_factory=list)
+    num_refused: int = 0
+    """Spawns that were left to the main thread."""
+    output: ScaffoldingOutput | None = None
+    """All parts that have ended, with what was joined between them."""
+
+    @property
+    def left(self) -> int | None:
+        """Tokens that the main thread may still generate itself."""
+        return None if self.limit is None else max(0, self.limit - self.num_own)
+
+    def add(self, part: GenerationTask) -> None:
+        """Count a part of the main thread, which has ended."""
+        self.output = part.joined
+        self.num_own += part.num_generated
+        self.longest_path += part.num_generated
+        if part.fork_point is not None:
+            if part.inserted_tokens is None or self.join_tokens is None:
+                self.join_tokens = None
+            else:
+                self.join_tokens += len(part.inserted_tokens)
+
+    def add_threads(self, threads: Sequence[GenerationTask]) -> None:
+        """Count the threads of one spawn, which have ended."""
+        lengths = [thread.num_generated for thread in threads]
+        self.spawns.append(len(threads))
+        self.thread_tokens += sum(lengths)
+        self.longest_path += max(lengths)
+
+
+class ParallelThinkingController(Controller):
+    """Threads that the model spawns as it thinks, run side by side and joined (APR, ThreadWeaver).
+
+    ``max_tokens`` of the request bounds what the main thread generates itself; its output holds
+    what the threads returned, too. A spawn without a thread, or with more than ``max_threads``, is
+    left to the main thread, which goes on behind it.
+    ``customized_result_fields["parallel_thinking"]`` holds the number of threads of each spawn
+    (``spawns``), the tokens that threads generated (``thread_tokens``), those generated one after
+    the other, with the longest thread of each spawn (``longest_path``), those that joins inserted
+    and prefilled (``join_tokens``; None on a server, which does not tell), and whether the budget
+    ended the output (``budget_ended``).
+
+    Args:
+        thread_format: ``"threadweaver"``, ``"apr"`` or a ``ThreadFormat``.
+        thread_tokens: most tokens that a thread generates; None: no limit of its own.
+        max_threads: of one spawn.
+        max_spawns: behind the last one, refused ones included, the main thread goes on alone.
+
+    Raises:
+        UnknownNameError: there is no such format.
+        ParameterError: another setting of the wrong kind.
+    """
+
+    class WorkerTag(Enum):
+        """The worker that generates."""
+
+        GENERATION = "generation_with_parallel_thinking"
+
+    def __init__(
+        self,
+        thread_format: str | ThreadFormat = "threadweaver",
+        thread_tokens: int | None = None,
+        max_threads: int = 8,
+        max_spawns: int = 16,
+    ) -> None:
+        super().__init__()
+        if not isinstance(thread_format, ThreadFormat):
+            if thread_format not in FORMATS:
+                raise UnknownNameError("thread_format", str(thread_format), FORMATS)
+            thread_format = FORMATS[thread_format]
+        self.thread_format = thread_format
+        self.thread_tokens = validated("thread_tokens", thread_tokens, OPTIONAL_POSITIVE_INT)
+        self.max_threads = validated("max_threads", max_threads, POSITIVE_INT)
+        self.max_spawns = validated("max_spawns", max_spawns, NON_NEGATIVE_INT)
+
+    def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
+        """Think about the tasks side by side.
+
+        Raises:
+            ParameterError: keyword arguments; there are none. Or fields that an output of several
+                parts cannot honour.
+            BudgetExceeded: the budget is spent before there is a text; else that is returned.
+        """
+        refuse_arguments(self, kwargs)
+        for task in tasks:
+            sampling.refuse(task, _REFUSED, "parallel_thinking", "Leave it out")
+            if task.skip_detokenizer:
+                raise ParameterError(
+                    "parallel_thinking cannot honour skip_detokenizer",
+                    "it reads the tags in the text",
+                    "Leave it out",
+                )
+        if len(tasks) == 1:
+            yield from self._solve(tasks[0])
+        else:
+            each = [[task] for task in tasks]
+            yield ParallelProcess([self] * len(each), each)
+
+    def _solve(self, task: GenerationTask) -> Process:
+        first = task.copy()
+        first.worker_tag = self.WorkerTag.GENERATION
+        main, budget_ended = _Progress(first, task.max_tokens), False
+        try:
+            yield from self._think(main, sampling.stop_strings(task))
+        except BudgetExceeded:
+            budget_ended, output = True, main.part.joined or main.output
+            if output is None:
+                raise
+        else:
+            output = main.output
+        task.result, task.request_handle = output, main.part.request_handle
+        if budget_ended or main.left == 0:
+            task.finish_reason, task.stop_reason = "length", None
+        task.customized_result_fields["parallel_thinking"] = {
+            "spawns": main.spawns,
+            "thread_tokens": main.thread_tokens,
+            "longest_path": main.longest_path,
+            "join_tokens": main.join_tokens,
+            "budget_ended": budget_ended,
+        }
+
+    def _think(self, main: _Progress, stop: Sequence[str]) -> Process:
+        """Generate the main thread to its end, with all that it spawns."""
+        form = self.thread_format
+        while True:
+            part, num_spawns = main.part, len(main.spawns) + main.num_refused
+            may_spawn = num_spawns < self.max_spawns
+            part.stop = [*stop, form.spawn_end] if may_spawn else list(stop)
+            part.max_tokens = main.left
+            yield [part]
+            main.add(part)
+            if not may_spawn or part.stop_reason != form.spawn_end or main.left == 0:
+                return
+            spawned = form.tasks(part.output_str or "")
+            if spawned is None:
+                return
+            if 0 < len(spawned) <= self.max_threads:
+                yield from self._spawn(main, spawned)
+            else:
+                main.num_refused += 1
+                yield from self._go_on(main, part, form.spawn_end)
+
+    def _spawn(self, main: _Progress, spawned: Sequence[tuple[str, str]]) -> Process:
+        """Run threads side by side, and go on behind what they return."""
+        part, form = main.part, self.thread_format
+        begins = [form.thread_begin.format(number=n, text=text) for n, text in spawned]
+        threads = [self._thread(part, *numbered) for numbered in enumerate(begins)]
+        yield Stage("spawned", "the model asks for threads", fields={"threads": len(threads)})
+        yield threads
+        main.add_threads(threads)
+        written = [self._written(thread) for thread in threads]
+        texts = [
+            form.joined.format(number=number, text=form.result(said))
+            for (number, _), said in zip(spawned, written, strict=True)
+        ]
+        yield Stage("joined", "all threads have ended", fields={"threads": len(threads)})
+        behind = f"{form.spawn_end}{''.join(texts)}{form.join_end}"
+        first = f"{form.spawn_end}{begins[0]}{written[0]}"
+        if form.inherits and behind.startswith(first):  # its keys and values are those of the join
+            yield from self._go_on(main, threads[0], behind, known=first)
+        else:
+            yield from self._go_on(main, part, behind)
+
+    def _thread(self, part: GenerationTask, index: int, begun: str) -> GenerationTask:
+        form, thread = self.thread_format, GenerationTask(input_str=begun)
+        if form.inherits:
+            thread = part.fork(form.spawn_end + begun)
+        else:
+            sampling.carry(part, thread)
+        thread.worker_tag, thread.priority = part.worker_tag, part.priority
+        thread.stop, thread.max_tokens = [form.thread_end], self.thread_tokens
+        sampling.vary(thread, index)
+        return thread
+
+    def _written(self, thread: GenerationTask) -> str:
+        """What a thread has written; where only a part of it is returned, with its closing tag."""
+        form, said = self.thread_format, thread.output_str or ""
+        closed = form.returned and thread.stop_reason == form.thread_end
+        return said + form.thread_end if closed else said
+
+    def _go_on(
+        self, main: _Progress, source: GenerationTask, behind: str, known: str = ""
+    ) -> Process:
+        """The next part, from ``source`` and the rest of ``behind``, of which it has ``known``."""
+        part: GenerationTask = source.fork(behind.removeprefix(known), inherit=False)
+        part.priority = main.part.priority
+        sampling.carry(main.part, part)
+        part.worker_tag = main.part.worker_tag
+        part.streaming_output_flag = main.part.streaming_output_flag
+        main.part = part
+        if part.streaming_output_flag:
+            yield Delta(behind, source="parallel_thinking")
+
+
+_REFUSED = (
+    "n",
+    "echo",
+    "include_stop_str_in_output",
+    "guided_decoding",
+    "min_tokens",
+    "thinking_budget",
+    "thinking_soft",
+    "thinking_end",
+)

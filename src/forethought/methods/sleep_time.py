@@ -1,0 +1,305 @@
+"""Sleep-time compute: think about a context before the questions come, once for all of them.
+
+::
+
+    offline   context | "What follows from it?" | thought        computed once, saved as a snapshot
+    later                                               \\ question 1 | answer 1
+                                                         \\ question 2 | answer 2
+
+At sleep time the model draws what can be inferred from a context whose questions are not known yet;
+several thoughts may be drawn side by side and are put one behind the other. At test time each
+question continues the context and its thoughts, so that its own answer can be short. The sleep-time
+tokens are divided among all questions about the context.
+
+Paper: Lin et al., "Sleep-time Compute: Beyond Inference Scaling at Test-time", 2025.
+arXiv 2504.13171. The parallel thoughts and the price of a token at test time, ten times that of one
+at sleep time, are the paper's. Its thoughts replace the context, and here they follow it, so that
+one sequence holds both; the texts of the prompts are ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from forethought.errors import ParameterError
+from forethought.scaffolding import sampling
+from forethought.scaffolding.controller import (
+    Controller,
+    NativeGenerationController,
+    expect_controller,
+    refuse_arguments,
+)
+from forethought.scaffolding.execution_scope import current_scope
+from forethought.scaffolding.parallel import ParallelProcess, Process
+from forethought.scaffolding.settings import (
+    ANY_TEXT,
+    OPTIONAL_TEXT,
+    POSITIVE_INT,
+    TEXT,
+    WORDS,
+    validated,
+)
+from forethought.scaffolding.task import (
+    ComputeTask,
+    GenerationTask,
+    RestoreSessionTask,
+    SaveSessionTask,
+)
+
+SLEEP_PROMPT = (
+    "\n\nQuestions about the text above will be asked later. Think ahead: work out everything that "
+    "follows from it and that they may need, each with its result.\n\nInferences: "
+)
+TEST_TIME_PRICE = 10.0
+"""What a token at test time costs, in tokens at sleep time (the paper's t)."""
+
+
+@dataclass(eq=False)
+class SleepMemory:
+    """What was thought about a context, and what it and the questions have cost so far.
+
+    One memory is shared by all requests of a controller, and by all controllers it is given to.
+    """
+
+    text: str | None = None
+    """The context and the thoughts about it, as each question continues them; None: not yet."""
+    sleep_tokens: int = 0
+    """Generated for the thoughts."""
+    num_questions: int = 0
+    test_tokens: int = 0
+    """Generated for the answers to them."""
+    thinking: Future[None] | None = field(default=None, repr=False)
+    """Done when the request that is thinking now has ended."""
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def cost_per_question(self, test_time_price: float = TEST_TIME_PRICE) -> float:
+        """The cost of a question, in sleep-time tokens: its own, and its part of the thoughts."""
+        total = self.sleep_tokens + test_time_price * self.test_tokens
+        return total / max(1, self.num_questions)
+
+    def claim(self) -> Future[None] | None:
+        """None: the caller is to think, and calls ``release``. Else what to wait for first."""
+        with self.lock:
+            if self.thinking is not None:
+                return self.thinking
+            self.thinking = Future()
+            return None
+
+    def release(self) -> None:
+        """The one who has claimed it has thought, or has failed."""
+        with self.lock:
+            thinking, self.thinking = self.thinking, None
+        assert thinking is not None, "it was claimed"
+        thinking.set_result(None)
+
+
+class SleepTimeController(Controller):
+    """Questions about a context that the model has thought about before.
+
+    The prompt is the question. The first request thinks, unless ``snapshot`` has the thoughts of an
+    earlier process; the others wait for it and share them. ``generate("", sleep_only=True)`` thinks
+    and answers nothing: its output is what the questions will continue.
+    ``customized_result_fields["sleep_time"]`` tells whether the thoughts are ``"new"``, from the
+    ``"memory"`` or from the ``"snapshot"`` (``origin``), and how many tokens were generated for
+    them in this request (``sleep_tokens``). ``memory.cost_per_question()`` is what they cost so far
+    per question.
+
+    Args:
+        generation_controller: answers each question.
+        context: what the questions will be about.
+        anticipated: questions to expect, for the thoughts to prepare.
+        sleep_tokens: length of a thought at most.
+        num_thoughts: thoughts drawn side by side, which are put one behind the other.
+        snapshot: name under which tokens and KV of context and thoughts are saved; a hash of the
+            context and of the prompts is added to it. Needs a worker with snapshots
+            (EngineWorker, with snapshot_dir). None: context and thoughts are continued as text,
+            over the worker's prefix cache.
+        sleep_prompt: text behind the context that asks for the thoughts.
+        question_prefix: text between the thoughts and the question.
+        answer_prefix: text between the question and its answer.
+        memory: what was thought before, as another controller's ``memory``; None: nothing.
+
+    Raises:
+        ParameterError: a setting of the wrong kind.
+    """
+
+    clone_shares = ("memory",)
+
+    def __init__(
+        self,
+        generation_controller: Controller,
+        context: str,
+        anticipated: Sequence[str] = (),
+        sleep_tokens: int = 512,
+        num_thoughts: int = 1,
+        snapshot: str | None = None,
+        *,
+        sleep_prompt: str = SLEEP_PROMPT,
+        question_prefix: str = "\n\nQuestion: ",
+        answer_prefix: str = "\n\nAnswer: ",
+        memory: SleepMemory | None = None,
+    ) -> None:
+        super().__init__()
+        self.generation_controller: Any = expect_controller(
+            "generation_controller", generation_controller
+        )
+        self.context = validated("context", context, TEXT)
+        self.anticipated = validated("anticipated", anticipated, WORDS)
+        self.sleep_tokens = validated("sleep_tokens", sleep_tokens, POSITIVE_INT)
+        self.num_thoughts = validated("num_thoughts", num_thoughts, POSITIVE_INT)
+        self.snapshot = validated("snapshot", snapshot, OPTIONAL_TEXT)
+        self.sleep_prompt = validated("sleep_prompt", sleep_prompt, ANY_TEXT)
+        self.question_prefix = validated("question_prefix", question_prefix, ANY_TEXT)
+        self.answer_prefix = validated("answer_prefix", answer_prefix, ANY_TEXT)
+        if not isinstance(memory, SleepMemory | None):
+            raise ParameterError("invalid memory", f"got {memory!r}", "Give a SleepMemory")
+        self.memory = SleepMemory() if memory is None else memory
+        self._thinker = NativeGenerationController()
+
+    def process(
+        self, tasks: Sequence[GenerationTask], *, sleep_only: bool = False, **kwargs: Any
+    ) -> Process:
+        """Answer the questions, side by side.
+
+        Args:
+            tasks: their prompts are the questions.
+            sleep_only: think, and answer nothing.
+            **kwargs: none.
+
+        Raises:
+            ParameterError: keyword arguments, or a question of token ids.
+        """
+        refuse_arguments(self, kwargs)
+        for task in tasks:
+            if task.input_str is None:
+                raise ParameterError(
+                    "sleep_time puts questions behind a text",
+                    "the prompt is token ids",
+                    "Give the question as text",
+                )
+        origin, sleep_tokens = yield from self._fill_memory(tasks[0])
+        before = _num_generated()
+        if sleep_only:
+            for task in tasks:
+                task.result = self.memory.text
+        elif len(tasks) == 1:
+            yield from self._answer(tasks[0])
+        else:
+            yield ParallelProcess([_Answer(self)] * len(tasks), [[task] for task in tasks])
+        if not sleep_only:
+            self.memory.num_questions += len(tasks)
+            self.memory.test_tokens += _num_generated() - before
+        for task in tasks:
+            told = {"origin": origin, "sleep_tokens": sleep_tokens}
+            task.customized_result_fields["sleep_time"] = told
+
+    # ---- sleep time ---------------------------------------------------------------------------
+
+    def _fill_memory(self, task: GenerationTask) -> Process:
+        """Wait until there are thoughts; where they are from, and the tokens generated for them."""
+        while self.memory.text is None:
+            busy = self.memory.claim()
+            if busy is not None:
+                yield [ComputeTask(_wait, busy)]
+                continue
+            before = self.memory.sleep_tokens
+            try:
+                origin = yield from self._sleep(task)
+            finally:
+                self.memory.release()
+            return origin, self.memory.sleep_tokens - before
+        return "memory", 0
+
+    def _sleep(self, task: GenerationTask) -> Process:
+        """Fill the memory; where the thoughts are from."""
+        if self.snapshot is not None:
+            restored = yield from self._restore()
+            if restored.found:
+                self.memory.text = restored.text
+                return "snapshot"
+        prompt = self._prompt()
+        prompt.priority = task.priority
+        sampling.carry(task, prompt, _OF_THOUGHTS)
+        sampling.choose(prompt, {"max_tokens": self.sleep_tokens})
+        thoughts = prompt.samples_of(self.num_thoughts)
+        yield from self._thinker.process(thoughts)
+        first, *others = thoughts
+        behind = "".join(f"\n\n{thought.output_str or ''}" for thought in others)
+        if self.snapshot is not None:
+            saving = SaveSessionTask(source=first, suffix=behind, name=self._name())
+            saving.worker_tag = first.worker_tag
+            yield [saving]
+        self.memory.sleep_tokens += sum(thought.num_generated for thought in thoughts)
+        self.memory.text = f"{first.input_str}{first.output_str or ''}{behind}"
+        return "new"
+
+    def _prompt(self) -> GenerationTask:
+        expected = "".join(f"\n- {question}" for question in self.anticipated)
+        listed = f"\n\nQuestions to expect:{expected}" if expected else ""
+        return GenerationTask(input_str=f"{self.context}{listed}{self.sleep_prompt}")
+
+    def _restore(self) -> Process:
+        restoring = RestoreSessionTask(name=self._name())
+        restoring.worker_tag = NativeGenerationController.WorkerTag.GENERATION
+        yield [restoring]
+        return restoring
+
+    def _name(self) -> str:
+        """The snapshot's name, of which every other context and prompt has another one."""
+        asked = f"{self._prompt().input_str}\0{self.num_thoughts}\0{self.sleep_tokens}"
+        digest = hashlib.blake2b(asked.encode(), digest_size=6).hexdigest()
+        return f"{self.snapshot}-{digest}"
+
+    # ---- test time ----------------------------------------------------------------------------
+
+    def _answer(self, task: GenerationTask) -> Process:
+        """Answer a question behind the thoughts."""
+        asked = f"{self.question_prefix}{task.input_str}{self.answer_prefix}"
+        if self.snapshot is None:
+            question = task.copy()
+            question.input_str = f"{self.memory.text}{asked}"
+        else:
+            restored = yield from self._restore()
+            question = restored.session.fork(asked)
+            sampling.carry(task, question)
+            question.streaming_output_flag, question.priority = (
+                task.streaming_output_flag,
+                task.priority,
+            )
+        question.question = task.question_text
+        yield from self.generation_controller.clone().process([question])
+        task.result, task.samples = question.result, question.samples
+        task.request_handle = question.request_handle
+        task.status, task.error = question.status, question.error
+
+
+class _Answer:
+    """The part of the controller that a branch runs: one question, once there are thoughts."""
+
+    def __init__(self, controller: SleepTimeController) -> None:
+        self._controller = controller
+
+    def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
+        """Answer the question."""
+        refuse_arguments(self._controller, kwargs)
+        yield from self._controller._answer(tasks[0])
+
+
+_OF_THOUGHTS = ("seed", "temperature", "top_p", "top_k", "min_p", "speculation")
+"""Sampling fields of the question that the thoughts are drawn with, too."""
+
+
+def _num_generated() -> int:
+    """Tokens that the request has generated so far."""
+    scope = current_scope()
+    return scope.account.usage.completion_tokens if scope else 0
+
+
+async def _wait(busy: Future[None]) -> None:
+    await asyncio.shield(asyncio.wrap_future(busy))

@@ -1,0 +1,178 @@
+"""Workers that read each other in turns: what each has in sight, and when they stop."""
+
+from __future__ import annotations
+
+import pytest
+from openai import AsyncOpenAI
+
+from engines import expect_empty
+from forethought import LLM, methods
+from forethought.errors import BudgetExceeded, ParameterError
+from forethought.methods.hogwild_turns import CHECK, FINAL, OPENING
+from forethought.scaffolding import Budget, EngineWorker, OpenaiWorker, Reply, ScriptedWorker
+from openai_server import serving
+from scripted import answer
+from tokens import speaking
+
+SAID = {
+    ("Alice", 1): "I take 6 x 6.\n\n",
+    ("Bob", 1): "I take 9 x 9.\n\n",
+    ("Alice", 2): "36.\n\n",
+    ("Bob", 2): "81, so \\boxed{117}.\n\n",
+}
+ALICE = [
+    f"p{OPENING}\nAlice: ",
+    f"p{OPENING}\nAlice: I take 6 x 6.\n\n\nBob: I take 9 x 9.\nAlice: ",
+    f"p{OPENING}\nAlice: I take 6 x 6.\n\n\nBob: I take 9 x 9.\nAlice: 36.\n\n"
+    f"\nBob: 81, so \\boxed{{117}}.{FINAL}",
+]
+BOB = [
+    f"p{OPENING}\nBob: ",
+    f"p{OPENING}\nBob: I take 9 x 9.\n\n\nAlice: I take 6 x 6.\nBob: ",
+]
+
+
+def says(prompt, index=0):
+    """What the worker who is to go on writes in this turn."""
+    if prompt.endswith(FINAL):
+        return " 117."
+    name = prompt.removesuffix(CHECK).rpartition("\n")[2].partition(":")[0]
+    turn = prompt.count(f"\n{name}: ")
+    return SAID.get((name, turn), "more\n\n")
+
+
+def run(worker=None, *, params=None, budget=None, **settings):
+    controller = methods.create("hogwild_turns", **settings)
+    worker = worker or ScriptedWorker(says)
+    return answer(controller, worker, "p", sampling_params=params, budget=budget)
+
+
+def told(result):
+    return result.output.meta["hogwild_turns"]
+
+
+def test_each_worker_reads_behind_its_own_turn_what_the_others_wrote_in_it():
+    worker = ScriptedWorker(says)
+    result = run(worker)
+    assert worker.prompts == [ALICE[0], BOB[0], ALICE[1], BOB[1], ALICE[2]]
+    assert result.output.text == " 117."
+    exchanged = [*zip(ALICE[:2], ALICE[1:], ["I take 6 x 6.", "36."], strict=True)]
+    exchanged.append((BOB[0], BOB[1], "I take 9 x 9."))
+    assert told(result) == {
+        "turns": 2,
+        "texts": {
+            "Alice": SAID["Alice", 1] + SAID["Alice", 2],
+            "Bob": SAID["Bob", 1] + SAID["Bob", 2],
+        },
+        "exchanged_tokens": sum(len(after) - len(b) - len(own) for b, after, own in exchanged),
+        "budget_ended": False,
+    }
+
+
+def test_a_server_leads_to_the_same_decisions_and_does_not_tell_what_reading_costs():
+    with serving() as server:
+
+        def pieces(body):
+            text, stops = says(body["prompt"]), body.get("stop") or ()
+            stop = next((stop for stop in stops if stop in text), None)
+            server.extra_choice = {"stop_reason": stop}
+            return [*(text.partition(stop)[0] if stop else text)]
+
+        server.says = pieces
+        client = AsyncOpenAI(base_url=server.url, api_key="none", timeout=60)
+        result = run(OpenaiWorker(client, "tiny"))
+    assert result.output.text == " 117."
+    assert told(result) == {**told(run()), "exchanged_tokens": None}
+
+
+def test_the_turns_end_at_their_number_and_are_as_long_as_set():
+    worker = ScriptedWorker(lambda prompt, _: says(prompt).replace("boxed", "bold"))
+    result = run(worker, max_turns=3, turn_tokens=5, params={"max_tokens": 3})
+    assert told(result)["turns"] == 3
+    assert [call.task.max_tokens for call in worker.calls] == [5] * 6 + [3]
+    assert told(result)["texts"]["Alice"] == "I tak36.\n\nmore\n\n"
+    assert result.output.text == " 11"
+
+
+def test_a_worker_that_has_ended_still_reads_the_others_before_the_final_answer():
+    def script(prompt, index):
+        if prompt.endswith(FINAL):
+            return "x"
+        return "done" if prompt.endswith("\nAlice: ") else "b\n\n"
+
+    worker = ScriptedWorker(script)
+    result = run(worker, max_turns=3)
+    assert told(result)["texts"] == {"Alice": "done", "Bob": "b\n\nb\n\nb\n\n"}
+    assert worker.prompts[-1] == f"p{OPENING}\nAlice: done\nBob: b\nBob: b\nBob: b{FINAL}"
+    assert sum("\nAlice: " in prompt[-9:] for prompt in worker.prompts) == 1
+
+
+def test_the_turns_end_when_all_workers_have():
+    assert told(run(ScriptedWorker(lambda prompt, _: "done")))["turns"] == 1
+
+
+@pytest.mark.parametrize(("check_every", "asked"), [(0, []), (2, [2, 4]), (3, [3])])
+def test_workers_are_asked_regularly_whether_their_work_is_redundant(check_every, asked):
+    worker = ScriptedWorker(lambda prompt, _: "more\n\n")
+    run(worker, check_every=check_every, max_turns=5)
+    turns = [call.prompt for call in worker.calls if call.prompt.endswith(("Alice: ", CHECK))]
+    alice = [prompt for prompt in turns if prompt.startswith(ALICE[0])]
+    assert [n for n, prompt in enumerate(alice, 1) if prompt.endswith(CHECK)] == asked
+
+
+def test_three_workers_draw_differently_and_each_reads_two():
+    worker = ScriptedWorker(lambda prompt, _: "a\n\n")
+    names = ["Alice", "Bob", "Eve"]
+    run(worker, workers=names, max_turns=2, params={"seed": 4, "temperature": 0.5})
+    second = worker.calls[3:6]
+    assert [call.prompt.rpartition("a\n\n")[2] for call in second] == [
+        "\nBob: a\nEve: a\nAlice: ",
+        "\nAlice: a\nEve: a\nBob: ",
+        "\nAlice: a\nBob: a\nEve: ",
+    ]
+    seeds = [call.task.seed for call in worker.calls]
+    assert len(set(seeds[:3])) == 3
+    assert seeds[3:6] == seeds[:3]
+    assert seeds[6] == 4
+
+
+def test_the_text_so_far_is_returned_when_the_budget_is_spent():
+    result = run(budget=Budget(calls=3))
+    assert (result.output.text, result.output.finish_reason) == (SAID["Alice", 1], "length")
+    assert told(result)["budget_ended"] is True
+    with pytest.raises(BudgetExceeded):
+        run(ScriptedWorker(lambda *_: Reply("x", delay=60)), budget=Budget(calls=1))
+
+
+def test_mistakes_are_refused_by_name():
+    wrong = ({"workers": ["A"]}, {"workers": ["A", "A"]}, {"turn_tokens": 0}, {"max_turns": "x"})
+    for settings in wrong:
+        with pytest.raises(ParameterError, match=f"invalid {next(iter(settings))}"):
+            methods.create("hogwild_turns", **settings)
+    with pytest.raises(ParameterError, match="cannot honour n"):
+        run(params={"n": 2})
+    with pytest.raises(ParameterError, match="token ids"):
+        answer(methods.create("hogwild_turns"), ScriptedWorker(), [1, 2])
+
+
+def test_on_the_engine_a_turn_prefills_only_what_the_others_wrote():
+    cache = {"max_tokens": 4096, "page_size": 4, "enable_block_reuse": False}
+    params = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 4}
+    with LLM(speaking(), dtype="float32", kv_cache_config=cache) as llm:
+        worker = EngineWorker(llm)
+        result = run(
+            worker,
+            max_turns=3,
+            turn_tokens=6,
+            step_end="",
+            opening="",
+            check_every=0,
+            params=params,
+        )
+        worker.shutdown()
+        expect_empty(llm._frontend.engine)
+        opened = sum(len(llm.tokenizer(f"p\n{name}: ").input_ids) for name in ("Alice", "Bob"))
+        # Each of five forks computes its last token again, or one more that is no whole text.
+        most = opened + told(result)["exchanged_tokens"] + 2 * 5
+        assert opened < result.usage.prefilled <= most
+        assert result.usage.decoded == 2 * 3 * 6 + 4

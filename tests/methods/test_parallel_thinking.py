@@ -1,0 +1,314 @@
+"""Parallel reasoning: threads that the model spawns run side by side, and are joined in order."""
+
+from __future__ import annotations
+
+import pytest
+from openai import AsyncOpenAI
+
+from engines import expect_empty
+from forethought import LLM, SamplingParams, methods
+from forethought.errors import BudgetExceeded, ParameterError, UnknownNameError
+from forethought.methods.parallel_thinking import FORMATS, ThreadFormat
+from forethought.scaffolding import (
+    Budget,
+    EngineWorker,
+    OpenaiWorker,
+    Reply,
+    ScaffoldingLlm,
+    ScriptedWorker,
+)
+from openai_server import serving
+from scripted import answer
+from tokens import speaking
+
+PLAN = (
+    "Two parts.<Parallel><Outlines>\n<Outline>1: 6 x 6</Outline>\n<Outline> 2 : 9 x 9</Outline>"
+    "</Outlines>"
+)
+THREADS = {"1": " 36.", "2": " It is 81."}
+JOINED = f"{PLAN}\n<Thread>1: 36.</Thread>\n<Thread>2: It is 81.</Thread>\n</Parallel>"
+END = " The sum is 117."
+STATS = {
+    "spawns": [2],
+    "thread_tokens": 4 + 10,
+    "longest_path": len(PLAN) - len("</Outlines>") + 10 + len(END),
+    "join_tokens": len(JOINED) - len(PLAN) - len("\n<Thread>1: 36."),
+    "budget_ended": False,
+}
+
+
+def says(prompt, index=0):
+    """A model that has been trained to spawn: what follows a prompt."""
+    behind = prompt.rpartition("<Thread>")[2]
+    if prompt.endswith("</Parallel>"):
+        return END
+    if "<Thread>" in prompt:
+        return THREADS[behind[0]] + "</Thread>"
+    return PLAN if prompt == "p" else "on my own."
+
+
+def run(worker=None, *, params=None, budget=None, **settings):
+    controller = methods.create("parallel_thinking", **settings)
+    return answer(
+        controller, worker or ScriptedWorker(says), "p", sampling_params=params, budget=budget
+    )
+
+
+def told(result):
+    return result.output.meta["parallel_thinking"]
+
+
+# ---- ThreadWeaver --------------------------------------------------------------------------------
+
+
+def test_threads_see_the_plan_but_not_each_other_and_the_main_thread_sees_all():
+    worker = ScriptedWorker(says)
+    result = run(worker)
+    assert worker.prompts == [
+        "p",
+        f"p{PLAN}\n<Thread>1:",
+        f"p{PLAN}\n<Thread>2:",
+        f"p{JOINED}",
+    ]
+    assert result.output.text == JOINED + END
+    assert result.output.finish_reason == "stop"
+    assert told(result) == STATS
+
+
+def test_the_threads_of_a_spawn_run_at_the_same_time():
+    slow = {"1": Reply(" 36.</Thread>", delay=0.0), "2": Reply(" It is 81.</Thread>")}
+    running = []
+
+    def script(prompt, index):
+        if "<Thread>" in prompt and not prompt.endswith("</Parallel>"):
+            running.append([call.ended for call in worker.calls if "<Thread>" in call.prompt])
+            return slow[prompt[-2]]
+        return says(prompt)
+
+    worker = ScriptedWorker(script)
+    run(worker)
+    assert running == [[None], [None, None]]  # the first has not ended when the second begins
+
+
+def on_server(tells_stop_reason=True):
+    """The result over HTTP: a piece per character, up to the first stop string."""
+    with serving() as server:
+
+        def pieces(body):
+            text = says(body["prompt"])
+            server.extra_choice = {"stop_reason": None} if tells_stop_reason else {}
+            for stop in body.get("stop") or ():
+                if stop in text:
+                    server.extra_choice = {"stop_reason": stop} if tells_stop_reason else {}
+                    return [*text.partition(stop)[0]]
+            return [*text]
+
+        server.says = pieces
+        client = AsyncOpenAI(base_url=server.url, api_key="none", timeout=60)
+        return run(OpenaiWorker(client, "tiny"))
+
+
+@pytest.mark.parametrize("tells_stop_reason", [True, False])
+def test_a_server_leads_to_the_same_decisions_and_does_not_tell_what_joins_cost(tells_stop_reason):
+    result = on_server(tells_stop_reason)
+    assert result.output.text == JOINED + END
+    assert told(result) == {**STATS, "join_tokens": None}
+
+
+def test_a_model_may_spawn_again_behind_a_join():
+    def script(prompt, index):
+        if prompt.endswith("</Parallel>") and prompt.count("</Parallel>") == 1:
+            return PLAN
+        return says(prompt)
+
+    result = run(ScriptedWorker(script))
+    assert told(result)["spawns"] == [2, 2]
+    assert result.output.text == JOINED + JOINED + END
+    result = run(ScriptedWorker(script), max_spawns=1)
+    assert told(result)["spawns"] == [2]
+    assert result.output.text == JOINED + PLAN
+
+
+@pytest.mark.parametrize(
+    ("plan", "settings"),
+    [(PLAN, {"max_threads": 1}), ("<Outlines>no tasks</Outlines>", {})],
+)
+def test_a_spawn_that_cannot_be_run_is_left_to_the_main_thread(plan, settings):
+    worker = ScriptedWorker(lambda prompt, _: plan if prompt == "p" else says(prompt))
+    result = run(worker, **settings)
+    assert worker.prompts == ["p", f"p{plan}"]
+    assert result.output.text == f"{plan}on my own."
+    assert told(result)["spawns"] == []
+
+
+def test_max_tokens_bounds_what_the_main_thread_generates_itself():
+    spoken = len(PLAN) - len("</Outlines>")
+    result = run(params={"max_tokens": spoken + 5})
+    assert result.output.text == JOINED + END[:5]
+    assert result.output.finish_reason == "length"
+    result = run(params={"max_tokens": 7})
+    assert (result.output.text, result.output.finish_reason) == (PLAN[:7], "length")
+
+
+def test_a_thread_that_is_cut_off_is_joined_as_far_as_it_came():
+    result = run(thread_tokens=5)
+    assert result.output.text == JOINED.replace(" It is 81.", " It i") + END
+    assert told(result)["thread_tokens"] == 4 + 5
+
+
+def test_stop_strings_of_the_request_end_the_main_thread_alone():
+    stopping = lambda prompt, _: says(prompt).replace("81", "81. Now")  # noqa: E731
+    result = run(ScriptedWorker(stopping), params={"stop": ["Now", "sum"]})
+    assert result.output.text == JOINED.replace("81", "81. Now") + " The "
+    assert result.output.stop_reason == "sum"
+
+
+def test_threads_draw_differently_under_a_seed_and_the_main_thread_keeps_its_own():
+    worker = ScriptedWorker(says)
+    run(worker, params={"seed": 3, "temperature": 0.7})
+    first, one, two, last = (call.task for call in worker.calls)
+    assert first.seed == last.seed == 3
+    assert len({3, one.seed, two.seed}) == 3
+    assert {call.task.temperature for call in worker.calls} == {0.7}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text", "in_threads"),
+    [
+        (9, PLAN[:9], False),
+        (len(PLAN) - 11 + 6, PLAN.removesuffix("</Outlines>"), True),
+        (len(PLAN) - 11 + 14 + 4, JOINED + END[:4], False),
+    ],
+)
+def test_the_text_so_far_is_returned_when_the_budget_is_spent(tokens, text, in_threads):
+    result = run(budget=Budget(tokens=tokens))
+    assert result.output.text == text
+    assert result.output.finish_reason == "length"
+    assert told(result)["budget_ended"] is in_threads
+
+
+def test_without_any_text_the_budget_is_an_error():
+    with pytest.raises(BudgetExceeded):
+        run(ScriptedWorker(lambda prompt, _: Reply("x", delay=60)), budget=Budget(seconds=0.05))
+
+
+def test_what_is_streamed_is_the_text_with_what_was_joined():
+    controller = methods.create("parallel_thinking")
+    workers = dict.fromkeys(methods.worker_tags(controller), ScriptedWorker(says))
+    with ScaffoldingLlm(controller, workers) as llm:
+        result = llm.generate_async("p")
+        stages = [
+            event.output.name
+            for event in result.events(stages=True)
+            if hasattr(event.output, "why")
+        ]
+    assert [name for name in stages if name in ("spawned", "joined")] == ["spawned", "joined"]
+
+    def streamed(task):
+        task.streaming_output_flag = True
+        yield from controller.process([task])
+
+    class Streaming(type(controller)):
+        def process(self, tasks, **kwargs):
+            tasks[0].streaming_output_flag = True
+            yield from super().process(tasks, **kwargs)
+
+    with ScaffoldingLlm(Streaming(), workers) as llm:
+        seen = [partial.cur_output.text for partial in llm.generate_async("p")]
+    assert seen[-1] == JOINED + END
+    assert all(seen[-1].startswith(text) for text in seen)
+
+
+# ---- APR and other formats -----------------------------------------------------------------------
+
+
+def apr(prompt, index=0):
+    """Spawns two threads, of which one returns nothing."""
+    if prompt == "p":
+        return "I ask.<spawn><msg>What is 6 x 6?</msg><msg>Why?</msg></spawn>"
+    if prompt == "What is 6 x 6?\n":
+        return "6 x 6 = 30 + 6<join>36</join> and more"
+    return "I do not know." if prompt == "Why?\n" else "It is 36."
+
+
+def test_a_thread_of_apr_sees_its_message_and_returns_only_what_it_joins():
+    worker = ScriptedWorker(apr)
+    result = run(worker, thread_format="apr")
+    spawn = apr("p")
+    joined = f"{spawn}\n<join>36</join>\n<join></join>\n"
+    assert worker.prompts == ["p", "What is 6 x 6?\n", "Why?\n", f"p{joined}"]
+    assert result.output.text == joined + "It is 36."
+    assert told(result)["thread_tokens"] == len("6 x 6 = 30 + 6<join>36") + len("I do not know.")
+
+
+def test_a_format_can_be_ones_own():
+    own = ThreadFormat(
+        spawn_begin="[",
+        spawn_end="]",
+        task=r"(?P<text>\w+);",
+        inherits=True,
+        thread_begin="{text}{number}=",
+        thread_end=".",
+        returned="",
+        joined="({text})",
+        join_end="!",
+    )
+    script = {"p": "[a;b;]", "p[a;b;]a1=": "x.", "p[a;b;]b2=": "y.", "p[a;b;](x)(y)!": "ok"}
+    result = run(ScriptedWorker(script), thread_format=own)
+    assert result.output.text == "[a;b;](x)(y)!ok"
+
+
+def test_mistakes_are_refused_by_name():
+    with pytest.raises(UnknownNameError, match="threadweaver"):
+        methods.create("parallel_thinking", thread_format="threads")
+    for settings in ({"max_threads": 0}, {"thread_tokens": "x"}, {"max_spawns": -1}):
+        with pytest.raises(ParameterError, match="invalid"):
+            methods.create("parallel_thinking", **settings)
+    with pytest.raises(ParameterError, match="cannot honour n"):
+        run(params={"n": 2})
+    assert set(FORMATS) == {"threadweaver", "apr"}
+
+
+# ---- on the engine -------------------------------------------------------------------------------
+
+
+CACHE = {"max_tokens": 2048, "page_size": 4, "enable_block_reuse": False}  # counts are then exact
+GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 24}
+
+
+def test_on_the_engine_a_thread_costs_its_opening_and_a_join_all_but_the_first_thread():
+    with LLM(speaking(), dtype="float32", kv_cache_config=CACHE) as llm:
+        prompt = "Hello world, how are you?"
+        said = llm.generate(prompt, SamplingParams(**GREEDY)).outputs[0].text
+        spawn_end = said[4:6]
+        own = ThreadFormat(
+            spawn_begin=said[0],
+            spawn_end=spawn_end,
+            task=r"(?P<text>.)",
+            inherits=True,
+            thread_begin=" thread:",
+            thread_end="\0",
+            returned="",
+            joined=" thread:{text}\0",
+            join_end=" so",
+        )
+        assert 0 < len(own.tasks(said[: said.index(spawn_end)])) <= 8
+        controller = methods.create("parallel_thinking", thread_format=own, thread_tokens=6)
+        worker = EngineWorker(llm, max_parked=32)
+        result = answer(controller, worker, prompt, sampling_params=GREEDY)
+        output, stats = result.output, told(result)
+        (num_threads,) = stats["spawns"][:1]
+        worker.shutdown()
+        length = len(llm.tokenizer(prompt).input_ids)
+        opening = len(llm.tokenizer(spawn_end + " thread:").input_ids)
+        joins, num_parts = stats["join_tokens"], len(stats["spawns"])
+        # Behind each fork the last token is computed again; a stop string may lie within a token.
+        most = length + num_parts * num_threads * (opening + 3) + joins + 3 * num_parts
+        assert 0 < result.usage.prefilled <= most
+        assert stats["thread_tokens"] == 6 * sum(stats["spawns"])
+        # The last part goes on exactly as from the ids of the whole in a new sequence.
+        tail = output.token_ids[-3:]
+        ids = [*llm.tokenizer(prompt).input_ids, *output.token_ids[:-3]]
+        params = SamplingParams(**{**GREEDY, "max_tokens": 3})
+        assert llm.generate(ids, params).outputs[0].token_ids == tail
+        expect_empty(llm._frontend.engine)
