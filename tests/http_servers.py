@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from typing import Any, NamedTuple
@@ -131,9 +132,7 @@ def scripted(script: Script, settings: Settings | None = None) -> Iterator[Serve
 
 def eventually(condition: Callable[[], Any]) -> None:
     """Until something holds that another thread brings about."""
-    waiting = threading.Event()
-    for _ in range(int(WAIT / 0.01)):
-        if condition():
-            return
+    waiting, latest = threading.Event(), time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < latest, "it did not happen in time"
         waiting.wait(0.01)
-    raise AssertionError("it did not happen in time")

@@ -58,6 +58,8 @@ _OPEN = ("/health", "/version")
 _NAME = re.compile(r"[a-z0-9_-]+\.[a-z0-9]+")
 """Of a file of the page."""
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
+_KINDS = {"str", "int", "bool", "message", "function_call", "function_call_output", "reasoning"}
+"""What pydantic puts between fields where a value may be of several kinds."""
 _TYPES = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
@@ -251,7 +253,7 @@ async def _told(request: Request, error: Exception) -> Response:
 def _invalid(complaints: Any) -> HttpError:
     """The first complaint about a body, with the name of its field."""
     first = _foremost(complaints)
-    kind, where = first["type"], [str(each) for each in first["loc"] if each != "body"]
+    kind, where = first["type"], [each for each in map(str, first["loc"][1:]) if _is_field(each)]
     param = ".".join(where) or None
     if kind == "json_invalid":
         return HttpError(400, "the body is no valid JSON", code="invalid_json")
@@ -266,11 +268,15 @@ def _invalid(complaints: Any) -> HttpError:
 
 
 def _foremost(complaints: Any) -> Mapping[str, Any]:
-    """The complaint to tell: of a union, the alternative that the value came nearest to."""
+    """The complaint to tell: of a union, about the alternative that fits best."""
     unknown = [each for each in complaints if each["type"] == "extra_forbidden"]
-    top = [each for each in unknown if len(each["loc"]) <= 2]
-    chosen: Mapping[str, Any] = (top or list(complaints))[0]
-    return chosen
+    found: Mapping[str, Any] = max(unknown or complaints, key=lambda each: len(each["loc"]))
+    return found
+
+
+def _is_field(step: str) -> bool:
+    """Whether a step of the way to a value is a field or an index, and no kind of value."""
+    return step not in _KINDS and step.isascii() and not set(step) & set("[(-")
 
 
 class Guard:
