@@ -61,11 +61,8 @@ class Served(NamedTuple):
     backend: Any
     server: Server
     service: Service
-
-    @property
-    def client(self) -> OpenAI:
-        """The official client."""
-        return OpenAI(base_url=self.url, api_key="key", max_retries=0, timeout=WAIT)
+    client: OpenAI
+    """The official client."""
 
     @property
     def url(self) -> str:
@@ -115,7 +112,10 @@ def served(backend: Backend, settings: Settings | None = None) -> Iterator[Serve
         thread.start()
         try:
             assert started.wait(WAIT)
-            yield Served(opened.getsockname()[1], backend, server, app.state.service)
+            port = opened.getsockname()[1]
+            url = f"http://127.0.0.1:{port}/v1"
+            with OpenAI(base_url=url, api_key="key", max_retries=0, timeout=WAIT) as client:
+                yield Served(port, backend, server, app.state.service, client)
         finally:
             server.should_exit = True
             thread.join(WAIT)

@@ -85,7 +85,7 @@ def test_functions_are_called_and_their_outputs_go_back(server: Served) -> None:
         model="scripted", input=[output], tools=[ADD], previous_response_id=first.id
     )
     assert second.output_text == "you said 2"
-    whole: list[Any] = [{"role": "user", "content": "call"}, call.model_dump(), output]
+    whole: list[Any] = [{"role": "user", "content": "call"}, call, output]
     third = server.client.responses.create(model="scripted", input=whole, tools=[ADD])
     assert third.output_text == "you said 2"
 

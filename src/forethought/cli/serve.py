@@ -176,15 +176,12 @@ def _scripted(given: Sequence[str]) -> Callable[[], Backend]:
 def _upstream(urls: str, name: str | None) -> Callable[[], Backend]:
     if not name:
         raise ParameterError("--upstream needs --api-model", "the name of the model there", "")
-    try:
-        from openai import AsyncOpenAI
-    except ModuleNotFoundError as error:
-        raise DependencyError.missing("openai", "--upstream", "openai") from error
-    from forethought.scaffolding.workers.openai import OpenaiWorker
+    from forethought.scaffolding.workers.upstream import UpstreamWorker
     from forethought.server.backends import RemoteBackend
 
-    client = AsyncOpenAI(base_url=urls, api_key=os.environ.get("OPENAI_API_KEY", "none"))
-    return lambda: RemoteBackend(OpenaiWorker(client, name), name)
+    key = os.environ.get("OPENAI_API_KEY")
+    worker = UpstreamWorker([url.strip() for url in urls.split(",")], name, api_key=key)
+    return lambda: RemoteBackend(worker, name)
 
 
 def _engine(args: argparse.Namespace) -> Callable[[], Backend]:
