@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from pathlib import Path
 
 import pytest
@@ -63,7 +64,7 @@ def test_a_stream_is_split_as_the_whole_text_is(
     whole = split(text, MARKERS, is_open)
     splitter, pieces = ReasoningSplitter(MARKERS, is_open), []
     places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    for start, end in zip(places, places[1:], strict=False):
+    for start, end in itertools.pairwise(places):
         pieces.append(splitter.push(text[start:end]))
     pieces.append(splitter.finish())
     assert "".join(piece.reasoning for piece in pieces) == whole.reasoning

@@ -188,7 +188,7 @@ class EventStream(Response):
         self,
         events: AsyncIterator[bytes],
         held: ExitStack | None = None,
-        on_gone: Callable[[], None] | None = None,
+        on_gone: Callable[[], object] | None = None,
     ) -> None:
         self.status_code, self.background = 200, None
         self.init_headers({"cache-control": "no-store", "x-accel-buffering": "no"})

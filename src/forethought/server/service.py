@@ -408,13 +408,10 @@ def max_tokens_of(**given: int | None) -> dict[str, int]:
 
 def _speculation(given: Any) -> SpeculationParams:
     """Of a request: fields, or the name of a drafter; ``none``: no drafts."""
-    if isinstance(given, str):
-        name, enabled, length = str(given), True, None
-    else:
-        name, enabled, length = given.drafter, given.enabled, given.max_draft_len
-    if name == "none":
-        name, enabled = None, False
-    return SpeculationParams(enabled=enabled, drafter=name, max_draft_len=length)
+    fields = {"drafter": given} if isinstance(given, str) else given.model_dump(exclude_none=True)
+    if fields.get("drafter") == "none":
+        fields = {**fields, "drafter": None, "enabled": False}
+    return SpeculationParams(**fields)
 
 
 def _thinking_budget(body: Generating) -> int | None:
