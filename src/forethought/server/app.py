@@ -247,7 +247,10 @@ def _add_handlers(app: FastAPI) -> None:
 
 
 async def _told(request: Request, error: Exception) -> Response:
-    return http_error(error).response()
+    told = http_error(error)
+    if told.status == 500:
+        log.error("request %s failed", request.state.request_id, exc_info=error)
+    return told.response()
 
 
 def _invalid(complaints: Any) -> HttpError:

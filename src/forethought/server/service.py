@@ -199,6 +199,12 @@ class Service:
                 f"n={num_choices} of {len(composition.choices)} methods",
                 f"Ask for at most {self.settings.max_choices} in all",
             )
+        if body.cache_salt is not None and not self.backend.salted:
+            raise ParameterError(
+                "cache_salt is not supported here",
+                "this server has no prefix cache",
+                "Leave it out",
+            )
         check_params(params)
         self.backend.check(prompted.prompt, params)
         budget = body.budget.model_dump(exclude_none=True) if body.budget else {}
