@@ -15,9 +15,9 @@ import uuid
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -30,9 +30,17 @@ from forethought.errors import ForethoughtError
 from forethought.server import catalog
 from forethought.server.backends import Backend
 from forethought.server.chat import chat_completions
+from forethought.server.completions import completions
 from forethought.server.http import CLIENT_CLOSED, HttpError, http_error
 from forethought.server.metrics import CONTENT_TYPE
-from forethought.server.protocol import ChatRequest, DetokenizeRequest, TokenizeRequest
+from forethought.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ResponseRequest,
+    TokenizeRequest,
+)
+from forethought.server.responses import create_response, resumed
 from forethought.server.service import Service
 from forethought.server.settings import Settings
 
@@ -50,6 +58,8 @@ _OPEN = ("/health", "/version")
 _NAME = re.compile(r"[a-z0-9_-]+\.[a-z0-9]+")
 """Of a file of the page."""
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
+_KINDS = {"str", "int", "bool", "message", "function_call", "function_call_output", "reasoning"}
+"""What pydantic puts between fields where a value may be of several kinds."""
 _TYPES = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
@@ -110,6 +120,40 @@ def _add_endpoints(app: FastAPI) -> None:
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
         return await chat_completions(_service(request), body, request)
+
+    @app.post("/v1/completions", response_model=None)
+    async def complete(body: CompletionRequest, request: Request) -> Response:
+        """Continue texts or token ids."""
+        return await completions(_service(request), body, request)
+
+    @app.post("/v1/responses", response_model=None)
+    async def respond(body: ResponseRequest, request: Request) -> Response:
+        """Answer, perhaps in the background."""
+        return await create_response(_service(request), body, request)
+
+    @app.get("/v1/responses/{response_id}", response_model=None)
+    async def response(
+        response_id: str,
+        request: Request,
+        stream: bool = False,
+        starting_after: Annotated[int | None, Query(ge=0)] = None,
+    ) -> Response:
+        """A response that is kept; or its events behind a number."""
+        record = _service(request).store.find(response_id, request.state.tenant)
+        return resumed(record, starting_after) if stream else JSONResponse(record.response)
+
+    @app.post("/v1/responses/{response_id}/cancel", response_model=None)
+    async def cancel(response_id: str, request: Request) -> Response:
+        """End a response that goes on."""
+        record = _service(request).store.find(response_id, request.state.tenant)
+        await record.cancel()
+        return JSONResponse(record.response)
+
+    @app.delete("/v1/responses/{response_id}", response_model=None)
+    async def delete(response_id: str, request: Request) -> Response:
+        """Forget a response, and end it if it goes on."""
+        await _service(request).store.delete(response_id, request.state.tenant)
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     @app.get("/v1/models", response_model=None)
     async def models(request: Request) -> dict[str, Any]:
@@ -203,13 +247,16 @@ def _add_handlers(app: FastAPI) -> None:
 
 
 async def _told(request: Request, error: Exception) -> Response:
-    return http_error(error).response()
+    told = http_error(error)
+    if told.status == 500:
+        log.error("request %s failed", request.state.request_id, exc_info=error)
+    return told.response()
 
 
 def _invalid(complaints: Any) -> HttpError:
     """The first complaint about a body, with the name of its field."""
     first = _foremost(complaints)
-    kind, where = first["type"], [str(each) for each in first["loc"] if each != "body"]
+    kind, where = first["type"], [each for each in map(str, first["loc"][1:]) if _is_field(each)]
     param = ".".join(where) or None
     if kind == "json_invalid":
         return HttpError(400, "the body is no valid JSON", code="invalid_json")
@@ -224,11 +271,15 @@ def _invalid(complaints: Any) -> HttpError:
 
 
 def _foremost(complaints: Any) -> Mapping[str, Any]:
-    """The complaint to tell: of a union, the alternative that the value came nearest to."""
+    """The complaint to tell: of a union, about the alternative that fits best."""
     unknown = [each for each in complaints if each["type"] == "extra_forbidden"]
-    top = [each for each in unknown if len(each["loc"]) <= 2]
-    chosen: Mapping[str, Any] = (top or list(complaints))[0]
-    return chosen
+    found: Mapping[str, Any] = max(unknown or complaints, key=lambda each: len(each["loc"]))
+    return found
+
+
+def _is_field(step: str) -> bool:
+    """Whether a step of the way to a value is a field or an index, and no kind of value."""
+    return step not in _KINDS and step.isascii() and not set(step) & set("[(-")
 
 
 class Guard:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, aclosing
@@ -15,7 +14,7 @@ from forethought.errors import ParameterError
 from forethought.outputs import TokenLogprobs
 from forethought.scaffolding.result import ScaffoldingOutput
 from forethought.server.backends import Conversation
-from forethought.server.http import EventStream, encode, http_error, until_gone
+from forethought.server.http import begun, encode, http_error, until_gone
 from forethought.server.job import Ask, Job, Outcome, Piece
 from forethought.server.logprobs import chat_logprobs
 from forethought.server.message import Answer, AnswerStream, answer_of
@@ -30,9 +29,6 @@ from forethought.server.service import (
 )
 from forethought.server.tool_calls import Call, Tools
 from forethought.server.usage import chat_usage
-
-FIRST_SECONDS = 5.0
-"""How long the status of a stream waits for the first token, or for an error."""
 
 
 async def chat_completions(service: Service, body: ChatRequest, request: Request) -> Response:
@@ -256,33 +252,3 @@ class _Chat:
 
 def _thought(text: str) -> dict[str, Any]:
     return {"reasoning": text, "reasoning_content": text}
-
-
-async def begun(events: AsyncIterator[bytes], held: ExitStack) -> EventStream:
-    """A response whose status is known: the first event has come, or a while has passed.
-
-    Raises:
-        Exception: what the first event failed with.
-    """
-    first = asyncio.ensure_future(anext(events, None))
-    try:
-        await asyncio.wait([first], timeout=FIRST_SECONDS)
-        if first.done():
-            first.result()
-    except BaseException:
-        first.cancel()
-        held.close()
-        raise
-
-    async def everything() -> AsyncIterator[bytes]:
-        try:
-            data = await first
-            if data is not None:
-                yield data
-                async for data in events:
-                    yield data
-        finally:
-            first.cancel()
-            await events.aclose()  # type: ignore[attr-defined]
-
-    return EventStream(everything(), held)

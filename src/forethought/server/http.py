@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, suppress
 from typing import Any, TypeVar
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -26,11 +27,13 @@ from forethought.errors import (
 from forethought.server.limits import Overloaded
 
 Result = TypeVar("Result")
+FIRST_SECONDS = 5.0
+"""How long the status of a stream waits for the first token, or for an error."""
 CLIENT_CLOSED = 499
 """Status of a request whose client has gone away; it is only logged."""
 
 
-class HttpError(Exception):
+class HttpError(HTTPException):
     """A refusal with a status of its own.
 
     Args:
@@ -50,9 +53,8 @@ class HttpError(Exception):
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(status, message, headers or {})
         self.status, self.message, self.param, self.code = status, message, param, code
-        self.headers = headers or {}
 
     def to_dict(self) -> dict[str, Any]:
         """In OpenAI's shape."""
@@ -66,7 +68,7 @@ class HttpError(Exception):
 
     def response(self) -> JSONResponse:
         """As a response."""
-        return JSONResponse(self.to_dict(), self.status, self.headers)
+        return JSONResponse(self.to_dict(), self.status, dict(self.headers or {}))
 
 
 def _type_of(status: int) -> str:
@@ -186,7 +188,7 @@ class EventStream(Response):
         self,
         events: AsyncIterator[bytes],
         held: ExitStack | None = None,
-        on_gone: Callable[[], None] | None = None,
+        on_gone: Callable[[], object] | None = None,
     ) -> None:
         self.status_code, self.background = 200, None
         self.init_headers({"cache-control": "no-store", "x-accel-buffering": "no"})
@@ -217,3 +219,33 @@ class EventStream(Response):
             if close is not None:
                 await close()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def begun(events: AsyncIterator[bytes], held: ExitStack) -> EventStream:
+    """A response whose status is known: the first event has come, or a while has passed.
+
+    Raises:
+        Exception: what the first event failed with.
+    """
+    first = asyncio.ensure_future(anext(events, None))
+    try:
+        await asyncio.wait([first], timeout=FIRST_SECONDS)
+        if first.done():
+            first.result()
+    except BaseException:
+        first.cancel()
+        held.close()
+        raise
+
+    async def everything() -> AsyncIterator[bytes]:
+        try:
+            data = await first
+            if data is not None:
+                yield data
+                async for data in events:
+                    yield data
+        finally:
+            first.cancel()
+            await events.aclose()  # type: ignore[attr-defined]
+
+    return EventStream(everything(), held)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping
+from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,7 @@ from forethought.server.limits import Admission, Overloaded
 from forethought.server.metrics import RequestMetrics, ServerMetrics
 from forethought.server.names import Composition, read_method, read_model
 from forethought.server.protocol import Generating, Penalised
+from forethought.server.response_store import ResponseStore
 from forethought.server.settings import Settings
 
 EFFORTS: Mapping[str, int | None] = {
@@ -109,6 +111,8 @@ class Service:
         self.models = list(settings.served_model_names) or [backend.name]
         self.admission = Admission(settings.max_running, settings.max_waiting)
         self.started, self.totals = time.time(), Totals()
+        self.store = ResponseStore(settings.max_stored, settings.store_seconds)
+        self._tasks: set[asyncio.Task[None]] = set()
         self.llm = ScaffoldingLlm(Dispatch(), backend.workers, settings.max_running)
         engine = backend.llm
         stats = None if engine is None else (lambda: engine.stats)
@@ -121,7 +125,19 @@ class Service:
     async def finish(self) -> None:
         """Take no further request, let the others finish for a while, and end what is left."""
         await self.admission.drain(self.settings.drain_seconds)
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
         await self.llm.ashutdown()
+
+    def spawn(self, work: Coroutine[Any, Any, None], held: ExitStack) -> asyncio.Task[None]:
+        """A task that outlives its connection; ``held`` is closed at its end."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: held.close())
+        return task
 
     # ---- tenants ------------------------------------------------------------------------------
 
@@ -182,6 +198,12 @@ class Service:
                 "too many choices",
                 f"n={num_choices} of {len(composition.choices)} methods",
                 f"Ask for at most {self.settings.max_choices} in all",
+            )
+        if body.cache_salt is not None and not self.backend.salted:
+            raise ParameterError(
+                "cache_salt is not supported here",
+                "this server has no prefix cache",
+                "Leave it out",
             )
         check_params(params)
         self.backend.check(prompted.prompt, params)
@@ -394,13 +416,10 @@ def max_tokens_of(**given: int | None) -> dict[str, int]:
 
 def _speculation(given: Any) -> SpeculationParams:
     """Of a request: fields, or the name of a drafter; ``none``: no drafts."""
-    if isinstance(given, str):
-        name, enabled, length = given, True, None
-    else:
-        name, enabled, length = given.drafter, given.enabled, given.max_draft_len
-    if name == "none":
-        name, enabled = None, False
-    return SpeculationParams(enabled=enabled, drafter=name, max_draft_len=length)
+    fields = {"drafter": given} if isinstance(given, str) else given.model_dump(exclude_none=True)
+    if fields.get("drafter") == "none":
+        fields = {**fields, "drafter": None, "enabled": False}
+    return SpeculationParams(**fields)
 
 
 def _thinking_budget(body: Generating) -> int | None:
