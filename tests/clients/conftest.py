@@ -32,6 +32,7 @@ def serving(*options: str) -> Iterator[str]:
     command = [python, "-m", "forethought", "serve", *options, "--port", "0"]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     log: list[str] = []
+    drain = None
     try:
         assert server.stderr is not None
         for line in server.stderr:
@@ -46,7 +47,8 @@ def serving(*options: str) -> Iterator[str]:
     finally:
         server.terminate()
         status = server.wait(timeout=60)
-        drain.wait(timeout=60)
+        if drain is not None:
+            drain.wait(timeout=60)
     assert status == 0, f"the server ended with status {status}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import time
@@ -27,6 +28,7 @@ from forethought.server.metrics import RequestMetrics, ServerMetrics
 from forethought.server.names import Composition, read_method, read_model
 from forethought.server.protocol import Generating, Penalised
 from forethought.server.settings import Settings
+from forethought.server.telemetry import Telemetry, plain_trace
 
 EFFORTS: Mapping[str, int | None] = {
     "none": 0,
@@ -109,7 +111,11 @@ class Service:
         self.models = list(settings.served_model_names) or [backend.name]
         self.admission = Admission(settings.max_running, settings.max_waiting)
         self.started, self.totals = time.time(), Totals()
-        self.llm = ScaffoldingLlm(Dispatch(), backend.workers, settings.max_running)
+        endpoint = settings.otlp_endpoint
+        self.telemetry = None if endpoint is None else Telemetry.to(endpoint, self.models[0])
+        self.llm = ScaffoldingLlm(
+            Dispatch(), backend.workers, settings.max_running, trace=endpoint is not None
+        )
         engine = backend.llm
         stats = None if engine is None else (lambda: engine.stats)
         self.metrics.observe_engine(self.load, stats)
@@ -122,6 +128,8 @@ class Service:
         """Take no further request, let the others finish for a while, and end what is left."""
         await self.admission.drain(self.settings.drain_seconds)
         await self.llm.ashutdown()
+        if self.telemetry is not None:
+            await asyncio.to_thread(self.telemetry.close)
 
     # ---- tenants ------------------------------------------------------------------------------
 
@@ -274,6 +282,15 @@ class Service:
             counting.metrics.finished(
                 reason, usage, metrics, seconds=job.seconds, tokens_saved=saved
             )
+            self._send_spans(job, reason)
+
+    def _send_spans(self, job: Job, reason: str) -> None:
+        if self.telemetry is None:
+            return
+        if isinstance(job, MethodJob):
+            job.on_trace(self.telemetry.record)
+        else:
+            self.telemetry.record(plain_trace(job, reason))
 
     def load(self) -> dict[str, Any]:
         """The body of ``GET /v1/load``."""
