@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,12 @@ def question(source: random.Random) -> list[dict[str, str]]:
 
 
 async def whole(chats: Any, source: random.Random) -> None:
+    """An answer at once."""
     await chats.create(model="reasoner", messages=question(source), max_tokens=64)
 
 
 async def streamed(chats: Any, source: random.Random) -> None:
+    """A stream, read to its end."""
     async with await chats.create(
         model="reasoner", messages=question(source), max_tokens=64, stream=True
     ) as chunks:
@@ -84,6 +87,7 @@ async def cancelled(chats: Any, source: random.Random) -> None:
 
 
 async def method(chats: Any, source: random.Random) -> None:
+    """One of the methods."""
     name = source.choice(["dynasor", "majority_vote@4", "best_of_n@2", "self_refine"])
     await chats.create(
         model=f"{name}-reasoner", messages=question(source), max_tokens=96, temperature=0.7
@@ -91,19 +95,22 @@ async def method(chats: Any, source: random.Random) -> None:
 
 
 async def samples(chats: Any, source: random.Random) -> None:
+    """Several samples with log-probabilities."""
     await chats.create(
         model="reasoner", messages=question(source), max_tokens=32, n=3, logprobs=True
     )
 
 
 async def shaped(chats: Any, source: random.Random) -> None:
+    """JSON of a schema."""
     shape = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
     await chats.create(
-        model="reasoner", messages=question(source), max_tokens=200, response_format=shape
+        model="reasoner", messages=question(source), max_tokens=64, response_format=shape
     )
 
 
 async def refused(chats: Any, source: random.Random) -> None:
+    """What cannot be."""
     wrong = [{"temperature": -1}, {"model": "nothing"}, {"messages": []}, {"no_such_field": 1}]
     body = source.choice(wrong)
     try:
@@ -174,8 +181,9 @@ def main() -> int:
     """Run, check and report."""
     logging.basicConfig(level=logging.WARNING)
     seconds = float(os.environ.get("SOAK_SECONDS", "600"))
-    with AsyncLLM() as llm, listen("127.0.0.1", 0) as opened:
-        app = create_app(EngineBackend(llm, "reasoner"), Settings(max_running=NUM_CLIENTS))
+    backend = EngineBackend(AsyncLLM(), "reasoner")
+    with closing(backend), listen("127.0.0.1", 0) as opened:
+        app = create_app(backend, Settings(max_running=NUM_CLIENTS))
         server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [opened]})
         thread.start()

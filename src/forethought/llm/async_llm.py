@@ -9,7 +9,7 @@ import asyncio
 import threading
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -178,7 +178,7 @@ class AsyncLLM:
         params: SamplingParams | None = None,
         *,
         gather: float = 0.0,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Continue one prompt; each item is everything so far. Raises as ``generate``.
 
         The request begins with the first item, and the engine never waits for the reader. Leaving
@@ -294,7 +294,7 @@ class AsyncLLM:
 
     async def _stream(
         self, prompt: Prompt, params: SamplingParams, gather: float
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         constraints = await self._frontend.compiled(params)
         async with self._limit:
             stream = self._begin(prompt, params, constraints)

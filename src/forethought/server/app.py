@@ -15,9 +15,9 @@ import uuid
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -30,9 +30,17 @@ from forethought.errors import ForethoughtError
 from forethought.server import catalog
 from forethought.server.backends import Backend
 from forethought.server.chat import chat_completions
+from forethought.server.completions import completions
 from forethought.server.http import CLIENT_CLOSED, HttpError, http_error
 from forethought.server.metrics import CONTENT_TYPE
-from forethought.server.protocol import ChatRequest, DetokenizeRequest, TokenizeRequest
+from forethought.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ResponseRequest,
+    TokenizeRequest,
+)
+from forethought.server.responses import create_response, resumed
 from forethought.server.service import Service
 from forethought.server.settings import Settings
 
@@ -110,6 +118,40 @@ def _add_endpoints(app: FastAPI) -> None:
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
         return await chat_completions(_service(request), body, request)
+
+    @app.post("/v1/completions", response_model=None)
+    async def complete(body: CompletionRequest, request: Request) -> Response:
+        """Continue texts or token ids."""
+        return await completions(_service(request), body, request)
+
+    @app.post("/v1/responses", response_model=None)
+    async def respond(body: ResponseRequest, request: Request) -> Response:
+        """Answer, perhaps in the background."""
+        return await create_response(_service(request), body, request)
+
+    @app.get("/v1/responses/{response_id}", response_model=None)
+    async def response(
+        response_id: str,
+        request: Request,
+        stream: bool = False,
+        starting_after: Annotated[int | None, Query(ge=0)] = None,
+    ) -> Response:
+        """A response that is kept; or its events behind a number."""
+        record = _service(request).store.find(response_id, request.state.tenant)
+        return resumed(record, starting_after) if stream else JSONResponse(record.response)
+
+    @app.post("/v1/responses/{response_id}/cancel", response_model=None)
+    async def cancel(response_id: str, request: Request) -> Response:
+        """End a response that goes on."""
+        record = _service(request).store.find(response_id, request.state.tenant)
+        await record.cancel()
+        return JSONResponse(record.response)
+
+    @app.delete("/v1/responses/{response_id}", response_model=None)
+    async def delete(response_id: str, request: Request) -> Response:
+        """Forget a response, and end it if it goes on."""
+        await _service(request).store.delete(response_id, request.state.tenant)
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     @app.get("/v1/models", response_model=None)
     async def models(request: Request) -> dict[str, Any]:

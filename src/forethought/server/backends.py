@@ -6,7 +6,9 @@ A ``Backend`` has the workers for all tasks of all methods. ``open`` turns a con
 
 from __future__ import annotations
 
+import abc
 import asyncio
+import dataclasses
 import inspect
 import itertools
 import json
@@ -14,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from forethought import methods
 from forethought.config.sampling import SamplingParams
@@ -29,9 +31,7 @@ from forethought.scaffolding.messages import RoleMessage, UserMessage
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.task import ChatTask, GenerationTask
 from forethought.scaffolding.worker import Worker
-from forethought.scaffolding.workers.routing import UpstreamServer
 from forethought.scaffolding.workers.scripted import Reply, ScriptedWorker
-from forethought.scaffolding.workers.upstream import UpstreamWorker
 from forethought.server.tool_calls import Tools, as_text
 
 if TYPE_CHECKING:
@@ -54,11 +54,13 @@ class Conversation:
         messages: in OpenAI's form.
         tools: that may be called.
         template_args: further arguments of the chat template.
+        without_thought: the answer begins at once: a grammar holds from its first token on.
     """
 
     messages: Sequence[Mapping[str, Any]]
     tools: Tools = field(default_factory=Tools)
     template_args: Mapping[str, Any] = field(default_factory=dict)
+    without_thought: bool = False
 
     @property
     def question(self) -> str:
@@ -70,7 +72,7 @@ class Conversation:
         """The same with another text as the user's last message."""
         last = max((i for i, m in enumerate(self.messages) if m["role"] == "user"), default=0)
         changed = [*self.messages[:last], {"role": "user", "content": text}]
-        return Conversation(changed, self.tools, self.template_args)
+        return dataclasses.replace(self, messages=changed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +106,8 @@ class DrafterChoice:
     """Why it is off, or does not help."""
 
 
-class Backend(Protocol):
-    """What answers.
+class Backend(abc.ABC):
+    """What answers. Its owner closes it.
 
     Attributes:
         name: of the model, where the server is given no other.
@@ -119,47 +121,56 @@ class Backend(Protocol):
 
     name: str
     workers: Mapping[Any, Worker]
-    reward: Controller | None
-    markers: tuple[str, str] | None
-    salted: bool
-    llm: AsyncLLM | None
-    servers: Sequence[UpstreamServer]
+    reward: Controller | None = None
+    markers: tuple[str, str] | None = None
+    salted: bool = False
+    llm: AsyncLLM | None = None
+    servers: Sequence[Any] = ()
 
+    @abc.abstractmethod
     async def open(self, conversation: Conversation) -> Prompted:
         """The prompt of a conversation."""
 
+    @abc.abstractmethod
+    def tokenize(self, text: str, special: bool = True) -> list[int]:
+        """The ids of a text, with the special tokens that stand around a whole text or without."""
+
+    @abc.abstractmethod
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of ids, special tokens included."""
+
+    @abc.abstractmethod
+    def render(self, conversation: Conversation) -> list[int]:
+        """The ids of a conversation."""
+
+    def count(self, text: str) -> int:
+        """Tokens of a text, as exactly as they are known."""
+        return len(self.tokenize(text, special=False))
+
     def check(self, prompt: str | list[int], params: Mapping[str, Any]) -> None:
-        """Raise ``UsageError`` for a prompt or params that it cannot honour, before anything runs.
+        """Raise ``UsageError`` for what it cannot honour, before anything runs.
 
         Args:
             prompt: of a method.
             params: sampling fields of a task.
         """
 
-    def tokenize(self, text: str, special: bool = True) -> list[int]:
-        """The ids of a text."""
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of ids."""
-
-    def count(self, text: str) -> int:
-        """Tokens of a text, as exactly as they are known."""
-
-    def render(self, conversation: Conversation) -> list[int]:
-        """The ids of a conversation."""
-
     def drafters(self) -> list[DrafterChoice]:
         """What a request may name for its drafts."""
+        return []
 
     def load(self) -> dict[str, Any]:
-        """How busy it is, by the names of ``GET /v1/load``."""
+        """How busy it is, by the names of ``GET /v1/load``, as far as it is known."""
+        return {}
 
     def examples(self) -> list[dict[str, str]]:
         """Questions to try."""
+        return []
 
     @property
     def max_length(self) -> int | None:
         """Tokens of the model's context; None: unknown."""
+        return None
 
     def close(self) -> None:
         """End what it owns."""
@@ -196,7 +207,7 @@ def worker_table(worker: Worker, reward: Worker | None) -> dict[Any, Worker]:
 # ---- the engine ----------------------------------------------------------------------------------
 
 
-class EngineBackend:
+class EngineBackend(Backend):
     """One model on this machine.
 
     Args:
@@ -207,7 +218,6 @@ class EngineBackend:
     """
 
     salted = True
-    servers: Sequence[UpstreamServer] = ()
 
     def __init__(
         self,
@@ -219,8 +229,8 @@ class EngineBackend:
     ) -> None:
         from forethought.scaffolding.workers.local import EngineWorker
 
-        self.llm: AsyncLLM | None = llm
-        self.name, self._engine, self._judge = name, llm, judge
+        self.llm, self._engine, self._judge = llm, llm, judge
+        self.name = name
         self.workers = worker_table(EngineWorker(llm), judge)
         self.reward = None if judge is None else _judging(judge)
         self.markers = llm.thinking_markers
@@ -249,7 +259,11 @@ class EngineBackend:
             UsageError: the template refuses it, or knows no tools.
         """
         arguments = self._template_args(conversation)
-        return self._engine.chat_prompt(conversation.messages, arguments)
+        ids = self._engine.chat_prompt(conversation.messages, arguments)
+        tail = self._engine.decode(ids[-_TAIL:]) if conversation.without_thought else ""
+        if self.markers is not None and opens_thought(tail, self.markers):
+            return [*ids, *self.tokenize(f"{self.markers[1]}\n\n", special=False)]
+        return ids
 
     def check(self, prompt: str | list[int], params: Mapping[str, Any]) -> None:
         """Raise ``UsageError`` for a prompt or params that the engine cannot honour."""
@@ -278,10 +292,6 @@ class EngineBackend:
     def tokenize(self, text: str, special: bool = True) -> list[int]:
         """The ids of a text."""
         return self._engine.encode(text, special=special)
-
-    def count(self, text: str) -> int:
-        """Tokens of a text."""
-        return len(self.tokenize(text, special=False))
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of ids.
@@ -337,7 +347,7 @@ _OTHER = "*"
 _MAX_CALLS = 1024
 
 
-class ScriptedBackend:
+class ScriptedBackend(Backend):
     """Scripted answers, one token per character; for tests of clients without a model.
 
     A prompt is the text of the last message. Tool calls are scripted too: ``read_script``.
@@ -347,8 +357,7 @@ class ScriptedBackend:
         name: of the model.
     """
 
-    salted, reward, markers, llm, max_length = False, None, ("<think>", "</think>"), None, None
-    servers: Sequence[UpstreamServer] = ()
+    markers = ("<think>", "</think>")
 
     def __init__(self, script: Any, name: str = "scripted") -> None:
         self.worker, self.name = ScriptedWorker(script), name
@@ -361,9 +370,6 @@ class ScriptedBackend:
         last = str(conversation.messages[-1].get("content") or "")
         return Prompted(last, conversation.question, NativeGeneration, lambda text: text)
 
-    def check(self, prompt: str | list[int], params: Mapping[str, Any]) -> None:
-        """Everything is taken; what a script cannot honour changes nothing."""
-
     def render(self, conversation: Conversation) -> list[int]:
         """The ids of the last message."""
         return self.tokenize(str(conversation.messages[-1].get("content") or ""))
@@ -372,31 +378,16 @@ class ScriptedBackend:
         """One token per character."""
         return [ord(character) for character in text]
 
-    def count(self, text: str) -> int:
-        """One token per character."""
-        return len(text)
-
     def detokenize(self, ids: Sequence[int]) -> str:
         """One character per token."""
         if any(token > 0x10FFFF for token in ids):
             raise ParameterError("invalid tokens", "they are no characters", "")
         return "".join(map(chr, ids))
 
-    def drafters(self) -> list[DrafterChoice]:
-        """None: nothing is drafted."""
-        return []
-
     def load(self) -> dict[str, Any]:
         """How many answers are under way."""
         running = sum(call.ended is None for call in self.worker.calls)
         return {"running": running, "waiting": 0}
-
-    def examples(self) -> list[dict[str, str]]:
-        """None."""
-        return []
-
-    def close(self) -> None:
-        """Nothing is to be ended."""
 
 
 def read_script(path: Path) -> Any:
@@ -481,7 +472,7 @@ def _answer(path: Path, given: Any) -> Reply:
 # ---- another server ------------------------------------------------------------------------------
 
 
-class RemoteBackend:
+class RemoteBackend(Backend):
     """Other servers that speak OpenAI's API, through a worker without torch.
 
     Args:
@@ -490,15 +481,11 @@ class RemoteBackend:
         markers: what opens and closes the model's thoughts.
     """
 
-    salted, reward, llm, max_length = False, None, None, None
-
     def __init__(
         self, worker: Worker, name: str, markers: tuple[str, str] | None = ("<think>", "</think>")
     ) -> None:
         self.worker, self.name, self.markers = worker, name, markers
-        self.servers: Sequence[UpstreamServer] = ()
-        if isinstance(worker, UpstreamWorker):
-            self.servers = worker.servers
+        self.servers = getattr(worker, "servers", ())
         self.workers: Mapping[Any, Worker] = worker_table(worker, None)
 
     async def open(self, conversation: Conversation) -> Prompted:
@@ -513,9 +500,6 @@ class RemoteBackend:
             lambda streaming: RemoteChat(conversation, streaming),
             lambda text: text,
         )
-
-    def check(self, prompt: str | list[int], params: Mapping[str, Any]) -> None:
-        """The other server checks them."""
 
     def render(self, conversation: Conversation) -> list[int]:
         """Not known here."""
@@ -535,18 +519,6 @@ class RemoteBackend:
 
     def _no_tokenizer(self) -> UsageError:
         return UsageError("no tokenizer here", "another server runs the model", "Ask that one")
-
-    def drafters(self) -> list[DrafterChoice]:
-        """Unknown: the other server decides."""
-        return []
-
-    def load(self) -> dict[str, Any]:
-        """Unknown here but for what this server itself counts."""
-        return {}
-
-    def examples(self) -> list[dict[str, str]]:
-        """None."""
-        return []
 
     def close(self) -> None:
         """End the worker."""
@@ -586,7 +558,7 @@ class RemoteChat(NativeChatController):
             if chat is not task:
                 task.result, task.samples = chat.result, chat.samples
                 task.status, task.error = chat.status, chat.error
-            last = chat.messages[-1]
+            last: Any = chat.messages[-1]
             calls = getattr(last, "tool_calls", None)
             if calls:
                 task.customized_result_fields["tool_calls"] = [call.to_dict() for call in calls]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, aclosing
@@ -15,7 +14,7 @@ from forethought.errors import ParameterError
 from forethought.outputs import TokenLogprobs
 from forethought.scaffolding.result import ScaffoldingOutput
 from forethought.server.backends import Conversation
-from forethought.server.http import EventStream, encode, http_error, until_gone
+from forethought.server.http import begun, encode, http_error, until_gone
 from forethought.server.job import Ask, Job, Outcome, Piece
 from forethought.server.logprobs import chat_logprobs
 from forethought.server.message import Answer, AnswerStream, answer_of
@@ -31,9 +30,6 @@ from forethought.server.service import (
 from forethought.server.tool_calls import Call, Tools
 from forethought.server.usage import chat_usage
 
-FIRST_SECONDS = 5.0
-"""How long the status of a stream waits for the first token, or for an error."""
-
 
 async def chat_completions(service: Service, body: ChatRequest, request: Request) -> Response:
     """Answer a conversation.
@@ -42,12 +38,13 @@ async def chat_completions(service: Service, body: ChatRequest, request: Request
         Exception: what ``http_error`` makes a response of.
     """
     tools = tools_of(body)
+    params = _params(service, body, tools)
     conversation = Conversation(
         [message_dict(message) for message in body.messages],
         tools,
         body.chat_template_kwargs or {},
+        without_thought="guided_decoding" in params,
     )
-    params = _params(service, body, tools)
     with ExitStack() as held:
         held.enter_context(service.admitted())
         prompted = await service.backend.open(conversation)
@@ -256,33 +253,3 @@ class _Chat:
 
 def _thought(text: str) -> dict[str, Any]:
     return {"reasoning": text, "reasoning_content": text}
-
-
-async def begun(events: AsyncIterator[bytes], held: ExitStack) -> EventStream:
-    """A response whose status is known: the first event has come, or a while has passed.
-
-    Raises:
-        Exception: what the first event failed with.
-    """
-    first = asyncio.ensure_future(anext(events, None))
-    try:
-        await asyncio.wait([first], timeout=FIRST_SECONDS)
-        if first.done():
-            first.result()
-    except BaseException:
-        first.cancel()
-        held.close()
-        raise
-
-    async def everything() -> AsyncIterator[bytes]:
-        try:
-            data = await first
-            if data is not None:
-                yield data
-                async for data in events:
-                    yield data
-        finally:
-            first.cancel()
-            await events.aclose()  # type: ignore[attr-defined]
-
-    return EventStream(everything(), held)

@@ -4,8 +4,7 @@
 
     ChatRequest, CompletionRequest, ResponseRequest --> Ask --> Job --> Update, Update, ... Outcome
 
-A ``MethodJob`` runs methods on workers; plain decoding on this machine's engine is an
-``EngineJob``.
+A ``MethodJob`` runs methods on workers; an ``EngineJob`` decodes plainly on this machine's engine.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ import hashlib
 import hmac
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping
+from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ from forethought.server.limits import Admission, Overloaded
 from forethought.server.metrics import RequestMetrics, ServerMetrics
 from forethought.server.names import Composition, read_method, read_model
 from forethought.server.protocol import Generating, Penalised
+from forethought.server.response_store import ResponseStore
 from forethought.server.settings import Settings
 from forethought.server.telemetry import Telemetry, plain_trace
 
@@ -116,6 +117,8 @@ class Service:
         self.llm = ScaffoldingLlm(
             Dispatch(), backend.workers, settings.max_running, trace=endpoint is not None
         )
+        self.store = ResponseStore(settings.max_stored, settings.store_seconds)
+        self._tasks: set[asyncio.Task[None]] = set()
         engine = backend.llm
         stats = None if engine is None else (lambda: engine.stats)
         self.metrics.observe_engine(self.load, stats)
@@ -127,9 +130,21 @@ class Service:
     async def finish(self) -> None:
         """Take no further request, let the others finish for a while, and end what is left."""
         await self.admission.drain(self.settings.drain_seconds)
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
         await self.llm.ashutdown()
         if self.telemetry is not None:
             await asyncio.to_thread(self.telemetry.close)
+
+    def spawn(self, work: Coroutine[Any, Any, None], held: ExitStack) -> asyncio.Task[None]:
+        """A task that outlives its connection; ``held`` is closed at its end."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: held.close())
+        return task
 
     # ---- tenants ------------------------------------------------------------------------------
 
@@ -412,7 +427,7 @@ def max_tokens_of(**given: int | None) -> dict[str, int]:
 def _speculation(given: Any) -> SpeculationParams:
     """Of a request: fields, or the name of a drafter; ``none``: no drafts."""
     if isinstance(given, str):
-        name, enabled, length = given, True, None
+        name, enabled, length = str(given), True, None
     else:
         name, enabled, length = given.drafter, given.enabled, given.max_draft_len
     if name == "none":
