@@ -88,7 +88,7 @@ async def cancelled(chats: Any, source: random.Random) -> None:
 
 async def method(chats: Any, source: random.Random) -> None:
     """One of the methods."""
-    name = source.choice(["dynasor", "majority_vote@4", "best_of_n@2", "self_refine"])
+    name = source.choice(["dynasor", "majority_vote@4", "self_refine"])
     await chats.create(
         model=f"{name}-reasoner", messages=question(source), max_tokens=96, temperature=0.7
     )
