@@ -119,12 +119,12 @@ def engine(llm: AsyncLLM, prompts: Sequence[str], args: argparse.Namespace) -> A
 
     async def one(prompt: str, max_tokens: int, limit: asyncio.Semaphore) -> tuple[int, float]:
         async with limit:
-            began, first, output = time.perf_counter(), None, None
+            began, times, num_tokens = time.perf_counter(), [], 0
             ids = llm.chat_prompt([{"role": "user", "content": prompt}])
             async for output in llm.stream(ids, SamplingParams(max_tokens=max_tokens, **FIELDS)):
-                first = first or time.perf_counter()
-        assert output is not None and first is not None, "there is a first token"
-        return len(output.outputs[0].token_ids), first - began
+                times.append(time.perf_counter())
+                num_tokens = len(output.outputs[0].token_ids)
+        return num_tokens, times[0] - began
 
     async def all_of(count: int, streams: int, max_tokens: int) -> list[tuple[int, float]]:
         limit = asyncio.Semaphore(streams)
