@@ -36,6 +36,7 @@ from forethought.bench.arrivals import poisson
 from forethought.bench.prompts import shipped_prompts
 from forethought.bench.serving import ServingBench, percentile
 from forethought.evaluation.report import aligned
+from forethought.server.settings import Settings
 
 OURS, THEIRS, ALONE = "forethought serve", "transformers serve", "AsyncLLM alone"
 FIELDS = {"temperature": 0.0}
@@ -70,13 +71,15 @@ def forethought_server(threads: int, options: Sequence[str] = ()) -> Iterator[tu
 
 
 @contextmanager
-def transformers_server(threads: int, options: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
+def transformers_server(
+    program: str, threads: int, options: Sequence[str] = ()
+) -> Iterator[tuple[str, str]]:
     """URL and name of the model."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     model = str(reasoner_dir())
-    command = [os.path.join(os.path.dirname(sys.executable), "transformers"), "serve", model]
+    command = [program, "serve", model]
     command += ["--port", str(port), "--host", "127.0.0.1", "--device", "cpu"]
     command += ["--dtype", "float32", *options]
     quiet = subprocess.DEVNULL
@@ -121,7 +124,8 @@ def engine(llm: AsyncLLM, prompts: Sequence[str], args: argparse.Namespace) -> A
         async with limit:
             began, times, num_tokens = time.perf_counter(), [], 0
             ids = llm.chat_prompt([{"role": "user", "content": prompt}])
-            async for output in llm.stream(ids, SamplingParams(max_tokens=max_tokens, **FIELDS)):
+            params = SamplingParams(max_tokens=max_tokens, **FIELDS)
+            async for output in llm.stream(ids, params, gather=Settings().stream_interval):
                 times.append(time.perf_counter())
                 num_tokens = len(output.outputs[0].token_ids)
         return num_tokens, times[0] - began
@@ -174,6 +178,11 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    beside = os.path.join(os.path.dirname(sys.executable), "transformers")
+    parser.add_argument(
+        "--transformers", default=beside, help="program, of an environment that has accelerate too"
+    )
+    parser.add_argument("--ours-only", action="store_true", help="without transformers serve")
     parser.add_argument("--continuous-batching", action="store_true", help="of transformers serve")
     args = parser.parse_args()
     prompts = shipped_prompts()
@@ -182,15 +191,16 @@ def main() -> None:
     with ExitStack() as opened:
         ours = opened.enter_context(forethought_server(args.threads))
         drafts = opened.enter_context(forethought_server(args.threads, ["--speculative", "ngram"]))
-        theirs = opened.enter_context(transformers_server(args.threads, flags))
         llm = AsyncLLM()
         opened.callback(llm.shutdown)
         contestants = {
             OURS: serve(*ours, prompts, args),
             f"{OURS} --speculative ngram": serve(*drafts, prompts, args),
-            THEIRS: serve(*theirs, prompts, args),
             ALONE: engine(llm, prompts, args),
         }
+        if not args.ours_only:
+            server = transformers_server(args.transformers, args.threads, flags)
+            contestants[THEIRS] = serve(*opened.enter_context(server), prompts, args)
         rows = run(contestants, args.rounds)
     head = ("server", "tokens/s", "ours / it", "TTFT p50 ms", "p95 ms")
     print(aligned([head, *([str(value) for value in row.values()] for row in rows)]))

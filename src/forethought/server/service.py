@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 import hmac
+import json
 import time
 import uuid
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping
@@ -55,6 +57,8 @@ _SAME = (
     "thinking_soft",
 )
 _SAME_PENALISED = ("seed", "stop", "presence_penalty", "frequency_penalty")
+_WHITE_SPACE = " ?"
+"""Between the tokens of JSON."""
 _BUDGETS = ("thinking_budget", "thinking_token_budget", "reasoning_budget")
 
 
@@ -206,6 +210,8 @@ class Service:
                 f"n={num_choices} of {len(composition.choices)} methods",
                 f"Ask for at most {self.settings.max_choices} in all",
             )
+        if self.backend.llm is not None:
+            params = _compact(params)
         check_params(params)
         self.backend.check(prompted.prompt, params)
         budget = body.budget.model_dump(exclude_none=True) if body.budget else {}
@@ -408,6 +414,16 @@ def check_params(params: Mapping[str, Any]) -> SamplingParams:
     """Raises ``ParameterError`` for a value outside its range; a temperature of None and such."""
     given = {("logprobs" if name == "num_logprobs" else name): v for name, v in params.items()}
     return SamplingParams(**given)
+
+
+def _compact(params: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``params`` whose JSON has little white space: a model can get lost where any is allowed."""
+    shape = params.get("guided_decoding")
+    schema = None if shape is None or shape.json is None else json.loads(str(shape.json))
+    if not isinstance(schema, dict) or "x-guidance" in schema:
+        return params
+    schema = {**schema, "x-guidance": {"whitespace_pattern": _WHITE_SPACE}}
+    return {**params, "guided_decoding": dataclasses.replace(shape, json=schema)}
 
 
 def max_tokens_of(**given: int | None) -> dict[str, int]:
