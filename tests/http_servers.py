@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from typing import Any, NamedTuple
@@ -60,11 +61,8 @@ class Served(NamedTuple):
     backend: Any
     server: Server
     service: Service
-
-    @property
-    def client(self) -> OpenAI:
-        """The official client."""
-        return OpenAI(base_url=self.url, api_key="key", max_retries=0, timeout=WAIT)
+    client: OpenAI
+    """The official client."""
 
     @property
     def url(self) -> str:
@@ -114,7 +112,10 @@ def served(backend: Backend, settings: Settings | None = None) -> Iterator[Serve
         thread.start()
         try:
             assert started.wait(WAIT)
-            yield Served(opened.getsockname()[1], backend, server, app.state.service)
+            port = opened.getsockname()[1]
+            url = f"http://127.0.0.1:{port}/v1"
+            with OpenAI(base_url=url, api_key="key", max_retries=0, timeout=WAIT) as client:
+                yield Served(port, backend, server, app.state.service, client)
         finally:
             server.should_exit = True
             thread.join(WAIT)
@@ -131,9 +132,7 @@ def scripted(script: Script, settings: Settings | None = None) -> Iterator[Serve
 
 def eventually(condition: Callable[[], Any]) -> None:
     """Until something holds that another thread brings about."""
-    waiting = threading.Event()
-    for _ in range(int(WAIT / 0.01)):
-        if condition():
-            return
+    waiting, latest = threading.Event(), time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < latest, "it did not happen in time"
         waiting.wait(0.01)
-    raise AssertionError("it did not happen in time")

@@ -10,11 +10,11 @@ from langchain_tests.integration_tests import ChatModelIntegrationTests
 
 class Common(ChatModelIntegrationTests):
     url = ""
-    model = ""
+    served = ""
 
     @pytest.fixture(autouse=True)
     def _point(self, request):
-        name = "scripted" if self.model == "scripted" else "server"
+        name = "scripted" if self.served == "scripted" else "server"
         type(self).url = request.getfixturevalue(name)
 
     @property
@@ -24,7 +24,7 @@ class Common(ChatModelIntegrationTests):
     @property
     def chat_model_params(self):
         url = f"{self.url}/v1"
-        return {"base_url": url, "api_key": "none", "model": self.model, "max_retries": 0}
+        return {"base_url": url, "api_key": "none", "model": self.served, "max_retries": 0}
 
     @property
     def has_tool_choice(self):
@@ -40,7 +40,7 @@ class Common(ChatModelIntegrationTests):
 
 
 class TestReasoner(Common):
-    model = "reasoner"
+    served = "reasoner"
 
     @property
     def has_tool_calling(self):
@@ -48,7 +48,7 @@ class TestReasoner(Common):
 
 
 class TestScripted(Common):
-    model = "scripted"
+    served = "scripted"
 
     @property
     def has_tool_calling(self):

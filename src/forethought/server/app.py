@@ -22,7 +22,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forethought import __version__
@@ -58,6 +58,8 @@ _OPEN = ("/health", "/version")
 _NAME = re.compile(r"[a-z0-9_-]+\.[a-z0-9]+")
 """Of a file of the page."""
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
+_KINDS = {"str", "int", "bool", "message", "function_call", "function_call_output", "reasoning"}
+"""What pydantic puts between fields where a value may be of several kinds."""
 _TYPES = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
@@ -204,7 +206,7 @@ def _add_endpoints(app: FastAPI) -> None:
         """The version of this server."""
         return {"version": __version__}
 
-    @app.get("/metrics", response_model=None)
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics(request: Request) -> Response:
         """All metrics in Prometheus' text format."""
         return Response(_service(request).metrics.render(), media_type=CONTENT_TYPE)
@@ -245,13 +247,16 @@ def _add_handlers(app: FastAPI) -> None:
 
 
 async def _told(request: Request, error: Exception) -> Response:
-    return http_error(error).response()
+    told = http_error(error)
+    if told.status == 500:
+        log.error("request %s failed", request.state.request_id, exc_info=error)
+    return told.response()
 
 
 def _invalid(complaints: Any) -> HttpError:
     """The first complaint about a body, with the name of its field."""
     first = _foremost(complaints)
-    kind, where = first["type"], [str(each) for each in first["loc"] if each != "body"]
+    kind, where = first["type"], [each for each in map(str, first["loc"][1:]) if _is_field(each)]
     param = ".".join(where) or None
     if kind == "json_invalid":
         return HttpError(400, "the body is no valid JSON", code="invalid_json")
@@ -266,11 +271,15 @@ def _invalid(complaints: Any) -> HttpError:
 
 
 def _foremost(complaints: Any) -> Mapping[str, Any]:
-    """The complaint to tell: of a union, the alternative that the value came nearest to."""
+    """The complaint to tell: of a union, about the alternative that fits best."""
     unknown = [each for each in complaints if each["type"] == "extra_forbidden"]
-    top = [each for each in unknown if len(each["loc"]) <= 2]
-    chosen: Mapping[str, Any] = (top or list(complaints))[0]
-    return chosen
+    found: Mapping[str, Any] = max(unknown or complaints, key=lambda each: len(each["loc"]))
+    return found
+
+
+def _is_field(step: str) -> bool:
+    """Whether a step of the way to a value is a field or an index, and no kind of value."""
+    return step not in _KINDS and step.isascii() and not set(step) & set("[(-")
 
 
 class Guard:

@@ -384,11 +384,6 @@ class ScriptedBackend(Backend):
             raise ParameterError("invalid tokens", "they are no characters", "")
         return "".join(map(chr, ids))
 
-    def load(self) -> dict[str, Any]:
-        """How many answers are under way."""
-        running = sum(call.ended is None for call in self.worker.calls)
-        return {"running": running, "waiting": 0}
-
 
 def read_script(path: Path) -> Any:
     """The script in a JSON or YAML file.

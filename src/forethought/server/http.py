@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, suppress
 from typing import Any, TypeVar
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -32,7 +33,7 @@ CLIENT_CLOSED = 499
 """Status of a request whose client has gone away; it is only logged."""
 
 
-class HttpError(Exception):
+class HttpError(HTTPException):
     """A refusal with a status of its own.
 
     Args:
@@ -52,9 +53,8 @@ class HttpError(Exception):
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(status, message, headers or {})
         self.status, self.message, self.param, self.code = status, message, param, code
-        self.headers = headers or {}
 
     def to_dict(self) -> dict[str, Any]:
         """In OpenAI's shape."""
@@ -68,7 +68,7 @@ class HttpError(Exception):
 
     def response(self) -> JSONResponse:
         """As a response."""
-        return JSONResponse(self.to_dict(), self.status, self.headers)
+        return JSONResponse(self.to_dict(), self.status, dict(self.headers or {}))
 
 
 def _type_of(status: int) -> str:
@@ -188,7 +188,7 @@ class EventStream(Response):
         self,
         events: AsyncIterator[bytes],
         held: ExitStack | None = None,
-        on_gone: Callable[[], None] | None = None,
+        on_gone: Callable[[], object] | None = None,
     ) -> None:
         self.status_code, self.background = 200, None
         self.init_headers({"cache-control": "no-store", "x-accel-buffering": "no"})

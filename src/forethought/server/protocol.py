@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
+Text = Annotated[str, Field(min_length=0)]
+"""Text that UTF-8 can encode: with any constraint, pydantic refuses lone surrogates."""
 Ids = list[Count]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
@@ -51,17 +53,17 @@ class Speculation(Body):
 class StructuredOutputs(Body):
     """The shape of the output; exactly one field."""
 
-    json_schema: dict[str, Any] | str | None = Field(default=None, alias="json")
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
+    json_schema: dict[Text, Any] | Text | None = Field(default=None, alias="json")
+    regex: Text | None = None
+    choice: list[Text] | None = None
+    grammar: Text | None = None
     json_object: bool | None = None
 
 
 class Generating(Body):
     """Fields of all generating APIs."""
 
-    model: str | None = None
+    model: Text | None = None
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -83,13 +85,13 @@ class Generating(Body):
     thinking_soft: Count | None = None
     # methods
     method: Annotated[str, Field(max_length=1024)] | None = None
-    method_params: dict[str, Any] | None = None
+    method_params: dict[Text, Any] | None = None
     budget: BudgetFields | None = None
-    speculation: Speculation | str | None = None
+    speculation: Speculation | Text | None = None
     events: bool | None = None
     # accepted without effect
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
+    user: Text | None = None
+    metadata: dict[Text, Any] | None = None
     service_tier: Literal["auto", "default"] | None = None
 
 
@@ -98,10 +100,10 @@ class Penalised(Generating):
 
     n: Positive | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: Text | list[Text] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[Text, float] | None = None
     max_tokens: int | None = None
     stream_options: StreamOptions | None = None
 
@@ -113,20 +115,20 @@ class TextPart(Body):
     """A part of a message; text alone is read."""
 
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class CalledFunction(Body):
     """The function of a call."""
 
-    name: str
-    arguments: str
+    name: Text
+    arguments: Text
 
 
 class CalledTool(Body):
     """A call that an assistant's message holds."""
 
-    id: str
+    id: Text
     type: Literal["function"] = "function"
     function: CalledFunction
     index: int | None = None
@@ -136,12 +138,12 @@ class Message(Body):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
-    name: str | None = None
+    content: Text | list[TextPart] | None = None
+    name: Text | None = None
     tool_calls: list[CalledTool] | None = None
-    tool_call_id: str | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
+    tool_call_id: Text | None = None
+    reasoning: Text | None = None
+    reasoning_content: Text | None = None
     # written by clients that send an answer back as it came
     refusal: None = None
     annotations: list[Any] | None = Field(default=None, max_length=0)
@@ -153,8 +155,8 @@ class Function(Body):
     """A function that the model may call."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
+    description: Text | None = None
+    parameters: dict[Text, Any] | None = None
     strict: bool | None = None
 
 
@@ -168,7 +170,7 @@ class Tool(Body):
 class NamedFunction(Body):
     """A function by its name."""
 
-    name: str
+    name: Text
 
 
 class NamedTool(Body):
@@ -181,9 +183,9 @@ class NamedTool(Body):
 class JsonSchema(Body):
     """A named schema."""
 
-    name: str
-    description: str | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    name: Text
+    description: Text | None = None
+    schema_: dict[Text, Any] | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
@@ -207,7 +209,7 @@ class ChatRequest(Penalised):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
     include_reasoning: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: dict[Text, Any] | None = None
     store: Literal[False] | None = None
     modalities: list[Literal["text"]] | None = None
 
@@ -218,7 +220,7 @@ class ChatRequest(Penalised):
 class CompletionRequest(Penalised):
     """``POST /v1/completions``."""
 
-    prompt: str | Ids | list[str] | list[Ids]
+    prompt: Text | Ids | list[Text] | list[Ids]
     echo: bool | None = None
     logprobs: Count | None = None
 
@@ -230,7 +232,7 @@ class InputText(Body):
     """A part of an item's content."""
 
     type: Literal["input_text", "output_text", "text"]
-    text: str
+    text: Text
     annotations: list[Any] | None = Field(default=None, max_length=0)
     logprobs: list[Any] | None = Field(default=None, max_length=0)
 
@@ -240,9 +242,9 @@ class InputMessage(Body):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[InputText]
-    id: str | None = None
-    status: str | None = None
+    content: Text | list[InputText]
+    id: Text | None = None
+    status: Text | None = None
     phase: None = None
 
 
@@ -250,11 +252,11 @@ class FunctionCallItem(Body):
     """A call that the model has made before."""
 
     type: Literal["function_call"]
-    call_id: str
-    name: str
-    arguments: str
-    id: str | None = None
-    status: str | None = None
+    call_id: Text
+    name: Text
+    arguments: Text
+    id: Text | None = None
+    status: Text | None = None
     namespace: None = None
     caller: None = None
 
@@ -263,28 +265,28 @@ class FunctionCallOutput(Body):
     """What a function has returned."""
 
     type: Literal["function_call_output"]
-    call_id: str
-    output: str | list[InputText]
-    id: str | None = None
-    status: str | None = None
+    call_id: Text
+    output: Text | list[InputText]
+    id: Text | None = None
+    status: Text | None = None
 
 
 class ReasoningText(Body):
     """A thought."""
 
     type: Literal["reasoning_text"]
-    text: str
+    text: Text
 
 
 class ReasoningItem(Body):
     """A thought that the model has had before; chat templates that can will show it."""
 
     type: Literal["reasoning"]
-    id: str | None = None
+    id: Text | None = None
     summary: list[Any] | None = Field(default=None, max_length=0)
     content: list[ReasoningText] | None = None
     encrypted_content: None = None
-    status: str | None = None
+    status: Text | None = None
 
 
 class ResponseTool(Body):
@@ -292,8 +294,8 @@ class ResponseTool(Body):
 
     type: Literal["function"]
     name: Annotated[str, Field(min_length=1, max_length=256)]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
+    description: Text | None = None
+    parameters: dict[Text, Any] | None = None
     strict: bool | None = None
 
 
@@ -301,16 +303,16 @@ class ResponseToolName(Body):
     """The function that has to be called."""
 
     type: Literal["function"]
-    name: str
+    name: Text
 
 
 class TextFormat(Body):
     """The shape of a response's text."""
 
     type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    name: Text | None = None
+    description: Text | None = None
+    schema_: dict[Text, Any] | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
@@ -326,18 +328,29 @@ class ReasoningOptions(Body):
     effort: Effort | None = None
 
 
-InputItem = InputMessage | FunctionCallItem | FunctionCallOutput | ReasoningItem
+def _kind(item: Any) -> str:
+    """The type of an item; a message need not name it."""
+    return str(item.get("type", "message")) if isinstance(item, dict) else "message"
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[FunctionCallItem, Tag("function_call")]
+    | Annotated[FunctionCallOutput, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
+    Discriminator(_kind),
+]
 
 
 class ResponseRequest(Generating):
     """``POST /v1/responses``."""
 
-    input: str | list[InputItem]
-    instructions: str | None = None
+    input: Text | list[InputItem]
+    instructions: Text | None = None
     max_output_tokens: int | None = None
     background: bool | None = None
     store: bool | None = None
-    previous_response_id: str | None = None
+    previous_response_id: Text | None = None
     tools: list[ResponseTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseToolName | None = None
     parallel_tool_calls: bool | None = None
@@ -353,8 +366,8 @@ class ResponseRequest(Generating):
 class TokenizeRequest(Body):
     """``POST /tokenize``: a text, or a conversation through the chat template."""
 
-    model: str | None = None
-    prompt: str | None = None
+    model: Text | None = None
+    prompt: Text | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
@@ -363,5 +376,5 @@ class TokenizeRequest(Body):
 class DetokenizeRequest(Body):
     """``POST /detokenize``."""
 
-    model: str | None = None
+    model: Text | None = None
     tokens: Ids

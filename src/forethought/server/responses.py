@@ -214,7 +214,8 @@ def _response(body: ResponseRequest, name: str, model: str, stored: bool) -> dic
     """A response that has not begun, with what was asked for."""
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []]
     choice = body.tool_choice or "auto"
-    shape = body.text.format.model_dump(by_alias=True, exclude_none=True) if _has(body) else None
+    given = body.text.format if body.text else None
+    shape = given.model_dump(by_alias=True, exclude_none=True) if given else None
     return {
         "id": name,
         "object": "response",
@@ -244,10 +245,6 @@ def _response(body: ResponseRequest, name: str, model: str, stored: bool) -> dic
     }
 
 
-def _has(body: ResponseRequest) -> Any:
-    return body.text is not None and body.text.format is not None
-
-
 # ---- the run -------------------------------------------------------------------------------------
 
 
@@ -272,30 +269,34 @@ class _Item:
             "content": [],
             **({"summary": []} if thinks else {"role": "assistant"}),
         }
-        self._tell("response.output_item.added", item=dict(self._item), placed=False)
+        self._tell("response.output_item.added", place={}, item=dict(self._item))
         self._tell("response.content_part.added", part=self._part())
 
     def push(self, text: str) -> None:
         """More of its text."""
         self._text += text
-        extra = {} if self._kind == "reasoning" else {"logprobs": []}
+        extra: dict[str, Any] = {} if self._kind == "reasoning" else {"logprobs": []}
         self._tell(f"response.{self._name}.delta", delta=text, **extra)
 
     def close(self, status: str = "completed") -> None:
         """Its text is complete."""
-        extra = {} if self._kind == "reasoning" else {"logprobs": []}
+        extra: dict[str, Any] = {} if self._kind == "reasoning" else {"logprobs": []}
         self._tell(f"response.{self._name}.done", text=self._text, **extra)
         self._tell("response.content_part.done", part=self._part())
         done = {**self._item, "status": status, "content": [self._part()]}
         self._record.response["output"].append(done)
-        self._tell("response.output_item.done", item=done, placed=False)
+        self._tell("response.output_item.done", place={}, item=done)
 
     def _part(self) -> dict[str, Any]:
-        extra = {} if self._kind == "reasoning" else {"annotations": [], "logprobs": []}
+        extra: dict[str, Any] = (
+            {} if self._kind == "reasoning" else {"annotations": [], "logprobs": []}
+        )
         return {"type": self._name, "text": self._text, **extra}
 
-    def _tell(self, kind: str, placed: bool = True, **fields: Any) -> None:
-        place = {"item_id": self._item["id"], "content_index": 0} if placed else {}
+    def _tell(self, kind: str, *, place: dict[str, Any] | None = None, **fields: Any) -> None:
+        """Add an event about the item, or about its text."""
+        if place is None:
+            place = {"item_id": self._item["id"], "content_index": 0}
         self._record.add(kind, output_index=self._index, **place, **fields)
 
 

@@ -210,6 +210,12 @@ class Service:
                 f"n={num_choices} of {len(composition.choices)} methods",
                 f"Ask for at most {self.settings.max_choices} in all",
             )
+        if body.cache_salt is not None and not self.backend.salted:
+            raise ParameterError(
+                "cache_salt is not supported here",
+                "this server has no prefix cache",
+                "Leave it out",
+            )
         if self.backend.llm is not None:
             params = _compact(params)
         check_params(params)
@@ -442,13 +448,10 @@ def max_tokens_of(**given: int | None) -> dict[str, int]:
 
 def _speculation(given: Any) -> SpeculationParams:
     """Of a request: fields, or the name of a drafter; ``none``: no drafts."""
-    if isinstance(given, str):
-        name, enabled, length = str(given), True, None
-    else:
-        name, enabled, length = given.drafter, given.enabled, given.max_draft_len
-    if name == "none":
-        name, enabled = None, False
-    return SpeculationParams(enabled=enabled, drafter=name, max_draft_len=length)
+    fields = {"drafter": given} if isinstance(given, str) else given.model_dump(exclude_none=True)
+    if fields.get("drafter") == "none":
+        fields = {**fields, "drafter": None, "enabled": False}
+    return SpeculationParams(**fields)
 
 
 def _thinking_budget(body: Generating) -> int | None:

@@ -100,6 +100,7 @@ class Tools:
         allowed = [t for t in self.tools if not self.named or t["function"]["name"] == self.choice]
         calls = [_call_schema(tool["function"]) for tool in allowed]
         schema = dict(calls[0] if len(calls) == 1 else {"anyOf": calls})
+        schema["x-guidance"] = {"whitespace_flexible": False}  # small models write blanks for ever
         hoisted: dict[str, Any] = {}
         for tool in allowed:
             parameters = tool["function"].get("parameters") or {}

@@ -327,6 +327,12 @@ class OpenaiWorker(Worker):
         sampling.refuse(task, unknown, "OpenaiWorker", "Leave it out, or use another worker")
         fields = {name: getattr(task, name) for name in names if sampling.is_set(task, name)}
         scope = current_scope()
+        if scope is not None and scope.cache_salt:
+            raise ParameterError(
+                "OpenaiWorker cannot honour cache_salt",
+                "the prefix cache is another server's",
+                "Leave it out, or use EngineWorker",
+            )
         max_tokens = scope.account.limit(task.max_tokens) if scope else task.max_tokens
         if max_tokens is not None:
             fields["max_tokens"] = max_tokens

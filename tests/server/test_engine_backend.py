@@ -1,0 +1,227 @@
+"""The server on the embedded reasoner: what only an engine can show."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from forethought.assets import problems
+from forethought.config.drafters import NGramDecodingConfig
+from forethought.llm.async_llm import AsyncLLM
+from forethought.server.backends import EngineBackend
+from forethought.server.settings import Settings
+from http_servers import Served, eventually, served
+
+QUESTION = problems()[0]["question"]
+CHAT = "/v1/chat/completions"
+KEYS = {name: {"Authorization": f"Bearer {name}"} for name in ("one", "two")}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[AsyncLLM]:
+    fields: Any = {"speculative_config": NGramDecodingConfig(max_draft_len=3)}
+    llm = AsyncLLM(**fields, kv_cache_config={"max_tokens": 8192})
+    yield llm
+    llm.shutdown()
+
+
+@pytest.fixture(scope="module")
+def server(llm: AsyncLLM) -> Iterator[Served]:
+    examples = [{"title": "one", "prompt": QUESTION, "method": "plain"}]
+    with served(EngineBackend(llm, "reasoner", examples=examples)) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _pages_are_given_back(llm: AsyncLLM) -> Iterator[None]:
+    yield
+    engine = llm._frontend.engine
+    eventually(lambda: not engine.has_work and not engine.pool.in_use)
+    llm._thread.call(engine.check_integrity).result()
+
+
+def ask(text: str = QUESTION, **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], "temperature": 0, **fields}
+
+
+def test_a_stream_is_the_text_of_the_whole_answer(server: Served) -> None:
+    whole = server.send(CHAT, ask(max_tokens=40)).json
+    events = server.send(CHAT, ask(max_tokens=40, stream=True, events=True)).events
+    deltas = [
+        data["choices"][0]["delta"]
+        for name, data in events
+        if name == "message" and data != "[DONE]" and data["choices"]
+    ]
+    message = whole["choices"][0]["message"]
+    assert "".join(delta.get("reasoning", "") for delta in deltas) == message["reasoning"]
+    assert whole["choices"][0]["finish_reason"] == "length"
+    assert whole["usage"]["completion_tokens"] == 40
+    told = [data for name, data in events if name == "forethought"]
+    assert sum(each["num_tokens"] for each in told if each["type"] == "delta") == 40
+    assert told[0]["speculation"]["drafter"] == "ngram"
+    assert told[-1]["speculation"]["steps"] > 0
+
+
+def test_log_probabilities_come_with_the_tokens_of_a_stream(server: Served) -> None:
+    body = ask(max_tokens=6, logprobs=True, top_logprobs=2)
+    whole = server.send(CHAT, body).json["choices"][0]["logprobs"]["content"]
+    assert len(whole) == 6
+    assert all(len(each["top_logprobs"]) == 2 for each in whole)
+    assert whole[0]["token"] == whole[0]["top_logprobs"][0]["token"]  # it is greedy
+    events = server.send(CHAT, {**body, "stream": True}).events
+    streamed = [
+        each
+        for _, data in events
+        if data != "[DONE]"
+        for each in (data["choices"][0]["logprobs"] or {"content": []})["content"]
+    ]
+    assert [each["token"] for each in streamed] == [each["token"] for each in whole]
+
+
+def test_a_prompt_is_scored(server: Served) -> None:
+    ids = server.send("/tokenize", {"prompt": QUESTION}).json["tokens"]
+    body = {"prompt": QUESTION, "echo": True, "logprobs": 1, "max_tokens": 0}
+    choice = server.send("/v1/completions", body).json["choices"][0]
+    assert choice["text"] == QUESTION
+    scores = choice["logprobs"]
+    assert len(scores["tokens"]) == len(ids)
+    assert "".join(scores["tokens"]) == QUESTION
+    assert scores["token_logprobs"][0] is None
+    assert all(value <= 0 and math.isfinite(value) for value in scores["token_logprobs"][1:])
+    first_place = QUESTION.index(scores["tokens"][3], scores["text_offset"][3])
+    assert scores["text_offset"][3] == first_place
+    one_more = server.send("/v1/completions", {**body, "max_tokens": 1}).json["choices"][0]
+    assert len(one_more["logprobs"]["tokens"]) == len(ids) + 1
+
+
+def test_a_seed_draws_the_same_again_and_each_choice_its_own(server: Served) -> None:
+    body = ask(max_tokens=24, temperature=1.0, seed=7, n=3)
+    texts = [
+        [choice["message"]["reasoning"] for choice in server.send(CHAT, body).json["choices"]]
+        for _ in range(2)
+    ]
+    assert texts[0] == texts[1]
+    assert len(set(texts[0])) > 1
+
+
+def test_a_thinking_budget_closes_the_thought(server: Served) -> None:
+    for name in ("thinking_budget", "thinking_token_budget", "reasoning_budget"):
+        answer = server.send(CHAT, ask(max_tokens=60, **{name: 4})).json
+        details = answer["usage"]["completion_tokens_details"]
+        assert details["reasoning_tokens"] == 4
+        assert answer["choices"][0]["message"]["content"]
+    none = server.send(CHAT, ask(max_tokens=30, reasoning_effort="none")).json
+    assert "reasoning" not in none["choices"][0]["message"]
+
+
+def test_a_schema_shapes_the_content_behind_the_thought(server: Served) -> None:
+    pytest.importorskip("llguidance")
+    shape = {
+        "type": "json_schema",
+        "json_schema": {
+            "name": "result",
+            "schema": {
+                "type": "object",
+                "properties": {"result": {"type": "boolean"}},
+                "required": ["result"],
+                "additionalProperties": False,
+                "x-guidance": {"whitespace_flexible": False},  # it may write blanks for ever
+            },
+        },
+    }
+    body = ask(max_tokens=60, response_format=shape, reasoning_budget=0)
+    content = server.send(CHAT, body).json["choices"][0]["message"]["content"]
+    assert set(json.loads(content)) == {"result"}
+
+
+def test_a_forced_call_is_one_by_grammar(server: Served) -> None:
+    pytest.importorskip("llguidance")
+    parameters = {
+        "type": "object",
+        "properties": {"yes": {"type": "boolean"}},
+        "required": ["yes"],
+        "additionalProperties": False,
+    }
+    tools = [{"type": "function", "function": {"name": "decide", "parameters": parameters}}]
+    body = ask(max_tokens=100, tools=tools, tool_choice="required", reasoning_budget=0)
+    choice = server.send(CHAT, body).json["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    call = choice["message"]["tool_calls"][0]["function"]
+    assert call["name"] == "decide"
+    assert set(json.loads(call["arguments"])) == {"yes"}
+    refused = server.send(CHAT, ask(tools=tools))
+    assert "chat template" in refused.error["message"]
+
+
+def test_drafts_can_be_chosen_and_switched_off(server: Served) -> None:
+    assert [each["name"] for each in server.send("/v1/drafters").json["data"]] == ["ngram", "none"]
+    for given, drafts in (
+        ({"drafter": "ngram"}, True),
+        ("none", False),
+        ({"enabled": False}, False),
+    ):
+        answer = server.send(CHAT, ask(max_tokens=60, speculation=given)).json
+        assert (answer["usage"]["completion_tokens_details"]["drafted_tokens"] > 0) == drafts
+    assert server.send(CHAT, ask(speculation="nobody")).status == 400
+
+
+def test_a_method_streams_its_answer_as_it_becomes_certain(server: Served) -> None:
+    body = ask(max_tokens=48, method="dynasor", method_params={"chunk_size": 16})
+    whole = server.send(CHAT, body).json["choices"][0]["message"]
+    events = server.send(CHAT, {**body, "stream": True}).events
+    deltas = [data["choices"][0]["delta"] for _, data in events if data != "[DONE]"]
+    assert len([delta for delta in deltas if delta.get("reasoning")]) > 1
+    for name in ("reasoning", "content"):
+        text = "".join(delta.get(name) or "" for delta in deltas)
+        assert text == (whole.get(name) or "")
+
+
+@pytest.mark.parametrize("method", ["plain", "majority_vote@2"])
+def test_tenants_share_no_cached_prefix(llm: AsyncLLM, method: str) -> None:
+    question = f"{problems()[3]['question']} {method}"
+
+    def cached(running: Served, tenant: str, **fields: Any) -> int:
+        body = ask(question, max_tokens=2, method=method, **fields)
+        answer = running.send(CHAT, body, headers=KEYS[tenant]).json
+        count: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return count
+
+    with served(EngineBackend(llm, "reasoner"), Settings(api_keys=[*KEYS])) as running:
+        first, again = cached(running, "one"), cached(running, "one")
+        assert again > first
+        assert cached(running, "two") == first
+        assert cached(running, "one", cache_salt="mine") == first
+        assert cached(running, "two") == again
+
+
+def test_a_prompt_that_is_too_long_is_refused_with_its_code(server: Served) -> None:
+    answer = server.send(CHAT, ask("nuts " * 2000))
+    assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
+
+
+def test_a_client_that_leaves_gives_back_its_pages(server: Served, llm: AsyncLLM) -> None:
+    for fields in ({}, {"method": "majority_vote@4"}):
+        before = llm.stats.steps
+        body = ask(ignore_eos=True, max_tokens=900, **fields)
+        stream: Any = server.client.chat.completions.create(
+            model="reasoner",
+            messages=body.pop("messages"),
+            stream=True,
+            extra_body={**body, "events": True},
+        )
+        with stream:
+            eventually(lambda before=before: llm.stats.steps > before)
+        eventually(lambda: server.send("/v1/load").json["requests_unfinished"] == 0)
+
+
+def test_load_and_examples_are_told(server: Served) -> None:
+    load = server.send("/v1/load").json
+    assert load["num_generated_tokens"] > 0
+    assert 0 <= load["kv_cache_usage"] <= 1
+    assert load["running"] == load["waiting"] == 0
+    assert server.send("/v1/examples").json["data"][0]["prompt"] == QUESTION
+    assert "forethought:num_requests_running" in server.send("/metrics").text

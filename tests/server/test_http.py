@@ -1,0 +1,258 @@
+"""Limits, keys and clients that misbehave."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from forethought.scaffolding.workers.scripted import Reply
+from forethought.server.settings import Settings
+from http_servers import WAIT, Served, eventually, scripted
+
+CHAT = "/v1/chat/completions"
+SLOW = Reply("a" * 10_000, seconds_per_token=0.01)
+
+
+def answers(prompt: str, index: int) -> str | Reply:
+    return SLOW if prompt == "slow" else f"you said {prompt[:20]}"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with scripted(answers, Settings(max_body_bytes=10_000)) as running:
+        yield running
+
+
+def say(text: str, **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], **fields}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"text"',
+        b"\xff\xfe",
+        b'{"messages": [{"role": "user", "content": "\xff"}]}',
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        b'{"messages": NaN}',
+        b"[" * 5000,
+        b'{"temperature": 1e999, "messages": [{"role": "user", "content": "x"}]}',
+        b'{"seed": ' + b"9" * 400 + b', "messages": [{"role": "user", "content": "x"}]}',
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/responses", "/tokenize"])
+def test_a_malformed_body_is_refused_and_the_server_lives(
+    server: Served, path: str, body: bytes
+) -> None:
+    answer = server.send(path, body)
+    assert 400 <= answer.status < 500, answer.text
+    assert answer.error["message"]
+    assert server.send("/health").status == 200
+
+
+def test_a_large_body_is_refused(server: Served) -> None:
+    answer = server.send(CHAT, say("x" * 20_000))
+    assert (answer.status, answer.error["code"]) == (413, "body_too_large")
+
+
+def test_a_large_body_without_a_length_is_refused(server: Served) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=WAIT) as opened:
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        opened.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode())
+        opened.sendall(b"4000\r\n" + b"x" * 0x4000 + b"\r\n0\r\n\r\n")
+        assert b" 413 " in opened.recv(4096)
+
+
+def test_unknown_paths_and_methods_are_told(server: Served) -> None:
+    assert server.send("/v1/nonsense").status == 404
+    assert server.send(CHAT, method="GET").status == 405
+    for path in ("/../pyproject.toml", "/%2e%2e/app.py", "/app.py", "/nothing.js"):
+        answer = server.send(path)
+        assert (answer.status, set(answer.json)) == (404, {"error"})
+
+
+def test_the_id_of_a_request_is_echoed_and_logged(
+    server: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        answer = server.send("/version", headers={"X-Request-Id": "mine-7"})
+        assert answer.headers["x-request-id"] == "mine-7"
+        eventually(lambda: "mine-7" in caplog.text)
+    other = server.send("/version", headers={"X-Request-Id": "a b\tc"}).headers["x-request-id"]
+    assert other != "a b\tc"
+
+
+def test_a_forbidden_header_value_gets_an_id_of_our_own(server: Served) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=WAIT) as opened:
+        opened.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\nX-Request-Id: \xe9\xff\r\n\r\n")
+        answer = opened.recv(4096)
+    assert b" 200 " in answer
+    assert b"\xe9" not in answer
+
+
+def test_other_origins_get_no_permission_unless_told() -> None:
+    preflight = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+    allowed = "access-control-allow-origin"
+    with scripted(answers) as running:
+        answer = running.send(CHAT, method="OPTIONS", headers=preflight)
+        assert allowed not in answer.headers
+        assert allowed not in running.send("/version", headers=preflight).headers
+    with scripted(answers, Settings(cors_origins=["https://a.example"])) as running:
+        answer = running.send(CHAT, method="OPTIONS", headers=preflight)
+        assert answer.headers[allowed] == "https://a.example"
+        other = {**preflight, "Origin": "https://b.example"}
+        assert allowed not in running.send(CHAT, method="OPTIONS", headers=other).headers
+
+
+def test_with_keys_each_request_needs_one(caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        caplog.at_level(logging.DEBUG),
+        scripted(answers, Settings(api_keys=["first-key", "second-key"])) as running,
+    ):
+        for shown in (None, "Bearer", "Bearer wrong", "Basic first-key", "Bearer first-ke"):
+            headers = {} if shown is None else {"Authorization": shown}
+            answer = running.send(CHAT, say("hello"), headers=headers)
+            assert (answer.status, answer.error["code"]) == (401, "invalid_api_key")
+            assert running.send("/metrics", headers=headers).status == 401
+        for key in ("first-key", "second-key"):
+            headers = {"Authorization": f"Bearer {key}"}
+            assert running.send(CHAT, say("hello"), headers=headers).status == 200
+        assert running.send("/health").status == 200
+    assert "first-key" not in caplog.text
+    assert "hello" not in caplog.text
+
+
+def test_a_response_is_kept_for_its_tenant_alone() -> None:
+    with scripted(answers, Settings(api_keys=["one", "two"])) as running:
+        one, two = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
+        made = running.send("/v1/responses", {"input": "hello"}, headers=one).json["id"]
+        path = f"/v1/responses/{made}"
+        assert running.send(path, headers=one).status == 200
+        assert running.send(path, headers=two).status == 404
+        assert running.send(path, method="DELETE", headers=two).status == 404
+        follow = {"input": "more", "previous_response_id": made}
+        assert running.send("/v1/responses", follow, headers=two).status == 404
+
+
+# ---- the queue ----------------------------------------------------------------------------------
+
+
+class Slow:
+    """A client whose answer takes for ever, until it goes away."""
+
+    def __init__(self, running: Served, *, stream: bool = True) -> None:
+        body = json.dumps(say("slow", stream=stream)).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        self._socket = socket.create_connection(("127.0.0.1", running.port), timeout=WAIT)
+        self._socket.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        if stream:
+            self._socket.recv(1)
+
+    def leave(self) -> None:
+        self._socket.close()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_ends_its_work(server: Served, stream: bool) -> None:
+    before = len(server.backend.worker.calls)
+    client = Slow(server, stream=stream)
+    eventually(lambda: len(server.backend.worker.calls) > before)
+    client.leave()
+    eventually(lambda: server.backend.worker.calls[-1].ended == "cancelled")
+    eventually(lambda: server.send("/v1/load").json["running"] == 0)
+
+
+def test_beyond_the_queue_requests_are_refused_for_a_while() -> None:
+    with scripted(answers, Settings(max_running=1, max_waiting=1)) as running:
+        first, second = Slow(running), Slow(running, stream=False)
+        eventually(lambda: running.send("/v1/load").json["waiting"] == 1)
+        answer = running.send(CHAT, say("hello"))
+        assert (answer.status, answer.error["type"]) == (429, "rate_limit_error")
+        assert int(answer.headers["retry-after"]) >= 1
+        assert 'requests_rejected_total{reason="queue_full"} 1.0' in running.send("/metrics").text
+        first.leave()
+        second.leave()
+        eventually(lambda: running.send("/v1/load").json["running"] == 0)
+        assert running.send(CHAT, say("hello")).status == 200
+
+
+def test_a_deadline_ends_a_request() -> None:
+    with scripted(answers, Settings(timeout=0.05)) as running:
+        answer = running.send(CHAT, say("slow"))
+        assert (answer.status, answer.error["code"]) == (504, "timeout")
+        eventually(lambda: running.backend.worker.calls[-1].ended == "cancelled")
+
+
+def test_the_signal_to_end_lets_a_request_finish_and_refuses_the_next() -> None:
+
+    with scripted(lambda prompt, index: "quick") as running, ThreadPoolExecutor(1) as threads:
+        running.backend.worker._script = lambda prompt, index: Reply("ab", seconds_per_token=0.2)
+        asked = threads.submit(running.send, CHAT, say("x"))
+        eventually(lambda: running.backend.worker.calls)
+        running.server.handle_exit(signal.SIGTERM, None)
+        assert running.service.admission.draining
+        answer = asked.result(WAIT)
+        assert answer.status == 200
+        assert answer.json["choices"][0]["message"]["content"] == "ab"
+
+
+# ---- what there is ------------------------------------------------------------------------------
+
+
+def test_the_catalogue_of_methods_says_what_each_takes(server: Served) -> None:
+    found = {each["name"]: each for each in server.send("/v1/methods").json["data"]}
+    vote = found["majority_vote"]
+    assert vote["available"]
+    assert vote["paper"].startswith("Wang")
+    samples = {each["name"]: each for each in vote["parameters"]}["default_sample_num"]
+    assert samples["default"] == 8
+    assert samples["description"]
+    assert not found["best_of_n"]["available"]
+    assert "--reward-model" in found["best_of_n"]["reason"]
+
+
+def test_models_are_listed_and_found_with_methods_in_front(server: Served) -> None:
+    assert [each["id"] for each in server.send("/v1/models").json["data"]] == ["scripted"]
+    assert server.client.models.retrieve("majority_vote@2-scripted").id
+    assert server.send("/v1/models/nobody").status == 404
+
+
+def test_a_model_may_be_served_under_several_names() -> None:
+    with scripted(answers, Settings(served_model_names=["big", "org/big-model"])) as running:
+        for name in ("big", "org/big-model", "majority_vote@2-org/big-model"):
+            assert running.send(CHAT, say("hello", model=name)).status == 200
+        assert running.send(CHAT, say("hello", model="scripted")).status == 404
+
+
+def test_texts_become_tokens_and_back(server: Served) -> None:
+    tokens = server.send("/tokenize", {"prompt": "héy", "return_token_strs": True}).json
+    assert tokens["tokens"] == [104, 233, 121]
+    assert (tokens["count"], tokens["token_strs"]) == (3, ["h", "é", "y"])
+    assert server.send("/detokenize", {"tokens": [104, 233, 121]}).json == {"prompt": "héy"}
+    assert server.send("/detokenize", {"tokens": [1 << 40]}).status == 400
+    assert server.send("/tokenize", {}).status == 400
+    messages = [{"role": "user", "content": "ab"}]
+    assert server.send("/tokenize", {"messages": messages}).json["count"] == 2
+
+
+def test_the_schema_of_the_api_can_be_read(server: Served) -> None:
+    paths = server.send("/openapi.json").json["paths"]
+    assert {CHAT, "/v1/completions", "/v1/responses", "/v1/models"} <= set(paths)
+
+
+def test_metrics_count_requests(server: Served) -> None:
+    server.send(CHAT, say("hello"))
+    text = server.send("/metrics").text
+    assert 'forethought:request_success_total{finished_reason="stop"' in text
+    assert "vllm:num_requests_running" in text

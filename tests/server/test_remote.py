@@ -1,0 +1,110 @@
+"""The server in front of another server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from forethought.scaffolding.workers.scripted import Reply
+from forethought.scaffolding.workers.upstream import UpstreamWorker
+from forethought.server.backends import RemoteBackend
+from forethought.server.tool_calls import as_text
+from http_servers import Served, scripted, served
+
+CHAT = "/v1/chat/completions"
+ADD: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+def answers(prompt: str, index: int) -> str | Reply:
+    table = {"call": as_text("add", {"a": 1}), "think": "<think>hm</think>the answer"}
+    return table.get(prompt, f"you said {prompt}")
+
+
+@pytest.fixture(scope="module")
+def behind() -> Iterator[Served]:
+    with scripted(answers) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def server(behind: Served) -> Iterator[Served]:
+    backend = RemoteBackend(UpstreamWorker([behind.url], "scripted"), "scripted")
+    with served(backend) as running:
+        yield running
+    backend.close()
+
+
+def say(text: str, **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], **fields}
+
+
+def test_a_chat_is_answered_by_the_server_behind(server: Served) -> None:
+    answer = server.send(CHAT, say("think")).json
+    message = answer["choices"][0]["message"]
+    assert (message["content"], message["reasoning"]) == ("the answer", "hm")
+    assert answer["usage"]["prompt_tokens"] == len("think")
+
+
+def test_a_stream_is_passed_on(server: Served) -> None:
+    stream = server.client.chat.completions.create(**say("hello"), model="scripted", stream=True)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    assert text == "you said hello"
+
+
+def test_a_whole_conversation_is_sent(server: Served, behind: Served) -> None:
+    messages = [
+        {"role": "system", "content": "be short"},
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "two"},
+        {"role": "user", "content": "three"},
+    ]
+    answer = server.send(CHAT, {"messages": messages}).json
+    assert answer["choices"][0]["message"]["content"] == "you said three"
+    assert answer["usage"]["prompt_tokens"] == len("three")
+
+
+def test_tools_and_their_results_go_both_ways(server: Served) -> None:
+    first = server.send(CHAT, say("call", tools=[ADD])).json["choices"][0]
+    call = first["message"]["tool_calls"][0]
+    assert (first["finish_reason"], call["function"]["name"]) == ("tool_calls", "add")
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "2"}
+    messages = [*say("call")["messages"], first["message"], result]
+    second = server.send(CHAT, {"messages": messages, "tools": [ADD]}).json
+    assert second["choices"][0]["message"]["content"] == "you said 2"
+
+
+def test_a_vote_draws_its_samples_there(server: Served, behind: Served) -> None:
+    before = len(behind.backend.worker.calls)
+    answer = server.send(CHAT, say("vote", model="majority_vote@3-scripted")).json
+    assert answer["choices"][0]["message"]["content"] == "you said vote"
+    assert len(behind.backend.worker.calls) == before + 3
+
+
+def test_a_method_that_continues_its_text_needs_a_completion(server: Served) -> None:
+    refused = server.send(CHAT, say("x", method="dynasor"))
+    assert (refused.status, "completions" in refused.error["message"]) == (400, True)
+    answer = server.send("/v1/completions", {"prompt": "x", "method": "budget_forcing"})
+    assert answer.status == 200
+
+
+def test_what_the_server_behind_refuses_is_told(server: Served) -> None:
+    refused = server.send(CHAT, say("x", temperature=-1.0))
+    assert refused.status == 400
+    for body in (say("x", cache_salt="s"), say("x", chat_template_kwargs={"a": 1})):
+        assert server.send(CHAT, body).status == 400
+    assert server.send("/tokenize", {"prompt": "x"}).status == 400
+
+
+def test_a_server_behind_that_is_gone_is_a_bad_gateway() -> None:
+    with scripted(answers) as gone:
+        worker = UpstreamWorker([gone.url], "scripted")
+    with served(RemoteBackend(worker, "scripted")) as running:
+        answer = running.send(CHAT, say("x"))
+        assert answer.status == 502
+        assert running.send("/health").status == 200
+
+
+def test_metrics_show_the_servers_behind(server: Served) -> None:
+    assert "upstream_healthy" in server.send("/metrics").text

@@ -1,0 +1,216 @@
+"""Responses over HTTP: streamed, in the background, resumed, ended and forgotten."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from pydantic import BaseModel
+
+from forethought.scaffolding.workers.scripted import Reply
+from forethought.server.settings import Settings
+from forethought.server.tool_calls import as_text
+from http_servers import Served, eventually, scripted
+
+ADD: Any = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}
+
+
+def answers(prompt: str, index: int) -> str | Reply:
+    table: dict[str, str | Reply] = {
+        "think": "<think>\nhm\n</think>\n\nthe answer",
+        "call": as_text("add", {"a": 1}),
+        "json": '{"age": 7}',
+        "slow": Reply("a" * 10_000, seconds_per_token=0.01),
+        "steady": Reply("abcdefghij", seconds_per_token=0.01),
+        "fail": Reply("", error=RuntimeError("secret")),
+    }
+    return table.get(prompt, f"you said {prompt}")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with scripted(answers) as running:
+        yield running
+
+
+def test_a_response_has_the_thought_and_the_message_as_items(server: Served) -> None:
+    response = server.client.responses.create(model="scripted", input="think")
+    assert response.status == "completed"
+    assert response.output_text == "the answer"
+    assert [item.type for item in response.output] == ["reasoning", "message"]
+    assert response.usage is not None
+    assert response.usage.output_tokens_details.reasoning_tokens == 2
+    assert response.usage.input_tokens == 5
+
+
+def test_a_stream_of_events_is_numbered_and_complete(server: Served) -> None:
+    events = list(server.client.responses.create(model="scripted", input="think", stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert kinds[-1] == "response.completed"
+    texts = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(texts) == "the answer"
+    opened = kinds.count("response.output_item.added")
+    assert opened == kinds.count("response.output_item.done") == 2
+
+
+def test_the_clients_own_stream_helper_reads_it(server: Served) -> None:
+    with server.client.responses.stream(model="scripted", input="think") as stream:
+        for _ in stream:
+            pass
+        assert stream.get_final_response().output_text == "the answer"
+
+
+def test_a_conversation_goes_on_from_the_response_before(server: Served) -> None:
+    client = server.client
+    first = client.responses.create(model="scripted", input="one", instructions="be short")
+    second = client.responses.create(model="scripted", input="two", previous_response_id=first.id)
+    assert second.output_text == "you said two"
+    kept = server.service.store.find(second.id, "")
+    said = [(each["role"], each["content"]) for each in kept.messages]
+    assert said == [("user", "one"), ("assistant", "you said one"), ("user", "two")]
+
+
+def test_functions_are_called_and_their_outputs_go_back(server: Served) -> None:
+    first = server.client.responses.create(model="scripted", input="call", tools=[ADD])
+    call = first.output[0]
+    assert call.type == "function_call"
+    assert (call.name, json.loads(call.arguments)) == ("add", {"a": 1})
+    output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "2"}
+    second = server.client.responses.create(
+        model="scripted", input=[output], tools=[ADD], previous_response_id=first.id
+    )
+    assert second.output_text == "you said 2"
+    whole: list[Any] = [{"role": "user", "content": "call"}, call, output]
+    third = server.client.responses.create(model="scripted", input=whole, tools=[ADD])
+    assert third.output_text == "you said 2"
+
+
+class Age(BaseModel):
+    age: int
+
+
+def test_parse_returns_an_object(server: Served) -> None:
+    parsed = server.client.responses.parse(model="scripted", input="json", text_format=Age)
+    assert parsed.output_parsed == Age(age=7)
+
+
+def test_a_response_in_the_background_is_fetched_later(server: Served) -> None:
+    client = server.client
+    begun = client.responses.create(model="scripted", input="steady", background=True)
+    assert begun.status in ("queued", "in_progress")
+    eventually(lambda: client.responses.retrieve(begun.id).status == "completed")
+    assert client.responses.retrieve(begun.id).output_text == "abcdefghij"
+
+
+def test_a_stream_is_resumed_behind_an_event(server: Served) -> None:
+    client = server.client
+    number, text, response_id = -1, "", ""
+    with client.responses.create(
+        model="scripted", input="steady", background=True, stream=True
+    ) as stream:
+        for event in stream:
+            number = event.sequence_number
+            if event.type == "response.created":
+                response_id = event.response.id
+            if event.type == "response.output_text.delta":
+                text += event.delta
+                break  # the connection is lost
+    rest = list(client.responses.retrieve(response_id, stream=True, starting_after=number))
+    assert rest[0].sequence_number == number + 1
+    for event in rest:
+        if event.type == "response.output_text.delta":
+            text += event.delta
+    assert text == "abcdefghij"
+    assert rest[-1].type == "response.completed"
+    assert list(client.responses.retrieve(response_id, stream=True, starting_after=10**6)) == []
+
+
+def test_a_response_in_the_background_can_be_cancelled(server: Served) -> None:
+    client = server.client
+    begun = client.responses.create(model="scripted", input="slow", background=True)
+    eventually(lambda: server.backend.worker.calls[-1].prompt == "slow")
+    assert client.responses.cancel(begun.id).status == "cancelled"
+    eventually(lambda: server.backend.worker.calls[-1].ended == "cancelled")
+    assert client.responses.cancel(begun.id).status == "cancelled"
+
+
+def test_a_response_that_is_deleted_is_gone(server: Served) -> None:
+    client = server.client
+    made = client.responses.create(model="scripted", input="x")
+    client.responses.delete(made.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(made.id)
+
+
+def test_a_response_that_is_not_stored_is_not_found(server: Served) -> None:
+    made = server.client.responses.create(model="scripted", input="x", store=False)
+    with pytest.raises(openai.NotFoundError):
+        server.client.responses.retrieve(made.id)
+
+
+def test_a_client_that_leaves_ends_what_runs_for_it_alone(server: Served) -> None:
+    with server.client.responses.create(model="scripted", input="slow", stream=True) as stream:
+        for event in stream:
+            if event.type == "response.output_text.delta":
+                break
+    eventually(lambda: server.backend.worker.calls[-1].ended == "cancelled")
+
+
+def test_a_cut_response_is_incomplete(server: Served) -> None:
+    made = server.client.responses.create(model="scripted", input="x", max_output_tokens=3)
+    assert made.status == "incomplete"
+    assert made.incomplete_details is not None
+    assert made.incomplete_details.reason == "max_output_tokens"
+    assert made.output_text == "you"
+
+
+def test_a_failure_has_a_status_and_in_a_stream_an_event(server: Served) -> None:
+    answer = server.send("/v1/responses", {"input": "fail"})
+    assert answer.status == 500
+    assert "secret" not in answer.text
+    events = server.send("/v1/responses", {"input": "fail", "stream": True}).events
+    assert events[-1][0] == "response.failed"
+    assert events[-1][1]["response"]["error"]["code"] == "server_error"
+
+
+def test_a_method_answers_and_tells_its_events(server: Served) -> None:
+    body = {"input": "hello", "method": "majority_vote@2", "events": True, "stream": True}
+    events = server.send("/v1/responses", body).events
+    told = [data["event"]["type"] for name, data in events if name == "forethought"]
+    assert (told[0], told[-1]) == ("started", "finished")
+    assert events[-1][1]["response"]["output"][0]["content"][0]["text"] == "you said hello"
+
+
+def test_old_responses_make_room_and_pass_away() -> None:
+    with scripted(answers, Settings(max_stored=2)) as running:
+        made = [running.send("/v1/responses", {"input": "x"}).json["id"] for _ in range(3)]
+        found = [running.send(f"/v1/responses/{each}").status for each in made]
+        assert found == [404, 200, 200]
+    with scripted(answers, Settings(store_seconds=1e-6)) as running:
+        made_id = running.send("/v1/responses", {"input": "x"}).json["id"]
+        assert running.send(f"/v1/responses/{made_id}").status == 404
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"input": []},
+        {"input": [{"type": "image"}]},
+        {"background": True, "store": False},
+        {"previous_response_id": "resp-nothing"},
+        {"model": "plain|plain-scripted"},
+        {"truncation": "auto"},
+        {"include": ["x"]},
+        {"tools": [{"type": "web_search"}]},
+        {"text": {"format": {"type": "json_schema", "name": "x"}}},
+    ],
+)
+def test_what_cannot_be_is_refused(server: Served, change: dict[str, Any]) -> None:
+    answer = server.send("/v1/responses", {"input": "x", **change})
+    assert answer.status in (400, 404), answer.text
+    assert answer.error["message"]
