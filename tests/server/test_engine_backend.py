@@ -110,11 +110,11 @@ def test_a_seed_draws_the_same_again_and_each_choice_its_own(server: Served) -> 
 
 def test_a_thinking_budget_closes_the_thought(server: Served) -> None:
     for name in ("thinking_budget", "thinking_token_budget", "reasoning_budget"):
-        answer = server.send(CHAT, ask(max_tokens=60, **{name: 4})).json
+        answer = server.send(CHAT, ask(max_tokens=20, **{name: 4})).json
         details = answer["usage"]["completion_tokens_details"]
         assert details["reasoning_tokens"] == 4
         assert answer["choices"][0]["message"]["content"]
-    none = server.send(CHAT, ask(max_tokens=30, reasoning_effort="none")).json
+    none = server.send(CHAT, ask(max_tokens=16, reasoning_effort="none")).json
     assert "reasoning" not in none["choices"][0]["message"]
 
 

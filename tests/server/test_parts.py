@@ -7,7 +7,7 @@ import itertools
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forethought.cli import serve
@@ -51,6 +51,7 @@ def test_a_name_that_is_none_is_refused(model: str) -> None:
         read_model(model, ["m"])
 
 
+@settings(max_examples=40, deadline=None)
 @given(
     thought=st.text("ab </think", max_size=12),
     answer=st.text("ab <think>", max_size=12),
