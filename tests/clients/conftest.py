@@ -22,6 +22,9 @@ SCRIPT = {
     "What is the value of magic_function(3)? Use the tool.": {
         "tool_calls": [{"name": "magic_function", "arguments": {"input": 3}}]
     },
+    "What is the value of magic_function_no_args()? Use the tool.": {
+        "tool_calls": [{"name": "magic_function_no_args", "arguments": {}}]
+    },
 }
 """What the scripted server answers."""
 

@@ -24,7 +24,8 @@ class Common(ChatModelIntegrationTests):
     @property
     def chat_model_params(self):
         url = f"{self.url}/v1"
-        return {"base_url": url, "api_key": "none", "model": self.served, "max_retries": 0}
+        fields = {"base_url": url, "api_key": "none", "model": self.served, "max_retries": 0}
+        return {**fields, "stream_usage": True}
 
     @property
     def has_tool_choice(self):
@@ -53,3 +54,15 @@ class TestScripted(Common):
     @property
     def has_tool_calling(self):
         return True
+
+    @pytest.mark.xfail(reason="the script has no answer for its question")
+    def test_bind_runnables_as_tools(self, model):
+        super().test_bind_runnables_as_tools(model)
+
+    @pytest.mark.xfail(reason="the script has no answer for its question")
+    def test_agent_loop(self, model):
+        super().test_agent_loop(model)
+
+    @pytest.mark.xfail(reason="the script has no answer for its question")
+    def test_unicode_tool_call_integration(self, model):
+        super().test_unicode_tool_call_integration(model)

@@ -146,7 +146,8 @@ class ScaffoldingLlm:
             priority: lower runs first.
             budget: limits of everything that the method does inside.
             cache_salt: whatever the method runs inside shares cached prefixes, and pools of drafts,
-                only with requests of the same salt, such as those of one tenant. OpenaiWorker refuses it.
+                only with requests of the same salt, such as those of one tenant. OpenaiWorker
+                refuses it.
             **kwargs: handed on to ``generate``, and by it to ``process`` of the controller.
 
         Raises:
