@@ -425,7 +425,9 @@ def check_params(params: Mapping[str, Any]) -> SamplingParams:
 def _compact(params: Mapping[str, Any]) -> Mapping[str, Any]:
     """``params`` whose JSON has little white space: a model can get lost where any is allowed."""
     shape = params.get("guided_decoding")
-    schema = None if shape is None or shape.json is None else json.loads(str(shape.json))
+    if not isinstance(shape, GuidedDecodingParams) or shape.json is None:
+        return params
+    schema = json.loads(str(shape.json))
     if not isinstance(schema, dict) or "x-guidance" in schema:
         return params
     schema = {**schema, "x-guidance": {"whitespace_pattern": _WHITE_SPACE}}
