@@ -3,6 +3,8 @@
 #   make demo      the main job on the embedded models: three tables, a picture, one JSON line
 #   make test      ruff, mypy and the import contracts, then the tests (but the slow ones)
 #   make test-all  the same, with the slow tests
+#   make test-clients  OpenAI clients, LangChain's suite, lm-evaluation-harness, LiteLLM, schemathesis and curl against the server
+#   make soak      a server under mixed load for ten minutes (SOAK_SECONDS=...), and what is left of it
 #   make lint      only the first half of that
 #   make format    let ruff fix what it can
 #   make bench     speed on this machine: against transformers, and of every drafter
@@ -17,6 +19,8 @@
 
 VENV      := .venv
 INSTALLED := $(VENV)/.installed
+# The clients have an environment of their own: they pin other versions than the server's.
+CLIENTS   := .venv-clients
 
 ifeq ($(origin PY),undefined)
 PY    := $(VENV)/bin/python
@@ -27,7 +31,7 @@ export PYTHONPATH := src
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format bench gpu reasoner drafter heads countdown prm clean
+.PHONY: help demo test test-all test-clients soak lint format bench gpu reasoner drafter heads countdown prm clean
 
 help:
 	@sed -n 's/^#   make /  make /p' Makefile
@@ -57,12 +61,24 @@ test: lint
 test-all: lint
 	@$(PY) -m pytest -n 2
 
+$(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/constraints.txt
+	python3 -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -c tests/clients/constraints.txt -r tests/clients/requirements.txt
+	@touch $@
+
+test-clients: $(setup) $(CLIENTS)/.installed
+	@python=$$(realpath -s $$(command -v $(PY))) && cd tests/clients && FORETHOUGHT_PYTHON=$$python PYTHONPATH=$(CURDIR)/src $(CURDIR)/$(CLIENTS)/bin/python -m pytest -c pytest.ini .
+
+soak: $(setup)
+	@$(PY) scripts/soak.py
+
 bench: $(setup)
 	@$(PY) -m benchmarks.generate_vs_transformers
 	@$(PY) -m benchmarks.speculation_vs_transformers
 	@$(PY) -m benchmarks.step_overhead
 	@$(PY) -m benchmarks.drafters
 	@$(PY) -m benchmarks.goodput
+	@$(PY) -m benchmarks.serving_vs_transformers
 
 gpu: $(setup)
 	@$(PY) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("torch finds no CUDA device on this machine: nothing was run")'
@@ -93,4 +109,4 @@ countdown: $(setup)
 	$(PY) -m forethought.training.countdown.train --seed 0 --out runs/countdown --workers 2
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

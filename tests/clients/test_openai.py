@@ -93,7 +93,8 @@ def test_a_method_is_chosen_by_the_name_of_the_model_or_by_a_field(client, model
         extra_body={"method": "majority_vote@3"},
     )
     assert by_name.choices[0].message.content == by_field.choices[0].message.content
-    assert by_name.usage.completion_tokens == by_field.usage.completion_tokens
+    plain = client.chat.completions.create(model=model, messages=QUESTION, temperature=0.6, seed=1)
+    assert by_name.usage.completion_tokens > plain.usage.completion_tokens
 
 
 def test_samples_logprobs_and_seeds(client, model):
@@ -121,7 +122,7 @@ def test_a_forced_tool_is_called_with_arguments_of_its_schema(client, model):
 
 def test_an_answer_is_parsed_into_a_model(client, model):
     answer = client.chat.completions.parse(
-        model=model, messages=QUESTION, response_format=Digit, max_tokens=60
+        model=model, messages=QUESTION, response_format=Digit, max_tokens=400
     )
     assert isinstance(answer.choices[0].message.parsed, Digit)
 

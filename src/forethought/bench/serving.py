@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -225,8 +226,8 @@ class ServingBench:
         except ModuleNotFoundError as error:
             raise DependencyError.missing("openai", "bench serving", "openai") from error
         self._url, self._model, self._chat = url, model, chat
-        self._make = lambda: make(
-            base_url=url, api_key=api_key or "none", max_retries=0, timeout=_TIMEOUT
+        self._make: Callable[[], Any] = partial(
+            make, base_url=url, api_key=api_key or "none", max_retries=0, timeout=_TIMEOUT
         )
         self._max_concurrency, self._fields = max_concurrency, dict(fields or {})
 

@@ -84,6 +84,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--stream-interval", type=float, metavar="S", help="in which new tokens are gathered"
     )
     server.add_argument(
+        "--otlp-endpoint",
+        metavar="URL",
+        help="send the spans of requests to this OpenTelemetry collector, by OTLP over HTTP, as in "
+        "http://127.0.0.1:4318",
+    )
+    server.add_argument(
         "--reasoning-in-content",
         action="store_true",
         default=None,
@@ -131,6 +137,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         "max_body_bytes",
         "stream_interval",
         "reasoning_in_content",
+        "otlp_endpoint",
     )
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     return Settings(

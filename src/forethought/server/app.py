@@ -22,7 +22,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forethought import __version__
@@ -206,7 +206,7 @@ def _add_endpoints(app: FastAPI) -> None:
         """The version of this server."""
         return {"version": __version__}
 
-    @app.get("/metrics", response_model=None)
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics(request: Request) -> Response:
         """All metrics in Prometheus' text format."""
         return Response(_service(request).metrics.render(), media_type=CONTENT_TYPE)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import dataclasses
 import inspect
 import itertools
 import json
@@ -30,9 +31,7 @@ from forethought.scaffolding.messages import RoleMessage, UserMessage
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.task import ChatTask, GenerationTask
 from forethought.scaffolding.worker import Worker
-from forethought.scaffolding.workers.routing import UpstreamServer
 from forethought.scaffolding.workers.scripted import Reply, ScriptedWorker
-from forethought.scaffolding.workers.upstream import UpstreamWorker
 from forethought.server.tool_calls import Tools, as_text
 
 if TYPE_CHECKING:
@@ -55,11 +54,13 @@ class Conversation:
         messages: in OpenAI's form.
         tools: that may be called.
         template_args: further arguments of the chat template.
+        without_thought: the answer begins at once: a grammar holds from its first token on.
     """
 
     messages: Sequence[Mapping[str, Any]]
     tools: Tools = field(default_factory=Tools)
     template_args: Mapping[str, Any] = field(default_factory=dict)
+    without_thought: bool = False
 
     @property
     def question(self) -> str:
@@ -71,7 +72,7 @@ class Conversation:
         """The same with another text as the user's last message."""
         last = max((i for i, m in enumerate(self.messages) if m["role"] == "user"), default=0)
         changed = [*self.messages[:last], {"role": "user", "content": text}]
-        return Conversation(changed, self.tools, self.template_args)
+        return dataclasses.replace(self, messages=changed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +218,6 @@ class EngineBackend(Backend):
     """
 
     salted = True
-    servers: Sequence[UpstreamServer] = ()
 
     def __init__(
         self,
@@ -259,7 +259,11 @@ class EngineBackend(Backend):
             UsageError: the template refuses it, or knows no tools.
         """
         arguments = self._template_args(conversation)
-        return self._engine.chat_prompt(conversation.messages, arguments)
+        ids = self._engine.chat_prompt(conversation.messages, arguments)
+        tail = self._engine.decode(ids[-_TAIL:]) if conversation.without_thought else ""
+        if self.markers is not None and opens_thought(tail, self.markers):
+            return [*ids, *self.tokenize(f"{self.markers[1]}\n\n", special=False)]
+        return ids
 
     def check(self, prompt: str | list[int], params: Mapping[str, Any]) -> None:
         """Raise ``UsageError`` for a prompt or params that the engine cannot honour."""

@@ -38,12 +38,13 @@ async def chat_completions(service: Service, body: ChatRequest, request: Request
         Exception: what ``http_error`` makes a response of.
     """
     tools = tools_of(body)
+    params = _params(service, body, tools)
     conversation = Conversation(
         [message_dict(message) for message in body.messages],
         tools,
         body.chat_template_kwargs or {},
+        without_thought="guided_decoding" in params,
     )
-    params = _params(service, body, tools)
     with ExitStack() as held:
         held.enter_context(service.admitted())
         prompted = await service.backend.open(conversation)

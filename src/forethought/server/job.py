@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import abc
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from forethought.scaffolding.result import (
     StreamEvent,
 )
 from forethought.scaffolding.scaffolding_llm import ScaffoldingLlm
+from forethought.scaffolding.trace import Trace
 from forethought.server.backends import Backend, Prompted
 from forethought.server.composition import compose, streams_truly
 from forethought.server.names import Composition
@@ -273,6 +274,10 @@ class MethodJob(Job):
     def queue_seconds(self) -> float | None:
         """How long it waited for its turn; None: it has not begun."""
         return self._result.queue_s
+
+    def on_trace(self, record: Callable[[Trace | None], None]) -> None:
+        """``record`` gets the trace once the request is over; None if it never began."""
+        self._result.on_finish(lambda: record(self._result.trace))
 
     @property
     def usage(self) -> Usage:

@@ -66,7 +66,10 @@ async def create_response(service: Service, body: ResponseRequest, request: Requ
         if stored:
             service.store.make_room()
         opening = [{"role": "system", "content": body.instructions}] if body.instructions else []
-        prompted = await service.backend.open(Conversation([*opening, *messages], tools))
+        conversation = Conversation(
+            [*opening, *messages], tools, without_thought="guided_decoding" in params
+        )
+        prompted = await service.backend.open(conversation)
         ask = service.ask("resp", body, prompted, params, num_choices=1, tenant=tenant)
         if len(ask.composition.choices) > 1:
             raise ParameterError(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 import hmac
+import json
 import time
 import uuid
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping
@@ -29,6 +31,7 @@ from forethought.server.names import Composition, read_method, read_model
 from forethought.server.protocol import Generating, Penalised
 from forethought.server.response_store import ResponseStore
 from forethought.server.settings import Settings
+from forethought.server.telemetry import Telemetry, plain_trace
 
 EFFORTS: Mapping[str, int | None] = {
     "none": 0,
@@ -54,6 +57,8 @@ _SAME = (
     "thinking_soft",
 )
 _SAME_PENALISED = ("seed", "stop", "presence_penalty", "frequency_penalty")
+_WHITE_SPACE = " ?"
+"""Between the tokens of JSON."""
 _BUDGETS = ("thinking_budget", "thinking_token_budget", "reasoning_budget")
 
 
@@ -111,9 +116,13 @@ class Service:
         self.models = list(settings.served_model_names) or [backend.name]
         self.admission = Admission(settings.max_running, settings.max_waiting)
         self.started, self.totals = time.time(), Totals()
+        endpoint = settings.otlp_endpoint
+        self.telemetry = None if endpoint is None else Telemetry.to(endpoint, self.models[0])
+        self.llm = ScaffoldingLlm(
+            Dispatch(), backend.workers, settings.max_running, trace=endpoint is not None
+        )
         self.store = ResponseStore(settings.max_stored, settings.store_seconds)
         self._tasks: set[asyncio.Task[None]] = set()
-        self.llm = ScaffoldingLlm(Dispatch(), backend.workers, settings.max_running)
         engine = backend.llm
         stats = None if engine is None else (lambda: engine.stats)
         self.metrics.observe_engine(self.load, stats)
@@ -130,6 +139,8 @@ class Service:
         if self._tasks:
             await asyncio.wait(self._tasks)
         await self.llm.ashutdown()
+        if self.telemetry is not None:
+            await asyncio.to_thread(self.telemetry.close)
 
     def spawn(self, work: Coroutine[Any, Any, None], held: ExitStack) -> asyncio.Task[None]:
         """A task that outlives its connection; ``held`` is closed at its end."""
@@ -205,6 +216,8 @@ class Service:
                 "this server has no prefix cache",
                 "Leave it out",
             )
+        if self.backend.llm is not None:
+            params = _compact(params)
         check_params(params)
         self.backend.check(prompted.prompt, params)
         budget = body.budget.model_dump(exclude_none=True) if body.budget else {}
@@ -296,6 +309,15 @@ class Service:
             counting.metrics.finished(
                 reason, usage, metrics, seconds=job.seconds, tokens_saved=saved
             )
+            self._send_spans(job, reason)
+
+    def _send_spans(self, job: Job, reason: str) -> None:
+        if self.telemetry is None:
+            return
+        if isinstance(job, MethodJob):
+            job.on_trace(self.telemetry.record)
+        else:
+            self.telemetry.record(plain_trace(job, reason))
 
     def load(self) -> dict[str, Any]:
         """The body of ``GET /v1/load``."""
@@ -398,6 +420,18 @@ def check_params(params: Mapping[str, Any]) -> SamplingParams:
     """Raises ``ParameterError`` for a value outside its range; a temperature of None and such."""
     given = {("logprobs" if name == "num_logprobs" else name): v for name, v in params.items()}
     return SamplingParams(**given)
+
+
+def _compact(params: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``params`` whose JSON has little white space: a model can get lost where any is allowed."""
+    shape = params.get("guided_decoding")
+    if not isinstance(shape, GuidedDecodingParams) or shape.json is None:
+        return params
+    schema = json.loads(str(shape.json))
+    if not isinstance(schema, dict) or "x-guidance" in schema:
+        return params
+    schema = {**schema, "x-guidance": {"whitespace_pattern": _WHITE_SPACE}}
+    return {**params, "guided_decoding": dataclasses.replace(shape, json=schema)}
 
 
 def max_tokens_of(**given: int | None) -> dict[str, int]:

@@ -9,6 +9,7 @@ from pydantic import TypeAdapter
 
 from forethought.errors import ParameterError
 from forethought.scaffolding.settings import NON_NEGATIVE_INT, POSITIVE_INT, SECONDS, validated
+from forethought.scaffolding.workers.routing import url_error
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class Settings:
     ``cors_origins``             origins whose pages may call the server; empty: none but its own
     ``max_stored``               responses that are kept; the oldest finished one makes room
     ``store_seconds``            how long a finished response is kept
+    ``otlp_endpoint``            collector that gets the spans of requests; None: none does
     ===========================  ===================================================================
 
     Raises:
@@ -48,6 +50,7 @@ class Settings:
     cors_origins: Sequence[str] = ()
     max_stored: int = 1000
     store_seconds: float = 3600.0
+    otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_running", "max_body_bytes", "max_choices", "max_stored"):
@@ -63,6 +66,10 @@ class Settings:
                 "invalid stream_interval",
                 f"got {self.stream_interval}",
                 "Give seconds between 0 and 1",
+            )
+        if self.otlp_endpoint is not None and (reason := url_error(self.otlp_endpoint)):
+            raise ParameterError(
+                "invalid otlp_endpoint", reason, "Write it as in http://127.0.0.1:4318"
             )
         for name in ("served_model_names", "api_keys", "cors_origins"):
             if any(not text.strip() for text in getattr(self, name)):

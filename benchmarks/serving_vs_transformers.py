@@ -1,0 +1,211 @@
+"""Servers side by side: ours, ``transformers serve``, and our engine without a server.
+
+    python -m benchmarks.serving_vs_transformers
+    python -m benchmarks.serving_vs_transformers --streams 16 --requests 64 --rounds 3
+
+All have the embedded reasoner in float32 and get the same questions, greedily. Servers are
+processes of their own, with as many threads each, and are asked in turn in every round, so that
+other load of the machine falls on all of them: ``--streams`` streams at once for throughput, then
+one after the other for the time to the first token. ``AsyncLLM alone`` is the engine in this
+process, with as many streams. Prints a table of medians over the rounds and, last, one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import os
+import re
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from benchmarks.report import print_report
+
+from forethought import AsyncLLM, SamplingParams
+from forethought.assets import reasoner_dir
+from forethought.bench.arrivals import poisson
+from forethought.bench.prompts import shipped_prompts
+from forethought.bench.serving import ServingBench, percentile
+from forethought.evaluation.report import aligned
+from forethought.server.settings import Settings
+
+OURS, THEIRS, ALONE = "forethought serve", "transformers serve", "AsyncLLM alone"
+FIELDS = {"temperature": 0.0}
+
+
+def environment(threads: int) -> dict[str, str]:
+    """Of the processes: as many threads each, and no network."""
+    offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    return {**os.environ, **offline, "OMP_NUM_THREADS": str(threads)}
+
+
+@contextmanager
+def forethought_server(threads: int, options: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
+    """URL and name of the model."""
+    command = [sys.executable, "-m", "forethought", "serve", "--port", "0", *options]
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env=environment(threads)
+    ) as process:
+        try:
+            assert process.stderr is not None
+            found = None
+            while found is None:
+                line = process.stderr.readline()
+                if not line:
+                    raise SystemExit("forethought serve did not start")
+                found = re.search(r"(http://\S+) \(the page\)", line)
+            drain = subprocess.Popen(["cat"], stdin=process.stderr, stdout=subprocess.DEVNULL)
+            yield f"{found.group(1)}/v1", "reasoner"
+        finally:
+            process.terminate()
+    drain.wait()
+
+
+@contextmanager
+def transformers_server(
+    program: str, threads: int, options: Sequence[str] = ()
+) -> Iterator[tuple[str, str]]:
+    """URL and name of the model."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    model = str(reasoner_dir())
+    command = [program, "serve", model]
+    command += ["--port", str(port), "--host", "127.0.0.1", "--device", "cpu"]
+    command += ["--dtype", "float32", *options]
+    quiet = subprocess.DEVNULL
+    with subprocess.Popen(command, stdout=quiet, stderr=quiet, env=environment(threads)) as process:
+        try:
+            url = f"http://127.0.0.1:{port}"
+            until = time.monotonic() + 300
+            while True:
+                try:
+                    with urllib.request.urlopen(f"{url}/health", timeout=5):
+                        break
+                except (urllib.error.URLError, OSError):
+                    if process.poll() is not None or time.monotonic() > until:
+                        raise SystemExit("transformers serve did not start") from None
+                    time.sleep(0.5)
+            yield f"{url}/v1", model
+        finally:
+            process.terminate()
+
+
+def serve(url: str, model: str, prompts: Sequence[str], args: argparse.Namespace) -> Any:
+    """A function that measures a server: tokens per second, and the times to the first token."""
+
+    def measure() -> tuple[float, list[float]]:
+        crowd = ServingBench(url, model, max_concurrency=args.streams, fields=FIELDS)
+        asked = poisson(prompts, args.requests, math.inf, args.max_tokens)
+        report = asyncio.run(crowd.run(asked))
+        alone = ServingBench(url, model, max_concurrency=1, fields=FIELDS)
+        few = asyncio.run(alone.run(poisson(prompts, args.singles, math.inf, 8)))
+        for each in (*report.exchanges, *few.exchanges):
+            if each.error is not None:
+                raise SystemExit(f"{url}: {each.error}")
+        return report.tokens_per_second, [each.ttft for each in few.exchanges]
+
+    return measure
+
+
+def engine(llm: AsyncLLM, prompts: Sequence[str], args: argparse.Namespace) -> Any:
+    """The same with the engine of this process."""
+
+    async def one(prompt: str, max_tokens: int, limit: asyncio.Semaphore) -> tuple[int, float]:
+        async with limit:
+            began, times, num_tokens = time.perf_counter(), [], 0
+            ids = llm.chat_prompt([{"role": "user", "content": prompt}])
+            params = SamplingParams(max_tokens=max_tokens, **FIELDS)
+            async for output in llm.stream(ids, params, gather=Settings().stream_interval):
+                times.append(time.perf_counter())
+                num_tokens = len(output.outputs[0].token_ids)
+        return num_tokens, times[0] - began
+
+    async def all_of(count: int, streams: int, max_tokens: int) -> list[tuple[int, float]]:
+        limit = asyncio.Semaphore(streams)
+        chosen = [prompts[number % len(prompts)] for number in range(count)]
+        return await asyncio.gather(*(one(prompt, max_tokens, limit) for prompt in chosen))
+
+    def measure() -> tuple[float, list[float]]:
+        began = time.perf_counter()
+        found = asyncio.run(all_of(args.requests, args.streams, args.max_tokens))
+        speed = sum(count for count, _ in found) / (time.perf_counter() - began)
+        return speed, [first for _, first in asyncio.run(all_of(args.singles, 1, 8))]
+
+    return measure
+
+
+def run(contestants: dict[str, Callable[[], Any]], rounds: int) -> list[dict[str, Any]]:
+    """Rows of the table; the first round warms up."""
+    speeds: dict[str, list[float]] = {name: [] for name in contestants}
+    firsts: dict[str, list[float]] = {name: [] for name in contestants}
+    for number in range(rounds + 1):
+        for name, measure in contestants.items():
+            speed, times = measure()
+            if number:
+                speeds[name].append(speed)
+                firsts[name] += times
+    base = speeds[OURS]
+    return [
+        {
+            "server": name,
+            "tokens_per_second": round(statistics.median(speeds[name]), 1),
+            "ours_to_it": round(
+                statistics.median(a / b for a, b in zip(base, speeds[name], strict=True)), 3
+            ),
+            "ttft_ms_p50": round(percentile(firsts[name], 50) * 1000, 1),
+            "ttft_ms_p95": round(percentile(firsts[name], 95) * 1000, 1),
+        }
+        for name in contestants
+    ]
+
+
+def main() -> None:
+    """Measure and report."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--requests", type=int, default=48, help="per round")
+    parser.add_argument("--singles", type=int, default=8, help="requests alone, per round")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    beside = os.path.join(os.path.dirname(sys.executable), "transformers")
+    parser.add_argument(
+        "--transformers", default=beside, help="program, of an environment that has accelerate too"
+    )
+    parser.add_argument("--ours-only", action="store_true", help="without transformers serve")
+    parser.add_argument("--continuous-batching", action="store_true", help="of transformers serve")
+    args = parser.parse_args()
+    prompts = shipped_prompts()
+    flags = ["--continuous-batching"] if args.continuous_batching else []
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    with ExitStack() as opened:
+        ours = opened.enter_context(forethought_server(args.threads))
+        drafts = opened.enter_context(forethought_server(args.threads, ["--speculative", "ngram"]))
+        llm = AsyncLLM()
+        opened.callback(llm.shutdown)
+        contestants = {
+            OURS: serve(*ours, prompts, args),
+            f"{OURS} --speculative ngram": serve(*drafts, prompts, args),
+            ALONE: engine(llm, prompts, args),
+        }
+        if not args.ours_only:
+            server = transformers_server(args.transformers, args.threads, flags)
+            contestants[THEIRS] = serve(*opened.enter_context(server), prompts, args)
+        rows = run(contestants, args.rounds)
+    head = ("server", "tokens/s", "ours / it", "TTFT p50 ms", "p95 ms")
+    print(aligned([head, *([str(value) for value in row.values()] for row in rows)]))
+    print_report("serving_vs_transformers", rows, **vars(args))
+
+
+if __name__ == "__main__":
+    main()

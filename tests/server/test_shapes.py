@@ -1,0 +1,66 @@
+"""Shaped answers of a model that thinks, through the server on the embedded reasoner."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from forethought import AsyncLLM
+from forethought.server.app import create_app
+from forethought.server.backends import EngineBackend
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": [1, 2]}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": SCHEMA}}
+FORCED = {"type": "function", "function": {"name": "add"}}
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[TestClient]:
+    backend = EngineBackend(AsyncLLM(), "reasoner")
+    try:
+        with TestClient(create_app(backend)) as client:
+            yield client
+    finally:
+        backend.close()
+
+
+def choice(client: TestClient, **fields: Any) -> Any:
+    messages = [{"role": "user", "content": "What is 3 + 4?"}]
+    body = {"model": "reasoner", "messages": messages, "max_tokens": 60, "temperature": 0, **fields}
+    answer = client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]
+
+
+def test_a_shape_is_that_of_the_content_and_not_of_a_thought(client: TestClient) -> None:
+    shape = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
+    found = choice(client, response_format=shape)
+    assert found["finish_reason"] == "stop"
+    assert json.loads(found["message"]["content"])["a"] in (1, 2)
+    assert not found["message"].get("reasoning")
+
+
+def test_a_model_that_was_not_trained_on_tools_can_be_made_to_call_one(client: TestClient) -> None:
+    found = choice(client, tools=[TOOL], tool_choice=FORCED)
+    (call,) = found["message"]["tool_calls"]
+    assert call["function"]["name"] == "add"
+    assert json.loads(call["function"]["arguments"])["a"] in (1, 2)
+
+
+def test_white_space_between_the_tokens_of_json_is_short(client: TestClient) -> None:
+    shape = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
+    content = choice(client, response_format=shape)["message"]["content"]
+    assert len(content) <= len(json.dumps({"a": 1})) + 5  # one blank at each of its places
+
+
+def test_an_answer_without_a_shape_is_thought_over(client: TestClient) -> None:
+    assert choice(client, max_tokens=200)["message"]["reasoning"]
