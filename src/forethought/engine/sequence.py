@@ -87,7 +87,7 @@ class Sequence:
     """One entry per prompt token as far as computed, if asked for."""
     usage: Usage = field(default_factory=Usage)
     metrics: SpeculationMetrics = field(default_factory=SpeculationMetrics)
-    """Of the current generation."""
+    """Counters of speculative decoding in the current generation."""
 
     @property
     def has_stateful_distribution(self) -> bool:
