@@ -48,7 +48,7 @@ KEYS = {
     "Down": "\ue015",
 }
 
-PATIENCE = 60.0
+PATIENCE = 15.0
 """Seconds until a condition counts as never met: a loaded machine is slow."""
 
 
@@ -193,8 +193,8 @@ class Browser:
     def run_async(self, script: str, *arguments: Any) -> Any:
         """The same for a body that awaits."""
         body = (
-            "const done = arguments[arguments.length - 1];"
-            f"(async (...args) => {{ {script} }})(...arguments).then(done, (e) => done(String(e)));"
+            "const given = [...arguments], done = given.pop();"
+            f"(async (...args) => {{ {script} }})(...given).then(done, (e) => done(String(e)));"
         )
         return self._call("POST", "/execute/async", {"script": body, "args": list(arguments)})
 
@@ -283,9 +283,13 @@ class Browser:
         return base64.b64decode(self._call("GET", "/screenshot"))
 
     def problems(self) -> list[str]:
-        """Warnings and errors that the page has logged since the last call."""
+        """What has gone wrong in the page since the last call: scripts and violated policies.
+
+        A request that a server refused, or that found it gone, is logged by Chromium too, and none.
+        """
         entries = self._call("POST", "/se/log", {"type": "browser"})
-        return [entry["message"] for entry in entries if entry["level"] in ("WARNING", "SEVERE")]
+        told = [entry["message"] for entry in entries if entry["level"] in ("WARNING", "SEVERE")]
+        return [message for message in told if "Failed to load resource" not in message]
 
 
 def main() -> int:

@@ -75,7 +75,6 @@ export function toHtml(run, plain, picture) {
   policy.httpEquiv = "Content-Security-Policy";
   policy.content = "default-src 'none'; style-src 'unsafe-inline'; img-src data:";
   page.head.prepend(charset, policy);
-  add("style", STYLE, page.head);
   add("h1", `${run.method} on ${run.record.request.model}`);
   add("p", `${new Date(run.record.created).toISOString()}, ${run.status}`);
   add("h2", "Question");
@@ -91,7 +90,7 @@ export function toHtml(run, plain, picture) {
   image.alt = `${run.branches.size} branches over ${run.seconds.toFixed(2)} seconds`;
   page.body.append(image);
   for (const branch of run.lanes) {
-    if (branch.pieces.length) add("pre", branch.text, withSummary(page, `${branch.path || "request"}: ${branch.numTokens} tokens`));
+    if (branch.pieces.length) add("pre", branch.text, withSummary(page, `${branch.name}: ${branch.numTokens} tokens`));
   }
   if (run.stages.length) {
     add("h2", "Decisions");
@@ -102,7 +101,9 @@ export function toHtml(run, plain, picture) {
   data.id = "run";
   data.textContent = toJson(run).replaceAll("<", "\\u003c");
   page.body.append(data);
-  return `<!doctype html>\n${page.documentElement.outerHTML}\n`;
+  // The style is put in as text: this document is under the policy of the page, which has no inline styles.
+  const html = page.documentElement.outerHTML.replace("</head>", () => `<style>${STYLE}</style></head>`);
+  return `<!doctype html>\n${html}\n`;
 }
 
 /** @param {Document} page @param {string} title */

@@ -61,7 +61,7 @@ export class RunView {
   /** @private The branch whose text is shown at first: the request, unless all text is in branches. */
   firstBranch() {
     const lanes = this.run.lanes;
-    return (lanes.find((branch) => branch.numTokens) ?? lanes[0])?.path ?? "";
+    return (lanes.find((branch) => branch.pieces.length) ?? lanes[0])?.path ?? "";
   }
 
   /** @param {Run | null} plain the same question with plain decoding */
@@ -75,13 +75,13 @@ export class RunView {
     this.branch = path;
     this.numPieces = 0;
     this.text.clear();
-    fill(this.branchName, `Text of ${path === "" ? "the request" : `branch ${path}`}`);
+    fill(this.branchName, `Text of ${this.run.branches.get(path)?.name ?? "request"}`);
     this.updateText();
   }
 
   /** Shows what has come since. @param {boolean} [all] the figures too, which else follow a few times a second */
   update(all = false) {
-    if (!this.run.branches.get(this.branch)?.numTokens && this.timeline.selected === this.branch && !this.chosenByHand()) {
+    if (!this.run.branches.get(this.branch)?.pieces.length && this.timeline.selected === this.branch && !this.chosenByHand()) {
       const first = this.firstBranch();
       if (first !== this.branch) this.timeline.choose(first);
     }
@@ -153,7 +153,7 @@ export class RunView {
     this.numStages = stages.length;
     const atEnd = this.stages.scrollHeight - this.stages.scrollTop - this.stages.clientHeight < 40;
     for (const stage of fresh) {
-      const where = stage.branch === "" ? "request" : stage.branch;
+      const where = this.run.branches.get(stage.branch)?.name ?? stage.branch;
       const text = el("span", { dir: "auto" }, describeStage(stage));
       this.stages.append(el("li", {}, el("span", { class: "muted" }, `${stage.at.toFixed(2)} s`), el("span", { class: "muted" }, where), text));
     }

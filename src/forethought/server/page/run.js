@@ -27,7 +27,10 @@
  * @typedef {{at: number, branch: string, name: string, why: string, fields: Record<string, any>}} Stage
  */
 
-/** A branch of a run, and the text that it streamed. */
+/** Between the path of the branch that searches and the numbers of a beam, in the path of its lane. */
+const BEAM = "beam:";
+
+/** A branch of a run, or a beam of a search in it, and the text that it streamed. */
 export class Branch {
   /** @param {string} path `""` is the request itself, `"2.0"` the first branch of its branch 2 @param {number} start seconds */
   constructor(path, start) {
@@ -45,8 +48,15 @@ export class Branch {
     this.isPruned = false;
   }
 
+  /** How deep in the tree it is. */
   get depth() {
     return this.path === "" ? 0 : this.path.split(".").length;
+  }
+
+  /** What it is called. */
+  get name() {
+    if (this.path === "") return "request";
+    return this.path.includes(BEAM) ? `beam ${this.path.split(BEAM)[1]}` : this.path;
   }
 
   get text() {
@@ -55,12 +65,12 @@ export class Branch {
 }
 
 /** Names of stages by which a method ends early. */
-const EXITS = new Set(["early_exit", "exited", "agreed", "stopped", "decided", "accepted"]);
+const EXITS = new Set(["early_exit", "stopped"]);
 
 /** @param {Stage} stage what a mark on a lane stands for */
 export function kindOf(stage) {
   if (EXITS.has(stage.name)) return "exit";
-  if (["probed", "scored", "pruned", "voted"].includes(stage.name)) return stage.name;
+  if (["probed", "scored", "pruned", "voted", "selected"].includes(stage.name)) return stage.name;
   return "other";
 }
 
@@ -165,6 +175,24 @@ export class Run {
     return found;
   }
 
+  /**
+   * The lane of a beam: from when the beam before it was scored until it is scored itself.
+   * @private
+   * @param {string} searching path of the branch that searches
+   * @param {Record<string, any>} fields `beam`: the numbers of the samples on its path; `text`: its last step
+   * @param {number} at
+   */
+  beam(searching, fields, at) {
+    const path = (/** @type {any[]} */ numbers) => `${searching}${searching && "."}${BEAM}${numbers.join(".")}`;
+    const before = this.branches.get(path(fields.beam.slice(0, -1)));
+    const found = this.branch(path(fields.beam), before?.end ?? this.branch(searching, 0).start);
+    if (found.end === null) {
+      found.end = at;
+      found.pieces.push({ at, text: String(fields.text ?? ""), numTokens: 0, drafts: [] });
+    }
+    return found;
+  }
+
   /** @private @param {RunEvent} event @param {number} at */
   onDelta(event, at) {
     const branch = this.branch(event.branch ?? "", at);
@@ -181,9 +209,9 @@ export class Run {
 
   /** @private @param {RunEvent} event @param {number} at */
   onStage(event, at) {
-    const path = event.branch ?? "";
-    const branch = this.branch(path, at);
-    const stage = { at, branch: path, name: String(event.name), why: event.why ?? "", fields: event.fields ?? {} };
+    const fields = event.fields ?? {};
+    const branch = Array.isArray(fields.beam) ? this.beam(event.branch ?? "", fields, at) : this.branch(event.branch ?? "", at);
+    const stage = { at, branch: branch.path, name: String(event.name), why: event.why ?? "", fields };
     if (stage.name === "spawned") {
       branch.start = at;
       branch.controller = stage.why;
@@ -214,7 +242,8 @@ export class Run {
 
   /** The branches in the order of a walk through the tree. @returns {Branch[]} */
   get lanes() {
-    const key = (/** @type {Branch} */ branch) => (branch.path === "" ? [] : branch.path.split(".").map(Number));
+    const number = (/** @type {string} */ part) => (part.startsWith(BEAM) ? 1e6 + Number(part.slice(BEAM.length)) : Number(part));
+    const key = (/** @type {Branch} */ branch) => (branch.path === "" ? [] : branch.path.split(".").map(number));
     return [...this.branches.values()]
       .map((branch) => ({ branch, key: key(branch) }))
       .sort((a, b) => {
@@ -240,7 +269,8 @@ export function replay(record, events) {
  */
 export function summarize(run) {
   const usage = run.usage ?? {};
-  const streamed = [...run.branches.values()].reduce((sum, branch) => sum + branch.numTokens, 0);
+  const lanes = [...run.branches.values()];
+  const streamed = lanes.reduce((sum, branch) => sum + branch.numTokens, 0);
   const speculation = run.finished?.speculation ?? {};
   const { steps = 0, drafted = 0, accepted = 0 } = speculation;
   return {
@@ -251,7 +281,7 @@ export function summarize(run) {
     cachedTokens: usage.prompt_tokens_details?.cached_tokens ?? null,
     completionTokens: usage.completion_tokens ?? streamed,
     reasoningTokens: usage.completion_tokens_details?.reasoning_tokens ?? null,
-    numBranches: Math.max(0, run.branches.size - 1),
+    numBranches: Math.max(0, lanes.length - 1),
     steps,
     drafted,
     accepted,

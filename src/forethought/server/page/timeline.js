@@ -122,9 +122,8 @@ export class Timeline {
   layOut(run) {
     this.lanes = run.lanes;
     const labels = this.lanes.map((branch) => {
-      const name = branch.path === "" ? "request" : branch.path;
       const isSelected = branch.path === this.selected;
-      const button = el(
+      return el(
         "button",
         {
           type: "button",
@@ -136,9 +135,8 @@ export class Timeline {
           title: branch.controller || null,
           onclick: () => this.choose(branch.path),
         },
-        name,
+        branch.name,
       );
-      return button;
     });
     const hadFocus = this.labels.contains(document.activeElement);
     fill(this.labels, ...labels);
@@ -264,11 +262,12 @@ export class Timeline {
     const kind = kindOf(stage);
     const x = this.x(stage.at);
     const { text, accent, good, bad, muted } = this.colours;
-    const colour = { exit: good, pruned: bad, voted: good, scored: muted, probed: accent, other: muted }[kind];
+    const colours = { exit: good, pruned: bad, voted: good, selected: good, scored: muted, probed: accent };
+    const colour = colours[/** @type {keyof typeof colours} */ (kind)] ?? muted;
     canvas.fillStyle = canvas.strokeStyle = colour;
     canvas.lineWidth = 1.5;
     if (kind === "pruned") cross(canvas, x, top + 15.5);
-    else if (kind === "voted") diamond(canvas, x, top + 15.5);
+    else if (kind === "voted" || kind === "selected") diamond(canvas, x, top + 15.5);
     else if (kind === "scored") canvas.fillRect(x - 2, top + 13.5, 4, 4);
     else canvas.fillRect(x - (kind === "exit" ? 1 : 0.5), top + 2, kind === "exit" ? 2.5 : 1, LANE - 3);
     const label = labelOf(stage, kind);
@@ -349,7 +348,7 @@ export class Timeline {
       if (piece.at > at) break;
       tokens += piece.numTokens;
     }
-    const head = `${branch.path || "request"} · ${at.toFixed(2)} s · ${tokens} tokens`;
+    const head = `${branch.name} · ${at.toFixed(2)} s · ${tokens} tokens`;
     const ended = branch.end !== null && at > branch.end ? [`ended: ${branch.why || "done"}`] : [];
     return stage ? [head, describeStage(stage)] : [head, ...ended];
   }
@@ -375,10 +374,11 @@ export function describeStage(stage) {
 
 /** What stands beside a mark. @param {Stage} stage @param {string} kind */
 function labelOf(stage, kind) {
-  const { answer, score } = stage.fields;
+  const { answer, score, accepted } = stage.fields;
   if (kind === "exit") return stage.name.replace("_", " ");
-  if (kind === "scored" && typeof score === "number") return score.toFixed(2);
-  if (kind === "pruned") return "";
+  if (kind === "pruned" || kind === "selected") return "";
+  if (typeof accepted === "boolean") return accepted ? "accepted" : "rejected";
+  if (typeof score === "number") return score.toFixed(2);
   return answer === undefined || answer === null || answer === "" ? "" : short(answer, 16);
 }
 
