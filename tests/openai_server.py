@@ -14,10 +14,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from forethought import AsyncLLM, SamplingParams
+from forethought import SamplingParams
 from forethought.outputs import TokenLogprobs
+
+if TYPE_CHECKING:
+    from forethought import AsyncLLM
 
 Pieces = Callable[[dict[str, Any]], list[str]]
 
@@ -38,6 +41,11 @@ class OpenaiServer:
         most_at_once: requests beyond that many at once are refused with 429; None: none are.
         num_refused: requests refused for that.
         most_seen: the largest number of requests answered at once.
+        drops: connections are closed without an answer, as by a server that has died.
+        cut_after: chunks after which the connection of a stream is cut; None: none is.
+        goes_on: cleared, every request waits before its answer.
+        health: status of ``GET /health``.
+        models: names of the models that are listed.
     """
 
     def __init__(self) -> None:
@@ -54,6 +62,10 @@ class OpenaiServer:
         self.url = ""
         self.most_at_once: int | None = None
         self.num_refused = self.most_seen = self._num_open = 0
+        self.drops, self.health, self.models = False, 200, ["m"]
+        self.cut_after: int | None = None
+        self.goes_on = threading.Event()
+        self.goes_on.set()
         self._lock = threading.Lock()
 
     def begin(self) -> bool:
@@ -198,6 +210,14 @@ def serving(state: OpenaiServer | None = None) -> Iterator[OpenaiServer]:
         protocol_version = "HTTP/1.1"  # connections are kept, as by real servers
         disable_nagle_algorithm = True
 
+        def do_GET(self) -> None:
+            if state.drops:
+                self.close_connection = True
+                return None
+            if self.path == "/health":
+                return self.whole(state.health, {})
+            return self.whole(200, {"object": "list", "data": [{"id": n} for n in state.models]})
+
         def do_POST(self) -> None:
             length = int(self.headers["Content-Length"])
             data = self.rfile.read(length)
@@ -205,7 +225,11 @@ def serving(state: OpenaiServer | None = None) -> Iterator[OpenaiServer]:
                 self.close_connection = True
                 return None
             body = json.loads(data)
+            if state.drops:
+                self.close_connection = True
+                return None
             state.requests.append(body)
+            state.goes_on.wait()
             if state.fail_with:
                 return self.whole(state.fail_with.pop(0), {"error": {"message": "no"}})
             if not state.begin():
@@ -225,7 +249,9 @@ def serving(state: OpenaiServer | None = None) -> Iterator[OpenaiServer]:
             self.end_headers()
             try:
                 with closing(chunks):
-                    for chunk in chunks:
+                    for number, chunk in enumerate(chunks):
+                        if number == state.cut_after:
+                            raise ConnectionError
                         if chunk is not None:
                             self.send(f"data: {json.dumps(chunk)}\n\n".encode())
                         elif self.is_left():
@@ -266,6 +292,7 @@ def serving(state: OpenaiServer | None = None) -> Iterator[OpenaiServer]:
     try:
         yield state
     finally:
+        state.goes_on.set()
         server.shutdown()
         thread.join()
         server.server_close()

@@ -206,6 +206,17 @@ class RequestOutput:
     """One entry per prompt token, None for the first, which nothing predicts."""
 
 
+class EngineLoad(NamedTuple):
+    """How busy an engine is at a moment."""
+
+    running: int
+    """Sequences that decode or are prefilled."""
+    waiting: int
+    """Sequences that wait for a place or for pages."""
+    kv_cache_usage: float
+    """Share of the pages of the KV cache that are in use, in 0 to 1."""
+
+
 @dataclass(slots=True)
 class EngineStats:
     """Totals since the engine was built. Token counts are forward passes really made.

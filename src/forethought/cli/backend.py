@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from forethought.cli import options
 from forethought.config.guided import GuidedDecodingParams
@@ -39,6 +38,7 @@ from forethought.scaffolding.result import Delta, ScaffoldingOutput, Scaffolding
 from forethought.scaffolding.scaffolding_llm import ScaffoldingLlm
 from forethought.scaffolding.task import ChatTask
 from forethought.scaffolding.worker import Worker
+from forethought.scaffolding.workers.routing import url_error
 
 if TYPE_CHECKING:
     from forethought.llm.async_llm import AsyncLLM
@@ -471,7 +471,7 @@ def server_opener(
             "with them are for this machine",
             "Give --url and --api-model, or --model",
         )
-    if reason := _url_error(args.url):
+    if reason := url_error(args.url):
         raise ParameterError(
             f"invalid --url {args.url!r}", reason, "Write it as in http://host:8000/v1"
         )
@@ -489,15 +489,3 @@ def server_opener(
         return OpenaiWorker(client, args.api_model, thinking_field=field, concurrency=concurrency)
 
     return open_worker
-
-
-def _url_error(url: str) -> str:
-    """Why a text is not the URL of a server; empty if it is."""
-    try:
-        parts = urlsplit(url)
-        _ = parts.port  # raises if it is not a number in 0..65535
-    except ValueError as error:
-        return str(error)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        return "it does not begin with http:// or https:// and a host"
-    return ""

@@ -25,6 +25,7 @@ from forethought.errors import ForethoughtError, UnknownNameError, UsageError
 COMMANDS = {
     "generate": "answer one prompt, with any method",
     "chat": "talk to a model",
+    "serve": "serve a model over HTTP, with all methods and a page",
     "methods": "list the inference-time methods and their settings",
     "demo": "compare four methods on the embedded reasoner",
     "eval": "compare methods on your own model and problems",

@@ -22,7 +22,7 @@ from forethought.llm.frontend import Frontend, Generation
 from forethought.llm.llm import LLM
 from forethought.llm.tokenizer import Prompt
 from forethought.model.sampling import Constraints
-from forethought.outputs import EngineStats, RequestOutput
+from forethought.outputs import EngineLoad, EngineStats, RequestOutput
 
 MAX_PENDING = 1024
 """Default of ``max_pending``."""
@@ -200,6 +200,56 @@ class AsyncLLM:
     def max_length(self) -> int:
         """Tokens that one sequence may have, prompt and output."""
         return self._frontend.engine.limits.max_length
+
+    @property
+    def load(self) -> EngineLoad:
+        """How busy the engine is; of a moment, since its thread goes on."""
+        engine = self._frontend.engine
+        return EngineLoad(
+            len(engine.scheduler.running),
+            len(engine.scheduler.waiting),
+            engine.pool.in_use / engine.pool.num_pages,
+        )
+
+    @property
+    def drafters(self) -> list[str]:
+        """Names of the drafters, in the order in which they are asked."""
+        return list(self._frontend.engine.speculation.names)
+
+    @property
+    def thinking_markers(self) -> tuple[str, str] | None:
+        """What opens and closes a thought of the model; None: it has no such markers."""
+        return self._frontend.thinking.markers
+
+    def check(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> None:
+        """Raise as ``generate`` would for a prompt and params that it refuses before it begins."""
+        self._checked().read(prompt, params)
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """The ids of a text.
+
+        Args:
+            text: any.
+            special: with the special tokens that the tokenizer puts around a whole text.
+        """
+        tokenizer = self._frontend.tokenizer
+        return tokenizer.encode(text) if special else tokenizer.encode_more(text)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of ids, special tokens included.
+
+        Raises:
+            ParameterError: an id outside the vocabulary.
+        """
+        size = self._frontend.engine.runner.lm.vocab_size
+        bad = next((token for token in token_ids if not 0 <= token < size), None)
+        if bad is not None:
+            raise ParameterError(
+                "invalid token ids",
+                f"{bad} is none of the ids 0 to {size - 1}",
+                "Use its tokenizer",
+            )
+        return self._frontend.tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def set_step_barrier(self, barrier: Callable[[], None] | None) -> None:
         """Have the engine call ``barrier`` on its thread, and step when that has returned.

@@ -115,6 +115,7 @@ __all__ = [
     "create",
     "describe",
     "names",
+    "tags",
     "worker_tags",
 ]
 
@@ -204,6 +205,12 @@ def worker_tags(controller: Controller) -> list[Any]:
         for each in inner:
             tags += worker_tags(each) if isinstance(each, Controller) else []
     return tags
+
+
+def tags() -> list[str]:
+    """The worker tags of all methods, by value: what a server of every method has workers for."""
+    found = (getattr(_REGISTRY.resolve(name), "WorkerTag", ()) for name in names())
+    return list(dict.fromkeys(str(tag.value) for tags_of in found for tag in tags_of))
 
 
 def _nested(value: Any) -> Any:

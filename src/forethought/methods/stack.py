@@ -59,11 +59,12 @@ def _stacked(part: str) -> StackedMethod:
     return StackedMethod(name, int(number))
 
 
-def stack(spec: str, **settings: Any) -> Controller:
+def stack(spec: str, *, innermost: Controller | None = None, **settings: Any) -> Controller:
     """A controller for ``"inner+outer"`` (any depth; one name alone is that method).
 
     Args:
         spec: names of methods, the innermost first, each perhaps with its samples.
+        innermost: what generates in place of plain decoding, such as a chat.
         **settings: each goes to the outermost method that has a parameter of this name.
 
     Raises:
@@ -73,7 +74,10 @@ def stack(spec: str, **settings: Any) -> Controller:
     """
     stacked = split(spec)
     settings_of = _split_settings(spec, stacked, settings)
-    controller = methods.create(stacked[0].name, **settings_of[0])
+    if innermost is None:
+        controller = methods.create(stacked[0].name, **settings_of[0])
+    else:
+        controller = _around(innermost, stacked[0], settings_of[0])
     for method, share in zip(stacked[1:], settings_of[1:], strict=True):
         name = method.name
         if _INNER not in method.parameters:
@@ -90,6 +94,21 @@ def stack(spec: str, **settings: Any) -> Controller:
             )
         controller = methods.create(name, **{_INNER: controller}, **share)
     return controller
+
+
+def _around(innermost: Controller, method: StackedMethod, settings: dict[str, Any]) -> Controller:
+    """The first method of a stack, with ``innermost`` in place of plain decoding."""
+    if method.name == "plain":
+        if settings:
+            raise ParameterError.unknown("plain decoding here", settings, ())
+        return innermost
+    if _INNER not in method.parameters or _INNER in settings:
+        raise ParameterError(
+            f"{method.name!r} cannot generate with {type(innermost).__name__}",
+            "it generates by itself" if _INNER not in settings else f"{_INNER} is set too",
+            "Use plain, or a method that has another one inside",
+        )
+    return methods.create(method.name, **{_INNER: innermost}, **settings)
 
 
 def parameters(spec: str) -> dict[str, Any]:

@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from forethought.scaffolding.workers.openai import OpenaiWorker, TRTOpenaiWorker
     from forethought.scaffolding.workers.reward import RewardWorker
     from forethought.scaffolding.workers.scripted import Reply, ScriptedWorker
+    from forethought.scaffolding.workers.upstream import UpstreamWorker
 
 _HOMES = {
     "ScaffoldingLlm": "scaffolding_llm",
@@ -123,6 +124,7 @@ _HOMES = {
     "Reply": "workers.scripted",
     "OpenaiWorker": "workers.openai",
     "TRTOpenaiWorker": "workers.openai",
+    "UpstreamWorker": "workers.upstream",
     "EngineWorker": "workers.local",
     "TRTLLMWorker": "workers.local",
     "RewardWorker": "workers.reward",
@@ -188,6 +190,7 @@ __all__ = [
     "ToolDescription",
     "ToolMessage",
     "Trace",
+    "UpstreamWorker",
     "UserMessage",
     "Worker",
     "current_scope",

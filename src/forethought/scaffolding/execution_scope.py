@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from forethought.scaffolding.budget import BudgetAccount
 from forethought.scaffolding.sympy_pool import SympyPool
@@ -22,6 +22,8 @@ class ExecutionScope:
     parent: ExecutionScope | None = None
     sympy: SympyPool | None = None
     """Processes for formulas; shared by all requests of a ``ScaffoldingLlm``."""
+    cache_salt: str = ""
+    """Prefixes that a worker has cached are shared only among requests of the same salt."""
 
     @property
     def ledger(self) -> BudgetAccount:
@@ -36,7 +38,7 @@ class ExecutionScope:
     def child(self, index: int) -> ExecutionScope:
         """The scope of a branch."""
         path = f"{self.path}.{index}" if self.path else str(index)
-        return ExecutionScope(self.request_id, path, self.account, self.priority, self, self.sympy)
+        return replace(self, path=path, parent=self)
 
 
 _current: ContextVar[ExecutionScope | None] = ContextVar("forethought_scope", default=None)

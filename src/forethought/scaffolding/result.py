@@ -269,11 +269,12 @@ class StreamedPart:
             self.deltas.append(delta)
 
 
-class _StreamedItem(NamedTuple):
+class StreamedItem(NamedTuple):
     """Something streamed: an event, text that was held back before, or both."""
 
     event: StreamEvent | None
     grown: Sequence[Delta]
+    """The new text of the request itself; see ``StreamedText``."""
 
     @property
     def is_stage(self) -> bool:
@@ -320,7 +321,7 @@ class ScaffoldingResult:
         self.trace: Any = None
         self._abort = abort
         self._done: concurrent.futures.Future[list[ScaffoldingOutput]] = concurrent.futures.Future()
-        self._streamed: list[_StreamedItem] = []
+        self._streamed: list[StreamedItem] = []
         self._lock = threading.Lock()
         self._changed: concurrent.futures.Future[None] | None = None
         self._current: ScaffoldingOutput | None = None
@@ -451,7 +452,32 @@ class ScaffoldingResult:
         self._current = None
         yield self
 
-    def _follow(self) -> Iterator[_StreamedItem]:
+    async def abatches(self, gather: float = 0.0) -> AsyncIterator[Sequence[StreamedItem]]:
+        """Everything streamed, from the beginning: each time all that has come since the last time.
+
+        For one who sends it on: an item has the event, and the new text of the request itself.
+
+        Args:
+            gather: seconds that pass between two batches at least, unless the request ends.
+        """
+        loop, position = asyncio.get_running_loop(), 0
+        ended = asyncio.ensure_future(_wait(self._done))
+        try:
+            while True:
+                changed = self._next_change()
+                if batch := self._streamed[position : (position := len(self._streamed))]:
+                    yield batch
+                    sent = loop.time()
+                if changed is None:
+                    break
+                await _wait(changed)
+                if batch and gather and not self._done.done():
+                    await asyncio.wait([ended], timeout=max(0.0, sent + gather - loop.time()))
+        finally:
+            ended.cancel()
+        self._done.result()
+
+    def _follow(self) -> Iterator[StreamedItem]:
         position = 0
         while True:
             changed = self._next_change()
@@ -462,7 +488,7 @@ class ScaffoldingResult:
             changed.result()
         self._done.result()
 
-    async def _afollow(self) -> AsyncIterator[_StreamedItem]:
+    async def _afollow(self) -> AsyncIterator[StreamedItem]:
         position = 0
         while True:
             changed = self._next_change()
@@ -492,7 +518,7 @@ class ScaffoldingResult:
     def stream(self, event: StreamEvent | None, grown: Sequence[Delta]) -> None:
         """Append a streamed event, and the new text, for all iterators."""
         with self._lock:
-            self._streamed.append(_StreamedItem(event, grown))
+            self._streamed.append(StreamedItem(event, grown))
             self._notify()
 
     def on_finish(self, call: Callable[[], Any]) -> None:

@@ -38,7 +38,7 @@ from forethought.scaffolding.driver import Frame, Routes, Run, controller_quit
 from forethought.scaffolding.execution_scope import ExecutionScope
 from forethought.scaffolding.parallel import checked_process
 from forethought.scaffolding.result import ScaffoldingOutput, ScaffoldingResult
-from forethought.scaffolding.settings import BOOL, POSITIVE_INT, SECONDS, validated
+from forethought.scaffolding.settings import ANY_TEXT, BOOL, POSITIVE_INT, SECONDS, validated
 from forethought.scaffolding.sympy_pool import SympyPool
 from forethought.scaffolding.task import Task
 from forethought.scaffolding.trace import Recorder, Trace, Tracer
@@ -61,6 +61,7 @@ class _Request:
     kwargs: dict[str, Any] = field(compare=False)
     budget: Budget = field(compare=False)
     timeout: float | None = field(compare=False)
+    cache_salt: str = field(default="", compare=False)
     job: asyncio.Task[None] | None = field(default=None, compare=False)
     """Set while it runs."""
     stopped: Exception | None = field(default=None, compare=False)
@@ -133,6 +134,7 @@ class ScaffoldingLlm:
         timeout: float | None = None,
         priority: int = 0,
         budget: Budget | None = None,
+        cache_salt: str = "",
         **kwargs: Any,
     ) -> ScaffoldingResult:
         """Submit a request and return at once.
@@ -143,6 +145,9 @@ class ScaffoldingLlm:
             timeout: seconds from now until the request fails with ``RequestTimeout``.
             priority: lower runs first.
             budget: limits of everything that the method does inside.
+            cache_salt: whatever the method runs inside shares cached prefixes, and pools of drafts,
+                only with requests of the same salt, such as those of one tenant. Workers that reach
+                another server cannot honour it, and say so.
             **kwargs: handed on to ``generate``, and by it to ``process`` of the controller.
 
         Raises:
@@ -170,7 +175,14 @@ class ScaffoldingLlm:
         )
         result.loop_thread = self._loop_thread
         request = _Request(
-            priority, next(self._arrivals), result, prompt, kwargs, budget or Budget(), timeout
+            priority,
+            next(self._arrivals),
+            result,
+            prompt,
+            kwargs,
+            budget or Budget(),
+            timeout,
+            validated("cache_salt", cache_salt, ANY_TEXT),
         )
         self._post(self._submit, request)
         return result
@@ -285,7 +297,14 @@ class ScaffoldingLlm:
         if request.budget.seconds is not None:
             timer = self.loop.call_later(request.budget.seconds, run.account.expire)
         try:
-            scope = ExecutionScope(result.id, "", run.account, request.priority, sympy=self._sympy)
+            scope = ExecutionScope(
+                result.id,
+                "",
+                run.account,
+                request.priority,
+                sympy=self._sympy,
+                cache_salt=request.cache_salt,
+            )
             process = controller.generate(request.prompt, **request.kwargs)
             checked_process(controller, "generate", process)
             output = await Frame(run, scope).drive(process)

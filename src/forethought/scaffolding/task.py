@@ -458,6 +458,9 @@ class ChatTask(StreamGenerationTask):
     messages: list[RoleMessage] = field(default_factory=list)
     tools: Any = None
     """Descriptions of the functions that the model may call."""
+    tool_choice: Any = None
+    """``"auto"``, ``"none"``, ``"required"``, or the function to call, in OpenAI's form; None: left
+    to the worker."""
     enable_token_counting: bool = False
     """Count the tokens of all turns in the three fields below."""
     prompt_tokens_num: int = field(default=0, init=False)

@@ -143,10 +143,8 @@ class AdaptiveConcurrency:
 
     def pause_before(self, number: int, error: Exception) -> float:
         """Seconds to wait before the repetition of a request that was refused ``number`` times."""
-        asked = _retry_after(error)
-        longest = min(LONGEST_PAUSE, self._pause * 2 ** (number - 1))
-        # Spread out, so that what was refused together is not repeated together.
-        return asked if asked is not None else longest * random.uniform(0.5, 1.0)
+        asked = retry_after(error)
+        return back_off(number, self._pause) if asked is None else asked
 
     def _lower(self, factor: float, why: str) -> None:
         self.limit = max(1.0, self.limit * factor)
@@ -191,11 +189,15 @@ class _Request(AbstractAsyncContextManager["_Request"]):
             except Exception as error:
                 if not is_overload(error):
                     raise
-                self._concurrency.on_refused(self._era)
+                self.on_refused()
                 if number == NUM_TRIES:
                     raise
                 await self._step_aside(self._concurrency.pause_before(number, error))
         raise AssertionError("unreachable")
+
+    def on_refused(self) -> None:
+        """The server has refused it, and it is not sent again from here."""
+        self._concurrency.on_refused(self._era)
 
     def on_token(self) -> None:
         """A token has come."""
@@ -216,6 +218,15 @@ class _Request(AbstractAsyncContextManager["_Request"]):
         await self._enter()
 
 
+def back_off(number: int, first: float) -> float:
+    """Seconds before a request that was refused ``number`` times is sent again.
+
+    From half of it up to the whole of ``first * 2 ** (number - 1)``: spread out, so that what was
+    refused together is not repeated together.
+    """
+    return min(LONGEST_PAUSE, first * 2.0 ** (number - 1)) * random.uniform(0.5, 1.0)
+
+
 def is_overload(error: Exception) -> bool:
     """Whether a server has refused a request for its load, or has not answered in time."""
     status = getattr(error, "status_code", None)
@@ -224,7 +235,7 @@ def is_overload(error: Exception) -> bool:
     return any("Timeout" in kind.__name__ for kind in type(error).__mro__)
 
 
-def _retry_after(error: Exception) -> float | None:
+def retry_after(error: Exception) -> float | None:
     """The seconds that the server asks to wait, at most ``LONGEST_PAUSE``."""
     headers = getattr(getattr(error, "response", None), "headers", None) or {}
     try:

@@ -188,7 +188,8 @@ class EngineWorker(Worker):
         seed = params.seed
         if seed is not None and number:  # below zero: copies of the task are numbered from zero
             seed = sampling.derived_seed(seed, -number)
-        return params.replace(n=1, max_tokens=max_tokens, seed=seed)
+        salt = scope.cache_salt if scope else ""
+        return params.replace(n=1, max_tokens=max_tokens, seed=seed, cache_salt=salt)
 
     # ---- sequences ----------------------------------------------------------------------------
 

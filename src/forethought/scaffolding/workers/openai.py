@@ -66,7 +66,7 @@ _CHAT = (
 _COMPLETION = (*_CHAT, "best_of", "echo", "suffix")
 
 
-class _Clients:
+class Clients:
     """A client per event loop, since the connections of a client belong to one loop.
 
     Args:
@@ -176,7 +176,7 @@ class OpenaiWorker(Worker):
                 "Leave it out",
             )
         self.async_client, self.model = async_client, model
-        self._clients = _Clients(async_client)
+        self._clients = Clients(async_client)
         self._num_open: Counter[asyncio.AbstractEventLoop] = Counter()
         self.extra_body = dict(extra_body or {})
         self.extensions = set(self.default_extensions if extensions is None else extensions)
@@ -313,6 +313,8 @@ class OpenaiWorker(Worker):
             fields["tools"] = [
                 tool if isinstance(tool, Mapping) else tool.to_dict() for tool in task.tools
             ]
+            if task.tool_choice is not None:
+                fields["tool_choice"] = task.tool_choice
         create = self._clients.of_this_loop().chat.completions.create
         return self._reader(task, create, {"messages": task.messages_to_dict_content(), **fields})
 

@@ -1,0 +1,329 @@
+"""``create_app``: the endpoints, and what stands in front of them all.
+
+::
+
+    request --> Guard (request id, body size, key, errors) --> endpoint --> Service --> Job
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from forethought import __version__
+from forethought.errors import ForethoughtError
+from forethought.server import catalog
+from forethought.server.backends import Backend
+from forethought.server.chat import chat_completions
+from forethought.server.http import CLIENT_CLOSED, HttpError, http_error
+from forethought.server.protocol import ChatRequest, DetokenizeRequest, TokenizeRequest
+from forethought.server.service import Metrics, Service
+from forethought.server.settings import Settings
+
+log = logging.getLogger(__name__)
+
+PAGE = Path(__file__).with_name("page")
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; font-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'"
+)
+"""What the page may do: load what this server has, and call it."""
+_OPEN = ("/health", "/version")
+"""Paths that need no key, beside the page's."""
+_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".png": "image/png",
+    ".ico": "image/x-icon",
+    ".json": "application/json",
+    ".woff2": "font/woff2",
+}
+
+
+def create_app(
+    backend: Backend, settings: Settings | None = None, metrics: Metrics | None = None
+) -> FastAPI:
+    """The application. Its backend is the caller's to close, once the application has ended.
+
+    Args:
+        backend: of the model.
+        settings: of the server.
+        metrics: told of every request, and shown at ``/metrics``; None: there are none.
+    """
+    chosen = settings or Settings()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service = app.state.service = Service(backend, chosen, metrics)
+        try:
+            yield
+        finally:
+            await service.finish()
+
+    app = FastAPI(
+        title="forethought",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url="/openapi.json",
+    )
+    _add_endpoints(app)
+    _add_handlers(app)
+    if chosen.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(chosen.cors_origins),
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["authorization", "content-type", "x-request-id"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    app.add_middleware(Guard, settings=chosen)
+    return app
+
+
+def _service(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+def _add_endpoints(app: FastAPI) -> None:
+    @app.post("/v1/chat/completions", response_model=None)
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        """Answer a conversation."""
+        return await chat_completions(_service(request), body, request)
+
+    @app.get("/v1/models", response_model=None)
+    async def models(request: Request) -> dict[str, Any]:
+        """The models, by the names that clients give."""
+        return catalog.models(_service(request))
+
+    @app.get("/v1/models/{model:path}", response_model=None)
+    async def model(model: str, request: Request) -> dict[str, Any]:
+        """One model."""
+        return catalog.model(_service(request), model)
+
+    @app.get("/v1/methods", response_model=None)
+    async def method_list(request: Request) -> dict[str, Any]:
+        """The inference-time methods and their settings."""
+        return catalog.method_list(_service(request))
+
+    @app.get("/v1/drafters", response_model=None)
+    async def drafters(request: Request) -> dict[str, Any]:
+        """What may be named in ``speculation``."""
+        return catalog.drafters(_service(request))
+
+    @app.get("/v1/examples", response_model=None)
+    async def examples(request: Request) -> dict[str, Any]:
+        """Questions to try."""
+        return {"data": _service(request).backend.examples()}
+
+    @app.get("/v1/load", response_model=None)
+    async def load(request: Request) -> dict[str, Any]:
+        """How busy the server is."""
+        return _service(request).load()
+
+    @app.post("/tokenize", response_model=None)
+    async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
+        """The ids of a text or a conversation."""
+        return await asyncio.to_thread(catalog.tokenize, _service(request), body)
+
+    @app.post("/detokenize", response_model=None)
+    async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any]:
+        """The text of ids."""
+        return await asyncio.to_thread(catalog.detokenize, _service(request), body)
+
+    @app.get("/health", response_model=None)
+    async def health(request: Request) -> Response:
+        """Whether requests are taken."""
+        draining = _service(request).admission.draining
+        return JSONResponse({"status": "draining" if draining else "ok"}, 503 if draining else 200)
+
+    @app.get("/version", response_model=None)
+    async def version() -> dict[str, str]:
+        """The version of this server."""
+        return {"version": __version__}
+
+    @app.get("/metrics", response_model=None)
+    async def metrics(request: Request) -> Response:
+        """All metrics in Prometheus' text format."""
+        service = _service(request)
+        if service.metrics is None:
+            raise HttpError(404, "this server keeps no metrics", code="not_found")
+        service.metrics.observe_engine(service.load())
+        return Response(service.metrics.render(), media_type="text/plain; version=0.0.4")
+
+    @app.get("/", include_in_schema=False)
+    async def index() -> Response:
+        """The page."""
+        return _file("index.html")
+
+    @app.get("/page/{name:path}", include_in_schema=False)
+    async def file(name: str) -> Response:
+        """A file of the page."""
+        return _file(name)
+
+
+def _file(name: str) -> Response:
+    """A file of the page, with what the browser may do with it."""
+    path = (PAGE / name).resolve()
+    if not path.is_relative_to(PAGE.resolve()) or not path.is_file() or path.suffix not in _TYPES:
+        raise HttpError(404, "there is no such file", code="not_found")
+    headers = {"content-security-policy": POLICY, "referrer-policy": "no-referrer"}
+    return FileResponse(path, media_type=_TYPES[path.suffix], headers=headers)
+
+
+def _add_handlers(app: FastAPI) -> None:
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return _invalid(error.errors()).response()
+
+    @app.exception_handler(HTTPException)
+    async def refused(request: Request, error: HTTPException) -> Response:
+        names = {404: "there is no such endpoint", 405: "this endpoint takes another method"}
+        told = names.get(error.status_code, str(error.detail))
+        return HttpError(error.status_code, told, headers=dict(error.headers or {})).response()
+
+    for kind in (HttpError, ForethoughtError):
+        app.add_exception_handler(kind, _told)
+
+
+async def _told(request: Request, error: Exception) -> Response:
+    return http_error(error).response()
+
+
+def _invalid(complaints: Any) -> HttpError:
+    """The first complaint about a body, with the name of its field."""
+    first = _foremost(complaints)
+    kind, where = first["type"], [str(each) for each in first["loc"] if each != "body"]
+    param = ".".join(where) or None
+    if kind == "json_invalid":
+        return HttpError(400, "the body is no valid JSON", code="invalid_json")
+    if kind == "extra_forbidden":
+        message = f"{param} is not supported"
+        return HttpError(400, message, param=param, code="unsupported_parameter")
+    if kind == "missing":
+        if param is None:
+            return HttpError(400, "the body is missing, or is no JSON", code="invalid_json")
+        return HttpError(400, f"{param} is missing", param=param, code="missing_parameter")
+    return HttpError(400, f"invalid {param}: {first['msg']}", param=param, code="invalid_value")
+
+
+def _foremost(complaints: Any) -> Mapping[str, Any]:
+    """The complaint to tell: of a union, the alternative that the value came nearest to."""
+    unknown = [each for each in complaints if each["type"] == "extra_forbidden"]
+    top = [each for each in unknown if len(each["loc"]) <= 2]
+    chosen: Mapping[str, Any] = (top or list(complaints))[0]
+    return chosen
+
+
+class Guard:
+    """Gives each request an id, and refuses those without a key or with too large a body.
+
+    What an endpoint raises, and nobody has made a response of, becomes one here.
+
+    Args:
+        app: behind it.
+        settings: of the server.
+    """
+
+    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+        self._app, self._max_bytes = app, settings.max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        call = _Call(scope, receive, send, self._max_bytes)
+        headers = dict(scope["headers"])
+        service: Service = scope["app"].state.service
+        scope.setdefault("state", {})["request_id"] = call.id
+        try:
+            tenant = service.tenant(headers.get(b"authorization", b"").decode("latin-1"))
+            if tenant is None and _needs_key(scope):
+                raise HttpError(
+                    401,
+                    "no valid API key: send Authorization: Bearer KEY",
+                    code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
+            scope["state"]["tenant"] = tenant or ""
+            call.check_length(headers.get(b"content-length"))
+            await self._app(scope, call.receive, call.send)
+        except ClientDisconnect:
+            call.status = call.status or CLIENT_CLOSED
+        except Exception as error:
+            told = http_error(error)
+            if told.status == 500:
+                log.exception("request %s failed", call.id)
+            if not call.status:
+                await told.response()(scope, receive, call.send)
+        finally:
+            call.log()
+
+
+def _needs_key(scope: Scope) -> bool:
+    path: str = scope["path"]
+    page = path == "/" or path.startswith("/page/")
+    return not (page or path in _OPEN or scope["method"] == "OPTIONS")
+
+
+class _Call:
+    """One request: its id, its status, and the bytes of its body."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, max_bytes: int) -> None:
+        self._scope, self._receive, self._send = scope, receive, send
+        self._max_bytes, self._num_bytes, self.status = max_bytes, 0, 0
+        self._began = time.perf_counter()
+        given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+        self.id = given if _ID.fullmatch(given) else uuid.uuid4().hex
+
+    def check_length(self, length: bytes | None) -> None:
+        """Refuse a body that says itself that it is too large."""
+        if length is not None and length.isdigit() and int(length) > self._max_bytes:
+            raise self._too_large()
+
+    async def receive(self) -> Message:
+        """The next message; refuses the part of a body with which it becomes too large."""
+        message = await self._receive()
+        self._num_bytes += len(message.get("body", b""))
+        if self._num_bytes > self._max_bytes:
+            raise self._too_large()
+        return message
+
+    async def send(self, message: Message) -> None:
+        """Send, with the id of the request among the headers."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            own = [(b"x-request-id", self.id.encode()), (b"x-content-type-options", b"nosniff")]
+            message = {**message, "headers": [*message.get("headers", ()), *own]}
+        await self._send(message)
+
+    def log(self) -> None:
+        """One line: no header, query or body, which may hold secrets."""
+        seconds, path = time.perf_counter() - self._began, self._scope["path"]
+        log.info("%s %r %d %.3fs id=%s", self._scope["method"], path, self.status, seconds, self.id)
+
+    def _too_large(self) -> HttpError:
+        message = f"the body is larger than {self._max_bytes} bytes"
+        return HttpError(413, message, code="body_too_large")

@@ -1,0 +1,598 @@
+"""What answers: the engine, a script, or another server; each makes prompts of conversations.
+
+A ``Backend`` has the workers for all tasks of all methods. ``open`` turns a conversation into a
+``Prompted``: a prompt that methods take, and what generates inside of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import itertools
+import json
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from forethought import methods
+from forethought.config.sampling import SamplingParams
+from forethought.errors import ParameterError, UsageError
+from forethought.scaffolding.controller import (
+    Controller,
+    NativeChatController,
+    NativeGenerationController,
+    NativeRewardController,
+)
+from forethought.scaffolding.messages import RoleMessage, UserMessage
+from forethought.scaffolding.parallel import Process
+from forethought.scaffolding.task import ChatTask, GenerationTask
+from forethought.scaffolding.worker import Worker
+from forethought.scaffolding.workers.scripted import Reply, ScriptedWorker
+from forethought.server.tool_calls import Tools, as_text
+
+if TYPE_CHECKING:
+    from forethought.llm.async_llm import AsyncLLM
+    from forethought.scaffolding.workers.reward import RewardWorker
+
+Innermost = Callable[[bool], Controller]
+"""Makes what generates inside methods; told whether it streams."""
+_LARGE = 1 << 14
+"""Characters of a prompt that is tokenised beside the event loop."""
+_TAIL = 64
+"""Tokens at the end of a prompt in which a thought may be opened."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What is to be answered.
+
+    Attributes:
+        messages: in OpenAI's form.
+        tools: that may be called.
+        template_args: further arguments of the chat template.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Tools = field(default_factory=Tools)
+    template_args: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def question(self) -> str:
+        """The text of the last message of the user."""
+        asked = [str(m.get("content") or "") for m in self.messages if m["role"] == "user"]
+        return asked[-1] if asked else ""
+
+    def asking(self, text: str) -> Conversation:
+        """The same with another text as the user's last message."""
+        last = max((i for i, m in enumerate(self.messages) if m["role"] == "user"), default=0)
+        changed = [*self.messages[:last], {"role": "user", "content": text}]
+        return Conversation(changed, self.tools, self.template_args)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompted:
+    """A prompt for methods.
+
+    Attributes:
+        prompt: text or token ids.
+        question: what the user asks, as text.
+        innermost: makes what generates inside the methods.
+        asking: the prompt for another question.
+        is_open: whether the prompt has opened a thought.
+        is_chat: whether the answer is a message.
+    """
+
+    prompt: str | list[int]
+    question: str
+    innermost: Innermost
+    asking: Callable[[str], Any]
+    is_open: bool = False
+    is_chat: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterChoice:
+    """A drafter that a request may name."""
+
+    name: str
+    active: bool
+    reason: str | None = None
+    """Why it is off, or does not help."""
+
+
+class Backend(Protocol):
+    """What answers.
+
+    Attributes:
+        name: of the model, where the server is given no other.
+        workers: by the value of their tags.
+        reward: scores answers for methods that take it; None: there is none.
+        markers: what opens and closes the model's thoughts; None: unknown, or none.
+        salted: whether prefixes are cached apart for different salts.
+        llm: the engine; None: there is none here.
+    """
+
+    name: str
+    workers: Mapping[Any, Worker]
+    reward: Controller | None
+    markers: tuple[str, str] | None
+    salted: bool
+    llm: AsyncLLM | None
+
+    async def open(self, conversation: Conversation) -> Prompted:
+        """The prompt of a conversation."""
+
+    def check(self, prompt: str | list[int], params: Mapping[str, Any]) -> None:
+        """Raise ``UsageError`` for a prompt or params that it cannot honour, before anything runs.
+
+        Args:
+            prompt: of a method.
+            params: sampling fields of a task.
+        """
+
+    def tokenize(self, text: str, special: bool = True) -> list[int]:
+        """The ids of a text."""
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of ids."""
+
+    def count(self, text: str) -> int:
+        """Tokens of a text, as exactly as they are known."""
+
+    def render(self, conversation: Conversation) -> list[int]:
+        """The ids of a conversation."""
+
+    def drafters(self) -> list[DrafterChoice]:
+        """What a request may name for its drafts."""
+
+    def load(self) -> dict[str, Any]:
+        """How busy it is, by the names of ``GET /v1/load``."""
+
+    def examples(self) -> list[dict[str, str]]:
+        """Questions to try."""
+
+    @property
+    def max_length(self) -> int | None:
+        """Tokens of the model's context; None: unknown."""
+
+    def close(self) -> None:
+        """End what it owns."""
+
+
+def raw_prompt(prompt: str | list[int], is_open: bool = False) -> Prompted:
+    """A prompt to be continued as it is."""
+    question = prompt if isinstance(prompt, str) else ""
+    return Prompted(prompt, question, NativeGeneration, lambda text: text, is_open, is_chat=False)
+
+
+def NativeGeneration(streaming: bool) -> Controller:
+    """Plain generation."""
+    return NativeGenerationController(streaming=streaming)
+
+
+def opens_thought(text: str, markers: tuple[str, str] | None) -> bool:
+    """Whether a prompt ends within a thought."""
+    if markers is None:
+        return False
+    start, end = markers
+    opened = text.rfind(start)
+    return opened >= 0 and text.find(end, opened) < 0
+
+
+def worker_table(worker: Worker, reward: Worker | None) -> dict[Any, Worker]:
+    """The worker of every tag of every method."""
+    table = dict.fromkeys([tag for tag in methods.tags() if tag != "small_model"], worker)
+    if reward is not None:
+        table[NativeRewardController.WorkerTag.REWARD.value] = reward
+    return table
+
+
+# ---- the engine ----------------------------------------------------------------------------------
+
+
+class EngineBackend:
+    """One model on this machine.
+
+    Args:
+        llm: the model; shut down by ``close``.
+        name: of the model.
+        judge: a reward model; shut down by ``close``.
+        examples: questions to try.
+    """
+
+    salted = True
+
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        name: str,
+        *,
+        judge: RewardWorker | None = None,
+        examples: Sequence[Mapping[str, str]] = (),
+    ) -> None:
+        from forethought.scaffolding.workers.local import EngineWorker
+
+        self.llm: AsyncLLM | None = llm
+        self.name, self._engine, self._judge = name, llm, judge
+        self.workers = worker_table(EngineWorker(llm), judge)
+        self.reward = None if judge is None else _judging(judge)
+        self.markers = llm.thinking_markers
+        self._examples = [dict(example) for example in examples]
+
+    async def open(self, conversation: Conversation) -> Prompted:
+        """The prompt that the chat template makes of a conversation."""
+        size = sum(len(str(message.get("content") or "")) for message in conversation.messages)
+        if size > _LARGE:
+            ids = await asyncio.to_thread(self.render, conversation)
+        else:
+            ids = self.render(conversation)
+        tail = self._engine.decode(ids[-_TAIL:])
+        return Prompted(
+            ids,
+            conversation.question,
+            NativeGeneration,
+            lambda text: self.render(conversation.asking(text)),
+            opens_thought(tail, self.markers),
+        )
+
+    def render(self, conversation: Conversation) -> list[int]:
+        """The ids of a conversation.
+
+        Raises:
+            UsageError: the template refuses it, or knows no tools.
+        """
+        arguments = self._template_args(conversation)
+        return self._engine.chat_prompt(conversation.messages, arguments)
+
+    def check(self, prompt: str | list[int], params: Mapping[str, Any]) -> None:
+        """Raise ``UsageError`` for a prompt or params that the engine cannot honour."""
+        given = {("logprobs" if name == "num_logprobs" else name): v for name, v in params.items()}
+        self._engine.check(prompt, SamplingParams(**given))
+
+    def _template_args(self, conversation: Conversation) -> dict[str, Any]:
+        hf, given = self._engine.tokenizer, dict(conversation.template_args)
+        own = set(inspect.signature(hf.apply_chat_template).parameters) & given.keys()
+        if own:
+            raise ParameterError(
+                f"chat_template_kwargs.{min(own)} is not allowed",
+                "it is set by the server",
+                "Give only what the model's own chat template reads",
+            )
+        if conversation.tools.offered:
+            if "tools" not in str(hf.chat_template) and not conversation.tools.forced:
+                raise ParameterError(
+                    "this model cannot be offered tools",
+                    "its chat template has no place for them",
+                    "Use another model, or force a call with tool_choice, which a grammar does",
+                )
+            given["tools"] = conversation.tools.offered
+        return given
+
+    def tokenize(self, text: str, special: bool = True) -> list[int]:
+        """The ids of a text."""
+        return self._engine.encode(text, special=special)
+
+    def count(self, text: str) -> int:
+        """Tokens of a text."""
+        return len(self.tokenize(text, special=False))
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of ids.
+
+        Raises:
+            ParameterError: an id outside the vocabulary.
+        """
+        return self._engine.decode(ids)
+
+    @property
+    def max_length(self) -> int | None:
+        """Tokens of the model's context."""
+        return self._engine.max_length
+
+    def drafters(self) -> list[DrafterChoice]:
+        """The engine's drafters, in the order in which they are asked."""
+        return [DrafterChoice(name, True) for name in self._engine.drafters]
+
+    def load(self) -> dict[str, Any]:
+        """From the engine's counters, which another thread changes meanwhile."""
+        stats, load = self._engine.stats, self._engine.load
+        prompts = stats.cached + stats.prefilled
+        return {
+            "running": load.running,
+            "waiting": load.waiting,
+            "kv_cache_usage": load.kv_cache_usage,
+            "prefix_cache_hit_rate": stats.cached / prompts if prompts else 0.0,
+            "num_generated_tokens": stats.decoded,
+            "drafted": stats.drafted,
+            "accepted": stats.accepted,
+        }
+
+    def examples(self) -> list[dict[str, str]]:
+        """Questions to try."""
+        return self._examples
+
+    def close(self) -> None:
+        """End the engine and the reward model."""
+        self._engine.shutdown()
+        if self._judge is not None:
+            self._judge.shutdown()
+
+
+def _judging(judge: RewardWorker) -> NativeRewardController:
+    from forethought.scaffolding.prm_controller import PRMController
+
+    return PRMController.of(judge) if judge.by_step else NativeRewardController()
+
+
+# ---- a script ------------------------------------------------------------------------------------
+
+_OTHER = "*"
+_MAX_CALLS = 1024
+
+
+class ScriptedBackend:
+    """Scripted answers, one token per character; for tests of clients without a model.
+
+    A prompt is the text of the last message. Tool calls are scripted too: ``read_script``.
+
+    Args:
+        script: as ``ScriptedWorker`` takes it.
+        name: of the model.
+    """
+
+    salted, reward, markers, llm, max_length = False, None, ("<think>", "</think>"), None, None
+
+    def __init__(self, script: Any, name: str = "scripted") -> None:
+        self.worker, self.name = ScriptedWorker(script), name
+        calls: Any = deque(maxlen=_MAX_CALLS)
+        self.worker.calls = calls  # a server runs for long
+        self.workers: Mapping[Any, Worker] = worker_table(self.worker, None)
+
+    async def open(self, conversation: Conversation) -> Prompted:
+        """The text of the last message."""
+        last = str(conversation.messages[-1].get("content") or "")
+        return Prompted(last, conversation.question, NativeGeneration, lambda text: text)
+
+    def check(self, prompt: str | list[int], params: Mapping[str, Any]) -> None:
+        """Everything is taken; what a script cannot honour changes nothing."""
+
+    def render(self, conversation: Conversation) -> list[int]:
+        """The ids of the last message."""
+        return self.tokenize(str(conversation.messages[-1].get("content") or ""))
+
+    def tokenize(self, text: str, special: bool = True) -> list[int]:
+        """One token per character."""
+        return [ord(character) for character in text]
+
+    def count(self, text: str) -> int:
+        """One token per character."""
+        return len(text)
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """One character per token."""
+        if any(token > 0x10FFFF for token in ids):
+            raise ParameterError("invalid tokens", "they are no characters", "")
+        return "".join(map(chr, ids))
+
+    def drafters(self) -> list[DrafterChoice]:
+        """None: nothing is drafted."""
+        return []
+
+    def load(self) -> dict[str, Any]:
+        """How many answers are under way."""
+        running = sum(call.ended is None for call in self.worker.calls)
+        return {"running": running, "waiting": 0}
+
+    def examples(self) -> list[dict[str, str]]:
+        """None."""
+        return []
+
+    def close(self) -> None:
+        """Nothing is to be ended."""
+
+
+def read_script(path: Path) -> Any:
+    """The script in a JSON or YAML file.
+
+    It is a list of answers in order of asking, or answers (or lists of them) by prompt, ``*`` being
+    any other prompt. An answer is a text, or a mapping with ``text``, ``tool_calls`` (each with
+    ``name`` and ``arguments``), ``finish_reason``, ``delay``, ``seconds_per_token`` and ``error``.
+
+    Raises:
+        UsageError: it cannot be read, or is something else.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        value = json.loads(text) if path.suffix == ".json" else _yaml(text)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read the script in {path}", str(error), "") from error
+    if isinstance(value, list):
+        return _ordered([_answer(path, each) for each in value], "any prompt")
+    if not isinstance(value, dict):
+        raise UsageError(f"no script in {path}", "it holds no list and no mapping", "")
+    table = {
+        str(prompt): _ordered(
+            [_answer(path, each) for each in (given if isinstance(given, list) else [given])],
+            str(prompt),
+            repeats=not isinstance(given, list),
+        )
+        for prompt, given in value.items()
+    }
+
+    def script(prompt: str, index: int) -> Reply:
+        answers = table.get(prompt) or table.get(_OTHER)
+        if answers is None:
+            raise UsageError("the script has no answer", f"for the prompt {prompt!r:.200}")
+        reply: Reply = answers(prompt, index)
+        return reply
+
+    return script
+
+
+def _ordered(replies: Sequence[Reply], what: str, repeats: bool = False) -> Any:
+    """A script that gives the replies in order of asking, or the one again and again."""
+    numbers = itertools.count()
+
+    def script(prompt: str, index: int) -> Reply:
+        number = 0 if repeats else next(numbers)
+        if number >= len(replies):
+            raise UsageError("the script has no more answers", f"for {what:.200}")
+        return replies[number]
+
+    return script
+
+
+def _yaml(text: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+
+
+def _answer(path: Path, given: Any) -> Reply:
+    if isinstance(given, str):
+        return Reply(given)
+    fields = dict(given) if isinstance(given, dict) else {"": given}
+    calls = fields.pop("tool_calls", [])
+    error = fields.pop("error", None)
+    if error is not None:
+        fields["error"] = RuntimeError(str(error))
+    try:
+        text = "".join(
+            [fields.pop("text", ""), *(as_text(c["name"], c["arguments"]) for c in calls)]
+        )
+        return Reply(text, **fields)
+    except (TypeError, KeyError) as problem:
+        raise UsageError(
+            f"invalid answer in {path}", f"{given!r:.200}: {problem}", "Give text, or a mapping"
+        ) from problem
+
+
+# ---- another server ------------------------------------------------------------------------------
+
+
+class RemoteBackend:
+    """Other servers that speak OpenAI's API, through a worker without torch.
+
+    Args:
+        worker: sends the requests; shut down by ``close``.
+        name: of the model there.
+        markers: what opens and closes the model's thoughts.
+    """
+
+    salted, reward, llm, max_length = False, None, None, None
+
+    def __init__(
+        self, worker: Worker, name: str, markers: tuple[str, str] | None = ("<think>", "</think>")
+    ) -> None:
+        self.worker, self.name, self.markers = worker, name, markers
+        self.workers: Mapping[Any, Worker] = worker_table(worker, None)
+
+    async def open(self, conversation: Conversation) -> Prompted:
+        """The last question; what came before is sent in front of it."""
+        if conversation.template_args:
+            raise ParameterError(
+                "chat_template_kwargs are not supported here", "another server has the template", ""
+            )
+        return Prompted(
+            conversation.question or " ",
+            conversation.question,
+            lambda streaming: RemoteChat(conversation, streaming),
+            lambda text: text,
+        )
+
+    def check(self, prompt: str | list[int], params: Mapping[str, Any]) -> None:
+        """The other server checks them."""
+
+    def render(self, conversation: Conversation) -> list[int]:
+        """Not known here."""
+        raise self._no_tokenizer()
+
+    def tokenize(self, text: str, special: bool = True) -> list[int]:
+        """Not known here."""
+        raise self._no_tokenizer()
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Not known here."""
+        raise self._no_tokenizer()
+
+    def count(self, text: str) -> int:
+        """Unknown here: about one token for four characters."""
+        return -(-len(text) // 4)
+
+    def _no_tokenizer(self) -> UsageError:
+        return UsageError("no tokenizer here", "another server runs the model", "Ask that one")
+
+    def drafters(self) -> list[DrafterChoice]:
+        """Unknown: the other server decides."""
+        return []
+
+    def load(self) -> dict[str, Any]:
+        """Unknown here but for what this server itself counts."""
+        return {}
+
+    def examples(self) -> list[dict[str, str]]:
+        """None."""
+        return []
+
+    def close(self) -> None:
+        """End the worker."""
+        self.worker.shutdown()
+
+
+class _Given(RoleMessage):
+    """A message as the client has sent it."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(str(values["role"]), values.get("content"))
+        self._values = dict(values)
+
+    def to_dict(self) -> dict[str, Any]:
+        return self._values
+
+
+class RemoteChat(NativeChatController):
+    """Continues a conversation on another server: a task's prompt is its last question.
+
+    Tool calls and thoughts of the answer land in ``customized_result_fields``.
+
+    Args:
+        conversation: what came before, tools included.
+        streaming: stream the answer as it comes.
+    """
+
+    def __init__(self, conversation: Conversation, streaming: bool) -> None:
+        super().__init__(streaming=streaming)
+        self._conversation = conversation
+
+    def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
+        """Generate the assistant's next message for all tasks at once."""
+        chats = [self._chat(task) for task in tasks]
+        yield from super().process(chats, **kwargs)
+        for task, chat in zip(tasks, chats, strict=True):
+            if chat is not task:
+                task.result, task.samples = chat.result, chat.samples
+                task.status, task.error = chat.status, chat.error
+            last = chat.messages[-1]
+            calls = getattr(last, "tool_calls", None)
+            if calls:
+                task.customized_result_fields["tool_calls"] = [call.to_dict() for call in calls]
+            if getattr(last, "reasoning", None):
+                task.customized_result_fields["reasoning"] = last.reasoning
+
+    def _chat(self, task: GenerationTask) -> ChatTask:
+        if isinstance(task, ChatTask):
+            return task
+        chat, given = super()._chat(task), self._conversation
+        if task.input_str in (given.question, " "):
+            chat.messages = [_Given(message) for message in given.messages]
+        else:
+            before = given.asking(task.input_str or "").messages[:-1]
+            chat.messages = [*map(_Given, before), UserMessage(task.input_str or "")]
+        if given.tools.offered:
+            chat.tools, chat.tool_choice = given.tools.offered, given.tools.choice_field
+        return chat

@@ -1,0 +1,135 @@
+"""What the server has: models, methods, drafters and tokens, as its endpoints write them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from forethought import methods
+from forethought.errors import ParameterError
+from forethought.methods import Method
+from forethought.server.backends import Conversation
+from forethought.server.composition import NUM_SAMPLES
+from forethought.server.message_input import message_dict
+from forethought.server.names import read_model
+from forethought.server.protocol import DetokenizeRequest, TokenizeRequest
+from forethought.server.service import Service
+
+_TITLES = {"dvts": "DVTS", "mcts": "MCTS", "deepconf": "DeepConf", "genrm": "GenRM"}
+_INSIDE = ("genrm",)
+"""Methods that score, and answer nothing by themselves."""
+
+
+def models(service: Service) -> dict[str, Any]:
+    """The body of ``GET /v1/models``."""
+    return {"object": "list", "data": [_model(service, name) for name in service.models]}
+
+
+def model(service: Service, name: str) -> dict[str, Any]:
+    """The body of ``GET /v1/models/NAME``; with methods in front of the name, too.
+
+    Raises:
+        UnknownNameError: there is no such model.
+    """
+    read_model(name, service.models)
+    return _model(service, name)
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": int(service.started),
+        "owned_by": "forethought",
+        "max_model_len": service.backend.max_length,
+    }
+
+
+def method_list(service: Service) -> dict[str, Any]:
+    """The body of ``GET /v1/methods``."""
+    names = [name for name in methods.names() if name not in _INSIDE]
+    return {"object": "list", "data": [_method(service, name) for name in names]}
+
+
+def _method(service: Service, name: str) -> dict[str, Any]:
+    found = methods.describe(name)
+    defaults = dict(found.parameters)
+    if defaults.get("default_sample_num") == 1:
+        defaults["default_sample_num"] = NUM_SAMPLES
+    reason = _missing(service, name, defaults)
+    return {
+        "name": name,
+        "title": _TITLES.get(name, name.replace("_", " ").capitalize()),
+        "paper": found.paper,
+        "summary": found.description,
+        "available": reason is None,
+        "reason": reason,
+        "parameters": [
+            {
+                "name": parameter,
+                "default": _plain(default),
+                "required": default is Method.REQUIRED,
+                "description": found.explanations.get(parameter, ""),
+            }
+            for parameter, default in defaults.items()
+            if parameter not in ("sampling_params", "custom_sampling_params", "streaming")
+        ],
+    }
+
+
+def _missing(service: Service, name: str, defaults: dict[str, Any]) -> str | None:
+    """Why a method cannot run without settings; None if it can."""
+    required = [key for key, default in defaults.items() if default is Method.REQUIRED]
+    if "reward_controller" in required and service.backend.reward is None:
+        return "it needs a reward model: start the server with --reward-model"
+    others = [key for key in required if key != "reward_controller"]
+    if others:
+        return f"it needs method_params with {', '.join(others)}"
+    if name == "specreason":
+        return "it needs a second, smaller model"
+    return None
+
+
+def _plain(value: Any) -> Any:
+    """A default as JSON has it."""
+    if value is Method.REQUIRED:
+        return None
+    if isinstance(value, str | int | float | bool | None):
+        return value
+    if isinstance(value, tuple | list):
+        return [_plain(each) for each in value]
+    return getattr(value, "__name__", str(value))
+
+
+def drafters(service: Service) -> dict[str, Any]:
+    """The body of ``GET /v1/drafters``."""
+    found = [
+        {"name": each.name, "active": each.active, "reason": each.reason}
+        for each in service.backend.drafters()
+    ]
+    plain = {"name": "none", "active": not found, "reason": None if found else "nothing is drafted"}
+    return {"object": "list", "data": [*found, plain]}
+
+
+def tokenize(service: Service, body: TokenizeRequest) -> dict[str, Any]:
+    """The body of ``POST /tokenize``.
+
+    Raises:
+        UsageError: neither or both of ``prompt`` and ``messages``.
+    """
+    if (body.prompt is None) == (body.messages is None):
+        raise ParameterError("one of prompt and messages is needed", "give exactly one", "")
+    backend = service.backend
+    if body.messages is not None:
+        tokens = backend.render(Conversation([message_dict(each) for each in body.messages]))
+    else:
+        assert body.prompt is not None, "checked above"
+        tokens = backend.tokenize(body.prompt, body.add_special_tokens) if body.prompt else []
+    found: dict[str, Any] = {"count": len(tokens), "max_model_len": backend.max_length}
+    if body.return_token_strs:
+        found["token_strs"] = [backend.detokenize([token]) for token in tokens]
+    return {**found, "tokens": tokens}
+
+
+def detokenize(service: Service, body: DetokenizeRequest) -> dict[str, Any]:
+    """The body of ``POST /detokenize``."""
+    return {"prompt": service.backend.detokenize(body.tokens) if body.tokens else ""}

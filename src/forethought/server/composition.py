@@ -1,0 +1,235 @@
+"""The controllers of one request: stacks of methods, one after the other, and several choices.
+
+``Dispatch`` is the prototype of the server's one ``ScaffoldingLlm``: it runs the controller that a
+request brings along. So all requests share workers, threads and the limit of running requests, and
+all parts of a request share its budget.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from forethought.errors import ParameterError
+from forethought.methods import Method
+from forethought.methods.stack import SAMPLES, parameters, split, stack
+from forethought.scaffolding import sampling
+from forethought.scaffolding.controller import Controller, NativeGenerationController
+from forethought.scaffolding.parallel import Branch, ParallelProcess, Process
+from forethought.scaffolding.result import ScaffoldingOutput
+from forethought.scaffolding.task import Task
+from forethought.server.names import Composition
+
+NUM_SAMPLES = 8
+"""Samples of a method that would draw a single one, as on the command line."""
+_MAX_SAMPLES, _MAX_NUMBER = 1024, 1 << 17
+"""Of a method's samples, and of any number among its settings, as clients may set them."""
+_FILES = ("generation_dir", "policy")
+"""Settings that name files."""
+_CODE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+"""``module:Name``, which a method would import."""
+_INNER, _REWARD, _STREAMING = "generation_controller", "reward_controller", "streaming"
+
+Asking = Callable[[str], Any]
+"""The prompt of the same conversation with another text as its last question."""
+
+
+class Dispatch(Controller):
+    """Runs the controller that is given with the request."""
+
+    def generate(self, prompt: Any, *, controller: Controller, **kwargs: Any) -> Process:  # type: ignore[override]
+        """Let ``controller`` answer.
+
+        Args:
+            prompt: of a type that it takes.
+            controller: made for this request.
+            **kwargs: of its ``generate``.
+        """
+        return (yield from controller.generate(prompt, **kwargs))
+
+
+class Pipeline(Controller):
+    """Methods one after the other: each is asked the answer of the one before it.
+
+    Only the last one streams to the caller; the others run in branches.
+
+    Args:
+        controllers: in their order.
+        asking: makes the prompts of all but the first.
+        visible: the part of a text that is its answer, without a thought.
+    """
+
+    def __init__(
+        self, controllers: Sequence[Controller], asking: Asking, visible: Callable[[str], str]
+    ) -> None:
+        super().__init__()
+        self.controllers, self._asking, self._visible = list(controllers), asking, visible
+
+    def generate(self, prompt: Any, **kwargs: Any) -> Process:
+        """Run them."""
+        for controller in self.controllers[:-1]:
+            branch = Branch(_Answering(controller, prompt, kwargs), [])
+            yield ParallelProcess([branch])
+            answer = self._visible(_text(branch.result))
+            prompt, kwargs = self._asking(answer), {**kwargs, "question": answer}
+        return (yield from self.controllers[-1].generate(prompt, **kwargs))
+
+
+class Choices(Controller):
+    """Several answers to one prompt, each in a branch of its own whose path is its index.
+
+    Args:
+        controllers: one per answer.
+    """
+
+    def __init__(self, controllers: Sequence[Controller]) -> None:
+        super().__init__()
+        self.controllers = list(controllers)
+
+    def generate(self, prompt: Any, **kwargs: Any) -> Process:
+        """Run them side by side; returns the output of each."""
+        params = sampling.checked("sampling_params", kwargs.pop("sampling_params", None))
+        branches = []
+        for index, controller in enumerate(self.controllers):
+            own = dict(params)
+            if index and own.get("seed") is not None:
+                own["seed"] = sampling.derived_seed(own["seed"], index)
+            own_kwargs = {**kwargs, "sampling_params": own}
+            branches.append(Branch(_Answering(controller, prompt, own_kwargs), []))
+        yield ParallelProcess(branches)
+        return [_first(branch.result) or ScaffoldingOutput("") for branch in branches]
+
+
+class _Answering(Controller):
+    """Lets a controller answer a prompt in a branch, whose result is what it returns."""
+
+    def __init__(self, controller: Controller, prompt: Any, kwargs: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._controller, self._prompt, self._kwargs = controller, prompt, kwargs
+
+    def process(self, tasks: Sequence[Task], **kwargs: Any) -> Process:
+        """Let it answer; there are no tasks before it makes one."""
+        return (yield from self._controller.generate(self._prompt, **self._kwargs))
+
+
+def _first(output: Any) -> ScaffoldingOutput | None:
+    return (output[0] if output else None) if isinstance(output, list) else output
+
+
+def _text(output: Any) -> str:
+    first = _first(output)
+    return "" if first is None else first.text or ""
+
+
+def compose(
+    composition: Composition,
+    settings: Mapping[str, Any],
+    *,
+    innermost: Callable[[], Controller],
+    reward: Controller | None,
+    streaming: bool,
+    num_choices: int,
+    pipeline: tuple[Asking, Callable[[str], str]],
+) -> Controller:
+    """The controller of a request.
+
+    Args:
+        composition: its methods.
+        settings: of the only stack of methods there is.
+        innermost: makes what generates inside the innermost methods.
+        reward: scores answers for methods that take a reward controller; None: there is none.
+        streaming: whether the text of methods is streamed as far as they can.
+        num_choices: how often each choice is answered.
+        pipeline: ``asking`` and ``visible`` of ``Pipeline``.
+
+    Raises:
+        UsageError: an unknown method or setting, or methods that do not go together.
+    """
+    _check_settings(settings)
+    if settings and not composition.is_one_stack:
+        raise ParameterError(
+            "method_params with several methods",
+            f"they would belong to any of {composition.spec!r}",
+            "Leave them out, or use one method",
+        )
+
+    def answering(stages: Sequence[str]) -> Controller:
+        made = [_stacked(stage, settings, innermost, reward, streaming) for stage in stages]
+        return made[0] if len(made) == 1 else Pipeline(made, *pipeline)
+
+    choices = [answering(stages) for stages in composition.choices for _ in range(num_choices)]
+    return choices[0] if len(choices) == 1 else Choices(choices)
+
+
+def streams_truly(composition: Composition) -> bool:
+    """Whether the text that its methods stream is the answer, as far as it is certain.
+
+    Of others, such as votes, the answer is certain at their end; what they stream is what their
+    samples are.
+    """
+    return all(_STREAMING in split(stages[-1])[-1].parameters for stages in composition.choices)
+
+
+def _stacked(
+    spec: str,
+    settings: Mapping[str, Any],
+    innermost: Callable[[], Controller],
+    reward: Controller | None,
+    streaming: bool,
+) -> Controller:
+    known, given = parameters(spec), dict(settings)
+    stacked = split(spec)
+    drawing = [method for method in stacked if method.draws_samples]
+    _check_settings({SAMPLES: max((method.samples or 1 for method in stacked), default=1)})
+    if drawing and drawing[-1].samples is None and drawing[-1].parameters[SAMPLES] == 1:
+        given.setdefault(SAMPLES, NUM_SAMPLES)
+    if _REWARD in known and _REWARD not in given:
+        if reward is not None and given.get("selection", known.get("selection")) != "vote":
+            given[_REWARD] = reward
+        elif reward is None and known[_REWARD] is Method.REQUIRED:
+            raise ParameterError(
+                f"method {spec} needs a reward model",
+                "it chooses by its scores, and this server has none",
+                "Start the server with --reward-model",
+            )
+    first = stacked[0]
+    if first.name == "plain" and len(stacked) == 1:
+        if given:
+            raise ParameterError.unknown("method 'plain'", given, ())
+        return innermost()
+    if streaming and _STREAMING in known and first.name != "plain":
+        given.setdefault(_STREAMING, True)
+    if first.name == "plain" or (_INNER in first.parameters and _INNER not in given):
+        return stack(spec, innermost=innermost(), **given)
+    own = innermost()
+    if type(own) is not NativeGenerationController:
+        raise ParameterError(
+            f"method {spec} cannot run in front of another server's chats",
+            "it continues its own text, which a chat does not take",
+            "Use /v1/completions with a prompt in the model's own format, or a method that draws "
+            "whole answers, such as majority_vote",
+        )
+    return stack(spec, **given)
+
+
+def _check_settings(settings: Mapping[str, Any]) -> None:
+    """Refuse what a client may not set: code, files and sizes that only the server's owner may.
+
+    Raises:
+        ParameterError: there is any.
+    """
+    for name, value in settings.items():
+        refused = ""
+        if name in _FILES and not isinstance(value, Mapping | None):
+            refused = "it names a file of the server"
+        elif isinstance(value, str) and _CODE.fullmatch(value):
+            refused = "it names code, which only the owner of the server may"
+        elif isinstance(value, int) and value > (_MAX_SAMPLES if name == SAMPLES else _MAX_NUMBER):
+            refused = f"at most {_MAX_SAMPLES if name == SAMPLES else _MAX_NUMBER} are allowed here"
+        if refused:
+            raise ParameterError(
+                f"method_params.{name} is not allowed", f"got {value!r:.80}, and {refused}", ""
+            )
+        if isinstance(value, Mapping):
+            _check_settings(value)

@@ -1,0 +1,219 @@
+"""What all endpoints share: errors in OpenAI's shape, streams of events, clients that go away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack, suppress
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from forethought.errors import (
+    BudgetExceeded,
+    ContextLengthError,
+    EngineStopped,
+    ForethoughtError,
+    RequestCancelled,
+    RequestTimeout,
+    TaskError,
+    UnknownNameError,
+    UsageError,
+)
+from forethought.server.limits import Overloaded
+
+Result = TypeVar("Result")
+CLIENT_CLOSED = 499
+"""Status of a request whose client has gone away; it is only logged."""
+
+
+class HttpError(Exception):
+    """A refusal with a status of its own.
+
+    Args:
+        status: of HTTP.
+        message: for the caller.
+        param: the field that it is about.
+        code: a word for programs.
+        headers: of the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = headers or {}
+
+    def to_dict(self) -> dict[str, Any]:
+        """In OpenAI's shape."""
+        error = {
+            "message": self.message,
+            "type": _type_of(self.status),
+            "param": self.param,
+            "code": self.code,
+        }
+        return {"error": error}
+
+    def response(self) -> JSONResponse:
+        """As a response."""
+        return JSONResponse(self.to_dict(), self.status, self.headers)
+
+
+def _type_of(status: int) -> str:
+    """OpenAI's word for a kind of error."""
+    if status == 401:
+        return "authentication_error"
+    if status == 404:
+        return "not_found_error"
+    if status == 429:
+        return "rate_limit_error"
+    return "invalid_request_error" if status < 500 else "server_error"
+
+
+def http_error(error: BaseException) -> HttpError:
+    """What is told to the client of any error. Only our own errors say more than their kind."""
+    if isinstance(error, HttpError):
+        return error
+    if isinstance(error, TaskError) and error.__cause__ is not None:
+        cause = error.__cause__
+        if isinstance(cause, ForethoughtError):
+            return http_error(cause)
+        return _foreign(cause)
+    if isinstance(error, Overloaded):
+        status, code = (503, "draining") if error.draining else (429, "overloaded")
+        headers = {"Retry-After": str(error.retry_after)}
+        return HttpError(status, str(error), code=code, headers=headers)
+    if isinstance(error, UnknownNameError):
+        is_model = error.kind == "model"
+        return HttpError(
+            404 if is_model else 400,
+            str(error),
+            param=error.kind,
+            code=f"{error.kind}_not_found",
+        )
+    if isinstance(error, ContextLengthError):
+        return HttpError(400, str(error), code="context_length_exceeded")
+    if isinstance(error, UsageError):
+        return HttpError(400, str(error), code="invalid_value")
+    if isinstance(error, BudgetExceeded):
+        return HttpError(400, str(error), param="budget", code="budget_exceeded")
+    if isinstance(error, RequestTimeout):
+        return HttpError(504, str(error), code="timeout")
+    if isinstance(error, RequestCancelled):
+        return HttpError(CLIENT_CLOSED, str(error), code="cancelled")
+    if isinstance(error, EngineStopped):
+        return HttpError(503, str(error), code="engine_stopped")
+    if isinstance(error, ForethoughtError):
+        return HttpError(500, str(error), code="failed")
+    return _foreign(error)
+
+
+def _foreign(error: BaseException) -> HttpError:
+    """An error of another library: of another server, or of this one."""
+    status = getattr(error, "status_code", None)
+    if isinstance(status, int) and 400 <= status < 600:  # of the openai package
+        message = f"the server behind this one answered {status}: {str(error)[:500]}"
+        passed = status if status in (400, 404, 413, 429) else 502
+        return HttpError(passed, message, code="upstream_error")
+    if isinstance(error, ConnectionError) or type(error).__name__ in (
+        "APIConnectionError",
+        "APITimeoutError",
+    ):
+        return HttpError(502, f"the server behind this one: {error}", code="upstream_error")
+    return HttpError(500, f"the request failed: {type(error).__name__}", code="internal_error")
+
+
+async def until_gone(request: Request, work: Awaitable[Result]) -> Result:
+    """The result of ``work``, which is cancelled as soon as the client has gone away.
+
+    Raises:
+        HttpError: it has, with status 499.
+    """
+    doing = asyncio.ensure_future(work)
+    watching = asyncio.create_task(_gone(request.receive))
+    try:
+        await asyncio.wait({doing, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not doing.done():
+            raise HttpError(CLIENT_CLOSED, "the client has gone away", code="cancelled")
+        return doing.result()
+    finally:
+        watching.cancel()
+        await _cancelled(doing)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancelled(task: asyncio.Future[Any]) -> None:
+    """Cancel and wait."""
+    if not task.done():
+        task.cancel()
+        with suppress(asyncio.CancelledError, Exception):
+            await task
+
+
+def encode(event: str | None, data: Any) -> bytes:
+    """A server-sent event; JSON is written without line ends."""
+    head = f"event: {event}\n" if event else ""
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    return f"{head}data: {text}\n\n".encode(errors="replace")
+
+
+class EventStream(Response):
+    """Server-sent events; when the client goes away their source is cancelled.
+
+    Args:
+        events: encoded; several at once are sent together.
+        held: closed at the end, however it comes.
+        on_gone: called if the client goes away before the end.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        held: ExitStack | None = None,
+        on_gone: Callable[[], None] | None = None,
+    ) -> None:
+        self.status_code, self.background = 200, None
+        self.init_headers({"cache-control": "no-store", "x-accel-buffering": "no"})
+        self._events, self._held, self._on_gone = events, held or ExitStack(), on_gone
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events, until they end or the client goes away."""
+        with self._held:
+            writing = asyncio.create_task(self._write(send))
+            watching = asyncio.create_task(_gone(receive))
+            try:
+                await asyncio.wait({writing, watching}, return_when=asyncio.FIRST_COMPLETED)
+                if writing.done():
+                    writing.result()
+                elif self._on_gone is not None:
+                    self._on_gone()
+            finally:
+                watching.cancel()
+                await _cancelled(writing)
+
+    async def _write(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            async for data in self._events:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        finally:
+            close = getattr(self._events, "aclose", None)
+            if close is not None:
+                await close()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

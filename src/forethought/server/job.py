@@ -1,0 +1,293 @@
+"""``Job``: one request of any generating API, run by its methods, and what it streams.
+
+::
+
+    ChatRequest, CompletionRequest, ResponseRequest --> Ask --> Job --> Update, Update, ... Outcome
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from forethought.outputs import SpeculationMetrics, TokenLogprobs, Usage
+from forethought.scaffolding.budget import Budget
+from forethought.scaffolding.result import (
+    Delta,
+    ScaffoldingOutput,
+    ScaffoldingResult,
+    Stage,
+    StreamedItem,
+)
+from forethought.scaffolding.scaffolding_llm import ScaffoldingLlm
+from forethought.server.backends import Backend, Prompted
+from forethought.server.composition import compose, streams_truly
+from forethought.server.names import Composition
+from forethought.server.reasoning import split
+from forethought.server.usage import chat_usage, speculation
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a client asks for, whatever the API.
+
+    Attributes:
+        id: of the request, in its answer.
+        model: name that the answer carries.
+        prompted: the prompt.
+        composition: the methods.
+        settings: of the method, if there is one.
+        params: sampling fields that the client sets.
+        num_choices: answers of each of the composition's choices.
+        budget: limits of all that runs inside.
+        cache_salt: of the tenant.
+        timeout: seconds until the request fails; None: never.
+        priority: lower runs first.
+        streaming: whether text is wanted as it comes.
+        events: whether stages and the text of branches are wanted as well.
+    """
+
+    id: str
+    model: str
+    prompted: Prompted
+    composition: Composition = field(default_factory=Composition)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    params: Mapping[str, Any] = field(default_factory=dict)
+    num_choices: int = 1
+    budget: Budget = field(default_factory=Budget)
+    cache_salt: str = ""
+    timeout: float | None = None
+    priority: int = 0
+    streaming: bool = False
+    events: bool = False
+
+
+@dataclass(slots=True)
+class Piece:
+    """New text of one choice."""
+
+    index: int
+    text: str = ""
+    num_tokens: int = 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What has come since the last one."""
+
+    pieces: list[Piece]
+    events: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The end of a job."""
+
+    outputs: Sequence[ScaffoldingOutput]
+    """One per choice."""
+    usage: Usage
+    metrics: SpeculationMetrics
+    seconds: float
+
+
+class Job:
+    """A request under way.
+
+    Args:
+        llm: runs it; its prototype is a ``Dispatch``.
+        backend: of the model.
+        ask: what to run.
+        gather: seconds in which new tokens are gathered.
+
+    Raises:
+        UsageError: methods or settings that cannot be.
+    """
+
+    def __init__(
+        self, llm: ScaffoldingLlm, backend: Backend, ask: Ask, gather: float = 0.0
+    ) -> None:
+        self.ask, self._backend, self._gather = ask, backend, gather
+        self.num_choices = ask.num_choices * len(ask.composition.choices)
+        self._streams = ask.streaming and streams_truly(ask.composition)
+        self._streamed = [""] * self.num_choices
+        self._began = time.perf_counter()
+        streams = self._streams or ask.events
+        prompted = ask.prompted
+        controller = compose(
+            ask.composition,
+            ask.settings,
+            innermost=lambda: prompted.innermost(streams),
+            reward=backend.reward,
+            streaming=streams,
+            num_choices=ask.num_choices,
+            pipeline=(prompted.asking, self._visible),
+        )
+        self._result: ScaffoldingResult = llm.generate_async(
+            prompted.prompt,
+            sampling_params=ask.params,
+            timeout=ask.timeout,
+            priority=ask.priority,
+            budget=ask.budget,
+            cache_salt=ask.cache_salt if backend.salted else "",
+            controller=controller,
+            question=prompted.question,
+        )
+
+    @property
+    def seconds(self) -> float:
+        """Since it was submitted."""
+        return time.perf_counter() - self._began
+
+    @property
+    def usage(self) -> Usage:
+        """Of the whole request; live."""
+        return self._result.usage
+
+    @property
+    def metrics(self) -> SpeculationMetrics:
+        """Of its drafts, once it is over."""
+        return self._result.metrics
+
+    def abort(self) -> None:
+        """End it now."""
+        self._result.abort()
+
+    @property
+    def choices(self) -> range:
+        """The indices of its choices."""
+        return range(self.num_choices)
+
+    def ended_outcome(self) -> Outcome:
+        """The end of a job whose updates are over."""
+        return self._outcome()
+
+    async def outcome(self) -> Outcome:
+        """The end. Raises what the request failed with; cancelling ends it."""
+        await self._result
+        return self._outcome()
+
+    async def updates(self) -> AsyncIterator[Update]:
+        """What it streams; leaving the iterator early ends the request.
+
+        The pieces of a choice join to the beginning of its text; ``rest`` is what is missing.
+        """
+        try:
+            async for batch in self._result.abatches(self._gather):
+                yield self._update(batch)
+        finally:
+            if not self._result.finished:
+                self._result.abort()
+
+    def rest(self, index: int, text: str) -> str:
+        """The part of a choice's text that has not been streamed."""
+        streamed = self._streamed[index]
+        return text[len(streamed) :] if text.startswith(streamed) else ""
+
+    def _outcome(self) -> Outcome:
+        outputs = list(self._result.outputs)[: self.num_choices]
+        outputs += [ScaffoldingOutput("")] * (self.num_choices - len(outputs))
+        return Outcome(outputs, self._result.usage, self._result.metrics, self.seconds)
+
+    def _update(self, batch: Sequence[StreamedItem]) -> Update:
+        pieces: dict[int, Piece] = {}
+        events: list[dict[str, Any]] = []
+        for item in batch:
+            if self._streams:
+                for index, delta in self._content(item):
+                    piece = pieces.setdefault(index, Piece(index))
+                    piece.text += delta.text
+                    piece.num_tokens += len(delta.token_ids)
+                    self._streamed[index] += delta.text
+            if self.ask.events and item.event is not None:
+                self._add_event(events, item)
+        return Update([piece for piece in pieces.values() if piece.text], events)
+
+    def _content(self, item: StreamedItem) -> list[tuple[int, Delta]]:
+        """The new text of choices, by index."""
+        if self.num_choices == 1:
+            return [(0, delta) for delta in item.grown]
+        event = item.event
+        if event is None or not event.branch.isdecimal() or not isinstance(event.output, Delta):
+            return []
+        return [(int(event.branch), event.output)]
+
+    # ---- events -------------------------------------------------------------------------------
+
+    def started(self) -> dict[str, Any]:
+        """The first event."""
+        asked = self.ask.params.get("speculation")
+        drafters = self._backend.drafters()
+        active = [drafter.name for drafter in drafters if drafter.active]
+        name, reason = (active[0] if active else None), None
+        if asked is not None and not asked.enabled:
+            name, reason = None, "the request switches drafts off"
+        elif asked is not None and asked.drafter is not None:
+            name = asked.drafter
+            reason = next((each.reason for each in drafters if each.name == name), None)
+        elif not active:
+            reason = "the server has no drafter"
+        return {
+            "type": "started",
+            "id": self.ask.id,
+            "at": 0.0,
+            "method": self.ask.composition.spec,
+            "model": self.ask.model,
+            "speculation": {"drafter": name, "reason": reason},
+        }
+
+    def finished(self, outcome: Outcome) -> dict[str, Any]:
+        """The last event."""
+        first = outcome.outputs[0]
+        return {
+            "type": "finished",
+            "at": self._at(),
+            "usage": chat_usage(outcome.usage, outcome.metrics, None),
+            "speculation": speculation(outcome.metrics),
+            "seconds": round(outcome.seconds, 4),
+            "text": first.text or "",
+            "finish_reason": first.finish_reason,
+        }
+
+    def failed(self, message: str) -> dict[str, Any]:
+        """The last event of a job that has failed."""
+        return {"type": "error", "at": self._at(), "message": message}
+
+    def _add_event(self, events: list[dict[str, Any]], item: StreamedItem) -> None:
+        assert item.event is not None, "its caller has checked it"
+        branch, output = item.event.branch, item.event.output
+        if isinstance(output, Stage):
+            events.append(
+                {
+                    "type": "stage",
+                    "at": self._at(),
+                    "branch": branch if output.branch is None else output.branch,
+                    "name": output.name,
+                    "why": output.why,
+                    "fields": dict(output.fields),
+                }
+            )
+        elif isinstance(output, Delta):
+            last = events[-1] if events else {}
+            if last.get("type") == "delta" and last["branch"] == branch:
+                last["text"] += output.text
+                last["num_tokens"] += len(output.token_ids) or 1
+            else:
+                events.append(
+                    {
+                        "type": "delta",
+                        "at": self._at(),
+                        "branch": branch,
+                        "text": output.text,
+                        "num_tokens": len(output.token_ids) or 1,
+                    }
+                )
+
+    def _at(self) -> float:
+        return round(self.seconds, 4)
+
+    def _visible(self, text: str) -> str:
+        prompted = self.ask.prompted
+        return split(text, self._backend.markers, prompted.is_open).content

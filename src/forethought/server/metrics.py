@@ -1,0 +1,310 @@
+"""``ServerMetrics``: what ``/metrics`` shows, for Prometheus.
+
+The names are vLLM's with ``forethought:`` in the place of ``vllm:``. Three gauges stand under
+vLLM's own names too, since routers look for them there. Every registry belongs to one server.
+
+Latencies and tokens are counted as requests stream and end; gauges and the totals of the engine are
+read when ``/metrics`` is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from forethought.outputs import EngineStats, SpeculationMetrics, Usage
+
+PREFIX = "forethought:"
+ALIASES = ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc")
+"""Gauges that stand under ``vllm:`` as well."""
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_MAX_METHODS = 64
+"""Methods with a label of their own; clients can compose as many as they like."""
+_OTHER = "other"
+
+_FIRST_TOKEN = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0),
+)
+_TOKEN = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4),
+    *(0.5, 0.75, 1.0, 2.5, 5.0, 10.0),
+)
+_REQUEST = (
+    *(0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
+    *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0),
+)
+_COUNT = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000)
+
+
+class Upstream(Protocol):
+    """A server behind this one."""
+
+    url: str
+    is_healthy: bool
+    num_in_flight: int
+    num_requests: int
+
+
+class ServerMetrics:
+    """The metrics of one server.
+
+    ::
+
+        metrics = ServerMetrics()
+        metrics.observe_engine(backend.load, lambda: llm.stats)
+        request = metrics.request_started("reasoner", "dynasor")
+        request.first_token(0.2)
+        request.tokens(4, 0.05)
+        request.finished("stop", usage, speculation, seconds=1.5, tokens_saved=120)
+        body = metrics.render()
+    """
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._methods: set[str] = set()
+        self._observed = _Observed()
+        self._registry.register(self._observed)
+        both, model = ["model_name", "method"], ["model_name"]
+        self.first_token = self._histogram(
+            "time_to_first_token_seconds", "From arrival to the first token.", both, _FIRST_TOKEN
+        )
+        self.inter_token = self._histogram(
+            "inter_token_latency_seconds", "Between two tokens of a stream.", both, _TOKEN
+        )
+        self.per_token = self._histogram(
+            "request_time_per_output_token_seconds",
+            "Of a request: seconds behind its first token, over the tokens behind it.",
+            both,
+            _TOKEN,
+        )
+        self.latency = self._histogram(
+            "e2e_request_latency_seconds", "From arrival to the end of the answer.", both, _REQUEST
+        )
+        self.queue_time = self._histogram(
+            "request_queue_time_seconds", "From arrival to the start.", both, _REQUEST
+        )
+        self.prompt_size = self._histogram(
+            "request_prompt_tokens", "Prompt tokens of a request.", both, _COUNT
+        )
+        self.generated = self._histogram(
+            "request_generation_tokens", "Tokens generated for a request.", both, _COUNT
+        )
+        self.success = self._counter(
+            "request_success", "Requests that ended.", [*both, "finished_reason"]
+        )
+        self.rejected_requests = self._counter(
+            "requests_rejected", "Requests refused before they began.", ["reason"]
+        )
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens.", both)
+        self.generation_tokens = self._counter("generation_tokens", "Tokens generated.", both)
+        self.cached_tokens = self._counter(
+            "prompt_tokens_cached", "Prompt tokens found in a prefix cache.", both
+        )
+        self.discarded_tokens = self._counter(
+            "generation_tokens_discarded",
+            "Tokens generated that are in no answer: probes, pruned branches.",
+            both,
+        )
+        self.saved_tokens = self._counter(
+            "tokens_saved", "Tokens that a method did without, by its own count.", both
+        )
+        self.num_drafts = self._counter(
+            "spec_decode_num_drafts", "Decode steps of requests with drafts.", model
+        )
+        self.draft_tokens = self._counter(
+            "spec_decode_num_draft_tokens", "Tokens proposed by drafters.", model
+        )
+        self.accepted_tokens = self._counter(
+            "spec_decode_num_accepted_tokens", "Proposed tokens that were accepted.", model
+        )
+        self.accepted_by_position = self._counter(
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Steps that accepted a token at this position of the draft.",
+            [*model, "position"],
+        )
+
+    def request_started(self, model: str, method: str) -> RequestMetrics:
+        """A request has arrived.
+
+        Args:
+            model: as served.
+            method: name of the method, or of the outermost one; ``none`` for plain generation.
+        """
+        if method not in self._methods and len(self._methods) >= _MAX_METHODS:
+            method = _OTHER
+        self._methods.add(method)
+        return RequestMetrics(self, {"model_name": model, "method": method})
+
+    def rejected(self, reason: str) -> None:
+        """A request was refused before it began, such as for ``queue_full``."""
+        self.rejected_requests.labels(reason).inc()
+
+    def observe_engine(
+        self,
+        load: Callable[[], Mapping[str, Any]],
+        stats: Callable[[], EngineStats] | None = None,
+    ) -> None:
+        """Read gauges and totals from these functions whenever the metrics are asked for.
+
+        Args:
+            load: ``running``, ``waiting`` and, if there is a KV cache, ``kv_cache_usage`` (0 to 1).
+            stats: of the engine; None: there is none here.
+        """
+        self._observed.load, self._observed.stats = load, stats
+
+    def observe_upstream(self, servers: Sequence[Upstream]) -> None:
+        """Show the servers behind this one."""
+        self._observed.servers = servers
+
+    def render(self) -> bytes:
+        """The metrics in Prometheus' text format, of type ``CONTENT_TYPE``."""
+        return generate_latest(self._registry)
+
+    def _histogram(
+        self, name: str, help_text: str, labels: Iterable[str], buckets: Sequence[float]
+    ) -> Histogram:
+        full = PREFIX + name
+        return Histogram(full, help_text, labels, buckets=buckets, registry=self._registry)
+
+    def _counter(self, name: str, help_text: str, labels: Iterable[str]) -> Counter:
+        return Counter(PREFIX + name, help_text, labels, registry=self._registry)
+
+
+class RequestMetrics:
+    """Counts one request as it goes on.
+
+    Args:
+        metrics: of the server.
+        labels: model and method.
+    """
+
+    def __init__(self, metrics: ServerMetrics, labels: Mapping[str, str]) -> None:
+        self._metrics, self._labels = metrics, dict(labels)
+        self._first_token: float | None = None
+        self._inter_token = metrics.inter_token.labels(**labels)
+
+    def admitted(self, seconds: float) -> None:
+        """It began ``seconds`` after it had arrived."""
+        self._metrics.queue_time.labels(**self._labels).observe(seconds)
+
+    def first_token(self, seconds: float) -> None:
+        """Its first token came ``seconds`` after it had arrived."""
+        self._first_token = seconds
+        self._metrics.first_token.labels(**self._labels).observe(seconds)
+
+    def tokens(self, count: int, seconds: float) -> None:
+        """``count`` more tokens came together, ``seconds`` after those before."""
+        for _ in range(count):
+            self._inter_token.observe(seconds / count)
+
+    def finished(
+        self,
+        reason: str,
+        usage: Usage,
+        speculation: SpeculationMetrics | None = None,
+        *,
+        seconds: float,
+        tokens_saved: int = 0,
+    ) -> None:
+        """It is over.
+
+        Args:
+            reason: ``stop``, ``length``, ``abort``, ``error``, ...
+            usage: of everything that ran for it.
+            speculation: acceptance of its drafts, if anything is known of it.
+            seconds: since it arrived.
+            tokens_saved: tokens that its method did without; below 0 counts as 0.
+        """
+        metrics, labels = self._metrics, self._labels
+        metrics.success.labels(**labels, finished_reason=reason).inc()
+        metrics.latency.labels(**labels).observe(seconds)
+        metrics.prompt_size.labels(**labels).observe(usage.prompt_tokens)
+        metrics.generated.labels(**labels).observe(usage.completion_tokens)
+        metrics.prompt_tokens.labels(**labels).inc(usage.prompt_tokens)
+        metrics.generation_tokens.labels(**labels).inc(usage.completion_tokens)
+        metrics.cached_tokens.labels(**labels).inc(usage.cached)
+        metrics.discarded_tokens.labels(**labels).inc(usage.discarded)
+        metrics.saved_tokens.labels(**labels).inc(max(0, tokens_saved))
+        if self._first_token is not None and usage.completion_tokens > 1:
+            rest = (seconds - self._first_token) / (usage.completion_tokens - 1)
+            metrics.per_token.labels(**labels).observe(max(0.0, rest))
+        if speculation is not None and speculation.drafted:
+            self._count_drafts(speculation)
+
+    def _count_drafts(self, speculation: SpeculationMetrics) -> None:
+        metrics, model = self._metrics, self._labels["model_name"]
+        metrics.num_drafts.labels(model).inc(speculation.steps)
+        metrics.draft_tokens.labels(model).inc(speculation.drafted)
+        metrics.accepted_tokens.labels(model).inc(speculation.accepted)
+        for position, count in enumerate(speculation.accepted_by_position):
+            metrics.accepted_by_position.labels(model, str(position)).inc(count)
+
+
+_ENGINE_TOTALS = {
+    "prefix_cache_queries": (
+        "Prompt tokens looked up in the prefix cache.",
+        ("prefilled", "cached"),
+    ),
+    "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", ("cached",)),
+    "num_preemptions": ("Times that a running sequence lost its pages.", ("preemptions",)),
+    "engine_steps": ("Forward passes of the model.", ("steps",)),
+    "engine_failures": ("Sequences that ended with an error.", ("failures",)),
+    "draft_failures": ("Times that a drafter failed.", ("draft_failures",)),
+    "thoughts_closed": ("Thoughts that a thinking budget closed.", ("thoughts_closed",)),
+}
+"""Name -> what it counts, and the fields of ``EngineStats`` that make it up."""
+
+
+class _Observed(Collector):
+    """Reads the engine and the servers behind this one when the metrics are asked for."""
+
+    def __init__(self) -> None:
+        self.load: Callable[[], Mapping[str, Any]] = dict
+        self.stats: Callable[[], EngineStats] | None = None
+        self.servers: Sequence[Upstream] = ()
+
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        load = self.load()
+        gauges = {
+            "num_requests_running": ("Requests that are running.", load.get("running", 0)),
+            "num_requests_waiting": ("Requests that are waiting.", load.get("waiting", 0)),
+            "kv_cache_usage_perc": (
+                "Share of the KV cache in use, from 0 to 1.",
+                load.get("kv_cache_usage"),
+            ),
+        }
+        for name, (help_text, value) in gauges.items():
+            if value is not None:
+                yield GaugeMetricFamily(PREFIX + name, help_text, value=value)
+                yield GaugeMetricFamily("vllm:" + name, f"{help_text} For routers.", value=value)
+        if self.stats is not None:
+            stats = self.stats()
+            for name, (help_text, fields) in _ENGINE_TOTALS.items():
+                total = sum(getattr(stats, field) for field in fields)
+                yield CounterMetricFamily(PREFIX + name, help_text, value=total)
+        yield from self._upstream()
+
+    def _upstream(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        if not self.servers:
+            return
+        healthy = GaugeMetricFamily(
+            f"{PREFIX}upstream_healthy",
+            "Whether a server behind this one works.",
+            labels=["server"],
+        )
+        running = GaugeMetricFamily(
+            f"{PREFIX}upstream_requests_running", "Requests in flight there.", labels=["server"]
+        )
+        sent = CounterMetricFamily(
+            f"{PREFIX}upstream_requests", "Requests sent there.", labels=["server"]
+        )
+        for server in self.servers:
+            healthy.add_metric([server.url], float(server.is_healthy))
+            running.add_metric([server.url], server.num_in_flight)
+            sent.add_metric([server.url], server.num_requests)
+        yield from (healthy, running, sent)

@@ -1,0 +1,367 @@
+"""The bodies of requests, checked by pydantic. A field that is not listed here is refused by name.
+
+Names, types and ranges are OpenAI's; behind them stand the extensions that vLLM's clients send, and
+those of this server: ``method``, ``method_params``, ``budget``, ``speculation``, ``events``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+Ids = list[Count]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
+class Body(BaseModel):
+    """Base of everything that clients send: no field is unknown, no value is converted."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+# ---- what the generating APIs have in common ---------------------------------------------------
+
+
+class StreamOptions(Body):
+    """Of a stream of chunks."""
+
+    include_usage: bool = False
+    include_obfuscation: Literal[False] | None = None
+
+
+class BudgetFields(Body):
+    """Limits of everything that a method does inside; see ``scaffolding.budget.Budget``."""
+
+    tokens: Positive | None = None
+    calls: Positive | None = None
+    seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+
+
+class Speculation(Body):
+    """Speculative decoding of this request; see ``SpeculationParams``."""
+
+    enabled: bool = True
+    drafter: Annotated[str, Field(min_length=1)] | None = None
+    max_draft_len: Count | None = None
+
+
+class StructuredOutputs(Body):
+    """The shape of the output; exactly one field."""
+
+    json_schema: dict[str, Any] | str | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class Generating(Body):
+    """Fields of all generating APIs."""
+
+    model: str | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    # extensions that vLLM's clients send too
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: Count | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Ids | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    priority: int | None = None
+    structured_outputs: StructuredOutputs | None = None
+    thinking_budget: Count | None = None
+    thinking_token_budget: Count | None = None
+    reasoning_budget: int | None = None
+    thinking_soft: Count | None = None
+    # methods
+    method: Annotated[str, Field(max_length=1024)] | None = None
+    method_params: dict[str, Any] | None = None
+    budget: BudgetFields | None = None
+    speculation: Speculation | str | None = None
+    events: bool | None = None
+    # accepted without effect
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+
+class Penalised(Generating):
+    """Fields of chats and completions."""
+
+    n: Positive | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    max_tokens: int | None = None
+    stream_options: StreamOptions | None = None
+
+
+# ---- chats -------------------------------------------------------------------------------------
+
+
+class TextPart(Body):
+    """A part of a message; text alone is read."""
+
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Body):
+    """The function of a call."""
+
+    name: str
+    arguments: str
+
+
+class CalledTool(Body):
+    """A call that an assistant's message holds."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+
+class Message(Body):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[CalledTool] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    # written by clients that send an answer back as it came
+    refusal: None = None
+    annotations: list[Any] | None = Field(default=None, max_length=0)
+    audio: None = None
+    function_call: None = None
+
+
+class Function(Body):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Body):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedTool(Body):
+    """The tool that has to be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class JsonSchema(Body):
+    """A named schema."""
+
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """The shape of the answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class ChatRequest(Penalised):
+    """``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Count | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    include_reasoning: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    store: Literal[False] | None = None
+    modalities: list[Literal["text"]] | None = None
+
+
+# ---- completions -------------------------------------------------------------------------------
+
+
+class CompletionRequest(Penalised):
+    """``POST /v1/completions``."""
+
+    prompt: str | Ids | list[str] | list[Ids]
+    echo: bool | None = None
+    logprobs: Count | None = None
+
+
+# ---- responses ---------------------------------------------------------------------------------
+
+
+class InputText(Body):
+    """A part of an item's content."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: list[Any] | None = Field(default=None, max_length=0)
+    logprobs: list[Any] | None = Field(default=None, max_length=0)
+
+
+class InputMessage(Body):
+    """A message among the input items."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[InputText]
+    id: str | None = None
+    status: str | None = None
+    phase: None = None
+
+
+class FunctionCallItem(Body):
+    """A call that the model has made before."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: str | None = None
+    namespace: None = None
+    caller: None = None
+
+
+class FunctionCallOutput(Body):
+    """What a function has returned."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[InputText]
+    id: str | None = None
+    status: str | None = None
+
+
+class ReasoningText(Body):
+    """A thought."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningItem(Body):
+    """A thought that the model has had before; chat templates that can will show it."""
+
+    type: Literal["reasoning"]
+    id: str | None = None
+    summary: list[Any] | None = Field(default=None, max_length=0)
+    content: list[ReasoningText] | None = None
+    encrypted_content: None = None
+    status: str | None = None
+
+
+class ResponseTool(Body):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseToolName(Body):
+    """The function that has to be called."""
+
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(Body):
+    """The shape of a response's text."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(Body):
+    """Of a response's text."""
+
+    format: TextFormat | None = None
+
+
+class ReasoningOptions(Body):
+    """Of a response's thought."""
+
+    effort: Effort | None = None
+
+
+InputItem = InputMessage | FunctionCallItem | FunctionCallOutput | ReasoningItem
+
+
+class ResponseRequest(Generating):
+    """``POST /v1/responses``."""
+
+    input: str | list[InputItem]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    background: bool | None = None
+    store: bool | None = None
+    previous_response_id: str | None = None
+    tools: list[ResponseTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponseToolName | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    seed: int | None = None
+    truncation: Literal["disabled"] | None = None
+
+
+# ---- tokens ------------------------------------------------------------------------------------
+
+
+class TokenizeRequest(Body):
+    """``POST /tokenize``: a text, or a conversation through the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Body):
+    """``POST /detokenize``."""
+
+    model: str | None = None
+    tokens: Ids

@@ -1,0 +1,94 @@
+"""Splits a text into its thought and its answer, also while it streams."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Split(NamedTuple):
+    """Two parts of a text."""
+
+    reasoning: str
+    content: str
+
+
+class ReasoningSplitter:
+    """Splits the pieces of one text at the markers of a thought.
+
+    A piece of text that may be the beginning of a marker is held back until that is known. White
+    space around a marker belongs to it. A text has one thought, at its beginning; markers behind it
+    are content.
+
+    Args:
+        markers: what opens and closes a thought; None: there are none, and all is content.
+        is_open: whether the prompt has opened the thought.
+    """
+
+    def __init__(self, markers: tuple[str, str] | None, is_open: bool = False) -> None:
+        self._start, self._end = markers or ("", "")
+        self._held = ""
+        self._state = "before" if markers else "answer"
+        if markers and is_open:
+            self._state = "opened"
+
+    def push(self, text: str) -> Split:
+        """What is certain now of the text so far, ``text`` being its next piece."""
+        self._held += text
+        reasoning = content = ""
+        while True:
+            before = self._state
+            if self._state == "before":
+                content += self._before()
+            elif self._state == "opened":
+                self._held = self._held.lstrip()
+                self._state = "thought" if self._held else "opened"
+            elif self._state == "thought":
+                reasoning += self._thought()
+            elif self._state == "closed":
+                self._held = self._held.lstrip()
+                self._state = "answer" if self._held else "closed"
+            else:
+                content, self._held = content + self._held, ""
+            if self._state == before:
+                return Split(reasoning, content)
+
+    def finish(self) -> Split:
+        """What was held back, at the end of the text."""
+        held, self._held = self._held, ""
+        if self._state in ("opened", "thought"):
+            return Split(held, "")
+        return Split("", held)
+
+    def _before(self) -> str:
+        """In front of a thought: white space alone may stand there."""
+        text = self._held.lstrip()
+        if text.startswith(self._start):
+            self._held, self._state = text[len(self._start) :], "opened"
+        elif text and not self._start.startswith(text):
+            self._state = "answer"
+        return ""
+
+    def _thought(self) -> str:
+        """The part of a thought that is certain to be none of its closing marker."""
+        thought, marker, rest = self._held.partition(self._end)
+        if marker:
+            self._held, self._state = rest, "closed"
+            return thought.rstrip()
+        kept = _overlap(self._held, self._end)
+        body = self._held[: len(self._held) - kept]
+        certain = body.rstrip()
+        self._held = self._held[len(certain) :]
+        return certain
+
+
+def _overlap(text: str, marker: str) -> int:
+    """Length of the longest end of ``text`` with which ``marker`` begins."""
+    sizes = range(min(len(text), len(marker) - 1), 0, -1)
+    return next((size for size in sizes if text.endswith(marker[:size])), 0)
+
+
+def split(text: str, markers: tuple[str, str] | None, is_open: bool = False) -> Split:
+    """The thought and the answer of a whole text."""
+    splitter = ReasoningSplitter(markers, is_open)
+    first, last = splitter.push(text), splitter.finish()
+    return Split(first.reasoning + last.reasoning, first.content + last.content)

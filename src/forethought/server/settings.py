@@ -1,0 +1,69 @@
+"""``Settings``: how the server is run, beside its model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pydantic import TypeAdapter
+
+from forethought.errors import ParameterError
+from forethought.scaffolding.settings import NON_NEGATIVE_INT, POSITIVE_INT, SECONDS, validated
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Limits and switches of one server.
+
+    ===========================  ===================================================================
+    ``served_model_names``       names that clients give; empty: the model's own
+    ``api_keys``                 of which each request must show one; empty: none is needed
+    ``max_running``              requests that run at once; further ones wait
+    ``max_waiting``              requests that wait; further ones are refused with status 429
+    ``timeout``                  seconds that one request may take, waiting included; None: any
+    ``drain_seconds``            at the end, how long running requests may take to finish
+    ``max_body_bytes``           of a request; a larger one is refused with status 413
+    ``max_choices``              answers to one request: ``n`` times the methods joined by ``|``
+    ``stream_interval``          seconds in which new tokens of a stream are gathered; 0: none
+    ``reasoning_in_content``     leave a thought in the content, with its markers
+    ``cors_origins``             origins whose pages may call the server; empty: none but its own
+    ``max_stored``               responses that are kept; the oldest finished one makes room
+    ``store_seconds``            how long a finished response is kept
+    ===========================  ===================================================================
+
+    Raises:
+        ParameterError: a value outside its range, or an empty name, key or origin.
+    """
+
+    served_model_names: Sequence[str] = ()
+    api_keys: Sequence[str] = ()
+    max_running: int = 64
+    max_waiting: int = 256
+    timeout: float | None = None
+    drain_seconds: float = 30.0
+    max_body_bytes: int = 8 * 2**20
+    max_choices: int = 128
+    stream_interval: float = 0.02
+    reasoning_in_content: bool = False
+    cors_origins: Sequence[str] = ()
+    max_stored: int = 1000
+    store_seconds: float = 3600.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_running", "max_body_bytes", "max_choices", "max_stored"):
+            validated(name, getattr(self, name), POSITIVE_INT)
+        validated("max_waiting", self.max_waiting, NON_NEGATIVE_INT)
+        if self.timeout is not None:
+            validated("timeout", self.timeout, SECONDS)
+        for name in ("drain_seconds", "store_seconds"):
+            validated(name, getattr(self, name), SECONDS)
+        validated("stream_interval", self.stream_interval, TypeAdapter(float))
+        if not 0 <= self.stream_interval <= 1:
+            raise ParameterError(
+                "invalid stream_interval",
+                f"got {self.stream_interval}",
+                "Give seconds between 0 and 1",
+            )
+        for name in ("served_model_names", "api_keys", "cors_origins"):
+            if any(not text.strip() for text in getattr(self, name)):
+                raise ParameterError(f"invalid {name}", "one of them is empty", "Leave it out")
