@@ -23,11 +23,8 @@ export function toJson(run) {
  * @throws {Error} if it is no such file
  */
 export function fromFile(text) {
-  let json = text;
-  if (text.trimStart().startsWith("<")) {
-    const page = new DOMParser().parseFromString(text, "text/html"); // runs no scripts, loads nothing
-    json = page.getElementById("run")?.textContent ?? "";
-  }
+  const isPage = text.trimStart().startsWith("<");
+  const json = isPage ? text.match(/<script[^>]* id="run"[^>]*>([^<]*)</)?.[1] ?? "" : text;
   let values;
   try {
     values = JSON.parse(json);
