@@ -22,7 +22,13 @@ from typing import TYPE_CHECKING
 
 from forethought.config.sampling import SamplingParams
 from forethought.kv.table import PageTable
-from forethought.outputs import FinishReason, SpeculationMetrics, TokenLogprobs, Usage
+from forethought.outputs import (
+    DraftedStep,
+    FinishReason,
+    SpeculationMetrics,
+    TokenLogprobs,
+    Usage,
+)
 
 if TYPE_CHECKING:
     from forethought.model.sampling import Constraint
@@ -87,6 +93,8 @@ class Sequence:
     """One entry per prompt token as far as computed, if asked for."""
     usage: Usage = field(default_factory=Usage)
     metrics: SpeculationMetrics = field(default_factory=SpeculationMetrics)
+    """Of the current generation."""
+    drafted_steps: list[DraftedStep] = field(default_factory=list)
     """Of the current generation."""
 
     @property

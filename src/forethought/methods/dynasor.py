@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import re
 import threading
 from collections import deque
@@ -50,7 +51,7 @@ from forethought.scaffolding.answers import (
 from forethought.scaffolding.controller import Controller, refuse_arguments
 from forethought.scaffolding.execution_scope import current_scope
 from forethought.scaffolding.parallel import AsCompleted, ParallelProcess, Process
-from forethought.scaffolding.result import Delta
+from forethought.scaffolding.result import Delta, spans_within
 from forethought.scaffolding.settings import BOOL, DIRECTORY, POSITIVE_INT, WORDS, validated
 from forethought.scaffolding.task import ComputeTask, GenerationTask, StreamGenerationTask
 
@@ -293,7 +294,7 @@ class DynasorGenerationController(Controller):
         main = self._main_chain(task)
         agreement = Agreement(self.certainty_threshold, self.uncertain_words, self.equivalence)
         probes: deque[Probe] = deque()
-        stream = _OutputStream(task)
+        stream = _OutputStream(task, main)
         forked_at, agreed = 0, None
         with AsCompleted([main]) as running:
             while running and agreed is None:
@@ -434,17 +435,19 @@ def _certain(
 class _OutputStream:
     """The output of a task as a stream of ``Delta``."""
 
-    def __init__(self, task: GenerationTask) -> None:
-        self._task, self._characters, self._tokens = task, 0, 0
+    def __init__(self, task: GenerationTask, main: GenerationTask) -> None:
+        self._task, self._main, self._characters, self._tokens = task, main, 0, 0
 
     def extend(self, source: GenerationTask, until: tuple[str, int]) -> Process:
         """Stream what is new in ``source``, up to a text and a number of tokens."""
         text, count = until
         tokens = (source.output_tokens or [])[self._tokens : count]
-        new = text[self._characters :]
+        start, new = self._characters, text[self._characters :]
         self._characters, self._tokens = len(text), max(count, self._tokens)
         if new or tokens:
-            delta = Delta(new, tuple(tokens), "dynasor")
+            own = os.path.commonprefix([(self._main.output_str or "")[start:], new])
+            drafts = spans_within(self._main.draft_spans, start, start + len(own))
+            delta = Delta(new, tuple(tokens), "dynasor", tuple(drafts))
             self._task.streaming_output_list.append(delta)
             yield delta
 

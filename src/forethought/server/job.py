@@ -272,18 +272,20 @@ class Job:
         elif isinstance(output, Delta):
             last = events[-1] if events else {}
             if last.get("type") == "delta" and last["branch"] == branch:
+                _add_drafts(last, output)
                 last["text"] += output.text
                 last["num_tokens"] += len(output.token_ids) or 1
             else:
-                events.append(
-                    {
-                        "type": "delta",
-                        "at": self._at(),
-                        "branch": branch,
-                        "text": output.text,
-                        "num_tokens": len(output.token_ids) or 1,
-                    }
-                )
+                event = {
+                    "type": "delta",
+                    "at": self._at(),
+                    "branch": branch,
+                    "text": "",
+                    "num_tokens": len(output.token_ids) or 1,
+                }
+                _add_drafts(event, output)
+                event["text"] = output.text
+                events.append(event)
 
     def _at(self) -> float:
         return round(self.seconds, 4)
@@ -291,3 +293,14 @@ class Job:
     def _visible(self, text: str) -> str:
         prompted = self.ask.prompted
         return split(text, self._backend.markers, prompted.is_open).content
+
+
+def _add_drafts(event: dict[str, Any], delta: Delta) -> None:
+    """Say where drafts were verified in a text that is about to be put behind an event's."""
+    before = len(event["text"])
+    for start, end, drafter, rejected in delta.drafts:
+        drafts: list[Any] = event.setdefault("drafts", [])
+        if end > start:
+            drafts.append([before + start, before + end, True, drafter])
+        if rejected:
+            drafts.append([before + end, before + end, False, drafter, rejected])
