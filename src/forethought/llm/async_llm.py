@@ -9,7 +9,7 @@ import asyncio
 import threading
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -173,15 +173,24 @@ class AsyncLLM:
         return self._checked().render(messages, template_args)[1]
 
     def stream(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None
-    ) -> AsyncIterator[RequestOutput]:
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        gather: float = 0.0,
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Continue one prompt; each item is everything so far. Raises as ``generate``.
 
         The request begins with the first item, and the engine never waits for the reader. Leaving
         the iterator early aborts the request. Errors of a grammar are raised with the first item,
         since it is compiled then.
+
+        Args:
+            prompt: text or token ids.
+            params: how to sample and when to stop.
+            gather: seconds between two items at least, unless the request ends: fewer, larger ones.
         """
-        return self._stream(*self._checked().read(prompt, params))
+        return self._stream(*self._checked().read(prompt, params), gather)
 
     def start(self, prompt: str | Sequence[int]) -> AsyncSession:
         """A live sequence that holds the prompt; it generates when its methods are called.
@@ -283,13 +292,17 @@ class AsyncLLM:
             finally:
                 self._abort(stream)
 
-    async def _stream(self, prompt: Prompt, params: SamplingParams) -> AsyncIterator[RequestOutput]:
+    async def _stream(
+        self, prompt: Prompt, params: SamplingParams, gather: float
+    ) -> AsyncGenerator[RequestOutput, None]:
         constraints = await self._frontend.compiled(params)
         async with self._limit:
             stream = self._begin(prompt, params, constraints)
             try:
                 while (output := await stream.next()) is not None:
                     yield output
+                    if gather:
+                        await stream.pause(gather)
             finally:
                 self._abort(stream)
 

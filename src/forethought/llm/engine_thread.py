@@ -140,6 +140,13 @@ class OutputStream(Generic[Output]):
         assert self._last is not None, "what ends without a failure ends with an output"
         return self._last
 
+    async def pause(self, seconds: float) -> None:
+        """Wait for so many seconds, or for the end of the generation."""
+        if not self.ended:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._wait(math.inf)
+
     async def _wait(self, count: float) -> None:
         waiter = self.loop.create_future()
         self._waiters[waiter] = count

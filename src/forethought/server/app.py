@@ -15,9 +15,9 @@ import uuid
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -30,9 +30,18 @@ from forethought.errors import ForethoughtError
 from forethought.server import catalog
 from forethought.server.backends import Backend
 from forethought.server.chat import chat_completions
+from forethought.server.completions import completions
 from forethought.server.http import CLIENT_CLOSED, HttpError, http_error
-from forethought.server.protocol import ChatRequest, DetokenizeRequest, TokenizeRequest
-from forethought.server.service import Metrics, Service
+from forethought.server.metrics import CONTENT_TYPE
+from forethought.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ResponseRequest,
+    TokenizeRequest,
+)
+from forethought.server.responses import create_response, resumed
+from forethought.server.service import Service
 from forethought.server.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -46,6 +55,8 @@ POLICY = (
 """What the page may do: load what this server has, and call it."""
 _OPEN = ("/health", "/version")
 """Paths that need no key, beside the page's."""
+_NAME = re.compile(r"[a-z0-9_-]+\.[a-z0-9]+")
+"""Of a file of the page."""
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 _TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -54,26 +65,22 @@ _TYPES = {
     ".svg": "image/svg+xml",
     ".png": "image/png",
     ".ico": "image/x-icon",
-    ".json": "application/json",
     ".woff2": "font/woff2",
 }
 
 
-def create_app(
-    backend: Backend, settings: Settings | None = None, metrics: Metrics | None = None
-) -> FastAPI:
+def create_app(backend: Backend, settings: Settings | None = None) -> FastAPI:
     """The application. Its backend is the caller's to close, once the application has ended.
 
     Args:
         backend: of the model.
         settings: of the server.
-        metrics: told of every request, and shown at ``/metrics``; None: there are none.
     """
     chosen = settings or Settings()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        service = app.state.service = Service(backend, chosen, metrics)
+        service = app.state.service = Service(backend, chosen)
         try:
             yield
         finally:
@@ -111,6 +118,40 @@ def _add_endpoints(app: FastAPI) -> None:
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
         return await chat_completions(_service(request), body, request)
+
+    @app.post("/v1/completions", response_model=None)
+    async def complete(body: CompletionRequest, request: Request) -> Response:
+        """Continue texts or token ids."""
+        return await completions(_service(request), body, request)
+
+    @app.post("/v1/responses", response_model=None)
+    async def respond(body: ResponseRequest, request: Request) -> Response:
+        """Answer, perhaps in the background."""
+        return await create_response(_service(request), body, request)
+
+    @app.get("/v1/responses/{response_id}", response_model=None)
+    async def response(
+        response_id: str,
+        request: Request,
+        stream: bool = False,
+        starting_after: Annotated[int | None, Query(ge=0)] = None,
+    ) -> Response:
+        """A response that is kept; or its events behind a number."""
+        record = _service(request).store.find(response_id, request.state.tenant)
+        return resumed(record, starting_after) if stream else JSONResponse(record.response)
+
+    @app.post("/v1/responses/{response_id}/cancel", response_model=None)
+    async def cancel(response_id: str, request: Request) -> Response:
+        """End a response that goes on."""
+        record = _service(request).store.find(response_id, request.state.tenant)
+        await record.cancel()
+        return JSONResponse(record.response)
+
+    @app.delete("/v1/responses/{response_id}", response_model=None)
+    async def delete(response_id: str, request: Request) -> Response:
+        """Forget a response, and end it if it goes on."""
+        await _service(request).store.delete(response_id, request.state.tenant)
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     @app.get("/v1/models", response_model=None)
     async def models(request: Request) -> dict[str, Any]:
@@ -166,18 +207,14 @@ def _add_endpoints(app: FastAPI) -> None:
     @app.get("/metrics", response_model=None)
     async def metrics(request: Request) -> Response:
         """All metrics in Prometheus' text format."""
-        service = _service(request)
-        if service.metrics is None:
-            raise HttpError(404, "this server keeps no metrics", code="not_found")
-        service.metrics.observe_engine(service.load())
-        return Response(service.metrics.render(), media_type="text/plain; version=0.0.4")
+        return Response(_service(request).metrics.render(), media_type=CONTENT_TYPE)
 
     @app.get("/", include_in_schema=False)
     async def index() -> Response:
         """The page."""
         return _file("index.html")
 
-    @app.get("/page/{name:path}", include_in_schema=False)
+    @app.get("/{name}", include_in_schema=False)
     async def file(name: str) -> Response:
         """A file of the page."""
         return _file(name)
@@ -185,8 +222,8 @@ def _add_endpoints(app: FastAPI) -> None:
 
 def _file(name: str) -> Response:
     """A file of the page, with what the browser may do with it."""
-    path = (PAGE / name).resolve()
-    if not path.is_relative_to(PAGE.resolve()) or not path.is_file() or path.suffix not in _TYPES:
+    path = PAGE / name
+    if not _NAME.fullmatch(name) or path.suffix not in _TYPES or not path.is_file():
         raise HttpError(404, "there is no such file", code="not_found")
     headers = {"content-security-policy": POLICY, "referrer-policy": "no-referrer"}
     return FileResponse(path, media_type=_TYPES[path.suffix], headers=headers)
@@ -284,7 +321,7 @@ class Guard:
 
 def _needs_key(scope: Scope) -> bool:
     path: str = scope["path"]
-    page = path == "/" or path.startswith("/page/")
+    page = path == "/" or (_NAME.fullmatch(path[1:]) and Path(path).suffix in _TYPES)
     return not (page or path in _OPEN or scope["method"] == "OPTIONS")
 
 

@@ -6,6 +6,7 @@ A ``Backend`` has the workers for all tasks of all methods. ``open`` turns a con
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import inspect
 import itertools
@@ -14,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from forethought import methods
 from forethought.config.sampling import SamplingParams
@@ -102,8 +103,8 @@ class DrafterChoice:
     """Why it is off, or does not help."""
 
 
-class Backend(Protocol):
-    """What answers.
+class Backend(abc.ABC):
+    """What answers. Its owner closes it.
 
     Attributes:
         name: of the model, where the server is given no other.
@@ -112,50 +113,61 @@ class Backend(Protocol):
         markers: what opens and closes the model's thoughts; None: unknown, or none.
         salted: whether prefixes are cached apart for different salts.
         llm: the engine; None: there is none here.
+        servers: those behind this one.
     """
 
     name: str
     workers: Mapping[Any, Worker]
-    reward: Controller | None
-    markers: tuple[str, str] | None
-    salted: bool
-    llm: AsyncLLM | None
+    reward: Controller | None = None
+    markers: tuple[str, str] | None = None
+    salted: bool = False
+    llm: AsyncLLM | None = None
+    servers: Sequence[Any] = ()
 
+    @abc.abstractmethod
     async def open(self, conversation: Conversation) -> Prompted:
         """The prompt of a conversation."""
 
+    @abc.abstractmethod
+    def tokenize(self, text: str, special: bool = True) -> list[int]:
+        """The ids of a text, with the special tokens that stand around a whole text or without."""
+
+    @abc.abstractmethod
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of ids, special tokens included."""
+
+    @abc.abstractmethod
+    def render(self, conversation: Conversation) -> list[int]:
+        """The ids of a conversation."""
+
+    def count(self, text: str) -> int:
+        """Tokens of a text, as exactly as they are known."""
+        return len(self.tokenize(text, special=False))
+
     def check(self, prompt: str | list[int], params: Mapping[str, Any]) -> None:
-        """Raise ``UsageError`` for a prompt or params that it cannot honour, before anything runs.
+        """Raise ``UsageError`` for what it cannot honour, before anything runs.
 
         Args:
             prompt: of a method.
             params: sampling fields of a task.
         """
 
-    def tokenize(self, text: str, special: bool = True) -> list[int]:
-        """The ids of a text."""
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of ids."""
-
-    def count(self, text: str) -> int:
-        """Tokens of a text, as exactly as they are known."""
-
-    def render(self, conversation: Conversation) -> list[int]:
-        """The ids of a conversation."""
-
     def drafters(self) -> list[DrafterChoice]:
         """What a request may name for its drafts."""
+        return []
 
     def load(self) -> dict[str, Any]:
-        """How busy it is, by the names of ``GET /v1/load``."""
+        """How busy it is, by the names of ``GET /v1/load``, as far as it is known."""
+        return {}
 
     def examples(self) -> list[dict[str, str]]:
         """Questions to try."""
+        return []
 
     @property
     def max_length(self) -> int | None:
         """Tokens of the model's context; None: unknown."""
+        return None
 
     def close(self) -> None:
         """End what it owns."""
@@ -192,7 +204,7 @@ def worker_table(worker: Worker, reward: Worker | None) -> dict[Any, Worker]:
 # ---- the engine ----------------------------------------------------------------------------------
 
 
-class EngineBackend:
+class EngineBackend(Backend):
     """One model on this machine.
 
     Args:
@@ -214,8 +226,8 @@ class EngineBackend:
     ) -> None:
         from forethought.scaffolding.workers.local import EngineWorker
 
-        self.llm: AsyncLLM | None = llm
-        self.name, self._engine, self._judge = name, llm, judge
+        self.llm, self._engine, self._judge = llm, llm, judge
+        self.name = name
         self.workers = worker_table(EngineWorker(llm), judge)
         self.reward = None if judge is None else _judging(judge)
         self.markers = llm.thinking_markers
@@ -274,10 +286,6 @@ class EngineBackend:
         """The ids of a text."""
         return self._engine.encode(text, special=special)
 
-    def count(self, text: str) -> int:
-        """Tokens of a text."""
-        return len(self.tokenize(text, special=False))
-
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of ids.
 
@@ -332,7 +340,7 @@ _OTHER = "*"
 _MAX_CALLS = 1024
 
 
-class ScriptedBackend:
+class ScriptedBackend(Backend):
     """Scripted answers, one token per character; for tests of clients without a model.
 
     A prompt is the text of the last message. Tool calls are scripted too: ``read_script``.
@@ -342,7 +350,7 @@ class ScriptedBackend:
         name: of the model.
     """
 
-    salted, reward, markers, llm, max_length = False, None, ("<think>", "</think>"), None, None
+    markers = ("<think>", "</think>")
 
     def __init__(self, script: Any, name: str = "scripted") -> None:
         self.worker, self.name = ScriptedWorker(script), name
@@ -355,9 +363,6 @@ class ScriptedBackend:
         last = str(conversation.messages[-1].get("content") or "")
         return Prompted(last, conversation.question, NativeGeneration, lambda text: text)
 
-    def check(self, prompt: str | list[int], params: Mapping[str, Any]) -> None:
-        """Everything is taken; what a script cannot honour changes nothing."""
-
     def render(self, conversation: Conversation) -> list[int]:
         """The ids of the last message."""
         return self.tokenize(str(conversation.messages[-1].get("content") or ""))
@@ -366,31 +371,16 @@ class ScriptedBackend:
         """One token per character."""
         return [ord(character) for character in text]
 
-    def count(self, text: str) -> int:
-        """One token per character."""
-        return len(text)
-
     def detokenize(self, ids: Sequence[int]) -> str:
         """One character per token."""
         if any(token > 0x10FFFF for token in ids):
             raise ParameterError("invalid tokens", "they are no characters", "")
         return "".join(map(chr, ids))
 
-    def drafters(self) -> list[DrafterChoice]:
-        """None: nothing is drafted."""
-        return []
-
     def load(self) -> dict[str, Any]:
         """How many answers are under way."""
         running = sum(call.ended is None for call in self.worker.calls)
         return {"running": running, "waiting": 0}
-
-    def examples(self) -> list[dict[str, str]]:
-        """None."""
-        return []
-
-    def close(self) -> None:
-        """Nothing is to be ended."""
 
 
 def read_script(path: Path) -> Any:
@@ -475,7 +465,7 @@ def _answer(path: Path, given: Any) -> Reply:
 # ---- another server ------------------------------------------------------------------------------
 
 
-class RemoteBackend:
+class RemoteBackend(Backend):
     """Other servers that speak OpenAI's API, through a worker without torch.
 
     Args:
@@ -484,12 +474,11 @@ class RemoteBackend:
         markers: what opens and closes the model's thoughts.
     """
 
-    salted, reward, llm, max_length = False, None, None, None
-
     def __init__(
         self, worker: Worker, name: str, markers: tuple[str, str] | None = ("<think>", "</think>")
     ) -> None:
         self.worker, self.name, self.markers = worker, name, markers
+        self.servers = getattr(worker, "servers", ())
         self.workers: Mapping[Any, Worker] = worker_table(worker, None)
 
     async def open(self, conversation: Conversation) -> Prompted:
@@ -504,9 +493,6 @@ class RemoteBackend:
             lambda streaming: RemoteChat(conversation, streaming),
             lambda text: text,
         )
-
-    def check(self, prompt: str | list[int], params: Mapping[str, Any]) -> None:
-        """The other server checks them."""
 
     def render(self, conversation: Conversation) -> list[int]:
         """Not known here."""
@@ -526,18 +512,6 @@ class RemoteBackend:
 
     def _no_tokenizer(self) -> UsageError:
         return UsageError("no tokenizer here", "another server runs the model", "Ask that one")
-
-    def drafters(self) -> list[DrafterChoice]:
-        """Unknown: the other server decides."""
-        return []
-
-    def load(self) -> dict[str, Any]:
-        """Unknown here but for what this server itself counts."""
-        return {}
-
-    def examples(self) -> list[dict[str, str]]:
-        """None."""
-        return []
 
     def close(self) -> None:
         """End the worker."""
@@ -577,7 +551,7 @@ class RemoteChat(NativeChatController):
             if chat is not task:
                 task.result, task.samples = chat.result, chat.samples
                 task.status, task.error = chat.status, chat.error
-            last = chat.messages[-1]
+            last: Any = chat.messages[-1]
             calls = getattr(last, "tool_calls", None)
             if calls:
                 task.customized_result_fields["tool_calls"] = [call.to_dict() for call in calls]

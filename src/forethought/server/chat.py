@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, aclosing
 from typing import Any
 
 from starlette.requests import Request
@@ -14,9 +13,10 @@ from starlette.responses import JSONResponse, Response
 from forethought.errors import ParameterError
 from forethought.outputs import TokenLogprobs
 from forethought.scaffolding.result import ScaffoldingOutput
-from forethought.server.backends import Backend, Conversation
-from forethought.server.http import EventStream, encode, http_error, until_gone
-from forethought.server.job import Ask, Job, Outcome
+from forethought.server.backends import Conversation
+from forethought.server.http import begun, encode, http_error, until_gone
+from forethought.server.job import Ask, Job, Outcome, Piece
+from forethought.server.logprobs import chat_logprobs
 from forethought.server.message import Answer, AnswerStream, answer_of
 from forethought.server.message_input import message_dict, shape_of, tools_of
 from forethought.server.protocol import ChatRequest
@@ -29,9 +29,6 @@ from forethought.server.service import (
 )
 from forethought.server.tool_calls import Call, Tools
 from forethought.server.usage import chat_usage
-
-FIRST_SECONDS = 5.0
-"""How long the status of a stream waits for the first token, or for an error."""
 
 
 async def chat_completions(service: Service, body: ChatRequest, request: Request) -> Response:
@@ -101,11 +98,7 @@ class _Chat:
 
     async def whole(self) -> JSONResponse:
         """The answer at the end."""
-        outcome = None
-        try:
-            outcome = await self._job.outcome()
-        finally:
-            self._service.ended(self._job, outcome, "ok" if outcome else "failed")
+        outcome = await self._service.outcome(self._job)
         answers = [self._answer(output) for output in outcome.outputs]
         return JSONResponse(
             {
@@ -136,7 +129,7 @@ class _Chat:
         return {
             "index": index,
             "message": message,
-            "logprobs": self._logprobs(output.logprobs),
+            "logprobs": self._logprobs(output.logprobs, output.token_ids or ()),
             "finish_reason": answer.finish_reason,
         }
 
@@ -144,11 +137,12 @@ class _Chat:
         reasoning = sum(answer.num_reasoning_tokens for answer in answers)
         return chat_usage(outcome.usage, outcome.metrics, reasoning)
 
-    def _logprobs(self, entries: Sequence[TokenLogprobs] | None) -> dict[str, Any] | None:
+    def _logprobs(
+        self, entries: Sequence[TokenLogprobs] | None, ids: Sequence[int]
+    ) -> dict[str, Any] | None:
         if not self._wants_logprobs or entries is None:
             return None
-        top = self._body.top_logprobs or 0
-        return {"content": [logprob_dict(entry, top, self._service.backend) for entry in entries]}
+        return {"content": chat_logprobs(entries, ids, self._body.top_logprobs or 0)}
 
     # ---- as a stream --------------------------------------------------------------------------
 
@@ -157,62 +151,67 @@ class _Chat:
         return await begun(self._events(), held)
 
     async def _events(self) -> AsyncIterator[bytes]:
-        service, job = self._service, self._job
+        service, job, opened = self._service, self._job, False
         streams = [AnswerStream(service, job.ask.prompted, self._tools) for _ in job.choices]
-        outcome, status = None, "cancelled"
         if job.ask.events:
             yield encode("forethought", job.started())
-        opened = False
         try:
-            async for update in service.watched(job):
-                lines = [] if opened else [self._role()]
-                opened = True
-                lines += [encode("forethought", event) for event in update.events]
-                for piece in update.pieces:
-                    lines += self._delta(piece.index, streams[piece.index], piece.text)
-                if data := b"".join(lines):
-                    yield data
-            outcome, status = job.ended_outcome(), "ok"
-            yield b"".join([*([] if opened else [self._role()]), *self._end(streams, outcome)])
+            async with aclosing(service.updates(job)) as updates:
+                async for update in updates:
+                    lines = [] if opened else [self._role()]
+                    opened = True
+                    lines += [encode("forethought", event) for event in update.events]
+                    for piece in update.pieces:
+                        lines += self._delta(piece, streams[piece.index])
+                    if data := b"".join(lines):
+                        yield data
+            yield b"".join([*([] if opened else [self._role()]), *self._end(streams)])
         except Exception as error:
-            status = "failed"
-            told = http_error(error)
             if not opened and not job.ask.events:
-                raise
+                raise  # the response has not begun
+            told = http_error(error)
             if job.ask.events:
                 yield encode("forethought", job.failed(told.message))
             yield encode(None, told.to_dict()) + b"data: [DONE]\n\n"
-        finally:
-            service.ended(job, outcome, status)
 
     def _role(self) -> bytes:
         """The first chunk of each choice: the role."""
         delta = {"role": "assistant", "content": ""}
         return b"".join(self._chunk(index, delta) for index in self._job.choices)
 
-    def _delta(self, index: int, stream: AnswerStream, text: str) -> list[bytes]:
-        reasoning, content = stream.push(text)
-        lines = []
-        if reasoning and self._shows_reasoning:
-            lines.append(self._chunk(index, _thought(reasoning)))
-        if content:
-            lines.append(self._chunk(index, {"content": content}))
+    def _delta(self, piece: Piece, stream: AnswerStream) -> list[bytes]:
+        """The chunks of new text; log-probabilities go with the first of them."""
+        logprobs = self._logprobs(piece.logprobs, piece.token_ids) if piece.logprobs else None
+        lines = self._parts(piece.index, *stream.push(piece.text), logprobs)
+        if logprobs and not lines:
+            lines.append(self._chunk(piece.index, {"content": ""}, None, logprobs))
         return lines
 
-    def _end(self, streams: Sequence[AnswerStream], outcome: Outcome) -> list[bytes]:
+    def _parts(
+        self, index: int, reasoning: str, content: str, logprobs: dict[str, Any] | None = None
+    ) -> list[bytes]:
+        deltas = []
+        if reasoning and self._shows_reasoning:
+            deltas.append(_thought(reasoning))
+        if content:
+            deltas.append({"content": content})
+        return [
+            self._chunk(index, delta, None, None if number else logprobs)
+            for number, delta in enumerate(deltas)
+        ]
+
+    def _end(self, streams: Sequence[AnswerStream]) -> list[bytes]:
         """The rest of each choice, the reasons of their ends, and the usage."""
+        outcome = self._job.ended()
         lines, answers = [], [self._answer(output) for output in outcome.outputs]
         for index, (stream, answer) in enumerate(zip(streams, answers, strict=True)):
             output = outcome.outputs[index]
-            lines += self._delta(index, stream, self._job.rest(index, output.text or ""))
-            reasoning, content = stream.finish(answer)
-            if reasoning and self._shows_reasoning:
-                lines.append(self._chunk(index, _thought(reasoning)))
-            if content:
-                lines.append(self._chunk(index, {"content": content}))
+            lines += self._parts(index, *stream.push(self._job.rest(index, output.text or "")))
+            lines += self._parts(index, *stream.finish(answer))
             for number, call in enumerate(answer.calls):
                 lines += self._call(index, number, call)
-            logprobs = self._logprobs(output.logprobs)
+            left = output.logprobs if self._job.streams_logprobs is False else None
+            logprobs = self._logprobs(left, output.token_ids or ())
             lines.append(self._chunk(index, {}, answer.finish_reason, logprobs))
         usage = self._usage(outcome, answers)
         if self._ask.events:
@@ -253,52 +252,3 @@ class _Chat:
 
 def _thought(text: str) -> dict[str, Any]:
     return {"reasoning": text, "reasoning_content": text}
-
-
-async def begun(events: AsyncIterator[bytes], held: ExitStack) -> EventStream:
-    """A response whose status is known: the first event has come, or a while has passed.
-
-    Raises:
-        Exception: what the first event failed with.
-    """
-    first = asyncio.ensure_future(anext(events, None))
-    try:
-        await asyncio.wait([first], timeout=FIRST_SECONDS)
-        if first.done():
-            first.result()
-    except BaseException:
-        first.cancel()
-        held.close()
-        raise
-
-    async def everything() -> AsyncIterator[bytes]:
-        try:
-            data = await first
-            if data is not None:
-                yield data
-                async for data in events:
-                    yield data
-        finally:
-            first.cancel()
-            await events.aclose()  # type: ignore[attr-defined]
-
-    return EventStream(everything(), held)
-
-
-def logprob_dict(entry: TokenLogprobs, top: int, backend: Backend) -> dict[str, Any]:
-    """One position as OpenAI's chats write it; the chosen token comes first in ``entry``."""
-    named = [
-        (token, each.token if each.token is not None else "", each.logprob)
-        for token, each in entry.items()
-    ]
-    shown = [
-        {"token": text, "logprob": _finite(value), "bytes": list(text.encode(errors="replace"))}
-        for _, text, value in named
-    ]
-    ranked = sorted(shown, key=lambda each: -each["logprob"])
-    return {**(shown[0] if shown else {}), "top_logprobs": ranked[:top]}
-
-
-def _finite(value: float) -> float:
-    """JSON has no infinity; OpenAI writes -9999 for what cannot be."""
-    return max(value, -9999.0)

@@ -16,7 +16,7 @@ from forethought.methods import Method
 from forethought.methods.stack import SAMPLES, parameters, split, stack
 from forethought.scaffolding import sampling
 from forethought.scaffolding.controller import Controller, NativeGenerationController
-from forethought.scaffolding.parallel import Branch, ParallelProcess, Process
+from forethought.scaffolding.parallel import ParallelProcess, Process
 from forethought.scaffolding.result import ScaffoldingOutput
 from forethought.scaffolding.task import Task
 from forethought.server.names import Composition
@@ -69,9 +69,9 @@ class Pipeline(Controller):
     def generate(self, prompt: Any, **kwargs: Any) -> Process:
         """Run them."""
         for controller in self.controllers[:-1]:
-            branch = Branch(_Answering(controller, prompt, kwargs), [])
-            yield ParallelProcess([branch])
-            answer = self._visible(_text(branch.result))
+            running = ParallelProcess([_Answering(controller, prompt, kwargs)], [[]])
+            yield running
+            answer = self._visible(_text(running.branches[0].result))
             prompt, kwargs = self._asking(answer), {**kwargs, "question": answer}
         return (yield from self.controllers[-1].generate(prompt, **kwargs))
 
@@ -90,15 +90,16 @@ class Choices(Controller):
     def generate(self, prompt: Any, **kwargs: Any) -> Process:
         """Run them side by side; returns the output of each."""
         params = sampling.checked("sampling_params", kwargs.pop("sampling_params", None))
-        branches = []
+        answering = []
         for index, controller in enumerate(self.controllers):
             own = dict(params)
             if index and own.get("seed") is not None:
                 own["seed"] = sampling.derived_seed(own["seed"], index)
             own_kwargs = {**kwargs, "sampling_params": own}
-            branches.append(Branch(_Answering(controller, prompt, own_kwargs), []))
-        yield ParallelProcess(branches)
-        return [_first(branch.result) or ScaffoldingOutput("") for branch in branches]
+            answering.append(_Answering(controller, prompt, own_kwargs))
+        running = ParallelProcess(answering, [[] for _ in answering])
+        yield running
+        return [_first(branch.result) or ScaffoldingOutput("") for branch in running.branches]
 
 
 class _Answering(Controller):

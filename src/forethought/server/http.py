@@ -26,6 +26,8 @@ from forethought.errors import (
 from forethought.server.limits import Overloaded
 
 Result = TypeVar("Result")
+FIRST_SECONDS = 5.0
+"""How long the status of a stream waits for the first token, or for an error."""
 CLIENT_CLOSED = 499
 """Status of a request whose client has gone away; it is only logged."""
 
@@ -217,3 +219,33 @@ class EventStream(Response):
             if close is not None:
                 await close()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def begun(events: AsyncIterator[bytes], held: ExitStack) -> EventStream:
+    """A response whose status is known: the first event has come, or a while has passed.
+
+    Raises:
+        Exception: what the first event failed with.
+    """
+    first = asyncio.ensure_future(anext(events, None))
+    try:
+        await asyncio.wait([first], timeout=FIRST_SECONDS)
+        if first.done():
+            first.result()
+    except BaseException:
+        first.cancel()
+        held.close()
+        raise
+
+    async def everything() -> AsyncIterator[bytes]:
+        try:
+            data = await first
+            if data is not None:
+                yield data
+                async for data in events:
+                    yield data
+        finally:
+            first.cancel()
+            await events.aclose()  # type: ignore[attr-defined]
+
+    return EventStream(everything(), held)

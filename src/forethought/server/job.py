@@ -1,14 +1,17 @@
-"""``Job``: one request of any generating API, run by its methods, and what it streams.
+"""``Job``: one request of any generating API, and what it streams.
 
 ::
 
     ChatRequest, CompletionRequest, ResponseRequest --> Ask --> Job --> Update, Update, ... Outcome
+
+A ``MethodJob`` runs methods on workers; an ``EngineJob`` decodes plainly on this machine's engine.
 """
 
 from __future__ import annotations
 
+import abc
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +23,7 @@ from forethought.scaffolding.result import (
     ScaffoldingResult,
     Stage,
     StreamedItem,
+    StreamEvent,
 )
 from forethought.scaffolding.scaffolding_llm import ScaffoldingLlm
 from forethought.server.backends import Backend, Prompted
@@ -36,6 +40,7 @@ class Ask:
     Attributes:
         id: of the request, in its answer.
         model: name that the answer carries.
+        served: name of the served model behind it.
         prompted: the prompt.
         composition: the methods.
         settings: of the method, if there is one.
@@ -51,6 +56,7 @@ class Ask:
 
     id: str
     model: str
+    served: str
     prompted: Prompted
     composition: Composition = field(default_factory=Composition)
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -63,6 +69,11 @@ class Ask:
     streaming: bool = False
     events: bool = False
 
+    @property
+    def is_limited(self) -> bool:
+        """Whether it has a budget."""
+        return self.budget != Budget()
+
 
 @dataclass(slots=True)
 class Piece:
@@ -71,7 +82,9 @@ class Piece:
     index: int
     text: str = ""
     num_tokens: int = 0
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[TokenLogprobs] = ()
+    """One entry per token, where they are asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,50 +104,30 @@ class Outcome:
     usage: Usage
     metrics: SpeculationMetrics
     seconds: float
+    prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
+    prompt_ids: Sequence[int] = ()
+    """Where the log-probabilities of the prompt are asked for."""
 
 
-class Job:
+class Job(abc.ABC):
     """A request under way.
 
     Args:
-        llm: runs it; its prototype is a ``Dispatch``.
+        ask: what it runs.
         backend: of the model.
-        ask: what to run.
-        gather: seconds in which new tokens are gathered.
 
-    Raises:
-        UsageError: methods or settings that cannot be.
+    Attributes:
+        num_choices: answers that it gives.
+        streams_logprobs: whether log-probabilities come with the pieces, or with the outcome alone.
     """
 
-    def __init__(
-        self, llm: ScaffoldingLlm, backend: Backend, ask: Ask, gather: float = 0.0
-    ) -> None:
-        self.ask, self._backend, self._gather = ask, backend, gather
+    streams_logprobs = False
+
+    def __init__(self, ask: Ask, backend: Backend) -> None:
+        self.ask, self._backend = ask, backend
         self.num_choices = ask.num_choices * len(ask.composition.choices)
-        self._streams = ask.streaming and streams_truly(ask.composition)
         self._streamed = [""] * self.num_choices
         self._began = time.perf_counter()
-        streams = self._streams or ask.events
-        prompted = ask.prompted
-        controller = compose(
-            ask.composition,
-            ask.settings,
-            innermost=lambda: prompted.innermost(streams),
-            reward=backend.reward,
-            streaming=streams,
-            num_choices=ask.num_choices,
-            pipeline=(prompted.asking, self._visible),
-        )
-        self._result: ScaffoldingResult = llm.generate_async(
-            prompted.prompt,
-            sampling_params=ask.params,
-            timeout=ask.timeout,
-            priority=ask.priority,
-            budget=ask.budget,
-            cache_salt=ask.cache_salt if backend.salted else "",
-            controller=controller,
-            question=prompted.question,
-        )
 
     @property
     def seconds(self) -> float:
@@ -142,93 +135,45 @@ class Job:
         return time.perf_counter() - self._began
 
     @property
-    def usage(self) -> Usage:
-        """Of the whole request; live."""
-        return self._result.usage
-
-    @property
-    def metrics(self) -> SpeculationMetrics:
-        """Of its drafts, once it is over."""
-        return self._result.metrics
-
-    def abort(self) -> None:
-        """End it now."""
-        self._result.abort()
-
-    @property
     def choices(self) -> range:
         """The indices of its choices."""
         return range(self.num_choices)
 
-    def ended_outcome(self) -> Outcome:
-        """The end of a job whose updates are over."""
-        return self._outcome()
+    @property
+    @abc.abstractmethod
+    def usage(self) -> Usage:
+        """Of the whole request, as far as it is known."""
 
+    @property
+    @abc.abstractmethod
+    def metrics(self) -> SpeculationMetrics:
+        """Of its drafts, once it is over."""
+
+    @abc.abstractmethod
     async def outcome(self) -> Outcome:
         """The end. Raises what the request failed with; cancelling ends it."""
-        await self._result
-        return self._outcome()
 
-    async def updates(self) -> AsyncIterator[Update]:
+    @abc.abstractmethod
+    def updates(self) -> AsyncGenerator[Update, None]:
         """What it streams; leaving the iterator early ends the request.
 
         The pieces of a choice join to the beginning of its text; ``rest`` is what is missing.
         """
-        try:
-            async for batch in self._result.abatches(self._gather):
-                yield self._update(batch)
-        finally:
-            if not self._result.finished:
-                self._result.abort()
+
+    @abc.abstractmethod
+    def ended(self) -> Outcome:
+        """The end of a job whose updates are over."""
 
     def rest(self, index: int, text: str) -> str:
         """The part of a choice's text that has not been streamed."""
         streamed = self._streamed[index]
         return text[len(streamed) :] if text.startswith(streamed) else ""
 
-    def _outcome(self) -> Outcome:
-        outputs = list(self._result.outputs)[: self.num_choices]
-        outputs += [ScaffoldingOutput("")] * (self.num_choices - len(outputs))
-        return Outcome(outputs, self._result.usage, self._result.metrics, self.seconds)
-
-    def _update(self, batch: Sequence[StreamedItem]) -> Update:
-        pieces: dict[int, Piece] = {}
-        events: list[dict[str, Any]] = []
-        for item in batch:
-            if self._streams:
-                for index, delta in self._content(item):
-                    piece = pieces.setdefault(index, Piece(index))
-                    piece.text += delta.text
-                    piece.num_tokens += len(delta.token_ids)
-                    self._streamed[index] += delta.text
-            if self.ask.events and item.event is not None:
-                self._add_event(events, item)
-        return Update([piece for piece in pieces.values() if piece.text], events)
-
-    def _content(self, item: StreamedItem) -> list[tuple[int, Delta]]:
-        """The new text of choices, by index."""
-        if self.num_choices == 1:
-            return [(0, delta) for delta in item.grown]
-        event = item.event
-        if event is None or not event.branch.isdecimal() or not isinstance(event.output, Delta):
-            return []
-        return [(int(event.branch), event.output)]
-
     # ---- events -------------------------------------------------------------------------------
 
     def started(self) -> dict[str, Any]:
         """The first event."""
-        asked = self.ask.params.get("speculation")
-        drafters = self._backend.drafters()
-        active = [drafter.name for drafter in drafters if drafter.active]
-        name, reason = (active[0] if active else None), None
-        if asked is not None and not asked.enabled:
-            name, reason = None, "the request switches drafts off"
-        elif asked is not None and asked.drafter is not None:
-            name = asked.drafter
-            reason = next((each.reason for each in drafters if each.name == name), None)
-        elif not active:
-            reason = "the server has no drafter"
+        name, reason = self._drafter()
         return {
             "type": "started",
             "id": self.ask.id,
@@ -255,44 +200,150 @@ class Job:
         """The last event of a job that has failed."""
         return {"type": "error", "at": self._at(), "message": message}
 
-    def _add_event(self, events: list[dict[str, Any]], item: StreamedItem) -> None:
-        assert item.event is not None, "its caller has checked it"
-        branch, output = item.event.branch, item.event.output
+    def _drafter(self) -> tuple[str | None, str | None]:
+        """The drafter that is asked first, and why there is none or why it may not help."""
+        asked = self.ask.params.get("speculation")
+        drafters = [each for each in self._backend.drafters() if each.active]
+        if asked is not None and not asked.enabled:
+            return None, "the request switches drafts off"
+        if asked is not None and asked.drafter is not None:
+            return asked.drafter, None
+        return (drafters[0].name, None) if drafters else (None, "the server has no drafter")
+
+    def _delta(self, branch: str, text: str, num_tokens: int) -> dict[str, Any]:
+        return {
+            "type": "delta",
+            "at": self._at(),
+            "branch": branch,
+            "text": text,
+            "num_tokens": num_tokens,
+        }
+
+    def _at(self) -> float:
+        return round(self.seconds, 4)
+
+
+class MethodJob(Job):
+    """A request that methods answer.
+
+    Args:
+        llm: runs it; its prototype is a ``Dispatch``.
+        backend: of the model.
+        ask: what to run.
+        gather: seconds in which new tokens are gathered.
+
+    Raises:
+        UsageError: methods or settings that cannot be.
+    """
+
+    def __init__(
+        self, llm: ScaffoldingLlm, backend: Backend, ask: Ask, gather: float = 0.0
+    ) -> None:
+        super().__init__(ask, backend)
+        self._gather = gather
+        self._streams = ask.streaming and streams_truly(ask.composition)
+        streams = self._streams or ask.events
+        prompted = ask.prompted
+        controller = compose(
+            ask.composition,
+            ask.settings,
+            innermost=lambda: prompted.innermost(streams),
+            reward=backend.reward,
+            streaming=streams,
+            num_choices=ask.num_choices,
+            pipeline=(prompted.asking, self._visible),
+        )
+        self._result: ScaffoldingResult = llm.generate_async(
+            prompted.prompt,
+            sampling_params=ask.params,
+            timeout=ask.timeout,
+            priority=ask.priority,
+            budget=ask.budget,
+            cache_salt=ask.cache_salt if backend.salted else "",
+            controller=controller,
+            question=prompted.question,
+        )
+
+    @property
+    def usage(self) -> Usage:
+        """Of all that was run inside; live."""
+        return self._result.usage
+
+    @property
+    def metrics(self) -> SpeculationMetrics:
+        """Of all drafts, once it is over."""
+        return self._result.metrics
+
+    async def outcome(self) -> Outcome:
+        """The end. Raises what the request failed with; cancelling ends it."""
+        await self._result
+        return self.ended()
+
+    async def updates(self) -> AsyncGenerator[Update, None]:
+        """What it streams; leaving the iterator early ends the request."""
+        try:
+            async for batch in self._result.abatches(self._gather):
+                yield self._update(batch)
+        finally:
+            if not self._result.finished:
+                self._result.abort()
+
+    def ended(self) -> Outcome:
+        """The end of a job whose updates are over."""
+        outputs = list(self._result.outputs)[: self.num_choices]
+        outputs += [ScaffoldingOutput("")] * (self.num_choices - len(outputs))
+        return Outcome(outputs, self._result.usage, self._result.metrics, self.seconds)
+
+    def _update(self, batch: Sequence[StreamedItem]) -> Update:
+        pieces: dict[int, Piece] = {}
+        events: list[dict[str, Any]] = []
+        for item in batch:
+            if self._streams:
+                for index, delta in self._content(item):
+                    piece = pieces.setdefault(index, Piece(index))
+                    piece.text += delta.text
+                    piece.num_tokens += len(delta.token_ids)
+                    self._streamed[index] += delta.text
+            if self.ask.events and item.event is not None:
+                self._add_event(events, item.event)
+        return Update([piece for piece in pieces.values() if piece.text], events)
+
+    def _content(self, item: StreamedItem) -> list[tuple[int, Delta]]:
+        """The new text of choices, by index."""
+        if self.num_choices == 1:
+            return [(0, delta) for delta in item.grown]
+        event = item.event
+        if event is None or not event.branch.isdecimal() or not isinstance(event.output, Delta):
+            return []
+        return [(int(event.branch), event.output)]
+
+    def _add_event(self, events: list[dict[str, Any]], event: StreamEvent) -> None:
+        """Append an event; new text of the branch of the last one joins that."""
+        output, last = event.output, events[-1] if events else {}
         if isinstance(output, Stage):
             events.append(
                 {
                     "type": "stage",
                     "at": self._at(),
-                    "branch": branch if output.branch is None else output.branch,
+                    "branch": event.branch if output.branch is None else output.branch,
                     "name": output.name,
                     "why": output.why,
                     "fields": dict(output.fields),
                 }
             )
         elif isinstance(output, Delta):
-            last = events[-1] if events else {}
-            if last.get("type") == "delta" and last["branch"] == branch:
+            num_tokens = len(output.token_ids) or 1
+            if last.get("type") == "delta" and last["branch"] == event.branch:
                 _add_drafts(last, output)
                 last["text"] += output.text
-                last["num_tokens"] += len(output.token_ids) or 1
+                last["num_tokens"] += num_tokens
             else:
-                event = {
-                    "type": "delta",
-                    "at": self._at(),
-                    "branch": branch,
-                    "text": "",
-                    "num_tokens": len(output.token_ids) or 1,
-                }
-                _add_drafts(event, output)
-                event["text"] = output.text
-                events.append(event)
-
-    def _at(self) -> float:
-        return round(self.seconds, 4)
+                events.append(self._delta(event.branch, "", num_tokens))
+                _add_drafts(events[-1], output)
+                events[-1]["text"] = output.text
 
     def _visible(self, text: str) -> str:
-        prompted = self.ask.prompted
-        return split(text, self._backend.markers, prompted.is_open).content
+        return split(text, self._backend.markers, self.ask.prompted.is_open).content
 
 
 def _add_drafts(event: dict[str, Any], delta: Delta) -> None:

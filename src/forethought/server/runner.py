@@ -29,6 +29,7 @@ class Server(uvicorn.Server):
             log_config=None,
             server_header=False,
             lifespan="on",
+            ws="none",
             timeout_graceful_shutdown=math.ceil(drain_seconds) + 1,
         )
         super().__init__(config)

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping
+from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from forethought.config.guided import GuidedDecodingParams
 from forethought.config.sampling import SamplingParams, SpeculationParams
 from forethought.errors import ParameterError
+from forethought.methods.stack import split
 from forethought.outputs import SpeculationMetrics, Usage
 from forethought.scaffolding.budget import Budget
 from forethought.scaffolding.scaffolding_llm import ScaffoldingLlm
 from forethought.server.backends import Backend, Prompted
 from forethought.server.composition import Dispatch
-from forethought.server.job import Ask, Job, Outcome, Update
+from forethought.server.engine_job import EngineJob
+from forethought.server.job import Ask, Job, MethodJob, Outcome, Update
 from forethought.server.limits import Admission, Overloaded
+from forethought.server.metrics import RequestMetrics, ServerMetrics
 from forethought.server.names import Composition, read_method, read_model
 from forethought.server.protocol import Generating, Penalised
+from forethought.server.response_store import ResponseStore
 from forethought.server.settings import Settings
 
 EFFORTS: Mapping[str, int | None] = {
@@ -52,38 +57,6 @@ _SAME_PENALISED = ("seed", "stop", "presence_penalty", "frequency_penalty")
 _BUDGETS = ("thinking_budget", "thinking_token_budget", "reasoning_budget")
 
 
-class Metrics(Protocol):
-    """What the server tells of its requests; see ``server.metrics``."""
-
-    def request_started(self, model: str, method: str) -> None:
-        """A request was admitted."""
-
-    def first_token(self, seconds: float) -> None:
-        """The first token of a stream has come."""
-
-    def tokens(self, count: int, seconds: float) -> None:
-        """Further tokens of a stream have come within so many seconds."""
-
-    def request_finished(
-        self,
-        status: str,
-        usage: Usage,
-        speculation_metrics: SpeculationMetrics,
-        seconds: float,
-        tokens_saved: int,
-    ) -> None:
-        """A request is over."""
-
-    def rejected(self, reason: str) -> None:
-        """A request was refused."""
-
-    def observe_engine(self, stats: Mapping[str, Any]) -> None:
-        """The state of the engine, before it is rendered."""
-
-    def render(self) -> bytes:
-        """All metrics in Prometheus' text format."""
-
-
 @dataclass(slots=True)
 class Totals:
     """Counts of finished requests."""
@@ -92,31 +65,79 @@ class Totals:
     speculation: SpeculationMetrics = field(default_factory=SpeculationMetrics)
 
 
+class _Counting:
+    """Tells the metrics of one job.
+
+    Args:
+        job: that runs.
+        metrics: of its request.
+
+    Attributes:
+        outcome: its end, once it is known.
+    """
+
+    def __init__(self, job: Job, metrics: RequestMetrics) -> None:
+        self._job, self.metrics = job, metrics
+        self.outcome: Outcome | None = None
+        self._last: float | None = None
+
+    def count(self, num_tokens: int) -> None:
+        """So many tokens have come."""
+        if not num_tokens:
+            return
+        now = self._job.seconds
+        if self._last is None:
+            self.metrics.first_token(now)
+        else:
+            self.metrics.tokens(num_tokens, now - self._last)
+        self._last = now
+
+
 class Service:
     """What endpoints share. Made and closed on the event loop that serves.
 
     Args:
         backend: of the model.
         settings: of the server.
-        metrics: told of every request; None: nothing is.
 
     Attributes:
+        metrics: of all requests.
         started: time of its start.
         models: the names under which clients know the model.
     """
 
-    def __init__(self, backend: Backend, settings: Settings, metrics: Metrics | None) -> None:
-        self.backend, self.settings, self.metrics = backend, settings, metrics
+    def __init__(self, backend: Backend, settings: Settings) -> None:
+        self.backend, self.settings, self.metrics = backend, settings, ServerMetrics()
         self.models = list(settings.served_model_names) or [backend.name]
         self.admission = Admission(settings.max_running, settings.max_waiting)
         self.started, self.totals = time.time(), Totals()
+        self.store = ResponseStore(settings.max_stored, settings.store_seconds)
+        self._tasks: set[asyncio.Task[None]] = set()
         self.llm = ScaffoldingLlm(Dispatch(), backend.workers, settings.max_running)
+        engine = backend.llm
+        stats = None if engine is None else (lambda: engine.stats)
+        self.metrics.observe_engine(self.load, stats)
+        servers = getattr(backend, "servers", ())
+        if servers:
+            self.metrics.observe_upstream(servers)
         self._tenants = [(key.encode(), _salt(key)) for key in settings.api_keys]
 
     async def finish(self) -> None:
         """Take no further request, let the others finish for a while, and end what is left."""
         await self.admission.drain(self.settings.drain_seconds)
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
         await self.llm.ashutdown()
+
+    def spawn(self, work: Coroutine[Any, Any, None], held: ExitStack) -> asyncio.Task[None]:
+        """A task that outlives its connection; ``held`` is closed at its end."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: held.close())
+        return task
 
     # ---- tenants ------------------------------------------------------------------------------
 
@@ -184,6 +205,7 @@ class Service:
         return Ask(
             id=f"{kind}-{uuid.uuid4().hex}",
             model=body.model or model,
+            served=model,
             prompted=prompted,
             composition=composition,
             settings=body.method_params or {},
@@ -197,12 +219,28 @@ class Service:
             events=bool(body.events),
         )
 
-    def start(self, ask: Ask) -> Job:
-        """Begin a request that has been admitted."""
-        job = Job(self.llm, self.backend, ask, self.settings.stream_interval)
-        if self.metrics is not None:
-            self.metrics.request_started(ask.model, ask.composition.spec)
-        return job
+    def start(self, ask: Ask, prompt_logprobs: int | None = None) -> Job:
+        """Begin a request that has been admitted.
+
+        Args:
+            ask: what it asks for.
+            prompt_logprobs: top log-probabilities of the prompt's tokens; None: none.
+
+        Raises:
+            UsageError: its methods cannot run, or the prompt's log-probabilities are not known.
+        """
+        gather, engine = self.settings.stream_interval, self.backend.llm
+        is_plain = ask.composition.is_plain and not ask.is_limited
+        scored = prompt_logprobs is not None or "num_logprobs" in ask.params
+        if engine is not None and is_plain and (scored or not ask.events):  # a worker tells drafts
+            return EngineJob(engine, self.backend, ask, gather, prompt_logprobs)
+        if prompt_logprobs is not None:
+            raise ParameterError(
+                "echo and logprobs exclude each other here",
+                "only plain decoding on this machine knows the log-probabilities of a prompt",
+                "Leave one of them out",
+            )
+        return MethodJob(self.llm, self.backend, ask, gather)
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
@@ -211,33 +249,47 @@ class Service:
             with self.admission.admit():
                 yield
         except Overloaded as error:
-            if self.metrics is not None:
-                self.metrics.rejected("draining" if error.draining else "overloaded")
+            self.metrics.rejected("draining" if error.draining else "queue_full")
             raise
 
-    async def watched(self, job: Job) -> AsyncIterator[Update]:
-        """The updates of a job; the metrics are told of its tokens."""
-        last = None
-        async with aclosing(job.updates()) as updates:
-            async for update in updates:
-                count = sum(piece.num_tokens for piece in update.pieces)
-                if count and self.metrics is not None:
-                    now = job.seconds
-                    if last is None:
-                        self.metrics.first_token(now)
-                    else:
-                        self.metrics.tokens(count, now - last)
-                    last = now
-                yield update
+    async def outcome(self, job: Job) -> Outcome:
+        """The end of a job, counted. Raises what it failed with."""
+        with self._counted(job) as counting:
+            outcome = counting.outcome = await job.outcome()
+        return outcome
 
-    def ended(self, job: Job, outcome: Outcome | None, status: str) -> None:
-        """A job is over: count what it has used."""
-        usage, metrics = job.usage, job.metrics
-        self.totals.usage += usage
-        self.totals.speculation += metrics
-        if self.metrics is not None:
+    async def updates(self, job: Job) -> AsyncGenerator[Update, None]:
+        """The updates of a job, counted. Raises what it failed with."""
+        with self._counted(job) as counting:
+            async with aclosing(job.updates()) as updates:
+                async for update in updates:
+                    counting.count(sum(piece.num_tokens for piece in update.pieces))
+                    yield update
+            counting.outcome = job.ended()
+
+    @contextmanager
+    def _counted(self, job: Job) -> Iterator[_Counting]:
+        """Count a job when it is over, however it ends."""
+        spec = job.ask.composition
+        method = "none" if spec.is_plain else split(spec.choices[0][-1])[-1].name
+        counting = _Counting(job, self.metrics.request_started(job.ask.served, method))
+        reason = "abort"
+        try:
+            yield counting
+            assert counting.outcome is not None, "it has ended"
+            reason = counting.outcome.outputs[0].finish_reason or "stop"
+        except Exception:
+            reason = "error"
+            raise
+        finally:
+            usage, metrics = job.usage, job.metrics
+            self.totals.usage += usage
+            self.totals.speculation += metrics
+            outcome = counting.outcome
             saved = sum(_saved(output.meta) for output in outcome.outputs) if outcome else 0
-            self.metrics.request_finished(status, usage, metrics, job.seconds, saved)
+            counting.metrics.finished(
+                reason, usage, metrics, seconds=job.seconds, tokens_saved=saved
+            )
 
     def load(self) -> dict[str, Any]:
         """The body of ``GET /v1/load``."""
@@ -247,7 +299,7 @@ class Service:
         return {
             "running": unfinished - waiting,
             "waiting": waiting,
-            "kv_cache_usage": 0.0,
+            "kv_cache_usage": None,
             "prefix_cache_hit_rate": usage.cached / prompts if prompts else 0.0,
             "num_generated_tokens": usage.completion_tokens,
             "drafted": metrics.drafted,
@@ -359,7 +411,7 @@ def max_tokens_of(**given: int | None) -> dict[str, int]:
 def _speculation(given: Any) -> SpeculationParams:
     """Of a request: fields, or the name of a drafter; ``none``: no drafts."""
     if isinstance(given, str):
-        name, enabled, length = given, True, None
+        name, enabled, length = str(given), True, None
     else:
         name, enabled, length = given.drafter, given.enabled, given.max_draft_len
     if name == "none":

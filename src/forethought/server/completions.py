@@ -1,0 +1,283 @@
+"""``POST /v1/completions``: texts or token ids are continued, at once or as a stream of chunks."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import ExitStack, aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from forethought.errors import ParameterError
+from forethought.outputs import SpeculationMetrics, TokenLogprobs, Usage
+from forethought.scaffolding.result import ScaffoldingOutput
+from forethought.server.backends import raw_prompt
+from forethought.server.http import begun, encode, http_error, until_gone
+from forethought.server.job import Job, Outcome, Piece, Update
+from forethought.server.logprobs import completion_logprobs
+from forethought.server.protocol import CompletionRequest
+from forethought.server.service import Service, max_tokens_of, sampling_of
+from forethought.server.usage import chat_usage
+
+
+async def completions(service: Service, body: CompletionRequest, request: Request) -> Response:
+    """Continue one prompt or several.
+
+    Raises:
+        Exception: what ``http_error`` makes a response of.
+    """
+    prompts = prompts_of(body)
+    params = sampling_of(body) | max_tokens_of(max_tokens=body.max_tokens)
+    echoes_only = body.max_tokens == 0 and bool(body.echo)
+    if echoes_only:
+        params["max_tokens"] = 1
+    if body.logprobs is not None:
+        params["num_logprobs"] = body.logprobs
+    if len(prompts) * (body.n or 1) > service.settings.max_choices:
+        raise ParameterError(
+            "too many prompts",
+            f"{len(prompts)} with n={body.n or 1}",
+            f"Send at most {service.settings.max_choices} in one request",
+        )
+    with ExitStack() as held:
+        held.enter_context(service.admitted())
+        asks = [
+            service.ask(
+                "cmpl",
+                body,
+                raw_prompt(prompt),
+                params,
+                num_choices=body.n or 1,
+                tenant=request.state.tenant,
+            )
+            for prompt in prompts
+        ]
+        scored = body.logprobs if body.echo else None
+        jobs = [service.start(ask, scored) for ask in asks]
+        answer = _Completions(service, jobs, body, prompts, echoes_only)
+        if body.stream:
+            return await begun(answer.events(), held.pop_all())
+        return await until_gone(request, answer.whole())
+
+
+def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
+    """The prompts of a body, each as text or token ids.
+
+    Raises:
+        ParameterError: there is none.
+    """
+    given: Any = body.prompt
+    prompts = given if isinstance(given, list) and given and not _is_id(given[0]) else [given]
+    if any(not prompt for prompt in prompts):
+        raise ParameterError("empty prompt", "there is nothing to continue", "Give some text")
+    return list(prompts)
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int)
+
+
+class _Completions:
+    """The answers to one request: one job per prompt."""
+
+    def __init__(
+        self,
+        service: Service,
+        jobs: Sequence[Job],
+        body: CompletionRequest,
+        prompts: Sequence[str | list[int]],
+        echoes_only: bool,
+    ) -> None:
+        self._service, self._jobs, self._body, self._prompts = service, jobs, body, prompts
+        self._echoes_only = echoes_only
+        self._head = {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": jobs[0].ask.model,
+        }
+        options = body.stream_options
+        self._wants_usage = bool(options and options.include_usage)
+
+    # ---- at once ------------------------------------------------------------------------------
+
+    async def whole(self) -> JSONResponse:
+        """All answers at the end."""
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._caught(job)) for job in self._jobs]
+        outcomes = []
+        for task in tasks:
+            result = task.result()
+            if isinstance(result, Exception):
+                raise result
+            outcomes.append(result)
+        choices = [
+            self._choice(number, index, outcome)
+            for number, outcome in enumerate(outcomes)
+            for index in range(len(outcome.outputs))
+        ]
+        usage = _usage(outcomes)
+        return JSONResponse({**self._head, "choices": choices, "usage": usage})
+
+    async def _caught(self, job: Job) -> Outcome | Exception:
+        try:
+            return await self._service.outcome(job)
+        except Exception as error:
+            return error
+
+    def _choice(self, number: int, index: int, outcome: Outcome) -> dict[str, Any]:
+        """Choice ``index`` of prompt ``number``."""
+        output, text = outcome.outputs[index], self._echoed(number)
+        logprobs = self._logprobs(output, outcome, len(text))
+        if not self._echoes_only:
+            text += output.text or ""
+        return self._chosen(number, index, text, logprobs, _reason(output))
+
+    def _chosen(
+        self,
+        number: int,
+        index: int,
+        text: str,
+        logprobs: dict[str, Any] | None,
+        reason: str | None,
+    ) -> dict[str, Any]:
+        return {
+            "index": number * self._jobs[0].num_choices + index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": reason,
+        }
+
+    def _echoed(self, number: int) -> str:
+        """What stands in front of the answer: the prompt, if it is echoed."""
+        if not self._body.echo:
+            return ""
+        prompt = self._prompts[number]
+        return prompt if isinstance(prompt, str) else self._service.backend.detokenize(prompt)
+
+    def _logprobs(
+        self, output: ScaffoldingOutput, outcome: Outcome, offset: int
+    ) -> dict[str, Any] | None:
+        if self._body.logprobs is None or output.logprobs is None:
+            return None
+        entries: list[TokenLogprobs | None] = list(output.logprobs)
+        ids = list(output.token_ids or ())
+        if self._echoes_only:
+            entries, ids = [], []
+        if outcome.prompt_logprobs is not None:
+            entries = [*outcome.prompt_logprobs, *entries]
+            ids, offset = [*outcome.prompt_ids, *ids], 0
+        found = completion_logprobs(entries, ids, self._body.logprobs, offset)
+        if outcome.prompt_logprobs is not None:  # the first token has a text and no probability
+            found["tokens"][0] = self._service.backend.detokenize(ids[:1])
+            found["text_offset"][1:] = [
+                place + len(found["tokens"][0]) for place in found["text_offset"][1:]
+            ]
+        return found
+
+    # ---- as a stream --------------------------------------------------------------------------
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The answers as they come, those of several prompts between each other."""
+        offsets: dict[tuple[int, int], int] = {}
+        has_begun = False
+        try:
+            async with aclosing(_merged(self._service, self._jobs)) as updates:
+                async for number, update in updates:
+                    lines = [self._event(each) for each in update.events]
+                    for piece in update.pieces:
+                        lines.append(self._piece(number, piece, offsets))
+                    if lines:
+                        has_begun = True
+                        yield b"".join(lines)
+            yield b"".join(self._end(offsets))
+        except Exception as error:
+            if not has_begun:
+                raise
+            yield encode(None, http_error(error).to_dict()) + b"data: [DONE]\n\n"
+
+    def _event(self, event: dict[str, Any]) -> bytes:
+        return encode("forethought", event)
+
+    def _piece(self, number: int, piece: Piece, offsets: dict[tuple[int, int], int]) -> bytes:
+        place, text = (number, piece.index), piece.text
+        if self._echoes_only:
+            return b""
+        if place not in offsets:
+            text = self._echoed(number) + text
+            offsets[place] = len(text) - len(piece.text)
+        logprobs = None
+        if self._body.logprobs is not None and piece.logprobs:
+            entries: list[TokenLogprobs | None] = list(piece.logprobs)
+            top = self._body.logprobs
+            logprobs = completion_logprobs(entries, piece.token_ids, top, offsets[place])
+        offsets[place] += len(piece.text)
+        return self._chunk(self._chosen(number, piece.index, text, logprobs, None))
+
+    def _end(self, offsets: dict[tuple[int, int], int]) -> list[bytes]:
+        lines, outcomes = [], [job.ended() for job in self._jobs]
+        for number, outcome in enumerate(outcomes):
+            for index, output in enumerate(outcome.outputs):
+                rest = self._jobs[number].rest(index, output.text or "")
+                text = "" if self._echoes_only else rest
+                if (number, index) not in offsets:
+                    text = self._echoed(number) + text
+                logprobs = None
+                if not self._jobs[number].streams_logprobs:
+                    logprobs = self._logprobs(output, outcome, 0)
+                choice = self._chosen(number, index, text, logprobs, _reason(output))
+                lines.append(self._chunk(choice))
+        if self._body.events:
+            lines += [
+                self._event(job.finished(outcome))
+                for job, outcome in zip(self._jobs, outcomes, strict=True)
+            ]
+        if self._wants_usage:
+            lines.append(encode(None, {**self._head, "choices": [], "usage": _usage(outcomes)}))
+        return [*lines, b"data: [DONE]\n\n"]
+
+    def _chunk(self, choice: dict[str, Any]) -> bytes:
+        return encode(None, {**self._head, "choices": [choice]})
+
+
+def _reason(output: ScaffoldingOutput) -> str:
+    return "length" if output.finish_reason == "length" else "stop"
+
+
+def _usage(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Of all prompts together."""
+    usage = sum((outcome.usage for outcome in outcomes), Usage())
+    metrics = sum((outcome.metrics for outcome in outcomes), SpeculationMetrics())
+    return chat_usage(usage, metrics, None)
+
+
+async def _merged(
+    service: Service, jobs: Sequence[Job]
+) -> AsyncGenerator[tuple[int, Update], None]:
+    """The updates of all jobs as they come, each with the number of its job."""
+    queue: asyncio.Queue[tuple[int, Update] | Exception | None] = asyncio.Queue()
+
+    async def read(number: int) -> None:
+        try:
+            async with aclosing(service.updates(jobs[number])) as updates:
+                async for update in updates:
+                    queue.put_nowait((number, update))
+            queue.put_nowait(None)
+        except Exception as error:
+            queue.put_nowait(error)
+
+    reading = [asyncio.create_task(read(number)) for number in range(len(jobs))]
+    try:
+        for _ in jobs:
+            while (item := await queue.get()) is not None:
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+    finally:
+        for task in reading:
+            task.cancel()
+        await asyncio.wait(reading)

@@ -1,0 +1,141 @@
+"""``EngineJob``: plain decoding on this machine's engine, without a method between.
+
+All samples share the prompt's prefill, log-probabilities come with the tokens, and those of the
+prompt are possible.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from forethought.config.sampling import SamplingParams
+from forethought.errors import RequestTimeout
+from forethought.outputs import CompletionOutput, RequestOutput, SpeculationMetrics, Usage
+from forethought.scaffolding.result import ScaffoldingOutput
+from forethought.server.backends import Backend
+from forethought.server.job import Ask, Job, Outcome, Piece, Update
+
+if TYPE_CHECKING:
+    from forethought.llm.async_llm import AsyncLLM
+
+
+class EngineJob(Job):
+    """A request that the engine answers by itself.
+
+    Args:
+        llm: the model.
+        backend: of the model.
+        ask: what to run; its composition is plain.
+        gather: seconds in which new tokens are gathered.
+        prompt_logprobs: top log-probabilities of the prompt's tokens; None: none.
+    """
+
+    streams_logprobs = True
+
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        backend: Backend,
+        ask: Ask,
+        gather: float = 0.0,
+        prompt_logprobs: int | None = None,
+    ) -> None:
+        super().__init__(ask, backend)
+        self._llm, self._gather = llm, gather
+        given: dict[str, Any] = {
+            ("logprobs" if name == "num_logprobs" else name): value
+            for name, value in ask.params.items()
+        }
+        if prompt_logprobs is not None:
+            given["prompt_logprobs"] = prompt_logprobs
+        self._params = SamplingParams(
+            **given, n=ask.num_choices, priority=ask.priority, cache_salt=ask.cache_salt
+        )
+        self._last: RequestOutput | None = None
+        self._num_shown = [0] * self.num_choices
+
+    @property
+    def usage(self) -> Usage:
+        """As of the last output."""
+        return Usage() if self._last is None else self._last.usage
+
+    @property
+    def metrics(self) -> SpeculationMetrics:
+        """As of the last output."""
+        found = [] if self._last is None else self._last.outputs
+        return sum((each.metrics for each in found if each.metrics), SpeculationMetrics())
+
+    async def outcome(self) -> Outcome:
+        """The end. Raises what the request failed with; cancelling ends it."""
+        async with self._deadline():
+            self._last = await self._llm.generate(self.ask.prompted.prompt, self._params)
+        return self.ended()
+
+    async def updates(self) -> AsyncGenerator[Update, None]:
+        """What it streams; leaving the iterator early ends the request."""
+        prompt, params, gather = self.ask.prompted.prompt, self._params, self._gather
+        async with (
+            self._deadline(),
+            aclosing(self._llm.stream(prompt, params, gather=gather)) as outputs,
+        ):
+            async for output in outputs:
+                self._last = output
+                if (update := self._update(output)).pieces:
+                    yield update
+
+    def ended(self) -> Outcome:
+        """The end of a job whose updates are over."""
+        assert self._last is not None, "it has ended"
+        asked = self._params.prompt_logprobs is not None
+        return Outcome(
+            [_as_output(each) for each in self._last.outputs],
+            self.usage,
+            self.metrics,
+            self.seconds,
+            self._last.prompt_logprobs if asked else None,
+            self._last.prompt_token_ids if asked else (),
+        )
+
+    def _update(self, output: RequestOutput) -> Update:
+        pieces = [self._piece(each) for each in output.outputs]
+        pieces = [piece for piece in pieces if piece.num_tokens or piece.text]
+        if not self.ask.events:
+            return Update(pieces, [])
+        several = self.num_choices > 1
+        branches = [(str(piece.index) if several else "", piece) for piece in pieces]
+        return Update(pieces, [self._delta(b, each.text, each.num_tokens) for b, each in branches])
+
+    def _piece(self, output: CompletionOutput) -> Piece:
+        """What a sample has that has not been streamed."""
+        index, seen = output.index, self._num_shown[output.index]
+        text = output.text[len(self._streamed[index]) :]
+        tokens = output.token_ids[seen:]
+        self._num_shown[index], self._streamed[index] = len(output.token_ids), output.text
+        return Piece(index, text, len(tokens), tokens, (output.logprobs or [])[seen:])
+
+    @asynccontextmanager
+    async def _deadline(self) -> AsyncGenerator[None, None]:
+        """Raises ``RequestTimeout`` when the request has taken too long."""
+        try:
+            async with asyncio.timeout(self.ask.timeout):
+                yield
+        except TimeoutError as error:
+            if isinstance(error, RequestTimeout):
+                raise
+            why = f"{self.ask.timeout} s have passed since it was submitted"
+            raise RequestTimeout("the request took too long", why, "Ask for less") from error
+
+
+def _as_output(output: CompletionOutput) -> ScaffoldingOutput:
+    return ScaffoldingOutput(
+        text=output.text,
+        token_ids=output.token_ids,
+        finish_reason=output.finish_reason and output.finish_reason.value,
+        stop_reason=output.stop_reason,
+        logprobs=output.logprobs,
+        cumulative_logprob=output.cumulative_logprob,
+        thinking=output.thinking,
+    )

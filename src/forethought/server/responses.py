@@ -1,0 +1,410 @@
+"""``/v1/responses``: answers that are kept, may run in the background, and can be streamed again.
+
+A task per response turns the updates of its job into numbered events of a ``Record``. Whoever
+reads, the client that asked or one that comes back, follows the record; so a stream goes on from
+any number, and a response in the background from any connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import ExitStack, aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from forethought.config.guided import GuidedDecodingParams
+from forethought.errors import ParameterError
+from forethought.server.backends import Conversation
+from forethought.server.http import EventStream, encode, http_error, until_gone
+from forethought.server.job import Job
+from forethought.server.message import AnswerStream, answer_of
+from forethought.server.message_input import make_tools
+from forethought.server.protocol import (
+    Function,
+    FunctionCallItem,
+    FunctionCallOutput,
+    InputMessage,
+    InputText,
+    ReasoningItem,
+    ResponseRequest,
+    Tool,
+)
+from forethought.server.response_store import Record
+from forethought.server.service import (
+    Service,
+    max_tokens_of,
+    sampling_of,
+    with_effort,
+    with_shape,
+)
+from forethought.server.tool_calls import Call, Tools
+from forethought.server.usage import response_usage
+
+log = logging.getLogger(__name__)
+
+
+async def create_response(service: Service, body: ResponseRequest, request: Request) -> Response:
+    """Answer, or begin to in the background.
+
+    Raises:
+        Exception: what ``http_error`` makes a response of.
+    """
+    stored, tenant = body.store is not False, request.state.tenant
+    if body.background and not stored:
+        raise ParameterError("background needs store", "store is false", "Leave store out")
+    tools = _tools(body)
+    messages = conversation_of(service, body, tenant)
+    params = _params(service, body, tools)
+    with ExitStack() as held:
+        held.enter_context(service.admitted())
+        if stored:
+            service.store.make_room()
+        opening = [{"role": "system", "content": body.instructions}] if body.instructions else []
+        prompted = await service.backend.open(Conversation([*opening, *messages], tools))
+        ask = service.ask("resp", body, prompted, params, num_choices=1, tenant=tenant)
+        if len(ask.composition.choices) > 1:
+            raise ParameterError(
+                "a response has one answer", f"{ask.composition.spec!r} gives several", "Use chats"
+            )
+        job = service.start(ask)
+        record = Record(_response(body, ask.id, ask.model, stored), tenant, messages)
+        if stored:
+            service.store.add(record)
+        run = _Run(service, job, record, tools)
+        record.task = service.spawn(run.run(), held.pop_all())
+    if body.stream:
+        on_gone = None if body.background else record.task.cancel
+        return EventStream(_encoded(record, 0), on_gone=on_gone)
+    if body.background:
+        return JSONResponse(record.response)
+    try:
+        await until_gone(request, record.end())
+    finally:
+        record.task.cancel()
+    if run.error is not None:
+        raise run.error
+    return JSONResponse(record.response)
+
+
+def resumed(record: Record, after: int | None) -> Response:
+    """The events of a response behind number ``after``."""
+    return EventStream(_encoded(record, 0 if after is None else after + 1))
+
+
+async def _encoded(record: Record, first: int) -> AsyncIterator[bytes]:
+    async with aclosing(record.follow(first)) as batches:
+        async for batch in batches:
+            yield b"".join(encode(event["type"], event) for event in batch)
+
+
+# ---- the input -----------------------------------------------------------------------------------
+
+
+def conversation_of(service: Service, body: ResponseRequest, tenant: str) -> list[dict[str, Any]]:
+    """The messages that a body stands for, those of the response before it in front.
+
+    Raises:
+        HttpError: there is no such response.
+        ParameterError: that response has not finished, or there is nothing to answer.
+    """
+    messages: list[dict[str, Any]] = []
+    if body.previous_response_id is not None:
+        record = service.store.find(body.previous_response_id, tenant)
+        if record.finished is None:
+            raise ParameterError("the previous response has not finished", "", "Wait for its end")
+        messages += [dict(each) for each in record.messages]
+        messages += _said(record.response["output"])
+    if isinstance(body.input, str):
+        return [*messages, {"role": "user", "content": body.input}]
+    for item in body.input:
+        _append(messages, item)
+    if not messages:
+        raise ParameterError("empty input", "there is nothing to answer", "Give some text")
+    return messages
+
+
+def _append(messages: list[dict[str, Any]], item: Any) -> None:
+    if isinstance(item, InputMessage):
+        role = "system" if item.role == "developer" else item.role
+        messages.append({"role": role, "content": _plain(item.content)})
+    elif isinstance(item, FunctionCallItem):
+        function = {"name": item.name, "arguments": item.arguments}
+        call = {"id": item.call_id, "type": "function", "function": function}
+        last = messages[-1] if messages else {}
+        if last.get("role") == "assistant":
+            last["tool_calls"] = [*last.get("tool_calls", ()), call]
+        else:
+            messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+    elif isinstance(item, FunctionCallOutput):
+        content = _plain(item.output)
+        messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
+    else:
+        assert isinstance(item, ReasoningItem), "there are four kinds; thoughts are not shown again"
+
+
+def _plain(content: str | Sequence[InputText]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def _said(output: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The output items of a response as messages."""
+    text = "".join(
+        part["text"] for item in output if item["type"] == "message" for part in item["content"]
+    )
+    calls = [
+        {
+            "id": item["call_id"],
+            "type": "function",
+            "function": {"name": item["name"], "arguments": item["arguments"]},
+        }
+        for item in output
+        if item["type"] == "function_call"
+    ]
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    return [{**message, "tool_calls": calls} if calls else message]
+
+
+def _tools(body: ResponseRequest) -> Tools:
+    choice = body.tool_choice or ("auto" if body.tools else "none")
+    named = not isinstance(choice, str)
+    tools = [
+        Tool(
+            type="function",
+            function=Function(
+                name=tool.name, description=tool.description, parameters=tool.parameters
+            ),
+        )
+        for tool in body.tools or []
+    ]
+    name = choice if isinstance(choice, str) else choice.name
+    return make_tools(tools, name, named, body.parallel_tool_calls is not False)
+
+
+def _params(service: Service, body: ResponseRequest, tools: Tools) -> dict[str, Any]:
+    params = sampling_of(body) | max_tokens_of(max_output_tokens=body.max_output_tokens)
+    if body.seed is not None:
+        params["seed"] = body.seed
+    effort = body.reasoning.effort if body.reasoning else None
+    params = with_effort(params, effort, service.backend.markers is not None)
+    params = with_shape(params, _shape(body))
+    return with_shape(params, tools.shape) if tools.forced else params
+
+
+def _shape(body: ResponseRequest) -> GuidedDecodingParams | None:
+    given = body.text.format if body.text else None
+    if given is None or given.type == "text":
+        return None
+    if given.type == "json_object":
+        return GuidedDecodingParams(json_object=True)
+    if given.schema_ is None:
+        raise ParameterError("text.format needs schema", "it is missing", "Give it")
+    return GuidedDecodingParams(json=given.schema_)
+
+
+def _response(body: ResponseRequest, name: str, model: str, stored: bool) -> dict[str, Any]:
+    """A response that has not begun, with what was asked for."""
+    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []]
+    choice = body.tool_choice or "auto"
+    shape = body.text.format.model_dump(by_alias=True, exclude_none=True) if _has(body) else None
+    return {
+        "id": name,
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "queued" if body.background else "in_progress",
+        "background": bool(body.background),
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "model": model,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+        "service_tier": "default",
+        "store": stored,
+        "temperature": body.temperature,
+        "text": {"format": shape or {"type": "text"}},
+        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+        "tools": [{"parameters": None, "strict": None, **tool} for tool in tools],
+        "top_p": body.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "user": body.user,
+    }
+
+
+def _has(body: ResponseRequest) -> Any:
+    return body.text is not None and body.text.format is not None
+
+
+# ---- the run -------------------------------------------------------------------------------------
+
+
+class _Item:
+    """An output item with one text, of a thought or a message, while it is generated.
+
+    Args:
+        record: of the response.
+        index: of the item.
+        kind: ``reasoning`` or ``message``.
+    """
+
+    def __init__(self, record: Record, index: int, kind: str) -> None:
+        self._record, self._index, self._kind = record, index, kind
+        thinks = kind == "reasoning"
+        self._name = "reasoning_text" if thinks else "output_text"
+        self._text = ""
+        self._item: dict[str, Any] = {
+            "id": f"{'rs' if thinks else 'msg'}_{uuid.uuid4().hex}",
+            "type": kind,
+            "status": "in_progress",
+            "content": [],
+            **({"summary": []} if thinks else {"role": "assistant"}),
+        }
+        self._tell("response.output_item.added", item=dict(self._item), placed=False)
+        self._tell("response.content_part.added", part=self._part())
+
+    def push(self, text: str) -> None:
+        """More of its text."""
+        self._text += text
+        extra = {} if self._kind == "reasoning" else {"logprobs": []}
+        self._tell(f"response.{self._name}.delta", delta=text, **extra)
+
+    def close(self, status: str = "completed") -> None:
+        """Its text is complete."""
+        extra = {} if self._kind == "reasoning" else {"logprobs": []}
+        self._tell(f"response.{self._name}.done", text=self._text, **extra)
+        self._tell("response.content_part.done", part=self._part())
+        done = {**self._item, "status": status, "content": [self._part()]}
+        self._record.response["output"].append(done)
+        self._tell("response.output_item.done", item=done, placed=False)
+
+    def _part(self) -> dict[str, Any]:
+        extra = {} if self._kind == "reasoning" else {"annotations": [], "logprobs": []}
+        return {"type": self._name, "text": self._text, **extra}
+
+    def _tell(self, kind: str, placed: bool = True, **fields: Any) -> None:
+        place = {"item_id": self._item["id"], "content_index": 0} if placed else {}
+        self._record.add(kind, output_index=self._index, **place, **fields)
+
+
+class _Run:
+    """Turns a job into the events of a record.
+
+    Attributes:
+        error: why it failed; None if it did not.
+    """
+
+    def __init__(self, service: Service, job: Job, record: Record, tools: Tools) -> None:
+        self._service, self._job, self._record, self._tools = service, job, record, tools
+        self._stream = AnswerStream(service, job.ask.prompted, tools)
+        self._open: tuple[str, _Item] | None = None
+        self._num_items = 0
+        self.error: Exception | None = None
+
+    async def run(self) -> None:
+        """Run to the end; does not raise."""
+        record = self._record
+        self._snapshot("response.created")
+        record.response["status"] = "in_progress"
+        self._snapshot("response.in_progress")
+        try:
+            if self._job.ask.events:
+                record.add("forethought", event=self._job.started())
+            async with aclosing(self._service.updates(self._job)) as updates:
+                async for update in updates:
+                    for event in update.events:
+                        record.add("forethought", event=event)
+                    for piece in update.pieces:
+                        self._push(*self._stream.push(piece.text))
+            self._finish()
+        except asyncio.CancelledError:
+            self._fail("cancelled", "response.cancelled", None)
+            raise
+        except Exception as error:
+            self.error = error
+            told = http_error(error)
+            if told.status == 500:
+                log.exception("response %s failed", record.id)
+            told_error = {"code": "server_error", "message": told.message}
+            self._fail("failed", "response.failed", told_error)
+        finally:
+            record.finish()
+
+    def _push(self, reasoning: str, content: str) -> None:
+        for kind, text in (("reasoning", reasoning), ("message", content)):
+            if text:
+                self._item(kind).push(text)
+
+    def _item(self, kind: str) -> _Item:
+        """The open item of this kind; another one is closed first."""
+        if self._open is not None and self._open[0] == kind:
+            return self._open[1]
+        self._close()
+        item = _Item(self._record, self._num_items, kind)
+        self._num_items += 1
+        self._open = kind, item
+        return item
+
+    def _close(self, status: str = "completed") -> None:
+        if self._open is not None:
+            self._open[1].close(status)
+        self._open = None
+
+    def _finish(self) -> None:
+        outcome, record = self._job.ended(), self._record
+        output = outcome.outputs[0]
+        self._push(*self._stream.push(self._job.rest(0, output.text or "")))
+        answer = answer_of(output, self._service, self._job.ask.prompted, self._tools)
+        self._push(*self._stream.finish(answer))
+        is_cut = answer.finish_reason == "length"
+        if not self._num_items and not answer.calls:
+            self._item("message")
+        self._close("incomplete" if is_cut else "completed")
+        for call in answer.calls:
+            self._call(call)
+        usage = response_usage(outcome.usage, outcome.metrics, answer.num_reasoning_tokens)
+        record.response["usage"] = usage
+        if self._job.ask.events:
+            record.add("forethought", event=self._job.finished(outcome))
+        record.response["status"] = "incomplete" if is_cut else "completed"
+        if is_cut:
+            record.response["incomplete_details"] = {"reason": "max_output_tokens"}
+        self._snapshot("response.incomplete" if is_cut else "response.completed")
+
+    def _call(self, call: Call) -> None:
+        record, index = self._record, self._num_items
+        self._num_items += 1
+        item: dict[str, Any] = {
+            "id": f"fc_{uuid.uuid4().hex}",
+            "type": "function_call",
+            "status": "in_progress",
+            "call_id": call.id,
+            "name": call.name,
+            "arguments": "",
+        }
+        record.add("response.output_item.added", output_index=index, item=dict(item))
+        place = {"item_id": item["id"], "output_index": index}
+        kind = "response.function_call_arguments"
+        record.add(f"{kind}.delta", **place, delta=call.arguments)
+        record.add(f"{kind}.done", **place, name=call.name, arguments=call.arguments)
+        done = {**item, "status": "completed", "arguments": call.arguments}
+        record.response["output"].append(done)
+        record.add("response.output_item.done", output_index=index, item=done)
+
+    def _fail(self, status: str, kind: str, error: dict[str, Any] | None) -> None:
+        self._close("incomplete")
+        self._record.response |= {"status": status, "error": error}
+        self._snapshot(kind)
+
+    def _snapshot(self, kind: str) -> None:
+        response = {**self._record.response, "output": list(self._record.response["output"])}
+        self._record.add(kind, response=response)
