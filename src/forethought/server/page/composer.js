@@ -4,7 +4,7 @@ import { byId, el, fill } from "./dom.js";
 
 /**
  * @typedef {{name: string, default: any, description?: string}} Parameter
- * @typedef {{name: string, title?: string, paper?: string, summary?: string, parameters?: Parameter[]}} Method
+ * @typedef {{name: string, title?: string, paper?: string, summary?: string, available?: boolean, reason?: string | null, parameters?: Parameter[]}} Method
  * @typedef {{name: string, active: boolean, reason: string | null}} DrafterChoice
  * @typedef {{title: string, prompt: string, method?: string}} Example
  */
@@ -131,8 +131,9 @@ export class Composer {
     const method = this.method;
     const drafter = this.drafters.find(({ name }) => name === byId("drafter").value);
     const off = this.drafters.filter(({ name, active, reason }) => !active && reason && name !== "none");
+    const none = this.drafters.every(({ name }) => name === "none") ? "This server drafts nothing: start it with --speculative." : "";
     const all = off.length && off.length === this.drafters.filter(({ name }) => name !== "none").length;
-    const lines = [method?.summary, method?.paper, drafter?.reason, all ? `No drafts here: ${off[0].reason}` : ""];
+    const lines = [method?.summary, method?.paper && `(${method.paper}.)`, method?.reason, drafter?.reason, all ? `No drafts here: ${off[0].reason}` : "", none];
     fill(byId("about"), lines.filter(Boolean).join(" "));
   }
 
