@@ -82,7 +82,7 @@ def test_branches_and_scores_are_told_as_stages_apart_from_the_text():
     result = run(METHODS["best"]())
     stages = [e.output for e in result.events(stages=True) if isinstance(e.output, Stage)]
     names = [stage.name for stage in stages]
-    assert names == ["spawned"] * 4 + ["ended"] * 4 + ["scored"] * 4
+    assert names == ["spawned"] * 4 + ["ended"] * 4 + ["scored"] * 8 + ["selected"]
     assert {stage.branch for stage in stages[:4]} == {"0", "1", "2", "3"}
     assert {stage.why for stage in stages[4:8]} == {"done"}
     assert list(result.events()) == []

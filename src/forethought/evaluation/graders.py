@@ -96,7 +96,7 @@ class CodeGrader:
 
     A problem's fields are ``prompt`` (the program up to the body of a function), ``entry_point``
     (the function's name) and ``test`` (a program that defines ``check(function)``). Source:
-    "Evaluating Large Language Models Trained on Code" (Chen et al. 2021), section 2.
+    "Evaluating Large Language Models Trained on Code" (Chen et al. 2021).
 
     A program that ends before its tests have passed, by ``sys.exit()`` for example, is wrong: the
     last statement prints a random number, which has to arrive.

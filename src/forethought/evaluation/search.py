@@ -202,7 +202,7 @@ class Search:
 
 def _cheapest_good(rows: Sequence[ReportRow]) -> ReportRow:
     """The cheapest on the front within one standard error of the most accurate (the rule of
-    Breiman et al., "Classification and Regression Trees", 1984, section 3.4.3)."""
+    Breiman et al., "Classification and Regression Trees", 1984)."""
     front = front_of(rows)
     best = front[-1].correct
     error = math.sqrt(best.value * (1 - best.value) / best.trials)

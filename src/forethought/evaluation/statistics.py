@@ -4,12 +4,12 @@
 ``Proportion``           a share of right answers, with the score interval of Wilson (1927)
 ``clustered_interval``   the same where each problem was attempted several times: attempts at one
                          problem are no independent observations (Miller, "Adding Error Bars to
-                         Evals", 2024, arXiv 2411.00640, section 2.2)
+                         Evals", 2024, arXiv 2411.00640)
 ``compare_pairs``        two methods on the same problems: exact test and interval of the difference
 ``SequentialTest``       the same test, valid however often and whenever it is looked at
 ``pass_at_k``            Chen et al., "Evaluating Large Language Models Trained on Code", 2021
 ``CoverageFit``          how pass@k grows: Brown et al., "Large Language Monkeys", 2024, arXiv
-                         2407.21787, section 3
+                         2407.21787
 ``pareto_front``         what no other point beats in both cost and value
 =======================  =========================================================================
 

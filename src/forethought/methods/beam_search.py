@@ -12,7 +12,7 @@ With ``lookahead`` K a beam is ranked by the score of what K further greedy step
 are not kept: the lookahead search of the paper, MCTS without its random choices.
 
 Paper: Snell et al., "Scaling LLM Test-Time Compute Optimally can be More Effective than Scaling
-Model Parameters", 2024. arXiv 2408.03314, section 5.2. The defaults of ``width``, ``max_steps`` and
+Model Parameters", 2024. arXiv 2408.03314. The defaults of ``width``, ``max_steps`` and
 ``aggregation`` are those of search-and-learn.
 """
 
@@ -29,6 +29,7 @@ from forethought.scaffolding.search import (
     best_of,
     expect_multiple,
     merged,
+    tell,
 )
 from forethought.scaffolding.settings import POSITIVE_INT, OnFailure, validated
 
@@ -93,3 +94,5 @@ class BeamSearchController(SearchController):
             beams = merged([*(beam for beam in kept if beam.finished), *grown])
             yield from search.score(beams)
             kept, width = best_of(beams, count // self.width), self.width
+            why = f"it is not among the best {len(kept)}"
+            yield from tell("pruned", why, [beam for beam in beams if beam not in kept])

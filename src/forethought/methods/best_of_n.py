@@ -11,7 +11,7 @@ The score comes from a reward model, outcome or process (``NativeRewardControlle
 (``ConfidenceRewardController``).
 
 Paper: Li et al., "Making Large Language Models Better Reasoners with Step-Aware Verifier", 2022.
-The weighted choice is its voting verifier (arXiv 2206.02336, section 3.3).
+The weighted choice is its voting verifier (arXiv 2206.02336).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from forethought.scaffolding.answer_spaces import AnswerSpace
 from forethought.scaffolding.answers import AnswerPool
 from forethought.scaffolding.controller import Controller, expect_controller, refuse_arguments
 from forethought.scaffolding.parallel import Branch, Process, run_until
+from forethought.scaffolding.result import Stage
 from forethought.scaffolding.settings import ON_FAILURE, POSITIVE_INT, OnFailure, validated
 from forethought.scaffolding.task import GenerationTask
 
@@ -106,8 +107,12 @@ class BestOfNController(Controller):
         task = tasks[0]
         count = self.default_sample_num if sample_num is None else sample_num
         validated("sample_num", count, POSITIVE_INT)
-        samples = yield from self._sample(task, count, {**kwargs, **(generation_kwargs or {})})
+        options = {**kwargs, **(generation_kwargs or {})}
+        samples, paths = yield from self._sample(task, count, options)
         scores = yield from self._score(samples, reward_kwargs or {})
+        for path, score in zip(paths, scores, strict=True):
+            if score is not None:
+                yield Stage("scored", branch=path, fields={"score": score})
         scored = {number: score for number, score in enumerate(scores) if score is not None}
         told: dict[str, Any] = {"scores": scores}
         if self.choice == "weighted":
@@ -116,6 +121,7 @@ class BestOfNController(Controller):
             [samples[number] for number in scored], [*scored.values()], **(select_best_kwargs or {})
         )
         told["index"] = [*scored][index]
+        yield Stage("selected", branch=paths[told["index"]])
         task.result, task.request_handle = best.result, best.request_handle
         task.candidates = [
             None if sample.error is not None else sample.output_str for sample in samples
@@ -123,7 +129,11 @@ class BestOfNController(Controller):
         task.customized_result_fields["best_of_n"] = told
 
     def _sample(self, task: GenerationTask, count: int, options: Mapping[str, Any]) -> Process:
-        """Generate the samples; those that failed or were not finished have their ``error`` set."""
+        """Generate the samples; those that failed or were not finished have their ``error`` set.
+
+        Returns:
+            The samples, and the paths of their branches.
+        """
         samples = [task.copy() for _ in range(count)]
         for number, sample in enumerate(samples):
             sampling.vary(sample, number)
@@ -140,7 +150,7 @@ class BestOfNController(Controller):
         failures = [sample.error for sample in samples if sample.error is not None]
         if len(failures) == count:
             raise failures[0]
-        return samples
+        return samples, [branch.path for branch in branches]
 
     def _score(self, samples: Sequence[GenerationTask], options: Mapping[str, Any]) -> Process:
         """The samples' scores; if the budget ends before, 0 for each that has been finished."""

@@ -32,6 +32,7 @@ from forethought.scaffolding.answers import (
 )
 from forethought.scaffolding.controller import Controller, expect_controller
 from forethought.scaffolding.parallel import AsCompleted, Branch, Process
+from forethought.scaffolding.result import Stage
 from forethought.scaffolding.settings import (
     FUNCTION,
     OPTIONAL_POSITIVE_INT,
@@ -148,11 +149,13 @@ class BudgetVoteController(Controller):
         answers = [None if text is None else self.extract_answer(text) for text in texts]
         yield from pool.adding({n: said for n, said in enumerate(answers) if said is not None})
         winner = pool.winner
+        answer = None if winner is None else winner.answer
+        yield Stage("voted", fields={"answer": answer, "tally": pool.tally})
         chosen = samples[0 if winner is None else winner.first]
         task.result, task.samples = chosen.result, []
         task.request_handle = chosen.request_handle
         task.customized_result_fields["budget_vote"] = {
-            "answer": None if winner is None else winner.answer,
+            "answer": answer,
             "samples": len(samples),
             "tokens": sum(map(_num_tokens, samples)),
         }

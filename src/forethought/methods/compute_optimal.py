@@ -20,7 +20,7 @@ The paper predicts difficulty by the mean score that a reward model gives to 204
 five bins; agreement of a few probes is ours, and so are the defaults.
 
 Paper: Snell et al., "Scaling LLM Test-Time Compute Optimally can be More Effective than Scaling
-Model Parameters", 2024. arXiv 2408.03314, section 3.2.
+Model Parameters", 2024. arXiv 2408.03314.
 """
 
 from __future__ import annotations

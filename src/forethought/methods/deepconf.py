@@ -22,8 +22,7 @@ The confidence of a token is computed in the decode step; servers are asked for 
 Which samples are cancelled for their confidence is a function of the samples, whatever the order in
 which they end and however many tokens come at once. Which have ended at a consensus is not.
 
-Paper: Fu et al., "Deep Think with Confidence", 2025. arXiv 2508.15260, sections 3.1 (offline) and
-3.2 (online, algorithm 2). Its runs draw up to 512 samples; the default number here is ours.
+Paper: Fu et al., "Deep Think with Confidence", 2025. arXiv 2508.15260. Its runs draw up to 512 samples; the default number here is ours.
 """
 
 from __future__ import annotations
@@ -57,6 +56,7 @@ from forethought.scaffolding.controller import (
     expect_controller,
 )
 from forethought.scaffolding.parallel import Branch, Process, run_until
+from forethought.scaffolding.result import Stage
 from forethought.scaffolding.settings import (
     FUNCTION,
     ON_FAILURE,
@@ -142,6 +142,7 @@ class DeepConfController(Controller):
         vote = _Vote(self, tasks[0], count)
         yield from self._draw(vote, kwargs)
         yield from vote.count()
+        yield from vote.tell()
         vote.finish()
 
     def _check(self, tasks: Sequence[GenerationTask]) -> None:
@@ -302,7 +303,8 @@ class _Vote:
         """What runs the next sample."""
         sample = _Sample(self._method, self._task, len(self.samples), self.threshold)
         self.samples.append(sample)
-        return Branch(sample, [sample.task], options, self._method.on_failure)
+        sample.branch = Branch(sample, [sample.task], options, self._method.on_failure)
+        return sample.branch
 
     def on_end(self, branch: Any) -> Process:
         """Note that a sample has ended, which is never enough by itself."""
@@ -336,6 +338,22 @@ class _Vote:
         }
         known = {number: each for number, each in sorted(found.items()) if each is not None}
         return self._method.voters(known, self.threshold)
+
+    def tell(self) -> Process:
+        """Tell which samples vote, and the weight of each answer."""
+        voters, tally = self._voters(), dict[str, float]()
+        for group in self._pool.groups.values():
+            for number in sorted(group.members):
+                path, weight = self.samples[number].branch.path, voters.get(number)
+                if weight is None:
+                    yield Stage("pruned", "the others are more confident", path)
+                    continue
+                tally[group.answer] = tally.get(group.answer, 0.0) + weight
+                fields = {"answer": group.answer, "weight": weight}
+                yield Stage("voted", branch=path, fields=fields)
+        winner, _ = self._pool.heaviest(voters)
+        answer = None if winner is None else winner.answer
+        yield Stage("voted", fields={"answer": answer, "tally": tally})
 
     def finish(self) -> None:
         """Leave the winner's results on the task.
@@ -384,6 +402,7 @@ class _Sample:
 
     Attributes:
         task: its copy; a stream, if it may be stopped.
+        branch: that draws it.
         confidence: of its tokens; None before it has ended, and if it was stopped or failed.
         answer: the same.
         is_stopped: whether a group of its tokens fell below the threshold.
@@ -396,6 +415,7 @@ class _Sample:
     ) -> None:
         self._method, self._threshold = method, threshold
         self.task = task.copy()
+        self.branch: Branch
         sampling.vary(self.task, number)
         sampling.fill(self.task, method.reward.sample_params)
         if threshold is not None:
@@ -431,6 +451,8 @@ class _Sample:
             num_checked = len(values)
             if len(new) >= reward.window and lowest_group(new, reward.window) < threshold:
                 self.is_stopped = True
+                fields = {"score": lowest_group(new, reward.window), "threshold": threshold}
+                yield Stage("pruned", "a group of its tokens is below the threshold", None, fields)
                 break
         if self.is_stopped and not stream.end_flag:
             stream.cancel_flag = True

@@ -25,6 +25,7 @@ from forethought.scaffolding.search import (
     best_of,
     expect_multiple,
     merged,
+    tell,
 )
 from forethought.scaffolding.settings import POSITIVE_INT, OnFailure, validated
 
@@ -112,3 +113,5 @@ class _Subtree:
             beams = merged(grown)
             yield from search.score(beams)
             (beam,), numbers = best_of(beams, 1), range(len(self._numbers))
+            others = [other for other in beams if other is not beam]
+            yield from tell("pruned", "it is not the best of its subtree", others)

@@ -51,7 +51,7 @@ from forethought.scaffolding.answers import (
 from forethought.scaffolding.controller import Controller, refuse_arguments
 from forethought.scaffolding.execution_scope import current_scope
 from forethought.scaffolding.parallel import AsCompleted, ParallelProcess, Process
-from forethought.scaffolding.result import Delta, spans_within
+from forethought.scaffolding.result import Delta, Stage, spans_within
 from forethought.scaffolding.settings import BOOL, DIRECTORY, POSITIVE_INT, WORDS, validated
 from forethought.scaffolding.task import ComputeTask, GenerationTask, StreamGenerationTask
 
@@ -315,6 +315,10 @@ class DynasorGenerationController(Controller):
                     running.add(main)
                 if task.streaming_output_flag and agreed is None:
                     yield from stream.extend(main, _certain(main, probes, agreement))
+        if agreed is not None:
+            why = f"{agreement.count} probes in a row agree"
+            fields = {"answer": agreed.answer, "at": agreed.kept_tokens}
+            yield Stage("early_exit", why, fields=fields)
         yield from self._finish(task, main, agreement, agreed)
         if task.streaming_output_flag:
             yield from stream.extend(task, (task.output_str or "", task.num_generated))
@@ -363,6 +367,8 @@ class DynasorGenerationController(Controller):
         while probes and probes[0].answer is not None:
             probe = probes.popleft()
             yield from agreement.add(probe.answer or "")
+            fields = {"answer": probe.answer, "at": probe.kept_tokens, "agreeing": agreement.count}
+            yield Stage("probed", fields=fields)
             if agreement.reached:
                 return probe
         return None

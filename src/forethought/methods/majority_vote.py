@@ -54,6 +54,7 @@ from forethought.scaffolding.answers import (
 )
 from forethought.scaffolding.controller import Controller, expect_controller, refuse_arguments
 from forethought.scaffolding.parallel import AsCompleted, Branch, Process
+from forethought.scaffolding.result import Stage
 from forethought.scaffolding.settings import (
     BOOL,
     FUNCTION,
@@ -178,6 +179,7 @@ class MajorityVoteController(Controller):
             answer = None if winner is None else winner.answer
         samples = [branch.tasks if branch in voters else None for branch in branches]
         _store(tasks, chosen.tasks, samples)
+        yield Stage("voted", fields={"answer": answer, "tally": pool.tally})
         told = {"answer": answer, "samples": count, "finished": len(voters)}
         if self.statistical_stop is not None:
             told["probability"] = pool.lead_probability
@@ -286,8 +288,11 @@ class MajorityVoteController(Controller):
         votes = {n: self._answer(finished[n]) for n in sorted(finished) if n < last}
         given = {n: answer for n, answer in votes.items() if answer is not None}
         yield from pool.adding(given)
-        for number in votes:
-            del finished[number]
+        for number, answer in votes.items():
+            branch = finished.pop(number)
+            if answer is not None:
+                fields = {"answer": answer, "tally": pool.tally}
+                yield Stage("voted", branch=branch.path, fields=fields)
 
     @property
     def _overridden(self) -> bool:

@@ -14,7 +14,7 @@ The answer is the finished one with the best score, rollouts included; if there 
 with the best score is completed.
 
 Paper: Qi et al., "Mutual Reasoning Makes Smaller LLMs Stronger Problem-Solvers", 2024. arXiv
-2408.06195, section 3 (its search, UCT; not its actions and its second model). Values from a process
+2408.06195 (its search, UCT; not its actions and its second model). Values from a process
 reward model: Wang et al., "OpenR", 2024, arXiv 2410.09671. ``exploration`` is UCT's sqrt(2); the
 other defaults are ours.
 """
@@ -37,6 +37,7 @@ from forethought.scaffolding.search import (
     Search,
     SearchController,
     merged,
+    tell,
 )
 from forethought.scaffolding.settings import (
     NON_NEGATIVE_INT,
@@ -66,6 +67,13 @@ class _Node:
         return self.beam.finished or (
             self.expanded and all(child.exhausted for child in self.children)
         )
+
+    @property
+    def unvisited(self) -> list[Beam]:
+        """The beams from here on that could have been continued and were not."""
+        if not self.expanded:
+            return [] if self.beam.finished else [self.beam]
+        return [beam for child in self.children for beam in child.unvisited]
 
     def bound(self, exploration: float) -> float:
         """Its upper confidence bound, of a node that is not the root."""
@@ -154,6 +162,9 @@ class MCTSController(SearchController):
             values = yield from self._values(search, beams)
             leaf.expand(beams, values)
         yield from search.complete_best()
+        kept = search.best.path if search.best is not None else []
+        rest = [beam for beam in root.unvisited if beam not in kept]
+        yield from tell("pruned", "the iterations are over", rest)
 
     def _select(self, node: _Node) -> _Node:
         """The node to continue."""

@@ -13,7 +13,7 @@ weights are flattened, so that not all come from the same one. ``lookahead`` tak
 particle from what greedy steps beyond it make of it.
 
 Paper: Puri et al., "A Probabilistic Inference Approach to Inference-Time Scaling of LLMs using
-Particle-Based Monte Carlo Methods", 2025. arXiv 2502.01618, section 3. Annealing and look-ahead:
+Particle-Based Monte Carlo Methods", 2025. arXiv 2502.01618. Annealing and look-ahead:
 Giannone et al., "Mitigating Premature Exploitation in Particle-based Monte Carlo for Inference-Time
 Scaling", 2025; its temperature is the one of its_hub. The number of particles is our default.
 """

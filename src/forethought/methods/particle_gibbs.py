@@ -6,7 +6,7 @@ each step it competes with the new particles as it was at that step, can be draw
 and is never lost. Its steps are not generated again, and on the engine new particles fork from it.
 
 Paper: Puri et al., "A Probabilistic Inference Approach to Inference-Time Scaling of LLMs using
-Particle-Based Monte Carlo Methods", 2025. arXiv 2502.01618, section 3 (conditional sequential Monte
+Particle-Based Monte Carlo Methods", 2025. arXiv 2502.01618 (conditional sequential Monte
 Carlo of Andrieu et al. 2010). The numbers of particles and sweeps are our defaults.
 """
 

@@ -25,6 +25,7 @@ from forethought.scaffolding import verifier as verifiers
 from forethought.scaffolding.answers import AnswerPool, MathEquivalence, extract_answer_from_boxed
 from forethought.scaffolding.controller import Controller, expect_controller
 from forethought.scaffolding.parallel import AsCompleted, Branch, Process
+from forethought.scaffolding.result import Stage
 from forethought.scaffolding.settings import (
     BOOL,
     FUNCTION,
@@ -223,6 +224,7 @@ class _Sample:
             check = ComputeTask(self._method.verifier, task.question_text, task.output_str)
             yield [check]
             self.verdict = validated("verdict of the verifier", check.result, BOOL)
+            yield Stage("scored", fields={"accepted": self.verdict})
 
     def ended(self, error: Exception | None) -> bool:
         """Note that its branch has ended; returns the verdict, which is False without a text.

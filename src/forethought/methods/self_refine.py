@@ -8,7 +8,7 @@
         stop if fb says that the answer is correct
         y(t+1) = model(x, y0, fb0, ..., yt, fb, refine prompt)
 
-These are the steps of the paper's algorithm 1. Its refinement reads all earlier answers and
+These are the steps of the paper's algorithm. Its refinement reads all earlier answers and
 feedback, as here; its feedback reads the question and the last answer alone. Here it reads what the
 refinement reads, so that the sequence only grows and nothing is prefilled twice.
 

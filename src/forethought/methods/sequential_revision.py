@@ -5,7 +5,7 @@ them. The last is not always the best, as a right answer may be revised to a wro
 answer is chosen among all of the chain: by a reward model, or by a vote.
 
 Paper: Snell et al., "Scaling LLM Test-Time Compute Optimally can be More Effective than Scaling
-Model Parameters", 2024. arXiv 2408.03314, section 6. Its model is trained to revise and sees at
+Model Parameters", 2024. arXiv 2408.03314. Its model is trained to revise and sees at
 most the last four answers; here any model is asked for a revision and sees all. The number of
 revisions and the text are ours.
 """

@@ -13,7 +13,7 @@ Proposed steps do not end an answer: that is generated as the last of ``max_step
 Questions to the model are put behind the beam that they are about, as a fork of it.
 
 Paper: Yao et al., "Tree of Thoughts: Deliberate Problem Solving with Large Language Models", 2023.
-arXiv 2305.10601, section 3 (algorithms 1 and 2). The numbers are those of its Game of 24 (b = 5,
+arXiv 2305.10601. The numbers are those of its Game of 24 (b = 5,
 three values of sure = 20, likely = 1 and impossible = 0.001); the wording of the prompts is ours.
 """
 
@@ -37,6 +37,7 @@ from forethought.scaffolding.search import (
     SearchController,
     best_of,
     merged,
+    tell,
 )
 from forethought.scaffolding.settings import POSITIVE_INT, TEXT, OnFailure, validated
 from forethought.scaffolding.task import GenerationTask
@@ -137,6 +138,8 @@ class TreeOfThoughtsController(SearchController):
             beams = merged([*(beam for beam in kept if beam.finished), *grown])
             yield from self._judge(search, beams)
             kept = best_of(beams, count)
+            why = f"it is not among the best {len(kept)}"
+            yield from tell("pruned", why, [beam for beam in beams if beam not in kept])
 
     def _depth_first(self, search: Search) -> Process:
         waiting = [search.root]
@@ -150,6 +153,8 @@ class TreeOfThoughtsController(SearchController):
             yield from self._judge(search, beams)
             entered = [b for b in beams if b.score is not None and b.score > self.threshold]
             waiting += reversed(best_of(entered, len(entered)))
+            why = f"its score is not above {self.threshold}"
+            yield from tell("pruned", why, [beam for beam in beams if beam not in entered])
 
     # ---- steps --------------------------------------------------------------------------------
 
@@ -189,6 +194,7 @@ class TreeOfThoughtsController(SearchController):
         else:
             yield from self._vote(search, beams)
         search.note(new)
+        yield from tell("scored", "", new)
 
     def _value(self, search: Search, beams: Sequence[Beam]) -> Process:
         numbers = range(self.num_evaluations)

@@ -347,6 +347,12 @@ class AnswerPool:
         return min(self.groups.values(), key=lambda g: (-len(g.members), g.first), default=None)
 
     @property
+    def tally(self) -> dict[str, int]:
+        """The number of votes by answer, the largest first."""
+        groups = sorted(self.groups.values(), key=lambda g: (-len(g.members), g.first))
+        return {group.answer: len(group.members) for group in groups}
+
+    @property
     def lead_probability(self) -> float:
         """Probability that the largest group leads the second in the long run.
 
@@ -386,7 +392,7 @@ def lead_probability(votes: int, others: int) -> float:
 
         P = sum over j = 0 .. votes of C(n, j) / 2^n        n = votes + others + 1
 
-    Adaptive consistency (Aggarwal et al. 2023, arXiv 2305.11860, section 3) stops at 0.95.
+    Adaptive consistency (Aggarwal et al. 2023, arXiv 2305.11860) stops at 0.95.
     """
     n = votes + others + 1
     favourable: int = sum(math.comb(n, j) for j in range(votes + 1))

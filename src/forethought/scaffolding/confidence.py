@@ -2,7 +2,7 @@
 
 ``SamplingParams(confidence=20)`` lets the decode step compute a ``TokenConfidence`` per token. Here
 they are put together, as DeepConf does (Fu et al. 2025, "Deep Think with Confidence", arXiv
-2508.15260, section 2)::
+2508.15260)::
 
     token confidences   c1 c2 c3 c4 c5 c6 ...
     groups of 3         [......]                their means, one per token from the third on
@@ -86,7 +86,7 @@ def bottom_groups(values: Sequence[float], window: int = WINDOW, share: float = 
 
 
 def stop_threshold(lowest: Sequence[float], kept: float) -> float:
-    """The group confidence below which online DeepConf stops a sample (section 3.2).
+    """The group confidence below which online DeepConf stops a sample.
 
     Args:
         lowest: the ``lowest_group`` of each warm-up sample, at least one.

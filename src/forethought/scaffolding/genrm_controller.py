@@ -9,7 +9,7 @@ over several verifications (GenRM-CoT with a vote)::
 With no verification (``num_verifications=0``) the question is asked at once (direct GenRM).
 
 Paper: Zhang et al., "Generative Verifiers: Reward Modeling as Next-Token Prediction", 2024. arXiv
-2408.15240, sections 3.2 and 3.3. The paper trains the verifier; any model can be asked. The
+2408.15240. The paper trains the verifier; any model can be asked. The
 instruction and the question are the paper's; the number of verifications is ours (the paper goes
 up to 32).
 """

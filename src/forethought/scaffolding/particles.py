@@ -1,7 +1,7 @@
 """Particles: answers that are continued, weighted by their scores, and drawn anew after each step.
 
 Sequential Monte Carlo of Puri et al. 2025 ("A Probabilistic Inference Approach to Inference-Time
-Scaling of LLMs using Particle-Based Monte Carlo Methods", arXiv 2502.01618, section 3): the score r
+Scaling of LLMs using Particle-Based Monte Carlo Methods", arXiv 2502.01618): the score r
 of a process reward model is the probability that the answer so far is good, and the weight of its
 particle is the odds r / (1 - r). Scores of .9, .8 and .5 are odds of 9, 4 and 1, and so
 probabilities of .643, .286 and .071 to be drawn.
@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 
 from forethought.errors import ParameterError
 from forethought.scaffolding.parallel import Process
-from forethought.scaffolding.search import Beam, Search
+from forethought.scaffolding.search import Beam, Search, tell
 
 Weighting = Literal["odds", "softmax"]
 Resampling = Literal["multinomial", "systematic"]
@@ -158,7 +158,9 @@ def sweep(
         if all(beam.finished for beam in particles):
             return particles, shares
         drawn = draw(shares, count - len(paths), settings.resampling, search.random)
-        particles = [*followed, *(particles[index] for index in drawn)]
+        before, particles = particles, [*followed, *(particles[index] for index in drawn)]
+        dropped = [beam for beam in dict.fromkeys(before) if beam not in particles]
+        yield from tell("pruned", "it was not drawn", dropped)
 
 
 def _shares(beams: Sequence[Beam], settings: ParticleSettings, progress: float) -> list[float]:

@@ -216,7 +216,8 @@ class Stage:
     """
 
     name: str
-    """``spawned``, ``probed``, ``scored``, ``pruned``, ``voted``, ``ended``, or another."""
+    """``spawned``, ``probed``, ``scored``, ``pruned``, ``voted``, ``selected``, ``ended``, or
+    another; docs/traces.md has the table of those that the methods here tell."""
     why: str = ""
     """The reason: for ``ended`` it is ``done``, ``failed``, ``cancelled`` or ``budget``."""
     branch: str | None = None

@@ -33,7 +33,7 @@ from forethought.scaffolding.confidence import ConfidenceRewardController
 from forethought.scaffolding.controller import Controller, expect_controller, refuse_arguments
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.prm_controller import AGGREGATIONS, StepAggregation
-from forethought.scaffolding.result import ScaffoldingOutput
+from forethought.scaffolding.result import ScaffoldingOutput, Stage
 from forethought.scaffolding.settings import (
     NON_NEGATIVE_INT,
     ON_FAILURE,
@@ -273,6 +273,7 @@ class Search:
             yield from self._score_ahead(new)
         finally:
             self.note(new)
+        yield from tell("scored", "", new)
 
     def _score_ahead(self, beams: Sequence[Beam]) -> Process:
         ahead = beams
@@ -438,6 +439,7 @@ class SearchController(Controller):
             over_budget = True
         best = chosen or search.best
         assert best is not None, "a search that comes to its end has finished an answer"
+        yield from tell("selected", "", [best])
         search.store(best, task)
         texts = [answer.text for answer in search.answers]
         task.customized_result_fields[self.name] = {
@@ -470,6 +472,29 @@ def merged(beams: Iterable[Beam]) -> list[Beam]:
     for beam in beams:
         first.setdefault((beam.text, beam.finished), beam)
     return list(first.values())
+
+
+def tell(name: str, why: str, beams: Iterable[Beam]) -> Process:
+    """Yield a ``Stage`` for each beam.
+
+    Its fields are the numbers of the ``beam`` (those of the beam before it without the last one),
+    its ``score``, the ``text`` of its last step and whether it is ``finished``.
+
+    Args:
+        name: of the stage: ``scored``, ``pruned`` or ``selected``.
+        why: the reason.
+        beams: that it is about.
+    """
+    for beam in beams:
+        scored = beam.score is not None and math.isfinite(beam.score)
+        before = "" if beam.parent is None else beam.parent.text
+        fields = {
+            "beam": list(beam.numbers),
+            "score": beam.score if scored else None,
+            "text": beam.text.removeprefix(before),
+            "finished": beam.finished,
+        }
+        yield Stage(name, why, fields=fields)
 
 
 def best_of(beams: Sequence[Beam], count: int) -> list[Beam]:
