@@ -3,6 +3,7 @@
 #   make demo      the main job on the embedded models: three tables, a picture, one JSON line
 #   make test      ruff, mypy and the import contracts, then the tests (but the slow ones)
 #   make test-all  the same, with the slow tests
+#   make test-page the server's page in Chromium, its types and its accessibility
 #   make lint      only the first half of that
 #   make format    let ruff fix what it can
 #   make bench     speed on this machine: against transformers, and of every drafter
@@ -27,7 +28,7 @@ export PYTHONPATH := src
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format bench gpu reasoner drafter heads countdown prm clean
+.PHONY: help demo test test-all test-page lint format bench gpu reasoner drafter heads countdown prm clean
 
 help:
 	@sed -n 's/^#   make /  make /p' Makefile
@@ -52,10 +53,20 @@ format: $(setup)
 	@$(PY) -m ruff format .
 
 test: lint
-	@$(PY) -m pytest -n 2 -m "not slow"
+	@$(PY) -m pytest -n 2 -m "not slow and not page"
 
 test-all: lint
-	@$(PY) -m pytest -n 2
+	@$(PY) -m pytest -n 2 -m "not page"
+
+# The types need tsc and the accessibility axe-core; where npm cannot fetch them, those tests are skipped.
+PAGE       := page
+PAGE_TOOLS := build/page-tools
+test-page: $(setup)
+	@$(PY) tests/page/browser.py
+	@if command -v npm >/dev/null && [ ! -d $(PAGE_TOOLS)/node_modules ]; then \
+		timeout -k 5 120 npm install --silent --no-fund --no-audit --prefix $(PAGE_TOOLS) typescript@5 axe-core@4 \
+		|| echo "npm cannot fetch typescript and axe-core here"; fi
+	@$(PY) -m pytest -m "$(PAGE)" tests/page
 
 bench: $(setup)
 	@$(PY) -m benchmarks.generate_vs_transformers

@@ -48,7 +48,7 @@ KEYS = {
     "Down": "\ue015",
 }
 
-PATIENCE = 15.0
+PATIENCE = 100.0
 """Seconds until a condition counts as never met: a loaded machine is slow."""
 
 

@@ -138,7 +138,7 @@ class StandIn:
                 if self.path in JSON:
                     self._send("application/json", json.dumps(JSON[self.path]).encode())
                     return
-                name = "index.html" if self.path == "/" else self.path.removeprefix("/page/")
+                name = self.path.removeprefix("/") or "index.html"
                 found = files("forethought.server") / "page" / name
                 if "/" in name or not found.is_file():
                     self.send_error(404)

@@ -420,8 +420,8 @@ def test_a_frame_of_64_branches_paints_only_what_is_new(browser: Browser):
         open_page(browser, server.address)
         counts = browser.run_async(
             """
-            const { Run } = await import(args[0] + "page/run.js");
-            const { Timeline } = await import(args[0] + "page/timeline.js");
+            const { Run } = await import(args[0] + "run.js");
+            const { Timeline } = await import(args[0] + "timeline.js");
             const request = { model: "m", messages: [{ role: "user", content: "q" }] };
             const run = new Run({ id: "a", created: 0, request });
             run.apply({ type: "started", at: 0 });

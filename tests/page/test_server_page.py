@@ -53,6 +53,10 @@ def address(server: subprocess.Popen[bytes], log: Path) -> str:
     raise AssertionError(f"the server did not start:\n{log.read_text()[-2000:]}")
 
 
+slow = pytest.mark.slow
+"""Loads the model: the others are enough where time is short."""
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log = tmp_path_factory.mktemp("serve") / "log"
@@ -68,6 +72,7 @@ def open_fresh(browser: Browser, server: str) -> None:
     open_page(browser, server)
 
 
+@slow
 def test_a_chain_ends_early_and_what_it_saved_is_shown_beside_plain_decoding(
     browser: Browser, server: str
 ):
@@ -90,6 +95,7 @@ def test_a_chain_ends_early_and_what_it_saved_is_shown_beside_plain_decoding(
     assert "Off" in texts(browser, ".speculation")[1]
 
 
+@slow
 def test_samples_vote_in_lanes_of_their_own(browser: Browser, server: str):
     open_fresh(browser, server)
     browser.set("#method", "majority_vote")
@@ -104,6 +110,7 @@ def test_samples_vote_in_lanes_of_their_own(browser: Browser, server: str):
     assert figure(browser, "Branches") == "4"
 
 
+@slow
 def test_an_edited_question_reuses_the_conversation_before_it(browser: Browser, server: str):
     open_fresh(browser, server)
     ask(browser, QUESTION)
@@ -122,7 +129,7 @@ def test_a_long_answer_is_stopped_and_another_is_left_by_a_reload(
     browser: Browser, tmp_path: Path
 ):
     script = tmp_path / "script.yaml"
-    script.write_text("- text: one two three\n  delay: 0\n  seconds_per_token: 2\n" * 2)
+    script.write_text('"*": {text: one two three, seconds_per_token: 5}\n')
     with serving(tmp_path / "log", "--worker", "scripted", str(script)) as slow:
         open_page(browser, slow)
         ask(browser, "stop me")
@@ -143,7 +150,7 @@ def test_a_long_answer_is_stopped_and_another_is_left_by_a_reload(
 def test_hostile_text_of_a_served_model_is_text(browser: Browser, tmp_path: Path):
     hostile = "<script>document.title='hacked'</script> \\e[31m \\u202E"
     script = tmp_path / "script.yaml"
-    script.write_text(f'- text: "{hostile}"\n')
+    script.write_text(f'"*": {{text: "{hostile}"}}\n')
     with serving(tmp_path / "log", "--worker", "scripted", str(script)) as server:
         open_page(browser, server)
         ask(browser, "hostile")

@@ -38,7 +38,7 @@ export class RunView {
     const lanes = el("div", { class: "timeline" });
     this.legend = el("div", { class: "legend small muted" });
     this.branchName = el("h3", {}, "Text");
-    this.text = new TextView(el("div", { class: "branch-text", tabindex: 0, role: "region", "aria-label": "Text of the branch", dir: "auto" }));
+    this.text = new TextView(el("div", { class: "branch-text", tabindex: 0, role: "group", "aria-label": "Text of the branch", dir: "auto" }));
     this.stages = el("ol", { class: "stages", tabindex: 0, "aria-label": "What the method decided" });
     this.noStages = el("p", { class: "muted small" }, "The method has decided nothing yet.");
     this.element = el(
