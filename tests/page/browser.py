@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import shutil
@@ -133,10 +134,8 @@ class Browser:
     def close(self) -> None:
         """End browser and driver."""
         if self._session:
-            try:
+            with contextlib.suppress(BrowserError, OSError):
                 self._call("DELETE", "")
-            except (BrowserError, OSError):
-                pass
             self._session = ""
         self._driver.terminate()
         try:
@@ -215,7 +214,7 @@ class Browser:
             }
         """
         value = self.run_async(script % condition, *arguments, 1000 * patience)
-        if not value or isinstance(value, str) and value.startswith("TypeError"):
+        if not value or (isinstance(value, str) and value.startswith("TypeError")):
             shown = str(self.run("return document.body.innerText"))[:1500]
             raise BrowserError(f"never true: {condition} ({value})\n{shown}")
         return value
@@ -298,7 +297,7 @@ def main() -> int:
         with Browser() as browser:
             browser.open("about:blank")
     except (BrowserError, OSError) as error:
-        print(f"no browser for the page's tests: {error}", file=sys.stderr)
+        sys.stderr.write(f"no browser for the page's tests: {error}\n")
         return 1
     return 0
 

@@ -28,7 +28,9 @@ def status(browser: Browser, begins: str) -> str:
 
 def shows(browser: Browser, selector: str, text: str) -> None:
     """Wait until some element holds this text."""
-    condition = "[...document.querySelectorAll(args[0])].some((e) => e.textContent.includes(args[1]))"
+    condition = (
+        "[...document.querySelectorAll(args[0])].some((e) => e.textContent.includes(args[1]))"
+    )
     browser.wait(condition, selector, text)
 
 

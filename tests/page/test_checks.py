@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from page.browser import Browser
 from page.stand_in import StandIn
 from page.steps import ask, open_page, shows, status

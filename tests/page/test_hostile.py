@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+
 from page.browser import Browser
 from page.stand_in import Item, StandIn, finished, started
 from page.steps import ask, open_page, shows, status, texts

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
 from page.browser import Browser
 from page.steps import ask, figure, open_page, shows, status, texts
 
@@ -125,9 +126,7 @@ def test_an_edited_question_reuses_the_conversation_before_it(browser: Browser, 
     assert "prompt tokens reused" in status(browser, "Answered: ")
 
 
-def test_a_long_answer_is_stopped_and_another_is_left_by_a_reload(
-    browser: Browser, tmp_path: Path
-):
+def test_a_long_answer_is_stopped_and_another_is_left_by_a_reload(browser: Browser, tmp_path: Path):
     script = tmp_path / "script.yaml"
     script.write_text('"*": {text: one two three, seconds_per_token: 5}\n')
     with serving(tmp_path / "log", "--worker", "scripted", str(script)) as slow:
@@ -142,9 +141,7 @@ def test_a_long_answer_is_stopped_and_another_is_left_by_a_reload(
         browser.reload()
         shows(browser, ".run .status", "interrupted")
         assert browser.text(".branch-text").startswith("o")
-        browser.wait(
-            "fetch('/v1/load').then((r) => r.json()).then((load) => load.running === 0)"
-        )
+        browser.wait("fetch('/v1/load').then((r) => r.json()).then((load) => load.running === 0)")
 
 
 def test_hostile_text_of_a_served_model_is_text(browser: Browser, tmp_path: Path):
@@ -155,7 +152,5 @@ def test_hostile_text_of_a_served_model_is_text(browser: Browser, tmp_path: Path
         open_page(browser, server)
         ask(browser, "hostile")
         status(browser, "Answered")
-        assert browser.text(".answer") == (
-            "<script>document.title='hacked'</script> ␛[31m ⟨RLO⟩"
-        )
+        assert browser.text(".answer") == ("<script>document.title='hacked'</script> ␛[31m ⟨RLO⟩")
         assert browser.run("return document.title") == "forethought"

@@ -23,8 +23,8 @@ Probing", 2025. The texts and defaults are those of TensorRT-LLM's blog on scaff
 from __future__ import annotations
 
 import importlib
+import itertools
 import logging
-import os
 import re
 import threading
 from collections import deque
@@ -451,8 +451,9 @@ class _OutputStream:
         start, new = self._characters, text[self._characters :]
         self._characters, self._tokens = len(text), max(count, self._tokens)
         if new or tokens:
-            own = os.path.commonprefix([(self._main.output_str or "")[start:], new])
-            drafts = spans_within(self._main.draft_spans, start, start + len(own))
+            pairs = zip((self._main.output_str or "")[start:], new, strict=False)
+            own = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+            drafts = spans_within(self._main.draft_spans, start, start + own)
             delta = Delta(new, tuple(tokens), "dynasor", tuple(drafts))
             self._task.streaming_output_list.append(delta)
             yield delta

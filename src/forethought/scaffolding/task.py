@@ -186,8 +186,8 @@ class GenerationTask(sampling.SamplingFields, Task):
     """The thought under a thinking budget, where the worker enforces that itself."""
     context_logits: Any = field(default=None, init=False, repr=False)
     draft_spans: list[DraftSpan] = field(default_factory=list, init=False, repr=False)
-    """Where drafts were verified in ``output_str``, in order, as far as its worker knows; on a stream
-    some may lie behind what it has brought."""
+    """Where drafts were verified in ``output_str``, in order, as far as its worker knows; on a
+    stream some may lie behind what it has brought."""
     samples: list[ScaffoldingOutput] = field(default_factory=list, init=False, repr=False)
     """All ``n`` of them; the fields above are those of the first."""
     candidates: list[str | None] = field(default_factory=list, init=False, repr=False)

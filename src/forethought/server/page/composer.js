@@ -56,7 +56,7 @@ export class Composer {
       choices.map(({ name, active }) => el("option", { value: name, disabled: !active }, active ? name : `${name} (off)`)),
       el("option", { value: "none" }, "none"),
     );
-    fill(byId("examples"), examples.slice(0, 6).map((example) => this.exampleButton(example)));
+    fill(byId("examples"), examples.slice(0, 3).map((example) => this.exampleButton(example)));
     this.restore();
     this.onMethod();
   }
