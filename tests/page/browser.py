@@ -207,7 +207,7 @@ class Browser:
             const met = () => (%s);
             const end = performance.now() + args.pop();
             for (;;) {
-              const value = met();
+              const value = await met();
               if (value) return value;
               if (performance.now() > end) return null;
               await new Promise((resolve) => setTimeout(resolve, 15));

@@ -179,6 +179,7 @@ def test_a_kept_run_is_opened_compared_and_deleted(browser: Browser):
         assert texts(browser, ".run h2") == ["dynasor", "plain"]
         browser.click("#open-runs")
         shows(browser, ".run-list li", "one")
+        browser.wait("document.querySelectorAll('.run-list li').length === 2")
         browser.run("document.querySelectorAll('.run-list .open')[1].click()")
         shows(browser, ".turn .answer", "answer to one")
         browser.click("#open-runs")
@@ -242,6 +243,8 @@ def test_an_exported_page_runs_nothing_and_is_imported_again(browser: Browser, t
                 browser.click("#open-runs")
                 shows(browser, ".run-list .open", "export me")
                 browser.click(".run-list .open")
+                shows(browser, ".run h2", "plain")
+                browser.wait("!document.querySelector('#runs').open")
             else:
                 assert json.loads(made)["record"]["request"]["messages"][0]["content"] == (
                     "export me"

@@ -290,6 +290,7 @@ async function restore() {
 
 /** The list of kept runs. @param {Run | null} against the run to compare the chosen one with */
 async function showRuns(against) {
+  fill(byId("run-list"));
   const records = await store.listRuns().catch((error) => (storeFailed(error), []));
   fill(byId("runs-heading"), against ? `Compare ${against.method} with` : "Runs");
   const rows = records.filter((record) => record.id !== against?.id).map((record) => runRow(record, against));

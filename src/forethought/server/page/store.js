@@ -45,7 +45,10 @@ export class Store {
    * @param {(store: IDBObjectStore) => IDBRequest<T>} use
    */
   async use(name, mode, use) {
-    return result(use((await this.database).transaction(name, mode).objectStore(name)));
+    const transaction = (await this.database).transaction(name, mode);
+    const done = result(use(transaction.objectStore(name)));
+    if (mode === "readwrite") transaction.commit(); // even if the page is left now
+    return done;
   }
 
   /** Takes in the events that were not stored yet when the page was left. */
