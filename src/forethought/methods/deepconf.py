@@ -22,7 +22,8 @@ The confidence of a token is computed in the decode step; servers are asked for 
 Which samples are cancelled for their confidence is a function of the samples, whatever the order in
 which they end and however many tokens come at once. Which have ended at a consensus is not.
 
-Paper: Fu et al., "Deep Think with Confidence", 2025. arXiv 2508.15260. Its runs draw up to 512 samples; the default number here is ours.
+Paper: Fu et al., "Deep Think with Confidence", 2025. arXiv 2508.15260. Its runs draw up
+to 512 samples; the default number here is ours.
 """
 
 from __future__ import annotations

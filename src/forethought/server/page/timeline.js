@@ -20,8 +20,8 @@ import { short } from "./text.js";
 const LANE = 24;
 const AXIS = 22;
 const MARGIN = 8;
-/** Seconds without a token after which a lane shows a gap. */
-const GAP = 0.25;
+/** The share of the axis without a token after which a lane shows a gap. */
+const GAP = 0.03;
 const NUM_DRAFTER_COLOURS = 6;
 
 /** The colour, from 0, of a drafter of a run. @param {Run} run @param {string} drafter */
@@ -243,7 +243,7 @@ export class Timeline {
     const before = number ? branch.pieces[number - 1].at : branch.start;
     const to = Math.round(2 * this.x(piece.at)) / 2; // half pixels are whole ones on most screens
     if (to <= lane.inked) return; // it is painted already
-    const begin = piece.at - before > GAP ? to - 1 : Math.round(2 * this.x(before)) / 2;
+    const begin = piece.at - before > GAP * this.range ? to - 1 : Math.round(2 * this.x(before)) / 2;
     const from = Math.min(to - 0.5, Math.max(lane.inked, begin));
     lane.inked = to;
     const top = lane.row * LANE;
