@@ -124,7 +124,8 @@ class SpeculationMetrics:
     accepted_by_position: list[int] = field(default_factory=list)
     """Entry k: steps in which at least k + 1 tokens in a row were accepted."""
     synthetic: bool = False
-    """Acceptance was made up (``synthetic_acceptance``, or its length): the tokens mean nothing."""
+    """Acceptance was synthetic (``synthetic_acceptance``, or its length): the tokens are
+    meaningless."""
     lossy: bool = False
     """Drafts were accepted by another rule than the exact one, which was asked for: the tokens do
     not have the distribution of plain decoding."""

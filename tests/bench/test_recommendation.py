@@ -53,7 +53,7 @@ def test_where_nothing_pays_nothing_is_recommended():
     assert advice.lines()[0].startswith("Recommended: no speculation")
 
 
-def test_made_up_acceptance_is_never_recommended():
+def test_synthetic_acceptance_is_never_recommended():
     found = rows(ngram=[1.5, 1.5, 1.5])
     found += [row(SUFFIX, batch, 9.0, synthetic=True) for batch in (1, 4, 16)]
     advice = recommend(found)

@@ -83,6 +83,7 @@ def test_a_task_brings_its_problems_instruction_and_grader(server, tmp_path, cap
 def test_a_search_proposes_a_command(server, own, capsys):
     options = ["--search", "--search-tokens", "9999", "--search-samples", "2,3"]
     options += ["--search-budgets", "2,none", "--methods", "plain,majority_vote"]
+    options += ["--all-samples", "--seed", "5"]
     assert main(["eval", *on(server), *options, *own]) == 0
     out = capsys.readouterr().out
     search = json.loads(out.splitlines()[-1])["search"]
@@ -93,6 +94,9 @@ def test_a_search_proposes_a_command(server, own, capsys):
     [line] = [line for line in out.splitlines() if line.startswith("Use it: ")]
     command = shlex.split(line.removeprefix("Use it: "))
     assert command[:4] == ["forethought", "eval", "--methods", "plain"]
+    assert command[command.index("--seed") + 1] == "5"
+    assert "--all-samples" in command
+    assert "--unsafe-code" not in command
     assert main([*command[1:], *own[2:]]) == 2  # the journal there is the search's
     assert "methods was" in capsys.readouterr().err
     assert main([*command[1:], *own[2:], "--fresh"]) == 0
@@ -112,6 +116,9 @@ def test_a_search_proposes_a_command(server, own, capsys):
         (["--stop-when-decided", "1.5"], "invalid level"),
         (["--stop-when-decided", "--repeats", "2"], "stopped early"),
         (["--methods", "plain,"], "has an empty entry"),
+        (["--methods", "plain,majority_vote@2, plain"], "'plain' is given twice"),
+        (["--methods", "majority_vote@2", "--temperature", "0"], "all 2 samples of MajorityVote"),
+        (["--search", "--search-tokens", "9", "--search-samples", "2, 2"], "@2' is given twice"),
         (["--unsafe-code"], "--unsafe-code needs a task"),
         (
             ["--methods", "repeated_sampling", "--set", "verifier=countdown"],

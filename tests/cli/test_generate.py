@@ -71,8 +71,8 @@ def test_json_is_one_object_and_nothing_else(capsys, expected):
     "options",
     [
         ["--method", "dynasor", "--set", "chunk_size=4", "--temperature", "0"],
-        ["--method", "majority_vote", "--set", "default_sample_num=3", "--temperature", "0"],
-        ["--method", "dynasor+majority_vote", "--temperature", "0", "--json"],
+        ["--method", "majority_vote", "--set", "default_sample_num=1", "--temperature", "0"],
+        ["--method", "dynasor+majority_vote@1", "--temperature", "0", "--json"],
     ],
 )
 def test_a_method_that_changes_nothing_here_gives_the_same_answer(capsys, expected, options):
@@ -246,6 +246,10 @@ def test_ctrl_c_leaves_the_text_so_far_on_a_line_of_its_own(capsys, monkeypatch)
         (["--method", "dynasor", "--set", "chunk_size"], "key=value"),
         (["--method", "dynasor", "--set", "chunk_size=0"], "at least 1"),
         (["--method", "best_of_n"], "--reward-model DIR"),
+        (
+            ["--method", "plain+majority_vote@3", "--temperature", "0"],
+            "all 3 samples of MajorityVote",
+        ),
         (["--temperature", "-1"], "temperature"),
         (["--temperature", "nan"], "temperature"),
         (["--top-p", "0"], "top_p"),

@@ -64,19 +64,19 @@ def test_a_request_without_drafts_is_exact_and_not_marked(heads: Path) -> None:
 
 def synthetic(rate: float | None = None, length: float | None = None) -> list[DecodingBaseConfig]:
     drafter = drafters.PerRequest(lambda request: [7] * request.max_draft_len)
-    made_up = {"synthetic_acceptance": rate, "synthetic_acceptance_length": length}
-    return [UserProvidedDecodingConfig(max_draft_len=3, drafter=drafter, **made_up)]
+    synthetic = {"synthetic_acceptance": rate, "synthetic_acceptance_length": length}
+    return [UserProvidedDecodingConfig(max_draft_len=3, drafter=drafter, **synthetic)]
 
 
 @pytest.mark.parametrize(("rate", "per_step"), [(0.0, 1.0), (1.0, 4.0)])
-def test_made_up_acceptance_takes_all_or_nothing_at_its_ends(rate: float, per_step: float) -> None:
+def test_synthetic_acceptance_takes_all_or_none_at_its_ends(rate: float, per_step: float) -> None:
     for each in run(synthetic(rate), GREEDY.replace(max_tokens=61)):
         assert each.metrics.mean_acceptance_length == per_step
         assert each.metrics.synthetic
         assert each.metrics.lossy
 
 
-def test_made_up_acceptance_has_its_rate() -> None:
+def test_synthetic_acceptance_has_its_rate() -> None:
     """Mean over 3 x 200 tokens with rate 0.7: 1 + 0.7 + 0.49 + 0.343 = 2.533, within 0.25."""
     machine = engine(pages=256, speculative=synthetic(0.7), max_length=230)
     params = GREEDY.replace(max_tokens=200)
@@ -102,7 +102,7 @@ def test_a_forced_length_is_the_tokens_of_a_step_on_average(length: float) -> No
     assert len(found.accepted_by_position) <= math.ceil(length) - 1
 
 
-def test_made_up_acceptance_is_a_function_of_the_seed() -> None:
+def test_synthetic_acceptance_is_a_function_of_the_seed() -> None:
     lengths = [
         [each.metrics.accepted_by_position for each in run(synthetic(0.5), SAMPLED)]
         for _ in range(2)

@@ -84,9 +84,11 @@ def per_step(sequences: list[Sequence]) -> float:
     return 1 + sum(sequence.metrics.accepted for sequence in sequences) / steps
 
 
-@pytest.mark.parametrize("reuse", [True, False], ids=["prefix cache", "no prefix cache"])
-@pytest.mark.parametrize("chunked", [True, False], ids=["chunked", "whole prompts"])
-@pytest.mark.parametrize("batch", [1, 7])
+@pytest.mark.parametrize(
+    ("batch", "chunked", "reuse"),  # every pair of values occurs
+    [(1, True, True), (1, False, False), (7, True, False), (7, False, True)],
+    ids=["chunked, cache", "alone", "batch, chunked", "batch, cache"],
+)
 @pytest.mark.parametrize("name", SHIPPED)
 def test_greedy_tokens_are_those_of_plain_decoding_in_far_fewer_steps(
     name: str, batch: int, chunked: bool, reuse: bool

@@ -86,7 +86,7 @@ def test_settings_go_to_the_method_and_the_engine_and_the_question_to_its_verifi
         messages = [ChatMessageUser(content="first"), ChatMessageAssistant(content="no")]
         output = generate(made, [*messages, ChatMessageUser(content="second")], max_tokens=4)
         assert asked == ["second", "second"]
-        assert output.metadata["repeated_sampling"]["verdicts"] == [False, False]
+        assert output.metadata["repeated_sampling"]["verified"] == [False, False]
         assert output.stop_reason == "max_tokens"
         long = generate(made, "many words " * 2000)
         assert long.stop_reason == "model_length"

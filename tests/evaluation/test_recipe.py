@@ -58,6 +58,15 @@ def test_the_outermost_method_that_draws_samples_is_tried_with_each_number():
     ]
 
 
+def test_samples_without_a_temperature_are_refused_but_not_a_single_one_or_proposed_steps():
+    with pytest.raises(ParameterError, match="all 3 samples of MajorityVoteController"):
+        recipe("majority_vote@3+majority_vote@1", temperature=0.0)
+    with pytest.raises(ParameterError, match="all 5 samples of TreeOfThoughtsController"):
+        recipe("tree_of_thoughts@5", temperature=0.0)
+    assert recipe("majority_vote@1", temperature=0.0).chains == 1
+    recipe("tree_of_thoughts@5", temperature=0.0, settings={"thoughts": "propose"})
+
+
 def test_the_number_of_samples_is_among_the_settings():
     assert recipe("majority_vote", samples=5).to_dict()["settings"] == {"default_sample_num": "5"}
     assert recipe("majority_vote@5").to_dict()["settings"] == {}

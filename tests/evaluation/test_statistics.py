@@ -304,8 +304,8 @@ def test_pass_at_k_is_reported_for_powers_of_two_and_all_samples():
 
 
 def test_the_power_law_is_found_again_and_predicts():
-    law = CoverageFit(-1.2, -0.4)
-    fitted = CoverageFit.of({k: law.predict(k) for k in (1, 2, 4, 8, 16)})
+    curve = CoverageFit(-1.2, -0.4)
+    fitted = CoverageFit.of({k: curve.predict(k) for k in (1, 2, 4, 8, 16)})
     assert (fitted.a, fitted.b) == pytest.approx((-1.2, -0.4))
     assert fitted.predict(100) == pytest.approx(math.exp(-1.2 * 100**-0.4))
 
@@ -319,7 +319,7 @@ def test_the_fit_is_near_that_of_nonlinear_least_squares():
     assert (found.a, found.b) == pytest.approx(tuple(expected), rel=0.03)
 
 
-def test_coverage_without_two_values_inside_has_no_law():
+def test_coverage_without_two_values_inside_has_no_fit():
     assert CoverageFit.of({1: 0.5, 2: 1.0, 4: 1.0}) is None
     assert CoverageFit.of({1: 0.0, 2: 0.0}) is None
 

@@ -185,13 +185,13 @@ def test_a_weighted_choice_without_answers_takes_the_best_and_refuses_negative_s
         BestOfNController(NativeGenerationController(), NativeRewardController(), choice="worst")
 
 
-def judged(texts, judge, verdict, **settings):
+def judged(texts, judge, reply, **settings):
     """Best of N with a judge whose answers are scripted as a function of what it is asked."""
     asked = []
 
     def script(prompt, index):
         asked.append(prompt)
-        return verdict(prompt)
+        return reply(prompt)
 
     controller = BestOfNController(NativeGenerationController(), judge, len(texts), **settings)
     workers = {"generation": ScriptedWorker(texts), "reward": ScriptedWorker(script)}
@@ -201,8 +201,8 @@ def judged(texts, judge, verdict, **settings):
 
 def test_a_judge_scores_each_answer_by_itself():
     says = {"a1": "It is fine. Score: 3", "b2": "Score: 2\n**Score:** 7.5", "c3": "no idea"}
-    verdict = lambda prompt: next(said for text, said in says.items() if text in prompt)  # noqa: E731
-    output, asked = judged([*says], JudgeRewardController(), verdict)
+    reply = lambda prompt: next(said for text, said in says.items() if text in prompt)  # noqa: E731
+    output, asked = judged([*says], JudgeRewardController(), reply)
     assert output.text == "b2"
     assert output.meta["best_of_n"]["scores"] == [0.3, 0.75, None]
     assert all("what?" in prompt and "to 10 (right)" in prompt for prompt in asked)

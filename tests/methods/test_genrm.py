@@ -11,7 +11,7 @@ from forethought import LLM, methods
 from forethought.errors import ParameterError
 from forethought.outputs import Logprob
 from forethought.scaffolding import Budget, EngineWorker, Reply, ScriptedWorker
-from forethought.scaffolding.genrm_controller import VERDICT_PROMPT, VERIFY_PROMPT
+from forethought.scaffolding.genrm_controller import VERIFY_PROMPT, YES_NO_PROMPT
 from scripted import answer
 from tokens import thinking
 
@@ -19,7 +19,7 @@ ANSWERS = ["six", "seven", "eight"]
 YES = {"six": [0.2, 0.9], "seven": [0.7, 0.6], "eight": [0.6, 0.1]}
 
 
-def verdict(yes: float) -> Reply:
+def yes_no(yes: float) -> Reply:
     """A first token whose "Yes" has two spellings, of which the lesser has 0.1."""
     entries = {1: (" No", 1 - yes), 2: ("Yes", yes - 0.1), 3: (" yes", 0.1)}
     scores = {key: Logprob(math.log(p + 1e-12), 1, token) for key, (token, p) in entries.items()}
@@ -27,13 +27,13 @@ def verdict(yes: float) -> Reply:
 
 
 def says(prompt: str, index: int):
-    """An answer, a verification of it, or the verdict behind that."""
+    """An answer, a verification of it, or the answer to the question behind that."""
     if VERIFY_PROMPT not in prompt:
         return ANSWERS[index]
     said, _, behind = prompt.removeprefix("p").partition(VERIFY_PROMPT)
-    if VERDICT_PROMPT not in behind:
+    if YES_NO_PROMPT not in behind:
         return f"thought {index}"
-    return verdict(YES[said][int(behind.removeprefix("thought ")[0])])
+    return yes_no(YES[said][int(behind.removeprefix("thought ")[0])])
 
 
 def best(worker=None, *, budget=None, params=None, **settings):
@@ -52,14 +52,14 @@ def test_the_answer_with_the_most_probable_yes_over_all_verifications_wins():
     verifications = [call for call in worker.calls if call.prompt.endswith(VERIFY_PROMPT)]
     assert len(verifications) == 6
     assert len({call.task.seed for call in verifications}) == 6
-    verdicts = [call.task for call in worker.calls if call.prompt.endswith(VERDICT_PROMPT)]
-    assert [(task.max_tokens, task.temperature) for task in verdicts] == [(1, 0.0)] * 6
+    questions = [call.task for call in worker.calls if call.prompt.endswith(YES_NO_PROMPT)]
+    assert [(task.max_tokens, task.temperature) for task in questions] == [(1, 0.0)] * 6
 
 
 def test_without_a_verification_the_question_is_asked_at_once():
     def script(prompt, index):
-        said, asked, _ = prompt.removeprefix("p").partition(VERDICT_PROMPT)
-        return verdict(YES[said][0]) if asked else ANSWERS[index]
+        said, asked, _ = prompt.removeprefix("p").partition(YES_NO_PROMPT)
+        return yes_no(YES[said][0]) if asked else ANSWERS[index]
 
     worker = ScriptedWorker(script)
     output = best(worker, num_verifications=0).output
@@ -77,7 +77,7 @@ def test_a_worker_without_probabilities_votes_with_its_words():
     assert output.meta["best_of_n"]["scores"] == [0.0, 1.0, 0.0]
 
 
-def test_the_verdicts_that_the_budget_leaves_are_counted():
+def test_the_verifications_that_the_budget_leaves_are_counted():
     drawn = sum(map(len, ANSWERS))
     unscored = best(budget=Budget(tokens=drawn)).output
     assert unscored.text in ANSWERS
@@ -120,7 +120,7 @@ def test_on_the_engine_the_score_is_the_probability_of_the_word():
         after = worker.llm.stats
         assert all(0.0 <= score < 1.0 for score in output.meta["best_of_n"]["scores"])
         assert after.decoded - before.decoded == 3 * 12 + 3 * 4 * (5 + 1)
-        asked = [len(worker.tokenizer(text).input_ids) for text in (VERIFY_PROMPT, VERDICT_PROMPT)]
+        asked = [len(worker.tokenizer(text).input_ids) for text in (VERIFY_PROMPT, YES_NO_PROMPT)]
         forks = 3 * 4 * (asked[0] + asked[1] + 2)
         assert after.prefilled - before.prefilled <= len(prompt) + 3 + forks
         expect_empty(llm._frontend.engine)

@@ -1,4 +1,4 @@
-"""Majority vote: the commonest answer wins, and samples that cannot change it are cancelled."""
+"""Majority vote: the most frequent answer wins, and samples that cannot change it are cancelled."""
 
 import math
 import random
@@ -46,7 +46,7 @@ def vote(answers, **options):
     return answer(controller, worker), worker
 
 
-def test_the_commonest_answer_wins_with_its_text_and_tokens():
+def test_the_most_frequent_answer_wins_with_its_text_and_tokens():
     result, _ = vote(["1", "2", "2"], early_stop=False)
     assert result.output.text == boxed("2")
     assert result.output.token_ids == [ord(c) for c in boxed("2")]

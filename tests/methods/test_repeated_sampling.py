@@ -64,7 +64,7 @@ def test_sampling_ends_with_the_first_sample_that_is_accepted():
         "accepted": True,
         "index": 2,
         "samples": 5,
-        "verdicts": [False, False, True],
+        "verified": [False, False, True],
     }
     assert result.output.candidates == ["a", "b", "c!", None, None]
 
@@ -109,7 +109,7 @@ def begun(concurrency):
         return False
 
     controller = RepeatedSamplingController(NativeGenerationController(), verifier, 6, concurrency)
-    assert told(answer(controller, worker))["verdicts"] == [False] * 6
+    assert told(answer(controller, worker))["verified"] == [False] * 6
     return seen
 
 
@@ -134,8 +134,8 @@ def test_an_accepted_sample_ends_those_under_way(concurrency, answers):
     assert result.output.text == "good!"
     ended = {"x": "done", "good!": "done", SLOW: "cancelled"}
     assert [call.ended for call in worker.calls] == [ended[text] for text in answers]
-    verdicts = {"x": False, "good!": True, SLOW: None}
-    assert told(result)["verdicts"] == [verdicts[text] for text in answers]
+    expected = {"x": False, "good!": True, SLOW: None}
+    assert told(result)["verified"] == [expected[text] for text in answers]
 
 
 def test_a_slow_verifier_does_not_hold_up_the_other_samples():
@@ -153,7 +153,7 @@ def test_without_an_accepted_sample_the_others_vote_or_the_first_is_returned():
     answers = [boxed("3"), boxed("0.5"), "none", boxed("1/2")]
     result, _ = draw(answers)
     assert result.output.text == boxed("0.5")
-    assert told(result) == {"accepted": False, "index": 1, "samples": 4, "verdicts": [False] * 4}
+    assert told(result) == {"accepted": False, "index": 1, "samples": 4, "verified": [False] * 4}
     assert draw(answers, fallback="first")[0].output.text == boxed("3")
     assert draw(["none", "nothing"])[0].output.text == "none"
 
@@ -166,7 +166,7 @@ def test_without_early_stop_all_are_verified_and_the_lowest_accepted_is_returned
     result, worker = draw(["a", "b!", "c!", "d"], early_stop=False, concurrency=2)
     assert result.output.text == "b!"
     assert len(worker.calls) == 4
-    assert told(result)["verdicts"] == [False, True, True, False]
+    assert told(result)["verified"] == [False, True, True, False]
     assert result.output.candidates == ["a", "b!", "c!", "d"]
 
 
@@ -198,20 +198,20 @@ def test_it_composes_with_other_methods():
     worker = ScriptedWorker([boxed(text) for text in ("1", "5!", "7!", "2", "5!")])
     result = answer(MajorityVoteController(inner, 3), worker)
     assert result.output.text == boxed("5!")
-    assert told(result)["verdicts"] == [False, False, True]
+    assert told(result)["verified"] == [False, False, True]
 
 
 def test_failing_samples_are_raised_or_count_as_rejected():
     with pytest.raises(TaskError, match="gone"):
         draw(["a", BAD, "b!"])
     result, _ = draw(["a", BAD, "b!"], on_failure="drop")
-    assert (result.output.text, told(result)["verdicts"]) == ("b!", [False, False, True])
+    assert (result.output.text, told(result)["verified"]) == ("b!", [False, False, True])
     with pytest.raises(TaskError, match="gone"):
         draw([BAD, BAD], on_failure="drop")
     assert draw(["a", BAD], on_failure="drop")[0].output.text == "a"
 
 
-def test_a_verifier_that_fails_or_gives_no_verdict_fails_the_request():
+def test_a_verifier_that_fails_or_returns_no_bool_fails_the_request():
     def ask(verifier, **options):
         controller = RepeatedSamplingController(
             NativeGenerationController(), verifier, 2, **options
@@ -220,7 +220,7 @@ def test_a_verifier_that_fails_or_gives_no_verdict_fails_the_request():
 
     with pytest.raises(ZeroDivisionError):
         ask(lambda question, text: 1 / 0)
-    with pytest.raises(ParameterError, match=r"verdict.*0\.7"):
+    with pytest.raises(ParameterError, match=r"result of the verifier.*0\.7"):
         ask(lambda question, text: 0.7)
     with pytest.raises(ZeroDivisionError):
         ask(lambda question, text: 1 / 0, on_failure="drop")
@@ -245,7 +245,7 @@ def test_when_the_budget_ends_what_has_ended_is_chosen_from():
     worker = ScriptedWorker(["abcd", "efgh", "ijkl"])
     controller = RepeatedSamplingController(NativeGenerationController(), lambda q, a: False)
     result = answer(controller, worker, budget=Budget(calls=2))
-    assert (result.output.text, told(result)["verdicts"]) == ("abcd", [False, False, None])
+    assert (result.output.text, told(result)["verified"]) == ("abcd", [False, False, None])
     with pytest.raises(BudgetExceeded):
         answer(controller, ScriptedWorker([Reply("x", delay=60)]), budget=Budget(seconds=0.1))
 
@@ -258,7 +258,7 @@ SAMPLED = {"temperature": 1.0, "top_p": 1.0, "seed": 3, "max_tokens": 12}
 
 
 def fussy(question, text):
-    """A verdict that is a function of the text, and rare."""
+    """A result that is a function of the text, and rare."""
     return sum(map(ord, text)) % 5 == 0
 
 
@@ -304,7 +304,7 @@ def test_on_the_engine_the_prompt_is_prefilled_once_and_cancelled_samples_leave_
         short = RepeatedSamplingController(Shorter(), lambda question, text: len(text) < 60, 8, 8)
         before = worker.llm.stats
         result = answer(short, worker, prompt, sampling_params=long)
-        assert told(result)["verdicts"].count(True) == 1
+        assert told(result)["verified"].count(True) == 1
         assert worker.llm.stats.decoded - before.decoded < 8 * 400
     expect_empty(llm._frontend.engine)
 

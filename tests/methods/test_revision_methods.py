@@ -164,7 +164,7 @@ def test_refined_answers_are_samples_of_a_vote():
 # ---- sequential revisions ------------------------------------------------------------------------
 
 
-def test_each_answer_is_written_behind_all_earlier_ones_and_the_commonest_is_chosen():
+def test_each_answer_is_written_behind_all_earlier_ones_and_the_most_frequent_is_chosen():
     worker = ScriptedWorker(says)
     output = run("sequential_revision", worker).output
     assert output.text == ANSWERS[2]  # 8, 7, 7, 9: the later one of those that say 7

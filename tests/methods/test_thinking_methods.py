@@ -144,7 +144,7 @@ def test_a_finished_thought_stands_in_the_place_of_the_thought():
 
 
 @pytest.mark.parametrize("spec", ["no_thinking+majority_vote", "majority_vote+no_thinking"])
-def test_the_commonest_answer_without_a_thought_wins(spec):
+def test_the_most_frequent_answer_without_a_thought_wins(spec):
     answers = ["1", "2", "2", "3", "2"]
     worker = ScriptedWorker(lambda p, index: rf"hmm</think>\boxed{{{answers[index]}}}")
     controller = stack(spec, default_sample_num=5, thinking_end="</think>")

@@ -73,7 +73,7 @@ def expected(architecture: str, prompts: list[list[int]]) -> list[list[int]]:
     return models.greedy(models.tiny(architecture), prompts, NEW_TOKENS)
 
 
-@pytest.mark.parametrize(("page_size", "chunk"), [(1, 5), (3, 1000), (16, 5), (16, 1000)])
+@pytest.mark.parametrize(("page_size", "chunk"), [(3, 5), (16, 1000)])
 @pytest.mark.parametrize("architecture", models.ARCHITECTURES)
 def test_greedy_equals_generate(architecture: str, page_size: int, chunk: int) -> None:
     runner, pool = new_runner(architecture, page_size)

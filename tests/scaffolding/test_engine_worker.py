@@ -1024,7 +1024,7 @@ def test_a_task_that_is_cancelled_while_others_leave_for_it_leaves_none_behind(w
 
 @pytest.mark.parametrize("most", [3, 10, 25, 31, 47])
 def test_a_budget_that_runs_out_anywhere_leaves_the_best_so_far_and_no_sequence(worker, most):
-    """Samples, streams and forks side by side, some of them stopped in the middle of a step."""
+    """Samples, streams and forks concurrently, some of them stopped in the middle of a step."""
 
     def play(task):
         main = ask(PROMPT, StreamGenerationTask, max_tokens=60, streaming_step=4)

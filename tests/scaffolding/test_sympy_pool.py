@@ -1,4 +1,4 @@
-"""Processes for formulas: they keep their time, harm nobody, and are gone when their owner is."""
+"""Processes for formulas: they keep their time limit, and end with their owner."""
 
 import os
 import queue

@@ -197,9 +197,9 @@ def test_siblings_draft_for_each_other_while_one_of_them_runs():
     drafter = SuffixDrafter(8, max_cached_requests=0)
     ahead = request([1, 2, 3, 30, 31, 32, 33], prompt_length=3, group=7)
     behind_it = request([1, 2, 3, 30], prompt_length=3, group=7)
-    stranger = request([5, 3, 30], prompt_length=2)
-    assert propose(drafter, stranger, ahead, behind_it) == [31, 32, 33]
-    assert propose(drafter, stranger) == []
+    unrelated = request([5, 3, 30], prompt_length=2)
+    assert propose(drafter, unrelated, ahead, behind_it) == [31, 32, 33]
+    assert propose(drafter, unrelated) == []
     drafter.release(ahead)
     assert propose(drafter, behind_it) == [31, 32, 33]
     drafter.release(behind_it)

@@ -27,21 +27,21 @@ class BenchRow:
     ratio: float
     """To plain decoding in the same round."""
     ratio_range: tuple[float, float]
-    """Of the worst round and the best."""
+    """Ratios of the worst round and the best."""
     metrics: SpeculationMetrics
-    """Of all rounds together."""
+    """Counters of all rounds together."""
     draft_share: float
-    """Of the wall time."""
+    """Share of the wall time spent drafting."""
     verify_share: float
-    """Of the wall time: in forward passes of the target."""
+    """Share of the wall time in forward passes of the target."""
     identical_share: float
-    """Of the outputs: those with the tokens of plain decoding."""
+    """Share of the outputs with the tokens of plain decoding."""
     tokens: int
     """Generated in one round."""
 
     @property
     def rest_share(self) -> float:
-        """Of the wall time: scheduling, sampling, acceptance, detokenization."""
+        """Share of the wall time for scheduling, sampling, acceptance, detokenization."""
         return max(0.0, 1.0 - self.draft_share - self.verify_share)
 
     @property

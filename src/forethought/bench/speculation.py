@@ -32,13 +32,13 @@ class BenchRun:
     outputs: list[list[int]]
     """Generated ids of each prompt."""
     metrics: SpeculationMetrics
-    """Of all prompts together."""
+    """Counters of all prompts together."""
     seconds: float
     """Wall time, prefill included."""
     draft_seconds: float
-    """Of these, making drafts."""
+    """Part of these spent drafting."""
     verify_seconds: float
-    """Of these, in forward passes of the target."""
+    """Part of these in forward passes of the target."""
 
     @property
     def tokens(self) -> int:

@@ -52,10 +52,10 @@ class Answer:
 
     output: ScaffoldingOutput
     usage: Usage
-    """Of everything that was run for it."""
+    """Tokens of everything that was run for it."""
     seconds: float
     metrics: SpeculationMetrics = field(default_factory=SpeculationMetrics)
-    """Of everything that was run for it; empty for a server."""
+    """Speculation of everything that was run for it; empty for a server."""
 
     @property
     def text(self) -> str:
@@ -176,7 +176,7 @@ class Backend:
 
     worker: Worker
     name: str
-    """Of the model, in reports."""
+    """Name of the model in reports."""
     llm: AsyncLLM | None = None
     """The engine; None for a server."""
     introduction: str = ""

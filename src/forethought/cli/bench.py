@@ -348,7 +348,7 @@ def _fit_tree(args: argparse.Namespace, texts: list[str]) -> int:
 
 
 def _dtype(fields: dict[str, Any], model_dir: Path) -> str:
-    """Of the weights: as given, else as the model's configuration says."""
+    """Data type of the weights: as given, else as the model's configuration says."""
     if fields.get("dtype", "auto") != "auto":
         return str(fields["dtype"])
     written = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))

@@ -409,7 +409,7 @@ def _recipes(args: argparse.Namespace, judging: NativeRewardController | None) -
             "servers end a completion after a few tokens by default",
             "Say how long an answer may be",
         )
-    specs = list(dict.fromkeys(spec.strip() for spec in given.split(",")))
+    specs = [spec.strip() for spec in given.split(",")]
     if "" in specs:
         raise ParameterError(
             "invalid --methods", f"{given!r} has an empty entry", "Write names with commas between"
@@ -433,11 +433,25 @@ def _recipes(args: argparse.Namespace, judging: NativeRewardController | None) -
             own.setdefault(_VERIFIER, checker)
         made = _recipe(args, spec, judged_by(spec, judging) | own, chats)
         recipes.append(replace(made, repeats=args.repeats))
-    if not args.search:
-        return [replace(made, budget=_budget(args.budget)) for made in recipes]
-    limits = (args.search_budgets or _NO_LIMIT).split(",")
-    budgets = [None if one.strip() == _NO_LIMIT else _budget(f"tokens={one}") for one in limits]
-    return [variant for made in recipes for variant in within_each(made, budgets)]
+    if args.search:
+        limits = (args.search_budgets or _NO_LIMIT).split(",")
+        budgets = [None if one.strip() == _NO_LIMIT else _budget(f"tokens={one}") for one in limits]
+        recipes = [variant for made in recipes for variant in within_each(made, budgets)]
+    else:
+        recipes = [replace(made, budget=_budget(args.budget)) for made in recipes]
+    _refuse_equal(recipes)
+    return recipes
+
+
+def _refuse_equal(recipes: Sequence[Recipe]) -> None:
+    names = [recipe.name for recipe in recipes]
+    repeated = next((name for name in names if names.count(name) > 1), None)
+    if repeated is not None:
+        raise ParameterError(
+            "invalid methods to compare",
+            f"{repeated!r} is given twice",
+            "Name each once; --repeats N makes N attempts at each problem",
+        )
 
 
 def _recipe(args: argparse.Namespace, spec: str, settings: dict[str, Any], chats: bool) -> Recipe:
@@ -519,7 +533,7 @@ def _searched(
 _KEPT = (
     *("url", "api_model", "thinking_field", "model", "revision", "dtype", "device", "config"),
     *("speculative", "draft_model", "max_draft_len", "task", "data", "max_tokens", *THINKING),
-    *("reward_model", "instruction", "prompt_format"),
+    *("reward_model", "instruction", "prompt_format", "seed"),
 )
 """Options of a search that the proposed command has, too."""
 
@@ -533,5 +547,7 @@ def _command(args: argparse.Namespace, proposed: Recipe) -> str:
             words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     for name, value in proposed.settings.items():
         words += ["--set", f"{name}={json.dumps(value, default=str)}"]
+    flags = {"--all-samples": args.all_samples, "--unsafe-code": args.unsafe_code}
+    words += [flag for flag, is_given in flags.items() if is_given]
     words += ["--budget", f"tokens={limit}"] if limit else []
     return shlex.join(words)

@@ -31,7 +31,7 @@ from forethought.cli.backend import (
 from forethought.cli.options import parse_settings, with_samples
 from forethought.errors import ParameterError
 from forethought.evaluation.problems import user_prompt
-from forethought.methods.stack import split, stack
+from forethought.methods.stack import refuse_greedy_samples, split, stack
 from forethought.scaffolding.controller import Controller, NativeRewardController
 
 
@@ -53,7 +53,8 @@ def run(args: argparse.Namespace) -> int:
     params = sampling_of(args)
     check_judge(args, [args.method or "plain"], parse_settings(args.set))
     stand_in = None if args.reward_model is None else NativeRewardController()
-    _method(args, {}, stand_in)  # checks the options before a model is loaded
+    # Both are checked before a model is loaded.
+    refuse_greedy_samples(_method(args, {}, stand_in), args.temperature)
     question = _question(args.prompt)
     if args.raw and args.system:
         raise ParameterError(

@@ -494,7 +494,7 @@ def stored_heads(directory: Path) -> int | None:
 
 
 def _tensor_names(file: Path) -> list[str]:
-    """Of a safetensors file, whose header is JSON, or of a file that ``torch.save`` wrote.
+    """Names of the tensors in a safetensors file, or in a file that ``torch.save`` wrote.
 
     The latter is a zip archive with a pickle of the tensors' names and offsets, which is searched
     for its strings and not executed.

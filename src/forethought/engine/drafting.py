@@ -114,7 +114,7 @@ class DrafterEntry:
 
 
 class _Limits(NamedTuple):
-    """Of a draft for one request by one drafter."""
+    """Limits of a draft for one request by one drafter."""
 
     max_draft_len: int
     """Levels."""

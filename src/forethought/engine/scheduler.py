@@ -261,7 +261,7 @@ class Scheduler:
         """Reserve draft slots behind decodes, the first rows first; preempts no sequence.
 
         Args:
-            plan: of which nothing but decodes is planned.
+            plan: holds decodes only.
             rows: the decodes.
             requested: draft nodes that each of them would like.
         """

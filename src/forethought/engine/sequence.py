@@ -93,9 +93,9 @@ class Sequence:
     """One entry per prompt token as far as computed, if asked for."""
     usage: Usage = field(default_factory=Usage)
     metrics: SpeculationMetrics = field(default_factory=SpeculationMetrics)
-    """Of the current generation."""
+    """Counters of speculative decoding in the current generation."""
     drafted_steps: list[DraftedStep] = field(default_factory=list)
-    """Of the current generation."""
+    """Steps with drafts in the current generation."""
 
     @property
     def has_stateful_distribution(self) -> bool:

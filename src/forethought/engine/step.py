@@ -535,7 +535,7 @@ def _pending_samples(rows: List[PlannedRow], eos_ids: frozenset[int]) -> list[_P
 
 
 def _contexts(sequence: Sequence, draft: Draft, eos_ids: frozenset[int]) -> list[TokenContext]:
-    """Of the root and of each node, with the tokens before it if the distribution depends on them.
+    """The context of the root and each node, with its prefix if the distribution depends on it.
 
     Returns:
         1 + N, for the N nodes of the draft.

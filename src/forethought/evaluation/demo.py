@@ -56,7 +56,7 @@ PROBLEMS = {"arithmetic": 64, "countdown": 40}
 PROBING = {"chunk_size": 16, "certainty_threshold": 2}
 TEMPERATURE = 0.8
 SEARCH_TOKENS = 450
-"""Of one search of the countdown model; a longer one hardly ever ends."""
+"""Most tokens of one search of the countdown model; a longer one hardly ever ends."""
 CHECKING = {"verifier": "countdown", "concurrency": 2}
 NEXT = (
     "try next: forethought eval --task countdown --max-tokens 450 --all-samples "

@@ -44,7 +44,7 @@ class Attempt:
     """The answer; empty if there is none."""
     correct: bool
     number: int = 0
-    """Of the problem, among those of the evaluation."""
+    """Index of the problem in the evaluation."""
     sample: int = 0
     """Which of the attempts at this problem."""
     usage: Usage = field(default_factory=Usage)

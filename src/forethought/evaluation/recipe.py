@@ -8,7 +8,7 @@ from typing import Any
 
 from forethought.config.sampling import SamplingParams
 from forethought.methods.stack import SAMPLES as _SAMPLES
-from forethought.methods.stack import split, stack
+from forethought.methods.stack import refuse_greedy_samples, split, stack
 from forethought.scaffolding.budget import Budget
 from forethought.scaffolding.controller import Controller
 from forethought.scaffolding.worker import Worker
@@ -67,7 +67,7 @@ def recipe(
         settings: parameters of the method.
 
     Raises:
-        UnknownNameError, ParameterError: as ``stack``.
+        UnknownNameError, ParameterError: as ``stack``; or the temperature of several samples is 0.
     """
     given = dict(settings or {})
     drawing = [method for method in split(spec) if method.draws_samples]
@@ -79,6 +79,7 @@ def recipe(
         params["max_tokens"] = max_tokens
     SamplingParams(**params)  # refuses values outside their ranges before anything runs
     controller = stack(spec, **given)
+    refuse_greedy_samples(controller, params["temperature"])
     plain = {name: value for name, value in given.items() if not isinstance(value, Controller)}
     return Recipe(spec, controller, params, _num_chains(controller), settings=plain)
 
@@ -102,7 +103,7 @@ def with_each_count(spec: str, counts: Sequence[str]) -> list[str]:
         counts: numbers as text; ``stack`` refuses what is none.
     """
     stacked, parts = split(spec), spec.split("+")
-    drawing = [place for place, method in enumerate(stacked) if method.draws_samples]
+    drawing = [index for index, method in enumerate(stacked) if method.draws_samples]
     if not drawing or stacked[drawing[-1]].samples is not None:
         return [spec]
     last = drawing[-1]

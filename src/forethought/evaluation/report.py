@@ -42,15 +42,15 @@ class ReportRow:
 
     method: str
     correct: Proportion
-    """Of the attempts."""
+    """Attempts with the right answer."""
     tokens_generated: int
     tokens_prefilled: int
     seconds: float
     """Wall time for all problems together, many of them in flight at once."""
     tokens_wasted: int = 0
-    """Of the generated ones: those in no returned answer, such as probes and other samples."""
+    """Generated tokens that are in no returned answer, such as probes and other samples."""
     interval: tuple[float, float] | None = None
-    """Of the accuracy, at 95 %, where problems were attempted several times; None: Wilson's."""
+    """95 % interval of the accuracy over several attempts per problem; None: Wilson's is used."""
     pass_at_k: Mapping[int, float] = field(default_factory=dict)
     """By k; empty where no problem has several graded samples."""
     paired: PairedComparison | None = None
@@ -60,7 +60,7 @@ class ReportRow:
 
     @property
     def accuracy_interval(self) -> tuple[float, float]:
-        """Of the accuracy, at 95 %."""
+        """The 95 % confidence interval of the accuracy."""
         return self.interval or self.correct.interval()
 
     @property
@@ -121,8 +121,8 @@ def outcomes_of(attempts: Iterable[Attempt]) -> list[list[bool]]:
 
 
 def _pass_at_k(attempts: Sequence[Attempt], outcomes: Sequence[Sequence[bool]]) -> dict[int, float]:
-    """Of the samples of the method where it draws as many for each attempt and all were graded;
-    else of the attempts at a problem."""
+    """pass@k over the samples of the method, if each attempt has as many and all were graded; else
+    over the attempts at a problem."""
     drawn = [[bool(right) for right in one.candidates if right is not None] for one in attempts]
     sizes = {len(one.candidates) for one in attempts} | set(map(len, drawn))
     if len(sizes) == 1 and max(sizes) > 1:
@@ -150,8 +150,8 @@ def comparison_cells(rows: Sequence[ReportRow]) -> Cells:
     cells: Cells = [_HEAD, *(_cells(row, rows) for row in rows)]
     if any(row.paired is not None for row in rows):
         return cells
-    unpaired = [place for place, name in enumerate(_HEAD) if name not in ("difference", "p")]
-    return [tuple(line[place] for place in unpaired) for line in cells]
+    unpaired = [index for index, name in enumerate(_HEAD) if name not in ("difference", "p")]
+    return [tuple(line[index] for index in unpaired) for line in cells]
 
 
 def further_cells(rows: Sequence[ReportRow]) -> Cells:
@@ -410,7 +410,7 @@ class Report:
         return [cells for cells in found if cells]
 
     def text(self) -> str:
-        """For a terminal."""
+        """The report for a terminal."""
         parts = [f"{self.title}:", *(aligned(cells) for cells in self.tables()), *self.notes]
         return "\n\n".join(parts) + "\n"
 
@@ -422,7 +422,7 @@ class Report:
         return "\n\n".join(parts) + "\n"
 
     def html(self) -> str:
-        """One file that needs no other: the plot is part of it, and there are no scripts."""
+        """A self-contained page: the plot is part of it, and there are no scripts."""
         title = escape(self.title)
         parts = [f"<h1>{title}</h1>", *map(_html_table, self.tables()), plot_svg(self.rows)]
         parts += [f"<p>{escape(note)}</p>" for note in self.notes]

@@ -195,14 +195,14 @@ class EvaluationRunner:
 
         def submit() -> list[ScaffoldingResult]:
             results = []
-            for place, request in enumerate(requests):
+            for index, request in enumerate(requests):
                 result = scaffolding.generate_async(
                     request.prompt,
                     sampling_params=request.params,
                     budget=request.budget,
                     question=request.question,
                 )
-                result.on_finish(partial(ended.put, place))
+                result.on_finish(partial(ended.put, index))
                 results.append(result)
             return results
 
@@ -212,8 +212,8 @@ class EvaluationRunner:
         ):
             results = call(submit)
             for _ in results:
-                place = ended.get()
-                yield requests[place], results[place]
+                index = ended.get()
+                yield requests[index], results[index]
 
     def _graded(
         self, recipe: Recipe, problem: Problem, request: Request, result: ScaffoldingResult
@@ -246,8 +246,8 @@ class EvaluationRunner:
     def _graded_candidates(
         self, output: ScaffoldingOutput | None, problem: Problem
     ) -> tuple[bool | None, ...]:
-        """Of each sample of a method whether it is right. Where some were ended early, the others
-        are no fair choice, and none is graded."""
+        """Whether each sample of a method is right. Where some were ended early, the others are a
+        biased selection, and none is graded."""
         candidates = output.candidates if output else []
         if None in candidates:
             return (None,) * len(candidates)
@@ -255,7 +255,7 @@ class EvaluationRunner:
         return tuple(grades[text] for text in candidates)
 
     def prompt(self, source: Source, problem: Problem, is_chat: bool) -> Prompt:
-        """What a method is given for a problem."""
+        """The prompt of a problem for a method."""
         question = problem.question
         if self._instruction:
             question = f"{question}\n\n{self._instruction}"
@@ -264,7 +264,7 @@ class EvaluationRunner:
         return question if is_chat else source.ask(question)
 
     def _seed_of(self, number: int, sample: int) -> int:
-        """Of an attempt: the same, whatever runs beside it."""
+        """The seed of an attempt, which does not depend on the other attempts."""
         path = f"{self._seed}/{number}" + (f"/{sample}" if sample else "")
         return random.Random(path).getrandbits(48)
 
@@ -326,7 +326,7 @@ class _Engine:
         self._llm, self.worker = llm, EngineWorker(llm)
 
     def ask(self, question: str) -> Prompt:
-        """Through the chat template, where there is one."""
+        """The question through the chat template, if there is one."""
         return user_prompt(self._llm, question)
 
     def begin(self) -> None:

@@ -59,7 +59,7 @@ class Proportion:
         return self.successes / self.trials
 
     def interval(self, confidence: float = CONFIDENCE) -> tuple[float, float]:
-        """The score interval of Wilson (1927): honest for few trials and for shares near 0 or 1."""
+        """The score interval of Wilson (1927): accurate for few trials and shares near 0 or 1."""
         z = _quantile(confidence)
         n, p = self.trials, self.value
         centre = (p + z * z / (2 * n)) / (1 + z * z / n)
@@ -176,7 +176,7 @@ class PairedComparison:
     difference: float
     """Mean over problems of its share of right answers less the baseline's."""
     interval: tuple[float, float]
-    """Of the difference, at 95 %."""
+    """95 % confidence interval of the difference."""
     p: float
     test: str
     """``"mcnemar"``, ``"sign flip"`` (several attempts at a problem) or ``"sequential"``."""
@@ -221,7 +221,7 @@ def compare_pairs(
 
 
 class SequentialTest:
-    """McNemar's test for looking at any time: a bet on the discordant pairs.
+    """An anytime-valid McNemar test: an e-process that bets on the discordant pairs.
 
     If two methods are equally good, each discordant pair falls to either with probability 1/2,
     whatever came before. A gambler who stakes on "the second method wins" with odds for probability
@@ -261,7 +261,7 @@ class SequentialTest:
 
     @property
     def evidence(self) -> float:
-        """E after the pairs so far."""
+        """The e-value E after the pairs so far."""
         count = self.num_better + self.num_worse
         ways = math.lgamma(count + 1) - sum(
             math.lgamma(number + 1) for number in (self.num_better, self.num_worse)

@@ -62,7 +62,7 @@ class Task:
     is_code: bool = False
     """Whether answers are programs."""
     folder: str | None = None
-    """Of a data set with several configurations, the one that is meant."""
+    """The configuration to read, of a data set with several."""
 
     def problems(self, data: str | Path | None = None) -> list[Problem]:
         """The problems of a data set.

@@ -166,20 +166,20 @@ def force_answers(
         source.begin()
         with closing(runner.results(forcing, requests, source)) as results:
             for request, result in results:
-                place = request.key[0]
-                attempt, output = owners[place], result.result().output
+                index = request.key[0]
+                attempt, output = owners[index], result.result().output
                 text = f"\\boxed{{{(output and output.text) or ''}"
                 mine = outcomes[attempt.key]
-                mine[place] = runner.grade(text, attempt.problem)
+                mine[index] = runner.grade(text, attempt.problem)
                 if len(mine) == waiting[attempt.key]:
-                    forced = tuple(mine[place] for place in sorted(mine))
+                    forced = tuple(mine[index] for index in sorted(mine))
                     on_chain(attempt, Chain(forced, attempt.correct))
 
 
 def _requests(
     runner: EvaluationRunner, source: Source, attempt: Attempt, interval: int
 ) -> list[Request]:
-    """One for each multiple of ``interval`` tokens before the chain's end."""
+    """One request for each multiple of ``interval`` tokens before the chain's end."""
     prompt = runner.prompt(source, attempt.problem, False)
     length = max(1, attempt.num_answer_tokens)
     return [

@@ -189,7 +189,7 @@ are computed between the steps of all requests. A choice, and an enum of strings
 
 _stack_size_lock = threading.RLock()
 """Held while ``threading.stack_size``, which is that of the whole process, is ``STACK_BYTES``."""
-os.register_at_fork(  # so that a child finds the usual size, and nobody holding the lock
+os.register_at_fork(  # so that a child finds the usual size and a free lock
     before=_stack_size_lock.acquire,
     after_in_parent=_stack_size_lock.release,
     after_in_child=_stack_size_lock.release,

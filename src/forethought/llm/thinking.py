@@ -63,7 +63,7 @@ class Progress(NamedTuple):
     thinking: bool
     """Within a thought, or in the text that closes it."""
     num_tokens: int = 0
-    """Of thought."""
+    """Number of tokens of thought."""
     num_forced: int = 0
     """Tokens of the closing text that have been written."""
     end: ThoughtEnd | None = None
@@ -258,7 +258,7 @@ class ThinkingConstraint:
         path, size = self._path, min(len(self._path), len(output))
         if path[:size] == output[:size]:
             return size
-        return next(place for place in range(size) if path[place] != output[place])
+        return next(index for index in range(size) if path[index] != output[index])
 
     def _opening(self, output: list[int]) -> int | None:
         """The token with which an output may go on to open a thought under a grammar."""

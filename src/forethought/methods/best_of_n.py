@@ -114,19 +114,19 @@ class BestOfNController(Controller):
             if score is not None:
                 yield Stage("scored", branch=path, fields={"score": score})
         scored = {number: score for number, score in enumerate(scores) if score is not None}
-        told: dict[str, Any] = {"scores": scores}
+        info: dict[str, Any] = {"scores": scores}
         if self.choice == "weighted":
-            told["answer"], scored = yield from self._leading(samples, scored)
+            info["answer"], scored = yield from self._leading(samples, scored)
         best, index = self.select_best(
             [samples[number] for number in scored], [*scored.values()], **(select_best_kwargs or {})
         )
-        told["index"] = [*scored][index]
-        yield Stage("selected", branch=paths[told["index"]])
+        info["index"] = [*scored][index]
+        yield Stage("selected", branch=paths[info["index"]])
         task.result, task.request_handle = best.result, best.request_handle
         task.candidates = [
             None if sample.error is not None else sample.output_str for sample in samples
         ]
-        task.customized_result_fields["best_of_n"] = told
+        task.customized_result_fields["best_of_n"] = info
 
     def _sample(self, task: GenerationTask, count: int, options: Mapping[str, Any]) -> Process:
         """Generate the samples; those that failed or were not finished have their ``error`` set.

@@ -38,7 +38,7 @@ from forethought.scaffolding.task import GenerationTask
 
 @dataclass
 class Thought:
-    """How far the thought of one task is."""
+    """State of the thought of one task."""
 
     num_tokens: int = 0
     """Generated for it; the inserted words do not count."""
@@ -97,7 +97,7 @@ class BudgetForcingController(Controller):
         self.streaming = validated("streaming", streaming, BOOL)
 
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
-        """Solve the tasks side by side.
+        """Solve the tasks concurrently.
 
         Raises:
             ParameterError: keyword arguments; there are none. Or ``n`` samples, no text wanted, or

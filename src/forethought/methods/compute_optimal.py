@@ -1,14 +1,14 @@
 """Compute-optimal sampling: method and budget are chosen by the predicted difficulty of a question.
 
 Some samples are drawn as probes. The less their answers agree, the more difficult the question is
-taken to be: difficulty = 1 - (votes of the commonest answer) / (number of probes). A policy says
-which method answers a question of that difficulty::
+taken to be: difficulty = 1 - (votes of the most frequent answer) / (number of probes). A policy
+says which method answers a question of that difficulty::
 
     difficulty     0.0 to 0.25     to 0.5               above
     method         probes          majority_vote@8      majority_vote@32
 
-``probes`` returns the probes' commonest answer and costs nothing more. ``fit`` finds the policy on
-a calibration file: questions are sorted into bins of difficulty, each with about as many, and of
+``probes`` returns the probes' most frequent answer and costs nothing more. ``fit`` finds the policy
+on a calibration file: questions are sorted into bins of difficulty, each with about as many, and of
 all ways to give each bin a method the most accurate one is taken whose tokens stay within a limit
 on average. The file is the journal that ``forethought eval`` writes::
 
@@ -63,7 +63,7 @@ class Policy:
     edges: tuple[float, ...]
     """Highest difficulty of each bin but the last."""
     methods: tuple[str, ...]
-    """Of each bin: ``"probes"``, or a method as in ``majority_vote@8``."""
+    """The method of each bin: ``"probes"``, or a method as in ``majority_vote@8``."""
     accuracy: float | None = None
     """On the calibration file; None: it is not known."""
     tokens: float | None = None
@@ -193,7 +193,7 @@ class ComputeOptimalController(Controller):
         return [branch.tasks[0] for branch in branches if branch in ended]
 
     def _vote(self, pool: AnswerPool, probes: Sequence[GenerationTask]) -> Process:
-        """The probe that gives the commonest answer, and the difficulty."""
+        """The probe that gives the most frequent answer, and the difficulty."""
         said = {number: self.answer_space.answer_of(probe) for number, probe in enumerate(probes)}
         try:
             yield from pool.adding({n: each for n, each in said.items() if each is not None})
@@ -204,7 +204,7 @@ class ComputeOptimalController(Controller):
 
 
 def difficulty_of(pool: AnswerPool, num_probes: int) -> float:
-    """1 - the share of the probes that give the commonest answer."""
+    """1 - the share of the probes that give the most frequent answer."""
     votes = 0 if pool.winner is None else len(pool.winner.members)
     return 1.0 - votes / num_probes
 

@@ -373,7 +373,7 @@ class _Vote:
         task.result, task.request_handle = chosen.task.result, chosen.task.request_handle
         texts = [each.task.output_str if each.has_ended else None for each in self.samples]
         task.candidates = [*texts, *[None] * num_missing]
-        told = {
+        info = {
             "answer": None if winner is None else winner.answer,
             "share": share,
             "samples": self.num_samples,
@@ -382,8 +382,8 @@ class _Vote:
         }
         if isinstance(self._method, OnlineDeepConfController):
             stopped = [n for n, each in enumerate(self.samples) if each.is_stopped]
-            told |= {"threshold": self.threshold, "stopped": stopped}
-        task.customized_result_fields["deepconf"] = told
+            info |= {"threshold": self.threshold, "stopped": stopped}
+        task.customized_result_fields["deepconf"] = info
 
     def _first_ended(self) -> _Sample:
         found = next((each for each in self.samples if each.has_ended), None)

@@ -268,7 +268,7 @@ class DynasorGenerationController(Controller):
             self._tokenizer = _Tokenizer(validated("generation_dir", generation_dir, DIRECTORY))
 
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
-        """Solve the tasks side by side.
+        """Solve the tasks concurrently.
 
         Raises:
             ParameterError: keyword arguments; there are none. Or ``n`` samples or no text wanted.

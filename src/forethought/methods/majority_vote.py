@@ -1,4 +1,4 @@
-"""Majority vote, also known as self-consistency: sample several answers, return the commonest.
+"""Majority vote, also known as self-consistency: sample several answers, return the most frequent.
 
 Answers are pooled by what they mean. A sample is ended as soon as it cannot change what is
 returned.
@@ -28,7 +28,7 @@ full vote: it ends sampling as soon as the leading answer is ahead of the second
 probability, by a Beta posterior over the two (``answers.lead_probability``). That is adaptive
 consistency (Aggarwal et al., "Let's Sample Step by Step: Adaptive-Consistency for Efficient
 Reasoning and Coding with LLMs", 2023, arXiv 2305.11860), which draws one sample after the other
-(``concurrency=1``), up to 40, and stops at 0.95. Here samples may run side by side; those under way
+(``concurrency=1``), up to 40, and stops at 0.95. Here samples may run concurrently; those under way
 are then cancelled.
 
 Paper: Wang et al., "Self-Consistency Improves Chain of Thought Reasoning in Language Models", 2022.
@@ -74,7 +74,7 @@ SampleTasks = list[list[GenerationTask]]
 
 
 class MajorityVoteController(Controller):
-    """Runs a controller several times and returns the sample with the commonest answer.
+    """Runs a controller several times and returns the sample with the most frequent answer.
 
     A tie goes to the answer of the sample with the lowest number. The output is the text and the
     tokens of the winning answer's lowest numbered sample.
@@ -180,10 +180,10 @@ class MajorityVoteController(Controller):
         samples = [branch.tasks if branch in voters else None for branch in branches]
         _store(tasks, chosen.tasks, samples)
         yield Stage("voted", fields={"answer": answer, "tally": pool.tally})
-        told = {"answer": answer, "samples": count, "finished": len(voters)}
+        info = {"answer": answer, "samples": count, "finished": len(voters)}
         if self.statistical_stop is not None:
-            told["probability"] = pool.lead_probability
-        tasks[0].customized_result_fields["majority_vote"] = told
+            info["probability"] = pool.lead_probability
+        tasks[0].customized_result_fields["majority_vote"] = info
 
     def _check(self, tasks: Sequence[GenerationTask], vote_kwargs: Mapping[str, Any]) -> None:
         """Refuse what the vote cannot honour."""

@@ -6,7 +6,7 @@ level to the next beam with the highest upper confidence bound (UCT)::
     mean value + exploration * sqrt(ln(visits of the beam above) / visits)
 
 It continues that beam ``width`` times, gives each new beam a value, and adds the values to all
-beams above. The new beams are generated and valued side by side. A value is the score of the beam;
+beams above. The new beams are generated and valued concurrently. A value is the score of the beam;
 with ``rollouts`` the mean score of so many complete answers that are sampled from it. What has no
 unfinished beam below it is not entered again, so no iteration is spent on what is known.
 
@@ -59,7 +59,7 @@ class _Node:
     expanded: bool = False
     visits: int = 0
     total: float = 0.0
-    """Of the values."""
+    """Sum of the values of its visits."""
 
     @property
     def exhausted(self) -> bool:

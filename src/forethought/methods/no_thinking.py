@@ -5,7 +5,7 @@ One such answer is worse than one with a thought. Several together, from among w
 verifier chooses, are as good at fewer tokens and a fraction of the time, since they run side by
 side. So this method stands within another one::
 
-    no_thinking+majority_vote    the commonest of N answers without a thought
+    no_thinking+majority_vote    the most frequent of N answers without a thought
     no_thinking+best_of_n        the one with the highest score
 
 Paper: Ma et al., "Reasoning Models Can Be Effective Without Thinking", 2025.

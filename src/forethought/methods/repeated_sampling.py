@@ -5,7 +5,7 @@ sample among ``k`` is the *coverage*, or pass@k; it grows with ``k`` long after 
 and a verifier turns it into accuracy. Sampling ends with the first sample that is accepted, so an
 easy problem costs one sample and a hard one all of them.
 
-``early_stop=False`` draws and verifies every sample. Their verdicts give an unbiased estimate of
+``early_stop=False`` draws and verifies every sample. Their results give an unbiased estimate of
 pass@k for every ``k`` up to their number; those of a run that ends with the first success do not.
 
 Paper: Brown et al., "Large Language Monkeys: Scaling Inference Compute with Repeated Sampling",
@@ -48,8 +48,8 @@ class RepeatedSamplingController(Controller):
     Samples that are still under way are then cancelled. If none is accepted, ``fallback`` chooses
     among those that have ended. Sample ``i`` draws with the same seed as sample ``i`` of a majority
     vote. ``customized_result_fields["repeated_sampling"]`` holds whether the returned sample was
-    ``accepted``, its ``index``, the number of ``samples`` allowed, and the ``verdicts`` of those
-    that were begun: True, False, or None without one (cancelled, or the budget was spent).
+    ``accepted``, its ``index``, the number of ``samples`` allowed, and ``verified``, for each
+    that was begun: True, False, or None (cancelled, or the budget was spent).
 
     Args:
         generation_controller: cloned for each sample.
@@ -113,7 +113,7 @@ class RepeatedSamplingController(Controller):
 
         Raises:
             ParameterError: not exactly one task, fewer than one sample, a task without text to
-                verify, or a verdict that is no bool.
+                verify, or a verifier that returns no bool.
             TaskError: every sample failed, although one alone is only noted.
             BudgetExceeded: the budget is spent and no sample has ended; else ``fallback`` chooses
                 among those that have ended.
@@ -127,7 +127,7 @@ class RepeatedSamplingController(Controller):
         count = self.default_sample_num if sample_num is None else sample_num
         validated("sample_num", count, POSITIVE_INT)
         samples = yield from self._draw(task, count, {**kwargs, **(generation_kwargs or {})})
-        accepted = [number for number, sample in enumerate(samples) if sample.verdict]
+        accepted = [number for number, sample in enumerate(samples) if sample.verified]
         index = accepted[0] if accepted else (yield from self._fall_back(samples))
         chosen = samples[index].task
         task.result, task.request_handle = chosen.result, chosen.request_handle
@@ -137,7 +137,7 @@ class RepeatedSamplingController(Controller):
             "accepted": bool(accepted),
             "index": index,
             "samples": count,
-            "verdicts": [sample.verdict for sample in samples],
+            "verified": [sample.verified for sample in samples],
         }
 
     def _draw(self, task: GenerationTask, count: int, options: Mapping[str, Any]) -> Process:
@@ -165,7 +165,7 @@ class RepeatedSamplingController(Controller):
 
     def _num_wanted(self, samples: Sequence[_Sample], count: int) -> int:
         """How many samples are to be begun by now, those that have ended included."""
-        num_open = sum(sample.verdict is None for sample in samples)
+        num_open = sum(sample.verified is None for sample in samples)
         if self.concurrency != "doubling":
             return min(count, len(samples) - num_open + self.concurrency)
         return len(samples) if num_open else min(count, max(1, 2 * len(samples)))
@@ -198,7 +198,7 @@ class _Sample:
     Attributes:
         task: its copy.
         has_ended: whether it was drawn without a failure.
-        verdict: whether it is accepted; None as long as that is unknown.
+        verified: whether it is accepted; None as long as that is unknown.
         error: why it failed; None if it did not.
     """
 
@@ -208,11 +208,11 @@ class _Sample:
         self._method, self.task = method, task.copy()
         sampling.vary(self.task, number)
         self.has_ended = False
-        self.verdict: bool | None = None
+        self.verified: bool | None = None
         self.error: Exception | None = None
 
     def branch(self, options: Mapping[str, Any]) -> Branch:
-        """What runs it, with these keyword arguments of ``process``."""
+        """The branch that runs it, with these keyword arguments of ``process``."""
         return Branch(self, [self.task], options, self._method.on_failure)
 
     def process(self, tasks: Sequence[GenerationTask], **options: Any) -> Process:
@@ -223,11 +223,11 @@ class _Sample:
         if task.error is None and task.output_str is not None:
             check = ComputeTask(self._method.verifier, task.question_text, task.output_str)
             yield [check]
-            self.verdict = validated("verdict of the verifier", check.result, BOOL)
-            yield Stage("scored", fields={"accepted": self.verdict})
+            self.verified = validated("result of the verifier", check.result, BOOL)
+            yield Stage("scored", fields={"accepted": self.verified})
 
     def ended(self, error: Exception | None) -> bool:
-        """Note that its branch has ended; returns the verdict, which is False without a text.
+        """Note that its branch has ended; returns whether it is accepted: False without a text.
 
         Raises:
             Exception: of the verifier.
@@ -235,8 +235,8 @@ class _Sample:
         if error is not None and self.has_ended:
             raise error
         self.error = self.error or error
-        self.verdict = bool(self.verdict)
-        return self.verdict
+        self.verified = bool(self.verified)
+        return self.verified
 
 
 def _verifier(given: Any) -> Callable[[str, str], Any]:

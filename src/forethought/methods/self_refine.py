@@ -41,7 +41,7 @@ REFINE_PROMPT = "\n\nWrite a better answer that follows the feedback.\n\nAnswer:
 
 
 class SelfRefineController(RevisingController):
-    """Feedback on the answer and a better answer in turn, until the model is content with it.
+    """Feedback on the answer and a better answer in turn, until the model accepts it.
 
     ``customized_result_fields["self_refine"]`` holds the number of ``answers``, the ``index`` of
     the one that is returned (the last), the texts of the ``feedback``, and why it ended (``end``, a
@@ -78,16 +78,16 @@ class SelfRefineController(RevisingController):
         self._critic = NativeGenerationController()
 
     def _revise(
-        self, answers: list[GenerationTask], told: dict[str, Any], options: Mapping[str, Any]
+        self, answers: list[GenerationTask], info: dict[str, Any], options: Mapping[str, Any]
     ) -> Process:
-        told["feedback"] = []
+        info["feedback"] = []
         for _ in range(self.num_refinements):
             limit = self.feedback_tokens or answers[0].max_tokens
             feedback: GenerationTask
             feedback = answers[-1].fork(self.feedback_prompt, max_tokens=limit)
             yield from self._critic.process([feedback])
             text: str = feedback.output_str or ""
-            told["feedback"].append(text)
+            info["feedback"].append(text)
             if self.stop_phrase.lower() in text.lower():
                 return RevisionEnd.ACCEPTED
             end = yield from self._answer_again(answers, feedback, self.refine_prompt, options)

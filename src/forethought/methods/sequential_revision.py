@@ -81,7 +81,7 @@ class SequentialRevisionController(RevisingController):
         self.extract_answer = validated("extract_answer", extract_answer, FUNCTION)
 
     def _revise(
-        self, answers: list[GenerationTask], told: dict[str, Any], options: Mapping[str, Any]
+        self, answers: list[GenerationTask], info: dict[str, Any], options: Mapping[str, Any]
     ) -> Process:
         for _ in range(self.num_revisions):
             end = yield from self._answer_again(answers, answers[-1], self.revise_prompt, options)
@@ -89,14 +89,14 @@ class SequentialRevisionController(RevisingController):
                 return end
         return RevisionEnd.LIMIT
 
-    def _choose(self, answers: Sequence[GenerationTask], told: dict[str, Any]) -> Process:
+    def _choose(self, answers: Sequence[GenerationTask], info: dict[str, Any]) -> Process:
         latest = len(answers) - 1
         if self.selection == "last" or not latest:
             return latest
         if self.selection == "vote":
             return (yield from self._vote(answers))
         yield from self.reward_controller.process(answers_alone(answers))
-        scores = told["scores"] = list(self.reward_controller.scores)
+        scores = info["scores"] = list(self.reward_controller.scores)
         ranked = [(score, number) for number, score in enumerate(scores) if score is not None]
         return max(ranked, default=(0.0, latest))[1]
 

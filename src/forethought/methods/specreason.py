@@ -57,7 +57,7 @@ class _Chain:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     scores: list[int | None] = field(default_factory=list)
-    """Of each step that is kept or rewritten; None: the base model wrote it unasked."""
+    """The score of each step; None: the base model wrote it without a judgement."""
     num_accepted: int = 0
 
 
@@ -113,7 +113,7 @@ class SpecReasonController(Controller):
         self.score_prompt = validated("score_prompt", score_prompt, TEXT)
 
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
-        """Solve the tasks side by side.
+        """Solve the tasks concurrently.
 
         Raises:
             ParameterError: keyword arguments; there are none. Or a prompt of token ids, or fields

@@ -123,6 +123,29 @@ def parameters(spec: str) -> dict[str, Any]:
     return found
 
 
+def refuse_greedy_samples(controller: Controller, temperature: float | None) -> None:
+    """Refuse several samples that are decoded greedily, as all of them would be equal.
+
+    Args:
+        controller: a method, perhaps with others inside.
+        temperature: of its tasks; None: not set.
+
+    Raises:
+        ParameterError: the temperature is 0, and a method draws more than one sample.
+    """
+    inner: Any = controller
+    while temperature == 0 and isinstance(inner, Controller):
+        settings = vars(inner)
+        num_samples = settings.get(SAMPLES, 1)
+        if num_samples > 1 and settings.get("thoughts") != "propose":
+            raise ParameterError(
+                "temperature 0 with a method that draws several samples",
+                f"all {num_samples} samples of {type(inner).__name__} would be equal",
+                "Give a temperature above 0, or a method that draws one",
+            )
+        inner = settings.get(_INNER)
+
+
 def _split_settings(
     spec: str, stacked: list[StackedMethod], settings: dict[str, Any]
 ) -> list[dict[str, Any]]:

@@ -90,7 +90,7 @@ def _quotas(system: Path) -> list[float]:
 
 
 def _quota(group: Path) -> float | None:
-    """Of one control group; None: no quota. Version 2 has it in one file, version 1 in two."""
+    """The CPU quota of a control group, in cores, or None. Version 1 has it in two files."""
     for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
         try:
             quota, period = " ".join((group / name).read_text() for name in names).split()

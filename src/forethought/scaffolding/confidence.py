@@ -96,10 +96,10 @@ def stop_threshold(lowest: Sequence[float], kept: float) -> float:
         Their percentile ``100 (1 - kept)``, between two of them by linear interpolation.
     """
     ordered = sorted(lowest)
-    place = (1.0 - kept) * (len(ordered) - 1)
-    below = math.floor(place)
+    rank = (1.0 - kept) * (len(ordered) - 1)
+    below = math.floor(rank)
     above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+    return ordered[below] + (rank - below) * (ordered[above] - ordered[below])
 
 
 _MEASURES: Mapping[Measure, Callable[[TokenConfidence], float | None]] = {

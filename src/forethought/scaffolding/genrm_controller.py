@@ -33,7 +33,7 @@ from forethought.scaffolding.settings import (
 from forethought.scaffolding.task import GenerationTask
 
 VERIFY_PROMPT = "\n\nLet's verify step by step.\n"
-VERDICT_PROMPT = "\nIs the answer correct (Yes/No)?"
+YES_NO_PROMPT = "\nIs the answer correct (Yes/No)?"
 NUM_LOGPROBS = 20
 """Most probable tokens among which "Yes" is looked for; servers give no more."""
 
@@ -49,7 +49,7 @@ class GenRMController(Controller):
     Args:
         num_verifications: K, sampled per answer; 0: the question is asked without any.
         verify_prompt: text behind an answer, which asks for a verification.
-        verdict_prompt: text behind a verification, which asks for "Yes" or "No".
+        yes_no_prompt: text behind a verification, which asks for "Yes" or "No".
         yes: the word whose probability counts, in upper or lower case, with or without blanks.
         verification_tokens: length of a verification at most; None: as of an answer.
 
@@ -67,14 +67,14 @@ class GenRMController(Controller):
         num_verifications: int = 4,
         *,
         verify_prompt: str = VERIFY_PROMPT,
-        verdict_prompt: str = VERDICT_PROMPT,
+        yes_no_prompt: str = YES_NO_PROMPT,
         yes: str = "Yes",
         verification_tokens: int | None = None,
     ) -> None:
         super().__init__()
         self.num_verifications = validated("num_verifications", num_verifications, NON_NEGATIVE_INT)
         self.verify_prompt = validated("verify_prompt", verify_prompt, TEXT)
-        self.verdict_prompt = validated("verdict_prompt", verdict_prompt, TEXT)
+        self.yes_no_prompt = validated("yes_no_prompt", yes_no_prompt, TEXT)
         self.yes = validated("yes", yes, TEXT).strip().lower()
         self.verification_tokens = validated(
             "verification_tokens", verification_tokens, OPTIONAL_POSITIVE_INT
@@ -87,8 +87,8 @@ class GenRMController(Controller):
 
         Raises:
             ParameterError: keyword arguments; there are none. Or a task without a finished text.
-            BudgetExceeded: the budget is spent and there is no verdict; else those that there are
-                count.
+            BudgetExceeded: the budget is spent and no verification has ended; else those that
+                have count.
         """
         refuse_arguments(self, kwargs)
         votes: list[list[float]] = [[] for _ in tasks]
@@ -125,21 +125,21 @@ class GenRMController(Controller):
         return fork.samples_of(self.num_verifications)
 
     def ask(self, part: GenerationTask) -> GenerationTask:
-        """The task whose first token is the verdict on what ``part`` verifies."""
-        verdict: GenerationTask = part.fork(
-            self.verdict_prompt,
+        """The task that asks whether the answer verified by ``part`` is correct: one token."""
+        question: GenerationTask = part.fork(
+            self.yes_no_prompt,
             inherit=False,
             temperature=0.0,
             max_tokens=1,
             num_logprobs=NUM_LOGPROBS,
         )
-        return verdict
+        return question
 
-    def probability_of_yes(self, verdict: GenerationTask) -> float:
+    def probability_of_yes(self, question: GenerationTask) -> float:
         """The probability of all tokens that spell "Yes"; 0 if none is among the most probable."""
-        entries = (verdict.logprobs or [{}])[0]
+        entries = (question.logprobs or [{}])[0]
         if not entries:
-            return float((verdict.output_str or "").strip().lower() == self.yes)
+            return float((question.output_str or "").strip().lower() == self.yes)
         return math.fsum(
             math.exp(entry.logprob)
             for entry in entries.values()
@@ -148,13 +148,13 @@ class GenRMController(Controller):
 
 
 class _Verification:
-    """One verification and its verdict, as a branch."""
+    """One verification and the question behind it, as a branch."""
 
     def __init__(self, method: GenRMController) -> None:
         self._method = method
 
     def process(self, tasks: Sequence[GenerationTask], **_: Any) -> Process:
-        """Generate the verification, if there is one, and ask for the verdict.
+        """Generate the verification, if there is one, and ask for "Yes" or "No".
 
         Returns:
             The probability of "Yes".
@@ -163,7 +163,7 @@ class _Verification:
         if self._method.num_verifications:
             part.worker_tag = tag
             yield [part]
-        verdict = self._method.ask(part)
-        verdict.worker_tag = tag
-        yield [verdict]
-        return self._method.probability_of_yes(verdict)
+        question = self._method.ask(part)
+        question.worker_tag = tag
+        yield [question]
+        return self._method.probability_of_yes(question)

@@ -90,7 +90,7 @@ Item = Task | Branch
 
 
 class ParallelProcess:
-    """Branches that run side by side; the controller resumes when all of them are done.
+    """Branches that run concurrently; the controller resumes when all of them are done.
 
     If one fails, the others are cancelled and its error is raised at the ``yield``.
 

@@ -56,7 +56,7 @@ class ScaffoldingOutput:
     """One entry per generated token, if asked for (nats)."""
     cumulative_logprob: float | None = None
     usage: Usage = field(default_factory=Usage)
-    """Of its task; ``ScaffoldingResult.usage`` is that of the whole request."""
+    """Tokens of its task; ``ScaffoldingResult.usage`` is that of the whole request."""
     confidences: list[TokenConfidence | None] | None = None
     """One entry per generated token, if asked for; None for a token that a method put in."""
     thinking: ThinkingOutput | None = None

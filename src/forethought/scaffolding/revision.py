@@ -63,7 +63,7 @@ class RevisingController(Controller):
         generation_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> Process:
-        """Answer and revise, the tasks side by side, and leave the chosen answer on each.
+        """Answer and revise, the tasks concurrently, and leave the chosen answer on each.
 
         Args:
             tasks: the questions.
@@ -100,26 +100,26 @@ class RevisingController(Controller):
         if first.error is not None:
             task.status, task.error = first.status, first.error
             return
-        answers, told = [first], dict[str, Any]()
+        answers, info = [first], dict[str, Any]()
         try:
-            told["end"] = yield from self._revise(answers, told, options)
+            info["end"] = yield from self._revise(answers, info, options)
         except BudgetExceeded:
-            told["end"] = RevisionEnd.BUDGET
+            info["end"] = RevisionEnd.BUDGET
         index = len(answers) - 1
         try:
-            index = yield from self._choose(answers, told)
+            index = yield from self._choose(answers, info)
         except BudgetExceeded:
-            told["end"] = RevisionEnd.BUDGET
-        yield from self._finish(task, answers, index, told)
+            info["end"] = RevisionEnd.BUDGET
+        yield from self._finish(task, answers, index, info)
 
     def _revise(
-        self, answers: list[GenerationTask], told: dict[str, Any], options: Mapping[str, Any]
+        self, answers: list[GenerationTask], info: dict[str, Any], options: Mapping[str, Any]
     ) -> Process:
         """Append better answers.
 
         Args:
             answers: the first one.
-            told: what the method did, for ``customized_result_fields``.
+            info: what the method did, for ``customized_result_fields``.
             options: keyword arguments of each answer's ``process``.
 
         Returns:
@@ -127,7 +127,7 @@ class RevisingController(Controller):
         """
         raise NotImplementedError(f"{type(self).__name__} does not override _revise")
 
-    def _choose(self, answers: Sequence[GenerationTask], told: dict[str, Any]) -> Process:
+    def _choose(self, answers: Sequence[GenerationTask], info: dict[str, Any]) -> Process:
         """The index of the answer that is returned: here the last."""
         yield from ()
         return len(answers) - 1
@@ -156,13 +156,13 @@ class RevisingController(Controller):
         return None
 
     def _finish(
-        self, task: GenerationTask, answers: list[GenerationTask], index: int, told: dict[str, Any]
+        self, task: GenerationTask, answers: list[GenerationTask], index: int, info: dict[str, Any]
     ) -> Process:
         """Leave the chosen answer on the task."""
         _store(task, answers[index])
         task.candidates = [answer.output_str for answer in answers]
         task.customized_result_fields[self._name] = {
-            **told,
+            **info,
             "answers": len(answers),
             "index": index,
         }

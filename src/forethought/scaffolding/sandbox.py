@@ -1,4 +1,4 @@
-"""A sandbox for Python programs that nobody has read, such as those that a model has written.
+"""A sandbox for untrusted Python programs, such as those that a model has written.
 
 A program is one process with the standard library and nothing else. It reads its standard input,
 computes, may start threads, and may keep files in a directory of its own, which is empty at first

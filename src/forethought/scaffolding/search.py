@@ -59,7 +59,7 @@ class Beam:
     parent: Beam | None = None
     """One step before; None for the empty answer."""
     numbers: tuple[int, ...] = ()
-    """Of the samples on its path, one per step: they tell beams apart, and order them."""
+    """Indices of the samples on its path, one per step; they identify and order beams."""
     task: GenerationTask | None = field(default=None, repr=False)
     """Generated its last step, or one before that which has been inserted."""
     inserted: str = ""

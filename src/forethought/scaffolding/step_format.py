@@ -102,7 +102,7 @@ class ChatSteps:
                 f"{ids.count(self._separator_id)}",
                 "Give the tokenizer and the separate_token of one process reward model",
             )
-        positions = [place for place, token in enumerate(ids) if token == self._separator_id]
+        positions = [index for index, token in enumerate(ids) if token == self._separator_id]
         return StepInput(ids, positions if self._split_steps else positions[-1:])
 
     def _separated(self, answer: str) -> str:
@@ -208,7 +208,7 @@ class TaggedSteps:
         steps = [self._plain(step) for step in _steps(answer, self._step_token)]
         text = f"{self._plain(question)} " + "\n".join(f"{step} {self._tag}" for step in steps)
         ids: list[int] = self._tokenizer(text, verbose=False)["input_ids"]
-        positions = [place for place, token in enumerate(ids) if token == self._tag_id]
+        positions = [index for index, token in enumerate(ids) if token == self._tag_id]
         if len(positions) != len(steps):
             raise UsageError(
                 "the steps of an answer cannot be separated",

@@ -168,13 +168,13 @@ class SympyPool:
             process.end()
 
     def _check(self, job: _Job[Any]) -> None:
-        """Raise if nobody waits for ``job`` any more."""
+        """Raise if ``job`` was cancelled."""
         if self._closed or job.future.cancelled():
             raise EngineStopped("the work on formulas was stopped")
 
 
 class _Job(Generic[_T]):
-    """Some work in a thread, and the process that is at it just now."""
+    """Work in a thread, and the process that runs it now."""
 
     def __init__(self, work: Callable[[_Job[_T]], _T], changed: threading.Condition) -> None:
         self.future: Future[_T] = Future()
@@ -183,7 +183,7 @@ class _Job(Generic[_T]):
         self.future.add_done_callback(self._end)
 
     def run(self) -> None:
-        """Do it; nobody waits for the result of what was cancelled."""
+        """Run it; the result of a cancelled job is not awaited."""
         try:
             result = self._work(self)
         except Exception as error:

@@ -162,7 +162,7 @@ def _written(part: Any) -> str:
 
 
 def _exponent(part: Any) -> int:
-    """Of two, in a number that is no fraction."""
+    """The exponent of two in a number that is no fraction."""
     _, _, exponent, bits = part._mpf_
     return int(exponent + bits)
 

@@ -209,8 +209,8 @@ class GenerationTask(sampling.SamplingFields, Task):
     is no whole token, and the fork's suffix. None if nothing is continued, or the worker works in
     text."""
     num_kept_tokens: int | None = field(default=None, init=False, repr=False)
-    """Of a fork: generated tokens of the forked task in front of them, without a token that ended
-    its text."""
+    """In a fork, number of generated tokens of the forked task before ``inserted_tokens``, without
+    the token that ended its text."""
 
     @staticmethod
     def create_from_prompt(prompt: str | Sequence[int]) -> GenerationTask:

@@ -41,7 +41,7 @@ class TaskCollection(Cloneable):
         """``tasks`` have been executed. A stream comes here after each of its steps."""
 
     def on_parallel_start(self, count: int) -> None:
-        """``count`` branches are about to run side by side."""
+        """``count`` branches are about to run concurrently."""
 
     def on_parallel_end(self, count: int) -> None:
         """``count`` branches are over."""
@@ -249,7 +249,7 @@ class TaskTimer(_Clock):
 
     @property
     def total_seconds(self) -> float:
-        """All durations together; tasks that ran side by side count each for itself."""
+        """All durations together; tasks that ran concurrently count each for itself."""
         return sum(sum(seconds) for seconds in self.durations.values())
 
 

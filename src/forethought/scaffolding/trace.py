@@ -81,7 +81,7 @@ class Span:
     fork_of: int | None = None
     """Number of the span whose sequence it continues."""
     step_of: int | None = None
-    """Of a stream's further step: number of its first."""
+    """Number of the stream's first step, if this is a later one."""
     usage: dict[str, int] = field(default_factory=dict)
     """See ``Usage``; of a stream, of all its steps so far."""
     results: dict[str, Any] = field(default_factory=dict)
@@ -123,7 +123,7 @@ class Trace:
     started: float
     """Seconds since 1970, UTC."""
     seconds: float | None = None
-    """Of the whole request; None while it goes on."""
+    """Duration of the request; None while it runs."""
     prompt: Any = None
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Other arguments of ``generate`` of the controller, as encoded."""

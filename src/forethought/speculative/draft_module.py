@@ -93,8 +93,8 @@ class TokenRange(NamedTuple):
     """Entries ``start`` to ``stop`` of one sequence, which are to be computed."""
 
     tokens: Sequence[int]
-    """Of the sequence from position 0 on; those up to ``stop`` that are missing are not known on
-    the host."""
+    """Tokens of the sequence from position 0 on; those up to ``stop`` that are missing are not
+    known on the host."""
     table: ReadableTable
     """Reaches to ``stop`` or further."""
     start: int

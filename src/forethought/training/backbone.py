@@ -59,7 +59,7 @@ class LoraAdapters(nn.Module):
     that the model never calls, but reads the weight of, gets no gradient and changes nothing.
 
     Args:
-        module: whose layers; its weights are neither changed nor parameters of this module.
+        module: its layers are read; its weights are neither changed nor parameters of this module.
         rank: of each adapter.
         alpha: ``s`` is ``alpha / rank``.
 
@@ -121,7 +121,7 @@ def _adding(adapter: nn.Module) -> Any:
 
 
 def _sizes(layer: nn.Module) -> tuple[int, int]:
-    """Inputs and outputs."""
+    """Numbers of inputs and outputs."""
     rows, columns = layer.weight.shape
     return (rows, columns) if isinstance(layer, Conv1D) else (columns, rows)
 

@@ -39,7 +39,7 @@ class TrainingBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Of the texts, without padding."""
+        """Number of tokens of the texts, without padding."""
         return int(self.lengths.sum())
 
 

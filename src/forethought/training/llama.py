@@ -191,7 +191,7 @@ def muon_groups(network: Llama, weight_decay: float | None = None) -> list[Param
     """Muon for the matrices of the layers, AdamW without weight decay for embedding and norms.
 
     Args:
-        network: whose parameters.
+        network: its parameters are grouped.
         weight_decay: of the matrices; None: that of the settings.
     """
     matrices = [weight for weight in network.layers.parameters() if weight.ndim == 2]

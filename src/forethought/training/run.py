@@ -115,7 +115,7 @@ class TargetModel:
     model: str | Path | None = None
     """Local Hugging Face directory, or Hub id; None: the embedded reasoner."""
     revision: str | None = None
-    """Of a Hub id."""
+    """Revision of a Hub id."""
     dtype: str = "auto"
     device: str = "auto"
 

@@ -191,7 +191,7 @@ class DistillationSettings(StrictModel):
     temperatures: tuple[float, ...] = Field(default=(0.0, 0.8), min_length=1)
     """Used in turn: a drafter serves greedy and sampled requests."""
     max_tokens: int = Field(default=512, ge=1)
-    """Of an answer."""
+    """Most tokens of an answer."""
     probe_share: float = Field(default=0.0, ge=0.0, le=1.0)
     """Number of probes, as a share of the texts; see :func:`probe_prompts`."""
 
@@ -266,7 +266,7 @@ def probe_prompts(
 
     Args:
         texts: prompts and answers.
-        teacher: whose tokenizer and context length.
+        teacher: gives the tokenizer and the context length.
         settings: ``seed`` and ``probe_share``.
     """
     rng, tokenizer = random.Random(f"{settings.seed}:probes"), teacher.tokenizer

@@ -66,7 +66,7 @@ class TrainingSettings(StrictModel):
     batch_tokens: int = Field(default=8192, ge=1)
     """Tokens of a batch, padding included."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the matrix products (autocast); weights and optimizer states stay in float32."""
+    """Data type of the matrix products (autocast); weights and optimizer states stay in float32."""
     check_every: int = Field(default=500, ge=1)
     """Steps between evaluations, before each of which a checkpoint is written."""
     save_seconds: float = Field(default=60.0, gt=0.0)
@@ -154,7 +154,7 @@ class Progress:
     """Number of steps done."""
     num_steps: int
     loss: float
-    """Of the last step."""
+    """Loss of the last step."""
     tokens_per_second: float
     """Since the run was started or resumed; 0 where batches have no ``num_tokens``."""
     seconds_left: float

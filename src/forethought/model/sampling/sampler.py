@@ -154,8 +154,8 @@ def _mean_of_first(values: Tensor, counts: Sequence[int]) -> Tensor:
     """Mean of the first ``counts[row]`` finite ones of ``values`` [N, K] in falling order: [N]."""
     counted = values.isfinite()
     if min(counts) < values.shape[1]:
-        places = torch.arange(values.shape[1], device=values.device)
-        counted &= places < torch.tensor(counts, device=values.device).unsqueeze(1)
+        columns = torch.arange(values.shape[1], device=values.device)
+        counted &= columns < torch.tensor(counts, device=values.device).unsqueeze(1)
     return torch.where(counted, values, 0.0).sum(dim=-1) / counted.sum(dim=-1)
 
 
@@ -185,7 +185,7 @@ class SampledTokens:
 
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]
-    """Of the raw logits, for the rows whose parameters ask for them."""
+    """Log-probabilities of the raw logits, for rows whose parameters ask for them."""
     confidences: list[TokenConfidence | None]
     """The same."""
 

@@ -39,7 +39,7 @@ WINDOW = 8
 MIN_SECONDS = 0.05
 """Times to the first token below this are noise."""
 NUM_TRIES = 8
-"""Of one request, before its refusal is raised."""
+"""Times that one request is sent before its refusal is raised."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 """Seconds before a refused request is sent again; doubled at each further refusal of it."""
 _OVERLOADED = (408, 429)

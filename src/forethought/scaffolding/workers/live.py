@@ -245,7 +245,7 @@ class Continuation(NamedTuple):
 
 class _CachedSession(NamedTuple):
     path: str
-    """Of the scope it was started in."""
+    """Path of the scope that it was started in."""
     live: LiveSession
 
 

@@ -24,7 +24,7 @@ from forethought.scaffolding.workers.concurrency import AdaptiveConcurrency
 from forethought.scaffolding.workers.openai_answer import StreamedChoice
 
 _CONNECTION_ERRORS = ("APIConnectionError", "ReadError", "RemoteProtocolError")
-"""Of the ``openai`` package and of ``httpx``, which need not be installed."""
+"""Names of exceptions of ``openai`` and ``httpx``, which need not be installed."""
 
 _MARGIN = 8
 """Tokens in which a word is likely to end."""
@@ -118,7 +118,7 @@ class OneAnswer:
                     yield chunk
 
     def _next_fields(self, choice: StreamedChoice) -> dict[str, Any]:
-        """Of the request that goes on from ``choice``."""
+        """The fields of the request that continues ``choice``."""
         return self._fields if self._size is None else self._part(self._size, choice)
 
     def _part(self, size: int, choice: StreamedChoice) -> dict[str, Any]:

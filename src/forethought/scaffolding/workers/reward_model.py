@@ -87,7 +87,7 @@ class RewardModel:
         dtype: of the weights.
         device: where they are.
         step_format: how it reads the steps of an answer, by name; None: as its config says.
-        max_cached_tokens: whose keys, values and scores are kept between calls.
+        max_cached_tokens: tokens with keys, values and scores kept between calls.
 
     Attributes:
         by_step: whether it scores steps rather than whole answers.

@@ -182,7 +182,7 @@ class PearlDrafter(Drafter):
 
     @property
     def pages_in_use(self) -> int:
-        """Of the draft model's own."""
+        """Pages in use in the draft model's own pool."""
         return self._pool.in_use
 
     def _join(self) -> None:

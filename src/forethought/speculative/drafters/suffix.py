@@ -110,7 +110,7 @@ class SuffixIndex:
 def _longest(
     end: tuple[int, ...], length: int, positions: list[Position]
 ) -> tuple[int, list[Position]]:
-    """Of ``positions``, all of which match ``length`` tokens, those with the longest match."""
+    """Those of ``positions`` with the longest match; all of them match ``length`` tokens."""
     if length == SIZES[0]:
         depth, whole = len(end), list(end)
         matching = [(text, at) for text, at in positions if text[max(0, at - depth) : at] == whole]

@@ -124,7 +124,7 @@ class DraftLayer:
     """A :class:`LlamaLayer` over pages.
 
     Args:
-        layer: whose weights are taken, in their dtype and on their device.
+        layer: its weights are taken, in their dtype and on their device.
         config: the layer's.
         max_positions: tokens that a sequence may have.
     """

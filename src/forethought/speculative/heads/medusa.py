@@ -199,7 +199,7 @@ class DraftHeads:
 
 
 def _linears(head: nn.Module) -> list[nn.Linear]:
-    """Of its blocks, then the last one."""
+    """The linear layers of its blocks, then the last one."""
     *blocks, last = head.children()
     return [*(block.linear for block in blocks), last]
 

@@ -31,7 +31,7 @@ class MtpLayout:
         block: prefix of module n's decoder block.
         parts: prefix of each of ``PARTS``; with ``{n}``, or shared by all modules.
         known: pattern of a tensor that exists if module n, its first group, does.
-        root: prefix of names that are the modules' and nobody else's; empty: there is none.
+        root: prefix of names that only the modules have; empty: there is none.
         copies: prefixes of tensors that repeat the target's: its embedding and its output
             projection, which are used instead.
         hidden_first: the projection reads the state, then the embedding; else the other way.
@@ -169,7 +169,7 @@ class _Tensors:
         self.directory, self._files = directory, files
 
     def under(self, prefix: str) -> dict[str, Tensor]:
-        """All whose names begin with ``prefix``, without it."""
+        """The tensors with names that begin with ``prefix``, by the rest of the name."""
         names = [name for name in self._files if name.startswith(prefix)]
         found: dict[str, Tensor] = {}
         for file in dict.fromkeys(self._files[name] for name in names):

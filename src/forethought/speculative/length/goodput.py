@@ -197,7 +197,7 @@ STAY, SWITCH = 1.005, 1.03
 PROBE_DEPTH = 2
 """Levels of the drafts of a probe."""
 PROBE_SHARE, LAST_SHARE = 1 / 8, 1 / 2
-"""Of the account's balance that a probe may be expected to cost, and one of a single request."""
+"""Largest expected cost of a probe, and of one of a single request, as a share of the balance."""
 FIRST_PAUSE, LAST_PAUSE = 4, 64
 """Steps between probes, at first and at most."""
 FIRST_CHECK, LAST_CHECK = 8, 128
@@ -208,7 +208,7 @@ usual errors."""
 HOLD, HOLD_PLAIN = 4, 16
 """Steps for which a choice is kept if nothing changes: to draft, and not to."""
 IDLE = 8
-"""Of so many plain steps while it does not draft, one is looked at closely: that takes time too."""
+"""While it does not draft, one of so many plain steps is measured, as measuring takes time."""
 DRAFTS = "{:.2f} times the goodput of plain decoding"
 PLAIN = "plain: drafting would have {:.2f} times its goodput"
 MAX_TRIED = 4
@@ -291,7 +291,7 @@ class Goodput:
             return plain
         if not self.account.open:
             self._why = (
-                "plain: losses are being made up for, {:.2f} steps",
+                "plain: recovering losses of {:.2f} steps",
                 (self.account.balance,),
             )
             return plain

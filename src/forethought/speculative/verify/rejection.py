@@ -57,7 +57,7 @@ def accept_drawn(probs: Tensor, drafts: Sequence[DrawnDraft]) -> Tensor:
 @dataclass(frozen=True, slots=True)
 class _NodeTest:
     row: int
-    """Of the token's own probs."""
+    """Row of the token's own probs."""
     parent: int
     """Row of the residual that it is tested against."""
     source: int

@@ -61,7 +61,7 @@ RelaxedRule = Literal["probability", "log_probability"]
 def _drafted_nodes(
     requests: Sequence[VerificationRequest], device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Of all drafted tokens, the row of their parent and their id: int64 [nodes] each."""
+    """The parents' rows and the ids of all drafted tokens: int64 [nodes] each."""
     rows, tokens, begin = list[int](), list[int](), 0
     for request in requests:
         draft = request.draft

@@ -86,7 +86,7 @@ class VerificationRequest:
     stream: int
     """The sample's index; with ``seed`` and a position it determines the uniform samples."""
     position: int
-    """Of the token after the root, counted from the first token of the sequence."""
+    """Position of the token after the root, from the first token of the sequence."""
     past: Sequence[int] = ()
     """The sequence's tokens up to the root, for rules that need them."""
     rule: AcceptanceRule | None = None

@@ -32,7 +32,7 @@ class Sample:
 
     accepted: bool
     value: Fraction | None
-    """Of the expression in its box; None where there is none."""
+    """Value of the expression in its box; None where there is none."""
     num_tokens: int
 
 

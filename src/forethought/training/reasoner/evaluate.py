@@ -69,7 +69,7 @@ class Skill:
     accuracy: float
     accuracy_ci: tuple[float, float]
     first: float
-    """Of the first derivation alone."""
+    """Accuracy of the first derivation alone."""
     fixed: float
     """Wrong in the first derivation, right in the end."""
     broken: float

@@ -59,7 +59,7 @@ TEMPERATURES = (0.8, 1.0, 1.2)
 SAMPLES = 8
 """Samples of a problem."""
 MAX_TOKENS = 440
-"""Of a sample: the reasoner was trained on contexts of 512 tokens."""
+"""Most tokens of a sample: the reasoner was trained on contexts of 512 tokens."""
 HEAD_RATE = 3.0
 """Factor on the learning rate of the head."""
 _COPIED = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")

@@ -265,4 +265,4 @@ def chained(count: int) -> tuple[int | None, ...]:
 
 
 FAMILIES = (_collection, _boxes, _boxes, _shop, _compare, _share)
-"""Of :func:`sample_problem`: the shipped mix. For other kinds see ``questions``."""
+"""The shipped mix, which :func:`sample_problem` draws from. Other kinds are in ``questions``."""

@@ -246,7 +246,7 @@ def _reworded(problem: Problem, rng: random.Random) -> Problem:
 
 
 def _operands(rng: random.Random) -> tuple[int, str, int]:
-    """Of a sum of one step; a third of them small, some differences negative."""
+    """The operands of a sum of one step; a third of them small, some differences negative."""
     size = rng.random()
     if size < 0.45:
         left, right = rng.randint(0, SMALL), rng.randint(0, SMALL)
@@ -326,7 +326,7 @@ def _framed(rng: random.Random, expression: str) -> str:
 
 
 def _typed(rng: random.Random, text: str) -> str:
-    """Some people do without capitals and without the last mark."""
+    """The text, at times without its capital or its last mark, as some people type."""
     if rng.random() < 0.15:
         text = text[0].lower() + text[1:]
     return text.rstrip("?.") if rng.random() < 0.1 else text
@@ -352,9 +352,9 @@ def main() -> None:
 
 
 OTHER_SHARE = 0.05
-"""Of text that is no problem, among the questions."""
+"""Share of the questions that are no problems."""
 SHIPPED_SHARE = 0.58
-"""Of the shipped mix among the problems of training; the rest are ``KINDS``."""
+"""Share of the training problems that are of the shipped mix; the rest are ``KINDS``."""
 KINDS: dict[str, tuple[float, Callable[[random.Random], Problem]]] = {
     "long": (0.36, _long),
     "one step": (0.14, _one_step),

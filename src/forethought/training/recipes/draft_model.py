@@ -43,8 +43,8 @@ class DraftModelSettings(TrainingSettings):
     num_heads: int = Field(default=3, ge=1)
     num_kv_heads: int = Field(default=1, ge=1)
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """Of the layers' matrices; embedding and norms are trained with AdamW, beside Muon without
-    weight decay."""
+    """Optimizer of the layers' matrices; embedding and norms are trained with AdamW, beside Muon
+    without weight decay."""
     runs_in_float32: bool = False
     """Whether ``config.json`` asks for float32 in place of bf16: small models are faster so on a
     CPU. Weights are stored in bf16 in any case."""

@@ -73,9 +73,9 @@ class Eagle3Settings(TrainingSettings):
     norm_before_residual: bool = False
     norm_output: bool = False
     layout: Layout = "eagle3"
-    """Of the directory that is written."""
+    """Layout of the exported directory."""
     export_dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Of the weights that are written."""
+    """Data type of the exported weights."""
     runs_in_float32: bool = False
     """Whatever their dtype and the target's: small heads are faster so on a CPU."""
 

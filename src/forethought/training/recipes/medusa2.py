@@ -65,11 +65,11 @@ class JointBatch:
 
     texts: Sequence[Text]
     progress: float
-    """Of the run, from 0 to 1."""
+    """Share of the run that is done, from 0 to 1."""
 
     @property
     def num_tokens(self) -> int:
-        """Of the texts."""
+        """Number of tokens of the texts."""
         return sum(map(len, self.texts))
 
 
