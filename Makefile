@@ -5,6 +5,7 @@
 #   make test-all  the same, with the slow tests
 #   make test-clients  OpenAI clients, LangChain's suite, lm-evaluation-harness, LiteLLM, schemathesis and curl against the server
 #   make soak      a server under mixed load for ten minutes (SOAK_SECONDS=...), and what is left of it
+#   make test-page the server's page in Chromium, its types and its accessibility
 #   make lint      only the first half of that
 #   make format    let ruff fix what it can
 #   make bench     speed on this machine: against transformers, and of every drafter
@@ -31,7 +32,7 @@ export PYTHONPATH := src
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-clients soak lint format bench gpu reasoner drafter heads countdown prm clean
+.PHONY: help demo test test-all test-page test-clients soak lint format bench gpu reasoner drafter heads countdown prm clean
 
 help:
 	@sed -n 's/^#   make /  make /p' Makefile
@@ -56,10 +57,20 @@ format: $(setup)
 	@$(PY) -m ruff format .
 
 test: lint
-	@$(PY) -m pytest -n 2 -m "not slow"
+	@$(PY) -m pytest -n 2 -m "not slow and not page"
 
 test-all: lint
-	@$(PY) -m pytest -n 2
+	@$(PY) -m pytest -n 2 -m "not page"
+
+# The types need tsc and the accessibility axe-core; where npm cannot fetch them, those tests are skipped.
+PAGE       := page
+PAGE_TOOLS := build/page-tools
+test-page: $(setup)
+	@$(PY) tests/page/browser.py
+	@if command -v npm >/dev/null && [ ! -d $(PAGE_TOOLS)/node_modules ]; then \
+		timeout -k 5 120 npm install --silent --no-fund --no-audit --prefix $(PAGE_TOOLS) typescript@5 axe-core@4 \
+		|| echo "npm cannot fetch typescript and axe-core here"; fi
+	@$(PY) -m pytest -m "$(PAGE)" tests/page
 
 $(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/constraints.txt
 	python3 -m venv $(CLIENTS)

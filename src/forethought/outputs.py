@@ -166,6 +166,19 @@ class SpeculationMetrics:
         return {**dataclasses.asdict(self), "mean_acceptance_length": rounded}
 
 
+class DraftedStep(NamedTuple):
+    """A decode step of a generation for which tokens were drafted."""
+
+    start: int
+    """Number, in the output, of the first token that the step gave."""
+    num_accepted: int
+    """Drafted tokens that were kept, from ``start`` on."""
+    drafter: str
+    """By its name in the engine."""
+    rejected: tuple[int, ...]
+    """Of a chain, the drafted tokens behind those; of a tree, the children of the last of those."""
+
+
 @dataclass(slots=True)
 class CompletionOutput:
     """One sample of one prompt, complete or as far as it has come."""
@@ -188,6 +201,8 @@ class CompletionOutput:
     end-of-sequence and length."""
     metrics: SpeculationMetrics | None = None
     """Acceptance of its drafts; None where nothing is known of its steps."""
+    drafted_steps: list[DraftedStep] = field(default_factory=list)
+    """The steps with drafts, in order."""
     thinking: ThinkingOutput | None = None
     """Its thought; None without ``thinking_budget`` and ``thinking_soft``."""
 

@@ -221,6 +221,7 @@ class Drafting:
         for each in drafts:
             row = each.row
             row.draft = each.draft
+            row.drafter = each.tried[-1].name if len(row.draft) else ""
             rule = each.tried[-1].rule if len(row.draft) else None
             if rule is not None and rule.applies_to(row.sequence.params):
                 row.rule = rule

@@ -392,7 +392,7 @@ class Engine:
         sequence.limit = len(sequence.tokens) + min(left, params.max_tokens or left)
         sequence.finish_reason = sequence.stop_reason = None
         sequence.constraint, sequence.had_nonfinite_logits = constraint, False
-        sequence.metrics = SpeculationMetrics()
+        sequence.metrics, sequence.drafted_steps = SpeculationMetrics(), []
         self.scheduler.place(sequence, Status.WAITING)
 
     @staticmethod

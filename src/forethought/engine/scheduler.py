@@ -70,6 +70,8 @@ class PlannedRow:
     as the draft has nodes."""
     draft: Draft = NO_DRAFT
     """Set by drafting."""
+    drafter: str = ""
+    """Set by drafting: the name of the drafter whose draft it is."""
     rule: AcceptanceRule | None = None
     """Set by drafting: accepts or rejects the draft; None: the exact rule."""
     known_logits: Tensor | None = None

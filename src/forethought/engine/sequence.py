@@ -22,7 +22,13 @@ from typing import TYPE_CHECKING
 
 from forethought.config.sampling import SamplingParams
 from forethought.kv.table import PageTable
-from forethought.outputs import FinishReason, SpeculationMetrics, TokenLogprobs, Usage
+from forethought.outputs import (
+    DraftedStep,
+    FinishReason,
+    SpeculationMetrics,
+    TokenLogprobs,
+    Usage,
+)
 
 if TYPE_CHECKING:
     from forethought.model.sampling import Constraint
@@ -88,6 +94,8 @@ class Sequence:
     usage: Usage = field(default_factory=Usage)
     metrics: SpeculationMetrics = field(default_factory=SpeculationMetrics)
     """Counters of speculative decoding in the current generation."""
+    drafted_steps: list[DraftedStep] = field(default_factory=list)
+    """Steps with drafts in the current generation."""
 
     @property
     def has_stateful_distribution(self) -> bool:

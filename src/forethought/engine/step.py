@@ -43,6 +43,7 @@ from forethought.model.runner import ModelRunner
 from forethought.model.sampling import TokenContext, prompt_logprobs
 from forethought.outputs import (
     GRAMMAR_COMPLETE,
+    DraftedStep,
     EngineStats,
     FinishReason,
     TokenConfidence,
@@ -316,6 +317,7 @@ class Step:
                 end = self._truncate(sequence, result)
                 accepted = result.tokens[: len(result.path)]
                 self._count_draft(row, len(accepted))
+                self._record_draft(row, result.path, end[0] is not None)
             moves += sequence.table.keep_path(row.stop, result.path if result else ())
             self._record(row, accepted)
         except Exception as error:  # its siblings go on without it
@@ -372,6 +374,17 @@ class Step:
             metrics.synthetic |= row.rule.synthetic
         self._stats.drafted += row.num_nodes
         self._stats.accepted += num_accepted
+
+    def _record_draft(self, row: PlannedRow, path: List[int], has_ended: bool) -> None:
+        """Note for the output which of its tokens were drafted, and what was rejected."""
+        if not len(row.draft):
+            return
+        sequence, rejected = row.sequence, tuple[int, ...]()
+        if not has_ended:  # else what follows was cut off, not rejected
+            rejected = _rejected(row.draft, path)
+        start = len(sequence.tokens) - sequence.prompt_length
+        step = DraftedStep(start, len(path), row.drafter, rejected)
+        sequence.drafted_steps.append(step)
 
     def _record(self, row: PlannedRow, accepted: list[int]) -> None:
         """Count and publish the tokens of a computed row, and score those of the prompt.
@@ -450,6 +463,14 @@ def by_halves(
         elif (other := on_failure(some[0], failure)) is not None:
             left.append([other])
     return done
+
+
+def _rejected(draft: Draft, path: List[int]) -> tuple[int, ...]:
+    """The drafted tokens that might have followed the accepted path."""
+    if draft.parents is None:
+        return tuple(draft.tokens[len(path) :])
+    last = path[-1] if path else -1
+    return tuple(t for t, parent in zip(draft.tokens, draft.parents, strict=True) if parent == last)
 
 
 def _pack(row: PlannedRow) -> Row:

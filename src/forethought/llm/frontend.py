@@ -71,6 +71,7 @@ class Generation:
             for sequence in sequences
         }
         self._metrics = {sequence.id: sequence.metrics for sequence in sequences}
+        self._drafted_steps = {sequence.id: sequence.drafted_steps for sequence in sequences}
         self._thoughts = dict[int, ThinkingConstraint]()
         if rule is not None:
             thoughts = rule.samples(sequences[0].tokens, [None] * len(sequences))
@@ -210,6 +211,7 @@ class Generation:
     def _completion(self, sequence: Sequence) -> CompletionOutput:
         output = self._transcripts[sequence.id].output()
         output.metrics = self._metrics[sequence.id].copy()
+        output.drafted_steps = self._drafted_steps[sequence.id][:]
         output.thinking = self.thinking(sequence)
         return output
 

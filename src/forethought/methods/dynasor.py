@@ -23,6 +23,7 @@ Probing", 2025. The texts and defaults are those of TensorRT-LLM's blog on scaff
 from __future__ import annotations
 
 import importlib
+import itertools
 import logging
 import re
 import threading
@@ -50,7 +51,7 @@ from forethought.scaffolding.answers import (
 from forethought.scaffolding.controller import Controller, refuse_arguments
 from forethought.scaffolding.execution_scope import current_scope
 from forethought.scaffolding.parallel import AsCompleted, ParallelProcess, Process
-from forethought.scaffolding.result import Delta, Stage
+from forethought.scaffolding.result import Delta, Stage, spans_within
 from forethought.scaffolding.settings import BOOL, DIRECTORY, POSITIVE_INT, WORDS, validated
 from forethought.scaffolding.task import ComputeTask, GenerationTask, StreamGenerationTask
 
@@ -293,7 +294,7 @@ class DynasorGenerationController(Controller):
         main = self._main_chain(task)
         agreement = Agreement(self.certainty_threshold, self.uncertain_words, self.equivalence)
         probes: deque[Probe] = deque()
-        stream = _OutputStream(task)
+        stream = _OutputStream(task, main)
         forked_at, agreed = 0, None
         with AsCompleted([main]) as running:
             while running and agreed is None:
@@ -314,6 +315,10 @@ class DynasorGenerationController(Controller):
                     running.add(main)
                 if task.streaming_output_flag and agreed is None:
                     yield from stream.extend(main, _certain(main, probes, agreement))
+        if agreed is not None:
+            why = f"{agreement.count} probes in a row agree"
+            fields = {"answer": agreed.answer, "at": agreed.kept_tokens}
+            yield Stage("early_exit", why, fields=fields)
         yield from self._finish(task, main, agreement, agreed)
         if task.streaming_output_flag:
             yield from stream.extend(task, (task.output_str or "", task.num_generated))
@@ -436,17 +441,20 @@ def _certain(
 class _OutputStream:
     """The output of a task as a stream of ``Delta``."""
 
-    def __init__(self, task: GenerationTask) -> None:
-        self._task, self._characters, self._tokens = task, 0, 0
+    def __init__(self, task: GenerationTask, main: GenerationTask) -> None:
+        self._task, self._main, self._characters, self._tokens = task, main, 0, 0
 
     def extend(self, source: GenerationTask, until: tuple[str, int]) -> Process:
         """Stream what is new in ``source``, up to a text and a number of tokens."""
         text, count = until
         tokens = (source.output_tokens or [])[self._tokens : count]
-        new = text[self._characters :]
+        start, new = self._characters, text[self._characters :]
         self._characters, self._tokens = len(text), max(count, self._tokens)
         if new or tokens:
-            delta = Delta(new, tuple(tokens), "dynasor")
+            pairs = zip((self._main.output_str or "")[start:], new, strict=False)
+            own = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+            drafts = spans_within(self._main.draft_spans, start, start + own)
+            delta = Delta(new, tuple(tokens), "dynasor", tuple(drafts))
             self._task.streaming_output_list.append(delta)
             yield delta
 

@@ -160,6 +160,42 @@ def _sum(one: Any, other: Any) -> Any:
     return None if one is None or other is None else one + other
 
 
+class DraftSpan(NamedTuple):
+    """A draft in a text: what of it was accepted, in characters, and what was rejected behind."""
+
+    start: int
+    end: int
+    """Behind its accepted characters; ``start`` if none was accepted."""
+    drafter: str
+    rejected: str
+
+    def within(self, start: int, end: int) -> DraftSpan | None:
+        """Its part between two positions, counted from the first; None if it has none there."""
+        first, behind = max(start, self.start), min(end, self.end)
+        rejected = self.rejected if start <= self.end < end else ""
+        if first >= behind and not rejected:
+            return None
+        return DraftSpan(first - start, max(first, behind) - start, self.drafter, rejected)
+
+
+def spans_within(spans: Sequence[DraftSpan], start: int, end: int) -> list[DraftSpan]:
+    """The parts of spans between two positions, counted from the first.
+
+    Args:
+        spans: in order; only the last ones are looked at.
+        start: position in their text.
+        end: another one.
+    """
+    found: deque[DraftSpan] = deque()
+    for span in reversed(spans):
+        if span.end < start:
+            break
+        part = span.within(start, end)
+        if part is not None:
+            found.appendleft(part)
+    return list(found)
+
+
 @dataclass(frozen=True, slots=True)
 class Delta:
     """New text of a stream. A controller that yields one streams it to the caller itself."""
@@ -168,6 +204,8 @@ class Delta:
     token_ids: tuple[int, ...] = ()
     source: str = ""
     """Identifies a stream within its branch: the deltas of one source join to one text."""
+    drafts: tuple[DraftSpan, ...] = ()
+    """Where drafts were verified in ``text``, as far as its worker knows."""
 
 
 @dataclass(frozen=True, slots=True)

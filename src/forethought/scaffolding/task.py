@@ -35,7 +35,7 @@ from forethought.scaffolding.messages import (  # published code imports all of 
     ToolMessage,  # noqa: F401
     UserMessage,
 )
-from forethought.scaffolding.result import Delta, ScaffoldingOutput
+from forethought.scaffolding.result import Delta, DraftSpan, ScaffoldingOutput
 from forethought.scaffolding.settings import (
     NON_NEGATIVE_INT,
     POSITIVE_INT,
@@ -108,10 +108,17 @@ class Task:
         duplicate.usage, duplicate.streaming_output_list = Usage(), []
         return duplicate
 
-    def emit(self, text: str, token_ids: Sequence[int] = (), source: str = "") -> None:
+    def emit(
+        self,
+        text: str,
+        token_ids: Sequence[int] = (),
+        source: str = "",
+        drafts: Sequence[DraftSpan] = (),
+    ) -> None:
         """For workers: stream new text and tokens to the caller, if the task is streamed."""
         if self.streaming_output_flag and (text or token_ids):
-            self.streaming_output_list.append(Delta(text, tuple(token_ids), source))
+            delta = Delta(text, tuple(token_ids), source, tuple(drafts))
+            self.streaming_output_list.append(delta)
 
 
 _Generation = TypeVar("_Generation", bound="GenerationTask")
@@ -181,6 +188,9 @@ class GenerationTask(sampling.SamplingFields, Task):
     thinking: ThinkingOutput | None = field(default=None, init=False)
     """The thought under a thinking budget, where the worker enforces that itself."""
     context_logits: Any = field(default=None, init=False, repr=False)
+    draft_spans: list[DraftSpan] = field(default_factory=list, init=False, repr=False)
+    """Where drafts were verified in ``output_str``, in order, as far as its worker knows; on a
+    stream some may lie behind what it has brought."""
     samples: list[ScaffoldingOutput] = field(default_factory=list, init=False, repr=False)
     """All ``n`` of them; the fields above are those of the first."""
     candidates: list[str | None] = field(default_factory=list, init=False, repr=False)
@@ -275,6 +285,7 @@ class GenerationTask(sampling.SamplingFields, Task):
         self.customized_result_fields = dict(given.meta)
         self.usage, self.thinking = given.usage, given.thinking
         self.samples, self.candidates = [], list(given.candidates)
+        self.draft_spans = []
         if result is None:
             self.context_logits = self.llm_request_params = self.request_handle = None
             self.request_id = self.ttft_s = self.latency_s = None

@@ -43,6 +43,7 @@ from forethought.scaffolding.trace_values import decoded, encoded
 VERSION = 1
 _NOT_RESULTS = frozenset(
     {
+        "draft_spans",
         "error",
         "fork_point",
         "request_handle",

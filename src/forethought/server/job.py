@@ -349,10 +349,24 @@ class MethodJob(Job):
         elif isinstance(output, Delta):
             num_tokens = len(output.token_ids) or 1
             if last.get("type") == "delta" and last["branch"] == event.branch:
+                _add_drafts(last, output)
                 last["text"] += output.text
                 last["num_tokens"] += num_tokens
             else:
-                events.append(self._delta(event.branch, output.text, num_tokens))
+                events.append(self._delta(event.branch, "", num_tokens))
+                _add_drafts(events[-1], output)
+                events[-1]["text"] = output.text
 
     def _visible(self, text: str) -> str:
         return split(text, self._backend.markers, self.ask.prompted.is_open).content
+
+
+def _add_drafts(event: dict[str, Any], delta: Delta) -> None:
+    """Say where drafts were verified in a text that is about to be put behind an event's."""
+    before = len(event["text"])
+    for start, end, drafter, rejected in delta.drafts:
+        drafts: list[Any] = event.setdefault("drafts", [])
+        if end > start:
+            drafts.append([before + start, before + end, True, drafter])
+        if rejected:
+            drafts.append([before + end, before + end, False, drafter, rejected])

@@ -249,7 +249,9 @@ class Service:
             UsageError: its methods cannot run, or the prompt's log-probabilities are not known.
         """
         gather, engine = self.settings.stream_interval, self.backend.llm
-        if engine is not None and ask.composition.is_plain and not ask.is_limited:
+        is_plain = ask.composition.is_plain and not ask.is_limited
+        scored = prompt_logprobs is not None or "num_logprobs" in ask.params
+        if engine is not None and is_plain and (scored or not ask.events):  # a worker tells drafts
             return EngineJob(engine, self.backend, ask, gather, prompt_logprobs)
         if prompt_logprobs is not None:
             raise ParameterError(

@@ -25,6 +25,7 @@ from forethought.llm.tokenizer import Tokenizer
 from forethought.outputs import CompletionOutput, FinishReason, Usage
 from forethought.scaffolding.budget import BudgetAccount
 from forethought.scaffolding.execution_scope import ExecutionScope
+from forethought.scaffolding.result import DraftSpan
 
 Prompt = str | tuple[int, ...]
 
@@ -67,6 +68,9 @@ class LiveSession:
         self.output = self.shown = CompletionOutput(0)
         self._beginning: Transcript | None = None
         self._whole_tokens = self._whole_text = 0
+        self._spans: list[DraftSpan] = []
+        self._measured: Detokenizer | None = None
+        self._num_measured = self._position = 0
         self.tokenizer, self._usage, self._account = tokenizer, usage, account
         self._counted = Usage()
         self._stream: SessionStream | None = None
@@ -153,6 +157,26 @@ class LiveSession:
             return None
         text = self.prompt + self.output.text[: self._whole_text]
         return Spelled(text, self.prompt_length + self._whole_tokens)
+
+    @property
+    def draft_spans(self) -> list[DraftSpan]:
+        """Where drafts were verified in the output's text, in order; the list grows."""
+        for step in self.output.drafted_steps[len(self._spans) :]:
+            start = self._measure(step.start)
+            end = self._measure(step.start + step.num_accepted)
+            rejected = self.tokenizer.decode(step.rejected)
+            self._spans.append(DraftSpan(start, end, step.drafter, rejected))
+        return self._spans
+
+    def _measure(self, count: int) -> int:
+        """The number of characters of the first ``count`` generated tokens, which only rises."""
+        if self._measured is None:
+            context, skip = self.session.tokens[: self.prompt_length], self._params
+            self._measured = Detokenizer(self.tokenizer, context, skip.skip_special_tokens)
+        new = self.output.token_ids[self._num_measured : count]
+        self._num_measured += len(new)
+        self._position += len(self._measured.push(new))
+        return self._position
 
     def cut(self, kept: int | None) -> tuple[int, str]:
         """Where to fork for its first ``kept`` generated tokens; None: for all that was shown.

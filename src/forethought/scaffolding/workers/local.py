@@ -26,7 +26,7 @@ from forethought.outputs import CompletionOutput
 from forethought.scaffolding import sampling
 from forethought.scaffolding.execution_scope import current_scope
 from forethought.scaffolding.messages import AssistantMessage, ToolCall, ToolFunction
-from forethought.scaffolding.result import ScaffoldingOutput
+from forethought.scaffolding.result import ScaffoldingOutput, spans_within
 from forethought.scaffolding.settings import NON_NEGATIVE_INT, validated
 from forethought.scaffolding.task import (
     ChatTask,
@@ -479,6 +479,7 @@ def _fill(task: GenerationTask, live: LiveSession) -> None:
     task.logprobs, task.cumulative_logprob = output.logprobs, output.cumulative_logprob
     task.confidences = None if output.confidences is None else [*output.confidences]
     task.thinking = output.thinking
+    task.draft_spans = live.draft_spans
     task.usage_prompt_tokens = live.prompt_length
     task.usage_completion_tokens = len(output.token_ids)
 
@@ -487,7 +488,9 @@ def _emit(task: GenerationTask, live: LiveSession, before: CompletionOutput) -> 
     """Stream what has come since ``before``."""
     if task.streaming_output_flag:
         new = live.shown.token_ids[len(before.token_ids) :]
-        task.emit(live.shown.text[len(before.text) :], new, f"{id(live):x}")
+        start, text = len(before.text), live.shown.text
+        drafts = spans_within(live.draft_spans, start, len(text))
+        task.emit(text[start:], new, f"{id(live):x}", drafts)
 
 
 async def _together(works: Sequence[Coroutine[Any, Any, None]]) -> None:

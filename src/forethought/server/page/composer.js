@@ -1,0 +1,191 @@
+// The question and how it is to be answered: method, parameters, drafter, budget, sampling.
+
+import { byId, el, fill } from "./dom.js";
+
+/**
+ * @typedef {{name: string, default: any, description?: string}} Parameter
+ * @typedef {{name: string, title?: string, paper?: string, summary?: string, available?: boolean, reason?: string | null, parameters?: Parameter[]}} Method
+ * @typedef {{name: string, active: boolean, reason: string | null}} DrafterChoice
+ * @typedef {{title: string, prompt: string, method?: string}} Example
+ */
+
+const KEPT = "forethought.settings";
+const NUMBERS = ["budget-tokens", "budget-calls", "budget-seconds", "temperature", "max-tokens", "seed"];
+
+/** The form at the bottom of the conversation. */
+export class Composer {
+  /** @param {(question: string) => void} onAsk */
+  constructor(onAsk) {
+    /** @type {Method[]} */
+    this.methods = [];
+    /** @type {DrafterChoice[]} */
+    this.drafters = [];
+    this.question = byId("question");
+    this.form = byId("composer");
+    this.form.addEventListener("submit", (/** @type {Event} */ event) => {
+      event.preventDefault();
+      const question = this.question.value.trim();
+      if (question) onAsk(question);
+    });
+    this.question.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
+      if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+      event.preventDefault();
+      this.form.requestSubmit();
+    });
+    byId("method").addEventListener("change", () => this.onMethod());
+    byId("drafter").addEventListener("change", () => this.describe());
+    this.form.addEventListener("change", () => this.keep());
+  }
+
+  /**
+   * Fills the choices with what the server offers.
+   * @param {{id: string}[]} models
+   * @param {Method[]} methods
+   * @param {DrafterChoice[]} drafters
+   * @param {Example[]} examples
+   */
+  offer(models, methods, drafters, examples) {
+    this.methods = methods;
+    this.drafters = drafters;
+    fill(byId("models"), models.map(({ id }) => el("option", { value: id }, id)));
+    fill(byId("method"), methods.map(({ name, title }) => el("option", { value: name }, title || name)));
+    const choices = drafters.filter(({ name }) => name !== "none");
+    fill(
+      byId("drafter"),
+      el("option", { value: "" }, "server's choice"),
+      choices.map(({ name, active }) => el("option", { value: name, disabled: !active }, active ? name : `${name} (off)`)),
+      el("option", { value: "none" }, "none"),
+    );
+    fill(byId("examples"), examples.slice(0, 3).map((example) => this.exampleButton(example)));
+    this.restore();
+    this.onMethod();
+  }
+
+  /** @private @param {Example} example */
+  exampleButton(example) {
+    const take = () => {
+      this.question.value = example.prompt;
+      if (example.method) this.chooseMethod(example.method);
+      this.question.focus();
+    };
+    return el("button", { type: "button", onclick: take, title: example.prompt.slice(0, 300) }, example.title);
+  }
+
+  /** @param {string} name */
+  chooseMethod(name) {
+    if (!this.methods.some((method) => method.name === name)) return;
+    byId("method").value = name;
+    this.onMethod();
+    this.keep();
+  }
+
+  get method() {
+    return this.methods.find(({ name }) => name === byId("method").value) ?? null;
+  }
+
+  get model() {
+    return byId("models").value;
+  }
+
+  get plainToo() {
+    return byId("plain-too").checked;
+  }
+
+  /**
+   * The body of the request, without what streaming adds.
+   * @param {{role: string, content: string}[]} messages
+   * @returns {import("./run.js").Request}
+   */
+  request(messages) {
+    /** @type {any} */
+    const request = { model: this.model, messages };
+    if (this.method) request.method = this.method.name;
+    const parameters = this.changedParameters();
+    if (Object.keys(parameters).length) request.method_params = parameters;
+    const budget = numbers({ tokens: "budget-tokens", calls: "budget-calls", seconds: "budget-seconds" });
+    if (Object.keys(budget).length) request.budget = budget;
+    const drafter = byId("drafter").value;
+    if (drafter) request.speculation = drafter === "none" ? { enabled: false } : { drafter };
+    return { ...request, ...numbers({ temperature: "temperature", max_tokens: "max-tokens", seed: "seed" }) };
+  }
+
+  /** @private @returns {Record<string, any>} */
+  changedParameters() {
+    /** @type {Record<string, any>} */
+    const changed = {};
+    for (const input of byId("parameters").querySelectorAll("input, select")) {
+      if (input.value.trim() !== "") changed[input.name] = valueOf(input.value.trim());
+    }
+    return changed;
+  }
+
+  /** @private */
+  onMethod() {
+    const parameters = this.method?.parameters ?? [];
+    fill(byId("parameters"), parameters.length ? parameters.map(parameterField) : el("p", { class: "muted small" }, "This method has none."));
+    this.describe();
+  }
+
+  /** @private Says what the chosen method and drafter are. */
+  describe() {
+    const method = this.method;
+    const drafter = this.drafters.find(({ name }) => name === byId("drafter").value);
+    const off = this.drafters.filter(({ name, active, reason }) => !active && reason && name !== "none");
+    const none = this.drafters.every(({ name }) => name === "none") ? "This server drafts nothing: start it with --speculative." : "";
+    const all = off.length && off.length === this.drafters.filter(({ name }) => name !== "none").length;
+    const lines = [method?.summary, method?.paper && `(${method.paper}.)`, method?.reason, drafter?.reason, all ? `No drafts here: ${off[0].reason}` : "", none];
+    fill(byId("about"), lines.filter(Boolean).join(" "));
+  }
+
+  /** @private */
+  keep() {
+    const values = Object.fromEntries([...NUMBERS, "method", "drafter"].map((id) => [id, byId(id).value]));
+    try {
+      localStorage.setItem(KEPT, JSON.stringify({ ...values, plain: this.plainToo }));
+    } catch {
+      // the browser keeps nothing; the settings last as long as the page
+    }
+  }
+
+  /** @private */
+  restore() {
+    let values;
+    try {
+      values = JSON.parse(localStorage.getItem(KEPT) ?? "{}");
+    } catch {
+      return;
+    }
+    for (const id of NUMBERS) if (values[id]) byId(id).value = values[id];
+    for (const id of ["method", "drafter"]) {
+      const known = [...byId(id).options].some((option) => option.value === values[id] && !option.disabled);
+      if (known) byId(id).value = values[id];
+    }
+    byId("plain-too").checked = values.plain === true;
+  }
+}
+
+/** @param {Parameter} parameter */
+function parameterField({ name, default: standard, description }) {
+  const attributes = { name, title: description || null };
+  const shown = standard === null || standard === undefined ? "none" : JSON.stringify(standard);
+  const isChoice = typeof standard === "boolean";
+  const input = isChoice
+    ? el("select", attributes, el("option", { value: "" }, shown), el("option", { value: String(!standard) }, String(!standard)))
+    : el("input", { ...attributes, type: "text", placeholder: shown.slice(0, 60), autocomplete: "off" });
+  return el("label", { title: description || null }, `${name} `, input);
+}
+
+/** A parameter as JSON where it is JSON, and else as text. @param {string} text */
+function valueOf(text) {
+  try {
+    return JSON.parse(text);
+  } catch {
+    return text;
+  }
+}
+
+/** The numbers that were entered. @param {Record<string, string>} inputs field -> id @returns {Record<string, number>} */
+function numbers(inputs) {
+  const entered = Object.entries(inputs).filter(([, id]) => byId(id).value !== "");
+  return Object.fromEntries(entered.map(([name, id]) => [name, Number(byId(id).value)]));
+}

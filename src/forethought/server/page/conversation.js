@@ -1,0 +1,236 @@
+// A conversation as a tree: to edit a question is to ask another one beside it.
+
+import { byId, el, fill } from "./dom.js";
+import { summarize } from "./run.js";
+import { TextView } from "./text.js";
+
+/**
+ * @typedef {import("./run.js").Run} Run
+ * @typedef {import("./store.js").Turn} Turn
+ * @typedef {import("./store.js").Conversation} Conversation
+ *
+ * @typedef {object} Actions
+ * @property {(turn: Turn, question: string) => void} edit asks another question in the place of a turn's
+ * @property {(turn: Turn) => void} again
+ * @property {(turn: Turn) => void} show shows the run of a turn
+ * @property {() => void} changed the turns that are shown have changed
+ */
+
+/** A new name for a run, turn or conversation. */
+export function newId() {
+  return `${Date.now().toString(36)}-${Math.random().toString(36).slice(2, 10)}`;
+}
+
+/** The turns of a conversation, and those of them that are shown. */
+export class Tree {
+  /** @param {Conversation} [conversation] */
+  constructor(conversation) {
+    this.conversation = conversation ?? { id: newId(), created: Date.now(), turns: [], active: {} };
+  }
+
+  /** @param {string | null} parent @returns {Turn[]} the turns below a turn; null: the first ones */
+  below(parent) {
+    return this.conversation.turns.filter((turn) => turn.parent === parent);
+  }
+
+  /** The turns that are shown, from the first. @returns {Turn[]} */
+  get path() {
+    /** @type {Turn[]} */
+    const path = [];
+    for (let parent = /** @type {string | null} */ (null); ; parent = path[path.length - 1].id) {
+      const turns = this.below(parent);
+      if (!turns.length) return path;
+      path.push(turns.find((turn) => turn.id === this.conversation.active[parent ?? ""]) ?? turns[turns.length - 1]);
+    }
+  }
+
+  /** @param {string | null} parent @param {string} question @returns {Turn} */
+  add(parent, question) {
+    const turn = { id: newId(), parent, question, runs: [], created: Date.now() };
+    this.conversation.turns.push(turn);
+    this.show(turn);
+    return turn;
+  }
+
+  /** Shows a turn in the place of those beside it, and the turns above it. @param {Turn} turn */
+  show(turn) {
+    this.conversation.active[turn.parent ?? ""] = turn.id;
+    const parent = this.conversation.turns.find((each) => each.id === turn.parent);
+    if (parent) this.show(parent);
+  }
+
+  /** The turns up to this one. @param {string | null} id @returns {Turn[]} */
+  upTo(id) {
+    const turn = this.conversation.turns.find((each) => each.id === id);
+    return turn ? [...this.upTo(turn.parent), turn] : [];
+  }
+
+  /**
+   * The messages of a request for a turn.
+   * @param {Turn} turn
+   * @param {(turn: Turn) => Run | null} runOf
+   */
+  messages(turn, runOf) {
+    return this.upTo(turn.id).flatMap((each) => {
+      const asked = { role: "user", content: each.question };
+      if (each.id === turn.id) return [asked];
+      return [asked, { role: "assistant", content: runOf(each)?.answer ?? "" }];
+    });
+  }
+}
+
+/** Shows the turns of a tree. */
+export class ConversationView {
+  /** @param {(turn: Turn) => Run | null} runOf @param {Actions} actions */
+  constructor(runOf, actions) {
+    this.runOf = runOf;
+    this.actions = actions;
+    this.element = byId("turns");
+    /** @type {Map<string, TurnView>} */
+    this.views = new Map();
+  }
+
+  /** @param {Tree} tree */
+  render(tree) {
+    this.views.clear();
+    const articles = tree.path.map((turn) => {
+      const view = new TurnView(turn, this.runOf(turn), tree, this.actions);
+      this.views.set(turn.id, view);
+      return view.element;
+    });
+    fill(this.element, articles);
+    this.update();
+    this.element.scrollTop = this.element.scrollHeight;
+  }
+
+  /** Shows what has come since. */
+  update() {
+    const box = this.element;
+    const atEnd = box.scrollHeight - box.scrollTop - box.clientHeight < 60;
+    for (const view of this.views.values()) view.update();
+    if (atEnd) box.scrollTop = box.scrollHeight;
+  }
+}
+
+/** One question and its answer. */
+class TurnView {
+  /** @param {Turn} turn @param {Run | null} run @param {Tree} tree @param {Actions} actions */
+  constructor(turn, run, tree, actions) {
+    this.turn = turn;
+    this.run = run;
+    this.tree = tree;
+    this.actions = actions;
+    this.question = el("p", { class: "said", dir: "auto" });
+    new TextView(this.question).append(turn.question);
+    this.reasoning = new TextView(el("div", { class: "said", dir: "auto" }));
+    this.answer = new TextView(el("div", { class: "said answer", dir: "auto" }));
+    this.thought = el("details", { class: "thought", hidden: true }, el("summary", {}, "Thought"), this.reasoning.element);
+    this.note = el("p", { class: "note muted small" });
+    this.shown = { answer: "", reasoning: "" };
+    this.lastStatus = "";
+    this.head = el("div", { class: "row" }, el("h3", {}, "Question"), el("span", { class: "spacer" }), this.beside(), this.button("Edit", () => this.edit()));
+    this.foot = el(
+      "div",
+      { class: "row" },
+      this.note,
+      el("span", { class: "spacer" }),
+      this.button("Ask again", () => actions.again(turn)),
+      this.button("Show run", () => actions.show(turn)),
+    );
+    this.element = el("article", { class: "turn" }, this.head, this.question, el("h3", {}, "Answer"), this.thought, this.answer.element, this.foot);
+  }
+
+  /** @private @param {string} text @param {() => void} onclick */
+  button(text, onclick) {
+    return el("button", { type: "button", class: "quiet", onclick }, text);
+  }
+
+  /** @private Goes to the questions asked in the place of this one. */
+  beside() {
+    const turns = this.tree.below(this.turn.parent);
+    if (turns.length < 2) return null;
+    const now = turns.findIndex((each) => each.id === this.turn.id);
+    const go = (/** @type {number} */ to) => () => {
+      this.tree.show(turns[to]);
+      this.actions.changed();
+    };
+    return el(
+      "span",
+      { class: "beside", role: "group", "aria-label": "Branches of the conversation" },
+      el("button", { type: "button", class: "quiet", "aria-label": "Previous branch", disabled: now === 0, onclick: go(now - 1) }, "‹"),
+      el("span", { class: "small" }, `${now + 1} of ${turns.length}`),
+      el("button", { type: "button", class: "quiet", "aria-label": "Next branch", disabled: now === turns.length - 1, onclick: go(now + 1) }, "›"),
+    );
+  }
+
+  /** @private */
+  edit() {
+    const input = el("textarea", { rows: 3, "aria-label": "Edited question", spellcheck: "false", value: this.turn.question });
+    const close = () => form.replaceWith(this.question);
+    const form = el(
+      "form",
+      {
+        class: "edit",
+        onsubmit: (/** @type {Event} */ event) => {
+          event.preventDefault();
+          if (input.value.trim()) this.actions.edit(this.turn, input.value.trim());
+        },
+        onkeydown: (/** @type {KeyboardEvent} */ event) => {
+          if (event.key === "Escape") close();
+          if (event.key === "Enter" && !event.shiftKey) {
+            event.preventDefault();
+            form.requestSubmit();
+          }
+        },
+      },
+      input,
+      el("div", { class: "row" }, el("span", { class: "spacer" }), this.button("Cancel", close), el("button", { class: "primary" }, "Ask as a branch")),
+    );
+    this.question.replaceWith(form);
+    input.focus();
+  }
+
+  update() {
+    const run = this.run;
+    if (!run) return;
+    this.grow("reasoning");
+    this.grow("answer");
+    this.thought.hidden = !run.reasoning;
+    if (run.isOver && this.lastStatus === run.status) return;
+    this.lastStatus = run.status;
+    this.element.setAttribute("aria-busy", String(!run.isOver));
+    fill(this.note, noteOf(run));
+    this.note.classList.toggle("bad", run.status === "failed");
+  }
+
+  /** @private @param {"answer" | "reasoning"} name */
+  grow(name) {
+    const [text, shown] = [this.run?.[name] ?? "", this.shown[name]];
+    if (text === shown) return;
+    if (text.startsWith(shown)) this[name].append(text.slice(shown.length));
+    else {
+      this[name].clear(); // the answer as the method decided it, in the place of what was streamed
+      this[name].append(text);
+    }
+    this.shown[name] = text;
+  }
+}
+
+/** How a run went, in one line. @param {Run} run */
+export function noteOf(run) {
+  const { completionTokens, seconds, promptTokens, cachedTokens, method } = summarize(run);
+  const size = `${method}, ${completionTokens.toLocaleString("en")} tokens, ${seconds.toFixed(2)} s`;
+  const reused = cachedTokens ? `, ${cachedTokens} of ${promptTokens} prompt tokens reused` : "";
+  switch (run.status) {
+    case "running":
+      return size;
+    case "done":
+      return size + reused + (run.finishReason === "length" ? ", cut at its limit" : "");
+    case "stopped":
+      return `${size}, stopped`;
+    case "interrupted":
+      return `${size}, interrupted: the page was left, which ends a run on the server`;
+    default:
+      return `Failed: ${run.error}`;
+  }
+}

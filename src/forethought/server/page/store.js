@@ -1,0 +1,166 @@
+// Runs and conversations kept in this browser: IndexedDB, events in batches as they come.
+
+/**
+ * @typedef {import("./run.js").RunRecord} RunRecord
+ * @typedef {import("./run.js").RunEvent} RunEvent
+ * @typedef {{id: string, parent: string | null, question: string, runs: string[], created: number}} Turn
+ * @typedef {{id: string, created: number, turns: Turn[], active: Record<string, string>}} Conversation
+ *   `active` names the turn shown below each turn; the first turns are below `""`
+ */
+
+const TAIL = "forethought.tail";
+const FLUSH_MS = 250;
+
+/** @template T @param {IDBRequest<T>} request @returns {Promise<T>} */
+function result(request) {
+  return new Promise((resolve, reject) => {
+    request.onsuccess = () => resolve(request.result);
+    request.onerror = () => reject(request.error);
+  });
+}
+
+/** @returns {Promise<IDBDatabase>} */
+function open() {
+  const request = indexedDB.open("forethought", 1);
+  request.onupgradeneeded = () => {
+    request.result.createObjectStore("runs", { keyPath: "id" });
+    request.result.createObjectStore("events", { keyPath: ["run", "number"] });
+    request.result.createObjectStore("conversations", { keyPath: "id" });
+  };
+  return result(request);
+}
+
+/** What this browser keeps. */
+export class Store {
+  constructor() {
+    this.database = open();
+    this.database.catch(() => {});
+  }
+
+  /**
+   * @private
+   * @template T
+   * @param {string} name
+   * @param {IDBTransactionMode} mode
+   * @param {(store: IDBObjectStore) => IDBRequest<T>} use
+   */
+  async use(name, mode, use) {
+    const transaction = (await this.database).transaction(name, mode);
+    const done = result(use(transaction.objectStore(name)));
+    if (mode === "readwrite") transaction.commit(); // even if the page is left now
+    return done;
+  }
+
+  /** Takes in the events that were not stored yet when the page was left. */
+  async recover() {
+    const tail = localStorage.getItem(TAIL);
+    if (!tail) return;
+    for (const batch of JSON.parse(tail)) await this.use("events", "readwrite", (store) => store.put(batch));
+    localStorage.removeItem(TAIL);
+  }
+
+  /** @param {RunRecord} record */
+  async saveRun(record) {
+    await this.use("runs", "readwrite", (store) => store.put(record));
+  }
+
+  /** @param {{run: string, number: number, events: RunEvent[]}} batch */
+  async saveEvents(batch) {
+    await this.use("events", "readwrite", (store) => store.put(batch));
+  }
+
+  /** @param {string} id @returns {Promise<{record: RunRecord, events: RunEvent[]} | null>} */
+  async loadRun(id) {
+    const record = await this.use("runs", "readonly", (store) => store.get(id));
+    if (!record) return null;
+    const batches = await this.use("events", "readonly", (store) => store.getAll(this.batchesOf(id)));
+    return { record, events: batches.flatMap((batch) => batch.events) };
+  }
+
+  /** @private @param {string} id */
+  batchesOf(id) {
+    return IDBKeyRange.bound([id, 0], [id, Infinity]);
+  }
+
+  /** The records of all runs, the newest first. @returns {Promise<RunRecord[]>} */
+  async listRuns() {
+    const records = await this.use("runs", "readonly", (store) => store.getAll());
+    return records.sort((a, b) => b.created - a.created);
+  }
+
+  /** @param {string} id */
+  async deleteRun(id) {
+    await this.use("events", "readwrite", (store) => store.delete(this.batchesOf(id)));
+    await this.use("runs", "readwrite", (store) => store.delete(id));
+  }
+
+  /** @param {Conversation} conversation */
+  async saveConversation(conversation) {
+    await this.use("conversations", "readwrite", (store) => store.put(conversation));
+  }
+
+  /** @param {string} id @returns {Promise<Conversation | null>} */
+  async loadConversation(id) {
+    return (await this.use("conversations", "readonly", (store) => store.get(id))) ?? null;
+  }
+}
+
+/** Stores the events of one run in batches, a few a second; what is left when the page goes, too. */
+export class Recorder {
+  /** @param {Store} store @param {string} run */
+  constructor(store, run) {
+    this.store = store;
+    this.run = run;
+    this.number = 0;
+    /** @type {RunEvent[]} */
+    this.waiting = [];
+    /** @type {{run: string, number: number, events: RunEvent[]}[]} batches that are being stored */
+    this.under_way = [];
+    this.timer = 0;
+    this.keep = () => this.keepTail();
+    addEventListener("pagehide", this.keep);
+  }
+
+  /** @param {RunEvent} event */
+  add(event) {
+    this.waiting.push(event);
+    this.timer ||= window.setTimeout(() => this.flush(), FLUSH_MS);
+  }
+
+  async flush() {
+    clearTimeout(this.timer);
+    this.timer = 0;
+    if (!this.waiting.length) return;
+    const batch = this.batch();
+    this.waiting = [];
+    this.number++;
+    this.under_way.push(batch);
+    try {
+      await this.store.saveEvents(batch);
+    } catch {
+      // the browser keeps nothing: the run is lost with the page, as the list of runs says
+    } finally {
+      this.under_way = this.under_way.filter((each) => each !== batch);
+    }
+  }
+
+  async close() {
+    await this.flush();
+    removeEventListener("pagehide", this.keep);
+  }
+
+  /** @private */
+  batch() {
+    return { run: this.run, number: this.number, events: this.waiting };
+  }
+
+  /** @private */
+  keepTail() {
+    const batches = this.waiting.length ? [...this.under_way, this.batch()] : this.under_way;
+    try {
+      if (batches.length) localStorage.setItem(TAIL, JSON.stringify(batches));
+    } catch {
+      // more than this browser stores at once: the last moment of the run is lost
+    }
+  }
+}

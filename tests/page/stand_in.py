@@ -1,0 +1,197 @@
+"""A stand-in for the server: the page's files, and its API answered from scripts.
+
+Streams are lists of events. ``PAUSE`` holds a stream until the test releases it, so that a test
+sees a run in its middle without waiting for time to pass.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
+from typing import Any, Self
+
+PAUSE = "pause"
+Item = dict[str, Any] | str
+"""An event of the run, ``{"type": "answer", "text": ...}`` for a piece of the answer, or PAUSE."""
+
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
+
+METHODS = [
+    {
+        "name": "plain",
+        "title": "plain",
+        "paper": "",
+        "summary": "One generation.",
+        "parameters": [],
+    },
+    {
+        "name": "dynasor",
+        "title": "dynasor",
+        "paper": "Fu et al., 2025",
+        "summary": "Ends a chain of thought once probes agree.",
+        "parameters": [
+            {"name": "chunk_size", "default": 64, "description": "tokens between probes"},
+            {"name": "streaming", "default": False, "description": "stream the output"},
+            {"name": "effort", "default": None, "description": "a name for both"},
+        ],
+    },
+    {
+        "name": "majority_vote",
+        "title": "majority_vote",
+        "paper": "",
+        "summary": "Samples vote.",
+        "parameters": [{"name": "default_sample_num", "default": 8, "description": "samples"}],
+    },
+]
+JSON: dict[str, Any] = {
+    "/v1/models": {"data": [{"id": "reasoner", "object": "model"}]},
+    "/v1/methods": {"data": METHODS},
+    "/v1/drafters": {
+        "data": [
+            {"name": "ngram", "active": True, "reason": None},
+            {"name": "eagle3", "active": False, "reason": "the server was started without it"},
+            {"name": "none", "active": True, "reason": None},
+        ]
+    },
+    "/v1/examples": {
+        "data": [{"title": "Nuts", "prompt": "Sam has 110 nuts.", "method": "dynasor"}],
+    },
+    "/v1/load": {
+        "running": 1,
+        "waiting": 0,
+        "kv_cache_usage": 0.25,
+        "prefix_cache_hit_rate": 0.5,
+        "num_generated_tokens": 1000,
+        "drafted": 200,
+        "accepted": 120,
+        "accepted_by_position": [50, 40, 30],
+        "uptime": 60.0,
+    },
+}
+
+
+def finished(text: str, *, at: float = 1.0, tokens: int = 10, **more: Any) -> dict[str, Any]:
+    """The last event of a run."""
+    usage = {
+        "prompt_tokens": 20,
+        "completion_tokens": tokens,
+        "prompt_tokens_details": {"cached_tokens": 16},
+    }
+    speculation = {"steps": 0, "drafted": 0, "accepted": 0, "accepted_by_position": []}
+    event = {"type": "finished", "at": at, "usage": usage, "speculation": speculation}
+    return {**event, "seconds": at, "text": text, "finish_reason": "stop", **more}
+
+
+def started(method: str = "plain", drafter: str = "none", reason: str = "") -> dict[str, Any]:
+    """The first event of a run."""
+    told = {"drafter": drafter, "reason": reason or None}
+    return {"type": "started", "at": 0.0, "id": "r", "method": method, "speculation": told}
+
+
+class StandIn:
+    """The server.
+
+    Args:
+        answer: the stream for a request's body; an exception is answered with status 400.
+
+    Attributes:
+        requests: the bodies of all requests.
+        released: set by the test to let paused streams go on.
+        left: set when a client has left a stream before its end.
+    """
+
+    def __init__(self, answer: Callable[[dict[str, Any]], Iterable[Item]]) -> None:
+        self.answer = answer
+        self.requests: list[dict[str, Any]] = []
+        self.released, self.left = threading.Event(), threading.Event()
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self.server.daemon_threads = True
+        self._thread = threading.Thread(target=self.server.serve_forever, daemon=True)
+
+    @property
+    def address(self) -> str:
+        """Of the page."""
+        return f"http://127.0.0.1:{self.server.server_address[1]}/"
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.released.set()
+        self.server.shutdown()
+        self.server.server_close()
+        self._thread.join()
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        stand_in = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                if self.path in JSON:
+                    self._send("application/json", json.dumps(JSON[self.path]).encode())
+                    return
+                name = self.path.removeprefix("/") or "index.html"
+                found = files("forethought.server") / "page" / name
+                if "/" in name or not found.is_file():
+                    self.send_error(404)
+                    return
+                kind = TYPES[name.rpartition(".")[2]]
+                self._send(f"{kind}; charset=utf-8", found.read_bytes())
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                stand_in.requests.append(body)
+                try:
+                    items = list(stand_in.answer(body))
+                except ValueError as error:
+                    refusal = {"error": {"message": str(error), "type": "invalid_request_error"}}
+                    self._send("application/json", json.dumps(refusal).encode(), 400)
+                    return
+                self.send_response(200)
+                self.send_header("Content-Type", "text/event-stream")
+                self.end_headers()
+                try:
+                    self._stream(items)
+                except (BrokenPipeError, ConnectionResetError):
+                    stand_in.left.set()
+
+            def _stream(self, items: list[Item]) -> None:
+                for item in items:
+                    if item == PAUSE:
+                        while not stand_in.released.wait(0.05):
+                            self._write(": alive\n\n")  # fails once the client has left
+                        continue
+                    assert isinstance(item, dict)
+                    if item["type"] == "answer":
+                        delta = {"content": item["text"]}
+                        chunk = {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
+                        self._write(f"data: {json.dumps(chunk)}\n\n")
+                    else:
+                        self._write(f"event: forethought\ndata: {json.dumps(item)}\n\n")
+                self._write("data: [DONE]\n\n")
+
+            def _write(self, text: str) -> None:
+                self.wfile.write(text.encode())
+                self.wfile.flush()
+
+            def _send(self, kind: str, data: bytes, status: int = 200) -> None:
+                self.send_response(status)
+                self.send_header("Content-Type", kind)
+                self.send_header("Content-Length", str(len(data)))
+                self.send_header("Content-Security-Policy", POLICY)
+                self.send_header("X-Content-Type-Options", "nosniff")
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *_: object) -> None:
+                """Nothing: tests are quiet."""
+
+        return Handler

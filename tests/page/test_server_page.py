@@ -1,0 +1,156 @@
+"""The page in a browser, before ``forethought serve`` on the embedded reasoner, and on a script."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from page.browser import Browser
+from page.steps import ask, figure, open_page, shows, status, texts
+
+pytestmark = pytest.mark.page
+
+QUESTION = "Sam has 110 nuts. He uses 84. He uses 12. He uses 8. How many nuts does Sam have now?"
+
+
+@contextmanager
+def serving(log: Path, *arguments: str) -> Iterator[str]:
+    """The address of a server of its own process."""
+    command = [sys.executable, "-m", "forethought", "serve", "--port", "0", *arguments]
+    source = str(Path(__file__).parents[2] / "src")
+    with log.open("w") as written:
+        server = subprocess.Popen(
+            command, stderr=written, stdout=written, env={**os.environ, "PYTHONPATH": source}
+        )
+    try:
+        yield address(server, log)
+    finally:
+        server.terminate()
+        try:
+            server.wait(60)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+
+
+def address(server: subprocess.Popen[bytes], log: Path) -> str:
+    """Where a server listens, once it answers."""
+    end = time.monotonic() + 240
+    while time.monotonic() < end and server.poll() is None:
+        told = log.read_text().partition(": http://")[2].split(" ", 1)
+        if len(told) > 1:
+            found = f"http://{told[0]}/"
+            with urllib.request.urlopen(found + "health", timeout=60):
+                return found
+        time.sleep(0.1)
+    raise AssertionError(f"the server did not start:\n{log.read_text()[-2000:]}")
+
+
+slow = pytest.mark.slow
+"""Loads the model: the others are enough where time is short."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    log = tmp_path_factory.mktemp("serve") / "log"
+    with serving(log, "--speculative", "ngram", "--dtype", "float32") as found:
+        yield found
+
+
+def open_fresh(browser: Browser, server: str) -> None:
+    """Open the page as on a first visit."""
+    open_page(browser, server)
+    browser.click("#new")
+    browser.run("localStorage.clear()")
+    open_page(browser, server)
+
+
+@slow
+def test_a_chain_ends_early_and_what_it_saved_is_shown_beside_plain_decoding(
+    browser: Browser, server: str
+):
+    open_fresh(browser, server)
+    browser.set("#temperature", "0")
+    browser.set("#method", "dynasor")
+    browser.set("#parameters [name=chunk_size]", "16")
+    browser.set("#parameters [name=certainty_threshold]", "2")
+    browser.run("document.querySelector('#plain-too').checked = true")
+    browser.set("#question", QUESTION)
+    browser.click("#ask")
+    status(browser, "Answered: plain")
+    assert "less" in figure(browser, "Against plain")
+    assert "\\boxed{6}" in texts(browser, ".answer")[0]
+    told = "".join(texts(browser, ".stages li"))
+    assert "probed: answer 6" in told
+    assert "early_exit: " in told
+    assert browser.run("return document.querySelectorAll('.branch-text .draft').length") > 0
+    assert "draft tokens accepted" in texts(browser, ".speculation")[0]
+    assert "Off" in texts(browser, ".speculation")[1]
+
+
+@slow
+def test_samples_vote_in_lanes_of_their_own(browser: Browser, server: str):
+    open_fresh(browser, server)
+    browser.set("#method", "majority_vote")
+    browser.set("#parameters [name=default_sample_num]", "4")
+    browser.set("#temperature", "0.8")
+    browser.set("#question", QUESTION)
+    browser.press("Escape")
+    browser.click("#ask")
+    status(browser, "Answered: majority_vote")
+    assert texts(browser, ".lane-labels button") == ["request", "0", "1", "2", "3"]
+    assert "voted: answer" in "".join(texts(browser, ".stages li"))
+    assert figure(browser, "Branches") == "4"
+
+
+@slow
+def test_an_edited_question_reuses_the_conversation_before_it(browser: Browser, server: str):
+    open_fresh(browser, server)
+    ask(browser, QUESTION)
+    status(browser, "Answered")
+    ask(browser, "Ann buys 44 boxes with 30 stamps each. How many stamps does Ann have now?")
+    browser.wait("document.querySelectorAll('.turn').length === 2")
+    status(browser, "Answered")
+    browser.run("document.querySelectorAll('.turn')[1].querySelector('button').click()")
+    browser.set(".edit textarea", "Ann buys 40 boxes. How many boxes does Ann have now?")
+    browser.click_button("Ask as a branch")
+    shows(browser, ".beside", "2 of 2")
+    assert "prompt tokens reused" in status(browser, "Answered: ")
+
+
+def test_a_long_answer_is_stopped_and_another_is_left_by_a_reload(browser: Browser, tmp_path: Path):
+    script = tmp_path / "script.yaml"
+    script.write_text('"*": {text: one two three, seconds_per_token: 5}\n')
+    with serving(tmp_path / "log", "--worker", "scripted", str(script)) as slow:
+        open_page(browser, slow)
+        ask(browser, "stop me")
+        shows(browser, ".branch-text", "o")
+        browser.click("#stop")
+        status(browser, "Stopped: plain")
+        ask(browser, "leave me")
+        browser.wait("document.querySelectorAll('.turn').length === 2")
+        shows(browser, ".branch-text", "o")
+        browser.reload()
+        shows(browser, ".run .status", "interrupted")
+        assert browser.text(".branch-text").startswith("o")
+        browser.wait("fetch('/v1/load').then((r) => r.json()).then((load) => load.running === 0)")
+
+
+def test_hostile_text_of_a_served_model_is_text(browser: Browser, tmp_path: Path):
+    hostile = "<script>document.title='hacked'</script> \\e[31m \\u202E"
+    script = tmp_path / "script.yaml"
+    script.write_text(f'"*": {{text: "{hostile}"}}\n')
+    with serving(tmp_path / "log", "--worker", "scripted", str(script)) as server:
+        open_page(browser, server)
+        ask(browser, "hostile")
+        status(browser, "Answered")
+        assert browser.text(".answer") == ("<script>document.title='hacked'</script> ␛[31m ⟨RLO⟩")
+        assert browser.run("return document.title") == "forethought"
