@@ -125,7 +125,7 @@ class Backend(abc.ABC):
     markers: tuple[str, str] | None = None
     salted: bool = False
     llm: AsyncLLM | None = None
-    servers: Sequence[UpstreamServer] = ()
+    servers: Sequence[Any] = ()
 
     @abc.abstractmethod
     async def open(self, conversation: Conversation) -> Prompted:
@@ -480,9 +480,7 @@ class RemoteBackend(Backend):
         self, worker: Worker, name: str, markers: tuple[str, str] | None = ("<think>", "</think>")
     ) -> None:
         self.worker, self.name, self.markers = worker, name, markers
-        self.servers: Sequence[UpstreamServer] = ()
-        if isinstance(worker, UpstreamWorker):
-            self.servers = worker.servers
+        self.servers = getattr(worker, "servers", ())
         self.workers: Mapping[Any, Worker] = worker_table(worker, None)
 
     async def open(self, conversation: Conversation) -> Prompted:
