@@ -57,6 +57,7 @@ class SnapshotStore:
         model_dir: of the model.
         dtype: of its keys and values.
         layers: what each attention layer stores per token.
+        quantization: of its weights at load; None: as the checkpoint has them.
     """
 
     def __init__(
@@ -65,9 +66,11 @@ class SnapshotStore:
         model_dir: Path,
         dtype: torch.dtype,
         layers: Sequence[LayerShape],
+        quantization: str | None = None,
     ) -> None:
         self._directory, self._model_dir = directory, model_dir
         self._dtype = str(dtype).removeprefix("torch.")
+        self._quantization = quantization or "none"
         self._layers = [[shape.kv_heads, shape.key_dim, shape.value_dim] for shape in layers]
 
     @cached_property
@@ -160,6 +163,7 @@ class SnapshotStore:
             "format": FORMAT,
             "dtype": self._dtype,
             "layers": json.dumps(self._layers),
+            "quantization": self._quantization,
             "model": self.fingerprint,
         }
 
