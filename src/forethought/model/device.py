@@ -31,7 +31,7 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
+def has_fast_matmul(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the device has fast matrix products in ``dtype``.
 
     A CPU without AVX-512 or AMX has none in 16 bits: torch converts there, several times slower

@@ -33,7 +33,7 @@ from forethought.model.attention.interface import (
     LayerProfile,
 )
 from forethought.model.causal_lm import CausalLM, ModelTraits, Network, TransformersNetwork
-from forethought.model.device import free_host_memory, multiplies
+from forethought.model.device import free_host_memory, has_fast_matmul
 from forethought.model.llama.network import FusedNetwork, is_fusable
 from forethought.model.quantization import Quantization, pack_linears, quantize_linears
 from forethought.model_dir import check_model_dir
@@ -82,6 +82,7 @@ def load(
     if isinstance(dtype, str) and dtype != "auto" and dtype not in DTYPES:
         raise ParameterError("unknown dtype", repr(dtype), f"Allowed: auto, {', '.join(DTYPES)}")
     config = _config(directory, trust_remote_code)
+    _check_quantization(directory, config, quantization)
     if dtype == "auto":
         dtype = _auto_dtype(directory, config, torch.device(device), quantization is not None)
     module = _module(directory, config, dtype, trust_remote_code)
@@ -104,6 +105,17 @@ def load(
         logger.info("%d linear layers quantised to %s", count, quantization)
     with torch.inference_mode():
         return CausalLM(_network(module, fuse, traits), backend, traits)
+
+
+def _check_quantization(directory: Path, config: Any, quantization: Quantization | None) -> None:
+    """Refuse to quantise weights that are quantised already."""
+    method = _quant_method(directory, config)
+    if quantization is not None and method is not None:
+        raise ModelError(
+            f'quantization="{quantization}" is not possible for the model in {directory}',
+            f"its weights are quantised already, by {method}",
+            "Leave the argument out, or give a checkpoint in 16 or 32 bits",
+        )
 
 
 def _network(module: PreTrainedModel, fuse: bool, traits: ModelTraits) -> Network:
@@ -155,7 +167,7 @@ def _auto_dtype(
     if quantised or getattr(config, "quantization_config", None) is not None:
         return torch.bfloat16 if device.type == "cpu" else "auto"
     stored = getattr(config.get_text_config(decoder=True), "dtype", None) or config.dtype
-    if not isinstance(stored, torch.dtype) or multiplies(stored, device):
+    if not isinstance(stored, torch.dtype) or has_fast_matmul(stored, device):
         return "auto"
     size = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
     if 2 * size > FLOAT32_SHARE * free_host_memory():
@@ -173,7 +185,7 @@ def _module(
     directory: Path, config: Any, dtype: torch.dtype | str, trust_remote_code: bool
 ) -> PreTrainedModel:
     settings = quantized_checkpoint.settings_of(directory, config)
-    if settings is not None and quantized_checkpoint.reads(settings):
+    if settings is not None and quantized_checkpoint.is_supported(settings):
         return _quantized_module(directory, config, settings, dtype, trust_remote_code)
     quantised = _quant_method(directory, config)
     doing = "loading" if quantised is None else f"loading weights quantised by {quantised}"
@@ -334,6 +346,8 @@ def _refusing(directory: Path, doing: str) -> Iterator[None]:
     try:
         yield
     except ModelError as error:
+        if str(directory) in error.what:  # it says all already
+            raise
         raise _unsupported(directory, error.why) from error
     except (torch.OutOfMemoryError, MemoryError):
         raise

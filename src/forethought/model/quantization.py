@@ -118,7 +118,7 @@ def quantize(weight: Tensor, bits: int) -> QuantizedWeight:
 
 def _to_int8(weight: Tensor) -> QuantizedWeight:
     exact = weight.float()
-    scales = (exact.abs().amax(1, keepdim=True) / 127).clamp(min=1e-12).to(weight.dtype)
+    scales = _positive(exact.abs().amax(1, keepdim=True) / 127, weight.dtype)
     values = (exact / scales.float()).round_().clamp_(-127, 127).to(torch.int8)
     return QuantizedWeight(values, scales, None, 8)
 
@@ -134,10 +134,15 @@ def _to_int4(weight: Tensor) -> QuantizedWeight:
         )
     groups = weight.float().unflatten(1, (-1, size))
     low, high = groups.amin(2).clamp_(max=0), groups.amax(2).clamp_(min=0)
-    scales = ((high - low) / 15).clamp(min=1e-12).to(weight.dtype)
+    scales = _positive((high - low) / 15, weight.dtype)
     zeros = (-low / scales.float()).round_().clamp_(0, 15)
     values = (groups / scales.float()[:, :, None] + zeros[:, :, None]).round_().clamp_(0, 15)
     return QuantizedWeight(values.to(torch.uint8).flatten(1), scales, zeros, 4)
+
+
+def _positive(scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scales in ``dtype``, none of them 0: weights that are all 0 are divided by them."""
+    return scales.to(dtype).clamp_(min=torch.finfo(dtype).tiny)
 
 
 def int4_group_size(width: int) -> int | None:
@@ -207,7 +212,8 @@ class Int8Product:
     """
 
     def __init__(self, weight: QuantizedWeight, *, batch_invariant: bool) -> None:
-        self.values, self.scales = weight.values.contiguous(), weight.scales.flatten()
+        self.values = weight.values.contiguous()
+        self.scales = weight.scales.flatten().contiguous()  # the kernel reads no strides
         self.blockwise = None if batch_invariant else BlockwiseProduct(weight)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -295,10 +301,12 @@ class QuantizedLinear(nn.Module):
         bias: ``[out]``; None for none.
     """
 
+    bias: Tensor | None
+
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None = None) -> None:
         super().__init__()
         self.weight: QuantizedWeight | None = weight
-        self.bias = bias
+        self.register_buffer("bias", bias, persistent=False)
         self.out_features, self.in_features = weight.shape
         self._projection: QuantizedProjection | None = None
 
