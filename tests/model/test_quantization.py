@@ -11,6 +11,7 @@ from forethought.config.drafters import NGramDecodingConfig
 from forethought.errors import ModelError, ParameterError
 from forethought.model import loader
 from forethought.model.causal_lm import TransformersNetwork
+from forethought.model.device import free_host_memory
 from forethought.model.llama.network import FusedNetwork
 from forethought.model.quantization import (
     BlockwiseProduct,
@@ -264,3 +265,40 @@ def test_weights_in_16_bits_run_in_float32_where_the_cpu_converts_them(qwen, tmp
     assert loader.load(tmp_path).dtype == torch.bfloat16
     monkeypatch.setattr(loader, "has_fast_matmul", lambda dtype, device: True)
     assert loader.load(tmp_path).dtype == torch.bfloat16
+
+
+def test_weights_in_pytorch_files_count_as_well(qwen, tmp_path, monkeypatch):
+    module = AutoModelForCausalLM.from_pretrained(qwen, dtype=torch.bfloat16)
+    module.config.save_pretrained(tmp_path)
+    torch.save(module.state_dict(), tmp_path / "pytorch_model.bin")
+    size = (tmp_path / "pytorch_model.bin").stat().st_size
+    monkeypatch.setattr(loader, "has_fast_matmul", lambda dtype, device: False)
+    monkeypatch.setattr(loader, "free_host_memory", lambda: 4 * size)
+    assert loader.load(tmp_path).dtype == torch.float32
+    monkeypatch.setattr(loader, "free_host_memory", lambda: 4 * size - 4)
+    assert loader.load(tmp_path).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("limit", ["1048576", "max"])
+def test_free_memory_is_what_is_available_within_the_control_group(tmp_path, limit):
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    4096 kB\n")
+    (tmp_path / "proc/self/cgroup").write_text("0::/a/b\n")
+    group = tmp_path / "sys/fs/cgroup/a"
+    group.mkdir(parents=True)
+    (group / "memory.max").write_text(f"{limit}\n")
+    assert free_host_memory(tmp_path) == (4096 * 1024 if limit == "max" else 2**20)
+
+
+@pytest.mark.parametrize("num_rows", [1, 12, 13, 40])
+def test_eight_bits_round_no_weight_to_bf16_in_any_batch(num_rows):
+    values = torch.randint(-127, 128, (64, 128), dtype=torch.int8)
+    scales = torch.full((64, 1), 0.0103, dtype=torch.bfloat16)
+    x = torch.eye(128)[:num_rows].bfloat16()
+    exact = (values.float() * scales.float()).t()[:num_rows]
+    found = product(QuantizedWeight(values, scales, None, 8))(x)
+    assert torch.equal(found, exact.bfloat16())
+    ones = torch.ones(num_rows, 128).bfloat16()
+    found = product(QuantizedWeight(values, scales, None, 8))(ones).float()
+    sums = (values.float() * scales.float()).sum(1).expand(num_rows, -1)
+    assert ((found - sums).abs() <= 2**-7 * sums.abs() + 1e-6).all()  # rounded at the end alone

@@ -16,6 +16,7 @@ from forethought.model import loader
 from forethought.model.batch import Batch, Row
 from forethought.model.llama.network import FusedNetwork
 from forethought.model.quantized_checkpoint import AWQ_ORDER, StoredTensors, _load_others
+from forethought.training.backbone import LoraAdapters
 from models import prompts, tiny
 
 GROUP = 32
@@ -430,7 +431,39 @@ def test_persistent_buffers_are_read_in_their_own_dtype(plain, tmp_path):
     assert module.weight.dtype == torch.bfloat16
 
 
-def test_quantising_a_quantised_checkpoint_again_is_refused(plain, tmp_path):
-    write(plain, tmp_path / "q", "awq")
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [
+        ("awq", torch.bfloat16),
+        ("compressed_int8", torch.bfloat16),
+        ("compressed_fp8", torch.float32),
+        ("fp8", torch.float32),
+        ("gptq_8", torch.float32),
+    ],
+)
+def test_weights_that_are_dequantised_take_the_dtype_of_ordinary_ones(
+    plain, tmp_path, form, dtype, monkeypatch
+):
+    write(plain, tmp_path / "q", form)
+    config = json.loads((tmp_path / "q" / "config.json").read_text())
+    (tmp_path / "q" / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    monkeypatch.setattr(loader, "has_fast_matmul", lambda dtype, device: False)
+    monkeypatch.setattr(loader, "free_host_memory", lambda: 2**40)
+    assert loader.load(tmp_path / "q").dtype == dtype
+    monkeypatch.setattr(loader, "free_host_memory", lambda: 1)
+    assert loader.load(tmp_path / "q").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("form", ["awq", "fp8"])
+def test_adapters_on_quantised_weights_are_refused(plain, tmp_path, form):
+    write(plain, tmp_path / "q", form)
+    lm = loader.load(tmp_path / "q", dtype="float32", fuse=False)
+    with pytest.raises(ModelError, match="quantised"):
+        LoraAdapters(lm.network.module, 2, 4.0)
+
+
+@pytest.mark.parametrize("form", ["awq", "fp8"])
+def test_quantising_a_quantised_checkpoint_again_is_refused(plain, tmp_path, form):
+    write(plain, tmp_path / "q", form)
     with pytest.raises(ModelError, match="already"):
         loader.load(tmp_path / "q", quantization="int8")

@@ -161,24 +161,35 @@ def _auto_dtype(
 ) -> torch.dtype | str:
     """What ``"auto"`` means: the checkpoint's dtype, unless the CPU has no fast products in it.
 
-    Then it is float32, if the weights fit twice. On a CPU quantised weights are multiplied by bf16,
-    the dtype of torch's kernels for them.
+    Then it is float32, if that takes at most a share of the free memory. On a CPU quantised weights
+    are multiplied by bf16, the dtype of torch's kernels for them; those that are dequantised as
+    they are read are not quantised any more.
     """
-    if quantised or getattr(config, "quantization_config", None) is not None:
+    settings = quantized_checkpoint.settings_of(directory, config)
+    dequantised = settings is not None and quantized_checkpoint.is_dequantised(settings)
+    if quantised or (settings is not None and not dequantised):
         return torch.bfloat16 if device.type == "cpu" else "auto"
     stored = getattr(config.get_text_config(decoder=True), "dtype", None) or config.dtype
     if not isinstance(stored, torch.dtype) or has_fast_matmul(stored, device):
         return "auto"
-    size = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
-    if 2 * size > FLOAT32_SHARE * free_host_memory():
+    stored_size = torch.float8_e4m3fn.itemsize if dequantised else stored.itemsize
+    size = _weight_bytes(directory) * torch.float32.itemsize // stored_size
+    if size > FLOAT32_SHARE * free_host_memory():
         logger.warning(
             "this CPU has no fast products in %s, and the weights in float32 would take more than "
-            'half of the free memory: steps will be slow. Use quantization="int8"',
+            "half of the free memory: steps will be slow%s",
             stored,
+            "" if dequantised else '. Use quantization="int8"',
         )
         return "auto"
     logger.info("weights in float32: this CPU has no fast products in %s", stored)
     return torch.float32
+
+
+def _weight_bytes(directory: Path) -> int:
+    """Bytes of the files that weights are read from."""
+    files = [*directory.glob("*.safetensors")] or [*directory.glob("pytorch_model*.bin")]
+    return sum(path.stat().st_size for path in files)
 
 
 def _module(

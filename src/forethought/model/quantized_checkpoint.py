@@ -36,7 +36,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from forethought.errors import ModelError
-from forethought.model.quantization import QuantizedLinear, QuantizedWeight
+from forethought.model.quantization import QuantizedLinear, QuantizedWeight, has_output_scales
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Entry i: the output that stands in nibble i of an int32."""
@@ -132,6 +132,19 @@ Reader = Callable[[Stored], QuantizedWeight | Tensor]
 def is_supported(settings: Mapping[str, Any]) -> bool:
     """Whether checkpoints of this ``quantization_config`` are read here."""
     return settings.get("quant_method") in _READERS
+
+
+def is_dequantised(settings: Mapping[str, Any]) -> bool:
+    """Whether weights of these settings are dequantised as they are read."""
+    method = settings.get("quant_method")
+    if method == "gptq":
+        return settings.get("bits") == 8 and settings.get("group_size", -1) != -1
+    if method != "compressed-tensors":
+        return method == "fp8"
+    groups = list((settings.get("config_groups") or {}).values())
+    weights = (groups[0].get("weights") if groups else None) or {}
+    is_plain = weights.get("strategy") in ("tensor", "channel") and weights.get("symmetric", True)
+    return weights.get("type") == "float" or (weights.get("num_bits") == 8 and not is_plain)
 
 
 def read(
@@ -381,8 +394,7 @@ def _fp8(directory: Path, settings: Mapping[str, Any]) -> Reader:
 
 def _dequantized_if_slow(weight: QuantizedWeight) -> QuantizedWeight | Tensor:
     """The weight, dequantised where no product takes it: 8 bits with several scales per output."""
-    simple = weight.scales.shape[1] == 1 and weight.zeros is None
-    return weight if weight.bits == 4 or simple else weight.dequantize()
+    return weight if weight.bits == 4 or has_output_scales(weight) else weight.dequantize()
 
 
 def _scaled(
