@@ -32,7 +32,13 @@ from forethought.model.attention.interface import (
     CapabilityProbe,
     LayerProfile,
 )
-from forethought.model.causal_lm import CausalLM, ModelTraits, Network, TransformersNetwork
+from forethought.model.causal_lm import (
+    CausalLM,
+    ModelTraits,
+    Network,
+    TransformersNetwork,
+    weight_sizes,
+)
 from forethought.model.device import free_host_memory, has_fast_matmul
 from forethought.model.llama.network import FusedNetwork, is_fusable
 from forethought.model.quantization import Quantization, pack_linears, quantize_linears
@@ -91,6 +97,9 @@ def load(
         module = module.eval().requires_grad_(False).to(device)
     layers, vocab_size = _probe(module, directory)
     _check_capabilities(layers, backend, directory)
+    if quantization is not None:
+        count = quantize_linears(module, quantization)
+        logger.info("%d linear layers quantised to %s", count, quantization)
     traits = ModelTraits(
         config=module.config,
         layers=layers,
@@ -99,10 +108,8 @@ def load(
         eos_token_ids=_eos_token_ids(module),
         dtype=module.dtype,
         device=module.device,
+        weights=weight_sizes(module),
     )
-    if quantization is not None:
-        count = quantize_linears(module, quantization)
-        logger.info("%d linear layers quantised to %s", count, quantization)
     with torch.inference_mode():
         return CausalLM(_network(module, fuse, traits), backend, traits)
 
