@@ -273,7 +273,7 @@ def _active_experts(text: Any) -> float:
 def _activations(text: Any, heads: int, widths: Sequence[int]) -> int:
     """Elements written and read between the products of a token: residual, heads, gate and up."""
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    per_layer = [4 * text.hidden_size + heads * width + 3 * inner for width in widths]
+    per_layer: list[int] = [4 * text.hidden_size + heads * width + 3 * inner for width in widths]
     return 2 * sum(per_layer)
 
 

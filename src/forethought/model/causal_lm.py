@@ -13,7 +13,7 @@ Hidden states are captured by layer index, for learned drafters. With n layers::
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -193,7 +193,10 @@ def weight_sizes(module: PreTrainedModel) -> tuple[WeightSize, ...]:
 
     An embedding is read one row per token, so it counts only where it is the output projection.
     """
-    embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
+    embedding = head = None
+    with suppress(NotImplementedError):  # code of the model's directory may have neither
+        embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
+    looked_up = getattr(embedding, "weight", None)
     quantised = [
         WeightSize(found.weight.shape.numel(), found.weight.num_bytes)
         for found in module.modules()
@@ -202,10 +205,10 @@ def weight_sizes(module: PreTrainedModel) -> tuple[WeightSize, ...]:
     plain = [
         WeightSize(parameter.numel(), parameter.nbytes, parameter.dim() == 3)
         for parameter in module.parameters()
-        if parameter is not embedding.weight and parameter.dim() > 1
+        if parameter is not looked_up and parameter.dim() > 1
     ]
-    if head is not None and head.weight is embedding.weight:
-        plain.append(WeightSize(embedding.weight.numel(), embedding.weight.nbytes))
+    if isinstance(looked_up, Tensor) and getattr(head, "weight", None) is looked_up:
+        plain.append(WeightSize(looked_up.numel(), looked_up.nbytes))
     return (*quantised, *plain)
 
 
