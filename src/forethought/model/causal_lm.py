@@ -207,7 +207,7 @@ def weight_sizes(module: PreTrainedModel) -> tuple[WeightSize, ...]:
         for parameter in module.parameters()
         if parameter is not looked_up and parameter.dim() > 1
     ]
-    if isinstance(looked_up, Tensor) and getattr(head, "weight", None) is looked_up:
+    if getattr(head, "weight", None) is looked_up and isinstance(looked_up, Tensor):
         plain.append(WeightSize(looked_up.numel(), looked_up.nbytes))
     return (*quantised, *plain)
 
