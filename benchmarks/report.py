@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from forethought.cli.machine import processor_name
-from forethought.model.device import multiplies
+from forethought.model.device import has_fast_matmul
 
 
 def print_report(benchmark: str, rows: Sequence[dict[str, Any]], **settings: Any) -> None:
@@ -41,7 +41,7 @@ def device() -> str:
 
 def dtype() -> torch.dtype:
     """In which both sides of a comparison run: bf16 where it is fast, else float32."""
-    fast = multiplies(torch.bfloat16, torch.device(device()))
+    fast = has_fast_matmul(torch.bfloat16, torch.device(device()))
     return torch.bfloat16 if fast else torch.float32
 
 

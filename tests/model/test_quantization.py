@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from engines import GREEDY, drain, engine_over, expect_empty, outputs
@@ -10,6 +11,7 @@ from forethought.config.drafters import NGramDecodingConfig
 from forethought.errors import ModelError, ParameterError
 from forethought.model import loader
 from forethought.model.causal_lm import TransformersNetwork
+from forethought.model.device import free_host_memory
 from forethought.model.llama.network import FusedNetwork
 from forethought.model.quantization import (
     BlockwiseProduct,
@@ -214,6 +216,29 @@ def test_a_cpu_multiplies_quantised_weights_by_bf16(qwen):
     assert loader.load(qwen, dtype="float32", quantization="int8").dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bits", BITS)
+def test_weights_that_are_all_zero_stay_so(bits, dtype):
+    found = quantize(torch.zeros(4, 64, dtype=dtype), bits)
+    assert (found.scales > 0).all()
+    assert torch.equal(found.dequantize(), torch.zeros(4, 64, dtype=dtype))
+
+
+def test_one_scale_for_all_outputs_may_be_an_expanded_one():
+    values = torch.randint(-127, 128, (64, 128), dtype=torch.int8)
+    scales = torch.full((1, 1), 0.01, dtype=torch.bfloat16).expand(64, 1)
+    weight = QuantizedWeight(values, scales, None, 8)
+    x = weight_of(2, 128).bfloat16()
+    expected = F.linear(x.float(), weight.dequantize().float())
+    assert (product(weight)(x).float() - expected).norm() < 1e-2 * expected.norm()
+
+
+def test_a_quantised_linear_moves_with_its_bias():
+    linear = QuantizedLinear(quantize(weight_of(32, 64), 4), torch.ones(32)).to("meta")
+    assert linear.bias.device.type == linear.weight.device.type == "meta"
+    assert not linear.state_dict()
+
+
 def test_a_quantised_linear_computes_the_same_before_and_after_it_is_packed():
     linear = QuantizedLinear(quantize(weight_of(32, 64), 4), torch.ones(32))
     x = weight_of(6, 64).view(2, 3, 64)
@@ -233,10 +258,42 @@ def test_four_bits_take_half_a_byte_each():
 def test_weights_in_16_bits_run_in_float32_where_the_cpu_converts_them(qwen, tmp_path, monkeypatch):
     module = AutoModelForCausalLM.from_pretrained(qwen, dtype=torch.bfloat16)
     module.save_pretrained(tmp_path)
-    monkeypatch.setattr(loader, "multiplies", lambda dtype, device: False)
+    monkeypatch.setattr(loader, "has_fast_matmul", lambda dtype, device: False)
     assert loader.load(tmp_path).dtype == torch.float32
     assert loader.load(tmp_path, dtype="bfloat16").dtype == torch.bfloat16
     monkeypatch.setattr(loader, "free_host_memory", lambda: 1)
     assert loader.load(tmp_path).dtype == torch.bfloat16
-    monkeypatch.setattr(loader, "multiplies", lambda dtype, device: True)
+    monkeypatch.setattr(loader, "has_fast_matmul", lambda dtype, device: True)
     assert loader.load(tmp_path).dtype == torch.bfloat16
+
+
+def test_weights_in_pytorch_files_count_as_well(qwen, tmp_path, monkeypatch):
+    module = AutoModelForCausalLM.from_pretrained(qwen, dtype=torch.bfloat16)
+    module.config.save_pretrained(tmp_path)
+    torch.save(module.state_dict(), tmp_path / "pytorch_model.bin")
+    size = (tmp_path / "pytorch_model.bin").stat().st_size
+    monkeypatch.setattr(loader, "has_fast_matmul", lambda dtype, device: False)
+    monkeypatch.setattr(loader, "free_host_memory", lambda: 4 * size)
+    assert loader.load(tmp_path).dtype == torch.float32
+    monkeypatch.setattr(loader, "free_host_memory", lambda: 4 * size - 4)
+    assert loader.load(tmp_path).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("limit", ["1048576", "max"])
+def test_free_memory_is_what_is_available_within_the_control_group(tmp_path, limit):
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    4096 kB\n")
+    (tmp_path / "proc/self/cgroup").write_text("0::/a/b\n")
+    group = tmp_path / "sys/fs/cgroup/a"
+    group.mkdir(parents=True)
+    (group / "memory.max").write_text(f"{limit}\n")
+    assert free_host_memory(tmp_path) == (4096 * 1024 if limit == "max" else 2**20)
+
+
+@pytest.mark.parametrize("num_rows", [1, 12, 13, 40])
+def test_eight_bits_are_scaled_after_they_are_summed(num_rows):
+    values = torch.zeros(32, 64, dtype=torch.int8)
+    values[:, 0], values[:, 1] = 101, -100
+    scales = torch.full((32, 1), 0.0103, dtype=torch.bfloat16)
+    found = product(QuantizedWeight(values, scales, None, 8))(torch.ones(num_rows, 64).bfloat16())
+    assert torch.equal(found, scales.flatten().expand(num_rows, -1))  # 1 s, not 1.0391 - 1.0312

@@ -18,7 +18,6 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError
@@ -37,6 +36,20 @@ NUM_DECODED = 17
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionCost:
+    """Of one layer, per token of context."""
+
+    window: int | None
+    """Tokens that are read at most; None: the whole context."""
+    kv_bytes: int
+    operations: int
+
+    def beyond(self, context: int) -> int:
+        """Tokens of the context that are not read."""
+        return 0 if self.window is None else max(0, context - self.window)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelCost:
     """Bytes and operations of one model.
 
@@ -47,8 +60,9 @@ class ModelCost:
         dense_weights: number of weights behind ``dense_bytes`` that are multiplied.
         expert_weights: the same of all experts.
         kv_bytes: of the keys and values of one token in all layers.
-        attention_operations: per token and token of context.
+        attention_operations: per token and token of context, in all layers.
         activation_bytes: read and written per token, between the products of all layers.
+        windowed: the layers whose attention reads a window of the context.
     """
 
     dense_bytes: int
@@ -59,46 +73,45 @@ class ModelCost:
     kv_bytes: int
     attention_operations: int
     activation_bytes: int
+    windowed: tuple[AttentionCost, ...] = ()
 
     @classmethod
-    def of(cls, lm: CausalLM, model_dir: Path, quantization: str | None = None) -> ModelCost:
-        """Of a loaded model.
-
-        Args:
-            lm: the model.
-            model_dir: its directory.
-            quantization: of its linear layers.
-        """
-        weights = _weights(model_dir)
+    def of(cls, lm: CausalLM) -> ModelCost:
+        """Of a loaded model, with its weights as they are held."""
         size = lm.dtype.itemsize
-        stored = {"int8": 1.0, "int4": 0.5}.get(quantization or "", float(size))
-        dense = sum(count for count, is_expert in weights if not is_expert)
-        experts = sum(count for count, is_expert in weights if is_expert)
+        dense = [weight for weight in lm.traits.weights if not weight.is_expert]
+        experts = [weight for weight in lm.traits.weights if weight.is_expert]
         text = lm.config.get_text_config(decoder=True)
-        elements = sum(shape.elements for shape in lm.layer_shapes)
         heads = text.num_attention_heads
         widths = [shape.key_dim + shape.value_dim for shape in lm.layer_shapes]
+        layers = [
+            AttentionCost(window, shape.elements * size, 2 * heads * width)
+            for window, shape, width in zip(lm.windows, lm.layer_shapes, widths, strict=True)
+        ]
         return cls(
-            dense_bytes=round(dense * stored),
-            expert_bytes=round(experts * size),
+            dense_bytes=sum(weight.num_bytes for weight in dense),
+            expert_bytes=sum(weight.num_bytes for weight in experts),
             active_experts=_active_experts(text),
-            dense_weights=dense,
-            expert_weights=experts,
-            kv_bytes=elements * size,
-            attention_operations=2 * heads * sum(widths),
+            dense_weights=sum(weight.num_elements for weight in dense),
+            expert_weights=sum(weight.num_elements for weight in experts),
+            kv_bytes=sum(layer.kv_bytes for layer in layers),
+            attention_operations=sum(layer.operations for layer in layers),
             activation_bytes=_activations(text, heads, widths) * size,
+            windowed=tuple(layer for layer in layers if layer.window is not None),
         )
 
     def step_bytes(self, batch: int, context: int) -> float:
         """Bytes that one decode step of ``batch`` sequences moves at least."""
         touched = 1.0 - (1.0 - self.active_experts) ** batch if self.expert_bytes else 0.0
         weights = self.dense_bytes + touched * self.expert_bytes
-        return weights + batch * (context * self.kv_bytes + self.activation_bytes)
+        beyond = sum(layer.beyond(context) * layer.kv_bytes for layer in self.windowed)
+        return weights + batch * (context * self.kv_bytes - beyond + self.activation_bytes)
 
     def step_operations(self, batch: int, context: int) -> float:
         """Multiplications and additions of the step."""
         weights = self.dense_weights + self.active_experts * self.expert_weights
-        return batch * (2.0 * weights + context * self.attention_operations)
+        beyond = sum(layer.beyond(context) * layer.operations for layer in self.windowed)
+        return batch * (2.0 * weights + context * self.attention_operations - beyond)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,26 +257,6 @@ def save_roofline(rows: Sequence[RooflineRow], path: Path, title: str) -> Path:
     return path
 
 
-def _weights(model_dir: Path) -> list[tuple[int, bool]]:
-    """Of each weight that is multiplied: the number of its elements, and whether it is of experts.
-
-    An embedding is read one row per token, so it counts only where it is the output projection.
-    """
-    config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
-    with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(config)
-    head = module.get_output_embeddings()
-    embedding = module.get_input_embeddings()
-    found = [
-        (parameter.numel(), parameter.dim() == 3)
-        for parameter in module.parameters()
-        if parameter is not embedding.weight and parameter.dim() > 1
-    ]
-    if head is not None and head.weight is embedding.weight:
-        found.append((embedding.weight.numel(), False))
-    return found
-
-
 def _active_experts(text: Any) -> float:
     used = getattr(text, "num_experts_per_tok", None)
     total = next(
@@ -279,7 +272,7 @@ def _active_experts(text: Any) -> float:
 
 def _activations(text: Any, heads: int, widths: Sequence[int]) -> int:
     """Elements written and read between the products of a token: residual, heads, gate and up."""
-    inner: int = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     per_layer: list[int] = [4 * text.hidden_size + heads * width + 3 * inner for width in widths]
     return 2 * sum(per_layer)
 

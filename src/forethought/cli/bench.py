@@ -529,7 +529,7 @@ def _measure_roofline(args: argparse.Namespace) -> int:
     with LLM(**fields) as llm:
         lm = llm.lend("bench roofline").engine.runner.lm
         llm.take_back()
-        cost = roofline.ModelCost.of(lm, llm.model_dir, fields.get("quantization"))
+        cost = roofline.ModelCost.of(lm)
         reached = roofline.Machine.measure(lm.device, lm.dtype)
         steps = roofline.measure_steps(llm, args.batch, args.context, args.rounds)
         rows = [roofline.roofline_row(cost, reached, timed) for timed in steps]

@@ -251,7 +251,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=["auto", "float32", "bfloat16", "float16"],
         help="of the weights (default: as the model's config says; float32 on a CPU without fast "
-        "products in it)",
+        "products in it; bfloat16 on a CPU for quantised weights)",
     )
     parser.add_argument(
         "--quantization", choices=["int8", "int4"], help="store the weights in 8 or 4 bits"

@@ -61,7 +61,8 @@ class LlmArgs(StrictModel):
     """Directory or Hub id of the tokenizer, if it is not the model's."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """``auto``: the dtype in the model's config; float32 on a CPU that has no fast products in it,
-    if the weights take at most half of the free memory then."""
+    if the weights take at most half of the free memory then. Quantised weights run in bfloat16 on
+    a CPU."""
     quantization: Literal["int8", "int4"] | None = None
     """Store the weights in 8 or 4 bits, rounded at load; None: as the checkpoint has them."""
     device: str = "auto"

@@ -13,7 +13,7 @@ Hidden states are captured by layer index, for learned drafters. With n layers::
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -26,6 +26,7 @@ from forethought.kv.storage import KvStorage, LayerShape
 from forethought.model.attention.base import AttentionBackend, ForwardPass, PagedPass
 from forethought.model.attention.interface import KEYWORD, LayerProfile
 from forethought.model.batch import Batch
+from forethought.model.quantization import QuantizedLinear
 
 FINAL = -1
 """Layer index of the final norm's output."""
@@ -177,6 +178,41 @@ class TransformersNetwork:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightSize:
+    """Of a weight that is multiplied."""
+
+    num_elements: int
+    num_bytes: int
+    """As it is held: 4-bit values in half a byte, with scales and zero points."""
+    is_expert: bool = False
+    """Whether it holds experts, of which a token uses a share."""
+
+
+def weight_sizes(module: PreTrainedModel) -> tuple[WeightSize, ...]:
+    """Of all weights that are multiplied.
+
+    An embedding is read one row per token, so it counts only where it is the output projection.
+    """
+    embedding = head = None
+    with suppress(NotImplementedError):  # code of the model's directory may have neither
+        embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
+    looked_up = getattr(embedding, "weight", None)
+    quantised = [
+        WeightSize(found.weight.shape.numel(), found.weight.num_bytes)
+        for found in module.modules()
+        if isinstance(found, QuantizedLinear) and found.weight is not None
+    ]
+    plain = [
+        WeightSize(parameter.numel(), parameter.nbytes, parameter.dim() == 3)
+        for parameter in module.parameters()
+        if parameter is not looked_up and parameter.dim() > 1
+    ]
+    if getattr(head, "weight", None) is looked_up and isinstance(looked_up, Tensor):
+        plain.append(WeightSize(looked_up.numel(), looked_up.nbytes))
+    return (*quantised, *plain)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelTraits:
     """Properties of a loaded model.
 
@@ -188,6 +224,7 @@ class ModelTraits:
         eos_token_ids: ids that end a sequence.
         dtype: of weights, keys and values.
         device: of the same.
+        weights: sizes of those that are multiplied.
     """
 
     config: Any
@@ -197,6 +234,7 @@ class ModelTraits:
     eos_token_ids: frozenset[int]
     dtype: torch.dtype
     device: torch.device
+    weights: tuple[WeightSize, ...]
 
 
 class CausalLM:

@@ -31,7 +31,7 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
+def has_fast_matmul(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the device has fast matrix products in ``dtype``.
 
     A CPU without AVX-512 or AMX has none in 16 bits: torch converts there, several times slower
@@ -46,8 +46,33 @@ def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
     return supported is not None and torch.backends.mkldnn.is_available() and bool(supported())
 
 
-def free_host_memory() -> int:
-    """Bytes of host memory that are free; the installed ones where the system does not say."""
+def free_host_memory(system: Path = Path("/")) -> int:
+    """Bytes of host memory that are free; the installed ones where the system does not say.
+
+    On Linux caches of files count as free, and a limit of a control group is an upper bound.
+
+    Args:
+        system: the directory of ``proc`` and ``sys``.
+    """
+    limits = []
+    for group in _groups(system, "memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            try:
+                limits.append(int((group / name).read_text()))
+            except (OSError, ValueError):  # no such file, or "max"
+                continue
+    return min([_available_memory(system), *limits])
+
+
+def _available_memory(system: Path) -> int:
+    try:
+        lines = (system / "proc/meminfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
     names = os.sysconf_names
     pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in names else "SC_PHYS_PAGES"
     return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
@@ -114,6 +139,12 @@ def usable_processors(system: Path = Path("/")) -> float:
 
 def _quotas(system: Path) -> list[float]:
     """The CPU quotas of all control groups of this process, in processors."""
+    quotas = [_quota(group) for group in _groups(system, "cpu")]
+    return [quota for quota in quotas if quota is not None]
+
+
+def _groups(system: Path, controller: str) -> list[Path]:
+    """Directories of the control groups of this process that ``controller`` may limit."""
     try:
         lines = (system / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -121,16 +152,14 @@ def _quotas(system: Path) -> list[float]:
     found = []
     for line in lines:
         _, controllers, group = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        mount = system / "sys/fs/cgroup" / ("cpu" if controllers else "")
+        mount = system / "sys/fs/cgroup" / (controller if controllers else "")
         leaf = mount / group.strip("/")
         for directory in (leaf, *leaf.parents):
             if directory == mount.parent:
                 break
-            quota = _quota(directory)
-            if quota is not None:
-                found.append(quota)
+            found.append(directory)
     return found
 
 

@@ -32,8 +32,14 @@ from forethought.model.attention.interface import (
     CapabilityProbe,
     LayerProfile,
 )
-from forethought.model.causal_lm import CausalLM, ModelTraits, Network, TransformersNetwork
-from forethought.model.device import free_host_memory, multiplies
+from forethought.model.causal_lm import (
+    CausalLM,
+    ModelTraits,
+    Network,
+    TransformersNetwork,
+    weight_sizes,
+)
+from forethought.model.device import free_host_memory, has_fast_matmul
 from forethought.model.llama.network import FusedNetwork, is_fusable
 from forethought.model.quantization import Quantization, pack_linears, quantize_linears
 from forethought.model_dir import check_model_dir
@@ -82,6 +88,7 @@ def load(
     if isinstance(dtype, str) and dtype != "auto" and dtype not in DTYPES:
         raise ParameterError("unknown dtype", repr(dtype), f"Allowed: auto, {', '.join(DTYPES)}")
     config = _config(directory, trust_remote_code)
+    _check_quantization(directory, config, quantization)
     if dtype == "auto":
         dtype = _auto_dtype(directory, config, torch.device(device), quantization is not None)
     module = _module(directory, config, dtype, trust_remote_code)
@@ -90,6 +97,9 @@ def load(
         module = module.eval().requires_grad_(False).to(device)
     layers, vocab_size = _probe(module, directory)
     _check_capabilities(layers, backend, directory)
+    if quantization is not None:
+        count = quantize_linears(module, quantization)
+        logger.info("%d linear layers quantised to %s", count, quantization)
     traits = ModelTraits(
         config=module.config,
         layers=layers,
@@ -98,12 +108,21 @@ def load(
         eos_token_ids=_eos_token_ids(module),
         dtype=module.dtype,
         device=module.device,
+        weights=weight_sizes(module),
     )
-    if quantization is not None:
-        count = quantize_linears(module, quantization)
-        logger.info("%d linear layers quantised to %s", count, quantization)
     with torch.inference_mode():
         return CausalLM(_network(module, fuse, traits), backend, traits)
+
+
+def _check_quantization(directory: Path, config: Any, quantization: Quantization | None) -> None:
+    """Refuse to quantise weights that are quantised already."""
+    method = _quant_method(directory, config)
+    if quantization is not None and method is not None:
+        raise ModelError(
+            f'quantization="{quantization}" is not possible for the model in {directory}',
+            f"its weights are quantised already, by {method}",
+            "Leave the argument out, or give a checkpoint in 16 or 32 bits",
+        )
 
 
 def _network(module: PreTrainedModel, fuse: bool, traits: ModelTraits) -> Network:
@@ -149,31 +168,42 @@ def _auto_dtype(
 ) -> torch.dtype | str:
     """What ``"auto"`` means: the checkpoint's dtype, unless the CPU has no fast products in it.
 
-    Then it is float32, if the weights fit twice. On a CPU quantised weights are multiplied by bf16,
-    the dtype of torch's kernels for them.
+    Then it is float32, if that takes at most a share of the free memory. On a CPU quantised weights
+    are multiplied by bf16, the dtype of torch's kernels for them; those that are dequantised as
+    they are read are not quantised any more.
     """
-    if quantised or getattr(config, "quantization_config", None) is not None:
+    settings = quantized_checkpoint.settings_of(directory, config)
+    dequantised = settings is not None and quantized_checkpoint.is_dequantised(settings)
+    if quantised or (settings is not None and not dequantised):
         return torch.bfloat16 if device.type == "cpu" else "auto"
     stored = getattr(config.get_text_config(decoder=True), "dtype", None) or config.dtype
-    if not isinstance(stored, torch.dtype) or multiplies(stored, device):
+    if not isinstance(stored, torch.dtype) or has_fast_matmul(stored, device):
         return "auto"
-    size = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
-    if 2 * size > FLOAT32_SHARE * free_host_memory():
+    stored_size = torch.float8_e4m3fn.itemsize if dequantised else stored.itemsize
+    size = _weight_bytes(directory) * torch.float32.itemsize // stored_size
+    if size > FLOAT32_SHARE * free_host_memory():
         logger.warning(
             "this CPU has no fast products in %s, and the weights in float32 would take more than "
-            'half of the free memory: steps will be slow. Use quantization="int8"',
+            "half of the free memory: steps will be slow%s",
             stored,
+            "" if dequantised else '. Use quantization="int8"',
         )
         return "auto"
     logger.info("weights in float32: this CPU has no fast products in %s", stored)
     return torch.float32
 
 
+def _weight_bytes(directory: Path) -> int:
+    """Bytes of the files that weights are read from."""
+    files = [*directory.glob("*.safetensors")] or [*directory.glob("pytorch_model*.bin")]
+    return sum(path.stat().st_size for path in files)
+
+
 def _module(
     directory: Path, config: Any, dtype: torch.dtype | str, trust_remote_code: bool
 ) -> PreTrainedModel:
     settings = quantized_checkpoint.settings_of(directory, config)
-    if settings is not None and quantized_checkpoint.reads(settings):
+    if settings is not None and quantized_checkpoint.is_supported(settings):
         return _quantized_module(directory, config, settings, dtype, trust_remote_code)
     quantised = _quant_method(directory, config)
     doing = "loading" if quantised is None else f"loading weights quantised by {quantised}"
@@ -334,6 +364,8 @@ def _refusing(directory: Path, doing: str) -> Iterator[None]:
     try:
         yield
     except ModelError as error:
+        if str(directory) in error.what:  # it says all already
+            raise
         raise _unsupported(directory, error.why) from error
     except (torch.OutOfMemoryError, MemoryError):
         raise

@@ -36,7 +36,9 @@ KERNEL_OUTPUTS = 32
 MAX_INT8_KERNEL_ROWS = 12
 """Rows up to which the 8-bit kernel is faster than dequantising, and multiplying in 16 bits."""
 BLOCK = 2**20
-"""Elements of a weight that are dequantised at once."""
+"""Elements of a weight that are dequantised at once on a CPU."""
+CUDA_BLOCK = 2**26
+"""The same on CUDA, where each block costs several kernel launches."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,7 +120,7 @@ def quantize(weight: Tensor, bits: int) -> QuantizedWeight:
 
 def _to_int8(weight: Tensor) -> QuantizedWeight:
     exact = weight.float()
-    scales = (exact.abs().amax(1, keepdim=True) / 127).clamp(min=1e-12).to(weight.dtype)
+    scales = _positive(exact.abs().amax(1, keepdim=True) / 127, weight.dtype)
     values = (exact / scales.float()).round_().clamp_(-127, 127).to(torch.int8)
     return QuantizedWeight(values, scales, None, 8)
 
@@ -134,10 +136,20 @@ def _to_int4(weight: Tensor) -> QuantizedWeight:
         )
     groups = weight.float().unflatten(1, (-1, size))
     low, high = groups.amin(2).clamp_(max=0), groups.amax(2).clamp_(min=0)
-    scales = ((high - low) / 15).clamp(min=1e-12).to(weight.dtype)
+    scales = _positive((high - low) / 15, weight.dtype)
     zeros = (-low / scales.float()).round_().clamp_(0, 15)
     values = (groups / scales.float()[:, :, None] + zeros[:, :, None]).round_().clamp_(0, 15)
     return QuantizedWeight(values.to(torch.uint8).flatten(1), scales, zeros, 4)
+
+
+def has_output_scales(weight: QuantizedWeight) -> bool:
+    """Whether it is in 8 bits, symmetric, with one scale per output."""
+    return weight.bits == 8 and weight.scales.shape[1] == 1 and weight.zeros is None
+
+
+def _positive(scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scales in ``dtype``, none of them 0: weights that are all 0 are divided by them."""
+    return scales.to(dtype).clamp_(min=torch.finfo(dtype).tiny)
 
 
 def int4_group_size(width: int) -> int | None:
@@ -166,23 +178,33 @@ class _Product(Protocol):
 class BlockwiseProduct:
     """Dequantises blocks of outputs and multiplies each: any device, dtype and number of rows.
 
-    4-bit values are kept two in a byte.
+    4-bit values are kept two in a byte. In bf16, 8-bit values with one scale per output are
+    multiplied as they are, which is exact for them, and the products are scaled.
     """
 
     def __init__(self, weight: QuantizedWeight) -> None:
         self.weight = weight
-        self.num_outputs = max(1, BLOCK // weight.shape[1])
+        block = CUDA_BLOCK if weight.device.type == "cuda" else BLOCK
+        self.num_outputs = max(1, block // weight.shape[1])
         self.packed = _nibbles(weight.values) if weight.bits == 4 else None
         if self.packed is not None:
             empty = weight.values.new_empty((0, weight.shape[1]))
             self.weight = QuantizedWeight(empty, weight.scales, weight.zeros, 4)
         self.out_features = weight.shape[0]
+        self.scales_outputs = has_output_scales(weight) and weight.dtype == torch.bfloat16
 
     def __call__(self, x: Tensor) -> Tensor:
         """x ``[T, in]`` -> ``[T, out]``."""
         starts = range(0, self.out_features, self.num_outputs)
-        parts = [F.linear(x, self._rows(start, start + self.num_outputs)) for start in starts]
+        parts = [self._part(x, start, start + self.num_outputs) for start in starts]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    def _part(self, x: Tensor, start: int, stop: int) -> Tensor:
+        """Outputs ``start`` to ``stop``."""
+        if not self.scales_outputs:
+            return F.linear(x, self._rows(start, stop))
+        values = self.weight.values[start:stop].to(x.dtype)
+        return F.linear(x, values).mul_(self.weight.scales[start:stop, 0])
 
     def _rows(self, start: int, stop: int) -> Tensor:
         if self.packed is None:
@@ -207,7 +229,8 @@ class Int8Product:
     """
 
     def __init__(self, weight: QuantizedWeight, *, batch_invariant: bool) -> None:
-        self.values, self.scales = weight.values.contiguous(), weight.scales.flatten()
+        self.values = weight.values.contiguous()
+        self.scales = weight.scales.flatten().contiguous()  # the kernel reads no strides
         self.blockwise = None if batch_invariant else BlockwiseProduct(weight)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -245,10 +268,9 @@ def product(weight: QuantizedWeight, *, batch_invariant: bool = False) -> _Produ
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
         return BlockwiseProduct(weight)
     if weight.bits == 8:
-        simple = weight.scales.shape[1] == 1 and weight.zeros is None
         return (
             Int8Product(weight, batch_invariant=batch_invariant)
-            if simple
+            if has_output_scales(weight)
             else BlockwiseProduct(weight)
         )
     fits = weight.group_size in KERNEL_GROUP_SIZES and weight.shape[0] % KERNEL_OUTPUTS == 0
@@ -295,10 +317,12 @@ class QuantizedLinear(nn.Module):
         bias: ``[out]``; None for none.
     """
 
+    bias: Tensor | None
+
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None = None) -> None:
         super().__init__()
         self.weight: QuantizedWeight | None = weight
-        self.bias = bias
+        self.register_buffer("bias", bias, persistent=False)
         self.out_features, self.in_features = weight.shape
         self._projection: QuantizedProjection | None = None
 
@@ -355,11 +379,19 @@ def quantize_linears(module: nn.Module, quantization: Quantization) -> int:
     return len(linears)
 
 
+def is_quantised(module: nn.Module) -> bool:
+    """Whether any of its layers was read from quantised weights, dequantised or not."""
+    return any(
+        isinstance(found, QuantizedLinear) or getattr(found, "is_dequantised", False)
+        for found in module.modules()
+    )
+
+
 def _check_quantizable(
     module: nn.Module, linears: Sequence[tuple[str, nn.Linear]], quantization: Quantization
 ) -> None:
     what = f'quantization="{quantization}" is not possible for this model'
-    if any(isinstance(found, QuantizedLinear) for found in module.modules()):
+    if is_quantised(module):
         raise ModelError(
             what, "its weights are quantised already", "Leave the argument out, or give 16 bits"
         )

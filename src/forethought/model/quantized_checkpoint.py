@@ -32,14 +32,20 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from forethought.errors import ModelError
-from forethought.model.quantization import QuantizedLinear, QuantizedWeight
+from forethought.model.quantization import QuantizedLinear, QuantizedWeight, has_output_scales
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Entry i: the output that stands in nibble i of an int32."""
+COMPRESSED_TYPES = ((4, "int"), (8, "int"), (8, "float"))
+"""Bits and type of the weights that are read of compressed-tensors."""
+COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+"""Formats that are read of compressed-tensors."""
+HEAD = "lm_head"
+"""Name of the output projection in checkpoints."""
 
 
 class StoredTensors:
@@ -62,6 +68,10 @@ class StoredTensors:
             raise _refused(directory, "quantised weights are read from *.safetensors alone")
         self._unread = set(self._files)
 
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of this name."""
+        return name in self._files
+
     def get(self, name: str) -> Tensor | None:
         """The tensor of this name; None: there is none."""
         if name not in self._files:
@@ -83,7 +93,7 @@ class StoredTensors:
         return tensor
 
     def unread(self) -> list[str]:
-        """Names of the tensors that nobody asked for."""
+        """Names of the tensors that have not been read."""
         return sorted(self._unread)
 
 
@@ -119,9 +129,22 @@ Reader = Callable[[Stored], QuantizedWeight | Tensor]
 """Reads the weight of a linear: integers, or dequantised ``[out, in]``."""
 
 
-def reads(settings: Mapping[str, Any]) -> bool:
+def is_supported(settings: Mapping[str, Any]) -> bool:
     """Whether checkpoints of this ``quantization_config`` are read here."""
     return settings.get("quant_method") in _READERS
+
+
+def is_dequantised(settings: Mapping[str, Any]) -> bool:
+    """Whether weights of these settings are dequantised as they are read."""
+    method = settings.get("quant_method")
+    if method == "gptq":
+        return settings.get("bits") == 8 and settings.get("group_size", -1) != -1
+    if method != "compressed-tensors":
+        return method == "fp8"
+    groups = list((settings.get("config_groups") or {}).values())
+    weights = (groups[0].get("weights") if groups else None) or {}
+    is_plain = weights.get("strategy") in ("tensor", "channel") and weights.get("symmetric", True)
+    return weights.get("type") == "float" or (weights.get("num_bits") == 8 and not is_plain)
 
 
 def read(
@@ -141,17 +164,35 @@ def read(
             wrong shape or not explained.
     """
     reader = _READERS[settings["quant_method"]](directory, settings)
+    tensors = StoredTensors(directory)
     config = copy.deepcopy(config)
     del config.quantization_config
+    if any(tensors.has(f"{HEAD}.{part}") for part in _MARKS):
+        _untie(config)  # an embedding is never quantised
     with no_init_weights():
         module = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
-    tensors = StoredTensors(directory)
+    if (directory / "generation_config.json").is_file():
+        module.generation_config = GenerationConfig.from_pretrained(directory)
+    _check_experts(module, directory)
     for name, linear in list(module.named_modules()):
         if type(linear) is nn.Linear:
             _load_linear(module, Stored(tensors, name, tuple(linear.weight.shape), dtype), reader)
     module.tie_weights()
     _load_others(module, tensors, dtype)
     return module
+
+
+def _untie(config: Any) -> None:
+    """Give the output projection weights of its own."""
+    for part in (config, config.get_text_config(decoder=True)):
+        part.tie_word_embeddings = False
+
+
+def _check_experts(module: nn.Module, directory: Path) -> None:
+    experts = [name for name, weight in module.named_parameters() if weight.dim() == 3]
+    if experts:
+        why = f"{experts[0]} holds weights of experts, which are read in 16 or 32 bits alone"
+        raise _refused(directory, why)
 
 
 def _load_linear(module: nn.Module, stored: Stored, reader: Reader) -> None:
@@ -162,9 +203,10 @@ def _load_linear(module: nn.Module, stored: Stored, reader: Reader) -> None:
     weight = reader(stored)
     if tuple(weight.shape) != stored.shape:
         raise stored.refused(f"its weight is {list(weight.shape)}, not {list(stored.shape)}")
-    bias = None
-    if linear.bias is not None:
-        bias = stored["bias"].to(stored.dtype)
+    bias = stored.get("bias") if linear.bias is None else stored["bias"]
+    if linear.bias is None and bias is not None and not bool(bias.any()):
+        bias = None  # some writers store zeros for layers without one
+    bias = None if bias is None else bias.to(stored.dtype)
     if isinstance(weight, QuantizedWeight):
         module.set_submodule(stored.name, QuantizedLinear(weight, bias))
     else:
@@ -175,29 +217,60 @@ def _load_linear(module: nn.Module, stored: Stored, reader: Reader) -> None:
 
 
 def _load_others(module: PreTrainedModel, tensors: StoredTensors, dtype: torch.dtype) -> None:
-    """Load every parameter that no quantised linear has replaced; nothing may be left over."""
+    """Load all parameters and buffers that are stored as they are; nothing may be left over."""
     head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
-    for name, parameter in list(module.named_parameters()):
-        parent, _, leaf = name.rpartition(".")
-        owner = module.get_submodule(parent)
-        if getattr(owner, "is_dequantised", False):
-            continue
-        if owner is head and leaf == "weight" and parameter is embedding.weight:
-            tensors.get(name)  # tied, and perhaps stored twice
-            continue
-        value = tensors[name]
-        if value.shape != parameter.shape:
-            why = f"{name} is {list(value.shape)}, not {list(parameter.shape)}"
-            raise _refused(tensors.directory, why)
-        setattr(owner, leaf, nn.Parameter(value.to(dtype), requires_grad=False))
-    module.tie_weights()
+    shared = None if embedding is None else embedding.weight
+    is_tied = head is not None and head.weight is shared
+    for name, held in module.state_dict(keep_vars=True).items():
+        owner = module.get_submodule(name.rpartition(".")[0])
+        is_head = is_tied and owner is head and held is shared
+        if not is_head and not getattr(owner, "is_dequantised", False):
+            _replace(module, name, _value(tensors, name, held, dtype))
+    if is_tied:
+        _load_tied(module, tensors, dtype)
     unexplained = [name for name in tensors.unread() if not name.endswith(_IGNORED)]
     if unexplained:
         raise _refused(tensors.directory, f"its model has no place for {unexplained[0]}")
 
 
-def _unpack(packed: Tensor, bits: int, dim: int) -> Tensor:
-    """int32 values of ``bits`` -> int32 of one value each, in their order along ``dim``."""
+def _load_tied(module: PreTrainedModel, tensors: StoredTensors, dtype: torch.dtype) -> None:
+    """Tie the output projection, unless the checkpoint has other weights for it."""
+    module.tie_weights()
+    head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
+    name = next(name for name, found in module.named_modules() if found is head) + ".weight"
+    if not tensors.has(name):
+        return
+    value = _value(tensors, name, embedding.weight, dtype)
+    if not torch.equal(value, embedding.weight):
+        _untie(module.config)
+        _replace(module, name, value)
+
+
+def _value(tensors: StoredTensors, name: str, held: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is stored for a parameter, in ``dtype``, or for a buffer, in the buffer's."""
+    value = tensors[name]
+    if value.shape != held.shape:
+        why = f"{name} is {list(value.shape)}, not {list(held.shape)}"
+        raise _refused(tensors.directory, why)
+    return value.to(dtype if isinstance(held, nn.Parameter) else held.dtype)
+
+
+def _replace(module: nn.Module, name: str, value: Tensor) -> None:
+    parent, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(parent)
+    is_parameter = leaf in owner._parameters
+    setattr(owner, leaf, nn.Parameter(value, requires_grad=False) if is_parameter else value)
+
+
+def _unpack(stored: Stored, part: str, bits: int, dim: int) -> Tensor:
+    """The int32 values of ``bits`` in a tensor -> int32 of one value each, in order along ``dim``.
+
+    Raises:
+        ModelError: there is no such tensor, or it is not int32.
+    """
+    packed = stored[part]
+    if packed.dtype != torch.int32:
+        raise stored.refused(f"its {part} is {packed.dtype}, not torch.int32")
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     spread = (packed.movedim(dim, -1).unsqueeze(-1) >> shifts) & (2**bits - 1)
     return spread.flatten(-2).movedim(-1, dim)
@@ -223,19 +296,14 @@ def _awq(directory: Path, settings: Mapping[str, Any]) -> Reader:
     _expect(directory, "AWQ", "version", version, ("gemm",))
     order = torch.tensor(AWQ_ORDER).argsort()
 
-    def outputs(packed: Tensor) -> Tensor:
-        spread = _unpack(packed, 4, 1)
-        return spread.unflatten(1, (-1, 8))[:, :, order].flatten(1)
+    def outputs(stored: Stored, part: str) -> Tensor:
+        spread = _unpack(stored, part, 4, 1)
+        return spread.unflatten(1, (-1, 8))[:, :, order].flatten(1).t()
 
     def reader(stored: Stored) -> QuantizedWeight:
         scales = stored["scales"].t().to(stored.dtype)
-        zeros = stored.get("qzeros")
-        return _weight(
-            outputs(stored["qweight"]).t(),
-            scales,
-            None if zeros is None else outputs(zeros).t(),
-            4,
-        )
+        zeros = None if stored.get("qzeros") is None else outputs(stored, "qzeros")
+        return _weight(outputs(stored, "qweight"), scales, zeros, 4)
 
     return reader
 
@@ -243,7 +311,9 @@ def _awq(directory: Path, settings: Mapping[str, Any]) -> Reader:
 def _gptq(directory: Path, settings: Mapping[str, Any]) -> Reader:
     bits = settings.get("bits", 4)
     _expect(directory, "GPTQ", "bits", bits, (4, 8))
-    shift = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1
+    form = "marlin" if settings.get("is_marlin_format") else settings.get("checkpoint_format")
+    _expect(directory, "GPTQ", "checkpoint_format", form or "gptq", ("gptq", "gptq_v2"))
+    shift = 0 if form == "gptq_v2" else 1
 
     def reader(stored: Stored) -> QuantizedWeight | Tensor:
         scales = stored["scales"].t().to(stored.dtype)
@@ -253,9 +323,9 @@ def _gptq(directory: Path, settings: Mapping[str, Any]) -> Reader:
             order.long(), torch.arange(stored.shape[1]) // size
         ):
             raise stored.refused("its inputs are reordered (desc_act), which is not supported")
-        values = _unpack(stored["qweight"], bits, 0).t()
-        zeros = _unpack(stored["qzeros"], bits, 1).t() + shift
-        return _kept(_weight(values, scales, zeros, bits))
+        values = _unpack(stored, "qweight", bits, 0).t()
+        zeros = _unpack(stored, "qzeros", bits, 1).t() + shift
+        return _dequantized_if_slow(_weight(values, scales, zeros, bits))
 
     return reader
 
@@ -266,19 +336,22 @@ def _compressed(directory: Path, settings: Mapping[str, Any]) -> Reader:
         raise _refused(directory, f"it has {len(groups)} groups of layers; one is read")
     weights = groups[0].get("weights") or {}
     bits, kind = int(weights.get("num_bits") or 0), weights.get("type")
-    _expect(directory, "compressed-tensors", "num_bits", bits, (4, 8))
-    _expect(directory, "compressed-tensors", "type", kind, ("int", "float"))
-    if weights.get("actorder") not in (None, False, "weight"):
+    if (bits, kind) not in COMPRESSED_TYPES:
+        raise _refused(directory, f"compressed-tensors with {kind} of {bits} bits is not read")
+    for form in (settings.get("format"), groups[0].get("format")):
+        _expect(directory, "compressed-tensors", "format", form, (None, *COMPRESSED_FORMATS))
+    block = _compressed_block(weights)
+    if weights.get("actorder") not in (None, False, "weight", "static"):
         raise _refused(directory, f"its inputs are reordered (actorder={weights['actorder']})")
 
     def packed(stored: Stored) -> QuantizedWeight | Tensor:
-        values = _unpack(stored["weight_packed"], bits, 1)[:, : stored.shape[1]]
+        values = _unpack(stored, "weight_packed", bits, 1)[:, : stored.shape[1]]
         scales = stored["weight_scale"].to(stored.dtype)
-        zeros = stored.get("weight_zero_point")
-        if zeros is not None:
-            zeros = _unpack(zeros, bits, 0)[: stored.shape[0]]
+        zeros = None
+        if stored.get("weight_zero_point") is not None:
+            zeros = _unpack(stored, "weight_zero_point", bits, 0)[: stored.shape[0]]
         stored.get("weight_shape")
-        return _kept(_weight(values, scales, zeros, bits))
+        return _dequantized_if_slow(_weight(values, scales, zeros, bits))
 
     def reader(stored: Stored) -> QuantizedWeight | Tensor:
         if stored.get("weight_packed") is not None:
@@ -289,42 +362,66 @@ def _compressed(directory: Path, settings: Mapping[str, Any]) -> Reader:
             raise stored.refused("unpacked weights with zero points are not read")
         if values.dtype == torch.int8:
             columns = scales.reshape(-1, 1) if scales.dim() < 2 else scales
-            columns = columns.expand(stored.shape[0], -1)
-            return _kept(QuantizedWeight(values, columns.to(stored.dtype), None, 8))
-        return _scaled(stored, values, scales)
+            columns = columns.expand(stored.shape[0], -1).contiguous()
+            return _dequantized_if_slow(QuantizedWeight(values, columns.to(stored.dtype), None, 8))
+        return _scaled(stored, values, scales, block)
 
     return reader
+
+
+def _compressed_block(weights: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Outputs and inputs that share a scale; None: those of one output, or all."""
+    found = weights.get("block_structure")
+    if found:
+        out, width = found.split("x") if isinstance(found, str) else found
+        return int(out), int(width)
+    size = int(weights.get("group_size") or 0)
+    return (1, size) if size > 0 else None
 
 
 def _fp8(directory: Path, settings: Mapping[str, Any]) -> Reader:
+    size = settings.get("weight_block_size")
+    block = (int(size[0]), int(size[1])) if size else None
+
     def reader(stored: Stored) -> Tensor:
         scales = stored.get("weight_scale_inv")
         stored.get("input_scale"), stored.get("activation_scale")
-        return _scaled(
-            stored, stored["weight"], stored["weight_scale"] if scales is None else scales
-        )
+        scales = stored["weight_scale"] if scales is None else scales
+        return _scaled(stored, stored["weight"], scales, block)
 
     return reader
 
 
-def _kept(weight: QuantizedWeight) -> QuantizedWeight | Tensor:
+def _dequantized_if_slow(weight: QuantizedWeight) -> QuantizedWeight | Tensor:
     """The weight, dequantised where no product takes it: 8 bits with several scales per output."""
-    simple = weight.scales.shape[1] == 1 and weight.zeros is None
-    return weight if weight.bits == 4 or simple else weight.dequantize()
+    return weight if weight.bits == 4 or has_output_scales(weight) else weight.dequantize()
 
 
-def _scaled(stored: Stored, values: Tensor, scales: Tensor) -> Tensor:
-    """fp8 values ``[out, in]`` times their scales, one per block of any size: in ``dtype``."""
+def _scaled(
+    stored: Stored, values: Tensor, scales: Tensor, block: tuple[int, int] | None
+) -> Tensor:
+    """fp8 values ``[out, in]`` times their scales, in ``dtype``.
+
+    Args:
+        stored: the layer.
+        values: in fp8.
+        scales: one, one per output, or one per block.
+        block: outputs and inputs of a block, of which the last may have fewer.
+    """
+    if not values.dtype.is_floating_point or values.dtype.itemsize != 1:
+        raise stored.refused(f"its weight is {values.dtype}, not fp8")
+    out, width = values.shape
     grid = scales.float()
-    grid = grid.reshape(1, 1) if grid.numel() == 1 else grid
-    grid = grid[:, None] if grid.dim() == 1 else grid
-    for dim, size in enumerate(values.shape):
-        block = -(-size // grid.shape[dim])
-        if block > 1 and grid.shape[dim] > 1:
-            block = 1 << (block - 1).bit_length()  # the last block may be smaller than the others
-        if -(-size // block) != grid.shape[dim]:
-            raise stored.refused(f"scales {list(scales.shape)} do not fit {list(values.shape)}")
-        grid = grid.repeat_interleave(block, dim).narrow(dim, 0, size)
+    if grid.numel() == 1:
+        block, grid = (out, width), grid.reshape(1, 1)
+    elif block is None:
+        block, grid = (1, width), grid[:, None] if grid.dim() == 1 else grid
+    expected = (-(-out // block[0]), -(-width // block[1]))
+    if tuple(grid.shape) != expected:
+        why = f"scales {list(scales.shape)} do not fit {[out, width]} in blocks of {list(block)}"
+        raise stored.refused(why)
+    for dim, size in enumerate(block):
+        grid = grid.repeat_interleave(size, dim).narrow(dim, 0, values.shape[dim])
     return (values.float() * grid).to(stored.dtype)
 
 
@@ -354,6 +451,8 @@ _MARKS = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")
 """Tensors of which every quantised linear has one."""
 _IGNORED = (
     ".rotary_emb.inv_freq",
+    ".input_zero_point",
+    ".output_zero_point",
     *(f".{what}_scale" for what in ("input", "activation", "output", "q", "k", "v")),
 )
 """Ends of the names of tensors without a meaning here: computed again, or scales of activations and

@@ -24,6 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from forethought.errors import ModelError
 from forethought.model.attention.base import Capability
 from forethought.model.attention.interface import ATTENTION
+from forethought.model.quantization import is_quantised
 from forethought.silence import without_progress_bars
 from forethought.training.teacher import Teacher
 
@@ -75,7 +76,7 @@ class LoraAdapters(nn.Module):
             for name, layer in module.named_modules()
             if type(layer) in (nn.Linear, Conv1D) and layer is not projection
         }
-        if not self._layers or getattr(module.config, "quantization_config", None) is not None:
+        if not self._layers or _is_quantised(module):
             raise ModelError(
                 "the model cannot be adapted",
                 f"{type(module).__name__} is quantised, or has no linear layers",
@@ -111,6 +112,11 @@ class LoraAdapters(nn.Module):
                 added = added.T
             found[f"{name}.weight"] = (layer.weight.float() + added).to(layer.weight.dtype)
         return found
+
+
+def _is_quantised(module: PreTrainedModel) -> bool:
+    """Whether transformers reads it from quantised weights, or forethought does."""
+    return getattr(module.config, "quantization_config", None) is not None or is_quantised(module)
 
 
 def _adding(adapter: nn.Module) -> Any:

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from forethought.errors import ParameterError
-from forethought.model.device import multiplies
+from forethought.model.device import has_fast_matmul
 from forethought.model_dir import replace_file
 from forethought.training.chat_tokenizer import END, save_tokenizer
 from forethought.training.llama import Llama, LlamaShape, muon_groups
@@ -168,7 +168,7 @@ def export_model(network: Llama, tokenizer: Tokenizer, directory: Path) -> None:
 def compiled_loss(network: Llama) -> Callable[[Tensor, Tensor], Tensor]:
     """``network.loss``, under bf16 autocast where that is fast, compiled where a compiler is."""
     device = network.cos.device
-    mixed = multiplies(torch.bfloat16, device)  # a compiled function would break there
+    mixed = has_fast_matmul(torch.bfloat16, device)  # a compiled function would break there
 
     def loss(tokens: Tensor, targets: Tensor) -> Tensor:
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=mixed):
@@ -198,7 +198,7 @@ def share_predicted(network: Llama, examples: list[Example]) -> float:
             tokens[row, : len(example.ids)] = torch.tensor(example.ids)
             marks[row, : len(example.ids)] = torch.tensor(example.trained)
         tokens, marks = tokens.to(device), marks.to(device)
-        mixed = multiplies(torch.bfloat16, device)
+        mixed = has_fast_matmul(torch.bfloat16, device)
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=mixed):
             choices = network(tokens)[:, :-1].argmax(-1)
         right += int(((choices == tokens[:, 1:]) | ~marks[:, 1:]).all(1).sum())

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forethought.model.attention.base import ForwardPass, Scoring
-from forethought.model.device import multiplies
+from forethought.model.device import has_fast_matmul
 from forethought.model.quantization import QuantizedProjection, QuantizedWeight, concatenated
 
 MAX_LAYER_NORM = 16 * 1024  # elements up to which a CPU is faster through layer norm
@@ -391,4 +391,4 @@ def _merged(*linears: nn.Module) -> tuple[Tensor | QuantizedWeight, Tensor | Non
 def _packs(weight: Tensor) -> bool:
     """Whether the weight is in 16 bits on a CPU whose oneDNN has fast products in them."""
     half = weight.dtype in (torch.bfloat16, torch.float16)
-    return half and weight.device.type == "cpu" and multiplies(weight.dtype, weight.device)
+    return half and weight.device.type == "cpu" and has_fast_matmul(weight.dtype, weight.device)
