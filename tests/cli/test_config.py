@@ -190,10 +190,11 @@ def test_the_model_may_stand_in_the_file(capsys, write):
     assert json.loads(capsys.readouterr().out)["model"] == str(speaking("byte_level"))
 
 
-@pytest.mark.parametrize("method", ["plain", "majority_vote"])
-def test_speculation_changes_the_metrics_and_not_the_text(capsys, write, method):
-    common = ["generate", "Tom has 3 pens. He buys 4 more.", "--temperature", "0", "--json"]
-    common += ["--dtype", "float32", "--max-tokens", "60", "--method", method]
+@pytest.mark.parametrize(("method", "temperature"), [("plain", "0"), ("majority_vote", "0.8")])
+def test_speculation_changes_the_metrics_and_not_the_text(capsys, write, method, temperature):
+    common = ["generate", "Tom has 3 pens. He buys 4 more.", "--json", "--seed", "5"]
+    common += ["--temperature", temperature, "--dtype", "float32"]
+    common += ["--max-tokens", "60", "--method", method]
     reports = []
     for options in ([], ["--config", str(write(BLOCK))]):
         assert main([*common, *options]) == 0

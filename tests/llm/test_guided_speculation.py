@@ -65,7 +65,7 @@ def asked(temperature: float, ignore_eos: bool) -> list[SamplingParams]:
 def completions(llm: LLM, params: list[SamplingParams]) -> list[CompletionOutput]:
     found = [output.outputs[0] for output in llm.generate(PROMPTS, params)]
     for completion in found:
-        completion.metrics = None  # which counts drafts
+        completion.metrics, completion.drafted_steps = None, []  # which tell of drafts
     return found
 
 

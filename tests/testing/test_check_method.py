@@ -62,6 +62,15 @@ SCRIPTED = {
 LEFT_OUT = {
     "genrm": "a reward for other methods; it scores finished texts",
     "compute_optimal": "needs a fitted policy, and runs the methods above",
+    "adaptive_compute": "decides by the probability of a token, which forced samples do not have",
+    "fork_think": "forks where confidence is low, which forced samples do not have",
+    "spct": "a reward for other methods; it scores finished texts",
+    "archon": "needs a pipeline, and writes a chat of its own for each component",
+    "sleep_time": "keeps its thoughts between requests",
+    "parallel_thinking": "needs a model that spawns threads",
+    "hogwild_turns": "its workers read each other, so their samples are not one request's",
+    "drag": "needs documents",
+    "iterdrag": "needs documents",
 }
 
 

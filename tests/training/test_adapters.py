@@ -97,7 +97,10 @@ def test_the_projection_to_the_vocabulary_is_left_alone(tmp_path: Path) -> None:
     assert torch.equal(written.lm.embed(ids), teacher.lm.embed(ids))
 
 
-def test_the_written_model_has_the_dtype_of_the_one_that_was_read(tmp_path: Path) -> None:
+def test_the_written_model_has_the_dtype_of_the_one_that_was_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "has_fast_matmul", lambda *_: True)
     lm = loader.load(tiny("llama"), dtype="bfloat16", fuse=False)
     teacher = Teacher(lm, Tokenizer.load(reasoner_dir()), tiny("llama"))
     backbone_of(teacher).save(tmp_path)

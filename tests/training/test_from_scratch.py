@@ -42,7 +42,13 @@ def run(out, curriculum=REASONER, seed=0):
     return torch.load(out / "checkpoint.pt", weights_only=True)["network"]
 
 
-@pytest.mark.parametrize("curriculum", [REASONER, COUNTDOWN], ids=["reasoner", "countdown"])
+BOTH = [
+    pytest.param(REASONER, id="reasoner"),
+    pytest.param(COUNTDOWN, id="countdown", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("curriculum", BOTH)
 def test_a_run_is_a_function_of_its_seed_to_the_bit(curriculum, tmp_path):
     first, again, other = (
         run(tmp_path / name, curriculum, seed) for name, seed in (("a", 0), ("b", 0), ("c", 1))
@@ -71,7 +77,7 @@ def test_a_run_that_was_interrupted_and_resumed_ends_with_the_same_weights(tmp_p
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)
 
 
-@pytest.mark.parametrize("curriculum", [REASONER, COUNTDOWN], ids=["reasoner", "countdown"])
+@pytest.mark.parametrize("curriculum", BOTH)
 def test_a_finished_run_leaves_a_model_directory(curriculum, tmp_path):
     run(tmp_path / "out", curriculum)
     names = {path.name for path in (tmp_path / "out" / "model").iterdir()}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from engines import drain
 from forethought import LLM, MTPDecodingConfig, SamplingParams
@@ -76,5 +75,5 @@ def test_cached_inputs_whose_drafted_tokens_were_accepted_stay_right(one_per_pla
 def test_it_has_the_names_of_a_layer_behind_the_targets_last() -> None:
     lm = loader.load(reasoner_dir())
     [module] = load_modules(heads_dir("mtp"), lm)
-    assert module.eh_proj.weight.dtype == torch.bfloat16
+    assert module.eh_proj.weight.dtype == lm.dtype
     assert module.eh_proj.weight.shape == (256, 512)

@@ -78,6 +78,14 @@ class SleepMemory:
     """Done when the request that is thinking now has ended."""
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, or what is unpickled, knows what was thought; nobody is thinking in it."""
+        return {**vars(self), "thinking": None, "lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.lock = threading.Lock()
+
     def cost_per_question(self, test_time_price: float = TEST_TIME_PRICE) -> float:
         """The cost of a question, in sleep-time tokens: its own, and its part of the thoughts."""
         total = self.sleep_tokens + test_time_price * self.test_tokens
