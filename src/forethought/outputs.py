@@ -273,6 +273,8 @@ class EngineStats:
     """Wall time of drafting, a draft model's network included."""
     step_seconds: float = 0.0
     """Wall time of whole steps."""
+    forward_path: str = ""
+    """What computes the layers of the target: ``native``, ``fused`` or ``transformers``."""
 
     def to_dict(self) -> dict[str, Any]:
         """All counts by name."""

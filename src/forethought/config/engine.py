@@ -71,6 +71,11 @@ class LlmArgs(StrictModel):
     """Attention backend by name."""
     num_threads: int | None = Field(default=None, ge=1)
     """Threads of torch's products on a CPU, for the whole process; None: as torch has them."""
+    forward: Literal["auto", "native", "torch"] = "auto"
+    """What computes the layers on a CPU: ``native`` is C++, compiled at the first start, for
+    Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, Gemma3 and Phi3 in float32, bfloat16 and quantised;
+    ``torch`` is everything else; ``auto``: native where the model, a C++ compiler and the
+    processor allow it and torch has no faster products in the dtype."""
     fuse: bool = True
     """Use the fused forward where the architecture allows it; the plain one otherwise."""
     max_batch_size: int = Field(default=64, ge=1)
@@ -133,6 +138,7 @@ class LlmOptions(TypedDict, total=False):
     device: str
     attention: str
     num_threads: int | None
+    forward: Literal["auto", "native", "torch"]
     fuse: bool
     max_batch_size: int
     max_num_tokens: int

@@ -56,7 +56,7 @@ class Engine:
         seed: int | None = None,
         drafters: Ids[DrafterEntry] = (),
     ) -> None:
-        self.runner, self.stats = runner, EngineStats()
+        self.runner, self.stats = runner, EngineStats(forward_path=runner.lm.path.taken)
         self.pool = PagePool(runner.storage.num_pages, runner.storage.page_size)
         self.index = PrefixIndex(self.pool, reuse)
         self._capacity = self.pool.num_pages * self.pool.page_size

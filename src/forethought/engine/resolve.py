@@ -57,6 +57,7 @@ def build(args: LlmArgs, model_dir: Path) -> Engine:
         fuse=args.fuse,
         trust_remote_code=args.trust_remote_code,
         quantization=args.quantization,
+        forward=args.forward,
     )
     if lm.device.type == "cpu":
         check_threads()
@@ -80,6 +81,7 @@ def build(args: LlmArgs, model_dir: Path) -> Engine:
         chunked_prefill=args.enable_chunked_prefill,
     )
     log.info("%s on %s, %d tokens of KV cache, %s", model_dir, lm.device, capacity, limits)
+    log.info("layers: %s%s", lm.path.taken, f" ({lm.path.reason})" if lm.path.reason else "")
     return Engine(
         runner,
         limits,

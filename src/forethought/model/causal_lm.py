@@ -237,11 +237,33 @@ class ModelTraits:
     weights: tuple[WeightSize, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class ForwardPath:
+    """Which implementation computes the layers of a model; it is one for all of them.
+
+    Attributes:
+        asked: what the user asked for: ``auto``, ``native`` or ``torch``.
+        taken: ``native`` (C++), ``fused`` (few torch operations) or ``transformers`` (its module).
+        reason: why not ``native``; None where it is.
+    """
+
+    asked: str = "torch"
+    taken: str = "transformers"
+    reason: str | None = None
+
+
 class CausalLM:
     """A network, its attention backend and its traits."""
 
-    def __init__(self, network: Network, backend: AttentionBackend, traits: ModelTraits) -> None:
+    def __init__(
+        self,
+        network: Network,
+        backend: AttentionBackend,
+        traits: ModelTraits,
+        path: ForwardPath | None = None,
+    ) -> None:
         self.network, self.backend, self.traits = network, backend, traits
+        self.path = path or ForwardPath()
         self.config = traits.config
         self.vocab_size, self.max_positions = traits.vocab_size, traits.max_positions
         self.eos_token_ids = traits.eos_token_ids

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -34,6 +34,7 @@ from forethought.model.attention.interface import (
 )
 from forethought.model.causal_lm import (
     CausalLM,
+    ForwardPath,
     ModelTraits,
     Network,
     TransformersNetwork,
@@ -41,11 +42,16 @@ from forethought.model.causal_lm import (
 )
 from forethought.model.device import free_host_memory, has_fast_matmul
 from forethought.model.llama.network import FusedNetwork, is_fusable
+from forethought.model.native.library import find_compiler
+from forethought.model.native.network import NativeNetwork
+from forethought.model.native.weights import FAMILIES, refusal
 from forethought.model.quantization import Quantization, pack_linears, quantize_linears
 from forethought.model_dir import check_model_dir
 from forethought.silence import without_progress_bars
 
 logger = logging.getLogger(__name__)
+
+Forward = Literal["auto", "native", "torch"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
@@ -65,6 +71,7 @@ def load(
     fuse: bool = True,
     trust_remote_code: bool = False,
     quantization: Quantization | None = None,
+    forward: Forward = "torch",
 ) -> CausalLM:
     """Load the model in the directory ``path``.
 
@@ -77,20 +84,26 @@ def load(
         fuse: replace the forward by the fused one where the architecture allows it.
         trust_remote_code: run model code from the directory.
         quantization: quantise the weights as they stand after loading; None: leave them.
+        forward: ``native``: compute the layers in C++; ``torch``: do not; ``auto``: where it can
+            be done and is faster.
 
     Raises:
-        ModelError: the directory is missing or broken, or the model is not supported.
+        ModelError: the directory is missing or broken, or the model is not supported; it cannot run
+            natively and must.
         UnknownNameError: no attention backend has this name.
         ParameterError: no such dtype.
     """
     directory = Path(path)
     backend: AttentionBackend = BACKENDS.create("sdpa" if attention == "auto" else attention)
+    against = _native_setting_refusal(torch.device(device), attention, fuse, forward)
     if isinstance(dtype, str) and dtype != "auto" and dtype not in DTYPES:
         raise ParameterError("unknown dtype", repr(dtype), f"Allowed: auto, {', '.join(DTYPES)}")
     config = _config(directory, trust_remote_code)
     _check_quantization(directory, config, quantization)
     if dtype == "auto":
-        dtype = _auto_dtype(directory, config, torch.device(device), quantization is not None)
+        dtype = _auto_dtype(
+            directory, config, torch.device(device), quantization is not None, against is None
+        )
     module = _module(directory, config, dtype, trust_remote_code)
     _check_module(module, directory)
     with _refusing(directory, "loading"):
@@ -111,7 +124,8 @@ def load(
         weights=weight_sizes(module),
     )
     with torch.inference_mode():
-        return CausalLM(_network(module, fuse, traits), backend, traits)
+        network, path = _network(module, fuse, traits, forward, against)
+        return CausalLM(network, backend, traits, path)
 
 
 def _check_quantization(directory: Path, config: Any, quantization: Quantization | None) -> None:
@@ -125,11 +139,65 @@ def _check_quantization(directory: Path, config: Any, quantization: Quantization
         )
 
 
-def _network(module: PreTrainedModel, fuse: bool, traits: ModelTraits) -> Network:
+def _native_setting_refusal(
+    device: torch.device, attention: str, fuse: bool, forward: Forward
+) -> str | None:
+    """Why no model can run natively with these settings; None: one could."""
+    if forward == "torch":
+        return "it was not asked for"
+    if device.type != "cpu":
+        return f"the model runs on {device.type}"
+    if not fuse:
+        return "fuse=False asks for the module of transformers"
+    if attention != "auto":
+        return f"attention={attention!r} asks for another backend"
+    return None if find_compiler() else "there is no C++ compiler (c++, g++ or clang++)"
+
+
+def _network(
+    module: PreTrainedModel, fuse: bool, traits: ModelTraits, forward: Forward, against: str | None
+) -> tuple[Network, ForwardPath]:
+    """The network, and how it was chosen.
+
+    Args:
+        module: its weights are taken.
+        fuse: see ``load``.
+        traits: of the module.
+        forward: see ``load``.
+        against: why it cannot be native, as far as the settings say.
+
+    Raises:
+        ModelError: it must be native and cannot.
+    """
+    reason = against or refusal(module) or _slower_natively(module, forward)
+    if reason is None:
+        try:
+            windows = [layer.window for layer in traits.layers]
+            native = NativeNetwork(module, traits.max_positions, windows)
+            return native, ForwardPath(forward, "native")
+        except ModelError as error:  # the compiler fails
+            if forward == "native":
+                raise
+            reason = error.why
+            logger.warning("no native forward: %s", reason)
+    if forward == "native":
+        raise ModelError(
+            'forward="native" is not possible for this model',
+            reason,
+            'Leave it out, or set forward="auto"',
+        )
     if fuse and is_fusable(module):
-        return FusedNetwork(module, traits.max_positions)
+        return FusedNetwork(module, traits.max_positions), ForwardPath(forward, "fused", reason)
     pack_linears(module)
-    return TransformersNetwork(module)
+    return TransformersNetwork(module), ForwardPath(forward, "transformers", reason)
+
+
+def _slower_natively(module: PreTrainedModel, forward: Forward) -> str | None:
+    """Why ``auto`` leaves a model to torch although it could run natively."""
+    dtype = module.dtype
+    if forward == "native" or dtype == torch.float32 or not has_fast_matmul(dtype, module.device):
+        return None
+    return f"oneDNN multiplies {str(dtype).removeprefix('torch.')} in hardware here"
 
 
 def _config(directory: Path, trust_remote_code: bool) -> Any:
@@ -164,18 +232,22 @@ def _check_model_type(directory: Path, written: Mapping[str, Any], trust_remote_
 
 
 def _auto_dtype(
-    directory: Path, config: Any, device: torch.device, quantised: bool
+    directory: Path, config: Any, device: torch.device, quantised: bool, native: bool
 ) -> torch.dtype | str:
     """What ``"auto"`` means: the checkpoint's dtype, unless the CPU has no fast products in it.
 
     Then it is float32, if that takes at most a share of the free memory. On a CPU quantised weights
-    are multiplied by bf16, the dtype of torch's kernels for them; those that are dequantised as
-    they are read are not quantised any more.
+    are multiplied by bf16, the dtype of torch's kernels for them, unless it is slow and the model
+    runs natively; those that are dequantised as they are read are not quantised any more.
     """
     settings = quantized_checkpoint.settings_of(directory, config)
     dequantised = settings is not None and quantized_checkpoint.is_dequantised(settings)
     if quantised or (settings is not None and not dequantised):
-        return torch.bfloat16 if device.type == "cpu" else "auto"
+        if device.type != "cpu":
+            return "auto"
+        slow = not has_fast_matmul(torch.bfloat16, device)
+        families = {family.config_class for family in FAMILIES}
+        return torch.float32 if slow and native and type(config) in families else torch.bfloat16
     stored = getattr(config.get_text_config(decoder=True), "dtype", None) or config.dtype
     if not isinstance(stored, torch.dtype) or has_fast_matmul(stored, device):
         return "auto"

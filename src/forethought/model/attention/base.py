@@ -11,8 +11,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import Any, Protocol
 
+import numpy as np
 from torch import Tensor
 
 from forethought.kv.storage import KvStorage
@@ -78,6 +80,55 @@ class AttentionBackend(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class KvRow:
+    """Where the keys and values are that the new tokens of one sequence attend to.
+
+    They are those of a prefix, then recent tokens, of which the last ones are the new tokens.
+
+    Attributes:
+        start: index in the batch of the first new token.
+        num_tokens: new tokens n.
+        prefix: tokens of the prefix: positions ``[0, prefix)``.
+        first_slot: of position 0 where the prefix is contiguous, else None.
+        pages: of the prefix where it is not, else None.
+        slots: int64 ``[m]``, of the recent tokens.
+        positions: int64 ``[m]``, of the same; sliding windows count them.
+        visible: uint8 ``[n, m]``: which recent tokens (columns) each new one attends to; None: a
+            chain, in which each attends to those before it and to itself.
+        seen_from: the first position that is attended to.
+    """
+
+    start: int
+    num_tokens: int
+    prefix: int
+    first_slot: int | None
+    pages: Sequence[int] | None
+    slots: np.ndarray
+    positions: np.ndarray
+    visible: np.ndarray | None
+    seen_from: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """The keys and values of one forward, for networks that attend to them by themselves.
+
+    Attributes:
+        keys: per layer, contiguous, ``kv_heads * key_dim`` elements per slot.
+        values: the same for values.
+        slots: int64 ``[T]``, where each new token's keys and values are written.
+        page_size: tokens of a page.
+        rows: one per sequence.
+    """
+
+    keys: Sequence[Tensor]
+    values: Sequence[Tensor]
+    slots: Tensor
+    page_size: int
+    rows: Sequence[KvRow]
+
+
 class ForwardPass(ABC):
     """One forward of one batch: how its layers attend, and which hidden states are captured.
 
@@ -96,6 +147,10 @@ class ForwardPass(ABC):
         """Keep x ``[T, hidden]``, the state at ``layer_id``, if it was asked for."""
         if layer_id in self.layer_ids:
             self.states[layer_id] = x
+
+    @abstractmethod
+    def layout(self) -> KvLayout:
+        """Where keys and values are, for a network that stores and attends by itself."""
 
     @abstractmethod
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
@@ -130,9 +185,35 @@ class PagedPass(ForwardPass):
         layer_ids: frozenset[int] = frozenset(),
     ) -> None:
         super().__init__(batch, layer_ids)
-        self.storage, self.backend = storage, backend
-        plans = {window: backend.plan(batch, storage, window) for window in dict.fromkeys(windows)}
-        self._plans = [plans[window] for window in windows]
+        self.storage, self.backend, self._windows = storage, backend, windows
+
+    @cached_property
+    def _plans(self) -> list[Any]:
+        """Of each layer; made when the first one attends."""
+        batch, storage = self.batch, self.storage
+        windows = dict.fromkeys(self._windows)
+        plans = {window: self.backend.plan(batch, storage, window) for window in windows}
+        return [plans[window] for window in self._windows]
+
+    def layout(self) -> KvLayout:
+        """See :class:`ForwardPass`."""
+        batch, storage = self.batch, self.storage
+        slots, positions = batch.slots.numpy(), batch.positions.numpy()
+        rows = [
+            KvRow(
+                start=span.start,
+                num_tokens=span.length,
+                prefix=span.kv_length - span.length,
+                first_slot=span.first_slot,
+                pages=span.pages if span.first_slot is None else None,
+                slots=slots[span.start : span.stop],
+                positions=positions[span.start : span.stop],
+                visible=None if span.tree is None else span.tree.numpy().view(np.uint8),
+                seen_from=span.seen_from,
+            )
+            for span in batch.spans
+        ]
+        return KvLayout(storage.keys, storage.values, batch.slots, storage.page_size, rows)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         """See :class:`ForwardPass`."""

@@ -12,13 +12,15 @@ workspace.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from forethought.kv.storage import KvStorage
 from forethought.kv.table import ReadableTable
-from forethought.model.attention.base import ForwardPass, Scoring
+from forethought.model.attention.base import ForwardPass, KvLayout, KvRow, Scoring
 from forethought.model.attention.sdpa import softmax_attention
 from forethought.model.batch import Batch
 
@@ -74,6 +76,8 @@ class KvWorkspace:
         self._prefix = lengths[0] if len(tables) == 1 else max(needed) * size
         self.added = 0
         """Number of tokens added to each sequence."""
+        self._depths: list[int] = []
+        """Of each added token, behind the prefix."""
         num_pages = -(-(self._prefix + capacity) // size)
         pages = [  # any page does as padding and as space behind the prefixes
             table.pages[:count] + table.pages[:1] * (num_pages - count)
@@ -190,12 +194,43 @@ class KvWorkspace:
     ) -> WorkspacePass:
         begin = self.added
         self.added += len(depths)
+        self._depths += depths
         no_slots = token_ids.new_empty(0)  # its tokens have columns
         batch = Batch(token_ids, positions, no_slots, wanted, ())
-        return WorkspacePass(self, batch, begin, self._masks(depths, seen))
+        return WorkspacePass(self, batch, begin, depths, seen)
 
-    def _masks(self, depths: Sequence[int], seen: Tensor | None) -> list[Tensor | None]:
-        """For each layer, additive ``[B, 1, n or 1, columns]``; None: no mask."""
+    def layout(self, size: int, seen: Tensor | None) -> KvLayout:
+        """Where keys and values are, for a pass over the ``size`` tokens that were added last.
+
+        Args:
+            size: new tokens of each sequence.
+            seen: see :meth:`level`.
+        """
+        added, columns = self.added, self._keys[0].shape[1]
+        depths, lines = np.array(self._depths), np.arange(self._prefix, self._prefix + added)
+        rows = []
+        for row, length in enumerate(self._lengths):
+            visible = np.ones((size, added), np.uint8)
+            if seen is not None:
+                visible[:, -seen.shape[2] :] = seen[row].numpy()
+            rows.append(
+                KvRow(
+                    start=row * size,
+                    num_tokens=size,
+                    prefix=length,
+                    first_slot=row * columns,
+                    pages=None,
+                    slots=row * columns + lines,
+                    positions=length + depths,
+                    visible=visible,
+                    seen_from=self._begin,
+                )
+            )
+        slots = np.concatenate([row.slots[-size:] for row in rows])
+        return KvLayout(self._keys, self._values, torch.from_numpy(slots), columns, rows)
+
+    def masks(self, depths: Sequence[int], seen: Tensor | None) -> list[Tensor | None]:
+        """Of a pass over the tokens that were added last: for each layer, additive ``[B, 1, n or 1, columns]``; None: no mask."""
         stop, size = self._prefix + self.added, len(depths)
         mask = None if self._mask is None else self._mask[..., self._begin : stop]
         if seen is not None:
@@ -218,20 +253,35 @@ class KvWorkspace:
 
 
 class WorkspacePass(ForwardPass):
-    """A forward pass over a workspace.
+    """A forward pass over the tokens that were added to a workspace last.
 
     Args:
         workspace: where it attends.
         batch: B * n tokens.
         begin: number of tokens of each sequence that were added before.
-        masks: one per layer.
+        depths: of the n tokens behind the prefix.
+        seen: see :meth:`KvWorkspace.level`.
     """
 
     def __init__(
-        self, workspace: KvWorkspace, batch: Batch, begin: int, masks: Sequence[Tensor | None]
+        self,
+        workspace: KvWorkspace,
+        batch: Batch,
+        begin: int,
+        depths: Sequence[int],
+        seen: Tensor | None,
     ) -> None:
         super().__init__(batch)
-        self._workspace, self._begin, self._masks = workspace, begin, masks
+        self._workspace, self._begin, self._depths, self._seen = workspace, begin, depths, seen
+
+    @cached_property
+    def _masks(self) -> list[Tensor | None]:
+        """One per layer; made when the first one attends."""
+        return self._workspace.masks(self._depths, self._seen)
+
+    def layout(self) -> KvLayout:
+        """See ``ForwardPass``."""
+        return self._workspace.layout(len(self._depths), self._seen)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         """See ``ForwardPass``."""

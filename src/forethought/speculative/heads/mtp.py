@@ -32,6 +32,7 @@ from forethought.model.attention.interface import (
 from forethought.model.causal_lm import CausalLM
 from forethought.model.llama.layers import Norm, projection
 from forethought.model.llama.network import FusedNetwork, is_fusable
+from forethought.model.native.network import NativeNetwork
 from forethought.silence import without_progress_bars
 from forethought.speculative.draft_module import ModuleOutput
 from forethought.speculative.heads.checkpoint import Checkpoint, refused
@@ -151,7 +152,7 @@ class MtpNetwork:
         self.vocab_size, self.ids = lm.vocab_size, None
         module.model.set_attn_implementation(ATTENTION)
         self._fused: _FusedModule | None = None
-        if isinstance(lm.network, FusedNetwork) and is_fusable(module.model):
+        if isinstance(lm.network, FusedNetwork | NativeNetwork) and is_fusable(module.model):
             self._fused = _FusedModule(module, lm.max_positions)
 
     def enter(self, states: Tensor) -> Tensor:

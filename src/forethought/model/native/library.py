@@ -1,0 +1,238 @@
+"""Compiles ``forward.cpp`` for this processor, keeps the result on disk, and loads it.
+
+The first start on a machine takes some ten seconds for it. Later ones load the library from
+``$FORETHOUGHT_CACHE``, or ``~/.cache/forethought``. It is compiled again when the source, the
+compiler or the processor changes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from forethought.errors import ModelError
+
+logger = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("forward.cpp")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
+TIMEOUT_S = 300
+
+
+class LinearStruct(ctypes.Structure):
+    """``Linear`` of ``forward.cpp``."""
+
+    _fields_ = [
+        ("weight", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("zero", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("num_inputs", ctypes.c_int32),
+        ("num_outputs", ctypes.c_int32),
+        ("type", ctypes.c_int32),
+        ("group_size", ctypes.c_int32),
+    ]
+
+
+class ExpertsStruct(ctypes.Structure):
+    """``Experts`` of ``forward.cpp``."""
+
+    _fields_ = [
+        ("router", ctypes.POINTER(LinearStruct)),
+        ("gate_up", ctypes.POINTER(LinearStruct)),
+        ("down", ctypes.POINTER(LinearStruct)),
+        ("num_experts", ctypes.c_int32),
+        ("top_k", ctypes.c_int32),
+        ("renormalise", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+    ]
+
+
+class LayerStruct(ctypes.Structure):
+    """``Layer`` of ``forward.cpp``."""
+
+    _fields_ = [
+        ("input_norm", ctypes.c_void_p),
+        ("q_norm", ctypes.c_void_p),
+        ("k_norm", ctypes.c_void_p),
+        ("attention_norm", ctypes.c_void_p),
+        ("mlp_norm", ctypes.c_void_p),
+        ("output_norm", ctypes.c_void_p),
+        ("rotary", ctypes.c_void_p),
+        ("qkv", LinearStruct),
+        ("out", LinearStruct),
+        ("gate_up", LinearStruct),
+        ("down", LinearStruct),
+        ("experts", ctypes.POINTER(ExpertsStruct)),
+        ("scale", ctypes.c_float),
+        ("window", ctypes.c_int32),
+    ]
+
+
+class ModelStruct(ctypes.Structure):
+    """``Model`` of ``forward.cpp``."""
+
+    _fields_ = [
+        ("layers", ctypes.POINTER(LayerStruct)),
+        ("final_norm", ctypes.c_void_p),
+        ("head", ctypes.POINTER(LinearStruct)),
+        ("num_layers", ctypes.c_int32),
+        ("hidden", ctypes.c_int32),
+        ("num_heads", ctypes.c_int32),
+        ("num_kv_heads", ctypes.c_int32),
+        ("head_dim", ctypes.c_int32),
+        ("intermediate", ctypes.c_int32),
+        ("rotary_dim", ctypes.c_int32),
+        ("activation", ctypes.c_int32),
+        ("kv_type", ctypes.c_int32),
+        ("eps", ctypes.c_float),
+        ("head_norm_eps", ctypes.c_float),
+        ("logit_cap", ctypes.c_float),
+        ("score_cap", ctypes.c_float),
+    ]
+
+
+class RowStruct(ctypes.Structure):
+    """``Row`` of ``forward.cpp``."""
+
+    _fields_ = [
+        ("first_slot", ctypes.c_int64),
+        ("pages", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("visible", ctypes.c_void_p),
+        ("start", ctypes.c_int32),
+        ("num_tokens", ctypes.c_int32),
+        ("prefix", ctypes.c_int32),
+        ("seen_from", ctypes.c_int32),
+        ("num_recent", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+    ]
+
+
+class CallStruct(ctypes.Structure):
+    """``Call`` of ``forward.cpp``."""
+
+    _fields_ = [
+        ("embedded", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("logit_index", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("keys", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("states", ctypes.c_void_p),
+        ("logits", ctypes.c_void_p),
+        ("scratch", ctypes.c_void_p),
+        ("num_tokens", ctypes.c_int32),
+        ("num_logits", ctypes.c_int32),
+        ("num_rows", ctypes.c_int32),
+        ("page_size", ctypes.c_int32),
+        ("max_length", ctypes.c_int32),
+        ("num_threads", ctypes.c_int32),
+    ]
+
+
+STRUCTURES = (LinearStruct, ExpertsStruct, LayerStruct, ModelStruct, RowStruct, CallStruct)
+
+
+@lru_cache(maxsize=1)
+def load_library() -> ctypes.CDLL:
+    """The library for this processor; it is compiled if it has not been.
+
+    Raises:
+        ModelError: there is no C++ compiler, or it fails.
+    """
+    compiler = find_compiler()
+    if compiler is None:
+        raise ModelError(
+            "the native forward cannot be compiled",
+            "there is no C++ compiler (c++, g++ or clang++) on the path",
+            'Install one, or set forward="torch"',
+        )
+    path = library_path(compiler)
+    if not path.exists():
+        compile_library(compiler, path)
+    library = ctypes.CDLL(str(path))
+    library.scratch_size.restype = ctypes.c_int64
+    sizes = (ctypes.c_int32 * len(STRUCTURES))()
+    library.structure_sizes(sizes)
+    assert list(sizes) == [ctypes.sizeof(structure) for structure in STRUCTURES]
+    return library
+
+
+def find_compiler() -> str | None:
+    """The C++ compiler: ``$CXX``, or the first of c++, g++ and clang++ on the path."""
+    names = [os.environ.get("CXX", ""), "c++", "g++", "clang++"]
+    return next((found for name in names if name and (found := shutil.which(name))), None)
+
+
+def library_path(compiler: str) -> Path:
+    """Where the library for this source, compiler and processor is kept."""
+    root = os.environ.get("FORETHOUGHT_CACHE") or Path.home() / ".cache" / "forethought"
+    digest = hashlib.sha256(SOURCE.read_bytes())
+    for part in (*FLAGS, _version(compiler), _processor()):
+        digest.update(part.encode() + b"\0")
+    return Path(root) / "native" / f"forward-{digest.hexdigest()[:16]}.so"
+
+
+def compile_library(compiler: str, path: Path) -> None:
+    """Compile to a file beside ``path`` and move it there, so that no other process reads half.
+
+    Where the directory cannot be written, a temporary one takes its place.
+
+    Raises:
+        ModelError: the compiler fails.
+    """
+    logger.info("compiling the native forward for this processor with %s, once", compiler)
+    began = time.monotonic()
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as directory:
+        target = Path(directory) / path.name
+        command = [compiler, *FLAGS, str(SOURCE), "-o", str(target), *_openmp()]
+        try:
+            subprocess.run(command, check=True, capture_output=True, timeout=TIMEOUT_S)
+        except (OSError, subprocess.SubprocessError) as error:
+            said = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
+            raise ModelError(
+                "the native forward cannot be compiled",
+                f"{compiler} failed: {said.splitlines()[0] if said else error}",
+                'Install a working compiler with OpenMP, or set forward="torch"',
+            ) from error
+        os.replace(target, path)
+    logger.info("compiled in %.1f s: %s", time.monotonic() - began, path)
+
+
+def _openmp() -> list[str]:
+    """Look first for torch's own OpenMP library: with two of them threads would compete."""
+    directory = Path(torch.__file__).parent / "lib"
+    return [f"-L{directory}", f"-Wl,-rpath,{directory}"] if directory.is_dir() else []
+
+
+def _version(compiler: str) -> str:
+    with suppress(OSError, subprocess.SubprocessError):
+        found = subprocess.run([compiler, "--version"], capture_output=True, timeout=60, text=True)
+        return f"{compiler} {found.stdout}"
+    return compiler
+
+
+def _processor() -> str:
+    """What ``-march=native`` depends on."""
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        wanted = ("vendor_id", "cpu family", "model", "flags", "Features")
+        found = {line.split(":")[0].strip(): line for line in lines if line.startswith(wanted)}
+        return "\n".join(found.values())
+    return f"{platform.machine()} {platform.processor()}"
