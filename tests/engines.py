@@ -29,7 +29,7 @@ def load(architecture: str, device: str = "cpu", dtype: str = "float32") -> Caus
 
 @functools.cache
 def _loaded(architecture: str, device: str, dtype: str) -> CausalLM:
-    return loader.load(tiny(architecture), dtype=dtype, device=device)
+    return loader.load(tiny(architecture), dtype=dtype, device=device, forward="auto")
 
 
 def engine(

@@ -126,7 +126,7 @@ def test_the_command_writes_a_table_a_plot_and_one_json_line(capsys, tmp_path):
     assert [(row["batch"], row["context"]) for row in report["rows"]] == [(1, 32), (2, 32)]
     cost = report["cost"]
     assert cost["dense_weights"] < cost["dense_bytes"] < 1.1 * cost["dense_weights"]
-    assert report["machine"]["dtype"] == "bfloat16"
+    assert report["machine"]["dtype"] in ("bfloat16", "float32")  # as the processor is
     assert json.loads((tmp_path / "roofline.json").read_text()) == report
     assert (tmp_path / "roofline.png").read_bytes().startswith(b"\x89PNG")
 

@@ -190,10 +190,23 @@ def _fast_paths(torch: Any) -> dict[str, str]:
         found[f"linear layers, {name}"] = (
             "oneDNN, weights packed and activations fused" if packed else "torch's own product"
         )
+    found["layers on the processor"] = _native()
     found["attention, 16 bits"] = _attention(MIN_QUERIES)
     found["batch invariance"] = _invariance(MIN_QUERIES)
     found["CUDA"] = _cuda(torch)
     return found
+
+
+def _native() -> str:
+    """Whether the forward in C++ can be compiled, and has been."""
+    from forethought.model.native.library import find_compiler, library_path
+
+    compiler = find_compiler()
+    if compiler is None:
+        return "torch; for the native forward install a C++ compiler (c++, g++ or clang++)"
+    path = library_path(compiler)
+    done = f"compiled, {path}" if path.exists() else "compiled at the first start"
+    return f"native forward by {compiler}: {done}"
 
 
 def _attention(fewest: int) -> str:

@@ -1,0 +1,340 @@
+"""The forward in C++ computes what transformers' module does, the same in every batch."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import random
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+import models
+from engines import GREEDY, drain, engine_over, expect_empty, outputs
+from forethought.config.drafters import DraftTargetDecodingConfig, NGramDecodingConfig
+from forethought.errors import ModelError
+from forethought.kv.pool import PagePool
+from forethought.kv.storage import KvStorage
+from forethought.kv.table import PageTable
+from forethought.model import loader
+from forethought.model.attention.workspace import KvWorkspace
+from forethought.model.batch import Row
+from forethought.model.causal_lm import CausalLM
+from forethought.model.native import library
+from forethought.model.native.network import NativeNetwork
+from forethought.model.native.weights import PackedLinear
+from forethought.model.quantization import quantize
+from forethought.model.runner import ModelRunner
+
+FAMILIES = (
+    *("llama", "llama_mha", "llama_mqa", "llama_tied_biased", "mistral", "qwen2", "qwen3"),
+    *("qwen3_moe", "gemma3", "phi3"),
+)
+LONG = 90  # tokens: more than a block of queries, several pages, beyond every window
+
+pytestmark = pytest.mark.skipif(
+    library.find_compiler() is None, reason="there is no C++ compiler (c++, g++ or clang++)"
+)
+
+
+def native(architecture: str, dtype: str = "float32", **settings) -> CausalLM:
+    lm = loader.load(models.tiny(architecture), dtype=dtype, forward="native", **settings)
+    assert isinstance(lm.network, NativeNetwork)
+    return lm
+
+
+def tokens(count: int = LONG) -> list[int]:
+    source = torch.Generator().manual_seed(count)
+    return torch.randint(3, models.VOCAB, (count,), generator=source).tolist()
+
+
+def new_runner(lm: CausalLM, page_size: int = 4) -> tuple[ModelRunner, PagePool]:
+    pool = PagePool(256 // page_size, page_size)
+    storage = KvStorage(lm.layer_shapes, pool.num_pages, page_size, lm.dtype)
+    return ModelRunner(lm, storage), pool
+
+
+def scatter(pool: PagePool) -> None:
+    """Leave free pages that are never next to each other."""
+    taken = [pool.take() for _ in range(pool.num_pages)]
+    random.Random(0).shuffle(taken)
+    for page in taken:
+        if page % 2:
+            pool.release(page)
+
+
+def logits(lm: CausalLM, size: int, scattered: bool = False) -> torch.Tensor:
+    """Of all tokens of a prompt that enters in chunks of ``size``."""
+    runner, pool = new_runner(lm)
+    if scattered:
+        scatter(pool)
+    table, prompt, found = PageTable(pool), tokens(), []
+    for start in range(0, LONG, size):
+        chunk = prompt[start : start + size]
+        table.append(len(chunk))
+        found.append(runner.forward([Row(chunk, start, table)]))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_logits_are_those_of_transformers(architecture: str) -> None:
+    """In a long prefill, in short ones, and over scattered pages."""
+    plain = logits(loader.load(models.tiny(architecture), fuse=False), 45)
+    lm = native(architecture)
+    for size, scattered in ((45, False), (7, True)):
+        found = logits(lm, size, scattered)
+        torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3", "qwen3_moe", "gemma3"])
+def test_a_token_is_the_same_to_the_last_bit_in_every_batch(architecture: str, dtype: str) -> None:
+    """One by one, in chunks, over scattered pages, and beside other rows."""
+    lm = native(architecture, dtype)
+    alone = logits(lm, 1)
+    assert torch.equal(logits(lm, 7), alone)
+    assert torch.equal(logits(lm, 32, scattered=True), alone)
+    runner, pool = new_runner(lm)
+    table, others, found, prompt = PageTable(pool), [PageTable(pool) for _ in "ab"], [], tokens()
+    for start in range(0, 30, 3):
+        rows = []
+        for index, (each, size) in enumerate(zip([others[0], table, others[1]], (2, 3, 5))):
+            each.append(size)
+            chunk = prompt[start : start + 3] if index == 1 else tokens(size)
+            rows.append(Row(chunk, each.length - size, each))
+        found.append(runner.forward(rows)[2:5])
+    assert torch.equal(torch.cat(found), alone[:30])
+
+
+@pytest.mark.parametrize("architecture", ["llama_mqa", "mistral", "gemma3"])
+def test_a_path_of_a_draft_tree_is_the_same_to_the_last_bit_as_its_tokens_alone(
+    architecture: str,
+) -> None:
+    lm = native(architecture)
+    runner, pool = new_runner(lm)
+    table, prompt = PageTable(pool), tokens()
+    table.append(20)
+    runner.forward([Row(prompt[:20], 0, table, logits_from=20)])
+    table.append(6)
+    nodes = [prompt[20], 9, 11, prompt[21], 12, prompt[22]]
+    parents = (-1, -1, 0, 0, 1, 3)
+    found = runner.forward([Row(nodes, 20, table, parents)])
+    assert torch.equal(found[[0, 3, 5]], logits(lm, 1)[20:23])
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "gemma3"])
+def test_hidden_states_and_embeddings_are_those_of_transformers(architecture: str) -> None:
+    ids = torch.tensor(tokens(9))
+    states, embedded, unembedded = [], [], []
+    for forward in ("torch", "native"):
+        lm = loader.load(models.tiny(architecture), dtype="float32", fuse=True, forward=forward)
+        runner, pool = new_runner(lm)
+        table = PageTable(pool)
+        table.append(9)
+        reader = Reader()
+        runner.forward([Row(ids.tolist(), 0, table, logits_from=8)], [reader])
+        states.append(reader.states)
+        embedded.append(lm.embed(ids))
+        unembedded.append(lm.unembed(states[0][-1]))
+    for layer_id in Reader.layer_ids:
+        torch.testing.assert_close(states[1][layer_id], states[0][layer_id], rtol=1e-4, atol=1e-4)
+    assert torch.equal(embedded[0], embedded[1])
+    torch.testing.assert_close(unembedded[1], unembedded[0], rtol=1e-4, atol=1e-4)
+
+
+class Reader:
+    """Takes hidden states: what enters the first and second layer, the end, the final norm."""
+
+    layer_ids = (0, 1, 3, -1)
+
+    def write(self, slots, states) -> None:
+        self.states = dict(states)
+
+
+def test_tied_embeddings_are_read_from_the_output_projection() -> None:
+    lm, plain = native("llama_tied_biased"), loader.load(models.tiny("llama_tied_biased"))
+    ids = torch.tensor([[1, 5], [100, 0]])
+    assert torch.equal(lm.embed(ids), plain.embed(ids))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("count", [1, 3, 5, 6, 7, 20])
+def test_a_packed_product_is_the_product_with_the_dequantised_weight(
+    bits: int, gated: bool, count: int
+) -> None:
+    source = torch.Generator().manual_seed(bits)
+    weight = quantize(torch.randn(44, 64, generator=source), bits)
+    bias, x = torch.randn(44, generator=source), torch.randn(count, 64, generator=source)
+    packed = PackedLinear.pack(weight, bias, gated)
+    found = torch.empty(count, packed.struct.num_outputs)
+    library.load_library().linear(
+        library.ctypes.byref(packed.struct),
+        library.ctypes.c_void_p(x.data_ptr()),
+        count,
+        library.ctypes.c_void_p(found.data_ptr()),
+        2,
+    )
+    if gated:  # panels of both halves in turns, each half padded to whole panels
+        halves = found.view(count, -1, 2, 16).transpose(1, 2).flatten(2)
+        found = torch.cat([half[:, :22] for half in halves.unbind(1)], 1)
+    expected = x @ weight.dequantize().t() + bias
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_a_quantised_model_generates_what_its_dequantised_weights_do(
+    tmp_path: Path, quantization: str
+) -> None:
+    config = loader.load(models.tiny("qwen3")).config
+    config.update({"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8})
+    models.save_random(config, tmp_path / "wide")
+    found = []
+    for forward in ("native", "torch"):
+        lm = loader.load(
+            tmp_path / "wide", dtype="float32", quantization=quantization, forward=forward
+        )
+        assert lm.path.taken == {"native": "native", "torch": "fused"}[forward]
+        found.append(generated(lm))
+    assert found[0] == found[1]
+
+
+def generated(lm: CausalLM, speculative=()) -> list[list[int]]:
+    engine = engine_over(lm, speculative=speculative)
+    sequences = [engine.add(prompt, GREEDY)[0] for prompt in models.prompts()]
+    drain(engine)
+    expect_empty(engine)
+    return outputs(sequences)
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_the_engine_generates_what_transformers_does_with_and_without_drafts(
+    architecture: str,
+) -> None:
+    lm, path = native(architecture), models.tiny(architecture)
+    expected = models.greedy(path, models.prompts(), 16)
+    draft_model = DraftTargetDecodingConfig(max_draft_len=3, speculative_model=path)
+    ngram = NGramDecodingConfig(max_draft_len=4, max_matching_ngram_size=2)
+    for speculative in ((), (ngram,), (draft_model,)):
+        assert generated(lm, speculative) == expected
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral"])
+def test_a_level_of_a_workspace_is_the_same_as_a_row_over_pages(architecture: str) -> None:
+    lm = native(architecture)
+    runner, pool = new_runner(lm)
+    tables, prompt = [PageTable(pool) for _ in "ab"], tokens()
+    for table, length in zip(tables, (11, 6), strict=True):
+        table.append(length)
+        runner.forward([Row(prompt[:length], 0, table, logits_from=length)])
+    workspace = KvWorkspace(runner.storage, tables, [11, 6], 4, lm.windows)
+    ids, positions = torch.tensor([prompt[11], prompt[6]]), torch.tensor([11, 6])
+    first = lm.run(workspace.level(ids, positions, 0))
+    seen = torch.tensor([[[True, True, False], [True, False, True]]] * 2)
+    ids, positions = torch.tensor([prompt[12], 7, prompt[7], 7]), torch.tensor([12, 12, 7, 7])
+    second = lm.run(workspace.level(ids, positions, 1, seen))
+    alone = logits(lm, 1)
+    assert torch.equal(first, alone[[11, 6]])
+    assert torch.equal(second[[0, 2]], alone[[12, 7]])
+
+
+def test_weights_are_held_once() -> None:
+    path = models.tiny("llama_tied_biased")
+    models.transformers_model.cache_clear()
+    wanted = sum(weight.numel() for weight in models.transformers_model(path).parameters())
+    models.transformers_model.cache_clear()
+    gc.collect()
+    lm = native("llama_tied_biased")
+    gc.collect()
+    network = lm.network
+    assert isinstance(network, NativeNetwork)
+    packed = sum(layer.num_bytes for layer in network._layers) + network._head.num_bytes
+    assert packed <= 4 * wanted * 1.1  # the vocabulary is padded to whole panels
+    assert not list(network._embedding.parameters())
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "qwen3_moe", "gemma3", "phi3"])
+def test_auto_takes_the_native_forward_and_says_so(architecture: str) -> None:
+    lm = loader.load(models.tiny(architecture), forward="auto")
+    assert (lm.path.taken, lm.path.reason) == ("native", None)
+    assert engine_over(lm).stats.forward_path == "native"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings", "why"),
+    [
+        ("gpt2", {}, "GPT2LMHeadModel is not among its families"),
+        ("llama", {"dtype": "float16"}, "weights in float16"),
+        ("llama", {"fuse": False}, "fuse=False"),
+        ("llama", {"attention": "reference"}, "attention='reference'"),
+    ],
+)
+def test_what_cannot_be_native_is_refused_and_auto_says_why(architecture, settings, why) -> None:
+    with pytest.raises(ModelError, match='forward="native" is not possible') as refused:
+        loader.load(models.tiny(architecture), forward="native", **settings)
+    assert why in refused.value.why
+    lm = loader.load(models.tiny(architecture), forward="auto", **settings)
+    assert lm.path.taken != "native"
+    assert why in str(lm.path.reason)
+
+
+def test_without_a_compiler_torch_computes_and_the_reason_is_told(monkeypatch) -> None:
+    monkeypatch.setattr(loader, "find_compiler", lambda: None)
+    lm = loader.load(models.tiny("llama"), forward="auto")
+    assert (lm.path.taken, "no C++ compiler" in str(lm.path.reason)) == ("fused", True)
+
+
+def test_with_a_failing_compiler_torch_computes_and_a_warning_tells_why(
+    monkeypatch, tmp_path, caplog
+) -> None:
+    compiler = tmp_path / "c++"
+    compiler.write_text("#!/bin/sh\necho no OpenMP here >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("FORETHOUGHT_CACHE", str(tmp_path / "cache"))
+    library.load_library.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            lm = loader.load(models.tiny("llama"), forward="auto")
+        assert lm.path.taken == "fused"
+        assert "no OpenMP here" in caplog.text
+        with pytest.raises(ModelError, match="cannot be compiled"):
+            loader.load(models.tiny("llama"), forward="native")
+    finally:
+        library.load_library.cache_clear()
+
+
+def test_another_start_loads_what_was_compiled(monkeypatch) -> None:
+    library.load_library()
+    library.load_library.cache_clear()
+    monkeypatch.setattr(library, "compile_library", lambda *args: pytest.fail("compiled again"))
+    library.load_library()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lanes", [4, 8, 16])
+def test_every_width_of_vectors_computes_the_same(monkeypatch, tmp_path, lanes: int) -> None:
+    """Where the processor has no vectors of a width, the compiler splits them."""
+    monkeypatch.setenv("FORETHOUGHT_CACHE", str(tmp_path))
+    monkeypatch.setattr(library, "FLAGS", (*library.FLAGS, f"-DLANES={lanes}"))
+    library.load_library.cache_clear()
+    try:
+        for architecture in FAMILIES:
+            plain = logits(loader.load(models.tiny(architecture), fuse=False), 45)
+            lm = native(architecture)
+            torch.testing.assert_close(logits(lm, 45), plain, rtol=1e-4, atol=1e-4)
+            assert torch.equal(logits(lm, 7), logits(lm, 1))
+    finally:
+        library.load_library.cache_clear()
+
+
+@pytest.mark.slow
+def test_the_source_compiles_for_processors_with_wider_vectors(tmp_path: Path) -> None:
+    compiler = library.find_compiler()
+    assert compiler is not None
+    for target in ("x86-64", "x86-64-v4"):
+        flags = [f for f in library.FLAGS if not f.startswith("-march")]
+        command = [compiler, *flags, f"-march={target}", str(library.SOURCE)]
+        subprocess.run([*command, "-o", str(tmp_path / "forward.so")], check=True)
