@@ -100,7 +100,9 @@ def test_a_token_is_the_same_to_the_last_bit_in_every_batch(architecture: str, d
     table, others, found, prompt = PageTable(pool), [PageTable(pool) for _ in "ab"], [], tokens()
     for start in range(0, 30, 3):
         rows = []
-        for index, (each, size) in enumerate(zip([others[0], table, others[1]], (2, 3, 5))):
+        for index, (each, size) in enumerate(
+            zip([others[0], table, others[1]], (2, 3, 5), strict=True)
+        ):
             each.append(size)
             chunk = prompt[start : start + 3] if index == 1 else tokens(size)
             rows.append(Row(chunk, each.length - size, each))

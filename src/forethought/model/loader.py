@@ -124,8 +124,8 @@ def load(
         weights=weight_sizes(module),
     )
     with torch.inference_mode():
-        network, path = _network(module, fuse, traits, forward, against)
-        return CausalLM(network, backend, traits, path)
+        network, way = _network(module, fuse, traits, forward, against)
+        return CausalLM(network, backend, traits, way)
 
 
 def _check_quantization(directory: Path, config: Any, quantization: Quantization | None) -> None:

@@ -59,9 +59,8 @@ class DraftModel:
         """
         lm, pages = target.runner.lm, target.runner.storage
         own_device = lm.device if device is None else find_device(device)
-        model = loader.load(
-            directory, dtype="auto", device=own_device, forward="torch" if lm.path.asked == "torch" else "auto"
-        )
+        forward: loader.Forward = "torch" if lm.path.asked == "torch" else "auto"
+        model = loader.load(directory, dtype="auto", device=own_device, forward=forward)
         _check_sizes(directory, model, lm)
         storage = KvStorage(
             model.layer_shapes, pages.num_pages, pages.page_size, model.dtype, model.device

@@ -230,7 +230,10 @@ class KvWorkspace:
         return KvLayout(self._keys, self._values, torch.from_numpy(slots), columns, rows)
 
     def masks(self, depths: Sequence[int], seen: Tensor | None) -> list[Tensor | None]:
-        """Of a pass over the tokens that were added last: for each layer, additive ``[B, 1, n or 1, columns]``; None: no mask."""
+        """Of a pass over the tokens that were added last, for each layer.
+
+        Additive ``[B, 1, n or 1, columns]``; None: no mask.
+        """
         stop, size = self._prefix + self.added, len(depths)
         mask = None if self._mask is None else self._mask[..., self._begin : stop]
         if seen is not None:

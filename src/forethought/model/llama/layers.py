@@ -14,7 +14,7 @@ long rows in an order that depends on the number of rows, so this costs further 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -356,7 +356,7 @@ def fused_norm(norm: nn.Module, *, batch_invariant: bool = False) -> Norm:
     return Norm(norm.weight, eps or 0.0, batch_invariant=batch_invariant)
 
 
-def rotary_table(rotary: nn.Module, length: int, like: Tensor) -> Tensor:
+def rotary_table(rotary: Callable[..., tuple[Tensor, Tensor]], length: int, like: Tensor) -> Tensor:
     """``[length, 2, 1, head_dim]``: cosines and sines, the first half of the sines negated.
 
     With it, rotating is ``x * cos + roll(x, head_dim / 2) * sin``.

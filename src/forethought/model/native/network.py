@@ -35,12 +35,7 @@ from forethought.model.native.weights import (
     rotary_tables,
 )
 
-_ROW = np.dtype(
-    [
-        (name, np.int64 if ctypes.sizeof(kind) == 8 else np.int32)
-        for name, kind in RowStruct._fields_
-    ]
-)
+_ROW = np.dtype(RowStruct)
 MIN_SCORES = 64  # tokens of a row that scratch memory is made for, at least
 
 

@@ -7,8 +7,9 @@ else (windows, head counts) is known from the capability probe and the config.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -321,14 +322,9 @@ def rotary_tables(
     """Float32 ``[positions, 2, rotary_dim]`` by type of layer: cosines, signed sines."""
     rotary = module.model.rotary_emb
     like = torch.empty(0, dtype=torch.float32)
-    by_type: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = dict.fromkeys(
-        layer_types, rotary
-    )
-    if hasattr(rotary, "layer_types"):  # frequencies by type of layer
-        by_type = {
-            name: lambda x, positions, name=name: rotary(x, positions, name) for name in by_type
-        }
-    return {
-        name: rotary_table(found, num_positions, like)[:, :, 0].contiguous()
-        for name, found in by_type.items()
-    }
+    tables = {}
+    for name in dict.fromkeys(layer_types):
+        # Gemma3 has frequencies by type of layer.
+        found = partial(rotary, layer_type=name) if hasattr(rotary, "layer_types") else rotary
+        tables[name] = rotary_table(found, num_positions, like)[:, :, 0].contiguous()
+    return tables
