@@ -328,7 +328,7 @@ class _Run:
                     for event in update.events:
                         record.add("forethought", event=event)
                     for piece in update.pieces:
-                        self._push(*self._stream.push(piece.text))
+                        self._push(*self._stream.push(piece.text, piece.thought))
             self._finish()
         except asyncio.CancelledError:
             self._fail("cancelled", "response.cancelled", None)
@@ -366,7 +366,7 @@ class _Run:
     def _finish(self) -> None:
         outcome, record = self._job.ended(), self._record
         output = outcome.outputs[0]
-        self._push(*self._stream.push(self._job.rest(0, output.text or "")))
+        self._push(*self._stream.push_rest(self._job.rest(0, output.text or ""), output))
         answer = answer_of(output, self._service, self._job.ask.prompted, self._tools)
         self._push(*self._stream.finish(answer))
         is_cut = answer.finish_reason == "length"

@@ -218,6 +218,8 @@ class Service:
             )
         if self.backend.llm is not None:
             params = _compact(params)
+        if prompted.reader is not None:  # special tokens may mark thoughts and calls
+            params = {"skip_special_tokens": False, **params}
         check_params(params)
         self.backend.check(prompted.prompt, params)
         budget = body.budget.model_dump(exclude_none=True) if body.budget else {}
