@@ -54,7 +54,7 @@ async def chat_completions(service: Service, body: ChatRequest, request: Request
             prompted,
             params,
             num_choices=body.n or 1,
-            tenant=request.state.tenant,
+            caller=request.state.caller,
         )
         job = service.start(ask)
         chat = _Chat(service, job, body, tools)

@@ -27,6 +27,7 @@ from forethought.scaffolding.result import (
 )
 from forethought.scaffolding.scaffolding_llm import ScaffoldingLlm
 from forethought.scaffolding.trace import Trace
+from forethought.scaffolding.trace_otel import TraceParent
 from forethought.server.backends import Backend, Prompted
 from forethought.server.composition import compose, streams_truly
 from forethought.server.names import Composition
@@ -53,6 +54,7 @@ class Ask:
         priority: lower runs first.
         streaming: whether text is wanted as it comes.
         events: whether stages and the text of branches are wanted as well.
+        parent: the caller's span, if it has told one.
     """
 
     id: str
@@ -69,6 +71,7 @@ class Ask:
     priority: int = 0
     streaming: bool = False
     events: bool = False
+    parent: TraceParent | None = None
 
     @property
     def is_limited(self) -> bool:
