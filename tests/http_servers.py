@@ -63,6 +63,8 @@ class Served(NamedTuple):
     service: Service
     client: OpenAI
     """The official client."""
+    thread: threading.Thread
+    """In which it runs."""
 
     @property
     def url(self) -> str:
@@ -87,11 +89,13 @@ class Served(NamedTuple):
 
 
 @contextmanager
-def served(backend: Backend, settings: Settings | None = None) -> Iterator[Served]:
+def served(
+    backend: Backend, settings: Settings | None = None, drain_seconds: float = WAIT
+) -> Iterator[Served]:
     """A server in a thread, ended at the end."""
     app = create_app(backend, settings)
     with listen("127.0.0.1", 0) as opened:
-        server, started = Server(app, drain_seconds=WAIT), threading.Event()
+        server, started = Server(app, drain_seconds), threading.Event()
         failed: list[BaseException] = []
         own_startup = server.startup
 
@@ -115,7 +119,7 @@ def served(backend: Backend, settings: Settings | None = None) -> Iterator[Serve
             port = opened.getsockname()[1]
             url = f"http://127.0.0.1:{port}/v1"
             with OpenAI(base_url=url, api_key="key", max_retries=0, timeout=WAIT) as client:
-                yield Served(port, backend, server, app.state.service, client)
+                yield Served(port, backend, server, app.state.service, client, thread)
         finally:
             server.should_exit = True
             thread.join(WAIT)
@@ -124,9 +128,11 @@ def served(backend: Backend, settings: Settings | None = None) -> Iterator[Serve
 
 
 @contextmanager
-def scripted(script: Script, settings: Settings | None = None) -> Iterator[Served]:
+def scripted(
+    script: Script, settings: Settings | None = None, drain_seconds: float = WAIT
+) -> Iterator[Served]:
     """A server with scripted answers."""
-    with served(ScriptedBackend(script), settings) as running:
+    with served(ScriptedBackend(script), settings, drain_seconds) as running:
         yield running
 
 

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 from forethought.methods import worker_tags
 from forethought.methods.dynasor import PROBE_SUFFIX
-from forethought.scaffolding import Controller, GenerationTask, ScaffoldingLlm, Worker
+from forethought.scaffolding import (
+    Controller,
+    GenerationTask,
+    ScaffoldingLlm,
+    ScriptedWorker,
+    Worker,
+)
 
 TAG = "generation"
 
@@ -18,6 +26,14 @@ def answer(controller: Controller, worker: Worker, prompt: Any = "p", **options:
     workers = dict.fromkeys([TAG, *worker_tags(controller)], worker)
     with ScaffoldingLlm(controller, workers) as llm:
         return llm.generate(prompt, **options)
+
+
+def has_begun(worker: ScriptedWorker, count: int = 1) -> bool:
+    """Wait until the worker has been asked ``count`` times; a loaded machine takes its time."""
+    waiting, latest = threading.Event(), time.monotonic() + 60
+    while len(worker.calls) < count and time.monotonic() < latest:
+        waiting.wait(0.005)
+    return len(worker.calls) >= count
 
 
 class Together(Worker):

@@ -29,7 +29,7 @@ from forethought.scaffolding import (
     StreamGenerationTask,
     Worker,
 )
-from scripted import Together
+from scripted import Together, has_begun
 
 TAG = NativeGenerationController.WorkerTag.GENERATION
 SLOW = Reply("x", delay=60)
@@ -294,6 +294,7 @@ def test_result_with_a_timeout_times_out_and_aborts():
     worker = ScriptedWorker([SLOW])
     with ScaffoldingLlm(NativeGenerationController(), {TAG: worker}) as llm:
         result = llm.generate_async("p")
+        assert has_begun(worker)
         with pytest.raises(RequestTimeout, match=r"0\.1 s have passed"):
             result.result(timeout=0.1)
         with pytest.raises(TimeoutError):
@@ -306,8 +307,11 @@ def test_aresult_with_a_timeout_times_out_and_aborts():
 
     async def main():
         async with ScaffoldingLlm(NativeGenerationController(), {TAG: worker}) as llm:
+            result = llm.generate_async("p")
+            while not worker.calls:
+                await asyncio.sleep(0.005)
             with pytest.raises(RequestTimeout):
-                await llm.generate_async("p").aresult(timeout=0.1)
+                await result.aresult(timeout=0.1)
 
     asyncio.run(main())
     assert worker.calls[0].ended == "cancelled"
@@ -316,9 +320,11 @@ def test_aresult_with_a_timeout_times_out_and_aborts():
 def test_a_deadline_covers_the_time_in_the_queue():
     worker = ScriptedWorker(lambda p, i: SLOW)
     with ScaffoldingLlm(NativeGenerationController(), {TAG: worker}, 1) as llm:
-        first, queued = llm.generate_async("a"), llm.generate_async("b", timeout=0.1)
+        first = llm.generate_async("a")
+        assert has_begun(worker)
+        queued = llm.generate_async("b", timeout=0.1)
         with pytest.raises(RequestTimeout, match="since it was submitted"):
-            queued.result(5)
+            queued.result(60)
         assert not first.finished
     assert worker.prompts == ["a"]
 
@@ -329,6 +335,8 @@ def test_cancelling_the_task_that_awaits_aborts_the_request():
     async def main():
         async with ScaffoldingLlm(NativeGenerationController(), {TAG: worker}) as llm:
             result = llm.generate_async("p")
+            while not worker.calls:
+                await asyncio.sleep(0.005)
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(result.aresult(), 0.1)
             with pytest.raises(RequestCancelled):

@@ -244,6 +244,14 @@ def test_a_budget_limits_all_that_a_method_does(server: Served) -> None:
     assert (answer.status, answer.error["code"]) == (400, "budget_exceeded")
 
 
+def deep(levels: int) -> dict[str, Any]:
+    """JSON of so many levels."""
+    found: dict[str, Any] = {}
+    for _ in range(levels - 1):
+        found = {"a": found}
+    return found
+
+
 # ---- refusals -----------------------------------------------------------------------------------
 
 
@@ -265,6 +273,16 @@ def test_a_budget_limits_all_that_a_method_does(server: Served) -> None:
         ({"budget": {"tokens": -1}}, "budget.tokens"),
         ({"stream_options": {"nonsense": 1}}, "stream_options.nonsense"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"stop": ["s"] * 33}, "stop"),
+        ({"stop": ["s" * 1025]}, "stop.0"),
+        ({"stop_token_ids": [1] * 1025}, "stop_token_ids"),
+        ({"logit_bias": {str(token): 1.0 for token in range(1025)}}, "logit_bias"),
+        ({"tools": [ADD] * 129}, "tools"),
+        ({"metadata": {str(number): "x" for number in range(65)}}, "metadata"),
+        ({"method": "majority_vote", "method_params": deep(65)}, "method_params"),
+        ({"structured_outputs": {"json": deep(65)}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": json.dumps(deep(65))}}, "structured_outputs.json"),
+        ({"structured_outputs": {"regex": "a" * 20_000}}, "structured_outputs.regex"),
     ],
 )
 def test_a_field_that_cannot_be_honoured_is_named(

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import logging
 import signal
 import socket
+import subprocess
+import sys
+import tempfile
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -195,17 +202,87 @@ def test_a_deadline_ends_a_request() -> None:
         eventually(lambda: all(call.ended == "cancelled" for call in calls))
 
 
-def test_the_signal_to_end_lets_a_request_finish_and_refuses_the_next() -> None:
+def brief(prompt: str, index: int) -> Reply:
+    return SLOW if prompt == "slow" else Reply("ab", seconds_per_token=0.1)
 
-    with scripted(lambda prompt, index: "quick") as running, ThreadPoolExecutor(1) as threads:
-        running.backend.worker._script = lambda prompt, index: Reply("ab", seconds_per_token=0.2)
-        asked = threads.submit(running.send, CHAT, say("x"))
-        eventually(lambda: running.backend.worker.calls)
+
+def test_the_signal_to_end_lets_requests_finish_and_refuses_the_next() -> None:
+    with scripted(brief) as running, ThreadPoolExecutor(1) as threads:
+        slow, asked = Slow(running), threads.submit(running.send, CHAT, say("x"))
+        eventually(lambda: len(running.backend.worker.calls) == 2)
         running.server.handle_exit(signal.SIGTERM, None)
-        assert running.service.admission.draining
+        refused = running.send(CHAT, say("next"))
+        assert (refused.status, refused.error["code"]) == (503, "draining")
+        assert int(refused.headers["retry-after"]) >= 1
+        assert running.send("/health").status == 503
         answer = asked.result(WAIT)
-        assert answer.status == 200
         assert answer.json["choices"][0]["message"]["content"] == "ab"
+        assert running.service.load()["requests_unfinished"] == 1
+        slow.leave()
+        running.thread.join(WAIT)
+        assert not running.thread.is_alive()
+    assert not running.server._captured_signals, "else the process would end by the signal"
+
+
+def test_a_second_signal_ends_the_server_at_once() -> None:
+    with scripted(brief) as running:
+        slow = Slow(running)
+        running.server.handle_exit(signal.SIGTERM, None)
+        assert running.send("/health").status == 503
+        running.server.handle_exit(signal.SIGTERM, None)
+        running.thread.join(WAIT)
+        assert not running.thread.is_alive()
+        slow.leave()
+
+
+def test_what_runs_when_the_time_to_finish_is_over_is_cancelled() -> None:
+    with scripted(brief, Settings(drain_seconds=0.1), drain_seconds=0.1) as running:
+        slow = Slow(running)
+        running.server.handle_exit(signal.SIGTERM, None)
+        running.thread.join(WAIT)
+        assert not running.thread.is_alive()
+        assert running.backend.worker.calls[0].ended == "cancelled"
+        slow.leave()
+
+
+@contextmanager
+def process(port: int) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """``forethought serve`` on a script, and its port."""
+    script = json.dumps({"*": "an answer"})
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "script.json"
+        path.write_text(script)
+        command = [sys.executable, "-m", "forethought", "serve", "--port", str(port)]
+        command += ["--worker", "scripted", str(path)]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
+            try:
+                assert running.stderr is not None
+                told = next(line for line in running.stderr if "(the page)" in line)
+                found = int(told.partition("127.0.0.1:")[2].partition(" ")[0])
+                threading.Thread(target=running.stderr.read, daemon=True).start()
+                yield running, found
+            finally:
+                running.kill()
+
+
+def answer_of(port: int) -> int:
+    """Status of a request to a server that has just announced itself."""
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT)) as opened:
+        body = json.dumps(say("x"))
+        opened.request("POST", CHAT, body, {"content-type": "application/json"})
+        return opened.getresponse().status
+
+
+@pytest.mark.slow
+def test_a_killed_server_starts_again_at_its_port_and_ends_well_when_told() -> None:
+    with process(0) as (killed, port):
+        assert answer_of(port) == 200
+        killed.kill()
+        killed.wait(WAIT)
+    with process(port) as (running, again):
+        assert (again, answer_of(again)) == (port, 200)
+        running.terminate()
+        assert running.wait(WAIT) == 0
 
 
 # ---- what there is ------------------------------------------------------------------------------

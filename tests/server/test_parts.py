@@ -1,8 +1,7 @@
-"""Names of models and methods, thoughts in a stream, calls in a text, and the command's options."""
+"""Names of models and methods, thoughts in a stream, calls in a text, scripts in files."""
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from pathlib import Path
 
@@ -10,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forethought.cli import serve
-from forethought.errors import ParameterError, UnknownNameError, UsageError
+from forethought.errors import UnknownNameError, UsageError
 from forethought.server.backends import read_script
 from forethought.server.names import Composition, read_model
 from forethought.server.reasoning import ReasoningSplitter, split
@@ -129,37 +127,3 @@ def test_a_file_that_is_no_script_is_refused(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(UsageError, match="script"):
         read_script(path)
-
-
-def options(*given_options: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    serve.configure(parser)
-    return parser.parse_args(given_options)
-
-
-@pytest.mark.parametrize(
-    "given_options",
-    [
-        ["m", "--model", "m"],
-        ["m", "--upstream", "http://localhost/v1"],
-        ["--upstream", "http://localhost/v1", "--worker", "scripted", "x"],
-        ["--worker", "other", "x"],
-        ["--worker", "scripted", "/nothing.json"],
-        ["--api-model", "m"],
-        ["--upstream", "localhost", "--api-model", "m"],
-    ],
-)
-def test_options_that_contradict_each_other_are_refused(given_options: list[str]) -> None:
-    with pytest.raises(UsageError):
-        serve.opener(options(*given_options))
-
-
-def test_keys_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORETHOUGHT_API_KEYS", "b,c")
-    assert serve.settings_of(options("--api-key", "a")).api_keys == ["a", "b", "c"]
-    with pytest.raises(ParameterError):
-        serve.settings_of(options("--max-running", "0"))
-
-
-def test_the_server_listens_on_this_machine_alone_by_default() -> None:
-    assert options().host == "127.0.0.1"

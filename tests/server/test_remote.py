@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from forethought.scaffolding.workers.scripted import Reply
-from forethought.scaffolding.workers.upstream import UpstreamWorker
+from forethought.scaffolding.workers.upstream import Retries, UpstreamWorker
 from forethought.server.backends import RemoteBackend
+from forethought.server.settings import Settings
 from forethought.server.tool_calls import as_text
-from http_servers import Served, scripted, served
+from http_servers import WAIT, Served, scripted, served
+from openai_server import OpenaiServer
+from openai_server import serving as serving_openai
 
 CHAT = "/v1/chat/completions"
 ADD: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -45,6 +49,55 @@ def test_a_chat_is_answered_by_the_server_behind(server: Served) -> None:
     message = answer["choices"][0]["message"]
     assert (message["content"], message["reasoning"]) == ("the answer", "hm")
     assert answer["usage"]["prompt_tokens"] == len("think")
+
+
+def test_a_thought_of_the_server_behind_streams_as_it_comes(server: Served) -> None:
+    events = server.send(CHAT, say("think", stream=True, events=True)).events
+    chunks = [data for name, data in events if name == "message" and data != "[DONE]"]
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
+    assert "".join(delta.get("reasoning", "") for delta in deltas) == "hm"
+    assert "".join(delta.get("content", "") for delta in deltas) == "the answer"
+    told = [data for name, data in events if name == "forethought"]
+    assert "".join(e["text"] for e in told if e["type"] == "delta") == "hmthe answer"
+
+
+class Thinking(OpenaiServer):
+    """Answers once it may, and thinks before."""
+
+    def chunks(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
+        delta = {"index": 0, "finish_reason": None, "delta": {"reasoning_content": "hm"}}
+        yield {**self.base(True, body), "choices": [delta]}
+        assert self.may_answer.wait(WAIT)
+        yield from super().chunks(path, body)
+
+    may_answer = threading.Event()
+
+
+def test_a_thought_comes_before_the_answer_has_begun() -> None:
+    with serving_openai(Thinking()) as behind:
+        backend = RemoteBackend(UpstreamWorker([behind.url], "m"), "m")
+        with served(backend) as running:
+            stream = running.client.chat.completions.create(**say("x"), model="m", stream=True)
+            deltas = (chunk.choices[0].delta for chunk in stream)
+            first = next(delta for delta in deltas if getattr(delta, "reasoning", None))
+            assert first.reasoning == "hm"
+            Thinking.may_answer.set()
+            assert "".join(delta.content or "" for delta in deltas) == "Hello world"
+        backend.close()
+
+
+def test_a_thought_may_be_left_in_the_content(behind: Served) -> None:
+    backend = RemoteBackend(UpstreamWorker([behind.url], "scripted"), "scripted")
+    with served(backend, Settings(reasoning_in_content=True)) as running:
+        whole = running.send(CHAT, say("think")).json["choices"][0]["message"]
+        assert whole["content"] == "<think>hm</think>the answer"
+        assert "reasoning" not in whole
+        stream = running.client.chat.completions.create(
+            **say("think"), model="scripted", stream=True
+        )
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+        assert text == whole["content"]
+    backend.close()
 
 
 def test_a_stream_is_passed_on(server: Served) -> None:
@@ -99,7 +152,8 @@ def test_what_the_server_behind_refuses_is_told(server: Served) -> None:
 
 def test_a_server_behind_that_is_gone_is_a_bad_gateway() -> None:
     with scripted(answers) as gone:
-        worker = UpstreamWorker([gone.url], "scripted")
+        retries = Retries(num_tries=2, pause=0.001)
+        worker = UpstreamWorker([gone.url], "scripted", retries=retries)
     with served(RemoteBackend(worker, "scripted")) as running:
         answer = running.send(CHAT, say("x"))
         assert answer.status == 502

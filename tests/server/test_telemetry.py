@@ -11,6 +11,7 @@ from forethought.errors import ParameterError
 from forethought.methods import MajorityVoteController
 from forethought.outputs import Usage
 from forethought.scaffolding import NativeGenerationController, ScaffoldingLlm, ScriptedWorker
+from forethought.scaffolding.trace_otel import TraceParent
 from forethought.server.settings import Settings
 from forethought.server.telemetry import Telemetry, plain_trace
 
@@ -87,6 +88,45 @@ def test_a_collector_that_fails_costs_the_spans_and_nothing_else(caplog):
     assert "were not sent" in caplog.text
 
 
+TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+def test_a_request_is_part_of_the_callers_trace(exporter):
+    telemetry = Telemetry(exporter, "m")
+    telemetry.record(plain_trace(job(), "stop"), TraceParent.read(f"00-{TRACE}-{SPAN}-01"))
+    telemetry.close()
+    request, task = exporter.get_finished_spans()
+    assert format(request.context.trace_id, "032x") == TRACE
+    assert format(request.parent.span_id, "016x") == SPAN
+    assert request.parent.is_remote
+    assert task.context.trace_id == request.context.trace_id
+    assert task.parent.span_id == request.context.span_id
+    assert not task.parent.is_remote
+
+
+def test_of_a_caller_that_records_nothing_no_spans_are_sent(exporter):
+    telemetry = Telemetry(exporter, "m")
+    telemetry.record(plain_trace(job(), "stop"), TraceParent.read(f"00-{TRACE}-{SPAN}-00"))
+    telemetry.close()
+    assert exporter.get_finished_spans() == ()
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "",
+        "nonsense",
+        f"ff-{TRACE}-{SPAN}-01",
+        f"00-{'0' * 32}-{SPAN}-01",
+        f"00-{TRACE}-{'0' * 16}-01",
+        f"00-{TRACE}-{SPAN}-01-more",
+        f"00-{TRACE.upper()}-{SPAN}-01",
+    ],
+)
+def test_a_header_that_names_no_span_is_as_none(header):
+    assert TraceParent.read(header) is None
+
+
 def test_a_collector_is_named_by_its_address():
     telemetry = Telemetry.to("http://127.0.0.1:4318", "m")
     assert telemetry._exporter._endpoint == "http://127.0.0.1:4318/v1/traces"
@@ -109,7 +149,10 @@ def test_the_server_sends_the_spans_of_its_requests(exporter):
         service.telemetry.close()
         service.telemetry = Telemetry(exporter, "scripted")
         body = {"model": "scripted", "messages": [{"role": "user", "content": "2 + 2?"}]}
-        assert client.post("/v1/chat/completions", json=body).status_code == 200
+        headers = {"traceparent": f"00-{TRACE}-{SPAN}-01"}
+        path = "/v1/chat/completions"
+        assert client.post(path, json=body, headers=headers).status_code == 200
+    assert {format(s.context.trace_id, "032x") for s in exporter.get_finished_spans()} == {TRACE}
     names = {span.attributes["gen_ai.operation.name"] for span in exporter.get_finished_spans()}
     assert names == {"invoke_workflow", "text_completion"}
     assert all(s.status.status_code is StatusCode.OK for s in exporter.get_finished_spans())

@@ -267,23 +267,34 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add_speculation_options(parser)
 
 
-def has_model_options(args: argparse.Namespace) -> bool:
-    """Whether any of the options is given."""
-    names = (*_OPTIONS, "config", "speculative", "draft_model", "max_draft_len")
-    return any(getattr(args, name) is not None for name in names)
+def has_model_options(args: argparse.Namespace, config: Mapping[str, Any] | None = None) -> bool:
+    """Whether any of the options is given.
+
+    Args:
+        args: the options.
+        config: what counts in place of the file of ``--config``.
+    """
+    names = (*_OPTIONS, "speculative", "draft_model", "max_draft_len")
+    has_file = args.config is not None if config is None else bool(config)
+    return has_file or any(getattr(args, name) is not None for name in names)
 
 
-def llm_args_of(args: argparse.Namespace, **defaults: Any) -> dict[str, Any]:
+def llm_args_of(
+    args: argparse.Namespace, config: Mapping[str, Any] | None = None, **defaults: Any
+) -> dict[str, Any]:
     """The fields of ``LlmArgs`` that the options stand for, checked.
 
     Args:
         args: the options.
+        config: fields in place of those in the file of ``--config``.
         **defaults: fields that the command sets where nothing else does.
 
     Raises:
         UsageError: a file that cannot be read, an unknown field, or an impossible value.
     """
-    fields = defaults | (load_config_file(args.config) if args.config is not None else {})
+    if config is None:
+        config = {} if args.config is None else load_config_file(args.config)
+    fields = defaults | dict(config)
     given = {name: getattr(args, name) for name in _OPTIONS}
     fields |= {name: value for name, value in given.items() if value is not None}
     _check_revision(fields)

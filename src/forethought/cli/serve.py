@@ -11,10 +11,10 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from forethought import assets
 from forethought.cli import options
@@ -25,6 +25,29 @@ if TYPE_CHECKING:
     from forethought.server.backends import Backend
     from forethought.server.settings import Settings
 
+_HOST, _PORT = "127.0.0.1", 8000
+_SECTION = "server"
+"""Of the file of ``--config``: settings of the server."""
+_LISTS = {
+    "served_model_name": "served_model_names",
+    "api_key": "api_keys",
+    "cors_origin": "cors_origins",
+}
+"""Options that may be given more than once, and the settings that they are."""
+_SETTINGS = (
+    "max_running",
+    "max_waiting",
+    "timeout",
+    "drain_seconds",
+    "max_body_bytes",
+    "stream_interval",
+    "reasoning_in_content",
+    "otlp_endpoint",
+)
+"""Options that are settings."""
+_FILE_ONLY = ("max_choices", "max_stored", "store_seconds")
+"""Settings without an option."""
+_TEXTS = ("host", "reward_model", "upstream", "api_model")
 _EXAMPLES = 6
 _METHODS = ("plain", "dynasor", "majority_vote")
 
@@ -61,20 +84,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="answer from a script (JSON or YAML), to test clients without a model",
     )
     server = parser.add_argument_group("the server")
-    server.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine only")
-    server.add_argument("--port", type=int, default=8000, help="default: 8000; 0: any free one")
+    server.add_argument("--host", help=f"default: {_HOST}, this machine only")
+    server.add_argument("--port", type=int, help=f"default: {_PORT}; 0: any free one")
     server.add_argument(
         "--api-key",
         action="append",
-        default=[],
         metavar="KEY",
         help="require one of these keys (again for more); FORETHOUGHT_API_KEYS holds them too, "
         "with commas between",
     )
-    server.add_argument(
-        "--served-model-name", nargs="+", default=[], metavar="NAME", help="names for clients"
-    )
-    server.add_argument("--cors-origin", action="append", default=[], metavar="ORIGIN")
+    server.add_argument("--served-model-name", nargs="+", metavar="NAME", help="names for clients")
+    server.add_argument("--cors-origin", action="append", metavar="ORIGIN")
     server.add_argument("--max-running", type=int, metavar="N", help="requests at once")
     server.add_argument("--max-waiting", type=int, metavar="N", help="requests in the queue")
     server.add_argument("--timeout", type=float, metavar="S", help="seconds for a request")
@@ -107,17 +127,70 @@ def run(args: argparse.Namespace) -> int:
     from forethought.server.app import create_app
     from forethought.server.runner import serve
 
+    config = read_config(args)
     settings = settings_of(args)
-    if not 0 <= args.port < 1 << 16:
-        raise ParameterError("invalid --port", f"got {args.port}", "Give 0 to 65535")
+    host, port = address(args)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     with ExitStack() as opened:
-        backend = opener(args)()
+        backend = opener(args, config)()
         opened.callback(backend.close)
         app = create_app(backend, settings)
-        return serve(
-            app, args.host, args.port, settings.drain_seconds, _announce(settings, backend)
+        return serve(app, host, port, settings.drain_seconds, _announce(settings, backend))
+
+
+def address(args: argparse.Namespace) -> tuple[str, int]:
+    """Host and port to listen at.
+
+    Raises:
+        ParameterError: there is no such port.
+    """
+    port = _PORT if args.port is None else args.port
+    if not 0 <= port < 1 << 16:
+        raise ParameterError("invalid port", f"got {port}", "Give 0 to 65535")
+    return args.host or _HOST, port
+
+
+def read_config(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields for the engine in the file of ``--config``.
+
+    What its section ``server`` sets, and no option does, becomes an attribute of ``args``.
+
+    Raises:
+        UsageError: the file cannot be read, or the section has a field that there is not, or one of
+            another type.
+    """
+    fields = {} if args.config is None else options.load_config_file(args.config)
+    section = fields.pop(_SECTION, None) or {}
+    if not isinstance(section, dict):
+        raise ParameterError(
+            f"invalid section {_SECTION}", f"it holds {section!r:.80}", "Write fields by name"
         )
+    known = ("port", *_TEXTS, *_LISTS, *_SETTINGS, *_FILE_ONLY)
+    if unknown := section.keys() - set(known):
+        raise ParameterError.unknown(f"the section {_SECTION} of {args.config}", unknown, known)
+    for name, value in section.items():
+        if value is not None and getattr(args, name, None) is None:
+            setattr(args, name, _of_section(name, value))
+    return fields
+
+
+def _of_section(name: str, value: Any) -> Any:
+    """A value in the section ``server``, as the option has it."""
+    given = [value] if isinstance(value, str) else value
+    if name in _LISTS or name == "upstream":
+        is_valid = isinstance(given, list) and all(isinstance(each, str) for each in given)
+        value = given if name in _LISTS or not is_valid else ",".join(given)
+    elif name in _TEXTS:
+        is_valid = isinstance(value, str)
+    elif name in ("port", "reasoning_in_content"):
+        is_valid = type(value) is (int if name == "port" else bool)
+    else:
+        is_valid = True  # ``Settings`` checks it
+    if not is_valid:
+        raise ParameterError(
+            f"invalid {name} in the section {_SECTION}", f"got {value!r:.80}", "See its option"
+        )
+    return value
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
@@ -128,28 +201,21 @@ def settings_of(args: argparse.Namespace) -> Settings:
     """
     from forethought.server.settings import Settings
 
-    keys = [*args.api_key, *filter(None, os.environ.get("FORETHOUGHT_API_KEYS", "").split(","))]
-    names = (
-        "max_running",
-        "max_waiting",
-        "timeout",
-        "drain_seconds",
-        "max_body_bytes",
-        "stream_interval",
-        "reasoning_in_content",
-        "otlp_endpoint",
-    )
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    return Settings(
-        served_model_names=args.served_model_name,
-        api_keys=keys,
-        cors_origins=args.cors_origin,
-        **given,
-    )
+    environment = filter(None, os.environ.get("FORETHOUGHT_API_KEYS", "").split(","))
+    given = {name: getattr(args, name, None) for name in (*_SETTINGS, *_FILE_ONLY)}
+    given |= {name: getattr(args, option) for option, name in _LISTS.items()}
+    given["api_keys"] = [*(args.api_key or ()), *environment]
+    return Settings(**{name: value for name, value in given.items() if value is not None})
 
 
-def opener(args: argparse.Namespace) -> Callable[[], Backend]:
+def opener(
+    args: argparse.Namespace, config: Mapping[str, Any] | None = None
+) -> Callable[[], Backend]:
     """A function that opens what the options choose.
+
+    Args:
+        args: the options.
+        config: fields for the engine, in place of those in the file of ``--config``.
 
     Raises:
         UsageError: options that contradict each other.
@@ -158,7 +224,8 @@ def opener(args: argparse.Namespace) -> Callable[[], Backend]:
         if args.model is not None:
             raise ParameterError("the model is given twice", "as MODEL and as --model", "Once")
         args.model = options.model_path(args.model_name)
-    chosen = [args.upstream is not None, args.worker is not None, options.has_model_options(args)]
+    has_model = options.has_model_options(args, config)
+    chosen = [args.upstream is not None, args.worker is not None, has_model]
     if sum(chosen) > 1:
         raise ParameterError(
             "contradictory options",
@@ -171,7 +238,7 @@ def opener(args: argparse.Namespace) -> Callable[[], Backend]:
         return _upstream(args.upstream, args.api_model)
     if args.api_model is not None:
         raise ParameterError("--api-model needs --upstream", "it names a model there", "")
-    return _engine(args)
+    return _engine(args, config)
 
 
 def _scripted(given: Sequence[str]) -> Callable[[], Backend]:
@@ -208,8 +275,8 @@ async def _first_model(worker: UpstreamWorker) -> str:
     return found[0]
 
 
-def _engine(args: argparse.Namespace) -> Callable[[], Backend]:
-    fields = options.llm_args_of(args)
+def _engine(args: argparse.Namespace, config: Mapping[str, Any] | None) -> Callable[[], Backend]:
+    fields = options.llm_args_of(args, config)
     open_llm = options.llm_opener(fields)
     is_reasoner = options.is_reasoner(fields)
     reward = args.reward_model or (assets.PREFIX + "prm" if is_reasoner else "none")

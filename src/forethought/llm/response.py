@@ -7,7 +7,7 @@ Every family of models writes calls in a form of its own. A tokenizer may say wh
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +75,117 @@ class ResponseParser:
             return Response(text, error=str(error))
         reasoning = next((parsed[name] for name in _REASONING if parsed.get(name)), None)
         return Response(parsed.get("content") or "", reasoning, calls)
+
+    def stream(
+        self,
+        prompt: Sequence[int],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        keeps_reasoning: bool = False,
+    ) -> ResponseStream:
+        """Reads a message while it is generated; arguments as ``parse``.
+
+        Args:
+            prompt: token ids before it.
+            tools: that may be called.
+            keeps_reasoning: leave the thought in the content, with its markers.
+        """
+        prefix = self._tokenizer.decode(list(prompt))
+        reading = self._tokenizer.get_response_parser(
+            self._template, prefix=prefix, tools=list(tools)
+        )
+        names = {str(tool.get("function", tool)["name"]) for tool in tools}
+        return ResponseStream(reading, names, keeps_reasoning)
+
+
+class ResponseStream:
+    """The message that a growing text stands for.
+
+    A part of the text that is a call is held back. At the end it is a call, or, where it cannot be
+    read or names no known function, content after all. White space around content and thought
+    belongs to the markers.
+
+    Args:
+        reading: the parser of transformers, which has read the prompt.
+        known: names of the functions that may be called.
+        keeps_reasoning: leave the thought in the content, with its markers.
+
+    Attributes:
+        calls: name and arguments, as JSON, of each call, once the text is over.
+    """
+
+    def __init__(self, reading: Any, known: Collection[str], keeps_reasoning: bool = False) -> None:
+        self._reading, self._known, self._keeps = reading, known, keeps_reasoning
+        self.calls: tuple[tuple[str, str], ...] = ()
+        self._text, self._place, self._behind_call = "", 0, False
+        self._reasoning, self._content = _Trimmed(), _Trimmed()
+        self._failed = False
+
+    def push(self, text: str) -> tuple[str, str]:
+        """The thought and the content that are new and certain, ``text`` being the next piece."""
+        self._text += text
+        if self._failed:
+            return "", ""
+        try:
+            return self._taken(self._reading.feed(text))
+        except (KeyError, TypeError, ValueError):  # a call that is none
+            self._failed = True
+            return "", ""
+
+    def finish(self) -> tuple[str, str]:
+        """What is missing at the end of the text."""
+        reasoning = content = ""
+        if not self._failed:
+            try:
+                message, events = self._reading.finalize()
+                reasoning, content = self._taken(events)
+                calls = tuple(map(_call, message.get("tool_calls") or ()))
+                self._failed = any(name not in self._known for name, _ in calls)
+                self.calls = () if self._failed else calls
+            except (KeyError, TypeError, ValueError):
+                self._failed = True
+        if self._failed:
+            content += self._content.push(self._text[self._place :])
+        return reasoning, content
+
+    def _taken(self, events: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+        """The thought and the content of events of the parser."""
+        reasoning = content = ""
+        for event in events:
+            if event["type"] != "region_chunk":
+                continue
+            is_thought = event["field"] in _REASONING
+            if not is_thought and event["field"] != "content":
+                self._behind_call = True
+                continue
+            chunk: str = event["text"]
+            begin = max(self._place, self._text.find(chunk, self._place))
+            end = begin + len(chunk)
+            if self._keeps and not self._behind_call:
+                chunk = self._text[self._place : end]
+            self._place = max(self._place, end)
+            if is_thought and not self._keeps:
+                reasoning += self._reasoning.push(chunk)
+            else:
+                content += self._content.push(chunk)
+        return reasoning, content
+
+
+class _Trimmed:
+    """Text without the white space at its ends, which may be within it as well."""
+
+    def __init__(self) -> None:
+        self._held, self._has_begun = "", False
+
+    def push(self, text: str) -> str:
+        """What is certain to be no end, ``text`` being the next piece."""
+        self._held += text
+        if not self._has_begun:
+            self._held = self._held.lstrip()
+        certain = self._held.rstrip()
+        self._held = self._held[len(certain) :]
+        self._has_begun = self._has_begun or bool(certain)
+        return certain
 
 
 def _call(call: Mapping[str, Any]) -> tuple[str, str]:

@@ -7,6 +7,7 @@ everything that it has put in flight, and when it ends, nothing of it is left ru
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -491,7 +492,7 @@ class Frame:
         """Stream ``output`` of a task, or for None of the controller itself."""
         if isinstance(output, Delta):
             if task is not None and not output.source:
-                output = Delta(output.text, output.token_ids, f"{id(task):x}")
+                output = dataclasses.replace(output, source=f"{id(task):x}")
             _, part = self._parts.get(id(task), (task, None))
             if task is None and self.scope.parent is None:
                 part = self.run.text.begin()

@@ -206,6 +206,8 @@ class Delta:
     """Identifies a stream within its branch: the deltas of one source join to one text."""
     drafts: tuple[DraftSpan, ...] = ()
     """Where drafts were verified in ``text``, as far as its worker knows."""
+    reasoning: str = ""
+    """New text of a thought that a server tells apart from ``text``; it comes before it."""
 
 
 @dataclass(frozen=True, slots=True)

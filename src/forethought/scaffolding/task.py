@@ -114,10 +114,11 @@ class Task:
         token_ids: Sequence[int] = (),
         source: str = "",
         drafts: Sequence[DraftSpan] = (),
+        reasoning: str = "",
     ) -> None:
         """For workers: stream new text and tokens to the caller, if the task is streamed."""
-        if self.streaming_output_flag and (text or token_ids):
-            delta = Delta(text, tuple(token_ids), source, tuple(drafts))
+        if self.streaming_output_flag and (text or token_ids or reasoning):
+            delta = Delta(text, tuple(token_ids), source, tuple(drafts), reasoning)
             self.streaming_output_list.append(delta)
 
 

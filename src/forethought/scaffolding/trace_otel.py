@@ -15,11 +15,12 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from forethought import __version__
 from forethought.errors import DependencyError, RequestError
@@ -29,6 +30,7 @@ from forethought.scaffolding.trace_values import decoded
 
 PROVIDER = "forethought"
 
+_TRACE_PARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _INTERNAL, _CLIENT = 1, 3
 _OK, _ERROR = 1, 2
 _OPERATIONS = MappingProxyType(
@@ -46,6 +48,29 @@ _SAMPLING = MappingProxyType(
         "top_p": "gen_ai.request.top_p",
     }
 )
+
+
+class TraceParent(NamedTuple):
+    """The span of another program that a request belongs to, as W3C's ``traceparent`` names it."""
+
+    trace_id: str
+    span_id: str
+    is_sampled: bool
+
+    @classmethod
+    def read(cls, header: str) -> TraceParent | None:
+        """From the header's value; None if it is none."""
+        found = _TRACE_PARENT.fullmatch(header.strip())
+        if found is None:
+            return None
+        version, trace_id, span_id, flags, more = found.groups()
+        if (
+            version == "ff"
+            or (version == "00" and more)
+            or not int(trace_id, 16) * int(span_id, 16)
+        ):
+            return None
+        return cls(trace_id, span_id, bool(int(flags, 16) & 1))
 
 
 @dataclass(slots=True)
@@ -99,7 +124,12 @@ def save_otel(
 
 
 def send_otel(
-    trace: Trace, exporter: Any, *, model: str | None = None, content: bool = False
+    trace: Trace,
+    exporter: Any,
+    *,
+    model: str | None = None,
+    content: bool = False,
+    parent: TraceParent | None = None,
 ) -> None:
     """Hand the spans to a span exporter of the ``opentelemetry`` SDK.
 
@@ -108,6 +138,7 @@ def send_otel(
         exporter: such as ``OTLPSpanExporter()``; it stays open.
         model: as ``otel_spans``.
         content: as ``otel_spans``.
+        parent: the span that the request is a part of; None: it has a trace of its own.
 
     Raises:
         DependencyError: the SDK is not installed.
@@ -121,11 +152,17 @@ def send_otel(
         scopes = importlib.import_module("opentelemetry.sdk.util.instrumentation")
     except ModuleNotFoundError as error:
         raise DependencyError.missing("opentelemetry-sdk", "send_otel", "otel") from error
-    trace_id = int(_trace_id(trace), 16)
+    trace_id = int(_trace_id(trace) if parent is None else parent.trace_id, 16)
     flags = api.TraceFlags(api.TraceFlags.SAMPLED)
+    above = None if parent is None else parent.span_id
 
     def context(span_id: str) -> Any:
-        return api.SpanContext(trace_id, int(span_id, 16), is_remote=False, trace_flags=flags)
+        number, is_remote = int(span_id, 16), span_id == above
+        return api.SpanContext(trace_id, number, is_remote=is_remote, trace_flags=flags)
+
+    def parent_of(span: OtelSpan) -> Any:
+        span_id = span.parent_id or above
+        return context(span_id) if span_id else None
 
     resource = resources.Resource({"service.name": PROVIDER})
     scope = scopes.InstrumentationScope(PROVIDER, __version__)
@@ -133,7 +170,7 @@ def send_otel(
         sdk.ReadableSpan(
             span.name,
             context=context(span.span_id),
-            parent=context(span.parent_id) if span.parent_id else None,
+            parent=parent_of(span),
             resource=resource,
             attributes=span.attributes,
             events=[sdk.Event(name, fields, at) for at, name, fields in span.events],

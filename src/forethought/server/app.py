@@ -27,11 +27,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forethought import __version__
 from forethought.errors import ForethoughtError
+from forethought.scaffolding.trace_otel import TraceParent
 from forethought.server import catalog
 from forethought.server.backends import Backend
 from forethought.server.chat import chat_completions
 from forethought.server.completions import completions
-from forethought.server.http import CLIENT_CLOSED, HttpError, http_error
+from forethought.server.http import CLIENT_CLOSED, Caller, HttpError, http_error
 from forethought.server.metrics import CONTENT_TYPE
 from forethought.server.protocol import (
     ChatRequest,
@@ -139,20 +140,20 @@ def _add_endpoints(app: FastAPI) -> None:
         starting_after: Annotated[int | None, Query(ge=0)] = None,
     ) -> Response:
         """A response that is kept; or its events behind a number."""
-        record = _service(request).store.find(response_id, request.state.tenant)
+        record = _service(request).store.find(response_id, request.state.caller.tenant)
         return resumed(record, starting_after) if stream else JSONResponse(record.response)
 
     @app.post("/v1/responses/{response_id}/cancel", response_model=None)
     async def cancel(response_id: str, request: Request) -> Response:
         """End a response that goes on."""
-        record = _service(request).store.find(response_id, request.state.tenant)
+        record = _service(request).store.find(response_id, request.state.caller.tenant)
         await record.cancel()
         return JSONResponse(record.response)
 
     @app.delete("/v1/responses/{response_id}", response_model=None)
     async def delete(response_id: str, request: Request) -> Response:
         """Forget a response, and end it if it goes on."""
-        await _service(request).store.delete(response_id, request.state.tenant)
+        await _service(request).store.delete(response_id, request.state.caller.tenant)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     @app.get("/v1/models", response_model=None)
@@ -313,7 +314,8 @@ class Guard:
                     code="invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},
                 )
-            scope["state"]["tenant"] = tenant or ""
+            parent = TraceParent.read(headers.get(b"traceparent", b"").decode("latin-1"))
+            scope["state"]["caller"] = Caller(tenant or "", parent)
             call.check_length(headers.get(b"content-length"))
             await self._app(scope, call.receive, call.send)
         except ClientDisconnect:

@@ -12,6 +12,7 @@ import dataclasses
 import inspect
 import itertools
 import json
+import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,7 +37,10 @@ from forethought.server.tool_calls import Tools, as_text
 
 if TYPE_CHECKING:
     from forethought.llm.async_llm import AsyncLLM
+    from forethought.llm.response import ResponseParser, ResponseStream
     from forethought.scaffolding.workers.reward import RewardWorker
+
+log = logging.getLogger(__name__)
 
 Innermost = Callable[[bool], Controller]
 """Makes what generates inside methods; told whether it streams."""
@@ -86,6 +90,8 @@ class Prompted:
         asking: the prompt for another question.
         is_open: whether the prompt has opened a thought.
         is_chat: whether the answer is a message.
+        reader: reads a message as the tokenizer's response template says, with the thought in its
+            content or without; None: there is no template, or a grammar forces a call.
     """
 
     prompt: str | list[int]
@@ -94,6 +100,7 @@ class Prompted:
     asking: Callable[[str], Any]
     is_open: bool = False
     is_chat: bool = True
+    reader: Callable[[bool], ResponseStream] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +241,7 @@ class EngineBackend(Backend):
         self.workers = worker_table(EngineWorker(llm), judge)
         self.reward = None if judge is None else _judging(judge)
         self.markers = llm.thinking_markers
+        self._responses = _response_parser(llm.tokenizer)
         self._examples = [dict(example) for example in examples]
 
     async def open(self, conversation: Conversation) -> Prompted:
@@ -250,7 +258,15 @@ class EngineBackend(Backend):
             NativeGeneration,
             lambda text: self.render(conversation.asking(text)),
             opens_thought(tail, self.markers),
+            reader=self._reader(ids, conversation.tools),
         )
+
+    def _reader(self, ids: list[int], tools: Tools) -> Callable[[bool], ResponseStream] | None:
+        """Of the answer to a prompt."""
+        responses = self._responses
+        if responses is None or tools.forced:
+            return None
+        return lambda keeps: responses.stream(ids, tools.offered, keeps_reasoning=keeps)
 
     def render(self, conversation: Conversation) -> list[int]:
         """The ids of a conversation.
@@ -333,6 +349,19 @@ class EngineBackend(Backend):
         self._engine.shutdown()
         if self._judge is not None:
             self._judge.shutdown()
+
+
+def _response_parser(tokenizer: Any) -> ResponseParser | None:
+    """Of a tokenizer that has a response template."""
+    from forethought.llm.response import ResponseParser
+
+    if getattr(tokenizer, "response_template", None) is None:
+        return None
+    try:
+        return ResponseParser(tokenizer)
+    except ParameterError as error:
+        log.warning("%s: calls and thoughts are read without it", error)
+        return None
 
 
 def _judging(judge: RewardWorker) -> NativeRewardController:

@@ -54,7 +54,7 @@ async def chat_completions(service: Service, body: ChatRequest, request: Request
             prompted,
             params,
             num_choices=body.n or 1,
-            tenant=request.state.tenant,
+            caller=request.state.caller,
         )
         job = service.start(ask)
         chat = _Chat(service, job, body, tools)
@@ -183,7 +183,7 @@ class _Chat:
     def _delta(self, piece: Piece, stream: AnswerStream) -> list[bytes]:
         """The chunks of new text; log-probabilities go with the first of them."""
         logprobs = self._logprobs(piece.logprobs, piece.token_ids) if piece.logprobs else None
-        lines = self._parts(piece.index, *stream.push(piece.text), logprobs)
+        lines = self._parts(piece.index, *stream.push(piece.text, piece.thought), logprobs)
         if logprobs and not lines:
             lines.append(self._chunk(piece.index, {"content": ""}, None, logprobs))
         return lines
@@ -207,7 +207,9 @@ class _Chat:
         lines, answers = [], [self._answer(output) for output in outcome.outputs]
         for index, (stream, answer) in enumerate(zip(streams, answers, strict=True)):
             output = outcome.outputs[index]
-            lines += self._parts(index, *stream.push(self._job.rest(index, output.text or "")))
+            lines += self._parts(
+                index, *stream.push_rest(self._job.rest(index, output.text or ""), output)
+            )
             lines += self._parts(index, *stream.finish(answer))
             for number, call in enumerate(answer.calls):
                 lines += self._call(index, number, call)

@@ -52,7 +52,7 @@ async def completions(service: Service, body: CompletionRequest, request: Reques
                 raw_prompt(prompt),
                 params,
                 num_choices=body.n or 1,
-                tenant=request.state.tenant,
+                caller=request.state.caller,
             )
             for prompt in prompts
         ]

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, suppress
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -24,9 +24,24 @@ from forethought.errors import (
     UnknownNameError,
     UsageError,
 )
+from forethought.scaffolding.trace_otel import TraceParent
 from forethought.server.limits import Overloaded
 
 Result = TypeVar("Result")
+
+
+class Caller(NamedTuple):
+    """Who sends a request.
+
+    Attributes:
+        tenant: the salt of the key that was shown.
+        parent: the caller's span, from ``traceparent``.
+    """
+
+    tenant: str = ""
+    parent: TraceParent | None = None
+
+
 FIRST_SECONDS = 5.0
 """How long the status of a stream waits for the first token, or for an error."""
 CLIENT_CLOSED = 499

@@ -27,6 +27,7 @@ from forethought.scaffolding.result import (
 )
 from forethought.scaffolding.scaffolding_llm import ScaffoldingLlm
 from forethought.scaffolding.trace import Trace
+from forethought.scaffolding.trace_otel import TraceParent
 from forethought.server.backends import Backend, Prompted
 from forethought.server.composition import compose, streams_truly
 from forethought.server.names import Composition
@@ -53,6 +54,7 @@ class Ask:
         priority: lower runs first.
         streaming: whether text is wanted as it comes.
         events: whether stages and the text of branches are wanted as well.
+        parent: the caller's span, if it has told one.
     """
 
     id: str
@@ -69,6 +71,7 @@ class Ask:
     priority: int = 0
     streaming: bool = False
     events: bool = False
+    parent: TraceParent | None = None
 
     @property
     def is_limited(self) -> bool:
@@ -86,6 +89,8 @@ class Piece:
     token_ids: Sequence[int] = ()
     logprobs: Sequence[TokenLogprobs] = ()
     """One entry per token, where they are asked for."""
+    thought: str = ""
+    """Of another server, which tells it apart from the text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,11 +322,13 @@ class MethodJob(Job):
                 for index, delta in self._content(item):
                     piece = pieces.setdefault(index, Piece(index))
                     piece.text += delta.text
-                    piece.num_tokens += len(delta.token_ids)
+                    piece.thought += delta.reasoning
+                    piece.num_tokens += len(delta.token_ids) or 1
                     self._streamed[index] += delta.text
             if self.ask.events and item.event is not None:
                 self._add_event(events, item.event)
-        return Update([piece for piece in pieces.values() if piece.text], events)
+        found = [piece for piece in pieces.values() if piece.text or piece.thought]
+        return Update(found, events)
 
     def _content(self, item: StreamedItem) -> list[tuple[int, Delta]]:
         """The new text of choices, by index."""
@@ -350,15 +357,19 @@ class MethodJob(Job):
             num_tokens = len(output.token_ids) or 1
             if last.get("type") == "delta" and last["branch"] == event.branch:
                 _add_drafts(last, output)
-                last["text"] += output.text
+                last["text"] += output.reasoning + output.text
                 last["num_tokens"] += num_tokens
             else:
                 events.append(self._delta(event.branch, "", num_tokens))
                 _add_drafts(events[-1], output)
-                events[-1]["text"] = output.text
+                events[-1]["text"] = output.reasoning + output.text
 
     def _visible(self, text: str) -> str:
-        return split(text, self._backend.markers, self.ask.prompted.is_open).content
+        prompted = self.ask.prompted
+        if prompted.reader is None:
+            return split(text, self._backend.markers, prompted.is_open).content
+        reader = prompted.reader(False)
+        return reader.push(text)[1] + reader.finish()[1]
 
 
 def _add_drafts(event: dict[str, Any], delta: Delta) -> None:

@@ -43,6 +43,7 @@ class Admission:
         self._mean_seconds = 1.0
         self._idle = asyncio.Event()
         self._idle.set()
+        self._drain_until: float | None = None
 
     @contextmanager
     def admit(self) -> Iterator[None]:
@@ -71,10 +72,16 @@ class Admission:
                 self._idle.set()
 
     async def drain(self, seconds: float) -> bool:
-        """Take no further request, and wait for the others; whether they have finished."""
+        """Take no further request, and wait for the others; whether they have finished.
+
+        Args:
+            seconds: after the first call; a further one waits no longer.
+        """
         self.draining = True
+        if self._drain_until is None:
+            self._drain_until = asyncio.get_running_loop().time() + seconds
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout_at(self._drain_until):
                 await self._idle.wait()
         except TimeoutError:
             return False

@@ -12,6 +12,7 @@ from forethought.server.reasoning import ReasoningSplitter, Split, split
 from forethought.server.service import Service
 from forethought.server.tool_calls import OPENINGS, Call, Tools
 
+DEFAULT_MARKERS = ("<think>", "</think>")
 _REASONS = {"stop": "stop", "length": "length", "tool_calls": "tool_calls"}
 
 
@@ -30,18 +31,34 @@ def answer_of(
     output: ScaffoldingOutput, service: Service, prompted: Prompted, tools: Tools
 ) -> Answer:
     """An output as a message."""
-    text, markers = output.text or "", service.backend.markers
-    if service.settings.reasoning_in_content or not prompted.is_chat:
-        reasoning, content = "", text
-    else:
-        reasoning, content = split(text, markers, prompted.is_open)
-    content, calls = tools.parse(content)
+    text, thought = output.text or "", _thought_of(output)
+    if service.settings.reasoning_in_content:
+        text, thought = _KeptThought(service.backend.markers).push(thought, text), ""
+    reasoning, content, calls = _read(text, service, prompted, tools)
     calls = [*calls, *map(_given, output.meta.get("tool_calls", ()))]
-    reasoning = reasoning or str(output.meta.get("reasoning") or "")
+    reasoning = thought + reasoning
     reason = _REASONS.get(output.finish_reason or "stop", "stop")
     if calls and reason == "stop":
         reason = "tool_calls"
     return Answer(content, reasoning, calls, reason, _count(reasoning, output, service))
+
+
+def _read(
+    text: str, service: Service, prompted: Prompted, tools: Tools
+) -> tuple[str, str, Sequence[Call]]:
+    """Thought, content and calls of a text."""
+    keeps = service.settings.reasoning_in_content
+    if prompted.reader is not None:
+        reader = prompted.reader(keeps)
+        pieces = [reader.push(text), reader.finish()]
+        reasoning, content = ("".join(parts) for parts in zip(*pieces, strict=True))
+        calls = [Call.create(name, arguments) for name, arguments in reader.calls]
+        return reasoning, content, calls if tools.several else calls[:1]
+    if keeps or not prompted.is_chat:
+        reasoning, content = "", text
+    else:
+        reasoning, content = split(text, service.backend.markers, prompted.is_open)
+    return reasoning, *tools.parse(content)
 
 
 def _given(call: dict[str, Any]) -> Call:
@@ -66,29 +83,45 @@ class AnswerStream:
 
     Args:
         service: with the model's markers.
-        prompted: whether the prompt has opened a thought.
+        prompted: how the answer is read, and whether the prompt has opened a thought.
         tools: of the request.
     """
 
     def __init__(self, service: Service, prompted: Prompted, tools: Tools) -> None:
-        keep = service.settings.reasoning_in_content or not prompted.is_chat
-        markers = None if keep else service.backend.markers
+        keeps = service.settings.reasoning_in_content
+        has_markers = not keeps and prompted.is_chat
+        markers = service.backend.markers if has_markers else None
         self._splitter = ReasoningSplitter(markers, prompted.is_open)
+        self._reader = prompted.reader and prompted.reader(keeps)
         self._watches, self._is_whole = bool(tools.offered), tools.forced
         self._held, self._sent = "", ""
-        self._reasoned = False
+        self._kept = _KeptThought(service.backend.markers) if keeps else None
+        self._has_thought = False
 
-    def push(self, text: str) -> Split:
-        """The new thought and content that are certain."""
+    def push(self, text: str, thought: str = "") -> Split:
+        """The new thought and content that are certain.
+
+        Args:
+            text: the next piece.
+            thought: of another server, which tells it apart.
+        """
+        if self._reader is not None:
+            return Split(*self._reader.push(text))
+        self._has_thought = self._has_thought or bool(thought)
+        if self._kept is not None:
+            text, thought = self._kept.push(thought, text), ""
         reasoning, content = self._splitter.push(text)
-        self._reasoned = self._reasoned or bool(reasoning)
-        return Split(reasoning, self._certain(content))
+        return Split(thought + reasoning, self._certain(content))
+
+    def push_rest(self, text: str, output: ScaffoldingOutput) -> Split:
+        """The same for what has not been streamed at the end of ``output``."""
+        return self.push(text, "" if self._has_thought else _thought_of(output))
 
     def finish(self, answer: Answer) -> Split:
         """What is missing at the end of ``answer``."""
+        if self._reader is not None:
+            return Split(*self._reader.finish())
         reasoning, content = self._splitter.finish()
-        if not self._reasoned and not reasoning:
-            reasoning = answer.reasoning  # given by another server, at its end
         if not self._watches:
             return Split(reasoning, content)
         sent = self._sent
@@ -113,6 +146,27 @@ class AnswerStream:
         if any(opening in self._held for opening in OPENINGS):
             return True
         return not self._sent and self._held.lstrip()[:1] in ("{", "[")
+
+
+class _KeptThought:
+    """Puts the thought that another server tells apart back into the text, between markers."""
+
+    def __init__(self, markers: tuple[str, str] | None) -> None:
+        self._start, self._end = markers or DEFAULT_MARKERS
+        self._is_open = False
+
+    def push(self, thought: str, text: str) -> str:
+        """The text with the new part of its thought in front."""
+        opening = self._start if thought and not self._is_open else ""
+        self._is_open = self._is_open or bool(thought)
+        closing = self._end if text and self._is_open else ""
+        self._is_open = self._is_open and not closing
+        return opening + thought + closing + text
+
+
+def _thought_of(output: ScaffoldingOutput) -> str:
+    """That another server has told apart."""
+    return str(output.meta.get("reasoning") or "")
 
 
 def _overlap(text: str, marker: str) -> int:

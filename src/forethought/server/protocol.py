@@ -6,15 +6,46 @@ those of this server: ``method``, ``method_params``, ``budget``, ``speculation``
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag
+
+MAX_DEPTH = 64
+"""Levels of the JSON that is passed on as it is: schemas, settings of methods, metadata."""
+
+
+def _shallow(value: Any) -> Any:
+    """Refuses what is nested too deeply for those who walk through it."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        inner = [each for each in level if isinstance(each, dict | list)]
+        level = [c for each in inner for c in (each.values() if isinstance(each, dict) else each)]
+        if not level:
+            return value
+    raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+
+
+def _shallow_text(text: str) -> str:
+    """The same of JSON as text; what is no JSON is refused by those who need it."""
+    try:
+        _shallow(json.loads(text))
+    except json.JSONDecodeError:
+        return text
+    except RecursionError:
+        raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels") from None
+    return text
+
 
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 Text = Annotated[str, Field(min_length=0)]
 """Text that UTF-8 can encode: with any constraint, pydantic refuses lone surrogates."""
 Ids = list[Count]
+Free = Annotated[dict[Text, Any], AfterValidator(_shallow)]
+"""Any JSON object."""
+Few = Annotated[Free, Field(max_length=64)]
+Stop = Annotated[str, Field(max_length=1024)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
@@ -53,10 +84,12 @@ class Speculation(Body):
 class StructuredOutputs(Body):
     """The shape of the output; exactly one field."""
 
-    json_schema: dict[Text, Any] | Text | None = Field(default=None, alias="json")
-    regex: Text | None = None
-    choice: list[Text] | None = None
-    grammar: Text | None = None
+    json_schema: Free | Annotated[Text, AfterValidator(_shallow_text)] | None = Field(
+        default=None, alias="json"
+    )
+    regex: Annotated[str, Field(max_length=1 << 14)] | None = None
+    choice: Annotated[list[Text], Field(max_length=1024)] | None = None
+    grammar: Annotated[str, Field(max_length=1 << 16)] | None = None
     json_object: bool | None = None
 
 
@@ -73,7 +106,7 @@ class Generating(Body):
     repetition_penalty: float | None = None
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: Ids | None = None
+    stop_token_ids: Annotated[Ids, Field(max_length=1024)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
@@ -85,13 +118,13 @@ class Generating(Body):
     thinking_soft: Count | None = None
     # methods
     method: Annotated[str, Field(max_length=1024)] | None = None
-    method_params: dict[Text, Any] | None = None
+    method_params: Few | None = None
     budget: BudgetFields | None = None
     speculation: Speculation | Text | None = None
     events: bool | None = None
     # accepted without effect
     user: Text | None = None
-    metadata: dict[Text, Any] | None = None
+    metadata: Few | None = None
     service_tier: Literal["auto", "default"] | None = None
 
 
@@ -100,10 +133,10 @@ class Penalised(Generating):
 
     n: Positive | None = None
     seed: int | None = None
-    stop: Text | list[Text] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=32)] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[Text, float] | None = None
+    logit_bias: Annotated[dict[Text, float], Field(max_length=1024)] | None = None
     max_tokens: int | None = None
     stream_options: StreamOptions | None = None
 
@@ -156,7 +189,7 @@ class Function(Body):
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: Text | None = None
-    parameters: dict[Text, Any] | None = None
+    parameters: Free | None = None
     strict: bool | None = None
 
 
@@ -185,7 +218,7 @@ class JsonSchema(Body):
 
     name: Text
     description: Text | None = None
-    schema_: dict[Text, Any] | None = Field(default=None, alias="schema")
+    schema_: Free | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
@@ -204,12 +237,12 @@ class ChatRequest(Penalised):
     logprobs: bool | None = None
     top_logprobs: Count | None = None
     response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
     include_reasoning: bool | None = None
-    chat_template_kwargs: dict[Text, Any] | None = None
+    chat_template_kwargs: Few | None = None
     store: Literal[False] | None = None
     modalities: list[Literal["text"]] | None = None
 
@@ -295,7 +328,7 @@ class ResponseTool(Body):
     type: Literal["function"]
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: Text | None = None
-    parameters: dict[Text, Any] | None = None
+    parameters: Free | None = None
     strict: bool | None = None
 
 
@@ -312,7 +345,7 @@ class TextFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     name: Text | None = None
     description: Text | None = None
-    schema_: dict[Text, Any] | None = Field(default=None, alias="schema")
+    schema_: Free | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
@@ -351,7 +384,7 @@ class ResponseRequest(Generating):
     background: bool | None = None
     store: bool | None = None
     previous_response_id: Text | None = None
-    tools: list[ResponseTool] | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseToolName | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None

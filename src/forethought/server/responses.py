@@ -55,11 +55,11 @@ async def create_response(service: Service, body: ResponseRequest, request: Requ
     Raises:
         Exception: what ``http_error`` makes a response of.
     """
-    stored, tenant = body.store is not False, request.state.tenant
+    stored, caller = body.store is not False, request.state.caller
     if body.background and not stored:
         raise ParameterError("background needs store", "store is false", "Leave store out")
     tools = _tools(body)
-    messages = conversation_of(service, body, tenant)
+    messages = conversation_of(service, body, caller.tenant)
     params = _params(service, body, tools)
     with ExitStack() as held:
         held.enter_context(service.admitted())
@@ -70,13 +70,14 @@ async def create_response(service: Service, body: ResponseRequest, request: Requ
             [*opening, *messages], tools, without_thought="guided_decoding" in params
         )
         prompted = await service.backend.open(conversation)
-        ask = service.ask("resp", body, prompted, params, num_choices=1, tenant=tenant)
+        ask = service.ask("resp", body, prompted, params, num_choices=1, caller=caller)
         if len(ask.composition.choices) > 1:
             raise ParameterError(
                 "a response has one answer", f"{ask.composition.spec!r} gives several", "Use chats"
             )
         job = service.start(ask)
-        record = Record(_response(body, ask.id, ask.model, stored), tenant, messages)
+        response = _response(body, ask.id, ask.model, stored)
+        record = Record(response, caller.tenant, messages)
         if stored:
             service.store.add(record)
         run = _Run(service, job, record, tools)
@@ -328,7 +329,7 @@ class _Run:
                     for event in update.events:
                         record.add("forethought", event=event)
                     for piece in update.pieces:
-                        self._push(*self._stream.push(piece.text))
+                        self._push(*self._stream.push(piece.text, piece.thought))
             self._finish()
         except asyncio.CancelledError:
             self._fail("cancelled", "response.cancelled", None)
@@ -366,7 +367,7 @@ class _Run:
     def _finish(self) -> None:
         outcome, record = self._job.ended(), self._record
         output = outcome.outputs[0]
-        self._push(*self._stream.push(self._job.rest(0, output.text or "")))
+        self._push(*self._stream.push_rest(self._job.rest(0, output.text or ""), output))
         answer = answer_of(output, self._service, self._job.ask.prompted, self._tools)
         self._push(*self._stream.finish(answer))
         is_cut = answer.finish_reason == "length"

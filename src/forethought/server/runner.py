@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import asyncio
 import socket
 from collections.abc import Callable
 from types import FrameType
@@ -11,11 +11,20 @@ import uvicorn
 from fastapi import FastAPI
 
 from forethought.errors import UsageError
+from forethought.server.limits import Admission
 from forethought.server.service import Service
+
+_CLOSING_SECONDS = 1
+"""For connections whose requests were cancelled when the drain time was over."""
+_POLL_SECONDS = 0.1
+"""How often a second signal is looked for."""
 
 
 class Server(uvicorn.Server):
     """uvicorn, which refuses new requests from the first signal on and finishes what runs.
+
+    While requests run, the server still listens, so that others are told to come back (503). A
+    second signal ends it at once.
 
     Args:
         app: to be served.
@@ -30,17 +39,35 @@ class Server(uvicorn.Server):
             server_header=False,
             lifespan="on",
             ws="none",
-            timeout_graceful_shutdown=math.ceil(drain_seconds) + 1,
+            timeout_graceful_shutdown=_CLOSING_SECONDS,
         )
         super().__init__(config)
-        self._app = app
+        self._app, self._drain_seconds = app, drain_seconds
+
+    @property
+    def _admission(self) -> Admission | None:
+        service: Service | None = getattr(self._app.state, "service", None)
+        return None if service is None else service.admission
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal: end, after what runs; a second one ends at once."""
-        service: Service | None = getattr(self._app.state, "service", None)
-        if service is not None:
-            service.admission.draining = True
-        super().handle_exit(sig, frame)
+        """A signal: end, after what runs; a second one ends at once.
+
+        The signal is not raised again afterwards, so that the process ends with a status of its
+        own.
+        """
+        if self._admission is not None:
+            self._admission.draining = True
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Wait for what runs, then close the connections and the application."""
+        if self._admission is not None:
+            draining = asyncio.create_task(self._admission.drain(self._drain_seconds))
+            while not draining.done() and not self.force_exit:
+                await asyncio.wait([draining], timeout=_POLL_SECONDS)
+            draining.cancel()
+        await super().shutdown(sockets)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -67,7 +94,7 @@ def listen(host: str, port: int) -> socket.socket:
 def serve(
     app: FastAPI, host: str, port: int, drain_seconds: float, announce: Callable[[str], None]
 ) -> int:
-    """Serve until a signal; returns the exit status.
+    """Serve until a signal; returns the exit status: 0 unless a second signal cut off what ran.
 
     Args:
         app: the application.
@@ -82,4 +109,4 @@ def serve(
         announce(f"http://{shown}:{bound}")
         server = Server(app, drain_seconds)
         server.run(sockets=[opened])
-    return 0 if server.started else 1
+    return 0 if server.started and not server.force_exit else 1

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping
 from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from forethought.config.guided import GuidedDecodingParams
@@ -24,6 +25,7 @@ from forethought.scaffolding.scaffolding_llm import ScaffoldingLlm
 from forethought.server.backends import Backend, Prompted
 from forethought.server.composition import Dispatch
 from forethought.server.engine_job import EngineJob
+from forethought.server.http import Caller
 from forethought.server.job import Ask, Job, MethodJob, Outcome, Update
 from forethought.server.limits import Admission, Overloaded
 from forethought.server.metrics import RequestMetrics, ServerMetrics
@@ -196,7 +198,7 @@ class Service:
         params: Mapping[str, Any],
         *,
         num_choices: int,
-        tenant: str,
+        caller: Caller,
     ) -> Ask:
         """What a request asks for, checked as far as it can be before it runs.
 
@@ -218,6 +220,8 @@ class Service:
             )
         if self.backend.llm is not None:
             params = _compact(params)
+        if prompted.reader is not None:  # special tokens may mark thoughts and calls
+            params = {"skip_special_tokens": False, **params}
         check_params(params)
         self.backend.check(prompted.prompt, params)
         budget = body.budget.model_dump(exclude_none=True) if body.budget else {}
@@ -231,11 +235,12 @@ class Service:
             params=params,
             num_choices=num_choices,
             budget=Budget(**budget),
-            cache_salt=f"{tenant}/{body.cache_salt}" if body.cache_salt else tenant,
+            cache_salt=f"{caller.tenant}/{body.cache_salt}" if body.cache_salt else caller.tenant,
             timeout=self.settings.timeout,
             priority=body.priority or 0,
             streaming=bool(body.stream),
             events=bool(body.events),
+            parent=caller.parent,
         )
 
     def start(self, ask: Ask, prompt_logprobs: int | None = None) -> Job:
@@ -317,9 +322,9 @@ class Service:
         if self.telemetry is None:
             return
         if isinstance(job, MethodJob):
-            job.on_trace(self.telemetry.record)
+            job.on_trace(partial(self.telemetry.record, parent=job.ask.parent))
         else:
-            self.telemetry.record(plain_trace(job, reason))
+            self.telemetry.record(plain_trace(job, reason), job.ask.parent)
 
     def load(self) -> dict[str, Any]:
         """The body of ``GET /v1/load``."""

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from forethought.errors import DependencyError
 from forethought.outputs import Usage
 from forethought.scaffolding.trace import Span, Trace
-from forethought.scaffolding.trace_otel import send_otel
+from forethought.scaffolding.trace_otel import TraceParent, send_otel
 from forethought.scaffolding.trace_values import encoded
 from forethought.server.job import Job
 
@@ -65,25 +65,30 @@ class Telemetry:
         url = endpoint.rstrip("/")
         return cls(make(endpoint=url if urlsplit(url).path else f"{url}/v1/traces"), model)
 
-    def record(self, trace: Trace | None) -> None:
-        """Send the spans of a request that is over; None: it never began."""
-        if trace is None:
+    def record(self, trace: Trace | None, parent: TraceParent | None = None) -> None:
+        """Send the spans of a request that is over.
+
+        Args:
+            trace: of the request; None: it never began.
+            parent: the caller's span; nothing is sent if the caller records none.
+        """
+        if trace is None or (parent is not None and not parent.is_sampled):
             return
         with self._lock:
             if self._num_pending >= MAX_PENDING:
                 self.num_dropped += 1
                 return
             self._num_pending += 1
-        self._pool.submit(self._send, trace)
+        self._pool.submit(self._send, trace, parent)
 
     def close(self) -> None:
         """Send what is waiting, and end the exporter."""
         self._pool.shutdown()
         self._exporter.shutdown()
 
-    def _send(self, trace: Trace) -> None:
+    def _send(self, trace: Trace, parent: TraceParent | None) -> None:
         try:
-            send_otel(trace, self._exporter, model=self._model)
+            send_otel(trace, self._exporter, model=self._model, parent=parent)
         except Exception as error:
             with self._lock:
                 self.num_dropped += 1

@@ -6,7 +6,8 @@ The text of a call has one of these formats, whichever the chat template knows::
     [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]                Mistral
     {"name": "add", "parameters": {"a": 1}}                             Llama 3, forced calls
 
-A tokenizer with a response template of its own parses its texts itself.
+Where a tokenizer has a response template, transformers' parser reads its texts instead
+(``llm.response``); forced calls are JSON for every model.
 """
 
 from __future__ import annotations

@@ -122,8 +122,8 @@ class Requests(Protocol):
     def continues(self, choice: StreamedChoice) -> bool:
         """A request is over: whether another one is to continue ``choice``."""
 
-    def on_tokens(self, index: int, text: str, num_tokens: int) -> None:
-        """A new piece has arrived: index of the choice, text, number of tokens."""
+    def on_tokens(self, index: int, text: str, num_tokens: int, thought: str = "") -> None:
+        """A new piece has arrived: index of the choice, text, number of tokens, reasoning."""
 
     def on_usage(self, usage: Usage, num_received: int) -> None:
         """The server's usage of a finished request, of which ``num_received`` tokens came."""
@@ -259,7 +259,7 @@ class ChunkReader:
         self.usage = getattr(chunk, "usage", None) or self.usage
         for piece in getattr(chunk, "choices", None) or ():
             choice = self.choices.setdefault(piece.index, StreamedChoice())
-            delta = getattr(piece, "delta", None) or getattr(piece, "message", None)
+            delta, thought = getattr(piece, "delta", None) or getattr(piece, "message", None), ""
             if delta is None:
                 text, scores = piece.text or "", _completion_logprobs(piece.logprobs)
             else:
@@ -271,12 +271,12 @@ class ChunkReader:
                 k, kept = self._confidence, self._num_logprobs
                 choice.confidences += [confidence_of(entries, k) for entries in scores]
                 scores = [_first_of(entries, kept) for entries in scores]
-            new = choice.add(text, scores, delta is not None and bool(thought))
+            new = choice.add(text, scores, bool(thought))
             if piece.finish_reason is not None:
                 choice.finish_reason = piece.finish_reason
                 choice.stop_reason = self._stop_reason(piece)
             self._num_received += new
-            self._requests.on_tokens(piece.index, text, new)
+            self._requests.on_tokens(piece.index, text, new, thought)
 
     def _stop_reason(self, piece: Any) -> int | str | None:
         """The server's stop reason; most send none: then the only stop string, if there is one."""

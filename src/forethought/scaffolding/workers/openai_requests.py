@@ -149,7 +149,7 @@ class OneAnswer:
         self._record(Usage(discarded=choice.end_request(self._end, int(self.num_certain))))
         return True
 
-    def on_tokens(self, index: int, text: str, num_tokens: int) -> None:
+    def on_tokens(self, index: int, text: str, num_tokens: int, thought: str = "") -> None:
         """Record and stream a new piece."""
         task = self._task
         self._num_new += num_tokens
@@ -157,7 +157,7 @@ class OneAnswer:
         task.ttft_s = task.latency_s if task.ttft_s is None else task.ttft_s
         self._record(Usage(completion_tokens=num_tokens, decoded=num_tokens))
         if not self._is_followed:
-            task.emit(text, (), f"{id(self):x}.{index}")
+            task.emit(text, (), f"{id(self):x}.{index}", reasoning=thought)
 
     def on_usage(self, usage: Usage, num_received: int) -> None:
         """Record the server's count in place of the number of tokens received."""

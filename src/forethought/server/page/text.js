@@ -2,6 +2,8 @@
 
 /** Characters of a text that are laid out before the rest has to be asked for. */
 const MAX_SHOWN = 60_000;
+/** Characters of a line without an end after which another block begins, where a word ends. */
+const MAX_BLOCK = 1000;
 
 const BIDI_NAMES = new Map([
   ["\u061c", "ALM"], ["\u200e", "LRM"], ["\u200f", "RLM"],
@@ -35,6 +37,9 @@ export function short(value, width = 80) {
 
 /**
  * A text that grows. Only the first part of a very long one is laid out; a button shows the rest.
+ *
+ * Each line is a block of its own, so that the browser lays out the last line when it grows, and
+ * not the whole text.
  */
 export class TextView {
   /** @param {HTMLElement} element shows it */
@@ -49,13 +54,16 @@ export class TextView {
     this.note = null;
     /** @type {Text | null} */
     this.last = null;
+    /** @type {HTMLElement | null} */
+    this.block = null;
+    this.blockSize = 0;
   }
 
   clear() {
     this.held = [];
     this.numShown = this.numHeld = 0;
     this.showAll = false;
-    this.note = this.last = null;
+    this.note = this.last = this.block = null;
     this.element.replaceChildren();
   }
 
@@ -74,21 +82,40 @@ export class TextView {
   /** @private @param {string} text @param {string} className @param {string} title */
   show(text, className, title) {
     this.numShown += text.length;
+    for (const part of visible(text).match(/[^\n]*\n|[^\n]+$/g) ?? []) {
+      if (!this.block) this.begin();
+      this.put(part, className, title);
+      this.blockSize += part.length;
+      const isLong = this.blockSize > MAX_BLOCK && (/\s$/.test(part) || this.blockSize > 4 * MAX_BLOCK);
+      if (part.endsWith("\n") || isLong) this.block = null;
+    }
+  }
+
+  /** @private */
+  begin() {
+    this.block = document.createElement("div");
+    this.blockSize = 0;
+    this.last = null;
+    this.element.insertBefore(this.block, this.note);
+  }
+
+  /** @private @param {string} text @param {string} className @param {string} title */
+  put(text, className, title) {
     if (!className && this.last) {
-      this.last.appendData(visible(text));
+      this.last.appendData(text);
       return;
     }
-    const node = document.createTextNode(visible(text));
+    const node = document.createTextNode(text);
     this.last = className ? null : node;
     if (!className) {
-      this.element.insertBefore(node, this.note);
+      this.block?.append(node);
       return;
     }
     const span = document.createElement("span");
     span.className = className;
     if (title) span.title = title;
     span.append(node);
-    this.element.insertBefore(span, this.note);
+    this.block?.append(span);
   }
 
   /** @private @param {string} text */

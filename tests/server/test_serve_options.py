@@ -1,0 +1,119 @@
+"""The options of ``forethought serve``, and the section ``server`` of its configuration."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from forethought.cli import serve
+from forethought.errors import ParameterError, UsageError
+
+
+def options(*given_options: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    serve.configure(parser)
+    return parser.parse_args(given_options)
+
+
+@pytest.mark.parametrize(
+    "given_options",
+    [
+        ["m", "--model", "m"],
+        ["m", "--upstream", "http://localhost/v1"],
+        ["--upstream", "http://localhost/v1", "--worker", "scripted", "x"],
+        ["--worker", "other", "x"],
+        ["--worker", "scripted", "/nothing.json"],
+        ["--api-model", "m"],
+        ["--upstream", "localhost", "--api-model", "m"],
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(given_options: list[str]) -> None:
+    with pytest.raises(UsageError):
+        serve.opener(options(*given_options))
+
+
+def test_keys_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORETHOUGHT_API_KEYS", "b,c")
+    assert serve.settings_of(options("--api-key", "a")).api_keys == ["a", "b", "c"]
+    with pytest.raises(ParameterError):
+        serve.settings_of(options("--max-running", "0"))
+
+
+def test_the_server_listens_on_this_machine_alone_by_default() -> None:
+    assert serve.address(options()) == ("127.0.0.1", 8000)
+
+
+SECTION = """
+max_batch_size: 4
+server:
+  host: 0.0.0.0
+  port: 81
+  api_key: k
+  served_model_name: [a, b]
+  max_running: 3
+  timeout: 9
+  max_stored: 5
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Callable[[str], str]:
+    def write(text: str) -> str:
+        (tmp_path / "config.yaml").write_text(text)
+        return str(tmp_path / "config.yaml")
+
+    return write
+
+
+def test_the_file_of_the_configuration_has_a_section_for_the_server(
+    config: Callable[[str], str],
+) -> None:
+    given = options("--config", config(SECTION), "--port", "82", "--served-model-name", "c")
+    assert serve.read_config(given) == {"max_batch_size": 4}
+    assert serve.address(given) == ("0.0.0.0", 82)
+    settings = serve.settings_of(given)
+    assert (settings.served_model_names, settings.api_keys) == (["c"], ["k"])
+    assert (settings.max_running, settings.timeout, settings.max_stored) == (3, 9, 5)
+
+
+def test_a_file_with_that_section_alone_goes_with_servers_behind(
+    config: Callable[[str], str],
+) -> None:
+    text = "server: {upstream: [http://a/v1, http://b/v1], api_model: m}"
+    given = options("--config", config(text))
+    left = serve.read_config(given)
+    assert (given.upstream, given.api_model) == ("http://a/v1,http://b/v1", "m")
+    assert serve.opener(given, left)
+    with pytest.raises(UsageError, match="contradictory"):
+        serve.opener(given, {"max_batch_size": 4})
+
+
+@pytest.mark.parametrize(
+    ("section", "told"),
+    [
+        ("{prot: 80}", "prot"),
+        ("[80]", "section server"),
+        ("{port: many}", "port"),
+        ("{host: 7}", "host"),
+        ("{api_key: [7]}", "api_key"),
+        ("{reasoning_in_content: 1}", "reasoning_in_content"),
+        ("{max_running: 0}", "max_running"),
+        ("{timeout: soon}", "timeout"),
+        ("{port: 65536}", "port"),
+    ],
+)
+def test_a_setting_of_the_section_that_cannot_be_is_named(
+    config: Callable[[str], str], section: str, told: str
+) -> None:
+    given = options("--config", config(f"server: {section}"))
+
+    def read() -> None:
+        serve.read_config(given)
+        serve.address(given)
+        serve.settings_of(given)
+
+    with pytest.raises(UsageError, match=told):
+        read()
