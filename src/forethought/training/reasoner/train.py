@@ -8,10 +8,10 @@ longest to learn. Interrupt it at any time; the same command resumes. It logs lo
 skill and probe skill on problems that it does not train on, and ends with a model directory in
 ``OUT/model``.
 
-    python -m forethought.training.reasoner.train --start DIR --steps 300 --rate 5e-4 --out runs/tuned
+    python -m forethought.training.reasoner.train --start DIR --steps 300 --rate 5e-4 --out OUT
 
-tunes a trained reasoner, whose tokenizer it keeps: with whole traces above all, as after a change of
-what follows the derivation.
+tunes a trained reasoner, whose tokenizer it keeps, with whole traces above all: what follows the
+derivation can so be changed in a short run.
 """
 
 import random
