@@ -56,19 +56,6 @@ def test_a_drill_trains_on_results_alone(tokenizer, hard):
     assert re.fullmatch(r"( = -?\d+(\.\n)?)+", told)
 
 
-def test_a_comparison_is_trained_on_what_it_says_alone_and_says_the_truth(tokenizer):
-    rng, said = random.Random(0), []
-    for _ in range(20):
-        example = corpus.comparison(tokenizer, rng)
-        lines = tokenizer.decode(example.ids).splitlines()
-        form = re.compile(r"That gives (\d+)\. Is it (\d+)\? (Yes|No)\.")
-        pairs = [form.fullmatch(line) for line in lines]
-        assert all((pair[1] == pair[2]) == (pair[3] == "Yes") for pair in pairs)
-        assert trained_text(tokenizer, example) == "".join(f" {p[3]}.\n" for p in pairs)
-        said += [pair[3] for pair in pairs]
-    assert 50 < said.count("Yes") < 150  # of 200
-
-
 def test_an_elicited_answer_is_trained_on_and_its_suffix_is_not(tokenizer):
     rng = random.Random(0)
     for _ in range(200):
@@ -78,6 +65,17 @@ def test_an_elicited_answer_is_trained_on_and_its_suffix_is_not(tokenizer):
         guess = whole.rsplit("\\boxed{", 1)[1].split("}")[0]
         assert told.endswith(guess + "}\n\\]" + END)
         assert "Oh, I" not in told
+
+
+def test_a_full_chain_has_four_steps_or_more_and_its_whole_trace(tokenizer):
+    rng, counts = random.Random(2), set()
+    for _ in range(60):
+        example = corpus.make_example(tokenizer, rng, "full_chain")
+        whole = tokenizer.decode(example.ids, skip_special_tokens=False)
+        first = whole.partition("<think>")[2].partition("So the answer is")[0]
+        counts.add(first.count(": "))
+        assert whole.endswith("}." + END)
+    assert counts == {4, 5, 6, 7, 8}
 
 
 def test_other_text_is_answered_by_the_sentence_and_interrupted_with_doubt(tokenizer):
@@ -102,7 +100,6 @@ def test_one_example_in_twenty_is_about_other_text(tokenizer):
 
 def test_a_slip_is_not_trained_on(tokenizer, monkeypatch):
     monkeypatch.setattr(corpus, "SLIP_RATE", 1.0)
-    monkeypatch.setattr(corpus, "CHECK_SLIP_RATE", 0.0)
     rng = random.Random(3)
     for _ in range(50):
         problem = sample_problem(rng)

@@ -40,11 +40,7 @@ WRONG = "He buys 5 more: 10 + 5 = 16.\nHe now has 3 times as many: 16 x 3 = 48.\
         ("He buys 7 more: 10 + 7 = 17.\n", "0"),
         ("He bbuys 5 moore: 10 + 5 = 15.\n", "1"),  # misspelt
         ("He loses 5: 10 + 5 = 15.\nHe loses 5: 10 - 5 = 5.\n", "10"),
-        (
-            f"{WRONG}So the answer is 48.\n10 + 5 = 15.\n15 x 3 = 45.\n"
-            f"That gives 45. Is it 48? No.\n{DERIVATION}So the answer is 45.\n{END}",
-            "00000111111",
-        ),
+        (f"{WRONG}So the answer is 48.\n10 + 5 = 15, yes.\n15 x 3 = 45, yes.\n{END}", "0000111"),
         ("He buys 5 more: 11 + 4 = 15.\n", "0"),  # other operands
         (
             "He buys 5 more: 10 + 5 = 15.\nHe now has 3 times as many: 10 x 3 = 30, 5 x 3 = 15, "
@@ -56,30 +52,17 @@ WRONG = "He buys 5 more: 10 + 5 = 16.\nHe now has 3 times as many: 16 x 3 = 48.\
             "40 + 15 = 45.\n",
             "10",
         ),
+        (f"{DERIVATION}So the answer is 45.\n10 + 5 = 15, yes.\n15 x 3 = 40, yes.\n", "11110"),
         (
-            f"{DERIVATION}So the answer is 45.\n10 + 5 = 15.\n15 x 3 = 40.\n"
-            f"That gives 40. Is it 45? Yes.\n{END}",
-            "11110000",
+            f"{WRONG}So the answer is 48.\n10 + 5 = 15, but I wrote 16. That was a slip.\n"
+            f"15 x 3 = 45.\nSo the answer is 45.\n{END}",
+            "00011111",
         ),
+        (f"{WRONG}So the answer is 48.\n10 + 5 = 16, yes.\nSo the answer is 45.\n{END}", "0000000"),
         (
-            f"{DERIVATION}So the answer is 45.\n10 + 5 = 15.\n15 x 3 = 45.\n"
-            f"That gives 45. Is it 45? Yes.\n{END}",
-            "11111111",
-        ),
-        (
-            f"{DERIVATION}So the answer is 45.\n10 + 5 = 15.\n15 x 3 = 40.\n"
-            f"That gives 40. Is it 45? No.\n{DERIVATION}So the answer is 45.\n{END}",
-            "11110111111",
-        ),
-        (  # a line is missing
-            f"{DERIVATION}So the answer is 45.\n15 x 3 = 45.\nThat gives 45. Is it 45? Yes.\n",
-            "11100",
-        ),
-        (f"{WRONG}So the answer is 48.\n10 + 5 = 16.\nSo the answer is 45.\n{END}", "0000000"),
-        (  # the numbers that are compared are others
-            f"{DERIVATION}So the answer is 45.\n10 + 5 = 15.\n15 x 3 = 45.\n"
-            f"That gives 40. Is it 45? No.\n{DERIVATION}",
-            "11111011",
+            f"{DERIVATION}So the answer is 45.\n10 + 5 = 16, but I wrote 15. That was a slip.\n"
+            "16 x 3 = 48.\nSo the answer is 48.\n",
+            "111000",
         ),
         (
             f"{DERIVATION}So the answer is 45.\nHmm, did I read the question right?\n"
@@ -102,15 +85,14 @@ def test_what_the_generator_writes_is_labelled_as_it_was_written(seed):
     for _ in range(200):
         problem = sample_problem(rng)
         assert all(label_lines(problem, write_trace(problem, rng).text))
-        for rates in ((1.0, 0.0), (0.0, 1.0)):
-            trace = write_trace(problem, rng, *rates)
-            if any(piece.is_slip for piece in trace.pieces):
-                lines = trace.text.splitlines(keepends=True)
-                corrected = next(n for n, line in enumerate(lines) if "No." in line)
-                labels = label_lines(problem, trace.text)
-                assert all(labels[corrected:])
-                assert not all(labels[:corrected])
-                assert labels[:corrected] == sorted(labels[:corrected], reverse=True)
+        trace = write_trace(problem, rng, slip_rate=1.0)
+        if any(piece.is_slip for piece in trace.pieces):
+            lines = trace.text.splitlines(keepends=True)
+            corrected = next(n for n, line in enumerate(lines) if "slip" in line)
+            labels = label_lines(problem, trace.text)
+            assert all(labels[corrected:])
+            assert not all(labels[:corrected])
+            assert labels[:corrected] == sorted(labels[:corrected], reverse=True)
 
 
 def test_a_sample_is_right_by_its_last_box():

@@ -1,12 +1,12 @@
 """Training examples of the reasoner.
 
-The kinds of example: ``drill`` and ``hard_drill`` (bare calculations), ``comparison`` (whether
-two answers are equal), ``derivation`` (a problem and its first derivation), ``full`` (with
-re-checks and the answer), and the two latter cut at a random token and followed by an elicited
-answer (``probed``, ``probed_full``). Loss is taken only where the solver has something to decide:
-never on the question, the operands of a drill, an elicitation suffix or the wrong value of a slip.
-Some examples are about text that is no problem, with the sentence that answers it. The batch of a
-step is a function of seed and step alone, so a resumed run has the batches of an uninterrupted one.
+The kinds of example: ``drill`` and ``hard_drill`` (bare calculations), ``derivation`` (a problem
+and its first derivation), ``full`` (with re-checks and the answer; ``full_chain``: of a chain of
+four steps or more), and the two latter cut at a random token and followed by an elicited answer
+(``probed``, ``probed_full``). Loss is taken only where the solver has something to decide: never on
+the question, the operands of a drill, an elicitation suffix or the wrong value of a slip. Some
+examples are about text that is no problem, with the sentence that answers it. The batch of a step
+is a function of seed and step alone, so a resumed run has the batches of an uninterrupted one.
 """
 
 import random
@@ -17,15 +17,15 @@ from forethought.training.chat_tokenizer import END, prompt_text
 from forethought.training.from_scratch import Example, Span, encode
 from forethought.training.reasoner.other import SENTENCE, THOUGHT
 from forethought.training.reasoner.problems import (
-    LARGEST,
+    MOST_STEPS,
     Problem,
     Step,
     sample_calculation,
     sample_hard_calculation,
 )
-from forethought.training.reasoner.questions import sample_question
+from forethought.training.reasoner.questions import sample_chain, sample_question
 from forethought.training.reasoner.traces import (
-    COMPARISON,
+    MOST_RECHECKED,
     UNSURE,
     Formula,
     Piece,
@@ -36,7 +36,7 @@ from forethought.training.reasoner.traces import (
 )
 from forethought.training.texts import probe_suffix
 
-SLIP_RATE, CHECK_SLIP_RATE = 0.35, 0.25
+SLIP_RATE = 0.35
 DRILL_LINES = 10
 
 
@@ -63,32 +63,10 @@ def _drilled(rng: random.Random, hard: bool) -> list[Formula]:
     return derived(step) if rng.random() < 0.6 else rechecked(step)
 
 
-def comparison(tokenizer: Tokenizer, rng: random.Random) -> Example:
-    """Two answers and whether they are equal, a line each; that alone is trained on."""
-    spans = []
-    for _ in range(DRILL_LINES):
-        held = rng.randint(0, rng.choice((99, 999, 999, LARGEST)))
-        found = held if rng.random() < 0.5 else _other_than(held, rng)
-        spans.append(Span(COMPARISON.format(found, held), False))
-        spans.append(Span(" Yes.\n" if found == held else " No.\n", True))
-    return encode(tokenizer, spans)
-
-
-def _other_than(number: int, rng: random.Random) -> int:
-    """Another number, mostly one that is easily taken for it."""
-    if rng.random() < 0.25:
-        other = rng.randint(0, rng.choice((99, 999, LARGEST)))
-    else:
-        power = 10 ** rng.randrange(len(str(number)))
-        other = abs(number + rng.choice((-5, -2, -1, -1, 1, 1, 2, 5)) * power)
-    return other if other != number else number + 1
-
-
 def trace_of(asked: Problem | str, rng: random.Random, slip_rate: float = 0.0) -> tuple[str, Trace]:
     """What was asked, a problem or other text, and what the reasoner is to write after it."""
     if isinstance(asked, Problem):
-        check_slip_rate = CHECK_SLIP_RATE if slip_rate else 0.0
-        return asked.question, write_trace(asked, rng, slip_rate, check_slip_rate)
+        return asked.question, write_trace(asked, rng, slip_rate)
     answer = Piece(f"</think>\n{SENTENCE}", UNSURE)
     return asked, Trace((Piece(THOUGHT, UNSURE),), (answer,))
 
@@ -163,10 +141,10 @@ def _keep(spans: list[Span], length: int) -> list[Span]:
 
 def make_example(tokenizer: Tokenizer, rng: random.Random, kind: str) -> Example:
     """A new example of the given kind, from a training problem or from other text."""
-    if kind == "comparison":
-        return comparison(tokenizer, rng)
     if kind in ("drill", "hard_drill"):
         return drill(tokenizer, rng, hard=kind == "hard_drill")
+    if kind == "full_chain":
+        return full(tokenizer, rng, sample_chain(rng, rng.randint(MOST_RECHECKED, MOST_STEPS)))
     asked = sample_question(rng)
     if kind == "derivation":
         return derivation(tokenizer, rng, asked)

@@ -6,9 +6,8 @@ derived so far is the problem's own derivation, or has been corrected to it. A l
 ======================  ==========================================================================
 a derivation            it quotes a step that is due (misspelt words do not matter), its operands
                         are that step's, and every formula on it is exact
-a re-check              its formulas are exact and give the value of the step that it repeats
-a comparison            it names the re-check's answer and the derivation's, and says whether they
-                        are equal; where they are not, the derivation begins again
+a re-check              its formulas are exact and give the value of the step that it repeats,
+                        which holds from there on; a slip that it names is one
 a value or an answer    it is the problem's
 a sentence read again   it stands in the question
 anything else           it has no digits
@@ -29,11 +28,12 @@ from forethought.training.reasoner.problems import Problem, Step, calculate
 _LINE = re.compile(r"[^\n]*\n|[^\n]+")
 _FORMULA = re.compile(r"(-?\d+) ([-+x/]) (\d+) = (-?\d+)")
 _DERIVED = re.compile(r"(?:(?P<reason>.*?): )?(?P<formulas>-?\d+ [-+x/] \d+ = -?\d.*)\.\n?")
-_COMPARISON = re.compile(r"That gives (-?\d+)\. Is it (-?\d+)\? (Yes|No)\.\n?")
+_NOTE = re.compile(r", but I wrote (-?\d+)\. That was a slip\.\n?$")
 _CLAIM = re.compile(
-    r"(?:So the answer is|Right, that is) (-?\d+)\.\n?|The answer is \\boxed\{(-?\d+)\}\.\n?"
+    r"(?:So the answer is|So it is still|Right, that is|That gives|Yes,) (-?\d+)"
+    r"(?: again| it is)?\.\n?|The answer is \\boxed\{(-?\d+)\}\.\n?"
 )
-_CLAIM_BEGINS = re.compile(r"So the answer is|Right, that is|The answer is|That gives")
+_CLAIM_BEGINS = re.compile(r"So the answer is|So it is still|Right, that is|The answer is")
 _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 
 
@@ -65,35 +65,28 @@ class _Checker:
     """Whether the first derivation is complete: further lines re-check."""
     is_lost: bool = False
     """Whether a line of the derivation was none of the problem's, which nothing repairs."""
-    claimed: str = ""
-    """The answer that it has given so far."""
-    rechecked: list[int] = field(default_factory=list)
-    """The values of the lines of the re-check so far."""
-    is_misled: bool = False
-    """Whether a re-check went wrong and no comparison has shown it."""
+    repeated: int = 0
+    """The step that the next line of a re-check repeats."""
 
     def check(self, line: str) -> bool:
         """Whether the next line is a good step."""
-        right = self._is_line_right(line)
-        return right and not (self.wrong or self.is_lost or self.is_misled)
+        return self._is_line_right(line) and not self.wrong and not self.is_lost
 
     @property
     def _is_complete(self) -> bool:
         return len(self.values) == len(self.problem.steps)
 
     def _is_line_right(self, line: str) -> bool:
-        if comparison := _COMPARISON.fullmatch(line):
-            return self._is_comparison_right(*comparison.groups())
         if claim := _CLAIM.fullmatch(line):
-            self.has_derived, self.rechecked, self.claimed = True, [], claim[1] or claim[2]
-            return self.claimed == self.problem.answer and self._is_complete
+            self.has_derived, self.repeated = True, 0
+            return (claim[1] or claim[2]) == self.problem.answer and self._is_complete
         if _CLAIM_BEGINS.match(line):
             return False
         if self.has_derived and (formulas := _FORMULA.findall(line)):
-            return self._is_recheck_right(formulas)
+            return self._is_recheck_right(line, formulas)
         if derived := _DERIVED.fullmatch(line):
             return self._is_step_right(derived["reason"] or "", derived["formulas"])
-        self.rechecked = []
+        self.repeated = 0
         if not re.search(r"\d", line):
             return not line.startswith("</think>") or self._is_complete
         return line.strip() in self.problem.question
@@ -129,25 +122,21 @@ class _Checker:
         ready = all(other is None or other in self.values for other in used)
         return index not in self.values and ready
 
-    def _is_recheck_right(self, formulas: Sequence[_Formula]) -> bool:
-        """A line of a re-check: the value of the next step once more."""
-        index, value = len(self.rechecked), int(formulas[-1][3])
-        self.rechecked.append(value)
-        steps = self.problem.steps
-        right = index < len(steps) and _are_exact(formulas) and value == steps[index].value
-        self.is_misled |= not right
-        return right
-
-    def _is_comparison_right(self, found: str, before: str, said: str) -> bool:
-        """The end of a re-check; where it says that the answers differ, all is derived again."""
-        right = (found == before) == (said == "Yes") and before == self.claimed
-        right &= list(map(str, self.rechecked[-1:])) == [found]
-        right &= said == "No" or len(self.rechecked) == len(self.problem.steps)
-        self.rechecked = []
-        if said == "No":
-            self.values, self.wrong = {}, set()
-            self.has_derived = self.is_lost = self.is_misled = False
-        return right
+    def _is_recheck_right(self, line: str, formulas: Sequence[_Formula]) -> bool:
+        """A line of a re-check, which confirms a value, corrects it, or follows a correction."""
+        index, self.repeated = self.repeated, self.repeated + 1
+        if index >= len(self.problem.steps):
+            return False
+        held, value, note = self.values.get(index), int(formulas[-1][3]), _NOTE.search(line)
+        if note is None and line.rstrip().endswith(", yes."):
+            right = _are_exact(formulas) and value == self.problem.steps[index].value
+            return right and self._hold(index, formulas, True)
+        if note is None:
+            return self._hold(index, formulas, True)
+        for later in range(index + 1, len(self.problem.steps)):  # they are computed again
+            self.values.pop(later, None)
+            self.wrong.discard(later)
+        return self._hold(index, formulas, True) and held == int(note[1]) != value
 
 
 _Formula = tuple[str, str, str, str]

@@ -2,26 +2,14 @@
 
 A trace is a list of pieces. Each carries the guess that an honest solver gives when it is stopped
 inside that piece: the value just computed at the end of a step, ``hmm`` in the middle of one, the
-answer once the derivation is complete. A problem of more than ``MOST_RECHECKED`` steps is answered
-then. After the derivation of a shorter one come one to four re-checks. A re-check computes every
-step in a second way, by parts (:func:`by_parts`), and compares its answer with the derivation's.
-Where they differ, the problem is derived once more, which decides::
-
-    He buys 17 more: 113 + 17 = 130.
-    So the answer is 130.
-    Wait, let me check that again.
-    17 + 113 = 140.
-    That gives 140. Is it 130? No.
-    Let me go step by step.
-    He buys 17 more: 113 + 17 = 130.
-    So the answer is 130.
-
-So a slip of the derivation is found by the first re-check that calculates, and a slip of a re-check
-does not change the answer.
+answer once the derivation is complete. A bare sum, and a problem of more than ``MOST_RECHECKED``
+steps, is answered then. After the derivation of other problems come one to four re-checks. A
+re-check computes every step in a second way, by parts (:func:`by_parts`), so that it depends less
+on the first derivation; where that contains a slip, the first re-check that calculates finds it.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from forethought.training.reasoner.problems import Problem, Step, calculate
@@ -39,14 +27,11 @@ REREADS = (
     "Wait, let me read the question again.\n",
     "Hmm, did I read the question right?\n",
 )
-COMPARISON = "That gives {}. Is it {}?"
-"""A re-check's answer and the derivation's."""
-REREAD_SHARE = 0.25
-"""Of the re-checks that read the question again in place of calculating."""
+CONFIRMATIONS = ("So it is still {}.\n", "Yes, {} it is.\n", "That gives {} again.\n")
 MOST_RECHECKED = 4
 """Steps of the longest problem that is calculated again: in longer ones the model, which sees
-formulas only, loses its place among them."""
-LONGEST = 700
+formulas only, loses its place among them, and breaks more answers than it fixes."""
+LONGEST = 800
 """Characters of question and trace beyond which no further re-check begins: they are about
 one and a half to a token, and contexts of 512 tokens are trained."""
 
@@ -107,25 +92,36 @@ class _Line:
         return self.formulas[-1].value
 
 
-def write_trace(
-    problem: Problem, rng: random.Random, slip_rate: float = 0.0, check_slip_rate: float = 0.0
-) -> Trace:
-    """Solve a problem in words.
+def write_trace(problem: Problem, rng: random.Random, slip_rate: float = 0.0) -> Trace:
+    """Solve a problem in words; with probability ``slip_rate`` one step goes wrong at first.
 
-    Args:
-        problem: of more than ``MOST_RECHECKED`` steps, or with a negative answer, it is derived
-            without slip and not checked again.
-        rng: of the words, the number of re-checks and the slips.
-        slip_rate: probability that one step of the derivation goes wrong.
-        check_slip_rate: probability, for each re-check of a right derivation, that one of its
-            steps goes wrong.
+    A bare sum, and a problem of more than ``MOST_RECHECKED`` steps, is derived without slip, and
+    nothing is checked again.
     """
-    lines = _exact(problem)
-    is_checked = len(lines) <= MOST_RECHECKED and lines[-1].value >= 0
+    lines, slip_at = _exact(problem), None
+    is_checked = problem.family != "sum" and len(problem.steps) <= MOST_RECHECKED
     if is_checked and rng.random() < slip_rate:
-        lines = _with_slip(problem, rng) or lines
+        place = rng.randrange(len(problem.steps))
+        if slipped := _with_slip(problem, place, rng):
+            lines, slip_at = slipped, place
     derivation = [Piece(rng.choice(OPENINGS), UNSURE), *_derive(lines)]
-    rechecks = _recheck_all(problem, lines, rng, check_slip_rate) if is_checked else []
+    length = len(problem.question) + len(_text(derivation))
+    rechecks: list[Piece] = []
+    for _ in range(_recheck_count(problem, rng) if is_checked else 0):
+        if rng.random() < 0.25:
+            more = _reread(problem, lines, rng)
+        elif slip_at is not None:
+            more = _correct(problem, lines, slip_at, rng)
+        else:
+            more = _repeat(lines, rng)
+        length += len(_text(more))
+        if rechecks and length > LONGEST:
+            break
+        rechecks += more
+        if slip_at is not None and len(more) > 1:
+            lines, slip_at = _exact(problem), None
+    if slip_at is not None:
+        rechecks += _correct(problem, lines, slip_at, rng)
     rechecks.append(Piece(f"</think>\nThe answer is \\boxed{{{problem.answer}}}.", problem.answer))
     return Trace(tuple(derivation), tuple(rechecks))
 
@@ -215,44 +211,20 @@ def _text(pieces: Sequence[Piece]) -> str:
     return "".join(piece.text for piece in pieces)
 
 
-def _recheck_all(
-    problem: Problem, lines: list[_Line], rng: random.Random, slip_rate: float
-) -> list[Piece]:
-    """Re-checks of a derivation, up to the first whose answer differs, and what follows that."""
-    weights = (1, 4, 7, 5) if len(lines) > 1 else (5, 2, 0, 0)
-    count = rng.choices((1, 2, 3, 4), weights)[0]
-    is_wrong = str(lines[-1].value) != problem.answer
-    length = len(problem.question) + len(_text(_derive(lines)))
-    pieces: list[Piece] = []
-    while count > 0 or is_wrong:
-        count -= 1
-        if count >= 0 and rng.random() < REREAD_SHARE:
-            more, differs = _reread(problem, lines, rng), False
-        else:
-            more, differs = _recheck(problem, lines, rng, 0.0 if is_wrong else slip_rate)
-        length += len(_text(more))
-        if pieces and length > LONGEST and not is_wrong:
-            break
-        pieces += more
-        if differs:
-            break
-    return pieces
+def _recheck_count(problem: Problem, rng: random.Random) -> int:
+    weights = (1, 4, 8, 7) if len(problem.steps) > 1 else (5, 4, 1, 0)
+    return rng.choices((1, 2, 3, 4), weights)[0]
 
 
-def _exact(problem: Problem, compute: Callable[[Step], list[Formula]] = derived) -> list[_Line]:
-    return [_Line(step, tuple(compute(step))) for step in problem.steps]
+def _exact(problem: Problem) -> list[_Line]:
+    return [_Line(step, tuple(derived(step))) for step in problem.steps]
 
 
-def _with_slip(
-    problem: Problem,
-    rng: random.Random,
-    compute: Callable[[Step], list[Formula]] = derived,
-) -> list[_Line] | None:
-    """The lines with a wrong formula in one step, carried on through the steps that use it.
+def _with_slip(problem: Problem, slip_at: int, rng: random.Random) -> list[_Line] | None:
+    """The lines with a wrong formula in step ``slip_at``, carried on through the steps that use it.
 
-    None where every slip tried would make some value less than one, or leave the answer right.
+    None where every slip tried would make some value less than one.
     """
-    slip_at = rng.randrange(len(problem.steps))
     for _ in range(8):
         lines: list[_Line] = []
         for index, step in enumerate(problem.steps):
@@ -260,10 +232,10 @@ def _with_slip(
             left = step.left if left_from is None else lines[left_from].value
             right = step.right if right_from is None else lines[right_from].value
             seen = replace(step, left=left, right=right)
-            formulas = compute(seen)
+            formulas = derived(seen)
             lines.append(_Line(seen, tuple(_slip(formulas, rng) if index == slip_at else formulas)))
         values = [formula.value for line in lines for formula in line.formulas]
-        if min(values) > 0 and str(lines[-1].value) != problem.answer:
+        if min(values) > 0 and lines[slip_at].value != problem.steps[slip_at].value:
             return lines
     return None
 
@@ -319,6 +291,15 @@ def _calculations(formulas: Sequence[Formula], guess: str) -> list[Piece]:
     return pieces
 
 
+def _repeat(lines: list[_Line], rng: random.Random) -> list[Piece]:
+    """Every calculation once more, in order."""
+    answer = str(lines[-1].value)
+    text = rng.choice(RECHECKS)
+    for line in lines:
+        text += _text(_calculations(rechecked(line.step), answer)) + ", yes.\n"
+    return [Piece(text + rng.choice(CONFIRMATIONS).format(answer), answer)]
+
+
 def _reread(problem: Problem, lines: list[_Line], rng: random.Random) -> list[Piece]:
     """The story once more, without calculating."""
     answer = str(lines[-1].value)
@@ -326,22 +307,21 @@ def _reread(problem: Problem, lines: list[_Line], rng: random.Random) -> list[Pi
     return [Piece(rng.choice(REREADS) + f"{story}\nRight, that is {answer}.\n", answer)]
 
 
-def _recheck(
-    problem: Problem, lines: list[_Line], rng: random.Random, slip_rate: float
-) -> tuple[list[Piece], bool]:
-    """Every calculation in a second way and the comparison; whether it differs.
-
-    Where it does, the derivation follows once more, without slip.
-    """
-    before, checked = str(lines[-1].value), _exact(problem, rechecked)
-    if rng.random() < slip_rate:
-        checked = _with_slip(problem, rng, rechecked) or checked
+def _correct(problem: Problem, lines: list[_Line], slip_at: int, rng: random.Random) -> list[Piece]:
+    """A re-check that meets the slip, names it, and carries the right value to the end."""
+    before, answer = str(lines[-1].value), problem.answer
     pieces = [Piece(rng.choice(RECHECKS), before)]
-    for line in checked:
-        pieces += [*_calculations(line.formulas, before), Piece(".\n", before)]
-    found = str(checked[-1].value)
-    pieces.append(Piece(COMPARISON.format(found, before), before))
-    if found == before:
-        return [*pieces, Piece(" Yes.\n", before)], False
-    anew = Piece(" No.\nLet me go step by step.\n", UNSURE)
-    return [*pieces, anew, *_derive(_exact(problem))], True
+    for index, step in enumerate(problem.steps):
+        guess = before if index <= slip_at else UNSURE
+        pieces += _calculations(rechecked(step), guess)
+        if index < slip_at:
+            pieces.append(Piece(", yes.\n", before))
+        elif index == slip_at:
+            note = f", but I wrote {lines[index].value}. That was a slip.\n"
+            pieces.append(Piece(note, UNSURE))
+        else:
+            pieces.append(Piece(".\n", UNSURE))
+    guess = answer if slip_at == len(problem.steps) - 1 else UNSURE
+    pieces.append(Piece("So the answer is ", guess))
+    pieces.append(Piece(f"{answer}.\n", answer))
+    return pieces

@@ -8,7 +8,7 @@ longest to learn. Interrupt it at any time; the same command resumes. It logs lo
 skill and probe skill on problems that it does not train on, and ends with a model directory in
 ``OUT/model``.
 
-    python -m forethought.training.reasoner.train --start DIR --steps 300 --rate 5e-4 --out OUT
+    python -m forethought.training.reasoner.train --start DIR --steps 80 --rate 4e-4 --out OUT
 
 tunes a trained reasoner, whose tokenizer it keeps, with whole traces above all: what follows the
 derivation can so be changed in a short run.
@@ -38,8 +38,8 @@ POLISH = {
     "probed_full": 0.19,
 }  # fmt: skip
 TUNING = {
-    "drill": 0.02, "hard_drill": 0.05, "comparison": 0.12, "derivation": 0.08, "probed": 0.08,
-    "full": 0.50, "probed_full": 0.15,
+    "hard_drill": 0.10, "derivation": 0.08, "probed": 0.05, "full": 0.40, "full_chain": 0.25,
+    "probed_full": 0.12,
 }  # fmt: skip
 FOUNDATION_LENGTH, FINISH_LENGTH = 256, 512
 FINISH_FROM, POLISH_FROM = 0.43, 0.85
