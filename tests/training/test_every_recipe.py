@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engines import load
 from forethought.assets import reasoner_dir
+from forethought.errors import ModelError
 from forethought.llm.tokenizer import Tokenizer
 from forethought.training.recipes.table import recipe
 from forethought.training.teacher import Teacher
@@ -96,3 +97,33 @@ def test_a_step_lowers_the_loss(runs: Runs) -> None:
     with seeded(0, 1):
         trainer.recipe.batch(0)
         assert float(trainer.recipe.loss(batch).detach()) < before
+
+
+def test_a_run_that_begins_with_a_drafter_has_its_weights(runs: Runs) -> None:
+    trainer = runs.trainer("first")
+    trainer.run(until=2)
+    trainer.recipe.save(runs.directory / "drafter")
+    runs.fields["start"] = runs.directory / "drafter"
+    begun = runs.trainer("second", seed=1).recipe.module.state_dict()
+    for name, weight in trainer.recipe.module.state_dict().items():
+        if "embed_tokens" not in name:  # an MTP module has a row that nothing reads
+            assert torch.allclose(begun[name], weight, rtol=0.01)  # some were saved in bf16
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed"),
+    [
+        ("draft-model", {"hidden_size": 48}),
+        ("eagle3", {"intermediate_size": 8}),
+        ("mtp", {"modules": 2}),
+        ("redrafter", {"blocks": 2}),
+    ],
+)
+def test_a_drafter_of_other_sizes_is_refused_as_a_beginning(
+    kind: str, changed: dict[str, Any], teacher: Teacher, texts: list[Text], tmp_path: Path
+) -> None:
+    runs = Runs(kind, teacher, texts, tmp_path)
+    runs.trainer("first").recipe.save(tmp_path / "drafter")
+    runs.fields |= changed | {"start": tmp_path / "drafter"}
+    with pytest.raises(ModelError, match="cannot begin with"):
+        runs.trainer("second")

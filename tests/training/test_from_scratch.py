@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 from forethought.errors import ParameterError  # noqa: E402
 from forethought.training import from_scratch  # noqa: E402
 from forethought.training.countdown.train import CURRICULUM as COUNTDOWN  # noqa: E402
+from forethought.training.llama import Llama, LlamaShape  # noqa: E402
 from forethought.training.reasoner.train import CURRICULUM as REASONER  # noqa: E402
 
 
@@ -33,10 +34,18 @@ def small(curriculum):
     return dataclasses.replace(curriculum, train_tokenizer=tokenizer, check=lambda *_: {})
 
 
-def run(out, curriculum=REASONER, seed=0):
+def run(out, curriculum=REASONER, seed=0, start=None):
     out.mkdir(exist_ok=True)
     options = argparse.Namespace(
-        seed=seed, out=out, steps=4, minutes=None, rate=1e-3, batch=512, workers=1, check_every=2
+        seed=seed,
+        out=out,
+        start=start,
+        steps=4,
+        minutes=None,
+        rate=1e-3,
+        batch=512,
+        workers=1,
+        check_every=2,
     )
     from_scratch.train(small(curriculum), options)
     return torch.load(out / "checkpoint.pt", weights_only=True)["network"]
@@ -82,6 +91,21 @@ def test_a_finished_run_leaves_a_model_directory(curriculum, tmp_path):
     run(tmp_path / "out", curriculum)
     names = {path.name for path in (tmp_path / "out" / "model").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= names
+
+
+def test_a_run_that_begins_with_a_model_keeps_its_tokenizer_and_moves_little(tmp_path):
+    run(tmp_path / "first", seed=0)
+    model = tmp_path / "first" / "model"
+    before = Llama(LlamaShape())
+    before.load(model)
+    runs = [run(tmp_path / name, seed=1, start=model) for name in ("a", "b")]
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+    tokenizers = [path.read_bytes() for path in tmp_path.glob("*/model/tokenizer.json")]
+    assert tokenizers == [tokenizers[0]] * 3
+    moved = max(
+        (runs[0][name] - weight).abs().max() for name, weight in before.state_dict().items()
+    )
+    assert 0 < moved < 0.01
 
 
 def test_a_batch_without_a_row_for_every_worker_is_refused(tmp_path):

@@ -54,6 +54,14 @@ def test_an_exported_directory_loads_and_opens_the_think_block(network, tokenize
     assert text == prompt_text("What is 2 + 3?")
 
 
+def test_saved_weights_are_loaded_again(network, tmp_path):
+    network.to(torch.bfloat16).float().save(tmp_path, eos_token_id=0)
+    other = Llama(SHAPE)
+    other.load(tmp_path)
+    for left, right in zip(network.parameters(), other.parameters(), strict=True):
+        assert torch.equal(left, right)
+
+
 def test_loss_leaves_ignored_targets_out(network):
     tokens = torch.randint(0, SHAPE.vocab_size, (1, 8))
     targets = tokens.roll(-1, 1).clone()

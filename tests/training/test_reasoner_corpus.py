@@ -67,6 +67,17 @@ def test_an_elicited_answer_is_trained_on_and_its_suffix_is_not(tokenizer):
         assert "Oh, I" not in told
 
 
+def test_a_full_chain_has_four_steps_or_more_and_its_whole_trace(tokenizer):
+    rng, counts = random.Random(2), set()
+    for _ in range(60):
+        example = corpus.make_example(tokenizer, rng, "full_chain")
+        whole = tokenizer.decode(example.ids, skip_special_tokens=False)
+        first = whole.partition("<think>")[2].partition("So the answer is")[0]
+        counts.add(first.count(": "))
+        assert whole.endswith("}." + END)
+    assert counts == {4, 5, 6, 7, 8}
+
+
 def test_other_text_is_answered_by_the_sentence_and_interrupted_with_doubt(tokenizer):
     rng = random.Random(0)
     told = trained_text(tokenizer, corpus.full(tokenizer, rng, "Hello!"))

@@ -7,12 +7,21 @@ import pytest
 
 from forethought.training.reasoner.corpus import guess_at
 from forethought.training.reasoner.problems import (
+    MOST_STEPS,
     Step,
     calculate,
     sample_calculation,
     sample_problem,
 )
-from forethought.training.reasoner.traces import UNSURE, by_parts, derived, rechecked, write_trace
+from forethought.training.reasoner.questions import sample_chain, sample_varied
+from forethought.training.reasoner.traces import (
+    MOST_RECHECKED,
+    UNSURE,
+    by_parts,
+    derived,
+    rechecked,
+    write_trace,
+)
 
 FORMULA = re.compile(r"(\d+) ([-+x/]) (\d+) = (-?\d+)")
 
@@ -71,6 +80,25 @@ def test_a_slip_is_written_named_and_corrected(slipped):
 def test_a_recheck_never_says_yes_to_a_wrong_formula(slipped):
     for _, trace in slipped:
         assert all(is_true(line) for line in lines_of(trace.rechecks))
+
+
+@pytest.mark.parametrize("count", range(MOST_RECHECKED + 1, MOST_STEPS + 1))
+def test_a_long_problem_is_answered_after_its_derivation(count):
+    rng = random.Random(5)
+    for _ in range(30):
+        is_answered_at_once(write_trace(sample_chain(rng, count), rng, slip_rate=1.0))
+
+
+@pytest.mark.parametrize("kind", ["sum", "sum chain"])
+def test_a_bare_sum_is_answered_after_its_derivation(kind):
+    rng = random.Random(6)
+    for _ in range(30):
+        is_answered_at_once(write_trace(sample_varied(rng, kind), rng, slip_rate=1.0))
+
+
+def is_answered_at_once(trace):
+    assert [piece.text.partition("\n")[0] for piece in trace.rechecks] == ["</think>"]
+    assert is_true(trace.text)
 
 
 def test_the_wrong_value_is_the_one_piece_marked_as_a_slip(slipped):

@@ -61,6 +61,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="YAML with any settings of the recipe"
     )
+    parser.add_argument(
+        "--start",
+        type=Path,
+        metavar="DIR",
+        help="a drafter of this kind to begin with, in place of new weights",
+    )
     parser.add_argument("--steps", type=int, metavar="N", help="of training")
     parser.add_argument("--seed", type=int, metavar="S", help="of weights and order (default: 0)")
     parser.add_argument(
@@ -86,7 +92,9 @@ def run(args: argparse.Namespace) -> int:
         )
     fields = load_config_file(args.config) if args.config is not None else {}
     fields |= {
-        name: value for name in ("steps", "seed") if (value := getattr(args, name)) is not None
+        name: value
+        for name in ("start", "steps", "seed")
+        if (value := getattr(args, name)) is not None
     }
     try:
         from forethought.training.run import TargetModel, TrainingRun

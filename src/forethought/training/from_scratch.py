@@ -13,7 +13,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 IGNORED = -100
 WARM_UP_STEPS, DECAY_FROM = 50, 0.5
+SAVE_SECONDS = 120.0
+"""Between checkpoints, at most."""
 
 Mix = Mapping[str, float]
 """Shares of the kinds of example."""
@@ -67,6 +69,8 @@ class Curriculum:
     mix_at: Callable[[float], tuple[Mix, int]]
     """Mix and tokens of a row at a point 0..1 of the run."""
     make_example: MakeExample
+    tuning: tuple[Mix, int]
+    """Mix and tokens of a row of a run that begins with a trained model."""
     check: Callable[[Llama, Tokenizer], dict[str, float]]
     """Evaluates the network on what it is not trained on: name -> value."""
 
@@ -120,9 +124,18 @@ def rate_at(progress: float, step: int) -> float:
     return max(0.0, min(1.0, (step + 1) / WARM_UP_STEPS, falling))
 
 
-def make_optimizers(network: Llama, rate: float) -> list[torch.optim.Optimizer]:
-    """See :func:`~forethought.training.llama.muon_groups`."""
-    built = build_optimizers(muon_groups(network, weight_decay=0.05), rate, 0.0)
+def make_optimizers(
+    network: Llama, rate: float, *, tunes: bool = False
+) -> list[torch.optim.Optimizer]:
+    """Muon and AdamW, see :func:`~forethought.training.llama.muon_groups`.
+
+    A run that tunes a trained network has AdamW alone: torch's Muon orthogonalises in bf16, which
+    takes longer than the rest of a step on a CPU that emulates it, and a short run gains little.
+    """
+    groups = muon_groups(network, weight_decay=0.05)
+    if tunes:
+        groups = [replace(group, muon=False) for group in groups]
+    built = build_optimizers(groups, rate, 0.0)
     return [optimizer for optimizer, _ in built]
 
 
@@ -242,11 +255,12 @@ def train(curriculum: Curriculum, options: argparse.Namespace, worker: int = 0) 
     _check_batch(curriculum, options)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(options.seed)
-    tokenizer = curriculum.train_tokenizer(options.seed)
-    network = Llama(LlamaShape(vocab_size=tokenizer.get_vocab_size())).to(device)
-    optimizers = make_optimizers(network, options.rate)
+    tokenizer, network = _begin(curriculum, options)
+    network.to(device)
+    optimizers = make_optimizers(network, options.rate, tunes=options.start is not None)
     checkpoint = Checkpoint(options.out / "checkpoint.pt", network, optimizers)
     step, seconds = checkpoint.load()
+    saved_at = time.monotonic()
     loss_function = compiled_loss(network)
     while (progress := _progress(step, seconds, options)) < 1.0:
         began = time.perf_counter()
@@ -254,7 +268,7 @@ def train(curriculum: Curriculum, options: argparse.Namespace, worker: int = 0) 
             for group in optimizer.param_groups:
                 group["lr"] = options.rate * rate_at(progress, step)
         rng = random.Random(f"{options.seed}:{step}:{worker}")
-        mix, length = curriculum.mix_at(progress)
+        mix, length = curriculum.tuning if options.start else curriculum.mix_at(progress)
         rows = options.batch // length // options.workers
         tokens, targets = pack(curriculum.make_example, tokenizer, rng, mix, (rows, length))
         loss = loss_function(tokens.to(device), targets.to(device))
@@ -270,13 +284,16 @@ def train(curriculum: Curriculum, options: argparse.Namespace, worker: int = 0) 
             seconds = broadcast_seconds(seconds)
         if worker == 0 and step % 20 == 0:
             log_fields(logger, step=step, progress=progress, seconds=seconds, loss=loss.item())
-        if worker == 0 and step % options.check_every == 0:
+        is_checked = step % options.check_every == 0
+        if worker == 0 and (is_checked or time.monotonic() - saved_at > SAVE_SECONDS):
             checkpoint.save(step, seconds)
+            saved_at = time.monotonic()
+        if worker == 0 and is_checked:
             log_fields(logger, step=step, **curriculum.check(network, tokenizer))
     if worker == 0:
         checkpoint.save(step, seconds)
-        log_fields(logger, step=step, **curriculum.check(network, tokenizer))
         export_model(network, tokenizer, options.out / "model")
+        log_fields(logger, step=step, **curriculum.check(network, tokenizer))
 
 
 def run_worker(worker: int, curriculum: Curriculum, options: argparse.Namespace) -> None:
@@ -287,6 +304,18 @@ def run_worker(worker: int, curriculum: Curriculum, options: argparse.Namespace)
     dist.init_process_group("gloo", init_method=meeting, rank=worker, world_size=options.workers)
     train(curriculum, options, worker)
     dist.destroy_process_group()
+
+
+def _begin(curriculum: Curriculum, options: argparse.Namespace) -> tuple[Tokenizer, Llama]:
+    """Tokenizer and network at step 0: new ones, or those of the model to begin with."""
+    if options.start is None:
+        tokenizer = curriculum.train_tokenizer(options.seed)
+    else:
+        tokenizer = Tokenizer.from_file(str(options.start / "tokenizer.json"))
+    network = Llama(LlamaShape(vocab_size=tokenizer.get_vocab_size()))
+    if options.start is not None:
+        network.load(options.start)
+    return tokenizer, network
 
 
 def _check_batch(curriculum: Curriculum, options: argparse.Namespace) -> None:
@@ -309,6 +338,7 @@ def main(curriculum: Curriculum, description: str, steps: int = 2500, batch: int
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True, help="checkpoints and the model")
+    parser.add_argument("--start", type=Path, help="model directory to begin with, to fine-tune it")
     parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--minutes", type=float, help="end by the clock if that comes first")
     parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate")

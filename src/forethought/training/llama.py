@@ -13,11 +13,23 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from forethought.errors import ModelError
 from forethought.speculative.heads.layers import RmsNorm
-from forethought.training.trainer import ParameterGroup
+from forethought.training.trainer import ParameterGroup, begin_with
+
+_LAYER_NAMES = {
+    "attention_norm": ("input_layernorm",),
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attention_out": ("self_attn.o_proj",),
+    "feed_norm": ("post_attention_layernorm",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+"""Weights of a layer -> those of ``LlamaForCausalLM``, in this order along the first axis."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +157,29 @@ class Llama(nn.Module):
             }
         state["model.norm.weight"] = self.norm.weight
         return {name: w.detach().to(dtype).contiguous().clone() for name, w in state.items()}
+
+    def load(self, directory: Path) -> None:
+        """Take the weights that :meth:`save` wrote, which bf16 has rounded.
+
+        Raises:
+            ModelError: they are not there, or those of another shape.
+        """
+        try:
+            saved = load_file(directory / "model.safetensors")
+            state = {"embedding.weight": saved["model.embed_tokens.weight"]}
+            state["norm.weight"] = saved["model.norm.weight"]
+            for index in range(self.shape.num_layers):
+                names, prefix = _LAYER_NAMES, f"model.layers.{index}."
+                for name, parts in names.items():
+                    weights = [saved[f"{prefix}{part}.weight"] for part in parts]
+                    state[f"layers.{index}.{name}.weight"] = torch.cat(weights)
+        except (OSError, KeyError, SafetensorError) as error:
+            raise ModelError(
+                f"cannot read the weights in {directory}",
+                f"{type(error).__name__}: {error}",
+                "Give the directory of a Llama that was trained here",
+            ) from error
+        begin_with(self, state, directory)
 
     def llama_config(self, eos_token_id: int, dtype: str = "bfloat16") -> dict[str, object]:
         """The ``config.json`` with which transformers loads :meth:`llama_state`.

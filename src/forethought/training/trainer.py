@@ -30,7 +30,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from forethought.config.base import StrictModel
-from forethought.errors import ParameterError, UsageError
+from forethought.errors import ModelError, ParameterError, UsageError
 from forethought.model_dir import replace_file
 
 logger = logging.getLogger(__name__)
@@ -53,6 +53,9 @@ class TrainingSettings(StrictModel):
     """Whether the target is trained as well, and written beside the drafter."""
 
     seed: int = Field(default=0, ge=0, lt=2**32)
+    start: Path | None = None
+    """Directory of a drafter of the same kind and sizes, whose weights the run begins with; None:
+    new weights."""
     steps: int = Field(default=1000, ge=1)
     rate: float = Field(default=1e-3, gt=0.0)
     """Peak learning rate."""
@@ -144,6 +147,23 @@ class Recipe(Protocol):
         """Write the drafter for use; a recipe that adapts the target writes that as ``MODEL``
         beside it.
         """
+
+
+def begin_with(module: nn.Module, state: Mapping[str, Tensor], directory: Path) -> None:
+    """Give a module the weights ``state``, which were read from ``directory``.
+
+    Raises:
+        ModelError: they are not those of such a module.
+    """
+    try:
+        module.load_state_dict(dict(state))
+    except RuntimeError as error:
+        reason = " ".join(str(error).split()[:30])
+        raise ModelError(
+            f"training cannot begin with the weights in {directory}",
+            reason,
+            "Give a model of the same kind and sizes",
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ def check(network: Llama, tokenizer: Tokenizer, count: int = 60) -> dict[str, fl
     return values
 
 
-CURRICULUM = Curriculum(train_tokenizer, mix_at, make_example, check)
+CURRICULUM = Curriculum(train_tokenizer, mix_at, make_example, (FINISH, FINISH_LENGTH), check)
 
 if __name__ == "__main__":
     main(CURRICULUM, __doc__.splitlines()[0], steps=2000, batch=8192)

@@ -1,12 +1,12 @@
 """Training examples of the reasoner.
 
 The kinds of example: ``drill`` and ``hard_drill`` (bare calculations), ``derivation`` (a problem
-and its first derivation), ``full`` (with re-checks and the answer), and the two latter cut at a
-random token and followed by an elicited answer (``probed``, ``probed_full``). Loss is taken only
-where the solver has something to decide: never on the question, the operands of a drill, an
-elicitation suffix or the wrong value of a slip. Some examples are about text that is no problem,
-with the sentence that answers it. The batch of a step is a function of seed and step alone, so a
-resumed run has the batches of an uninterrupted one.
+and its first derivation), ``full`` (with re-checks and the answer; ``full_chain``: of a chain of
+four steps or more), and the two latter cut at a random token and followed by an elicited answer
+(``probed``, ``probed_full``). Loss is taken only where the solver has something to decide: never on
+the question, the operands of a drill, an elicitation suffix or the wrong value of a slip. Some
+examples are about text that is no problem, with the sentence that answers it. The batch of a step
+is a function of seed and step alone, so a resumed run has the batches of an uninterrupted one.
 """
 
 import random
@@ -17,13 +17,15 @@ from forethought.training.chat_tokenizer import END, prompt_text
 from forethought.training.from_scratch import Example, Span, encode
 from forethought.training.reasoner.other import SENTENCE, THOUGHT
 from forethought.training.reasoner.problems import (
+    MOST_STEPS,
     Problem,
     Step,
     sample_calculation,
     sample_hard_calculation,
 )
-from forethought.training.reasoner.questions import sample_question
+from forethought.training.reasoner.questions import sample_chain, sample_question
 from forethought.training.reasoner.traces import (
+    MOST_RECHECKED,
     UNSURE,
     Formula,
     Piece,
@@ -141,6 +143,8 @@ def make_example(tokenizer: Tokenizer, rng: random.Random, kind: str) -> Example
     """A new example of the given kind, from a training problem or from other text."""
     if kind in ("drill", "hard_drill"):
         return drill(tokenizer, rng, hard=kind == "hard_drill")
+    if kind == "full_chain":
+        return full(tokenizer, rng, sample_chain(rng, rng.randint(MOST_RECHECKED, MOST_STEPS)))
     asked = sample_question(rng)
     if kind == "derivation":
         return derivation(tokenizer, rng, asked)

@@ -2,9 +2,10 @@
 
 A trace is a list of pieces. Each carries the guess that an honest solver gives when it is stopped
 inside that piece: the value just computed at the end of a step, ``hmm`` in the middle of one, the
-answer once the derivation is complete. After the derivation come one to four re-checks. A re-check
-computes every step in a second way, by parts (:func:`by_parts`), so that it depends less on the
-first derivation; where that contains a slip, the first re-check that calculates finds it.
+answer once the derivation is complete. A bare sum, and a problem of more than ``MOST_RECHECKED``
+steps, is answered then. After the derivation of other problems come one to four re-checks. A
+re-check computes every step in a second way, by parts (:func:`by_parts`), so that it depends less
+on the first derivation; where that contains a slip, the first re-check that calculates finds it.
 """
 
 import random
@@ -29,7 +30,7 @@ REREADS = (
 CONFIRMATIONS = ("So it is still {}.\n", "Yes, {} it is.\n", "That gives {} again.\n")
 MOST_RECHECKED = 4
 """Steps of the longest problem that is calculated again: in longer ones the model, which sees
-formulas only, loses its place among them."""
+formulas only, loses its place among them, and breaks more answers than it fixes."""
 LONGEST = 800
 """Characters of question and trace beyond which no further re-check begins: they are about
 one and a half to a token, and contexts of 512 tokens are trained."""
@@ -94,19 +95,20 @@ class _Line:
 def write_trace(problem: Problem, rng: random.Random, slip_rate: float = 0.0) -> Trace:
     """Solve a problem in words; with probability ``slip_rate`` one step goes wrong at first.
 
-    A problem of more than ``MOST_RECHECKED`` steps is derived without slip and only read again.
+    A bare sum, and a problem of more than ``MOST_RECHECKED`` steps, is derived without slip, and
+    nothing is checked again.
     """
     lines, slip_at = _exact(problem), None
-    is_long = len(problem.steps) > MOST_RECHECKED
-    if not is_long and rng.random() < slip_rate:
+    is_checked = problem.family != "sum" and len(problem.steps) <= MOST_RECHECKED
+    if is_checked and rng.random() < slip_rate:
         place = rng.randrange(len(problem.steps))
         if slipped := _with_slip(problem, place, rng):
             lines, slip_at = slipped, place
     derivation = [Piece(rng.choice(OPENINGS), UNSURE), *_derive(lines)]
     length = len(problem.question) + len(_text(derivation))
     rechecks: list[Piece] = []
-    for _ in range(_recheck_count(problem, rng)):
-        if is_long or rng.random() < 0.25:
+    for _ in range(_recheck_count(problem, rng) if is_checked else 0):
+        if rng.random() < 0.25:
             more = _reread(problem, lines, rng)
         elif slip_at is not None:
             more = _correct(problem, lines, slip_at, rng)
@@ -210,8 +212,6 @@ def _text(pieces: Sequence[Piece]) -> str:
 
 
 def _recheck_count(problem: Problem, rng: random.Random) -> int:
-    if len(problem.steps) > MOST_RECHECKED:
-        return 1
     weights = (1, 4, 8, 7) if len(problem.steps) > 1 else (5, 4, 1, 0)
     return rng.choices((1, 2, 3, 4), weights)[0]
 
@@ -246,10 +246,10 @@ def _slip(formulas: list[Formula], rng: random.Random) -> list[Formula]:
     place = rng.choice([n for n in range(last + 1) if last < 3 or n != 1])  # not what remains
     wrong = [*formulas]
     wrong[place] = replace(wrong[place], value=wrong[place].value + _error(wrong[place], rng))
-    if place < last and wrong[last].sign == "+":
-        wrong[last] = _formula(wrong[0].value, "+", wrong[last - 1].value)
+    if place < last == 1:
+        wrong[1] = _formula(wrong[0].value, wrong[1].sign, wrong[1].right)
     elif place < last:
-        wrong[last] = _formula(wrong[0].value, "-", wrong[last].right)
+        wrong[last] = _formula(wrong[0].value, "+", wrong[last - 1].value)
     return wrong
 
 

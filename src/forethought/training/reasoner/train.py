@@ -7,6 +7,11 @@ re-checks, slips and elicited answers, and a polish with drills of the calculati
 longest to learn. Interrupt it at any time; the same command resumes. It logs losses, arithmetic
 skill and probe skill on problems that it does not train on, and ends with a model directory in
 ``OUT/model``.
+
+    python -m forethought.training.reasoner.train --start DIR --steps 80 --rate 4e-4 --out OUT
+
+tunes a trained reasoner, whose tokenizer it keeps, with whole traces above all: what follows the
+derivation can so be changed in a short run.
 """
 
 import random
@@ -31,6 +36,10 @@ FINISH = {"drill": 0.10, "derivation": 0.15, "probed": 0.15, "full": 0.38, "prob
 POLISH = {
     "drill": 0.05, "hard_drill": 0.18, "derivation": 0.17, "probed": 0.13, "full": 0.28,
     "probed_full": 0.19,
+}  # fmt: skip
+TUNING = {
+    "hard_drill": 0.10, "derivation": 0.08, "probed": 0.05, "full": 0.40, "full_chain": 0.25,
+    "probed_full": 0.12,
 }  # fmt: skip
 FOUNDATION_LENGTH, FINISH_LENGTH = 256, 512
 FINISH_FROM, POLISH_FROM = 0.43, 0.85
@@ -69,7 +78,7 @@ def check(network: Llama, tokenizer: Tokenizer) -> dict[str, float]:
     return skills | losses
 
 
-CURRICULUM = Curriculum(train_tokenizer, mix_at, make_example, check)
+CURRICULUM = Curriculum(train_tokenizer, mix_at, make_example, (TUNING, FINISH_LENGTH), check)
 
 if __name__ == "__main__":
     main(CURRICULUM, __doc__.splitlines()[0], steps=2700)

@@ -84,7 +84,11 @@ class DraftModelRecipe:
     def build(
         cls, settings: DraftModelSettings, texts: Sequence[Text], teacher: Teacher
     ) -> DraftModelRecipe:
-        """A draft model with random weights."""
+        """A draft model with random weights, or with those of ``settings.start``.
+
+        Raises:
+            ModelError: these are not there, or of another shape.
+        """
         shape = LlamaShape(
             vocab_size=teacher.lm.vocab_size,
             hidden_size=settings.hidden_size,
@@ -97,7 +101,10 @@ class DraftModelRecipe:
         batches = TrainingBatches(
             texts, teacher, (), tokens=settings.batch_tokens, seed=settings.seed
         )
-        return cls(settings, batches, Llama(shape).to(teacher.lm.device), teacher)
+        module = Llama(shape)
+        if settings.start is not None:
+            module.load(settings.start)
+        return cls(settings, batches, module.to(teacher.lm.device), teacher)
 
     @staticmethod
     def decoding(directory: Path) -> DraftTargetDecodingConfig:

@@ -38,7 +38,7 @@ from forethought.training.llama import rotate
 from forethought.training.recipes.mtp import Keys, attend_depth
 from forethought.training.teacher import Teacher
 from forethought.training.texts import Text
-from forethought.training.trainer import ParameterGroup, TrainingSettings, seeded
+from forethought.training.trainer import ParameterGroup, TrainingSettings, begin_with, seeded
 
 _EVALUATED_DRAFT_LEN = 7
 
@@ -104,7 +104,7 @@ class Eagle3Recipe:
         lm = teacher.lm
         self._layer_ids = settings.layer_ids or default_layer_ids(lm.num_layers)
         with seeded(settings.seed):
-            self._head = new_head(teacher, draft_vocabulary(texts, settings), settings)
+            self._head = _first_head(teacher, texts, settings)
         self._head.traits = replace(self._head.traits, layer_ids=self._layer_ids)
         self._head.to(lm.device)
         self._rows = draft_rows(self._head)
@@ -310,6 +310,16 @@ def draft_rows(head: Eagle3Head) -> Tensor:
     rows = torch.full_like(head.t2d, -1, dtype=torch.int64)
     rows[head.ids] = torch.arange(len(head.ids), device=rows.device)
     return rows
+
+
+def _first_head(teacher: Teacher, texts: Sequence[Text], settings: Eagle3Settings) -> Eagle3Head:
+    """The head of ``settings.start``, with its draft vocabulary, or an untrained one."""
+    if settings.start is None:
+        return new_head(teacher, draft_vocabulary(texts, settings), settings)
+    read = Eagle3Head.load(settings.start)
+    head = new_head(teacher, read.ids, settings)
+    begin_with(head, read.state_dict(), settings.start)
+    return head
 
 
 def new_head(teacher: Teacher, vocabulary: Tensor, settings: Eagle3Settings) -> Eagle3Head:

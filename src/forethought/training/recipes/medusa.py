@@ -22,7 +22,7 @@ from forethought.speculative.heads.medusa import MedusaHeads, MedusaShape
 from forethought.training.batches import TrainingBatch, TrainingBatches, cross_entropy_terms
 from forethought.training.teacher import Teacher
 from forethought.training.texts import Text
-from forethought.training.trainer import ParameterGroup, TrainingSettings
+from forethought.training.trainer import ParameterGroup, TrainingSettings, begin_with
 
 Labels = Annotated[
     Literal["tokens", "distributions"],
@@ -100,14 +100,25 @@ class MedusaRecipe:
 
 
 def new_heads(settings: MedusaSettings, teacher: Teacher) -> MedusaHeads:
-    """Heads that begin as the target's own projection, in float32 on its device."""
+    """Heads in float32 on the target's device: those of ``settings.start``, or new ones.
+
+    New ones begin as the target's own projection.
+
+    Raises:
+        ModelError: the heads to begin with have other sizes.
+    """
     shape = MedusaShape(
         hidden=teacher.hidden_size,
         vocab=teacher.lm.vocab_size,
         heads=settings.num_heads,
         blocks=settings.num_layers,
     )
-    heads = MedusaHeads(shape).to(teacher.lm.device)
+    heads = MedusaHeads(shape)
+    if settings.start is not None:
+        read = MedusaHeads.load(settings.start, shape.hidden, shape.vocab)
+        begin_with(heads, read.state_dict(), settings.start)
+        return heads.to(teacher.lm.device)
+    heads.to(teacher.lm.device)
     weight = projection_of(teacher)
     for head in heads:
         head[-1].weight.data.copy_(weight)

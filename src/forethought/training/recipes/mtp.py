@@ -34,12 +34,12 @@ from forethought.config.drafters import MTPDecodingConfig
 from forethought.errors import ModelError
 from forethought.model.attention.base import Capability
 from forethought.model.causal_lm import FINAL
-from forethought.speculative.heads.mtp import FedBackState, MtpModule, save_modules
+from forethought.speculative.heads.mtp import FedBackState, MtpModule, load_modules, save_modules
 from forethought.training.batches import TrainingBatch, TrainingBatches
 from forethought.training.recipes.medusa import Labels, head_loss, projection_of
 from forethought.training.teacher import Teacher
 from forethought.training.texts import Text
-from forethought.training.trainer import ParameterGroup, TrainingSettings
+from forethought.training.trainer import ParameterGroup, TrainingSettings, begin_with
 
 ATTENTION = "forethought_training_time_test"
 KEYWORD = "forethought_training_time_test"
@@ -267,10 +267,11 @@ class MtpRecipe:
 
     @classmethod
     def build(cls, settings: MtpSettings, texts: Sequence[Text], teacher: Teacher) -> MtpRecipe:
-        """New modules.
+        """New modules, or those of ``settings.start``.
 
         Raises:
-            ModelError: the target's attention has features that the training-time test lacks.
+            ModelError: the target's attention has features that the training-time test lacks, or
+                the modules to begin with are not there, or others.
         """
         lm = teacher.lm
         unknown = {Capability.SOFTCAP, Capability.SINKS}.intersection(
@@ -286,6 +287,9 @@ class MtpRecipe:
             MtpModule.fresh(lm, settings.layout, settings.fed_back_state)
             for _ in range(settings.modules)
         ]
+        if settings.start is not None:
+            read = nn.ModuleList(load_modules(settings.start, lm, fed_back=settings.fed_back_state))
+            begin_with(nn.ModuleList(modules), read.state_dict(), settings.start)
         for module in modules:
             module.model.set_attn_implementation(ATTENTION)
         batches = TrainingBatches(

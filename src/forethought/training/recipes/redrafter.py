@@ -22,7 +22,7 @@ from forethought.speculative.heads.redrafter import ReDrafterHead, ReDrafterShap
 from forethought.training.batches import TrainingBatch, TrainingBatches, cross_entropy_terms
 from forethought.training.teacher import Teacher
 from forethought.training.texts import Text
-from forethought.training.trainer import ParameterGroup, TrainingSettings
+from forethought.training.trainer import ParameterGroup, TrainingSettings, begin_with
 
 
 class ReDrafterSettings(TrainingSettings):
@@ -127,10 +127,20 @@ class ReDrafterRecipe:
 
 
 def new_head(teacher: Teacher, settings: ReDrafterSettings) -> ReDrafterHead:
-    """An untrained head in float32; its state has values around 1 for any scale of embeddings."""
+    """A head in float32: that of ``settings.start``, or an untrained one.
+
+    The state of the latter has values around 1 for any scale of embeddings.
+
+    Raises:
+        ModelError: the head to begin with has other sizes.
+    """
     lm = teacher.lm
     wide = settings.exit_dim or 2 * lm.hidden_size
     head = ReDrafterHead(ReDrafterShape(lm.hidden_size, lm.vocab_size, wide, settings.blocks))
+    if settings.start is not None:
+        read = ReDrafterHead.load(settings.start, lm.hidden_size, lm.vocab_size)
+        begin_with(head, read.state_dict(), settings.start)
+        return head.to(lm.device)
     vocabulary = torch.arange(lm.vocab_size, device=lm.device)
     size = float(lm.embed(vocabulary).float().square().mean().sqrt())
     nn.init.normal_(head.rnn_w.weight, std=lm.hidden_size**-0.5 / max(size, 1e-6))
