@@ -65,6 +65,7 @@ LEFT_OUT = {
     "adaptive_compute": "decides by the probability of a token, which forced samples do not have",
     "fork_think": "forks where confidence is low, which forced samples do not have",
     "spct": "a reward for other methods; it scores finished texts",
+    "checker": "a reward for other methods; it scores finished texts",
     "archon": "needs a pipeline, and writes a chat of its own for each component",
     "sleep_time": "keeps its thoughts between requests",
     "parallel_thinking": "needs a model that spawns threads",
