@@ -54,9 +54,9 @@ draft lengths in the best of them, on the given prompts, and write the fastest c
 file for --config. The last line is JSON.
 
 forethought bench auto --model Qwen/Qwen3-0.6B --prompts mine.txt --allow int8"""
-_METHODS = """Every method on an embedded model at about the same number of generated tokens: accuracy
-with its 95 % interval, tokens, and paired tests against plain decoding and against the vote. Each
-row has a journal in --out: the same command goes on where it was ended. The last line is JSON.
+_METHODS = """Every method on an embedded model at about equal generated tokens: accuracy with its
+95 % interval, tokens, and paired tests against plain decoding and against the vote. Each row has a
+journal in --out: the same command goes on where it was ended. The last line is JSON.
 
 forethought bench methods --task countdown --tokens 800"""
 _SERVING = """Load on any OpenAI-compatible server: requests are sent when their time has come,

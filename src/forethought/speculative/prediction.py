@@ -73,7 +73,7 @@ class _Cursor:
         self.places = dict(found)
 
     def _match(self, output: Sequence[int], end: int) -> int:
-        """Tokens in a row, at most ``_MAX_MATCH``, that end both output and ``prediction[:end]``."""
+        """Tokens that end both output and ``prediction[:end]``, at most ``_MAX_MATCH``."""
         size = 0
         while (
             size < min(end, len(output), _MAX_MATCH)
