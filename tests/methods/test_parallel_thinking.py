@@ -306,7 +306,12 @@ def test_a_format_can_be_ones_own():
 def test_mistakes_are_refused_by_name():
     with pytest.raises(UnknownNameError, match="threadweaver"):
         methods.create("parallel_thinking", thread_format="threads")
-    for settings in ({"max_threads": 0}, {"thread_tokens": "x"}, {"max_spawns": -1}, {"max_depth": 0}):
+    for settings in (
+        {"max_threads": 0},
+        {"thread_tokens": "x"},
+        {"max_spawns": -1},
+        {"max_depth": 0},
+    ):
         with pytest.raises(ParameterError, match="invalid"):
             methods.create("parallel_thinking", **settings)
     with pytest.raises(ParameterError, match="cannot honour n"):
