@@ -102,6 +102,22 @@ def test_a_search_proposes_a_command(server, own, capsys):
     assert main([*command[1:], *own[2:], "--fresh"]) == 0
 
 
+def test_a_search_for_a_pipeline_proposes_a_command_that_runs(server, own, capsys):
+    server.says = lambda body: ["\\boxed{1}" if "prompt" in body else "[Correct]"]
+    options = ["--search-pipelines", "--search-tokens", "9999", "--search-trials", "2"]
+    options += ["--search-samples", "2", "--search-techniques", "verifier", "--methods", "plain"]
+    options += ["--prompt-format", "{question}", "--max-tokens", "9", "--budget", "tokens=99"]
+    assert main(["eval", *on(server), *options, *own]) == 0
+    out = capsys.readouterr().out
+    report = json.loads(out.splitlines()[-1])
+    assert report["rows"][1]["method"].startswith("archon (generator 2")
+    assert report["search"]["proposed"] == "plain"  # as accurate, and cheaper
+    [line] = [line for line in out.splitlines() if line.startswith("Use it: ")]
+    command = shlex.split(line.removeprefix("Use it: "))
+    assert command[command.index("--methods") + 1] == "plain"
+    assert main([*command[1:], *own[2:], "--fresh"]) == 0
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -125,7 +141,11 @@ def test_a_search_proposes_a_command(server, own, capsys):
             "does not name a list of numbers",
         ),
         (["--search"], "--search needs --search-tokens"),
-        (["--search-samples", "2"], "need --search"),
+        (["--search-samples", "2"], "--search-samples needs --search"),
+        (["--search-trials", "2"], "--search-trials needs --search-pipelines"),
+        (["--search-pipelines"], "--search-pipelines needs --search-tokens"),
+        (["--search-pipelines", "--search-tokens", "9"], "needs --prompt-format"),
+        (["--search-pipelines", "--search", "--search-tokens", "9"], "exclude each other"),
         (["--search", "--search-tokens", "9", "--columns", "regret"], "goes without"),
         (["--search", "--search-tokens", "9", "--budget", "tokens=3"], "--search-budgets"),
     ],

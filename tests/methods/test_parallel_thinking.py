@@ -241,6 +241,51 @@ def test_a_thread_of_apr_sees_its_message_and_returns_only_what_it_joins():
     assert told(result)["thread_tokens"] == len("6 x 6 = 30 + 6<join>36") + len("I do not know.")
 
 
+def nested(prompt, index=0):
+    """A thread that spawns in turn."""
+    if prompt == "p":
+        return "<spawn><msg>Sum?</msg><msg>Why?</msg></spawn>"
+    if prompt == "Sum?\n":
+        return "First.<spawn><msg>What is 6 x 6?</msg></spawn>"
+    if prompt.startswith("Sum?"):
+        return "So.<join>37</join>"
+    return apr(prompt) if prompt in ("What is 6 x 6?\n", "Why?\n") else "Done."
+
+
+def test_threads_spawn_in_turn_down_to_the_allowed_depth():
+    worker = ScriptedWorker(nested)
+    result = run(worker, thread_format="apr", max_depth=2)
+    inner = "Sum?\nFirst.<spawn><msg>What is 6 x 6?</msg></spawn>\n<join>36</join>\n"
+    assert set(worker.prompts) >= {"p", "Sum?\n", "Why?\n", "What is 6 x 6?\n", inner}
+    assert result.output.text == f"{nested('p')}\n<join>37</join>\n<join></join>\nDone."
+    stats = told(result)
+    first, so, leaf = len("First.<spawn><msg>What is 6 x 6?</msg>"), len("So.<join>37"), 22
+    assert leaf == len("6 x 6 = 30 + 6<join>36")
+    assert stats["spawns"] == [2, 1]
+    assert stats["thread_tokens"] == first + so + leaf + len("I do not know.")
+    own = len(nested("p")) - len("</spawn>") + len("Done.")
+    assert stats["longest_path"] == own + first + leaf + so
+
+
+def test_a_nested_thread_is_continued_behind_what_its_own_threads_return():
+    plan = "<Outlines><Outline>1: a</Outline></Outlines>"
+    inner = f"{plan}\n<Thread>1:deep.</Thread>\n</Parallel>"
+
+    def script(prompt, index):
+        if prompt in ("p", f"p{plan}\n<Thread>1:"):
+            return plan
+        if prompt.endswith("</Parallel>"):
+            return "up.</Thread>" if prompt.count("</Parallel>") == 1 else "end"
+        return "deep.</Thread>"
+
+    worker = ScriptedWorker(script)
+    result = run(worker, max_depth=2)
+    joined = f"{plan}\n<Thread>1:{inner}up.</Thread>\n</Parallel>"
+    assert result.output.text == f"{joined}end"
+    assert worker.prompts[-1] == f"p{joined}"
+    assert told(result)["spawns"] == [1, 1]
+
+
 def test_a_format_can_be_ones_own():
     own = ThreadFormat(
         spawn_begin="[",
@@ -261,7 +306,12 @@ def test_a_format_can_be_ones_own():
 def test_mistakes_are_refused_by_name():
     with pytest.raises(UnknownNameError, match="threadweaver"):
         methods.create("parallel_thinking", thread_format="threads")
-    for settings in ({"max_threads": 0}, {"thread_tokens": "x"}, {"max_spawns": -1}):
+    for settings in (
+        {"max_threads": 0},
+        {"thread_tokens": "x"},
+        {"max_spawns": -1},
+        {"max_depth": 0},
+    ):
         with pytest.raises(ParameterError, match="invalid"):
             methods.create("parallel_thinking", **settings)
     with pytest.raises(ParameterError, match="cannot honour n"):

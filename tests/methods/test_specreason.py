@@ -77,6 +77,13 @@ def test_the_score_is_one_token_behind_the_step_and_drawn_greedily():
     assert base.calls[-1].task.temperature == 0.6
 
 
+def test_a_rejected_step_is_the_prediction_of_the_step_that_replaces_it():
+    _, small, base = solve("7x6")
+    predicted = [call.task.prediction for call in base.calls]
+    assert predicted == [None, None, "s2\n\n", None, "s3</think>", None]
+    assert all(call.task.prediction is None for call in small.calls)
+
+
 @pytest.mark.parametrize("scores", ["999", "679", "7x6", "000"])
 def test_drafts_ahead_of_the_scores_change_nothing_but_the_time(scores):
     alone, _, base = solve(scores)

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from forethought import methods
+from forethought.methods.compute_optimal import Policy
 from forethought.scaffolding import (
     AsCompleted,
     Controller,
@@ -16,6 +17,8 @@ from forethought.testing.samples import sample_answer
 
 REWARD = NativeRewardController
 LENGTHS = {"default_sample_num": 4, "width": 2}
+TEXTS = ["The mayor of Rome is Ann.", "Ann was born in Bari.", "Paris is in France."]
+RETRIEVAL = {"documents": TEXTS, "num_documents": 1}
 ALL = {
     "plain": {},
     "dynasor": {"chunk_size": 16, "certainty_threshold": 2},
@@ -32,6 +35,13 @@ ALL = {
     "self_refine": {"num_refinements": 2},
     "sequential_revision": {"num_revisions": 2},
     "specreason": {},
+    "compute_optimal": {"policy": Policy(2, (0.0,), ("probes", "majority_vote@2"))},
+    "archon": {
+        "pipeline": {"layers": [[{"type": "generator", "samples": 2}], [{"type": "ranker"}]]}
+    },
+    "drag": RETRIEVAL,
+    "iterdrag": {**RETRIEVAL, "max_iterations": 2},
+    "sleep_time": {"context": "Ann has 3 bags of 4 nuts."},
 }
 """Those that run on all three: settings of each."""
 SLOW = {
@@ -42,6 +52,10 @@ SLOW = {
     "repeated_sampling",
     "self_refine",
     "tree_of_thoughts",
+    "compute_optimal",
+    "archon",
+    "iterdrag",
+    "sleep_time",
 }
 """Those like one of the others in what they ask of a worker."""
 ON_A_SCRIPT = {
@@ -49,6 +63,13 @@ ON_A_SCRIPT = {
     "deepconf_online": "as deepconf",
     "budget_vote": "a server gets the thought and the answer as two requests with own seeds",
     "no_thinking": "as budget_vote",
+    "adaptive_compute": "decides by the probability of a token, which forced samples do not have",
+    "fork_think": "forks where confidence is low, which forced samples do not have",
+    "genrm": "as adaptive_compute; within best_of_n, as all rewards",
+    "spct": "its critiques are chats that hold all answers",
+    "checker": "a reward that runs nothing",
+    "hogwild_turns": "tells what an exchange prefills, which servers do not",
+    "parallel_thinking": "tells what a join prefills, which servers do not",
 }
 SCRIPTED = {
     "deepconf": ({"default_sample_num": 4}, {"seed": 11, "max_tokens": 400, "confidence": 2}),
@@ -58,20 +79,37 @@ SCRIPTED = {
     ),
     "budget_vote": ({"total_tokens": 2000, "default_sample_num": 3}, {"seed": 11}),
     "no_thinking": ({}, None),
+    "adaptive_compute": ({"default_sample_num": 2, "prune_after": None}, None),
+    "fork_think": ({"default_sample_num": 3, "num_points": 1, "window": 8}, None),
+    "genrm": ({"reward_controller": "genrm", "default_sample_num": 2}, None),
+    "spct": ({"reward_controller": "spct", "default_sample_num": 2}, None),
+    "checker": (
+        {"reward_controller": {"method": "checker", "checker": lambda question, text: len(text)}},
+        None,
+    ),
+    "hogwild_turns": ({"workers": ["Alice", "Bob"], "turn_tokens": 40, "max_turns": 2}, None),
+    "parallel_thinking": ({}, None),
 }
-LEFT_OUT = {
-    "genrm": "a reward for other methods; it scores finished texts",
-    "compute_optimal": "needs a fitted policy, and runs the methods above",
-    "adaptive_compute": "decides by the probability of a token, which forced samples do not have",
-    "fork_think": "forks where confidence is low, which forced samples do not have",
-    "spct": "a reward for other methods; it scores finished texts",
-    "archon": "needs a pipeline, and writes a chat of its own for each component",
-    "sleep_time": "keeps its thoughts between requests",
-    "parallel_thinking": "needs a model that spawns threads",
-    "hogwild_turns": "its workers read each other, so their samples are not one request's",
-    "drag": "needs documents",
-    "iterdrag": "needs documents",
-}
+REWARDS = ("genrm", "spct", "checker")
+"""Those that score the samples of best_of_n."""
+
+
+def criticise(prompt, seed):
+    """Critiques of two answers."""
+    return "Scores: [6, 4]" if "Scores" in prompt else sample_answer(prompt, seed)
+
+
+def spawn(prompt, seed):
+    """A model that spawns two threads."""
+    if prompt.endswith("</Parallel>"):
+        return " The sum is 117."
+    if "<Thread>" in prompt:
+        return " 36.</Thread>"
+    return "<Parallel><Outlines><Outline>1: a</Outline><Outline>2: b</Outline></Outlines>"
+
+
+RESPOND = {"spct": criticise, "parallel_thinking": spawn}
+"""What is generated in place of the samples."""
 
 
 def settings_of(name):
@@ -91,15 +129,18 @@ def test_a_built_in_method_decides_alike_on_a_script_a_server_and_the_engine(nam
 @pytest.mark.parametrize("name", ON_A_SCRIPT)
 def test_a_built_in_method_that_needs_other_samples_is_checked_on_a_script(name):
     settings, params = SCRIPTED[name]
+    method = "best_of_n" if name in REWARDS else name
     held = check_method(
-        lambda: methods.create(name, **settings), backends=("script",), params=params
+        lambda: methods.create(method, **settings),
+        backends=("script",),
+        params=params,
+        respond=RESPOND.get(name, sample_answer),
     )
     assert len(held) == 6
 
 
 def test_no_method_is_forgotten():
-    known = {*ALL, *ON_A_SCRIPT, *LEFT_OUT}
-    assert set(methods.names()) <= known
+    assert set(methods.names()) <= {*ALL, *ON_A_SCRIPT}
 
 
 # ---- what it finds -----------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from forethought.scaffolding.controller import (
 )
 from forethought.scaffolding.messages import RoleMessage
 from forethought.scaffolding.parallel import Process
-from forethought.scaffolding.prm_controller import PRMController
+from forethought.scaffolding.prm_controller import PRMController, StepAggregation
 from forethought.scaffolding.result import Delta, ScaffoldingOutput, ScaffoldingResult
 from forethought.scaffolding.scaffolding_llm import ScaffoldingLlm
 from forethought.scaffolding.task import ChatTask
@@ -204,6 +204,12 @@ class Judge:
         """Scores steps or whole answers, as the model was trained to."""
         by_step = self.worker.by_step
         return PRMController.of(self.worker) if by_step else NativeRewardController()
+
+    def step_controller(self, aggregation: StepAggregation) -> NativeRewardController:
+        """The same for a search: the score of an answer as far as it has come."""
+        if not self.worker.by_step:
+            return self.controller
+        return PRMController.of(self.worker, aggregation=aggregation)
 
     @property
     def workers(self) -> dict[Any, Worker]:

@@ -5,6 +5,8 @@ interleaved in one engine, and which of them to use. Without options: n-grams an
 embedded reasoner, answering problems that it was not trained on.
 
 forethought bench serving: load on any OpenAI-compatible server, open loop, and its latencies.
+
+forethought bench methods: every method on an embedded model at equal generated tokens.
 """
 
 from __future__ import annotations
@@ -14,14 +16,15 @@ import asyncio
 import json
 import math
 import os
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forethought.cli import machine
 from forethought.cli import options as model
+from forethought.cli.backend import open_judge
 from forethought.cli.options import embedded_draft_model
 from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from forethought.bench.report import BenchRow
     from forethought.bench.serving import ServingReport
     from forethought.bench.variant import Variant
+    from forethought.evaluation.problems import Problem
 
 BATCHES = (1, 4, 16, 64)
 ROUNDS, OUT = 3, Path("runs/bench")
@@ -50,6 +54,11 @@ draft lengths in the best of them, on the given prompts, and write the fastest c
 file for --config. The last line is JSON.
 
 forethought bench auto --model Qwen/Qwen3-0.6B --prompts mine.txt --allow int8"""
+_METHODS = """Every method on an embedded model at about equal generated tokens: accuracy with its
+95 % interval, tokens, and paired tests against plain decoding and against the vote. Each row has a
+journal in --out: the same command goes on where it was ended. The last line is JSON.
+
+forethought bench methods --task countdown --tokens 800"""
 _SERVING = """Load on any OpenAI-compatible server: requests are sent when their time has come,
 however many are under way. The key is read from OPENAI_API_KEY. The last line is JSON.
 
@@ -98,6 +107,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     _configure_serving(measured)
     _configure_roofline(measured)
     _configure_auto(measured)
+    _configure_methods(measured)
 
 
 def _configure_serving(measured: Any) -> None:
@@ -218,6 +228,54 @@ def _configure_auto(measured: Any) -> None:
     options.set_defaults(measure=_measure_auto)
 
 
+def _configure_methods(measured: Any) -> None:
+    options = measured.add_parser(
+        "methods", help="every method at equal generated tokens", description=_METHODS
+    )
+    options.formatter_class = argparse.RawDescriptionHelpFormatter
+    model.add_model_options(options)
+    options.add_argument(
+        "--task", default="countdown", metavar="NAME", help="countdown (default) or arithmetic"
+    )
+    options.add_argument(
+        "--problems", type=int, default=300, metavar="N", help="held-out problems (default: 300)"
+    )
+    options.add_argument(
+        "--tokens",
+        type=int,
+        default=800,
+        metavar="N",
+        help="generated per problem, about (default: 800)",
+    )
+    options.add_argument(
+        "--only",
+        metavar="A,B,...",
+        help="only rows whose names begin so, plain decoding and the vote included",
+    )
+    options.add_argument(
+        "--reward-model",
+        metavar="DIR",
+        help="scores steps and answers (default: the task's embedded one, else confidence)",
+    )
+    options.add_argument(
+        "--policy", type=Path, metavar="FILE", help="of compute_optimal, which is left out without"
+    )
+    options.add_argument(
+        "--in-flight", type=int, default=64, metavar="N", help="chains at once (default: 64)"
+    )
+    options.add_argument("--seed", type=int, default=0, help="(default: 0)")
+    options.add_argument("--fresh", action="store_true", help="begin anew: forget the journals")
+    options.add_argument("--json", action="store_true", help="print the JSON line only")
+    options.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/methods"),
+        metavar="DIR",
+        help="of journals and table (default: runs/methods)",
+    )
+    options.set_defaults(measure=_measure_methods)
+
+
 def run(args: argparse.Namespace) -> int:
     """Measure, and report."""
     measure: Callable[[argparse.Namespace], int] = args.measure
@@ -318,6 +376,78 @@ def _measure_serving(args: argparse.Namespace) -> int:
     with nullcontext(lambda: None) if args.json else Bar(len(arrivals), "request") as bar:
         report = asyncio.run(bench.run(arrivals, targets, bar))
     return _report_serving(args, report)
+
+
+def _measure_methods(args: argparse.Namespace) -> int:
+    from forethought.bench import methods as bench
+    from forethought.evaluation.report import make_folder
+    from forethought.evaluation.runner import EvaluationProgress, EvaluationRunner
+    from forethought.evaluation.tasks import task
+    from forethought.methods.compute_optimal import Policy
+    from forethought.scaffolding.settings import POSITIVE_INT, validated
+
+    for name in ("problems", "tokens", "in_flight"):
+        validated(f"--{name.replace('_', '-')}", getattr(args, name), POSITIVE_INT)
+    kind = bench.method_task(args.task)
+    policy = None if args.policy is None else Policy.load(args.policy)
+    if args.reward_model is None:
+        args.reward_model = kind.reward_model
+    fields = model.llm_args_of(
+        args, model=task(args.task).embedded_model, max_batch_size=2 * args.in_flight
+    )
+    problems = bench.held_out_problems(args.task, args.problems, args.seed)
+    folder = args.out / args.task
+    make_folder(folder)
+    grader = task(args.task).grader()
+    with closing(grader), open_judge(args) as judge:
+        made = bench.MethodBench(
+            kind,
+            args.tokens,
+            judge and judge.step_controller("last"),
+            judge and judge.worker,
+            policy,
+        )
+        recipes = bench.chosen(made.recipes(), args.only)
+        runner = EvaluationRunner(
+            model.llm_opener(fields), seed=args.seed, in_flight=args.in_flight, grader=grader
+        )
+        settings = _methods_settings(args, fields, problems)
+        total = len(recipes) * len(problems)
+        with nullcontext() if args.json else EvaluationProgress(total) as bar:
+            table = bench.MethodTable(runner, problems, kind, settings, _files(args.reward_model))
+            rows = table.rows(recipes, folder, is_fresh=args.fresh, bar=bar)
+    line = bench.json_line(rows, machine=_machine(fields), tokens=args.tokens, **settings)
+    (folder / "methods.md").write_text(bench.markdown(rows), encoding="utf-8")
+    (folder / "methods.json").write_text(line, encoding="utf-8")
+    if not args.json:
+        print(bench.text(rows))
+    print(line, end="")
+    return 0
+
+
+def _methods_settings(
+    args: argparse.Namespace, fields: dict[str, Any], problems: Sequence[Problem]
+) -> dict[str, Any]:
+    """What decides the rows beside their recipes, as plain values."""
+    from forethought.evaluation.journal import problems_hash
+
+    return {
+        "task": args.task,
+        "model": model.model_label(fields),
+        "files": _files(fields["model"], fields.get("revision")),
+        "dtype": str(fields.get("dtype", "auto")),
+        "problems": problems_hash(problems),
+        "num_problems": len(problems),
+        "seed": args.seed,
+    }
+
+
+def _files(directory: Any, revision: str | None = None) -> dict[str, Any]:
+    """What tells a model from another, for a journal; empty if there is none."""
+    from forethought.evaluation.journal import fingerprint
+    from forethought.model_dir import find_model_dir
+
+    return {} if directory is None else fingerprint(find_model_dir(directory, revision))
 
 
 def _arrivals(args: argparse.Namespace) -> list[Arrival]:

@@ -63,8 +63,10 @@ from forethought.scaffolding.workers.concurrency import AdaptiveConcurrency
 
 if TYPE_CHECKING:
     from forethought.evaluation.comparison import Comparison, ComparisonOptions
+    from forethought.evaluation.pipeline_search import PipelineSpace
     from forethought.evaluation.report import ReportRow
     from forethought.evaluation.runner import EvaluationRunner
+    from forethought.evaluation.search import Proposal
     from forethought.llm.async_llm import AsyncLLM
     from forethought.scaffolding.worker import Worker
 
@@ -72,6 +74,7 @@ _METHODS, _CHAT_METHODS = "plain,dynasor,majority_vote", "plain,majority_vote"
 _EARLY_STOP, _VERIFIER = "early_stop", "verifier"
 STOP_LEVEL = 0.05
 SEARCH_SAMPLES, _NO_LIMIT = "2,4,8,16", "none"
+SEARCH_TRIALS = 20
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -206,6 +209,24 @@ def _configure_search(parser: argparse.ArgumentParser) -> None:
         metavar="A,B,...",
         help="budgets of tokens per problem to try; 'none' is no limit (default: none)",
     )
+    parser.add_argument(
+        "--search-pipelines",
+        action="store_true",
+        help="propose a pipeline of archon, searched on half of the problems within "
+        "--search-tokens; --budget limits each problem, the first of --methods is compared with",
+    )
+    parser.add_argument(
+        "--search-trials",
+        type=int,
+        metavar="N",
+        help=f"pipelines to try at most (default: {SEARCH_TRIALS})",
+    )
+    parser.add_argument(
+        "--search-techniques",
+        metavar="A,B,...",
+        help="what may follow the samples: unit_tests, verifier, critic, ranker, fuser "
+        "(default: all)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -228,7 +249,7 @@ def run(args: argparse.Namespace) -> int:
         total = sum(recipe.repeats for recipe in recipes) * len(plan.problems)
         with nullcontext() if args.json else EvaluationProgress(total) as bar:
             comparison = Comparison(runner, plan.problems, journal, options, bar)
-            report = _searched(args, plan, recipes, comparison)
+            report = _searched(args, plan, _proposal(args, plan, recipes, comparison))
             if report is None:
                 report = _compared(args, plan, comparison.rows(recipes), options)
     plot = report.save(args.out)
@@ -264,7 +285,8 @@ def _plan(args: argparse.Namespace) -> _Plan:
     else:
         given = problems.load(args.data) if args.data else problems.shipped()
     count = args.problems
-    if count is None and (args.search or args.stop_when_decided is not None):
+    searches = args.search or args.search_pipelines
+    if count is None and (searches or args.stop_when_decided is not None):
         count = len(given)  # in random order, which both rely on
     chosen = problems.choose(given, count, args.seed)
     _check(args)
@@ -311,31 +333,67 @@ def _check_verifiers(recipes: Sequence[Recipe], chosen: Sequence[Problem]) -> No
 def _check(args: argparse.Namespace) -> None:
     """Refuse options without what they belong to."""
     check_thinking_field(args)
-    given = [args.search_tokens, args.search_samples, args.search_budgets]
-    if not args.search and any(value is not None for value in given):
-        raise ParameterError(
-            "--search-tokens, --search-samples and --search-budgets need --search",
-            "one of them is given",
-            "Add --search",
-        )
-    if args.search and (args.search_tokens is None or args.search_tokens < 1):
-        raise ParameterError(
-            "--search needs --search-tokens",
-            f"got {args.search_tokens}",
-            "Say how many tokens it may generate",
-        )
-    if args.search and (args.columns or args.stop_when_decided is not None or args.repeats > 1):
-        raise ParameterError(
-            "--search goes without --columns, --stop-when-decided and --repeats",
-            "it decides itself what is run",
-            "Leave them out",
-        )
+    _check_search(args)
     if args.search and args.budget is not None:
         raise ParameterError(
             "--search goes without --budget", "it tries budgets", "Give --search-budgets"
         )
     if args.repeats < 1:
         raise ParameterError("invalid --repeats", f"got {args.repeats}", "Give at least 1")
+    if args.search_pipelines and wants_server(args) and args.prompt_format is None:
+        raise ParameterError(
+            "--search-pipelines on a server needs --prompt-format",
+            "the samples of a pipeline are completions",
+            "Write the prompt in the model's own format",
+        )
+
+
+_SEARCH_OPTIONS = {
+    "search_tokens": ("search", "search_pipelines"),
+    "search_samples": ("search", "search_pipelines"),
+    "search_budgets": ("search",),
+    "search_trials": ("search_pipelines",),
+    "search_techniques": ("search_pipelines",),
+}
+"""Options of a search -> those that it belongs to."""
+
+
+def _check_search(args: argparse.Namespace) -> None:
+    """Refuse options of a search without it, and a search with options that it decides itself."""
+    for name, owners in _SEARCH_OPTIONS.items():
+        if getattr(args, name) is not None and not any(getattr(args, own) for own in owners):
+            options = " or ".join(_option(own) for own in owners)
+            raise ParameterError(
+                f"{_option(name)} needs {options}", "it belongs to a search", f"Add {options}"
+            )
+    chosen = [name for name in ("search", "search_pipelines") if getattr(args, name)]
+    if len(chosen) > 1:
+        raise ParameterError(
+            "--search and --search-pipelines exclude each other",
+            "each is a search of its own",
+            "Run one after the other",
+        )
+    if not chosen:
+        return
+    option = _option(chosen[0])
+    if args.search_tokens is None or args.search_tokens < 1:
+        raise ParameterError(
+            f"{option} needs --search-tokens",
+            f"got {args.search_tokens}",
+            "Say how many tokens it may generate",
+        )
+    if args.columns or args.stop_when_decided is not None or args.repeats > 1:
+        raise ParameterError(
+            f"{option} goes without --columns, --stop-when-decided and --repeats",
+            "it decides itself what is run",
+            "Leave them out",
+        )
+    if args.search_pipelines:
+        _space(args)
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _grader(args: argparse.Namespace, task: tasks.Task | None) -> Grader:
@@ -515,15 +573,41 @@ def _compared(
     return Report(plan.title(args.task), rows, notes, plan.settings, further)
 
 
-def _searched(
+def _proposal(
     args: argparse.Namespace, plan: _Plan, recipes: Sequence[Recipe], comparison: Comparison
-) -> Report | None:
-    """The report of a search; None if there is none to do."""
-    if not args.search:
-        return None
-    from forethought.evaluation.search import Search
+) -> Proposal | None:
+    """What the search has found; None if there is none to do."""
+    if args.search:
+        from forethought.evaluation.search import Search
 
-    proposal = Search(comparison, len(plan.problems), args.search_tokens).run(recipes)
+        return Search(comparison, len(plan.problems), args.search_tokens).run(recipes)
+    if not args.search_pipelines:
+        return None
+    from forethought.evaluation.pipeline_search import PipelineSearch
+
+    search = PipelineSearch(comparison, len(plan.problems), args.search_tokens)
+    trials = SEARCH_TRIALS if args.search_trials is None else args.search_trials
+    return search.propose(recipes[0], num_trials=trials, space=_space(args), seed=args.seed)
+
+
+def _space(args: argparse.Namespace) -> PipelineSpace:
+    """The pipelines among which the options search."""
+    from forethought.evaluation.pipeline_search import PipelineSpace
+
+    space = PipelineSpace(temperature=args.temperature)
+    if args.search_techniques is not None:
+        names = tuple(name.strip() for name in args.search_techniques.split(","))
+        space = replace(space, techniques=names)
+    if args.search_samples is not None:
+        counts = parse_settings([f"samples=[{args.search_samples}]"], "--search-samples")
+        space = replace(space, samples=tuple(counts["samples"]))
+    return space
+
+
+def _searched(args: argparse.Namespace, plan: _Plan, proposal: Proposal | None) -> Report | None:
+    """The report of a search; None if there was none."""
+    if proposal is None:
+        return None
     notes = [*proposal.notes, f"Use it: {_command(args, proposal.recipe)}"]
     further = {"task": args.task, "problems": len(plan.problems), "search": proposal.to_dict()}
     title = f"search on {plan.title(args.task)}"
@@ -541,6 +625,10 @@ _KEPT = (
 def _command(args: argparse.Namespace, proposed: Recipe) -> str:
     """A command that runs the proposed method on further problems."""
     method, _, limit = proposed.name.partition(" in ")
+    if args.search_pipelines:
+        from forethought.evaluation.search import config_of
+
+        method, limit = config_of(proposed)["method"], proposed.budget.tokens
     words = ["forethought", "eval", "--methods", method, "--temperature", f"{args.temperature:g}"]
     for name in _KEPT:
         if getattr(args, name) is not None:

@@ -41,11 +41,16 @@ def _stop_strings(stop: Any) -> Any:
     return (stop,) if isinstance(stop, str) else _as_tuple(stop)
 
 
-def _text_or_ids(value: Any) -> Any:
-    ids = value if isinstance(value, str | None) else _as_tuple(value)
-    if isinstance(ids, tuple) and (not ids or any(type(token) is not int for token in ids)):
-        raise refusal("thinking_end", value, "it must be text, or a list of token ids")
-    return ids
+def _text_or_ids(name: str) -> BeforeValidator:
+    """Text, or ids as a tuple; ``name`` of the field is for messages."""
+
+    def read(value: Any) -> Any:
+        ids = value if isinstance(value, str | None) else _as_tuple(value)
+        if isinstance(ids, tuple) and (not ids or any(type(token) is not int for token in ids)):
+            raise refusal(name, value, "it must be text, or a list of token ids")
+        return ids
+
+    return BeforeValidator(read)
 
 
 def _as_bias(bias: Any) -> Any:
@@ -82,15 +87,25 @@ class SpeculationParams(RequestParams):
     ``enabled``          False: plain decoding
     ``max_draft_len``    most levels of a draft, within what the engine was built for; None: all
     ``drafter``          the only drafter to ask, by its name; None: all, in the engine's order
+    ``prediction``       text or token ids that the output may turn out to be: the first draft, in
+                         an engine without drafters too (OpenAI's predicted outputs)
     ===================  ===========================================================================
 
     Raises:
-        ParameterError: a value is outside its range.
+        ParameterError: a value is outside its range, or a prediction that would not be drafted.
     """
 
     enabled: bool = True
     max_draft_len: _Count | None = None
     drafter: _Text | None = None
+    prediction: Annotated[_Text | _Ids | None, _text_or_ids("speculation.prediction")] = None
+
+    def __post_init__(self) -> None:
+        if self.prediction is None:
+            return
+        if not self.enabled or self.drafter is not None:
+            reason = f"enabled is {self.enabled}, drafter is {self.drafter!r}"
+            raise refusal("speculation.prediction", "a prediction", f"{reason}: none is drafted")
 
 
 @request_params()
@@ -164,7 +179,7 @@ class SamplingParams(RequestParams):
     guided_decoding: Annotated[GuidedDecodingParams | None, _from_dict(GuidedDecodingParams)] = None
     thinking_budget: _Count | None = None
     thinking_soft: _Count | None = None
-    thinking_end: Annotated[_Text | _Ids | None, BeforeValidator(_text_or_ids)] = None
+    thinking_end: Annotated[_Text | _Ids | None, _text_or_ids("thinking_end")] = None
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

@@ -33,6 +33,7 @@ from forethought.engine.sequence import Sequence
 from forethought.kv.storage import DraftKvCache, HiddenStateCache
 from forethought.kv.table import TableView
 from forethought.outputs import EngineStats
+from forethought.speculative import prediction
 from forethought.speculative.drafter import (
     NO_DRAFT,
     Draft,
@@ -43,7 +44,7 @@ from forethought.speculative.drafter import (
     TokenView,
     check_draft,
 )
-from forethought.speculative.length.policy import LengthPolicy, Schedule, StepRecord
+from forethought.speculative.length.policy import FixedLength, LengthPolicy, Schedule, StepRecord
 from forethought.speculative.verify.verify import AcceptanceRule
 
 log = logging.getLogger(__name__)
@@ -152,28 +153,61 @@ class _DrafterStep:
 class Drafting:
     """Drafts for the sequences of an engine.
 
+    Predictions of the requests themselves are drafted by a drafter of their own, the first to be
+    tried; it is in no one's way while no request has any.
+
     Args:
         drafters: tried in this order, the next one for requests that have no draft yet.
         stats: the engine's totals.
         vocab_size: ids are below this.
+
+    Attributes:
+        names: of the drafters that requests can choose.
     """
 
     def __init__(self, drafters: List[DrafterEntry], stats: EngineStats, vocab_size: int) -> None:
-        self.drafters, self._stats, self._vocab_size = list(drafters), stats, vocab_size
+        self._given, self._stats, self._vocab_size = list(drafters), stats, vocab_size
         self.names = [entry.name for entry in drafters]
+        self._prediction = DrafterEntry(
+            prediction.NAME,
+            prediction.PredictionDrafter(),
+            FixedLength(),
+            Schedule({1: prediction.MAX_DRAFT_LEN}, "lower"),
+            prediction.MAX_DRAFT_LEN,
+        )
+        self._predicted: set[int] = set()
+        """Ids of the sequences with a prediction that generate."""
         self.draft_caches: list[DraftKvCache] = [
             draft_cache for entry in drafters for draft_cache in entry.drafter.draft_caches
         ]
         self.hidden_state_caches = [
             cache for cache in self.draft_caches if isinstance(cache, HiddenStateCache)
         ]
-        self._resources = {each: ManagedResources(each.resource_manager) for each in drafters}
+        self._resources = {
+            each: ManagedResources(each.resource_manager) for each in (self._prediction, *drafters)
+        }
         self._requests: dict[int, DraftRequest] = {}
         self._disabled: set[tuple[DrafterEntry, int]] = set()
         """Drafters, and the ids of the requests for which they have failed."""
         self._warned_of_ids: set[DrafterEntry] = set()
         self._drafts: dict[int, _RequestDraft] = {}
         self._steps: dict[DrafterEntry, _DrafterStep] = {}
+
+    @property
+    def drafters(self) -> list[DrafterEntry]:
+        """The drafters of this step, in the order in which they are tried."""
+        return [self._prediction, *self._given] if self._predicted else self._given
+
+    @property
+    def is_active(self) -> bool:
+        """Whether any drafter could draft now."""
+        return bool(self._given or self._predicted)
+
+    def begin(self, sequence: Sequence) -> None:
+        """A sequence begins to generate."""
+        own = sequence.params.speculation
+        if own is not None and own.prediction is not None:
+            self._predicted.add(sequence.id)
 
     # ---- before the forward -----------------------------------------------------------------
 
@@ -252,6 +286,8 @@ class Drafting:
         if sequence.had_nonfinite_logits or (entry, sequence.id) in self._disabled:
             return 0
         left = sequence.limit - len(sequence.tokens) - 1  # the last token is sampled, not drafted
+        if entry is self._prediction and sequence.id not in self._predicted:
+            return 0
         length, own = min(left, max_draft_len), sequence.params.speculation
         if own is None:
             return length
@@ -472,6 +508,7 @@ class Drafting:
     def release(self, sequence: Sequence) -> None:
         """The generation is over, finished or failed."""
         self._release(sequence.id)
+        self._predicted.discard(sequence.id)
 
     def _release(self, number: int) -> None:
         request = self._requests.pop(number, None)

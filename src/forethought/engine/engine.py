@@ -122,7 +122,15 @@ class Engine:
         self._check_ids("stop_token_ids", params.stop_token_ids)
         if not isinstance(params.thinking_end, str | None):
             self._check_ids("thinking_end", params.thinking_end)
-        drafter = params.speculation.drafter if params.speculation is not None else None
+        if params.speculation is None:
+            return
+        drafter, prediction = params.speculation.drafter, params.speculation.prediction
+        if not isinstance(prediction, str | None):
+            self._check_ids("speculation.prediction", prediction)
+        if isinstance(prediction, str):
+            raise ParameterError(
+                "a prediction in text", "the engine has no tokenizer", "Give its token ids"
+            )
         if drafter is not None and drafter not in self.speculation.names:
             raise UnknownNameError("drafter", drafter, self.speculation.names)
 
@@ -393,6 +401,7 @@ class Engine:
         sequence.finish_reason = sequence.stop_reason = None
         sequence.constraint, sequence.had_nonfinite_logits = constraint, False
         sequence.metrics, sequence.drafted_steps = SpeculationMetrics(), []
+        self.speculation.begin(sequence)
         self.scheduler.place(sequence, Status.WAITING)
 
     @staticmethod

@@ -98,11 +98,15 @@ class Step:
     ) -> None:
         self._runner, self._scheduler, self._drafting = runner, scheduler, drafting
         self._index, self._stats = index, stats
-        self._has_drafters = bool(drafting.drafters)
         self._storages: list[KvStorage | DraftKvCache] = [runner.storage, *drafting.draft_caches]
         self._eos_ids = runner.lm.eos_token_ids
         self._events: list[Event] = []
         """What was committed and not returned yet."""
+
+    @property
+    def _has_drafters(self) -> bool:
+        """Whether there is anything to draft with."""
+        return self._drafting.is_active
 
     def run(self) -> list[Event]:
         """One forward for all sequences that the plan has a row for.

@@ -303,10 +303,18 @@ class Frontend:
             ParameterError: they are no ``SamplingParams``, their grammar is too large, or the
                 model has no thoughts to limit.
         """
-        checked = read_params(params)
+        checked = self._in_tokens(read_params(params))
         self.grammars.check(checked)
         self.thinking.check(checked)
         return checked
+
+    def _in_tokens(self, params: SamplingParams) -> SamplingParams:
+        """The params with a prediction in tokens."""
+        own = params.speculation
+        if own is None or not isinstance(own.prediction, str):
+            return params
+        ids = tuple(self.tokenizer.encode_more(own.prediction)) or None
+        return params.replace(speculation=own.replace(prediction=ids))
 
     def constraints(self, params: SamplingParams) -> Constraints | None:
         """What makes the constraints of the samples, once compiled; None where all is allowed.

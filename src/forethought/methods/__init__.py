@@ -72,6 +72,7 @@ _REGISTRY = Registry(
             "forethought.methods.sequential_revision:SequentialRevisionController"
         ),
         "genrm": "forethought.scaffolding.genrm_controller:GenRMController",
+        "checker": "forethought.scaffolding.checker_controller:CheckerController",
         "specreason": "forethought.methods.specreason:SpecReasonController",
         "adaptive_compute": "forethought.methods.adaptive_compute:AdaptiveComputeController",
         "fork_think": "forethought.methods.fork_think:ForkThinkController",

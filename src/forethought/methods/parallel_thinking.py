@@ -22,7 +22,7 @@ Paper: Pan et al., "Learning Adaptive Parallel Reasoning with Language Models", 
 "ThreadWeaver: Adaptive Threading for Efficient Parallel Reasoning in Language Models", both 2025.
 arXiv 2504.15466 and 2512.07843. The tags of ``"threadweaver"`` are those of its authors. APR's
 paper writes spawn(msgs) and join(msg), and its Countdown model has tags of that task; those here
-are ours. A model has to be trained to spawn. Threads do not spawn in turn.
+are ours. A model has to be trained to spawn. With ``max_depth`` above 1 threads spawn in turn.
 """
 
 from __future__ import annotations
@@ -125,44 +125,53 @@ FORMATS: Mapping[str, ThreadFormat] = MappingProxyType(
 
 @dataclass
 class _Progress:
-    """The main thread as far as it has come."""
+    """A thread as far as it has come: the main one, or one that was spawned."""
 
     part: GenerationTask
     """The newest part; ``part.joined`` is all of them."""
     limit: int | None
-    """Tokens that the main thread may generate itself."""
+    """Tokens that it may generate itself."""
+    depth: int = 0
+    """Of the main thread 0, of those that it spawns 1."""
     num_own: int = 0
     thread_tokens: int = 0
     longest_path: int = 0
     join_tokens: int | None = 0
     spawns: list[int] = field(default_factory=list)
-    num_refused: int = 0
-    """Spawns that were left to the main thread."""
+    """Threads of each spawn; behind it those of the spawns in these threads."""
+    num_spawns: int = 0
+    """Its own, those that were left to itself included."""
+    text: str = ""
+    """All that it has written, with what was joined."""
     output: ScaffoldingOutput | None = None
     """All parts that have ended, with what was joined between them."""
 
     @property
     def left(self) -> int | None:
-        """Tokens that the main thread may still generate itself."""
+        """Tokens that it may still generate itself."""
         return None if self.limit is None else max(0, self.limit - self.num_own)
 
     def add(self, part: GenerationTask) -> None:
-        """Count a part of the main thread, which has ended."""
+        """Count a part, which has ended."""
+        if self.output is not None:  # it goes on behind a join
+            inserted = part.inserted_tokens
+            known = inserted is not None and self.join_tokens is not None
+            self.join_tokens = (self.join_tokens or 0) + len(inserted or ()) if known else None
         self.output = part.joined
+        self.text += part.output_str or ""
         self.num_own += part.num_generated
         self.longest_path += part.num_generated
-        if part.fork_point is not None:
-            if part.inserted_tokens is None or self.join_tokens is None:
-                self.join_tokens = None
-            else:
-                self.join_tokens += len(part.inserted_tokens)
 
-    def add_threads(self, threads: Sequence[GenerationTask]) -> None:
-        """Count the threads of one spawn, which have ended."""
-        lengths = [thread.num_generated for thread in threads]
+    def add_threads(self, threads: Sequence[_Progress]) -> None:
+        """Count the threads of one spawn, which have ended, and all that these have spawned."""
         self.spawns.append(len(threads))
-        self.thread_tokens += sum(lengths)
-        self.longest_path += max(lengths)
+        for thread in threads:
+            self.spawns += thread.spawns
+            self.thread_tokens += thread.num_own + thread.thread_tokens
+            known = self.join_tokens is not None and thread.join_tokens is not None
+            total = (self.join_tokens or 0) + (thread.join_tokens or 0)
+            self.join_tokens = total if known else None
+        self.longest_path += max(thread.longest_path for thread in threads)
 
 
 class ParallelThinkingController(Controller):
@@ -181,7 +190,8 @@ class ParallelThinkingController(Controller):
         thread_format: ``"threadweaver"``, ``"apr"`` or a ``ThreadFormat``.
         thread_tokens: most tokens that a thread generates; None: no limit of its own.
         max_threads: of one spawn.
-        max_spawns: behind the last one, refused ones included, the main thread goes on alone.
+        max_spawns: of each thread; behind the last one, refused ones included, it goes on alone.
+        max_depth: levels of threads: 1, the main thread alone spawns; 2, its threads do, too.
 
     Raises:
         UnknownNameError: there is no such format.
@@ -199,6 +209,7 @@ class ParallelThinkingController(Controller):
         thread_tokens: int | None = None,
         max_threads: int = 8,
         max_spawns: int = 16,
+        max_depth: int = 1,
     ) -> None:
         super().__init__()
         if not isinstance(thread_format, ThreadFormat):
@@ -209,6 +220,7 @@ class ParallelThinkingController(Controller):
         self.thread_tokens = validated("thread_tokens", thread_tokens, OPTIONAL_POSITIVE_INT)
         self.max_threads = validated("max_threads", max_threads, POSITIVE_INT)
         self.max_spawns = validated("max_spawns", max_spawns, NON_NEGATIVE_INT)
+        self.max_depth = validated("max_depth", max_depth, POSITIVE_INT)
 
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
         """Think about the tasks side by side.
@@ -238,7 +250,7 @@ class ParallelThinkingController(Controller):
         first.worker_tag = self.WorkerTag.GENERATION
         main, budget_ended = _Progress(first, task.max_tokens), False
         try:
-            yield from self._think(main, sampling.stop_strings(task))
+            yield from self.think(main, sampling.stop_strings(task))
         except BudgetExceeded:
             budget_ended, output = True, main.part.joined or main.output
             if output is None:
@@ -256,12 +268,12 @@ class ParallelThinkingController(Controller):
             "budget_ended": budget_ended,
         }
 
-    def _think(self, main: _Progress, stop: Sequence[str]) -> Process:
-        """Generate the main thread to its end, with all that it spawns."""
+    def think(self, main: _Progress, stop: Sequence[str]) -> Process:
+        """Generate a thread to its end, with all that it spawns."""
         form = self.thread_format
         while True:
-            part, num_spawns = main.part, len(main.spawns) + main.num_refused
-            may_spawn = num_spawns < self.max_spawns
+            part = main.part
+            may_spawn = main.num_spawns < self.max_spawns and main.depth < self.max_depth
             part.stop = [*stop, form.spawn_end] if may_spawn else list(stop)
             part.max_tokens = main.left
             yield [part]
@@ -271,19 +283,22 @@ class ParallelThinkingController(Controller):
             spawned = form.tasks(part.output_str or "")
             if spawned is None:
                 return
+            main.num_spawns += 1
             if 0 < len(spawned) <= self.max_threads:
                 yield from self._spawn(main, spawned)
             else:
-                main.num_refused += 1
                 yield from self._go_on(main, part, form.spawn_end)
 
     def _spawn(self, main: _Progress, spawned: Sequence[tuple[str, str]]) -> Process:
         """Run threads side by side, and go on behind what they return."""
         part, form = main.part, self.thread_format
         begins = [form.thread_begin.format(number=n, text=text) for n, text in spawned]
-        threads = [self._thread(part, *numbered) for numbered in enumerate(begins)]
+        threads = [
+            _Progress(self._thread(part, *numbered), self.thread_tokens, main.depth + 1)
+            for numbered in enumerate(begins)
+        ]
         yield Stage("spawned", "the model asks for threads", fields={"threads": len(threads)})
-        yield threads
+        yield from self._run(threads)
         main.add_threads(threads)
         written = [self._written(thread) for thread in threads]
         texts = [
@@ -294,9 +309,21 @@ class ParallelThinkingController(Controller):
         behind = f"{form.spawn_end}{''.join(texts)}{form.join_end}"
         first = f"{form.spawn_end}{begins[0]}{written[0]}"
         if form.inherits and behind.startswith(first):  # its keys and values are those of the join
-            yield from self._go_on(main, threads[0], behind, known=first)
+            yield from self._go_on(main, threads[0].part, behind, known=first)
         else:
             yield from self._go_on(main, part, behind)
+
+    def _run(self, threads: Sequence[_Progress]) -> Process:
+        """Generate threads to their ends, side by side."""
+        if threads[0].depth < self.max_depth:
+            yield ParallelProcess([_Thread(self, each) for each in threads], [[] for _ in threads])
+            return
+        parts = [each.part for each in threads]
+        for part in parts:
+            part.stop, part.max_tokens = [self.thread_format.thread_end], self.thread_tokens
+        yield parts
+        for each in threads:
+            each.add(each.part)
 
     def _thread(self, part: GenerationTask, index: int, begun: str) -> GenerationTask:
         form, thread = self.thread_format, GenerationTask(input_str=begun)
@@ -305,15 +332,14 @@ class ParallelThinkingController(Controller):
         else:
             sampling.carry(part, thread)
         thread.worker_tag, thread.priority = part.worker_tag, part.priority
-        thread.stop, thread.max_tokens = [form.thread_end], self.thread_tokens
         sampling.vary(thread, index)
         return thread
 
-    def _written(self, thread: GenerationTask) -> str:
+    def _written(self, thread: _Progress) -> str:
         """What a thread has written; where only a part of it is returned, with its closing tag."""
-        form, said = self.thread_format, thread.output_str or ""
-        closed = form.returned and thread.stop_reason == form.thread_end
-        return said + form.thread_end if closed else said
+        form = self.thread_format
+        closed = form.returned and thread.part.stop_reason == form.thread_end
+        return thread.text + form.thread_end if closed else thread.text
 
     def _go_on(
         self, main: _Progress, source: GenerationTask, behind: str, known: str = ""
@@ -325,8 +351,22 @@ class ParallelThinkingController(Controller):
         part.worker_tag = main.part.worker_tag
         part.streaming_output_flag = main.part.streaming_output_flag
         main.part = part
+        main.text += behind
         if part.streaming_output_flag:
             yield Delta(behind, source="parallel_thinking")
+
+
+class _Thread(Controller):
+    """Runs a spawned thread that may spawn in turn."""
+
+    def __init__(self, method: ParallelThinkingController, thread: _Progress) -> None:
+        super().__init__()
+        self._method, self._thread = method, thread
+
+    def process(self, tasks: Sequence[Any], **kwargs: Any) -> Process:
+        """Generate it to its end."""
+        end = self._method.thread_format.thread_end
+        yield from self._method.think(self._thread, [end])
 
 
 _REFUSED = (

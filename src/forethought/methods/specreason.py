@@ -17,8 +17,9 @@ With ``pipelined`` the small model drafts the next step while the base model sco
 
 A draft behind a step that is not kept is cancelled; the output is the same.
 
-It stacks with speculative decoding of tokens in each engine. The tokens of a rejected step do not
-draft those of the step that replaces it.
+It stacks with speculative decoding of tokens in each engine. On an engine a rejected step is also
+the first draft of the step that replaces it: where the base model writes the same, its tokens are
+verified and not generated one by one.
 
 Paper: Pan et al., "SpecReason: Fast and Accurate Inference-Time Compute via Speculative Reasoning",
 2025. arXiv 2504.07891. The scale, the threshold of 7, steps that end at a blank line and the first
@@ -180,7 +181,8 @@ class SpecReasonController(Controller):
 
     def _step(self, task: GenerationTask, chain: _Chain) -> Process:
         """The next step: the small model's if its score is high enough, else the base model's."""
-        score = None
+        score: int | None = None
+        draft: GenerationTask | None = None
         if len(chain.scores) >= self.first_n_base_steps:
             draft, chain.ahead = chain.ahead, None
             if draft is None:
@@ -196,6 +198,8 @@ class SpecReasonController(Controller):
                 chain.num_accepted += 1
                 return draft
         step = self._part(task, chain, self.WorkerTag.BASE)
+        if draft is not None:
+            step.prediction = self._text_of(draft) or None
         yield [step]
         chain.scores.append(score)
         return step
@@ -257,10 +261,15 @@ class SpecReasonController(Controller):
     def _ends(self) -> list[str]:
         return [self.step_end] if self.think_end is None else [self.step_end, self.think_end]
 
+    def _text_of(self, part: GenerationTask) -> str:
+        """What a part has written, with the text that ended its step."""
+        at_end = part.stop_reason in self._ends()
+        return (part.output_str or "") + (str(part.stop_reason) if at_end else "")
+
     def _add(self, task: GenerationTask, chain: _Chain, part: GenerationTask) -> str:
         """Put a part behind the chain; returns its text."""
         at_end = part.stop_reason in self._ends()
-        text = (part.output_str or "") + (str(part.stop_reason) if at_end else "")
+        text = self._text_of(part)
         chain.text += text
         chain.num_tokens += part.num_generated
         if at_end:

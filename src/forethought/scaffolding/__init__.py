@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         get_digit_majority_vote_result,
     )
     from forethought.scaffolding.budget import Budget
+    from forethought.scaffolding.checker_controller import CheckerController
     from forethought.scaffolding.confidence import ConfidenceRewardController
     from forethought.scaffolding.controller import (
         Controller,
@@ -112,6 +113,7 @@ _HOMES = {
     "FirstDone": "parallel",
     "Task": "task",
     "TaskStatus": "task",
+    "CheckerController": "checker_controller",
     "GenRMController": "genrm_controller",
     "GenerationTask": "task",
     "StreamGenerationTask": "task",
@@ -162,6 +164,7 @@ __all__ = [
     "ChatTask",
     "ChatTokenCounter",
     "ChatWithMCPController",
+    "CheckerController",
     "CompareRewardController",
     "ComputeTask",
     "ConfidenceRewardController",

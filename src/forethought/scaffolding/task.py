@@ -166,6 +166,9 @@ class GenerationTask(sampling.SamplingFields, Task):
     question: str | None = None
     """What the user asks, as text, where the prompt is token ids or went through a chat template;
     verifiers and reward models read it. None: the prompt itself (``question_text``)."""
+    prediction: str | None = None
+    """Text that the output may turn out to be. An engine's worker drafts it, which changes the
+    speed alone (``SpeculationParams.prediction``); other workers have no use for it."""
     skip_tokenizer: bool = False
     """The prompt must be ``input_tokens``."""
     skip_detokenizer: bool = False

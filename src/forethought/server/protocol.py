@@ -229,10 +229,25 @@ class ResponseFormat(Body):
     json_schema: JsonSchema | None = None
 
 
+class Prediction(Body):
+    """What the answer may turn out to be: it is the first draft."""
+
+    type: Literal["content"]
+    content: Annotated[str, Field(min_length=1)] | Annotated[list[TextPart], Field(min_length=1)]
+
+    @property
+    def text(self) -> str:
+        """All parts as one text."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
 class ChatRequest(Penalised):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
+    prediction: Prediction | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Count | None = None

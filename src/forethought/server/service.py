@@ -30,7 +30,7 @@ from forethought.server.job import Ask, Job, MethodJob, Outcome, Update
 from forethought.server.limits import Admission, Overloaded
 from forethought.server.metrics import RequestMetrics, ServerMetrics
 from forethought.server.names import Composition, read_method, read_model
-from forethought.server.protocol import Generating, Penalised
+from forethought.server.protocol import ChatRequest, Generating, Penalised
 from forethought.server.response_store import ResponseStore
 from forethought.server.settings import Settings
 from forethought.server.telemetry import Telemetry, plain_trace
@@ -374,6 +374,9 @@ def sampling_of(body: Generating) -> dict[str, Any]:
         params["logit_bias"] = body.logit_bias
     if body.speculation is not None:
         params["speculation"] = _speculation(body.speculation)
+    if isinstance(body, ChatRequest) and body.prediction is not None and body.prediction.text:
+        speculation = params.get("speculation") or SpeculationParams()
+        params["speculation"] = speculation.replace(prediction=body.prediction.text)
     if (budget := _thinking_budget(body)) is not None:
         params["thinking_budget"] = budget
     if body.structured_outputs is not None:

@@ -39,6 +39,7 @@ from forethought.scaffolding.result import ScaffoldingResult
 from forethought.scaffolding.sampling import derived_seed
 from forethought.scaffolding.scaffolding_llm import ScaffoldingLlm
 from forethought.scaffolding.task import (
+    ChatTask,
     GenerationTask,
     RewardTask,
     StreamGenerationTask,
@@ -373,7 +374,7 @@ class _ForcedWorker(EngineWorker):
             self._reached.set()
         self._num_calls += 1
         params = super()._params(task, number)
-        prompt = task.input_str
+        prompt = task.messages[-1].content if isinstance(task, ChatTask) else task.input_str
         if prompt is None:
             prompt = self._text.decode(task.input_tokens or ())
         text = self._respond(prompt, _seed(task, number))
@@ -447,6 +448,7 @@ def _save_model(path: Path) -> None:
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<s>", eos_token="</s>"
     )
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     config = transformers.LlamaConfig(
         vocab_size=len(vocabulary),
         hidden_size=16,

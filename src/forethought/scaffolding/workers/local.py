@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from forethought.config.sampling import SamplingParams
+from forethought.config.sampling import SamplingParams, SpeculationParams
 from forethought.errors import ParameterError, UnknownNameError, UsageError
 from forethought.llm.async_llm import AsyncLLM
 from forethought.llm.async_session import AsyncSession
@@ -287,6 +287,8 @@ class EngineWorker(Worker):
         if seed is not None and number:  # below zero: copies of the task are numbered from zero
             seed = sampling.derived_seed(seed, -number)
         salt = scope.cache_salt if scope else ""
+        if task.prediction:
+            params = params.replace(speculation=_with_prediction(params, task.prediction))
         return params.replace(n=1, max_tokens=max_tokens, seed=seed, cache_salt=salt)
 
     # ---- sequences ----------------------------------------------------------------------------
@@ -451,6 +453,13 @@ def _tool_messages(task: ChatTask) -> list[dict[str, Any]]:
             with suppress(ValueError):
                 call["function"]["arguments"] = json.loads(call["function"]["arguments"])
     return messages
+
+
+def _with_prediction(params: SamplingParams, prediction: str) -> SpeculationParams:
+    """How a request is drafted for: with the prediction, unless it chooses otherwise."""
+    own = params.speculation or SpeculationParams()
+    is_open = own.enabled and own.drafter is None and own.prediction is None
+    return own.replace(prediction=prediction) if is_open else own
 
 
 def _checked_temperature(temperature: float | None) -> float | None:

@@ -1,0 +1,409 @@
+"""All methods on one model at about equal generated tokens: what each makes of the same budget.
+
+A budget of tokens per problem becomes a number of samples (by what a sample takes on average), and
+each method gets the settings that spend about as much; what it really spent is in its row. Methods
+that end when they are done (those with a checker, adaptive votes) get twice as many samples at
+most, and spend what they need. Some methods ask for what a model of a few million parameters
+cannot: they are left out, by name and with the reason (``LEFT_OUT``).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from forethought.errors import UnknownNameError
+from forethought.evaluation import tasks
+from forethought.evaluation.comparison import Comparison
+from forethought.evaluation.journal import Attempt, Journal
+from forethought.evaluation.problems import Problem
+from forethought.evaluation.recipe import Recipe, recipe
+from forethought.evaluation.report import ReportRow, aligned, outcomes_of, row_of
+from forethought.evaluation.runner import EvaluationProgress, EvaluationRunner
+from forethought.evaluation.statistics import PairedComparison, Proportion, compare_pairs
+from forethought.methods.compute_optimal import Policy
+from forethought.scaffolding.checker_controller import CheckerController
+from forethought.scaffolding.controller import NativeRewardController
+from forethought.scaffolding.worker import Worker
+from forethought.training.countdown.progress import progress
+
+PLAIN = "plain"
+TEMPERATURE = 0.8
+LEFT_OUT: Mapping[str, str] = {
+    "tree_of_thoughts": "the model itself judges its steps, on instruction",
+    "self_refine": "the model criticises its answers, on instruction",
+    "sequential_revision": "the model revises its answers, on instruction",
+    "adaptive_compute": "the model is asked whether a new start would do better",
+    "checker": "a reward: it scores the searches and best_of_n of this table",
+    "genrm": "a reward: the model verifies an answer in words",
+    "spct": "a reward: the model writes principles and critiques",
+    "archon": "all components but the generator are chats with instructions",
+    "specreason": "two models that reason alike, and a base model that scores steps when asked",
+    "sleep_time": "questions about a shared context",
+    "drag": "documents",
+    "iterdrag": "documents",
+    "hogwild_turns": "the model reads what others write and divides the work",
+    "parallel_thinking": "a model that was trained to spawn threads",
+}
+"""Methods that a small model of one task has nothing for -> what they take."""
+
+
+@dataclass(frozen=True, slots=True)
+class MethodTask:
+    """What the table has to know about a task of the evaluation."""
+
+    sample_tokens: int
+    """Tokens of a sample on average: a budget of N tokens is N / ``sample_tokens`` samples."""
+    max_tokens: int
+    """Most tokens of a sample."""
+    group_of: Callable[[Problem], str]
+    """The name of the group of problems that one is in."""
+    verifier: str | None = None
+    """The exact checker, if there is one."""
+    reward_model: str | None = None
+    """The embedded reward model, if there is one."""
+    checker: Callable[[str, str], float] | None = None
+    """Scores answers as far as they have come, where there is no reward model."""
+    chunk_size: int = 32
+    """Tokens between two probes of Dynasor-CoT."""
+
+
+def _num_numbers(problem: Problem) -> str:
+    return f"{problem.question.count(',') + 2} numbers"
+
+
+def _all(problem: Problem) -> str:
+    return "all"
+
+
+TASKS: Mapping[str, MethodTask] = {
+    "countdown": MethodTask(205, 450, _num_numbers, "countdown", checker=progress),
+    "arithmetic": MethodTask(190, 440, _all, reward_model="forethought/prm", chunk_size=16),
+}
+
+
+def held_out_problems(name: str, count: int, seed: int = 0) -> list[Problem]:
+    """So many problems of a task that its embedded model was not trained on.
+
+    The shipped ones first; if they are too few, further ones of the same generators and the same
+    side of the split, of four numbers where these are counted.
+    """
+    found = tasks.task(name).problems()
+    known = {problem.question for problem in found}
+    rng = random.Random(f"{seed}:{name}")
+    while len(found) < count:
+        made = _countdown(rng) if name == "countdown" else _arithmetic(rng)
+        if made.question not in known:
+            known.add(made.question)
+            found.append(replace(made, name=str(len(found))))
+    return found[:count] if count >= len(found) else random.Random(seed).sample(found, count)
+
+
+def _countdown(rng: random.Random) -> Problem:
+    from forethought.training.countdown.problems import expression, sample_problem, solve
+
+    problem = sample_problem(rng, 4, held_out=True)
+    return Problem("", problem.question, expression(solve(problem) or ()))
+
+
+def _arithmetic(rng: random.Random) -> Problem:
+    from forethought.training.reasoner.questions import sample_mixed
+
+    problem = sample_mixed(rng, held_out=True)
+    return Problem("", problem.question, problem.answer)
+
+
+def method_task(name: str) -> MethodTask:
+    """The task of this name.
+
+    Raises:
+        UnknownNameError: there is no table for it.
+    """
+    if name not in TASKS:
+        raise UnknownNameError("task", name, TASKS)
+    return TASKS[name]
+
+
+@dataclass(frozen=True, slots=True)
+class MethodBench:
+    """Makes the recipes of the table.
+
+    Args:
+        task: that is solved.
+        tokens: generated per problem, about.
+        judge: scores steps and answers; None: the task's checker does, or the model's confidence.
+        judge_worker: runs the reward model; None: there is none.
+        policy: of ``compute_optimal``; None leaves it out.
+    """
+
+    task: MethodTask
+    tokens: int
+    judge: NativeRewardController | None = None
+    judge_worker: Worker | None = None
+    policy: Policy | None = None
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that the budget is worth; at least 2, and even."""
+        return max(2, 2 * round(self.tokens / self.task.sample_tokens / 2))
+
+    @property
+    def _reward(self) -> NativeRewardController | None:
+        """What scores steps and answers; None: confidence."""
+        if self.judge is not None or self.task.checker is None:
+            return self.judge
+        return CheckerController(self.task.checker)
+
+    def recipes(self) -> list[Recipe]:
+        """One for each row; plain decoding first, then the vote."""
+        n = self.num_samples
+        found = [
+            self._made(PLAIN),
+            self._made(f"majority_vote@{n}"),
+            self._made(
+                f"majority_vote@{2 * n}, statistical stop",
+                statistical_stop=0.95,
+                concurrency="doubling",
+            ),
+            self._made(f"budget_vote@{n}", total_tokens=self.tokens),
+            self._made(f"no_thinking+majority_vote@{n}"),
+            self._made("budget_forcing"),
+            self._made("dynasor", chunk_size=self.task.chunk_size, certainty_threshold=2),
+            self._made(
+                f"dynasor+majority_vote@{n}", chunk_size=self.task.chunk_size, certainty_threshold=2
+            ),
+            self._made(f"deepconf@{n}", window=32),
+            self._made(f"deepconf_online@{n}", num_warmup=max(1, n // 2), window=32),
+            self._made(f"fork_think@{n}"),
+            *self._chosen(n),
+            *self._searches(n),
+        ]
+        if self.policy is not None:
+            found.append(self._made("compute_optimal", policy=self.policy))
+        if self.task.verifier is not None:
+            found += [
+                self._made(f"repeated_sampling@{count}", verifier=self.task.verifier)
+                for count in (2 * n, 4 * n)
+            ]
+        return found
+
+    def _chosen(self, n: int) -> list[Recipe]:
+        found = [
+            self._made(f"best_of_n@{n}, confidence", reward_controller=_confidence()),
+        ]
+        if self._reward is not None:
+            found += [
+                self._made(f"best_of_n@{n}", judged=True),
+                self._made(f"best_of_n@{n}, weighted", judged=True, choice="weighted"),
+            ]
+        return found
+
+    def _searches(self, n: int) -> list[Recipe]:
+        steps: dict[str, Any] = {"step_token": "\n", "judged": True}
+        by = "" if self._reward is not None else ", confidence"
+        return [
+            self._made(f"beam_search@{n}{by}", width=2, **steps),
+            self._made(f"particle_filtering@{n}{by}", **steps),
+            self._made(f"dvts@{n}{by}", width=2, **steps),
+            self._made(f"particle_gibbs@{n // 2}{by}", num_iterations=2, **steps),
+            self._made(f"mcts@{n}{by}", width=2, **steps),
+        ]
+
+    def _made(self, name: str, judged: bool = False, **settings: Any) -> Recipe:
+        """The recipe of a row; what follows a comma in its name tells it from another one."""
+        if judged and self._reward is not None:
+            settings["reward_controller"] = self._reward
+        has_own_limit = "total_tokens" in settings
+        made = recipe(
+            name.partition(",")[0],
+            temperature=TEMPERATURE,
+            max_tokens=None if has_own_limit else self.task.max_tokens,
+            settings=settings,
+        )
+        workers = {}
+        if judged and self.judge_worker is not None:
+            workers = {NativeRewardController.WorkerTag.REWARD: self.judge_worker}
+        return replace(made, name=name, workers=workers)
+
+
+def _confidence() -> Any:
+    from forethought.scaffolding.confidence import ConfidenceRewardController
+
+    return ConfidenceRewardController("bottom_groups", window=32)
+
+
+@dataclass(frozen=True, slots=True)
+class MethodRow:
+    """One method of the table."""
+
+    row: ReportRow
+    against: Mapping[str, PairedComparison]
+    """Name of another row -> the paired comparison with it; none with itself."""
+    groups: Mapping[str, tuple[Proportion, float]]
+    """Group of problems -> right answers there, and generated tokens per problem."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        found = self.row.to_dict()
+        found["tokens_per_problem"] = round(self.row.tokens_per_attempt, 1)
+        found["against"] = {name: paired.to_dict() for name, paired in self.against.items()}
+        found["groups"] = {
+            name: {
+                "accuracy": round(correct.value, 4),
+                "accuracy_ci": [round(bound, 4) for bound in correct.interval()],
+                "tokens_per_problem": round(tokens, 1),
+            }
+            for name, (correct, tokens) in self.groups.items()
+        }
+        return found
+
+
+def chosen(recipes: Sequence[Recipe], only: str | None) -> list[Recipe]:
+    """Plain decoding, the vote, and the rows whose names begin with one of the names in ``only``.
+
+    Raises:
+        UnknownNameError: no row's name begins so.
+    """
+    if only is None:
+        return list(recipes)
+    wanted = tuple(name.strip() for name in only.split(","))
+    for name in wanted:
+        if not any(one.name.startswith(name) for one in recipes):
+            raise UnknownNameError("row", name, [one.name for one in recipes])
+    return [*recipes[:2], *(one for one in recipes[2:] if one.name.startswith(wanted))]
+
+
+class MethodTable:
+    """Runs the recipes, and compares each with the first (plain decoding) and the second (a vote).
+
+    Every row has a journal of its own, so that rows can be added, and a row whose settings have
+    changed is refused.
+
+    Args:
+        runner: solves the problems.
+        problems: at least one.
+        task: whose groups the rows have.
+        settings: everything but recipe and reward model that decides the results, as plain values.
+        judge: what tells the reward model from another, of the rows that have one.
+    """
+
+    def __init__(
+        self,
+        runner: EvaluationRunner,
+        problems: Sequence[Problem],
+        task: MethodTask,
+        settings: Mapping[str, Any],
+        judge: Mapping[str, Any],
+    ) -> None:
+        self._runner, self._problems = runner, problems
+        self._task, self._settings, self._judge = task, settings, judge
+
+    def rows(
+        self,
+        recipes: Sequence[Recipe],
+        folder: Path,
+        *,
+        is_fresh: bool = False,
+        bar: EvaluationProgress | None = None,
+    ) -> list[MethodRow]:
+        """One row for each recipe, in their order.
+
+        Args:
+            recipes: with different names.
+            folder: of the journals.
+            is_fresh: forget the journals that are there.
+            bar: shows the progress; None: nothing does.
+
+        Raises:
+            ParameterError: a journal is that of a row with other settings.
+            Exception: of the first attempt that fails; those that are finished are in the journals.
+        """
+        made = {}
+        for one in recipes:
+            settings = {**self._settings, "recipe": one.to_dict()}
+            settings |= {"reward_model": dict(self._judge)} if one.workers else {}
+            path = folder / f"{re.sub(r'[^a-z0-9_]+', '-', one.name.lower())}.jsonl"
+            with Journal(path, settings, is_fresh) as journal:
+                comparison = Comparison(self._runner, self._problems, journal, bar=bar)
+                made[one.name] = comparison.attempts(one)
+        baselines = [one.name for one in recipes[:2]]
+        return [self._row(name, made, baselines) for name in made]
+
+    def _row(
+        self, name: str, made: Mapping[str, Sequence[Attempt]], baselines: Sequence[str]
+    ) -> MethodRow:
+        attempts = made[name]
+        outcomes = outcomes_of(attempts)
+        against = {
+            other: compare_pairs(other, outcomes_of(made[other]), outcomes)
+            for other in baselines
+            if other != name
+        }
+        return MethodRow(row_of(name, attempts), against, self._groups(attempts))
+
+    def _groups(self, attempts: Sequence[Attempt]) -> dict[str, tuple[Proportion, float]]:
+        by_group: dict[str, list[Attempt]] = {}
+        for attempt in sorted(attempts, key=lambda one: one.number):
+            by_group.setdefault(self._task.group_of(attempt.problem), []).append(attempt)
+        return {
+            name: (
+                Proportion(sum(one.correct for one in some), len(some)),
+                sum(one.usage.decoded for one in some) / len(some),
+            )
+            for name, some in sorted(by_group.items())
+        }
+
+
+def cells(rows: Sequence[MethodRow]) -> list[tuple[str, ...]]:
+    """The table: head, then a tuple for each row."""
+    groups = list(rows[0].groups)
+    shown = groups if len(groups) > 1 else []
+    baselines = list(rows[-1].against)
+    head = ("method", "accuracy", "95 % interval", "tokens", "prefilled")
+    lines = [(*head, *shown, *(f"p, {name}" for name in baselines))]
+    for one in rows:
+        low, high = one.row.accuracy_interval
+        prefilled = one.row.tokens_prefilled / one.row.correct.trials
+        lines.append(
+            (
+                one.row.method,
+                f"{one.row.correct.value:.1%}",
+                f"{low:.1%} to {high:.1%}",
+                f"{one.row.tokens_per_attempt:,.0f}",
+                f"{prefilled:,.0f}",
+                *(
+                    f"{one.groups[name][0].value:.1%} ({one.groups[name][1]:,.0f})"
+                    for name in shown
+                ),
+                *(_shown_p(one.against.get(name)) for name in baselines),
+            )
+        )
+    return lines
+
+
+def _shown_p(paired: PairedComparison | None) -> str:
+    return "" if paired is None else f"{100 * paired.difference:+.1f}, {paired.p:.2g}"
+
+
+def text(rows: Sequence[MethodRow]) -> str:
+    """The table for a terminal, and below it what was left out."""
+    notes = [f"{name}: left out, it takes {what}" for name, what in LEFT_OUT.items()]
+    return "\n".join([aligned(cells(rows)), "", *notes]) + "\n"
+
+
+def markdown(rows: Sequence[MethodRow]) -> str:
+    """The table in Markdown, as docs/methods.md has it."""
+    head, *lines = [" | ".join(line) for line in cells(rows)]
+    rule = " | ".join(["---", *["---:"] * (len(cells(rows)[0]) - 1)])
+    return "\n".join(f"| {line} |" for line in [head, rule, *lines]) + "\n"
+
+
+def json_line(rows: Sequence[MethodRow], **settings: Any) -> str:
+    """The JSON object on one line, with its end."""
+    found = {"benchmark": "methods", **settings, "rows": [row.to_dict() for row in rows]}
+    return json.dumps(found | {"left_out": dict(LEFT_OUT)}) + "\n"
