@@ -86,6 +86,7 @@ def test_the_command_writes_a_file_that_the_other_commands_read(capsys, tmp_path
     report = json.loads(capsys.readouterr().out)
     written = yaml.safe_load((tmp_path / "config.yaml").read_text())
     assert written == report["config"]
+    assert (tmp_path / "auto.png").read_bytes().startswith(b"\x89PNG")
     question = ["What is 2 + 2?", "--config", str(tmp_path / "config.yaml"), "--max-tokens", "2"]
     assert main(["generate", *question]) == 0
 

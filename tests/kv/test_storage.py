@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from forethought.kv.pool import PagePool
@@ -30,6 +31,15 @@ def test_layers_of_different_shapes_keep_their_order_and_their_own_tensors() -> 
         assert keys.shape == (5 * PAGE_SIZE, shape.kv_heads, shape.key_dim)
         assert values.shape == (5 * PAGE_SIZE, shape.kv_heads, shape.value_dim)
     assert len({tensor[0, 0, 0].item() for tensor in [*storage.keys, *storage.values]}) == 6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_new_storage_holds_zeros_at_the_start_of_cache_lines(dtype: torch.dtype) -> None:
+    storage = KvStorage(SHAPES, num_pages=5, page_size=PAGE_SIZE, dtype=dtype)
+    for tensor in [*storage.keys, *storage.values]:
+        assert tensor.dtype == dtype
+        assert not tensor.any()
+    assert storage.keys[1].data_ptr() % 64 == storage.values[1].data_ptr() % 64 == 0
 
 
 def test_bytes_per_page_is_what_the_tensors_take() -> None:

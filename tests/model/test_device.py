@@ -8,9 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from forethought import SamplingParams
 from forethought.errors import ParameterError
 from forethought.llm.llm import LLM
-from forethought.model.device import check_threads, find_device, usable_processors
+from forethought.model import device
+from forethought.model.device import (
+    BYTES_PER_THREAD,
+    available_threads,
+    check_threads,
+    choose_threads,
+    computing_threads,
+    find_device,
+    usable_processors,
+)
 from tokens import speaking
 
 AFFINITY = float(len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else None
@@ -72,7 +82,7 @@ def test_building_with_more_threads_than_processors_is_warned_of_once_with_the_f
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(int(AFFINITY or 1) + 1)
-        LLM(speaking("byte_level")).shutdown()
+        LLM(speaking("byte_level"), num_threads="torch").shutdown()
         (record,) = [r for r in caplog.records if "threads" in r.message]
         assert record.levelname == "WARNING"
         assert f"{AFFINITY:.3g} processors" in record.message
@@ -84,3 +94,43 @@ def test_building_with_more_threads_than_processors_is_warned_of_once_with_the_f
         assert not caplog.records
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    ("weight_bytes", "available", "threads"),
+    [
+        (0, 8, 1),
+        (BYTES_PER_THREAD, 8, 1),
+        (BYTES_PER_THREAD + 1, 8, 2),
+        (100 * BYTES_PER_THREAD, 8, 8),
+        (100 * BYTES_PER_THREAD, 1, 1),
+    ],
+)
+def test_small_models_get_few_threads_and_none_more_than_there_are(
+    weight_bytes: int, available: int, threads: int
+) -> None:
+    assert choose_threads(weight_bytes, available) == threads
+
+
+def test_no_more_threads_are_available_than_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    with computing_threads(3):
+        for processors, threads in [(0.5, 1), (2.9, 2), (64.0, 3)]:
+            monkeypatch.setattr(device, "usable_processors", lambda count=processors: count)
+            assert available_threads() == threads
+
+
+def test_a_step_runs_on_the_threads_of_its_engine_and_leaves_those_of_torch(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "usable_processors", lambda: 64.0)
+    with computing_threads(2), caplog.at_level("INFO"), LLM(speaking("byte_level")) as llm:
+        assert any("steps run on 1 of 2 threads" in record.message for record in caplog.records)
+        engine, seen = llm.lend("a test").engine, []
+        llm.take_back()
+        forward = engine.runner.lm.run
+        monkeypatch.setattr(
+            engine.runner.lm, "run", lambda *a: seen.append(torch.get_num_threads()) or forward(*a)
+        )
+        llm.generate([5, 6, 7], SamplingParams(max_tokens=2, temperature=0.0))
+        assert set(seen) == {1}
+        assert torch.get_num_threads() == 2

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -20,7 +21,7 @@ from forethought.bench.report import BenchRow, Recommendation, recommend
 from forethought.bench.speculation import MIN_PROMPTS, Prompt, SpeculationBench, run_once
 from forethought.bench.variant import PLAIN, variants_of, written
 from forethought.config.speculation import DecodingBaseConfig
-from forethought.evaluation.report import aligned
+from forethought.evaluation.report import aligned, new_figure
 from forethought.llm.llm import LLM
 from forethought.model.device import usable_processors
 
@@ -136,7 +137,11 @@ class AutoBench:
 
     def _llm(self, form: str | None, **more: Any) -> LLM:
         quantization = {} if form is None else {"quantization": form}
-        return LLM(**self.fields | {"max_batch_size": max(self.batches)} | quantization | more)
+        fixed = {
+            "max_batch_size": max(self.batches),
+            "num_threads": "torch",
+        }  # torch's are set here
+        return LLM(**self.fields | fixed | quantization | more)
 
     def _form_rows(
         self,
@@ -205,6 +210,39 @@ def form_table(rows: Sequence[FormRow], batches: Sequence[int]) -> str:
         share = f"{row.identical_share:.0%}"
         cells.append((row.quantization or AS_STORED, str(row.num_threads), *speeds, share))
     return aligned(cells)
+
+
+def save_auto_plot(choice: Choice, batches: Sequence[int], path: Path, title: str) -> Path:
+    """Plot both stages over the batch size as a PNG: forms of the weights, then drafters.
+
+    Raises:
+        DependencyError: matplotlib is not installed.
+    """
+    figure = new_figure(10.0, 4.5)
+    forms, drafters = figure.subplots(1, 2)
+    for form in choice.forms:
+        style = "o-" if form == choice.best else "o--"
+        label = f"{form.quantization or AS_STORED}, {form.num_threads} threads"
+        speeds = sorted(zip(batches, form.tokens_per_second, strict=True))
+        forms.plot(*zip(*speeds, strict=True), style, label=label)
+    forms.set_title("plain decoding (solid: chosen)", fontsize="medium")
+    for variant in dict.fromkeys(row.variant for row in choice.rows):
+        style = "o-" if variant == choice.advice.variant else "o--"
+        rows = [row for row in choice.rows if row.variant == variant]
+        speeds = sorted((row.batch, row.tokens_per_second) for row in rows)
+        drafters.plot(*zip(*speeds, strict=True), style, label=variant.label)
+    drafters.set_title("drafters (solid: chosen)", fontsize="medium")
+    for axes in (forms, drafters):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(batches, [str(batch) for batch in batches])
+        axes.set_xlabel("batch size")
+        axes.set_ylabel("tokens/s")
+        axes.set_ylim(bottom=0)
+        axes.grid(True, alpha=0.25)
+        axes.legend(fontsize="small")
+    figure.suptitle(title)
+    figure.savefig(path, dpi=150)
+    return path
 
 
 def _plain(value: Any) -> Any:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from forethought.bench.serving import ServingReport
     from forethought.bench.variant import Variant
     from forethought.evaluation.problems import Problem
+    from forethought.llm.llm import LLM
 
 BATCHES = (1, 4, 16, 64)
 ROUNDS, OUT = 3, Path("runs/bench")
@@ -321,6 +322,7 @@ def _measure_speculation(args: argparse.Namespace) -> int:
         total = bench.num_runs(variants, batches)
         with nullcontext(_ignore) if args.json else BenchProgress(total) as bar:
             rows = bench.run(variants, batches, bar)
+        fields["num_threads"] = _num_threads(llm)
     fields["dtype"] = _dtype(fields, llm.model_dir)
     _report(args, fields, rows, rounds, folder)
     return 0
@@ -618,6 +620,15 @@ def _notes(rows: list[BenchRow], report: dict[str, Any]) -> list[str]:
     return found
 
 
+def _num_threads(llm: LLM) -> int:
+    """Threads that its steps run on."""
+    import torch
+
+    chosen = llm.lend("bench").engine.num_threads
+    llm.take_back()
+    return chosen or torch.get_num_threads()
+
+
 def _machine(fields: dict[str, Any]) -> dict[str, Any]:
     """Where it was measured."""
     import torch
@@ -628,7 +639,7 @@ def _machine(fields: dict[str, Any]) -> dict[str, Any]:
     return {
         "device": torch.cuda.get_device_name() if device.startswith("cuda") else device,
         "processor": machine.processor_name(),
-        "threads": torch.get_num_threads(),
+        "threads": fields["num_threads"],
         "torch": torch.__version__,
         "dtype": fields["dtype"],
     }
@@ -653,6 +664,7 @@ def _measure_roofline(args: argparse.Namespace) -> int:
     from forethought.bench import roofline
     from forethought.evaluation.report import check_installed, make_folder
     from forethought.llm.llm import LLM
+    from forethought.model.device import computing_threads
 
     check_installed()
     make_folder(args.out)
@@ -660,7 +672,9 @@ def _measure_roofline(args: argparse.Namespace) -> int:
         lm = llm.lend("bench roofline").engine.runner.lm
         llm.take_back()
         cost = roofline.ModelCost.of(lm)
-        reached = roofline.Machine.measure(lm.device, lm.dtype)
+        fields["num_threads"] = _num_threads(llm)
+        with computing_threads(fields["num_threads"]):
+            reached = roofline.Machine.measure(lm.device, lm.dtype)
         steps = roofline.measure_steps(llm, args.batch, args.context, args.rounds)
         rows = [roofline.roofline_row(cost, reached, timed) for timed in steps]
         fields["dtype"] = str(lm.dtype).removeprefix("torch.")
@@ -716,8 +730,9 @@ def _measure_auto(args: argparse.Namespace) -> int:
     from forethought.bench.report import table
     from forethought.bench.speculation import check_batches
     from forethought.evaluation.problems import user_prompt
-    from forethought.evaluation.report import ProgressBar, make_folder
+    from forethought.evaluation.report import ProgressBar, check_installed, make_folder
 
+    check_installed()
     texts = (
         prompts.shipped_prompts() if args.prompts is None else prompts.load_prompts(args.prompts)
     )
@@ -747,9 +762,11 @@ def _measure_auto(args: argparse.Namespace) -> int:
         choice = bench.run(lambda llm: [user_prompt(llm, text) for text in texts], bar)
     path = args.out / "config.yaml"
     path.write_text(yaml.safe_dump(choice.config, sort_keys=False), encoding="utf-8")
+    name = model.model_label(fields)
+    plot = auto.save_auto_plot(choice, args.batch, args.out / "auto.png", f"choices for {name}")
     report = {
         "benchmark": "auto",
-        "model": model.model_label(fields),
+        "model": name,
         "forms": [row.to_dict() for row in choice.forms],
         "rows": [row.to_dict() for row in choice.rows],
         "config": choice.config,
@@ -757,6 +774,7 @@ def _measure_auto(args: argparse.Namespace) -> int:
     if not args.json:
         print(f"{auto.form_table(choice.forms, args.batch)}\n\n{table(choice.rows)}\n")
         print("\n".join(choice.advice.lines()))
+        print(f"plot: {plot}")
         print(f"written: {path}; use it as --config {path}")
     print(json.dumps(report, ensure_ascii=False))
     return 0

@@ -69,8 +69,10 @@ class LlmArgs(StrictModel):
     """``auto``: CUDA where torch has it, else CPU."""
     attention: str = "auto"
     """Attention backend by name."""
-    num_threads: int | None = Field(default=None, ge=1)
-    """Threads of torch's products on a CPU, for the whole process; None: as torch has them."""
+    num_threads: int | Literal["auto", "torch"] = "auto"
+    """Threads of a step on a CPU. ``auto``: by the size of the weights, at most as many as torch
+    has and as the process may use; ``torch``: as torch has them. A number holds for the whole
+    process."""
     forward: Literal["auto", "native", "torch"] = "auto"
     """What computes the layers on a CPU: ``native`` is C++, compiled at the first start, for
     Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, Gemma3 and Phi3 in float32, bfloat16 and quantised;
@@ -108,6 +110,13 @@ class LlmArgs(StrictModel):
             name, name
         )
 
+    @pydantic.field_validator("num_threads")
+    @classmethod
+    def _at_least_one(cls, value: int | str) -> int | str:
+        if isinstance(value, int) and value < 1:
+            raise ValueError("Input should be greater than or equal to 1")
+        return value
+
     @pydantic.field_validator("kv_cache_config", mode="before")
     @classmethod
     def _kv_from_dict(cls, value: Any) -> Any:
@@ -137,7 +146,7 @@ class LlmOptions(TypedDict, total=False):
     quantization: Literal["int8", "int4"] | None
     device: str
     attention: str
-    num_threads: int | None
+    num_threads: int | Literal["auto", "torch"] | None
     forward: Literal["auto", "native", "torch"]
     fuse: bool
     max_batch_size: int

@@ -31,6 +31,7 @@ from forethought.errors import (
 )
 from forethought.kv.pool import PagePool, PrefixIndex
 from forethought.kv.table import PageTable
+from forethought.model.device import computing_threads
 from forethought.model.runner import ModelRunner
 from forethought.model.sampling import Constraint, Constraints
 from forethought.outputs import EngineStats, FinishReason, SpeculationMetrics
@@ -45,6 +46,7 @@ class Engine:
         reuse: whether full pages are found again by later prompts with the same prefix.
         seed: where the seeds of unseeded requests come from; None: the operating system.
         drafters: in the order in which they are asked.
+        num_threads: that torch computes with in a step; None: as it has them.
     """
 
     def __init__(
@@ -55,7 +57,9 @@ class Engine:
         reuse: bool = True,
         seed: int | None = None,
         drafters: Ids[DrafterEntry] = (),
+        num_threads: int | None = None,
     ) -> None:
+        self.num_threads = num_threads
         self.runner, self.stats = runner, EngineStats(forward_path=runner.lm.path.taken)
         self.pool = PagePool(runner.storage.num_pages, runner.storage.page_size)
         self.index = PrefixIndex(self.pool, reuse)
@@ -76,7 +80,8 @@ class Engine:
 
     def step(self) -> list[Event]:
         """One forward for all that run, and what it did to each sequence; see ``Step.run``."""
-        return self._step.run()
+        with computing_threads(self.num_threads):
+            return self._step.run()
 
     # ---- admission --------------------------------------------------------------------------
 

@@ -18,7 +18,15 @@ from forethought.errors import CapacityError, ParameterError
 from forethought.kv.storage import HiddenStateCache, KvStorage
 from forethought.model import loader
 from forethought.model.causal_lm import CausalLM
-from forethought.model.device import check_threads, find_device, free_host_memory, set_threads
+from forethought.model.device import (
+    available_threads,
+    check_threads,
+    choose_threads,
+    find_device,
+    free_host_memory,
+    return_freed_memory,
+    set_threads,
+)
 from forethought.model.runner import ModelRunner
 from forethought.speculative import registry
 from forethought.speculative.length import length_policy
@@ -48,7 +56,8 @@ def build(args: LlmArgs, model_dir: Path) -> Engine:
     # Before the target is loaded: a draft model that does not exist costs no waiting.
     configs = [config.with_local_model() for config in args.speculative_config]
     device = find_device(args.device)
-    set_threads(args.num_threads, device)
+    if isinstance(args.num_threads, int):
+        set_threads(args.num_threads, device)
     lm = loader.load(
         model_dir,
         dtype=args.dtype,
@@ -59,7 +68,7 @@ def build(args: LlmArgs, model_dir: Path) -> Engine:
         quantization=args.quantization,
         forward=args.forward,
     )
-    if lm.device.type == "cpu":
+    if lm.device.type == "cpu" and args.num_threads != "auto":
         check_threads()
     context = _context(args, lm)
     _check_lengths(configs, context)
@@ -80,7 +89,15 @@ def build(args: LlmArgs, model_dir: Path) -> Engine:
         max_length=context,
         chunked_prefill=args.enable_chunked_prefill,
     )
-    log.info("%s on %s, %d tokens of KV cache, %s", model_dir, lm.device, capacity, limits)
+    return_freed_memory()
+    log.info(
+        "%s on %s, %d tokens of KV cache (%.0f MiB), %s",
+        model_dir,
+        lm.device,
+        capacity,
+        _page_bytes(runner.storage, drafters) * runner.storage.num_pages / 2**20,
+        limits,
+    )
     log.info("layers: %s%s", lm.path.taken, f" ({lm.path.reason})" if lm.path.reason else "")
     return Engine(
         runner,
@@ -88,7 +105,20 @@ def build(args: LlmArgs, model_dir: Path) -> Engine:
         reuse=args.kv_cache_config.enable_block_reuse,
         seed=args.seed,
         drafters=drafters,
+        num_threads=_threads(args, lm),
     )
+
+
+def _threads(args: LlmArgs, lm: CausalLM) -> int | None:
+    """Threads of a step; None: as torch has them."""
+    if args.num_threads != "auto" or lm.device.type != "cpu":
+        return None
+    weights, available = sum(weight.num_bytes for weight in lm.traits.weights), available_threads()
+    chosen = choose_threads(weights, available)
+    log.info(
+        "steps run on %d of %d threads: %.1f MiB of weights", chosen, available, weights / 2**20
+    )
+    return chosen
 
 
 def build_drafter_entry(
@@ -157,8 +187,7 @@ def _fill(
     Returns:
         Tokens that the cache holds: not more than ``useful``, unless asked for.
     """
-    size = storage.page_size
-    page_bytes = storage.bytes_per_page + sum(each.drafter.page_bytes for each in drafters)
+    size, page_bytes = storage.page_size, _page_bytes(storage, drafters)
     if config.max_tokens is not None:
         pages = config.max_tokens // size
     else:
@@ -180,6 +209,11 @@ def _fill(
             "Lower kv_cache_config.max_tokens",
         ) from error
     return pages * size
+
+
+def _page_bytes(storage: KvStorage, drafters: Sequence[DrafterEntry]) -> int:
+    """Bytes that a page takes in the KV cache and in the drafters' caches."""
+    return storage.bytes_per_page + sum(each.drafter.page_bytes for each in drafters)
 
 
 def _cache_bytes(config: KvCacheConfig, device: torch.device) -> int:

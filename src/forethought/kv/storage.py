@@ -12,6 +12,7 @@ target computes a slot again, ``invalidate`` clears the flag.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -76,7 +77,7 @@ class KvStorage:
             shape = self.layers[members[0]]
             size = (len(members), slots, shape.kv_heads)
             for stacks, dim in ((key_stacks, shape.key_dim), (value_stacks, shape.value_dim)):
-                stacks.append(torch.zeros(*size, dim, dtype=self.dtype, device=self.device))
+                stacks.append(_zeros((*size, dim), self.dtype, self.device))
         self._stacks = [*key_stacks, *value_stacks]
         self.keys, self.values = self._by_layer(key_stacks), self._by_layer(value_stacks)
 
@@ -157,6 +158,23 @@ class KvStorage:
 
     def _indices(self, numbers: list[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=self.device)
+
+
+_ALIGNMENT = 64
+"""Bytes: a cache line, as torch aligns its own tensors."""
+
+
+def _zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on a CPU the system gives memory to a page of them when it is first written.
+
+    ``torch.zeros`` writes them all, so that a cache takes its whole size before it is used.
+    """
+    if device.type != "cpu":
+        return torch.zeros(*size, dtype=dtype, device=device)
+    num_bytes = math.prod(size) * dtype.itemsize
+    raw = torch.from_numpy(np.zeros(num_bytes + _ALIGNMENT, np.uint8))
+    begin = -raw.data_ptr() % _ALIGNMENT
+    return raw[begin : begin + num_bytes].view(dtype).view(*size)
 
 
 class DraftKvCache:

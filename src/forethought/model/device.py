@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -12,6 +16,10 @@ import torch
 from forethought.errors import ParameterError
 
 log = logging.getLogger(__name__)
+
+BYTES_PER_THREAD = 2**25
+"""Weights below which a further thread costs more than it saves: every product of a step waits for
+its slowest thread, whatever the product's size."""
 
 
 def find_device(name: str) -> torch.device:
@@ -64,6 +72,18 @@ def free_host_memory(system: Path = Path("/")) -> int:
     return min([_available_memory(system), *limits])
 
 
+def return_freed_memory() -> None:
+    """Give memory that was freed back to the system, where the C library would keep it (glibc).
+
+    Loading a model frees what its weights were packed or merged from, in pieces that stay in the
+    process otherwise.
+    """
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+
+
 def _available_memory(system: Path) -> int:
     try:
         lines = (system / "proc/meminfo").read_text().splitlines()
@@ -78,14 +98,12 @@ def _available_memory(system: Path) -> int:
     return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
-def set_threads(num_threads: int | None, device: torch.device) -> None:
-    """Have torch compute with so many threads, in the whole process; None: leave them.
+def set_threads(num_threads: int, device: torch.device) -> None:
+    """Have torch compute with so many threads, in the whole process.
 
     Raises:
         ParameterError: more than this process may use, or the model runs on no CPU.
     """
-    if num_threads is None:
-        return
     if device.type != "cpu":
         raise ParameterError(
             "num_threads has no meaning here", f"the model runs on {device}", "Leave it out"
@@ -99,6 +117,35 @@ def set_threads(num_threads: int | None, device: torch.device) -> None:
         )
     torch.set_num_threads(num_threads)
     log.info("torch computes with %d threads", num_threads)
+
+
+def choose_threads(weight_bytes: int, available: int) -> int:
+    """Threads for the steps of a model: one per ``BYTES_PER_THREAD`` of weights, as far as allowed.
+
+    Args:
+        weight_bytes: that a step reads.
+        available: threads that there are at most.
+    """
+    return max(1, min(available, -(-weight_bytes // BYTES_PER_THREAD)))
+
+
+def available_threads() -> int:
+    """Threads that torch has, but not more than the processors that this process may use."""
+    return max(1, min(torch.get_num_threads(), math.floor(usable_processors())))
+
+
+@contextmanager
+def computing_threads(num_threads: int | None) -> Iterator[None]:
+    """Have torch compute with so many threads, in the calling thread; None: leave them."""
+    before = torch.get_num_threads()
+    if num_threads in (None, before):
+        yield
+        return
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def check_threads(system: Path = Path("/")) -> None:

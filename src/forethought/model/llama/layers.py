@@ -28,6 +28,15 @@ from forethought.model.quantization import QuantizedProjection, QuantizedWeight,
 MAX_LAYER_NORM = 16 * 1024  # elements up to which a CPU is faster through layer norm
 
 
+def owned(weight: Tensor) -> Tensor:
+    """A copy on a CPU, where weights as they are loaded may be parts of a mapped file.
+
+    A network that copies most of its weights, merged or packed, would otherwise keep the whole file
+    in memory beside them for the sake of the rest.
+    """
+    return weight.detach().clone() if weight.device.type == "cpu" else weight
+
+
 class Norm:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, computed in float32.
 
@@ -38,7 +47,7 @@ class Norm:
     """
 
     def __init__(self, weight: Tensor, eps: float, *, batch_invariant: bool = False) -> None:
-        self.weight, self.eps, self.batch_invariant = weight, eps, batch_invariant
+        self.weight, self.eps, self.batch_invariant = owned(weight), eps, batch_invariant
         self.signs = torch.tensor([[1.0], [-1.0]], dtype=weight.dtype, device=weight.device)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -294,16 +303,12 @@ class FusedLayer:
             batch_invariant=batch_invariant,
         )
         self.head_norm = self._head_norm(attention, batch_invariant)
-        self.out = projection(
-            attention.o_proj.weight, attention.o_proj.bias, batch_invariant=batch_invariant
-        )
+        self.out = _own_projection(attention.o_proj, batch_invariant)
         self.mlp_norm = fused_norm(layer.post_attention_layernorm, batch_invariant=batch_invariant)
         self.gate_up = gated_activation(
             *_merged(mlp.gate_proj, mlp.up_proj), batch_invariant=batch_invariant
         )
-        self.down = projection(
-            mlp.down_proj.weight, mlp.down_proj.bias, batch_invariant=batch_invariant
-        )
+        self.down = _own_projection(mlp.down_proj, batch_invariant)
 
     def __call__(
         self,
@@ -370,6 +375,12 @@ def rotary_table(rotary: Callable[..., tuple[Tensor, Tensor]], length: int, like
     half = sin.shape[-1] // 2
     sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)
     return torch.stack([cos[0], sin[0]], 1).unsqueeze(2)
+
+
+def _own_projection(linear: nn.Module, batch_invariant: bool) -> Projection:
+    """The product of a linear that is not merged with others."""
+    weight = linear.weight if isinstance(linear.weight, QuantizedWeight) else owned(linear.weight)
+    return projection(weight, linear.bias, batch_invariant=batch_invariant)
 
 
 def _merged(*linears: nn.Module) -> tuple[Tensor | QuantizedWeight, Tensor | None]:

@@ -27,6 +27,7 @@ from forethought.model.llama.layers import (
     FusedLayer,
     Norm,
     fused_norm,
+    owned,
     projection,
     rotary_table,
 )
@@ -43,7 +44,8 @@ class FusedNetwork:
     def __init__(self, module: PreTrainedModel, max_positions: int) -> None:
         assert is_fusable(module)
         model, invariant = module.model, is_batch_invariant(module.config)
-        self.embedding = model.embed_tokens.weight
+        is_tied = module.lm_head.weight is model.embed_tokens.weight
+        self.embedding = owned(model.embed_tokens.weight)
         self.rotary = rotary_table(model.rotary_emb, max_positions, self.embedding)
         self.layers: list[tuple[Norm, FusedLayer]] = []
         for index, layer in enumerate(model.layers):
@@ -51,10 +53,9 @@ class FusedNetwork:
             self.layers.append((norm, FusedLayer(layer, batch_invariant=invariant)))
             model.layers[index] = nn.Identity()  # frees the layer's own weights
         self.norm = fused_norm(model.norm, batch_invariant=invariant)
-        self.head = projection(
-            module.lm_head.weight, module.lm_head.bias, batch_invariant=invariant
-        )
-        del module.lm_head
+        head = self.embedding if is_tied else module.lm_head.weight
+        self.head = projection(head, module.lm_head.bias, batch_invariant=invariant)
+        del module.lm_head, model.embed_tokens
 
     def __call__(self, batch: Batch, forward_pass: ForwardPass) -> Tensor:
         """Logits ``[R, vocab]`` in the model's dtype."""

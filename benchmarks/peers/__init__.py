@@ -1,0 +1,1 @@
+"""Every inference engine that is installed, on the same models: see ``__main__``."""

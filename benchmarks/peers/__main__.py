@@ -1,0 +1,306 @@
+"""Every inference engine for CPUs that is installed, beside ours, on the same models.
+
+    python -m benchmarks.peers --openvino PY --llamacpp PY --vllm PY
+    python -m benchmarks.peers --openvino PY --models 150m --cases decode --quantised --rounds 3
+
+``PY`` is the interpreter of an environment that has the engine: ``openvino-genai`` with
+``optimum-intel``, ``llama-cpp-python`` with ``gguf``, vLLM's CPU build. None is needed: whoever is
+not given is left out. Each engine runs in a process of its own, with as many threads, weights and
+KV cache in the same dtype (``--dtype``) and a KV cache for as many tokens; ``--quantised`` adds
+int8 (ours, OpenVINO) and Q8_0 (llama.cpp). The models have random weights in the shape of a Qwen3,
+and are made here; ``reasoner`` is the embedded one.
+
+All get the same requests, in turns within a round, so that other load of the machine falls on all.
+Ratios are medians over the rounds of speeds relative to ``generate`` of transformers. *Agreement*
+is the share of the tokens before the first that differs from those of transformers.
+
+=============  ==================================================================================
+``decode``     tokens/s of greedy decoding, prompts of 128 tokens, by batch size
+``first``      milliseconds to the first token behind a prompt of 512
+``mixed``      tokens/s of 64 requests with prompts of 16 to 256 tokens and answers of 16 to 192
+``context``    tokens/s of a long prompt, and of decoding behind it, batch 1
+``speculate``  tokens/s of the reasoner on held-out questions: plain, prompt lookup, a draft model
+=============  ==================================================================================
+
+Prints tables and, last, one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers import cases
+from benchmarks.peers.cases import Figure, Prompts
+from benchmarks.peers.contestant import BASE, Contestant, Entry, Failed, prepared
+from benchmarks.peers.random_models import SHAPES, save_random_model
+from benchmarks.peers.worker import DRAFT_MODEL, LOOKUP, PLAIN, Request, Settings
+from benchmarks.report import machine
+
+from forethought.assets import drafter_dir, reasoner_dir
+from forethought.bench.prompts import as_user_turn, shipped_prompts
+from forethought.cli.machine import instruction_sets, num_cores
+from forethought.evaluation.report import aligned
+from forethought.llm.tokenizer import Tokenizer
+
+REASONER = "reasoner"
+CASES = ("decode", "first", "mixed", "context", "speculate")
+SPECULATING = ("transformers", "forethought", "openvino", "vllm")
+"""Engines that are asked to speculate."""
+QUANTISED = {"forethought": "int8", "openvino": "int8", "llamacpp": "q8_0"}
+MAX_LEN = 1024
+"""Tokens of a sequence in all cases but ``context``."""
+
+
+class Session:
+    """All contestants with one model.
+
+    Args:
+        args: of the command.
+        model: its name.
+        sources: its directory, and that of its draft model where there is one.
+        folder: of converted models and of what engines print.
+    """
+
+    def __init__(
+        self, args: argparse.Namespace, model: str, sources: list[Path], folder: Path
+    ) -> None:
+        self.args, self.model, self.sources, self.folder = args, model, sources, folder
+        self.contestants: list[Contestant] = []
+        self.figures: list[Figure] = []
+        self.memory: list[dict[str, Any]] = []
+
+    @contextmanager
+    def loaded(self, entries: Sequence[Entry], settings: Settings) -> Iterator[None]:
+        """With the model loaded by every contestant that can."""
+        try:
+            for entry in entries:
+                self._load(entry, settings)
+            yield
+            self.memory += [
+                {
+                    "model": self.model,
+                    "max_batch": settings.max_batch,
+                    "contestant": each.label,
+                    "version": each.version,
+                    "loaded": each.loaded,
+                    "peak": each.peak,
+                }
+                for each in self.contestants
+            ]
+        finally:
+            for contestant in self.contestants:
+                contestant.close()
+            self.contestants = []
+
+    def _load(self, entry: Entry, settings: Settings) -> None:
+        contestant = None
+        try:
+            settings = Settings(**{**vars(settings), "form": entry.form})
+            paths = prepared(entry, self.sources, self.folder, settings)
+            draft = paths[1] if len(paths) > 1 else ""
+            settings = Settings(**{**vars(settings), "model": paths[0], "draft": draft})
+            contestant = Contestant(entry, settings.threads, self.folder / f"{entry.engine}.log")
+            contestant.load(settings)
+            self.contestants.append(contestant)
+        except Failed as failure:
+            say(f"{entry.label} on {self.model}: {failure}")
+            if contestant is not None:
+                contestant.close()
+            if entry.engine == BASE:
+                raise SystemExit(f"{BASE} did not start; see {self.folder}") from None
+
+    def measure(
+        self, case: str, requests: Sequence[Request], how: cases.Measure, *, num_warm: int = 1
+    ) -> None:
+        """Run the rounds, and keep and print the figures."""
+        speculating = any(request.way != PLAIN for request in requests)
+        asked = [
+            each for each in self.contestants if not speculating or each.entry.engine in SPECULATING
+        ]
+        found = cases.run(asked, requests, how, self._failed, num_warm=num_warm)
+        for unit, rows in found.items():
+            name = case if unit == "tokens/s" else f"{case} {unit}"
+            for label, (value, ratio, agreement) in rows.items():
+                figure = Figure(self.model, name, label, value, ratio, agreement)
+                self.figures.append(figure)
+                say(f"{self.model:<10}{name:<24}{label:<18}{value:>10.1f}{ratio:>7.2f}")
+
+    def _failed(self, contestant: Contestant, failure: Failed) -> None:
+        say(f"{contestant.label} on {self.model}: {failure}")
+        contestant.close()
+        self.contestants.remove(contestant)
+        if contestant.label == BASE:
+            raise SystemExit(f"{BASE} failed; see {self.folder}")
+
+
+def say(text: str) -> None:
+    """Progress, beside the tables."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def run_random_model(args: argparse.Namespace, name: str, folder: Path) -> Session:
+    """All cases but speculation, on random weights."""
+    source = save_random_model(name, folder / f"{name}-{args.dtype}", args.dtype)
+    session = Session(args, name, [source], folder)
+    prompts, count = Prompts(SHAPES[name]["vocab_size"]), args.rounds + 1
+    entries = chosen_entries(args)
+    if {"decode", "first", "mixed"} & set(args.cases):
+        settings = Settings("", args.dtype, "", args.threads, max(args.batches), MAX_LEN)
+        with session.loaded(entries, settings):
+            if "decode" in args.cases:
+                for batch in args.batches:
+                    fixed = [prompts.fixed(batch, args.prompt, args.new) for _ in range(count)]
+                    session.measure(f"batch {batch}", fixed, cases.throughput)
+            if "first" in args.cases:
+                short = [prompts.fixed(1, cases.FIRST_PROMPT, 1) for _ in range(count)]
+                session.measure("512 tokens,", short, cases.first_token)
+            if "mixed" in args.cases:
+                mixed = [prompts.mixed() for _ in range(count)]
+                session.measure("64 mixed", mixed, cases.throughput)
+    if "context" in args.cases:
+        longest = max(args.contexts) + cases.NUM_BEHIND
+        with session.loaded(entries, Settings("", args.dtype, "", args.threads, 1, longest)):
+            for context in args.contexts:
+                long = [
+                    prompts.fixed(1, context, cases.NUM_BEHIND, timed=True)
+                    for _ in range(args.context_rounds)
+                ]
+                session.measure(f"context {context},", long, cases.behind_context, num_warm=0)
+    return session
+
+
+def run_reasoner(args: argparse.Namespace, folder: Path) -> Session:
+    """Speculation with the embedded reasoner, with its draft model."""
+    session = Session(args, REASONER, [reasoner_dir(), drafter_dir()], folder)
+    ways = [PLAIN, LOOKUP, DRAFT_MODEL]
+    requests = list(question_requests(args))
+    settings = Settings("", args.dtype, "", args.threads, 1, MAX_LEN, ways=ways)
+    with session.loaded(chosen_entries(args), settings):
+        for way in ways:
+            session.measure(way, cases.with_way(requests, way), cases.throughput)
+    return session
+
+
+def question_requests(args: argparse.Namespace) -> Iterator[Request]:
+    """Held-out questions of the reasoner, other ones in each round, one after the other."""
+    tokenizer = Tokenizer.load(reasoner_dir())
+    eos = json.loads((reasoner_dir() / "config.json").read_text(encoding="utf-8"))["eos_token_id"]
+    questions = shipped_prompts()
+    for number in range(args.rounds + 1):
+        some = questions[number * args.questions : (number + 1) * args.questions]
+        prompts = [as_user_turn(question, tokenizer) for question in some]
+        yield Request(prompts, [args.answer] * len(prompts), eos=eos)
+
+
+def chosen_entries(args: argparse.Namespace) -> list[Entry]:
+    """Who takes part, transformers first."""
+    pythons = {
+        BASE: args.transformers,
+        "forethought": sys.executable,
+        "vllm": args.vllm,
+        "openvino": args.openvino,
+        "llamacpp": args.llamacpp,
+    }
+    entries = [Entry(engine, python) for engine, python in pythons.items() if python]
+    if args.quantised:
+        entries += [
+            Entry(each.engine, each.python, QUANTISED[each.engine])
+            for each in entries
+            if each.engine in QUANTISED
+        ]
+    return entries
+
+
+def tables(figures: Sequence[Figure], memory: Sequence[dict[str, Any]]) -> str:
+    """One table per model: contestants down, cases across; speeds with their ratios."""
+    blocks = []
+    for model in dict.fromkeys(figure.model for figure in figures):
+        mine = [figure for figure in figures if figure.model == model]
+        names = list(dict.fromkeys(figure.case for figure in mine))
+        lines = [(model, *names, "agreement")]
+        for label in dict.fromkeys(figure.contestant for figure in mine):
+            row = {figure.case: figure for figure in mine if figure.contestant == label}
+            cells = [_cell(row[name]) if name in row else "-" for name in names]
+            share = min(figure.agreement for figure in row.values())
+            lines.append((label, *cells, f"{share:.1%}"))
+        blocks.append(aligned(lines))
+    lines = [("memory, MiB", "model", "batch", "loaded", "not of files", "peak")]
+    for row in memory:
+        sizes = (row["loaded"]["resident"], row["loaded"]["anonymous"], row["peak"])
+        lines.append((row["contestant"], row["model"], str(row["max_batch"]), *map(str, sizes)))
+    return "\n\n".join([*blocks, aligned(lines, left=(0, 1))])
+
+
+def _cell(figure: Figure) -> str:
+    ratio = f" ({figure.ratio:.2f})"
+    if figure.case.endswith("first"):
+        return f"{1000 / figure.value:.0f} ms{ratio}"
+    return f"{figure.value:.1f}{ratio}"
+
+
+def parsed() -> argparse.Namespace:
+    """The command's options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.peers",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--transformers", metavar="PY", default=sys.executable)
+    for engine in ("vllm", "openvino", "llamacpp"):
+        parser.add_argument(f"--{engine}", metavar="PY", help=f"environment that has {engine}")
+    parser.add_argument("--models", nargs="+", choices=[*SHAPES, REASONER], default=["15m", "150m"])
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--quantised", action="store_true", help="int8 and Q8_0 beside the dtype")
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 4, 16])
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
+    parser.add_argument("--new", type=int, default=128, help="tokens of an answer")
+    parser.add_argument("--contexts", nargs="+", type=int, default=[512, 2048, 4096, 8192])
+    parser.add_argument("--context-rounds", type=int, default=1)
+    parser.add_argument("--questions", type=int, default=4, help="of the reasoner, per round")
+    parser.add_argument("--answer", type=int, default=256, help="most tokens of its answers")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=num_cores())
+    parser.add_argument("--cache", type=Path, help="directory in which converted models stay")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure and report."""
+    args = parsed()
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    sessions = []
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = args.cache or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        for model in args.models:
+            if model != REASONER:
+                sessions.append(run_random_model(args, model, folder))
+            elif "speculate" in args.cases:
+                sessions.append(run_reasoner(args, folder))
+    figures = [figure for session in sessions for figure in session.figures]
+    memory = [row for session in sessions for row in session.memory]
+    print(tables(figures, memory))
+    plain = (int, str, list)
+    report = {
+        "benchmark": "peers",
+        "machine": machine(),
+        "instruction_sets": instruction_sets(),
+        **{name: value for name, value in vars(args).items() if isinstance(value, plain)},
+        "versions": dict(sorted({(row["contestant"], row["version"]) for row in memory})),
+        "memory": memory,
+        "rows": [figure.to_dict() for figure in figures],
+    }
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Ours, through the public interface."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks.peers.worker import DRAFT_MODEL, LOOKUP, PLAIN, Answer, Request, Settings
+
+import forethought
+from forethought import (
+    LLM,
+    DraftTargetDecodingConfig,
+    NGramDecodingConfig,
+    SamplingParams,
+    SpeculationParams,
+)
+
+NUM_LOOKED_UP, NUM_DRAFTED = 10, 16
+"""Draft tokens of the n-grams and of a draft model."""
+WAYS = {
+    PLAIN: SpeculationParams(enabled=False),
+    LOOKUP: SpeculationParams(drafter="ngram"),
+    DRAFT_MODEL: SpeculationParams(drafter="draft_target"),
+}
+
+
+class PeerEngine:
+    """See :class:`~benchmarks.peers.worker.Engine`."""
+
+    def prepare(self, source: Path, folder: Path, settings: Settings) -> Path:
+        return source
+
+    def load(self, settings: Settings) -> None:
+        fields: dict[str, Any] = {"dtype": settings.dtype, "num_threads": settings.threads}
+        if settings.form:
+            fields |= {"dtype": "auto", "quantization": settings.form}
+        drafters: list[Any] = []
+        if LOOKUP in settings.ways:
+            drafters.append(
+                NGramDecodingConfig(
+                    max_draft_len=NUM_LOOKED_UP, max_matching_ngram_size=3, is_use_oldest=False
+                )
+            )
+        if settings.draft:
+            drafters.append(
+                DraftTargetDecodingConfig(
+                    max_draft_len=NUM_DRAFTED, speculative_model=settings.draft
+                )
+            )
+        self.speculates = bool(drafters)
+        self.llm = LLM(
+            settings.model,
+            max_batch_size=settings.max_batch,
+            max_seq_len=settings.max_len,
+            speculative_config=drafters,
+            **fields,
+        )
+
+    def generate(self, request: Request) -> Answer:
+        extra = {"speculation": WAYS[request.way]} if self.speculates else {}
+        params = [
+            SamplingParams(
+                max_tokens=length, temperature=0.0, ignore_eos=request.eos is None, **extra
+            )
+            for length in request.lengths
+        ]
+        if request.timed:
+            return self._timed(request.prompts, params)
+        results = self.llm.generate(request.prompts, params)
+        return Answer([list(result.outputs[0].token_ids) for result in results])
+
+    def _timed(self, prompts: list[list[int]], params: list[SamplingParams]) -> Answer:
+        """One prompt, as a stream."""
+        (prompt,) = prompts
+        first, tokens = None, []
+        for output in self.llm.stream(prompt, params[0]):
+            first = first or time.perf_counter()
+            tokens = output.outputs[0].token_ids
+        return Answer([list(tokens)], first)
+
+    def version(self) -> str:
+        return f"forethought {forethought.__version__}, torch {torch.__version__}"

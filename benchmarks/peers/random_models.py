@@ -1,0 +1,67 @@
+"""Qwen3-shaped models with random weights, in three sizes, and how they are saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+
+MAX_POSITIONS = 16_384
+
+SHAPES: dict[str, dict[str, int]] = {
+    "15m": {
+        "vocab_size": 16_000,
+        "hidden_size": 320,
+        "intermediate_size": 960,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 5,
+        "head_dim": 64,
+    },
+    "150m": {
+        "vocab_size": 32_000,
+        "hidden_size": 768,
+        "intermediate_size": 2304,
+        "num_hidden_layers": 18,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+    },
+    "600m": {
+        "vocab_size": 151_936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+}
+"""The last is that of Qwen3-0.6B."""
+
+
+def save_random_model(name: str, directory: Path, dtype: str) -> Path:
+    """Save the model of this size in ``dtype``, unless it is there already; its directory.
+
+    Beside it a tokenizer of made-up words, which some engines want to see.
+    """
+    if (directory / "tokenizer_config.json").exists():
+        return directory
+    config = Qwen3Config(
+        **SHAPES[name],
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    torch.manual_seed(0)
+    module = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    module.save_pretrained(directory)
+    words = {f"w{number}": number for number in range(config.vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="w1", eos_token="w2", unk_token="w0"
+    ).save_pretrained(directory)
+    return directory

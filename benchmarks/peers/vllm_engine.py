@@ -1,0 +1,79 @@
+"""vLLM's CPU build: its engine in this process, compiled as it is by default."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.worker import DRAFT_MODEL, LOOKUP, Answer, Request, Settings
+
+NUM_LOOKED_UP, NUM_DRAFTED = 10, 5
+"""Draft tokens of the n-grams and of a draft model."""
+CACHE_GIB = 2
+
+
+class PeerEngine:
+    """See :class:`~benchmarks.peers.worker.Engine`. An engine for each way of speculation."""
+
+    def prepare(self, source: Path, folder: Path, settings: Settings) -> Path:
+        return source
+
+    def load(self, settings: Settings) -> None:
+        # Before the import: one process, whose memory is measured, and the threads as given.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(CACHE_GIB))
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{settings.threads - 1}")
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        import vllm
+
+        self.vllm = vllm
+        self.llms = {way: self._engine(settings, way) for way in settings.ways}
+
+    def _engine(self, settings: Settings, way: str) -> Any:
+        speculation: dict[str, Any] = {}
+        if way == LOOKUP:
+            speculation = {
+                "method": "ngram",
+                "num_speculative_tokens": NUM_LOOKED_UP,
+                "prompt_lookup_max": 3,
+            }
+        if way == DRAFT_MODEL:
+            speculation = {
+                "method": "draft_model",
+                "model": settings.draft,
+                "num_speculative_tokens": NUM_DRAFTED,
+            }
+        return self.vllm.LLM(
+            settings.model,
+            dtype=settings.dtype,
+            max_model_len=settings.max_len,
+            max_num_seqs=settings.max_batch,
+            skip_tokenizer_init=True,
+            speculative_config=speculation or None,
+        )
+
+    def generate(self, request: Request) -> Answer:
+        engine = self.llms[request.way].llm_engine
+        for number, (prompt, length) in enumerate(
+            zip(request.prompts, request.lengths, strict=True)
+        ):
+            params = self.vllm.SamplingParams(
+                temperature=0.0,
+                max_tokens=length,
+                ignore_eos=request.eos is None,
+                stop_token_ids=None if request.eos is None else [request.eos],
+                detokenize=False,
+            )
+            engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
+        first, done = None, {}
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                first = first or time.perf_counter()
+                if output.finished:
+                    done[int(output.request_id.split("-")[0])] = list(output.outputs[0].token_ids)
+        return Answer([done[number] for number in range(len(request.prompts))], first)
+
+    def version(self) -> str:
+        return f"vllm {self.vllm.__version__}"

@@ -1,0 +1,147 @@
+"""The process of one engine: reads requests as lines of JSON, answers each with one line.
+
+    python -m benchmarks.peers.worker vllm
+
+It runs in the engine's own environment, so nothing here needs more than Python. What an engine
+prints goes to the standard error stream; the original output stream carries answers alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+PLAIN, LOOKUP, DRAFT_MODEL = "plain", "lookup", "draft model"
+
+MODULES = {
+    "transformers": "transformers_engine",
+    "forethought": "forethought_engine",
+    "vllm": "vllm_engine",
+    "openvino": "openvino_engine",
+    "llamacpp": "llamacpp_engine",
+}
+"""Engine -> module here that has a class ``PeerEngine``."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What an engine is loaded with."""
+
+    model: str
+    """Path of the model as ``prepare`` returned it."""
+    dtype: str
+    """``float32`` or ``bfloat16``: of weights that are not quantised, and of the KV cache."""
+    form: str = ""
+    """Quantisation of the weights as the engine calls it; empty: none."""
+    threads: int = 1
+    max_batch: int = 1
+    max_len: int = 2048
+    """Tokens of the longest sequence."""
+    draft: str = ""
+    """Path of a draft model as ``prepare`` returned it; empty: none."""
+    ways: list[str] = field(default_factory=lambda: [PLAIN])
+    """Of speculation that will be asked for."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """Prompts to continue greedily, all under way at once as far as ``max_batch`` allows."""
+
+    prompts: list[list[int]]
+    lengths: list[int]
+    """New tokens of each prompt."""
+    way: str = PLAIN
+    eos: int | None = None
+    """Token that ends an answer early; None: none does."""
+    timed: bool = False
+    """Whether the time of the first token is wanted."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an engine generated."""
+
+    tokens: list[list[int]]
+    first: float | None = None
+    """``time.perf_counter()`` at the first token of all prompts; None: not known."""
+
+
+class Engine(Protocol):
+    """One engine."""
+
+    def prepare(self, source: Path, folder: Path, settings: Settings) -> Path:
+        """Convert the Hugging Face directory ``source``; the path that ``load`` will be given.
+
+        Args:
+            source: config, tokenizer and safetensors.
+            folder: may be written to; what lies there already is used again.
+            settings: of which dtype and form matter.
+        """
+
+    def load(self, settings: Settings) -> None:
+        """Load the model."""
+
+    def generate(self, request: Request) -> Answer:
+        """Generate."""
+
+    def version(self) -> str:
+        """Name and version of the library."""
+
+
+def memory() -> dict[str, int]:
+    """MiB of this process: resident now, of that not of files, and the highest ever resident."""
+    names = {"VmRSS": "resident", "RssAnon": "anonymous", "VmHWM": "peak"}
+    found = {}
+    for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").split("\n"):
+        name, _, value = line.partition(":")
+        if name in names:
+            found[names[name]] = int(value.split()[0]) // 1024
+    return found
+
+
+def answer(engine: Engine, line: dict[str, Any]) -> dict[str, Any]:
+    """The answer to one line."""
+    verb, values = line["verb"], line["values"]
+    began = time.perf_counter()
+    if verb == "prepare":
+        settings = Settings(**values["settings"])
+        path = engine.prepare(Path(values["source"]), Path(values["folder"]), settings)
+        return {"path": str(path)}
+    if verb == "load":
+        engine.load(Settings(**values))
+        return {"seconds": time.perf_counter() - began, "version": engine.version(), **memory()}
+    made = engine.generate(Request(**values))
+    seconds = time.perf_counter() - began
+    first = None if made.first is None else made.first - began
+    return {"seconds": seconds, "first": first, "tokens": made.tokens, **memory()}
+
+
+def serve(engine: Engine, requests: TextIO, write: Callable[[str], object]) -> None:
+    """Answer line by line until the stream ends. An error is an answer, too."""
+    for line in requests:
+        try:
+            answered = answer(engine, json.loads(line))
+        except Exception as error:
+            traceback.print_exc()
+            answered = {"error": f"{type(error).__name__}: {error}"}
+        write(json.dumps(answered) + "\n")
+
+
+def main() -> None:
+    """Serve the engine that is named."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    module = importlib.import_module(f"benchmarks.peers.{MODULES[sys.argv[1]]}")
+    serve(module.PeerEngine(), sys.stdin, answers.write)
+
+
+if __name__ == "__main__":
+    main()
