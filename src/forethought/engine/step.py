@@ -41,6 +41,7 @@ from forethought.kv.table import SlotMove
 from forethought.model.batch import Row
 from forethought.model.runner import ModelRunner
 from forethought.model.sampling import TokenContext, prompt_logprobs
+from forethought.model.timer import ForwardTimer
 from forethought.outputs import (
     GRAMMAR_COMPLETE,
     DraftedStep,
@@ -101,6 +102,7 @@ class Step:
         self._has_drafters = bool(drafting.drafters)
         self._storages: list[KvStorage | DraftKvCache] = [runner.storage, *drafting.draft_caches]
         self._eos_ids = runner.lm.eos_token_ids
+        self._timer = ForwardTimer(runner.lm.device)
         self._events: list[Event] = []
         """What was committed and not returned yet."""
 
@@ -112,15 +114,14 @@ class Step:
         they were, and the events of what it has committed are returned by the next one.
         """
         began = time.perf_counter()
-        plan, forward_seconds = Plan(), 0.0
+        plan = Plan()
         try:
             self._schedule(plan)
             self._prepare_pages(plan)
             if self._has_drafters:
                 self._draft(plan)
-            drafted = time.perf_counter()
-            computed = self._forward(plan)
-            forward_seconds = time.perf_counter() - drafted
+            with self._timer:
+                computed = self._forward(plan)
             self._verify(plan, computed)
         except Exception as error:  # a defect of the engine itself
             plan.fail_all(error)
@@ -129,9 +130,11 @@ class Step:
             raise
         self._commit(plan)
         if plan.rows:
+            if self._has_drafters and not any(row.results for row in plan.rows):
+                self._timer.wait()  # nothing was read back, and length policies learn from times
             self._observe(plan, time.perf_counter() - began)
             self._stats.steps += 1
-            self._stats.forward_seconds += forward_seconds
+            self._stats.forward_seconds += self._timer.take()
             self._stats.step_seconds += time.perf_counter() - began
         events, self._events = self._events, []
         return events

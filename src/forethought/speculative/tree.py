@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from forethought.config.tree import TreeChoices
+from forethought.kv.staging import upload
 from forethought.model.batch import ancestors
 from forethought.model.sampling import TokenContext, invert_cdf, logits_to_probs, uniform_at
 from forethought.speculative.draft_module import DraftModuleRunner
@@ -147,7 +148,7 @@ def _sample(
         if row < len(tokens):
             own = logits[row * level.width : (row + 1) * level.width]
             drawn = sampler.grow(own, level.above, range(level.begin, level.end))
-            tokens[row] = torch.tensor(drawn, device=tokens.device)
+            tokens[row] = upload(drawn, tokens.device)
 
 
 class _StaticLevel:

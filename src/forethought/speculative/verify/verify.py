@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from forethought.config.sampling import SamplingParams
+from forethought.kv.staging import upload
 from forethought.model.sampling import TokenContext, invert_cdf, uniform_at
 from forethought.model.sampling.distribution import probs_and_max_logits
 from forethought.model.sampling.sampler import NO_TOKEN, draw_tokens, report, sample, where_finite
@@ -197,7 +198,7 @@ def _select(logits: Tensor, rows: list[int]) -> Tensor:
     first, end = rows[0], rows[0] + len(rows)
     if rows == list(range(first, end)):
         return logits[first:end]
-    return logits[torch.tensor(rows, dtype=torch.int64, device=logits.device)]
+    return logits[upload(rows, logits.device)]
 
 
 def _begins(requests: Sequence[VerificationRequest]) -> list[int]:
@@ -356,9 +357,9 @@ def _add_scores(
     asked = (contexts[row].params for row in rows)
     if all(params.logprobs is None and params.confidence is None for params in asked):
         return
-    index = torch.tensor(rows, dtype=torch.int64, device=logits.device)
+    index = upload(rows, logits.device)
     tokens = [token for result in results for token in result.tokens]
-    drawn = torch.tensor(tokens, dtype=torch.int64, device=logits.device)
+    drawn = upload(tokens, logits.device)
     sampled, begin = report(logits[index], [contexts[row] for row in rows], drawn), 0
     for result in results:
         of_result = slice(begin, begin + len(result.tokens))
