@@ -268,7 +268,7 @@ class EngineStats:
     failures: int = 0
     """Sequences that ended with an error."""
     forward_seconds: float = 0.0
-    """Wall time inside the target's network."""
+    """Time of the target's network: wall time, or on CUDA the GPU's."""
     draft_seconds: float = 0.0
     """Wall time of drafting, a draft model's network included."""
     step_seconds: float = 0.0

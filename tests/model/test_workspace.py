@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.model.test_attention import CASES, Case, storage_for, tables
 
+from attention_cases import CASES, Case, storage_for, tables
 from forethought.kv.pool import PagePool
 from forethought.kv.storage import KvStorage, LayerShape
 from forethought.kv.table import PageTable

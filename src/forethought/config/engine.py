@@ -32,7 +32,8 @@ class KvCacheConfig(StrictModel):
     max_tokens: int | None = Field(default=None, ge=1)
     """Tokens that the cache holds; None: as the memory fractions below allow."""
     free_gpu_memory_fraction: float = Field(default=0.9, gt=0.0, le=1.0)
-    """On CUDA: the share of the memory left after loading the model."""
+    """On CUDA: the share of the memory left after loading the model, less a tenth of it and at most
+    2 GiB, which steps need."""
     host_cache_size: int | None = Field(default=None, ge=1)
     """On CPU: bytes for the cache; None: a tenth of the free memory, at most 4 GiB."""
     enable_block_reuse: bool = True

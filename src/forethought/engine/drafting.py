@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from collections.abc import Sequence as List
@@ -28,10 +27,13 @@ from operator import index
 from types import CodeType
 from typing import NamedTuple
 
+import torch
+
 from forethought.engine.scheduler import Plan, PlannedRow
 from forethought.engine.sequence import Sequence
 from forethought.kv.storage import DraftKvCache, HiddenStateCache
 from forethought.kv.table import TableView
+from forethought.model.timer import ForwardTimer
 from forethought.outputs import EngineStats
 from forethought.speculative import prediction
 from forethought.speculative.drafter import (
@@ -145,9 +147,9 @@ class _RequestDraft:
 class _DrafterStep:
     """The work of one drafter in the current step."""
 
-    prefilling: list[DraftRequest] = field(default_factory=list)
+    prefilling: list[DraftRequest]
     """The context requests that it was shown."""
-    seconds: float = 0.0
+    timer: ForwardTimer
 
 
 class Drafting:
@@ -160,12 +162,20 @@ class Drafting:
         drafters: tried in this order, the next one for requests that have no draft yet.
         stats: the engine's totals.
         vocab_size: ids are below this.
+        device: where drafters compute.
 
     Attributes:
         names: of the drafters that requests can choose.
     """
 
-    def __init__(self, drafters: List[DrafterEntry], stats: EngineStats, vocab_size: int) -> None:
+    def __init__(
+        self,
+        drafters: List[DrafterEntry],
+        stats: EngineStats,
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        self._device, self._timer = device, ForwardTimer(device)
         self._given, self._stats, self._vocab_size = list(drafters), stats, vocab_size
         self.names = [entry.name for entry in drafters]
         self._prediction = DrafterEntry(
@@ -247,7 +257,10 @@ class Drafting:
 
     def draft(self, plan: Plan) -> None:
         """Fill the rows' drafts; each row keeps only as many draft slots as its draft has nodes."""
-        began = time.perf_counter()
+        with self._timer:
+            self._ask_all(plan)
+
+    def _ask_all(self, plan: Plan) -> None:
         drafts = [self._drafts[row.sequence.id] for row in plan.rows if row.num_nodes]
         prefilling = [row.sequence for row in plan.rows if not row.is_decode]
         for entry in self.drafters:
@@ -261,7 +274,6 @@ class Drafting:
                 row.rule = rule
             if len(row.draft) != row.num_nodes:
                 plan.trim(row, len(row.draft))
-        self._stats.draft_seconds += time.perf_counter() - began
 
     def _request(
         self, entry: DrafterEntry, sequence: Sequence, max_draft_len: int
@@ -336,21 +348,21 @@ class Drafting:
         self, entry: DrafterEntry, drafts: List[_RequestDraft], prefilling: List[Sequence]
     ) -> None:
         """Let one drafter propose for the requests that may use it and have no draft yet."""
-        began = time.perf_counter()
         asking = [each for each in drafts if entry in each.limits and not len(each.draft)]
         if not asking:
             return
         for each in asking:
             each.request.table = TableView(each.row.sequence.table)
             each.tried.append(entry)
-        step = self._steps[entry] = _DrafterStep(self._prefilling(entry, prefilling))
-        if self._prepare(entry, asking, step.prefilling) and not self._propose(
-            entry, asking, step.prefilling
-        ):
-            for each in asking:  # one by one, if there are several
-                if len(asking) == 1 or not self._propose(entry, [each], []):
-                    self._disable(entry, [each.request])
-        step.seconds = time.perf_counter() - began
+        step = _DrafterStep(self._prefilling(entry, prefilling), ForwardTimer(self._device))
+        self._steps[entry] = step
+        with step.timer:
+            if self._prepare(entry, asking, step.prefilling) and not self._propose(
+                entry, asking, step.prefilling
+            ):
+                for each in asking:  # one by one, if there are several
+                    if len(asking) == 1 or not self._propose(entry, [each], []):
+                        self._disable(entry, [each.request])
 
     def _prefilling(self, entry: DrafterEntry, sequences: List[Sequence]) -> list[DraftRequest]:
         """The context requests: those of the sequences that the drafter may later draft for."""
@@ -432,11 +444,13 @@ class Drafting:
             row.sequence.id: len(row.results[0][1].path) for row in plan.rows if row.results
         }
         context = sum(row.stop for row in plan.rows)
-        forward_seconds = seconds - sum(step.seconds for step in self._steps.values())
+        self._stats.draft_seconds += self._timer.take()
+        draft_seconds = {entry: step.timer.take() for entry, step in self._steps.items()}
+        forward_seconds = seconds - sum(draft_seconds.values())
         for entry in self.drafters:
-            step = self._steps.get(entry, _DrafterStep())
             drafts = [each for each in self._drafts.values() if entry in each.tried]
-            self._update(entry, [each.request for each in drafts], step.prefilling)
+            prefilling = self._steps[entry].prefilling if entry in self._steps else []
+            self._update(entry, [each.request for each in drafts], prefilling)
             record = StepRecord(
                 requests=[
                     (number, each.draft.depth, accepted[number])
@@ -449,7 +463,7 @@ class Drafting:
                 tokens=plan.num_tokens,
                 context=context,
                 forward_seconds=forward_seconds,
-                draft_seconds=step.seconds,
+                draft_seconds=draft_seconds.get(entry, 0.0),
             )
             try:
                 entry.policy.observe(record)

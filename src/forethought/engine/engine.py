@@ -67,7 +67,7 @@ class Engine:
         self._max_context = limits.max_length
         self.limits = replace(limits, max_length=min(limits.max_length, self._capacity))
         self.scheduler = Scheduler(self.pool, self.index, self.limits, self.stats)
-        self.speculation = Drafting(drafters, self.stats, runner.lm.vocab_size)
+        self.speculation = Drafting(drafters, self.stats, runner.lm.vocab_size, runner.lm.device)
         self.scheduler.on_end = self.speculation.release
         self._step = Step(runner, self.scheduler, self.speculation, self.index, self.stats)
         self._seeds = random.Random(seed)

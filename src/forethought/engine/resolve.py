@@ -41,6 +41,9 @@ HOST_SHARE = 0.1
 NUM_PREFIX_CONTEXTS = 3
 """Contexts that the KV cache holds by default, if memory allows, beside those of the running batch:
 for the prefixes of earlier requests."""
+STEP_SHARE, STEP_LIMIT = 0.1, 2 * 2**30
+"""Share of the free GPU memory, and max bytes, that the KV cache never takes: the activations of a
+step, masks and CUDA graphs need them."""
 HOST_LIMIT = 4 * 2**30
 """Max bytes of host memory that the KV cache takes by default."""
 
@@ -219,7 +222,8 @@ def _page_bytes(storage: KvStorage, drafters: Sequence[DrafterEntry]) -> int:
 def _cache_bytes(config: KvCacheConfig, device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return int(free * config.free_gpu_memory_fraction)
+        kept = min(int(free * STEP_SHARE), STEP_LIMIT)
+        return int((free - kept) * config.free_gpu_memory_fraction)
     if config.host_cache_size is not None:
         return config.host_cache_size
     return min(HOST_LIMIT, int(free_host_memory() * HOST_SHARE))

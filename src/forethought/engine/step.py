@@ -41,6 +41,7 @@ from forethought.kv.table import SlotMove
 from forethought.model.batch import Row
 from forethought.model.runner import ModelRunner
 from forethought.model.sampling import TokenContext, prompt_logprobs
+from forethought.model.timer import ForwardTimer
 from forethought.outputs import (
     GRAMMAR_COMPLETE,
     DraftedStep,
@@ -49,7 +50,7 @@ from forethought.outputs import (
     TokenConfidence,
     TokenLogprobs,
 )
-from forethought.speculative.drafter import NO_DRAFT, Draft
+from forethought.speculative.drafter import NO_DRAFT, DeviceTokens, Draft
 from forethought.speculative.verify.verify import VerificationRequest, VerificationResult, verify
 
 log = logging.getLogger(__name__)
@@ -100,6 +101,7 @@ class Step:
         self._index, self._stats = index, stats
         self._storages: list[KvStorage | DraftKvCache] = [runner.storage, *drafting.draft_caches]
         self._eos_ids = runner.lm.eos_token_ids
+        self._timer = ForwardTimer(runner.lm.device)
         self._events: list[Event] = []
         """What was committed and not returned yet."""
 
@@ -116,15 +118,14 @@ class Step:
         they were, and the events of what it has committed are returned by the next one.
         """
         began = time.perf_counter()
-        plan, forward_seconds = Plan(), 0.0
+        plan = Plan()
         try:
             self._schedule(plan)
             self._prepare_pages(plan)
             if self._has_drafters:
                 self._draft(plan)
-            drafted = time.perf_counter()
-            computed = self._forward(plan)
-            forward_seconds = time.perf_counter() - drafted
+            with self._timer:
+                computed = self._forward(plan)
             self._verify(plan, computed)
         except Exception as error:  # a defect of the engine itself
             plan.fail_all(error)
@@ -133,9 +134,11 @@ class Step:
             raise
         self._commit(plan)
         if plan.rows:
+            if self._has_drafters and not any(row.results for row in plan.rows):
+                self._timer.wait()  # nothing was read back, and length policies learn from times
             self._observe(plan, time.perf_counter() - began)
             self._stats.steps += 1
-            self._stats.forward_seconds += forward_seconds
+            self._stats.forward_seconds += self._timer.take()
             self._stats.step_seconds += time.perf_counter() - began
         events, self._events = self._events, []
         return events
@@ -483,12 +486,16 @@ def _pack(row: PlannedRow) -> Row:
     if draft.parents is not None:
         nodes = (count + parent if parent >= 0 else count - 1 for parent in draft.parents)
         parents = (*range(-1, count - 1), *nodes)
+    drafted, on_device = draft.tokens, None
+    if isinstance(drafted, DeviceTokens):
+        drafted, on_device = [0] * len(drafted), drafted.on_device
     return Row(
-        tokens=[*row.sequence.tokens[row.start : row.stop], *draft.tokens],
+        tokens=[*row.sequence.tokens[row.start : row.stop], *drafted],
         start=row.start,
         table=row.sequence.table,
         parents=parents,
         logits_from=count - row.num_logits,
+        drafted=on_device,
     )
 
 

@@ -18,8 +18,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from forethought.kv.staging import upload
 from forethought.kv.table import PageCopy, ReadableTable, SlotMove
 
 
@@ -157,7 +159,7 @@ class KvStorage:
                 stack[:, cleared] = 0
 
     def _indices(self, numbers: list[int]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        return upload(numbers, self.device)
 
 
 _ALIGNMENT = 64
@@ -246,11 +248,19 @@ class HiddenStateCache(DraftKvCache):
             KvStorage([shape], like.num_pages, like.page_size, like.dtype, like.device)
         )
 
-    def write(self, slots: Tensor, states: Mapping[int, Tensor]) -> None:
-        """Store the states of the tokens at ``slots`` int64 [T]: by layer index, [T, hidden]."""
+    def write(
+        self, slots: Tensor, states: Mapping[int, Tensor], numbers: NDArray[np.int64]
+    ) -> None:
+        """Store the states of T tokens: by layer index, [T, hidden].
+
+        Args:
+            slots: int64 [T], of the tokens.
+            states: by layer index, [T, hidden].
+            numbers: [T], the slots on the host, so that nothing waits for a GPU.
+        """
         wide = torch.cat([states[layer_id] for layer_id in self.layer_ids], dim=-1)
         self.storage.keys[0].index_copy_(0, slots, wide.unsqueeze(1))
-        self._ready.reshape(-1)[slots.cpu().numpy()] = True
+        self._ready.reshape(-1)[numbers] = True
 
     def covers(self, table: ReadableTable, length: int) -> bool:
         """Whether the states of the first ``length`` positions, at least one, are all stored."""
@@ -262,7 +272,7 @@ class HiddenStateCache(DraftKvCache):
         for table, length in zip(tables, lengths, strict=True):
             slots += table.slots(length - 1, length)
         stored = self.storage.keys[0]
-        return stored.index_select(0, torch.tensor(slots, device=stored.device))[:, 0]
+        return stored.index_select(0, upload(slots, stored.device))[:, 0]
 
     def read(self, table: ReadableTable, start: int, stop: int) -> Tensor:
         """The states of positions ``[start, stop)``: [stop - start, width] in the model's dtype."""
@@ -270,5 +280,5 @@ class HiddenStateCache(DraftKvCache):
         stored = self.storage.keys[0]
         if first is not None:
             return stored[first + start : first + stop, 0]
-        slots = torch.tensor(table.slots(start, stop), device=stored.device)
+        slots = upload(table.slots(start, stop), stored.device)
         return stored[slots, 0]

@@ -2,6 +2,9 @@
 
 A row is a run of new tokens of one page table: a decode step, a chunk of a prefill, or a draft
 tree. There is no padding: T is the sum of the rows' tokens.
+
+On CUDA all integers of a batch, and where its rows lie in the pages, go to the device in one copy
+from pinned memory that nothing waits for.
 """
 
 from __future__ import annotations
@@ -11,10 +14,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from forethought.config.tree import node_depths
+from forethought.kv.staging import StagingBuffer
 from forethought.kv.table import ReadableTable
+from forethought.model.paged_layout import LayoutArrays, PagedLayout
 
 
 def ancestors(parents: Sequence[int]) -> Tensor:
@@ -49,6 +55,8 @@ class Row:
             ``start`` plus its depth, and it attends to the prefix, its ancestors and itself.
         logits_from: index in this row of the first token whose logits are computed, with those of
             all later ones; ``len(tokens)``: none.
+        drafted: int64 ``[k]`` on the model's device, the last k tokens, of which the host has no
+            more than the number: ``tokens`` has any ids in their place; None: it has all of them.
     """
 
     tokens: list[int]
@@ -56,6 +64,7 @@ class Row:
     table: ReadableTable
     parents: tuple[int, ...] | None = None
     logits_from: int = 0
+    drafted: Tensor | None = None
 
     def depths(self) -> list[int]:
         """Distance of each token from the first new position: ``position - start``."""
@@ -80,8 +89,8 @@ class Span:
         kv_length: tokens of the sequence in the cache, these new ones included.
         pages: the pages that hold them, in order.
         first_slot: the slot of position 0 if the pages are contiguous, else None.
-        tree: bool ``[n, n]``: which new tokens (columns) each new token (rows) attends to, its
-            ancestors and itself; None for a chain.
+        tree: bool ``[n, n]`` on the host: which new tokens (columns) each new token (rows) attends
+            to, its ancestors and itself; None for a chain.
         seen_from: the first position that is attended to.
     """
 
@@ -109,6 +118,8 @@ class Batch:
         slots: int64 ``[T]``, where each new token's keys and values are written.
         logit_index: int64 ``[R]``, packed indices of the tokens whose logits are computed.
         spans: one per row, in order.
+        layout: where the rows lie in the pages, for kernels; on CUDA only.
+        host_slots: ``slots`` on the host, int64 ``[T]``; on CUDA only.
     """
 
     token_ids: Tensor
@@ -116,10 +127,25 @@ class Batch:
     slots: Tensor
     logit_index: Tensor
     spans: tuple[Span, ...]
+    layout: PagedLayout | None = None
+    host_slots: NDArray[np.int64] | None = None
+
+    @property
+    def slot_numbers(self) -> NDArray[np.int64]:
+        """``slots`` on the host, int64 ``[T]``: nothing waits for a GPU."""
+        return self.slots.numpy() if self.host_slots is None else self.host_slots
 
     @classmethod
-    def build(cls, rows: Sequence[Row], device: torch.device | str = "cpu") -> Batch:
-        """Pack ``rows``; one transfer per tensor."""
+    def build(
+        cls, rows: Sequence[Row], device: torch.device | str = "cpu", offset: int = 0
+    ) -> Batch:
+        """Pack ``rows``.
+
+        Args:
+            rows: in order.
+            device: of the tensors.
+            offset: the first position that is attended to, from which ``positions`` count.
+        """
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -131,10 +157,13 @@ class Batch:
             assert row.table.length == row.start + size
             assert row.parents is None or len(row.parents) == size
             tokens += row.tokens
-            positions += [row.start + depth for depth in row.depths()]
+            first = row.start - offset
+            positions += [first + depth for depth in row.depths()]
             slots += row.table.slots(row.start, row.start + size)
             wanted += range(begin + row.logits_from, begin + size)
-            spans.append(cls._span(row, begin, device))
+            spans.append(cls._span(row, begin, offset))
+        if torch.device(device).type == "cuda":
+            return cls._staged((tokens, positions, slots, wanted), spans, device, rows)
         return cls(
             token_ids=torch.tensor(tokens, dtype=torch.int64, device=device),
             positions=torch.tensor(positions, dtype=torch.int64, device=device),
@@ -144,9 +173,45 @@ class Batch:
         )
 
     @staticmethod
-    def _span(row: Row, begin: int, device: torch.device | str) -> Span:
+    def _span(row: Row, begin: int, offset: int) -> Span:
         table = row.table
         is_tree = row.parents is not None and len(row.tokens) > 1
-        tree = row.visible().to(device) if is_tree else None
-        stop = begin + len(row.tokens)
-        return Span(begin, stop, table.length, tuple(table.pages), table.first_slot(), tree)
+        tree = row.visible() if is_tree else None
+        stop, pages = begin + len(row.tokens), tuple(table.pages)
+        return Span(begin, stop, table.length, pages, table.first_slot(), tree, offset)
+
+    @classmethod
+    def _staged(
+        cls,
+        lists: Sequence[list[int]],
+        spans: Sequence[Span],
+        device: torch.device | str,
+        rows: Sequence[Row],
+    ) -> Batch:
+        """A batch whose integers reach the device in one copy.
+
+        Args:
+            lists: token ids, positions, slots and the index of logits.
+            spans: one per row.
+            device: of the tensors.
+            rows: with the tokens that are there already.
+        """
+        staging, arrays = StagingBuffer(), LayoutArrays.of(spans)
+        drafted = [row.drafted for row in rows if row.drafted is not None]
+        for values in (*lists, _drafted_index(spans, rows), *arrays.parts):
+            staging.add(values)
+        token_ids, positions, slots, wanted, index, *parts = staging.upload(device)
+        if drafted:
+            token_ids.index_copy_(0, index, torch.cat(drafted))
+        host_slots = np.array(lists[2], np.int64)
+        layout = arrays.layout(parts)
+        return cls(token_ids, positions, slots, wanted, tuple(spans), layout, host_slots)
+
+
+def _drafted_index(spans: Sequence[Span], rows: Sequence[Row]) -> list[int]:
+    """Packed indices of the tokens that are on the device."""
+    index: list[int] = []
+    for span, row in zip(spans, rows, strict=True):
+        if row.drafted is not None:
+            index += range(span.stop - len(row.drafted), span.stop)
+    return index

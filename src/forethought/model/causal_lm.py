@@ -17,7 +17,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -39,8 +41,13 @@ class HiddenStateReader(Protocol):
     def layer_ids(self) -> Sequence[int]:
         """The layers whose states it needs."""
 
-    def write(self, slots: Tensor, states: Mapping[int, Tensor]) -> None:
-        """Tokens at ``slots`` int64 [T] were computed; ``states`` [T, hidden] by layer index."""
+    def write(
+        self, slots: Tensor, states: Mapping[int, Tensor], numbers: NDArray[np.int64]
+    ) -> None:
+        """Tokens at ``slots`` int64 [T] were computed; ``states`` [T, hidden] by layer index.
+
+        ``numbers`` [T] are the slots on the host.
+        """
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

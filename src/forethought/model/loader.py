@@ -23,7 +23,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 from forethought.errors import ModelError, ParameterError
 from forethought.model import quantized_checkpoint
-from forethought.model.attention import BACKENDS
+from forethought.model.attention import BACKENDS, create_backend
 from forethought.model.attention.base import AttentionBackend, Capability
 from forethought.model.attention.interface import (
     ATTENTION,
@@ -94,7 +94,7 @@ def load(
         ParameterError: no such dtype.
     """
     directory = Path(path)
-    backend: AttentionBackend = BACKENDS.create("sdpa" if attention == "auto" else attention)
+    backend: AttentionBackend = create_backend(attention, device)
     against = _native_setting_refusal(torch.device(device), attention, fuse, forward)
     if isinstance(dtype, str) and dtype != "auto" and dtype not in DTYPES:
         raise ParameterError("unknown dtype", repr(dtype), f"Allowed: auto, {', '.join(DTYPES)}")

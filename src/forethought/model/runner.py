@@ -38,7 +38,7 @@ class ModelRunner:
         layer_ids = frozenset(layer_id for reader in readers for layer_id in reader.layer_ids)
         logits, states = self.lm.forward_with_hidden_states(batch, self.storage, layer_ids)
         for reader in readers:
-            reader.write(batch.slots, states)
+            reader.write(batch.slots, states, batch.slot_numbers)
         return logits
 
     def check_hidden_states(self, layer_ids: Sequence[int]) -> None:

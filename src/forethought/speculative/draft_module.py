@@ -20,12 +20,12 @@ they are computed again from the target's states.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from forethought.kv.staging import upload
 from forethought.kv.storage import DraftKvCache, HiddenStateCache, KvStorage, LayerShape
 from forethought.kv.table import ReadableTable
 from forethought.model.attention.base import AttentionBackend, ForwardPass, PagedPass
@@ -230,7 +230,7 @@ class DraftModuleRunner:
             workspace = self._workspace(ranges, starts, known + capacity)
             ranges = [each._replace(start=at) for each, at in zip(ranges, starts, strict=True)]
             output = self._forward_workspace(workspace, ranges)
-        positions = torch.tensor([stop - self.offset for stop in stops], device=self._device)
+        positions = upload([stop - self.offset for stop in stops], self._device)
         return RootOutput(workspace, known, positions, output)
 
     def advance(
@@ -274,14 +274,7 @@ class DraftModuleRunner:
 
     def pack(self, ranges: Sequence[TokenRange], num_logits: int | None) -> Batch:
         """A paged batch of ranges; see :meth:`TokenRange.row`."""
-        batch = Batch.build([each.row(num_logits) for each in ranges], self._device)
-        if not self.offset:
-            return batch
-        return replace(
-            batch,
-            positions=batch.positions - self.offset,
-            spans=tuple(replace(span, seen_from=self.offset) for span in batch.spans),
-        )
+        return Batch.build([each.row(num_logits) for each in ranges], self._device, self.offset)
 
     def paged_pass(self, batch: Batch) -> PagedPass:
         """A forward pass over a packed batch."""
@@ -318,7 +311,7 @@ class DraftModuleRunner:
         for each in ranges:
             tokens += each.tokens[each.start : each.stop]
             positions += range(each.start - self.offset, each.stop - self.offset)
-        index = torch.tensor([tokens, positions], device=self._device)
+        index = upload([tokens, positions], self._device)
         with torch.inference_mode():
             return self.network(self.input_states(ranges), workspace.chain(index[0], index[1]))
 

@@ -51,12 +51,53 @@ class DraftKind(Enum):
     """Drawn one after the other from ``q``, earlier siblings taken out."""
 
 
+class DeviceTokens(Sequence[int]):
+    """Tokens of a draft that are on a GPU: the host need not wait for them before the forward.
+
+    Verification brings them to the host together with the target's own tokens. Whoever looks at
+    one before that waits for the drafter.
+
+    Args:
+        on_device: int64 ``[N]``, ids of the target's vocabulary.
+    """
+
+    __slots__ = ("_read", "on_device")
+
+    def __init__(self, on_device: Tensor) -> None:
+        self.on_device = on_device
+        self._read: list[int] | None = None
+
+    @property
+    def is_read(self) -> bool:
+        """Whether they are on the host."""
+        return self._read is not None
+
+    def set(self, tokens: list[int]) -> None:
+        """Their values, which the caller has brought to the host."""
+        assert len(tokens) == len(self)
+        self._read = tokens
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if self._read is None:
+            self._read = self.on_device.tolist()
+        return self._read[index]
+
+    def __len__(self) -> int:
+        return len(self.on_device)
+
+
 @dataclass(frozen=True, slots=True)
 class Draft:
     """N proposed tokens.
 
     Attributes:
-        tokens: N ids of the target's vocabulary.
+        tokens: N ids of the target's vocabulary; of a chain they may be ``DeviceTokens``.
         parents: the node that each one follows, -1 for the root; parents come before children.
             None: a chain.
         kind: how siblings were chosen.
@@ -369,7 +410,7 @@ def check_draft(request: DraftRequest, vocab_size: int) -> Draft:
         TypeError, ValueError: it is not a draft.
     """
     draft = request.draft
-    if draft is NO_DRAFT:
+    if draft is NO_DRAFT or _is_sound_on_device(draft, request):
         return draft
     tokens = [operator.index(token) for token in draft.tokens]
     parents = (
@@ -398,6 +439,13 @@ def check_draft(request: DraftRequest, vocab_size: int) -> Draft:
         q=None if draft.q is None else draft.q[kept],
         ids=draft.ids,
     )
+
+
+def _is_sound_on_device(draft: Draft, request: DraftRequest) -> bool:
+    """Whether it is a chain within the limits whose tokens are trusted, as reading them waits."""
+    on_device = isinstance(draft.tokens, DeviceTokens) and draft.parents is None
+    within = 0 < len(draft) <= min(request.max_nodes, request.max_draft_len)
+    return on_device and within and draft.kind is DraftKind.POINT
 
 
 def _check_q(draft: Draft, count: int, vocab_size: int) -> None:

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from forethought.config.tree import TreeChoices
+from forethought.kv.staging import upload
 from forethought.model.batch import ancestors
 from forethought.model.sampling import TokenContext, invert_cdf, logits_to_probs, uniform_at
 from forethought.speculative.draft_module import DraftModuleRunner
-from forethought.speculative.drafter import Draft, DraftKind, DraftRequest
+from forethought.speculative.drafter import DeviceTokens, Draft, DraftKind, DraftRequest
 
 DRAFTING = 1
 """The ``use`` of the uniform samples that drafts are sampled with."""
@@ -50,7 +51,8 @@ class StaticTreeBuilder:
     """A static tree of ranks, or a chain, drafted level by level.
 
     Tokens stay on the device unless they are sampled: each level's forward is queued behind the
-    previous one, and all drafts are transferred to the host together.
+    previous one. Chains on a GPU are verified there before the host reads them; other drafts are
+    transferred to the host together.
 
     Args:
         choices: the tree.
@@ -118,7 +120,12 @@ class StaticTreeBuilder:
         samplers: Mapping[int, SampledDraft],
         drawn: Sequence[Tensor],
     ) -> None:
-        """Transfer all tokens to the host at once, and set the drafts."""
+        """Set the drafts: chains on a GPU stay there, other tokens are read all at once."""
+        if self._stays_on_device(requests, samplers, drawn):
+            together = torch.cat(list(drawn), dim=1)
+            for request, size, ids in zip(requests, sizes, together, strict=True):
+                request.draft = Draft(DeviceTokens(ids[:size]))
+            return
         flat: list[int] = torch.cat([level.flatten() for level in drawn]).tolist()
         drafts: list[list[int]] = [[] for _ in requests]
         begin = 0
@@ -132,6 +139,17 @@ class StaticTreeBuilder:
                 request.draft = samplers[row].draft()
             else:
                 request.draft = Draft(drafts[row][:size], draft_parents(self._choices, size))
+
+    def _stays_on_device(
+        self,
+        requests: Sequence[DraftRequest],
+        samplers: Mapping[int, SampledDraft],
+        drawn: Sequence[Tensor],
+    ) -> bool:
+        """Whether the drafts are chains of equal length, by rank, on a GPU."""
+        equal = all(len(tokens) == len(requests) for tokens in drawn)
+        on_gpu = drawn[0].device.type != "cpu"
+        return on_gpu and equal and self._choices.is_chain and not samplers
 
 
 def draft_parents(choices: TreeChoices, size: int) -> tuple[int, ...] | None:
@@ -147,7 +165,7 @@ def _sample(
         if row < len(tokens):
             own = logits[row * level.width : (row + 1) * level.width]
             drawn = sampler.grow(own, level.above, range(level.begin, level.end))
-            tokens[row] = torch.tensor(drawn, device=tokens.device)
+            tokens[row] = upload(drawn, tokens.device)
 
 
 class _StaticLevel:

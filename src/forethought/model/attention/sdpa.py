@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forethought.kv.staging import upload
 from forethought.kv.storage import KvStorage
 from forethought.model.attention.base import Capability, Scoring
 from forethought.model.batch import Batch, Span
@@ -186,7 +187,7 @@ class SdpaPlanner:
                 self._step[zeros:] = float("-inf")
             mask = self._step.narrow(0, zeros - (span.kv_length - skipped), length)[None]
             return DecodeView(span.start, first, length, mask)
-        bounds = torch.tensor(_bounds(span, window, skipped, 1), device=storage.device)
+        bounds = upload(_bounds(span, window, skipped, 1), storage.device)
         mask = additive(_between(bounds, length), storage.dtype)
         return DecodeView(span.start, first, length, mask)
 
@@ -219,7 +220,7 @@ def _masked_row(span: Span, window: int | None, storage: KvStorage) -> MaskedRow
         mask = FoldedMask(additive(seen, storage.dtype)[None, None])
     if span.first_slot is not None:
         return MaskedRow(span.start, span.stop, None, span.first_slot + skipped, length, mask)
-    pages = torch.tensor(span.pages[skipped // storage.page_size :], device=storage.device)
+    pages = upload(span.pages[skipped // storage.page_size :], storage.device)
     return MaskedRow(span.start, span.stop, pages, 0, length, mask)
 
 
@@ -238,9 +239,11 @@ def _parts(span: Span, storage: KvStorage) -> Iterator[Span]:
 
 def _seen(span: Span, window: int | None, device: torch.device) -> Tensor:
     """bool ``[n, kv_length]``: which stored tokens each new token attends to."""
-    size, tree = span.length, span.tree
-    if tree is None:
+    size = span.length
+    if span.tree is None:
         tree = torch.ones(size, size, dtype=torch.bool, device=device).tril_()
+    else:
+        tree = span.tree.to(device)
     prefix = span.kv_length - size
     seen = torch.cat([tree.new_ones(size, prefix), tree], 1)
     seen[:, : span.seen_from] = False
@@ -288,7 +291,7 @@ def _group(spans: Sequence[Span], window: int | None, storage: KvStorage) -> Pad
         tokens += range(span.start, span.stop)
         tokens += [span.stop - 1] * (size - span.length)
     bounds = [_bounds(s, window, skip, size) for s, skip in zip(spans, skipped, strict=True)]
-    seen = _between(torch.tensor(bounds, device=device), num_pages * page_size)
+    seen = _between(upload(bounds, device), num_pages * page_size)
     for row, (span, skip) in enumerate(zip(spans, skipped, strict=True)):
         if span.tree is not None:
             mask = _seen(span, window, device)[:, skip:]
@@ -296,9 +299,9 @@ def _group(spans: Sequence[Span], window: int | None, storage: KvStorage) -> Pad
             seen[row, : span.length, : mask.shape[1]] = mask
             seen[row, span.length :] = seen[row, span.length - 1]
     return PaddedGroup(
-        tokens=torch.tensor(tokens, device=device),
+        tokens=upload(tokens, device),
         num_rows=len(spans),
-        pages=torch.tensor(padded, device=device).view(-1),
+        pages=upload(padded, device).view(-1),
         mask=FoldedMask(additive(seen, storage.dtype)[:, None]),
     )
 
@@ -327,6 +330,32 @@ def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
     """0 where ``seen`` (bool, any shape) is True, -inf elsewhere."""
     mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
     return mask.masked_fill_(~seen, float("-inf"))
+
+
+class without_cudnn:  # a context, used like a function
+    """Within this context torch's attention on CUDA does not use cuDNN.
+
+    torch prefers cuDNN on recent GPUs, which builds a plan for every new shape of its input: the
+    first call of a shape takes milliseconds, and while decoding the masks grow by a page at a time.
+    The setting is torch's own and the process's; it is restored after each call of attention, so
+    that other code in the process keeps its own.
+
+    Args:
+        device: where attention is computed; nothing is done for a CPU.
+    """
+
+    __slots__ = ("_restored",)
+
+    def __init__(self, device: torch.device) -> None:
+        self._restored = device.type == "cuda" and torch.backends.cuda.cudnn_sdp_enabled()
+
+    def __enter__(self) -> None:
+        if self._restored:
+            torch.backends.cuda.enable_cudnn_sdp(False)
+
+    def __exit__(self, *error: object) -> None:
+        if self._restored:
+            torch.backends.cuda.enable_cudnn_sdp(True)
 
 
 MIN_QUERIES_WITH_AMX, MIN_QUERIES_WITHOUT_AMX = 1, 4
@@ -360,9 +389,10 @@ def softmax_attention(
         ``[B, kv_heads, queries, value_dim]``.
     """
     if scoring.softcap is None and scoring.sinks is None:
-        if not batch_invariant:
+        if batch_invariant:
+            return batch_invariant_attention(q, k, v, mask, scoring)
+        with without_cudnn(q.device):
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scoring.scale)
-        return batch_invariant_attention(q, k, v, mask, scoring)
     scores = q.float() @ k.float().transpose(-1, -2) * scoring.scale
     if scoring.softcap is not None:
         scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
@@ -394,9 +424,10 @@ def batch_invariant_attention(
     """
     size, scale, gqa = q.shape[2], scoring.scale, q.shape[1] != k.shape[1]
     if size >= MIN_QUERIES or causal or q.device.type != "cpu" or q.dtype.itemsize != 2:
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=gqa
-        )
+        with without_cudnn(q.device):
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=gqa
+            )
     more = (0, 0, 0, MIN_QUERIES - size)
     if mask is not None and mask.shape[-2] > 1:
         mask = F.pad(mask, more)

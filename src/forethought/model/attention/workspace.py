@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forethought.kv.staging import upload
 from forethought.kv.storage import KvStorage
 from forethought.kv.table import ReadableTable
 from forethought.model.attention.base import ForwardPass, KvLayout, KvRow, Scoring
@@ -83,7 +84,7 @@ class KvWorkspace:
             table.pages[:count] + table.pages[:1] * (num_pages - count)
             for table, count in zip(tables, needed, strict=True)
         ]
-        gathered = storage.gather(torch.tensor(pages, device=device).view(-1))
+        gathered = storage.gather(upload(pages, device).view(-1))
         self._keys, self._values = (
             [layer.view(len(tables), num_pages * size, *layer.shape[1:]) for layer in layers]
             for layers in gathered
@@ -98,7 +99,7 @@ class KvWorkspace:
         bounded = narrowest is not None and max(lengths) + capacity > narrowest
         padded = any(length != self._prefix for length in lengths)
         if bounded or padded:
-            self._ends = torch.tensor(lengths, device=device)[:, None]
+            self._ends = upload(lengths, device)[:, None]
             columns = torch.arange(num_pages * size, device=device)
             if padded:
                 hidden = (columns >= self._ends) & (columns < self._prefix)
@@ -158,10 +159,10 @@ class KvWorkspace:
         for table, length, count in zip(self._tables, self._lengths, counts, strict=True):
             slots += table.slots(length, length + count)
         device, longest = self._storage.device, max(counts)
-        index, chosen = torch.tensor(slots, device=device), None
+        index, chosen = upload(slots, device), None
         if min(counts) < longest:
             indices = [row * longest + n for row, count in enumerate(counts) for n in range(count)]
-            chosen = torch.tensor(indices, device=device)
+            chosen = upload(indices, device)
         for layer, pair in enumerate(zip(self._keys, self._values, strict=True)):
             k, v = (x.narrow(1, self._prefix, longest).flatten(0, 1) for x in pair)
             if chosen is not None:
@@ -244,7 +245,7 @@ class KvWorkspace:
         if self._positions is None:
             return [mask] * len(self._keys)
         assert self._ends is not None
-        positions = self._ends + torch.tensor(depths, device=self._ends.device)
+        positions = self._ends + upload(depths, self._ends.device)
         self._positions[:, stop - size : stop] = positions
         distance = positions[:, :, None] - self._positions[:, None, self._begin : stop]
         masks: dict[int | None, Tensor | None] = {None: mask}

@@ -40,6 +40,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from forethought.config.sampling import SamplingParams
+from forethought.kv.staging import upload
 
 
 class Constraint(Protocol):
@@ -126,7 +127,7 @@ def probs_and_max_logits(logits: Tensor, contexts: Sequence[TokenContext]) -> tu
     probs = _truncate(torch.softmax(shifted, dim=-1), contexts)
     greedy = [row for row, temperature in enumerate(temperatures) if temperature == 0.0]
     if greedy:
-        rows = torch.tensor(greedy, device=logits.device)
+        rows = upload(greedy, logits.device)
         probs[rows] = 0.0
         probs[rows, edited[rows].max(dim=-1).indices] = 1.0  # max gives the first of equals
     return probs, raw_largest
@@ -219,9 +220,8 @@ def _add_bias(logits: Tensor, contexts: Sequence[TokenContext]) -> None:
             ids.append(token)
             values.append(value)
     if rows:
-        logits[_index(rows, logits), _index(ids, logits)] += torch.tensor(
-            values, dtype=logits.dtype, device=logits.device
-        )
+        bias = upload(values, logits.device, logits.dtype)
+        logits[_index(rows, logits), _index(ids, logits)] += bias
 
 
 def _penalise_repetition(logits: Tensor, contexts: Sequence[TokenContext]) -> None:
@@ -312,14 +312,20 @@ def _counts(like: Tensor, tokens: Sequence[Sequence[int]]) -> Tensor:
     """How often each id occurs in each list. Returns [len(tokens), V] in the dtype of ``like``."""
     width = like.shape[1]
     flat = [row * width + token for row, ids in enumerate(tokens) for token in ids]
-    counts = torch.bincount(_index(flat, like), minlength=len(tokens) * width)
-    return counts.view(len(tokens), width).to(like.dtype)
+    index = _index(flat, like)
+    if like.device.type == "cpu":
+        counts = torch.bincount(index, minlength=len(tokens) * width)
+        return counts.view(len(tokens), width).to(like.dtype)
+    # On a GPU bincount waits for the device, twice. Sums of ones are exact in any order.
+    counts = like.new_zeros(len(tokens) * width)
+    counts.scatter_add_(0, index, torch.ones_like(index, dtype=like.dtype))
+    return counts.view(len(tokens), width)
 
 
 def _index(values: Sequence[int], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64, device=like.device)
+    return upload(values, like.device)
 
 
 def _column(values: Sequence[float], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """[len(values), 1] in ``dtype``, by default that of ``like``."""
-    return torch.tensor(values, dtype=dtype or like.dtype, device=like.device).unsqueeze(1)
+    return upload(values, like.device, dtype or like.dtype).unsqueeze(1)

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forethought.kv.staging import upload
 from forethought.model.sampling.distribution import (
     TokenContext,
     edit_and_max_logits,
@@ -66,7 +67,9 @@ def invert_cdf(probs: Tensor, uniforms: Sequence[float] | Tensor) -> Tensor:
         [N] int64; never a token of probability zero, however close to 1 the uniform sample.
     """
     mass = probs.cumsum(dim=-1, dtype=torch.float64)  # [N, V]
-    uniforms = torch.as_tensor(uniforms, dtype=torch.float64, device=probs.device).unsqueeze(1)
+    if not isinstance(uniforms, Tensor):
+        uniforms = upload(uniforms, probs.device, torch.float64)
+    uniforms = uniforms.to(probs.device, torch.float64).unsqueeze(1)
     # A float64 below 1 times the total is below the total after rounding too, and the first token
     # whose cumulative mass exceeds that has mass of its own.
     return torch.searchsorted(mass, uniforms * mass[:, -1:], right=True).squeeze(1)
@@ -155,7 +158,7 @@ def _mean_of_first(values: Tensor, counts: Sequence[int]) -> Tensor:
     counted = values.isfinite()
     if min(counts) < values.shape[1]:
         columns = torch.arange(values.shape[1], device=values.device)
-        counted &= columns < torch.tensor(counts, device=values.device).unsqueeze(1)
+        counted &= columns < upload(counts, values.device).unsqueeze(1)
     return torch.where(counted, values, 0.0).sum(dim=-1) / counted.sum(dim=-1)
 
 
@@ -170,7 +173,7 @@ def prompt_logprobs(logits: Tensor, next_ids: Sequence[int], k: int) -> list[Tok
     Returns:
         M entries; the first belongs to ``next_ids[0]``.
     """
-    tokens = torch.tensor(next_ids, dtype=torch.int64, device=logits.device)
+    tokens = upload(next_ids, logits.device)
     rows = score_logprobs(logits, tokens, k).tolist()
     return [read_logprobs(row, token, k) for row, token in zip(rows, next_ids, strict=True)]
 
@@ -226,15 +229,18 @@ def where_finite(drawn: Tensor, largest: Tensor) -> Tensor:
 def _most_probable(logits: Tensor, contexts: Sequence[TokenContext]) -> Tensor:
     """[N] int64, the lowest id among equals."""
     distinct = {id(context): context for context in contexts}.values()  # nodes often share one
-    if logits.device.type == "cpu" and not any(map(needs_edits, distinct)):
+    if any(map(needs_edits, distinct)):
+        edited, largest = edit_and_max_logits(logits, contexts)
+        return where_finite(edited.max(dim=-1).indices, largest)
+    if logits.device.type == "cpu":
         host = logits.numpy()
         drawn = host.argmax(axis=-1)  # a tenth of torch's time; of NaN and numbers, NaN
         finite = np.isfinite(host[np.arange(len(host)), drawn])
         if not finite.all():
             drawn[~finite] = NO_TOKEN
         return torch.from_numpy(drawn)
-    edited, largest = edit_and_max_logits(logits, contexts)
-    return where_finite(edited.max(dim=-1).indices, largest)
+    largest, ids = logits.max(dim=-1)
+    return ids.masked_fill_(largest - largest != 0, NO_TOKEN)  # of infinity and NaN that is NaN
 
 
 def report(logits: Tensor, contexts: Sequence[TokenContext], drawn: Tensor) -> SampledTokens:
@@ -274,5 +280,5 @@ def report(logits: Tensor, contexts: Sequence[TokenContext], drawn: Tensor) -> S
 
 def _rows_of(logits: Tensor, drawn: Tensor, rows: Iterable[int]) -> tuple[Tensor, Tensor]:
     """Logits [M, V] and tokens [M] of some rows; a token that was not sampled counts as id 0."""
-    index = torch.tensor(list(rows), dtype=torch.int64, device=logits.device)
+    index = upload(list(rows), logits.device)
     return logits[index], drawn[index].clamp(min=0)

@@ -32,6 +32,7 @@ from torch import Tensor
 from forethought.config.drafters import MTPDecodingConfig
 from forethought.config.tree import TreeChoices
 from forethought.errors import ParameterError
+from forethought.kv.staging import upload
 from forethought.kv.storage import DraftKvCache, HiddenStateCache
 from forethought.model.batch import Batch
 from forethought.model.causal_lm import FINAL, CausalLM
@@ -196,7 +197,7 @@ def _check_thinking(config: MTPDecodingConfig, lm: CausalLM) -> None:
 
 def _ends(batch: Batch) -> Tensor:
     """int64 ``[rows]``: index of the last token of each row in the packed batch."""
-    return torch.tensor([span.stop - 1 for span in batch.spans], device=batch.token_ids.device)
+    return upload([span.stop - 1 for span in batch.spans], batch.token_ids.device)
 
 
 def _completed(batch: Batch, drafted: Sequence[Tensor]) -> Tensor:
@@ -219,4 +220,4 @@ def _completed(batch: Batch, drafted: Sequence[Tensor]) -> Tensor:
 
 
 def _index(ends: list[int], like: Tensor) -> Tensor:
-    return torch.tensor(ends, device=like.device)
+    return upload(ends, like.device)

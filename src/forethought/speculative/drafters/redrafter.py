@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from forethought.config.drafters import ReDrafterDecodingConfig
+from forethought.kv.staging import upload
 from forethought.kv.storage import DraftKvCache, HiddenStateCache
 from forethought.model.causal_lm import FINAL
 from forethought.speculative.drafter import (
@@ -91,7 +92,7 @@ class ReDrafterDrafter(Drafter):
             states = root_states(requests, self._hidden_states)
             found = self._search(
                 states,
-                torch.tensor([request.tokens[-1] for request in requests], device=states.device),
+                upload([request.tokens[-1] for request in requests], states.device),
                 self._num_beams,
                 max(request.max_draft_len for request in requests),
                 self._min_logprob,

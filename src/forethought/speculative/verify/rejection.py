@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from forethought.kv.staging import upload
 from forethought.speculative.drafter import Draft, DraftKind
 
 
@@ -95,9 +96,7 @@ def _run_round(probs: Tensor, q: Tensor, tests: Sequence[_NodeTest]) -> Tensor:
     """
     parents = _index([test.parent for test in tests], probs)
     tokens = _index([test.token for test in tests], probs).unsqueeze(1)
-    uniforms = torch.tensor(
-        [[test.uniform] for test in tests], dtype=torch.float64, device=probs.device
-    )
+    uniforms = upload([[test.uniform] for test in tests], probs.device, torch.float64)
     p, q_j = probs[parents], q[_index([test.source for test in tests], probs)]
     removed = [(number, token) for number, test in enumerate(tests) for token in test.removed]
     if removed:
@@ -128,4 +127,4 @@ def _over_vocabulary(draft: Draft, probs: Tensor) -> Tensor:
 
 
 def _index(values: Sequence[int] | Sequence[tuple[int, int]], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64, device=like.device)
+    return upload(values, like.device)

@@ -27,6 +27,7 @@ from torch import Tensor
 from forethought.config.drafters import MedusaDecodingConfig, MTPDecodingConfig
 from forethought.config.sampling import SamplingParams
 from forethought.config.speculation import DecodingBaseConfig
+from forethought.kv.staging import upload
 from forethought.model.sampling import logits_to_probs, uniform_at
 from forethought.model.sampling.distribution import edit_logits
 from forethought.speculative.drafter import Draft
@@ -68,7 +69,7 @@ def _drafted_nodes(
         rows += [begin + 1 + draft.parent(node) for node in range(len(draft))]
         tokens += draft.tokens
         begin += 1 + len(draft)
-    index = torch.tensor([rows, tokens], dtype=torch.int64, device=device)
+    index = upload([rows, tokens], device)
     return index[0], index[1]
 
 

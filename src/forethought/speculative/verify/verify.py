@@ -19,7 +19,8 @@ token is then the last one that the request gains; if the root's logits are not 
 none.
 
 On a GPU the tokens of all nodes are drawn and all children tested before the walk, so that a step
-needs one transfer to the host. On a CPU requests are verified in groups that fit into the cache.
+needs one transfer to the host, which also brings the drafts that are still there. On a CPU requests
+are verified in groups that fit into the cache.
 """
 
 from __future__ import annotations
@@ -27,18 +28,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from forethought.config.sampling import SamplingParams
+from forethought.kv.staging import upload
 from forethought.model.sampling import TokenContext, invert_cdf, uniform_at
 from forethought.model.sampling.distribution import probs_and_max_logits
 from forethought.model.sampling.sampler import NO_TOKEN, draw_tokens, report, sample, where_finite
 from forethought.outputs import TokenConfidence, TokenLogprobs
-from forethought.speculative.drafter import Draft, DraftKind
+from forethought.speculative.drafter import DeviceTokens, Draft, DraftKind
 from forethought.speculative.verify.rejection import DrawnDraft, accept_drawn
 
 _Scores = TypeVar("_Scores", TokenLogprobs, TokenConfidence)
@@ -197,7 +199,7 @@ def _select(logits: Tensor, rows: list[int]) -> Tensor:
     first, end = rows[0], rows[0] + len(rows)
     if rows == list(range(first, end)):
         return logits[first:end]
-    return logits[torch.tensor(rows, dtype=torch.int64, device=logits.device)]
+    return logits[upload(rows, logits.device)]
 
 
 def _begins(requests: Sequence[VerificationRequest]) -> list[int]:
@@ -245,7 +247,8 @@ def _test_nodes(
         probs, peaks = probs_and_max_logits(logits, contexts)
         by_q = accept_drawn(probs, drafts)
         tokens = where_finite(invert_cdf(probs, _all_uniforms(requests)), peaks)
-        drawn, flags = torch.stack([tokens, by_q.long()]).tolist()
+        values = _read(torch.cat([tokens, by_q.long()]), requests)
+        drawn, flags = values[: len(tokens)], values[len(tokens) :]
         accepted = [bool(flag) for flag in flags]
     else:
         drawn = _draw(logits, contexts, requests)
@@ -269,8 +272,7 @@ def _draw(
     greedy = all(request.contexts[0].params.greedy for request in requests)
     if logits.device.type != "cpu" or greedy:
         uniforms = [0.0] * len(contexts) if greedy else _all_uniforms(requests)
-        tokens: list[int] = draw_tokens(logits, contexts, uniforms).tolist()
-        return tokens
+        return _read(draw_tokens(logits, contexts, uniforms), requests)
     begins = _begins(requests)
     drawn = [_NOT_DRAWN] * len(contexts)
 
@@ -289,6 +291,23 @@ def _draw(
     if rows:
         draw(rows, uniforms)
     return drawn
+
+
+def _read(values: Tensor, requests: Sequence[VerificationRequest]) -> list[int]:
+    """int64 ``[n]`` on the host, and in the same transfer the drafts that are on the device."""
+    unread = {
+        id(tokens): tokens
+        for request in requests
+        if isinstance(tokens := request.draft.tokens, DeviceTokens) and not tokens.is_read
+    }
+    if not unread:
+        found: list[int] = values.tolist()
+        return found
+    read = iter(torch.cat([values, *(each.on_device for each in unread.values())]).tolist())
+    found = list(islice(read, len(values)))
+    for tokens in unread.values():
+        tokens.set(list(islice(read, len(tokens))))
+    return found
 
 
 def _root_accepts(draft: Draft, token: int) -> bool:
@@ -356,9 +375,9 @@ def _add_scores(
     asked = (contexts[row].params for row in rows)
     if all(params.logprobs is None and params.confidence is None for params in asked):
         return
-    index = torch.tensor(rows, dtype=torch.int64, device=logits.device)
+    index = upload(rows, logits.device)
     tokens = [token for result in results for token in result.tokens]
-    drawn = torch.tensor(tokens, dtype=torch.int64, device=logits.device)
+    drawn = upload(tokens, logits.device)
     sampled, begin = report(logits[index], [contexts[row] for row in rows], drawn), 0
     for result in results:
         of_result = slice(begin, begin + len(result.tokens))

@@ -1,0 +1,187 @@
+"""How many launches, copies and waits a step costs on a GPU, counted on a device that is not there.
+
+The budgets are those of a network of three layers. What the engine generates there is compared with
+what it generates on the CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from eagle_heads import random_head
+from engines import drain, engine_over, load, outputs
+from fake_cuda import DEVICE, FakeCuda, FakeEvent, fake_cuda
+from forethought.config.drafters import EagleDecodingConfig
+from forethought.config.engine import KvCacheConfig
+from forethought.config.sampling import SamplingParams
+from forethought.config.speculation import DecodingBaseConfig
+from forethought.engine import resolve
+from forethought.engine.engine import Engine
+from forethought.engine.sequence import Sequence as LiveSequence
+from forethought.kv.pool import PagePool
+from forethought.kv.staging import upload
+from forethought.kv.table import PageTable
+from forethought.model import loader
+from forethought.model.attention.base import Scoring
+from forethought.model.attention.sdpa import softmax_attention
+from forethought.model.batch import Batch, Row
+from forethought.model.causal_lm import CausalLM
+from forethought.model.paged_layout import PagedLayout
+from forethought.model.timer import ForwardTimer
+from models import prompts, tiny
+
+PAGED = "forethought.model.attention.paged:PagedAttention"
+PROMPTS = prompts((9, 4))
+GREEDY = SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True)
+WARM_UP, STEPS = 2, 3
+Budget = dict[str, float]
+SAMPLED = GREEDY.replace(temperature=0.8, seed=3)
+
+
+@functools.cache
+def on_device(attention: str) -> CausalLM:
+    """The tiny model there; only used where there is a device, but that may be another one."""
+    return loader.load(tiny("llama"), dtype="float32", device=DEVICE, attention=attention)
+
+
+def started(
+    machine: Engine, params: SamplingParams, prompt_ids: Sequence[Sequence[int]]
+) -> list[LiveSequence]:
+    sequences = [machine.add(prompt, params)[0] for prompt in prompt_ids]
+    for _ in range(WARM_UP):
+        machine.step()
+    return sequences
+
+
+def measured(device: FakeCuda, machine: Engine) -> dict[str, float]:
+    """What a step costs."""
+    device.reset()
+    for _ in range(STEPS):
+        machine.step()
+    return {kind: number / STEPS for kind, number in device.counts.items()}
+
+
+ALL_OPTIONS = SAMPLED.replace(
+    top_p=0.9, repetition_penalty=1.3, presence_penalty=0.2, frequency_penalty=0.1, min_tokens=3
+)
+
+
+def eagle3() -> list[DecodingBaseConfig]:
+    return [EagleDecodingConfig(max_draft_len=4, speculative_model=random_head("eagle3"))]
+
+
+# How it samples and drafts, the attention backend, and what a step may cost.
+CASES: dict[str, tuple[SamplingParams, str, Callable[[], list[DecodingBaseConfig]], Budget]] = {
+    "greedy": (GREEDY, PAGED, list, {"launches": 57, "staged": 1, "waits": 1}),
+    "sampled": (SAMPLED, PAGED, list, {"launches": 74, "staged": 3, "waits": 1}),
+    "all options": (ALL_OPTIONS, PAGED, list, {"launches": 150, "staged": 20, "waits": 1}),
+    "eagle3": (GREEDY, PAGED, eagle3, {"launches": 180, "staged": 6, "waits": 1}),
+    "no triton": (GREEDY, "sdpa", list, {"launches": 98, "staged": 7, "waits": 1}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_keeps_to_its_budget_and_generates_what_the_cpu_does(name: str) -> None:
+    params, attention, configs, budget = CASES[name]
+    drafters = configs()
+    on_cpu = engine_over(load("llama"), speculative=drafters, page_size=16)
+    expected = started(on_cpu, params, PROMPTS)
+    drain(on_cpu)
+    with fake_cuda() as device:
+        machine = engine_over(on_device(attention), speculative=drafters, page_size=16)
+        sequences = started(machine, params, PROMPTS)
+        spent = measured(device, machine)
+        drain(machine)
+    assert outputs(sequences) == outputs(expected)
+    over = {kind: number for kind, number in spent.items() if number > budget.get(kind, 0)}
+    assert not over, f"{spent}, allowed {budget}: {device.sites.most_common()}"
+
+
+def test_the_device_refuses_what_a_gpu_refuses_and_counts_what_it_waits_for() -> None:
+    with fake_cuda() as device:
+        x = torch.arange(6, device=DEVICE)
+        assert (x + 1).tolist() == [1, 2, 3, 4, 5, 6]
+        with pytest.raises(RuntimeError, match="expected all tensors to be on cuda"):
+            x + torch.arange(6)
+        with pytest.raises(RuntimeError, match="not supported"):
+            x.numpy()
+        device.reset()
+        assert bool((x.view(2, 3)[1] > 2).all())  # a comparison, a reduction, a view
+        assert device.counts == {"launches": 2, "waits": 1}
+        device.reset()
+        assert torch.tensor([1, 2], device=DEVICE).device == DEVICE
+        assert upload([1, 2], DEVICE).tolist() == [1, 2]
+        assert device.counts == {"uploads": 1, "staged": 1, "waits": 1}
+        device.reset()
+        assert x[x > 3].tolist() == [4, 5]
+        assert device.counts == {"launches": 2, "waits": 2}
+
+
+def test_attention_on_cuda_leaves_cudnn_out_and_the_setting_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """cuDNN builds a plan for each new length of the mask."""
+    during: list[bool] = []
+    original = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(*args: Any, **kwargs: Any) -> torch.Tensor:
+        during.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    found = []
+    with fake_cuda():
+        for device in ("cpu", DEVICE):
+            q = torch.ones(1, 2, 3, 8, device=device)
+            for invariant in (True, False):
+                softmax_attention(q, q, q, None, Scoring(1.0), batch_invariant=invariant)
+            found.append(torch.backends.cuda.cudnn_sdp_enabled())
+    assert during == [True, True, False, False]
+    assert found == [True, True]
+
+
+def test_the_kv_cache_leaves_memory_for_steps_on_a_gpu() -> None:
+    config = KvCacheConfig(free_gpu_memory_fraction=1.0)
+    for free, kept in ((10 * 2**30, 2**30), (100 * 2**30, 2 * 2**30)):
+        with fake_cuda(memory=free):
+            assert resolve._cache_bytes(config, DEVICE) == free - kept
+
+
+def test_the_time_of_a_forward_on_a_gpu_is_that_between_two_events_that_have_passed() -> None:
+    with fake_cuda():
+        timer = ForwardTimer(DEVICE)
+        with timer:
+            FakeEvent.passed = False
+        assert timer.take() == 0.0
+        FakeEvent.passed = True
+        with timer:
+            pass
+        assert timer.take() == pytest.approx(2e-3)  # both, a millisecond each
+        assert timer.take() == 0.0
+
+
+def test_the_rows_of_a_batch_reach_the_device_in_one_copy() -> None:
+    pool = PagePool(40, 4)
+    rows = []
+    for start, parents in ((9, None), (70, (-1, 0, 0, 1)), (0, None)):
+        table = PageTable(pool)
+        size = 3 if parents is None else len(parents)
+        table.append(start + size)
+        rows.append(Row([5 + n for n in range(size)], start, table, parents))
+    here = Batch.build(rows, offset=2)
+    with fake_cuda() as device:
+        there = Batch.build(rows, DEVICE, offset=2)
+        assert device.counts == {"staged": 1}
+        for name in ("token_ids", "positions", "slots", "logit_index"):
+            assert getattr(there, name).tolist() == getattr(here, name).tolist(), name
+        layout, expected = there.layout, PagedLayout.of(here.spans, "cpu")
+        assert layout is not None
+        for name in ("rows", "tokens", "tiles", "pages", "words", "partials"):
+            assert getattr(layout, name).tolist() == getattr(expected, name).tolist(), name
+        assert there.slot_numbers.tolist() == here.slot_numbers.tolist()
+        assert [span.seen_from for span in there.spans] == [2, 2, 2]
