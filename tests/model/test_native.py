@@ -22,7 +22,7 @@ from forethought.model import loader
 from forethought.model.attention.workspace import KvWorkspace
 from forethought.model.batch import Row
 from forethought.model.causal_lm import CausalLM
-from forethought.model.native import library
+from forethought.model.native import library, weights
 from forethought.model.native.network import NativeNetwork
 from forethought.model.native.weights import PackedLinear
 from forethought.model.quantization import quantize
@@ -151,7 +151,7 @@ class Reader:
 
     layer_ids = (0, 1, 3, -1)
 
-    def write(self, slots, states) -> None:
+    def write(self, slots, states, numbers) -> None:
         self.states = dict(states)
 
 
@@ -240,6 +240,19 @@ def test_a_level_of_a_workspace_is_the_same_as_a_row_over_pages(architecture: st
     alone = logits(lm, 1)
     assert torch.equal(first, alone[[11, 6]])
     assert torch.equal(second[[0, 2]], alone[[12, 7]])
+
+
+def test_weights_that_bf16_holds_exactly_take_half_and_change_no_bit(monkeypatch, tmp_path) -> None:
+    config = loader.load(models.tiny("qwen3")).config
+    models.save_random(config, tmp_path / "rounded", dtype=torch.bfloat16)
+    found, sizes = [], []
+    for stored in (weights._as_stored, lambda weight: weight):
+        monkeypatch.setattr(weights, "_as_stored", stored)
+        lm = loader.load(tmp_path / "rounded", dtype="float32", forward="native")
+        found.append(torch.cat([logits(lm, size) for size in (1, 45)]))
+        sizes.append(lm.network._head.num_bytes)
+    assert torch.equal(*found)
+    assert sizes[0] * 2 == sizes[1]
 
 
 def test_weights_are_held_once() -> None:

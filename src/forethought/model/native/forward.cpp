@@ -16,6 +16,7 @@
 #include <cstring>
 #include <omp.h>
 #include <type_traits>
+#include <vector>
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
@@ -325,11 +326,91 @@ static void multiply_tile(
 }
 
 // How many panels go together: as many as have registers for their sums.
-static inline int panels_at_once(const Linear& w, int rows, int left) {
-    if (w.type == I4) return 1;
+static inline int panels_at_once(const Linear& w, int tokens, int left) {
+    const int rows = tokens < MAX_ROWS ? tokens : MAX_ROWS;
+    if (w.type == I4 && tokens <= MAX_ROWS) return 1;
     if (left >= 4 && rows * 4 * VECS <= SUMS) return 4;
     return left >= 2 && rows * 2 * VECS <= SUMS ? 2 : 1;
 }
+
+// The panels of w as float32, for products of so many tokens that converting once pays. The values
+// are those that multiply_tile computes with, so the sums are the same.
+class Unpacked {
+  public:
+    Unpacked(const Linear& w, int tokens)
+        : source(w), needed(w.type != F32 && tokens > MAX_ROWS) {}
+
+    // Multiply as multiply_tile does.
+    void multiply(
+        int panel, int count, const float* x, int64_t ldx, int rows, float* tile) {
+        const int size = source.num_inputs;
+        if (!needed) return multiply_tile(source, panel, count, x, ldx, rows, 0, size, tile);
+        if (panel != first || count != held) unpack(panel, count);
+        Linear plain = source;
+        plain.weight = buffer();
+        plain.type = F32;
+        multiply_tile(plain, 0, count, x, ldx, rows, 0, size, tile);
+    }
+
+    // The same for panel `side` of a pair, which are unpacked together.
+    void multiply_one(int pair, int side, const float* x, int64_t ldx, int rows, float* tile) {
+        const int size = source.num_inputs;
+        if (!needed) return multiply_tile(source, pair + side, 1, x, ldx, rows, 0, size, tile);
+        if (pair != first || held != 2) unpack(pair, 2);
+        Linear plain = source;
+        plain.weight = buffer();
+        plain.type = F32;
+        multiply_tile(plain, side, 1, x, ldx, rows, 0, size, tile);
+    }
+
+  private:
+    const Linear& source;
+    const bool needed;
+    int first = -1, held = 0;
+
+    float* buffer() const { // of this thread, kept between calls
+        static thread_local std::vector<float> kept;
+        const size_t size = size_t(4) * source.num_inputs * PANEL;
+        if (kept.size() < size) kept.resize(size);
+        return kept.data();
+    }
+
+    void unpack(int panel, int count) {
+        const int64_t size = int64_t(source.num_inputs) * PANEL;
+        float* to = buffer();
+        first = panel, held = count;
+        for (int p = 0; p < count; p++, to += size) {
+            const int64_t at = (panel + p) * size;
+            if (source.type == BF16)
+                widen_all((const uint16_t*)source.weight + at, size, to);
+            else if (source.type == I8)
+                widen_all((const int8_t*)source.weight + at, size, to);
+            else
+                unpack4(panel + p, to);
+        }
+    }
+
+    template <class T> static void widen_all(const T* from, int64_t size, float* to) {
+        for (int64_t i = 0; i < size; i += LANES) store(to + i, load(from + i));
+    }
+
+    void unpack4(int panel, float* to) const {
+        const int64_t size = int64_t(source.num_inputs) * PANEL;
+        const int64_t groups = source.num_inputs / source.group_size * PANEL;
+        const int8_t* from = (const int8_t*)source.weight + panel * size / 2;
+        for (int k = 0; k < source.num_inputs; k += 2) {
+            const int64_t at = panel * groups + k / source.group_size * PANEL;
+            for (int v = 0; v < PANEL; v += LANES) {
+                const IntVec both = widen(from + k / 2 * PANEL + v);
+                const Vec s = load(source.scale + at + v), z = load(source.zero + at + v);
+                store(to + k * PANEL + v, (__builtin_convertvector(both & 15, Vec) - z) * s);
+                store(
+                    to + (k + 1) * PANEL + v,
+                    (__builtin_convertvector(both >> 4 & 15, Vec) - z) * s);
+            }
+        }
+    }
+};
 
 struct Share { // of items for one thread
     int begin, end;
@@ -356,15 +437,15 @@ static void product(
     const Linear& w, const float* x, int64_t ldx, int tokens, float* y, int64_t ldy, bool add,
     Share share) {
     alignas(64) float tile[MAX_ROWS * 4 * PANEL];
+    Unpacked weights(w, tokens);
     for (int panel = share.begin, count; panel < share.end; panel += count) {
-        const int most = tokens < MAX_ROWS ? tokens : MAX_ROWS;
-        count = panels_at_once(w, most, share.end - panel);
+        count = panels_at_once(w, tokens, share.end - panel);
         const int width = count * PANEL, first = panel * PANEL;
         const int valid = w.num_outputs - first < width ? w.num_outputs - first : width;
         for (int t = 0; t < tokens; t += MAX_ROWS) {
             const int rows = tokens - t < MAX_ROWS ? tokens - t : MAX_ROWS;
             memset(tile, 0, rows * width * 4);
-            multiply_tile(w, panel, count, x + t * ldx, ldx, rows, 0, w.num_inputs, tile);
+            weights.multiply(panel, count, x + t * ldx, ldx, rows, tile);
             if (w.type == I8 || w.bias) scale_outputs(w, first, tile, rows, width);
             for (int m = 0; m < rows; m++) {
                 float* out = y + (t + m) * ldy + first;
@@ -384,8 +465,8 @@ static void gated_product(
     int activation, Share share) {
     alignas(64) float tile[2][MAX_ROWS * PANEL];
     alignas(64) float both[MAX_ROWS * 2 * PANEL];
-    const int most = tokens < MAX_ROWS ? tokens : MAX_ROWS;
-    const bool together = panels_at_once(w, most, 2) >= 2;
+    const bool together = panels_at_once(w, tokens, 2) >= 2;
+    Unpacked weights(w, tokens);
     for (int pair = share.begin; pair < share.end; pair++) {
         const int first = pair * PANEL;
         const int valid = half - first < PANEL ? half - first : PANEL;
@@ -394,15 +475,14 @@ static void gated_product(
             const float* from = x + t * ldx;
             if (together) {
                 memset(both, 0, rows * 2 * PANEL * 4);
-                multiply_tile(w, 2 * pair, 2, from, ldx, rows, 0, w.num_inputs, both);
+                weights.multiply(2 * pair, 2, from, ldx, rows, both);
                 for (int m = 0; m < rows; m++)
                     for (int side = 0; side < 2; side++)
                         memcpy(tile[side] + m * PANEL, both + (2 * m + side) * PANEL, PANEL * 4);
             } else {
                 for (int side = 0; side < 2; side++) {
                     memset(tile[side], 0, rows * PANEL * 4);
-                    multiply_tile(
-                        w, 2 * pair + side, 1, from, ldx, rows, 0, w.num_inputs, tile[side]);
+                    weights.multiply_one(2 * pair, side, from, ldx, rows, tile[side]);
                 }
             }
             for (int side = 0; side < 2; side++)

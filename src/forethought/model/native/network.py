@@ -141,7 +141,7 @@ class NativeNetwork:
         if not self._tied:
             embedded: Tensor = self._embedding(token_ids)
             return embedded
-        embedded = self._head.rows(token_ids)
+        embedded = self._head.rows(token_ids).to(self.dtype)
         return embedded if self._embed_scale is None else embedded * self._embed_scale
 
     def unembed(self, states: Tensor) -> Tensor:
