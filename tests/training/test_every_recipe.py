@@ -106,7 +106,7 @@ def test_a_run_that_begins_with_a_drafter_has_its_weights(runs: Runs) -> None:
     runs.fields["start"] = runs.directory / "drafter"
     begun = runs.trainer("second", seed=1).recipe.module.state_dict()
     for name, weight in trainer.recipe.module.state_dict().items():
-        if "embed_tokens" not in name:  # an MTP module has a row that nothing reads
+        if weight.shape[0] > 1:  # an MTP module's own vocabulary is one token that nothing reads
             assert torch.allclose(begun[name], weight, rtol=0.01)  # some were saved in bf16
 
 

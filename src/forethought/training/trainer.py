@@ -53,9 +53,6 @@ class TrainingSettings(StrictModel):
     """Whether the target is trained as well, and written beside the drafter."""
 
     seed: int = Field(default=0, ge=0, lt=2**32)
-    start: Path | None = None
-    """Directory of a drafter of the same kind and sizes, whose weights the run begins with; None:
-    new weights."""
     steps: int = Field(default=1000, ge=1)
     rate: float = Field(default=1e-3, gt=0.0)
     """Peak learning rate."""
@@ -147,6 +144,14 @@ class Recipe(Protocol):
         """Write the drafter for use; a recipe that adapts the target writes that as ``MODEL``
         beside it.
         """
+
+
+class DrafterSettings(TrainingSettings):
+    """The loop's settings, and what a drafter begins with."""
+
+    start: Path | None = None
+    """Directory of a drafter of the same kind and sizes, whose weights the run begins with; None:
+    new weights."""
 
 
 def begin_with(module: nn.Module, state: Mapping[str, Tensor], directory: Path) -> None:

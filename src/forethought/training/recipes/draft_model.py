@@ -22,7 +22,7 @@ from forethought.training.batches import TrainingBatch, TrainingBatches, cross_e
 from forethought.training.llama import Llama, LlamaShape, muon_groups
 from forethought.training.teacher import Teacher
 from forethought.training.texts import Text
-from forethought.training.trainer import ParameterGroup, TrainingSettings
+from forethought.training.trainer import DrafterSettings, ParameterGroup
 
 _COPIED = (
     "generation_config.json",
@@ -34,7 +34,7 @@ _COPIED = (
 _EVALUATED_DRAFT_LEN = 5
 
 
-class DraftModelSettings(TrainingSettings):
+class DraftModelSettings(DrafterSettings):
     """The loop's settings, and the sizes of a Llama."""
 
     num_layers: int = Field(default=2, ge=1)

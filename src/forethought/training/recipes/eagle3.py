@@ -38,12 +38,12 @@ from forethought.training.llama import rotate
 from forethought.training.recipes.mtp import Keys, attend_depth
 from forethought.training.teacher import Teacher
 from forethought.training.texts import Text
-from forethought.training.trainer import ParameterGroup, TrainingSettings, begin_with, seeded
+from forethought.training.trainer import DrafterSettings, ParameterGroup, begin_with, seeded
 
 _EVALUATED_DRAFT_LEN = 7
 
 
-class Eagle3Settings(TrainingSettings):
+class Eagle3Settings(DrafterSettings):
     """The loop's settings, and these; sizes that are left out are the target's."""
 
     ttt_length: int = Field(

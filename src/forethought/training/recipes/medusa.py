@@ -22,7 +22,7 @@ from forethought.speculative.heads.medusa import MedusaHeads, MedusaShape
 from forethought.training.batches import TrainingBatch, TrainingBatches, cross_entropy_terms
 from forethought.training.teacher import Teacher
 from forethought.training.texts import Text
-from forethought.training.trainer import ParameterGroup, TrainingSettings, begin_with
+from forethought.training.trainer import DrafterSettings, ParameterGroup, begin_with
 
 Labels = Annotated[
     Literal["tokens", "distributions"],
@@ -31,7 +31,7 @@ Labels = Annotated[
 """The tokens of the texts, or the target's distributions over them; ``laws`` is an older name."""
 
 
-class MedusaSettings(TrainingSettings):
+class MedusaSettings(DrafterSettings):
     """The loop's settings, and these."""
 
     num_heads: int = Field(default=4, ge=1)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
+import pydantic
 import torch
 import torch.nn.functional as F
 from pydantic import Field
@@ -57,6 +58,12 @@ class Medusa2Settings(MedusaSettings):
     which should be texts that the original was trained on."""
     lora_rank: int = Field(default=32, ge=1)
     lora_alpha: float = Field(default=16.0, gt=0.0)
+
+    @pydantic.model_validator(mode="after")
+    def _begins_once(self) -> Medusa2Settings:
+        if self.start is not None and self.initial_heads is not None:
+            raise ValueError("start and initial_heads are two names of the same: give one")
+        return self
 
 
 @dataclass(frozen=True, slots=True)

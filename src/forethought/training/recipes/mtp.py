@@ -39,7 +39,7 @@ from forethought.training.batches import TrainingBatch, TrainingBatches
 from forethought.training.recipes.medusa import Labels, head_loss, projection_of
 from forethought.training.teacher import Teacher
 from forethought.training.texts import Text
-from forethought.training.trainer import ParameterGroup, TrainingSettings, begin_with
+from forethought.training.trainer import DrafterSettings, ParameterGroup, begin_with
 
 ATTENTION = "forethought_training_time_test"
 KEYWORD = "forethought_training_time_test"
@@ -220,7 +220,7 @@ AttentionInterface.register(ATTENTION, attend)
 _EVALUATED_DRAFT_LEN = 5
 
 
-class MtpSettings(TrainingSettings):
+class MtpSettings(DrafterSettings):
     """The loop's settings, and these."""
 
     modules: int = Field(default=1, ge=1)

@@ -22,10 +22,10 @@ from forethought.speculative.heads.redrafter import ReDrafterHead, ReDrafterShap
 from forethought.training.batches import TrainingBatch, TrainingBatches, cross_entropy_terms
 from forethought.training.teacher import Teacher
 from forethought.training.texts import Text
-from forethought.training.trainer import ParameterGroup, TrainingSettings, begin_with
+from forethought.training.trainer import DrafterSettings, ParameterGroup, begin_with
 
 
-class ReDrafterSettings(TrainingSettings):
+class ReDrafterSettings(DrafterSettings):
     """The loop's settings, and these."""
 
     draft_len: int = Field(default=5, ge=1, validation_alias=AliasChoices("draft_len", "unrolled"))
