@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ import llama_cpp
 import numpy as np
 from benchmarks.peers.gguf_file import TYPES, write_gguf
 from benchmarks.peers.worker import Answer, Request, Settings
+from llama_cpp import _ggml
 
 BATCH, MICRO_BATCH = 2048, 512
 """Tokens that one call takes, and that one pass through the network takes; llama.cpp's own."""
@@ -41,6 +43,8 @@ class PeerEngine:
         return path
 
     def load(self, settings: Settings) -> None:
+        if plugins := os.environ.get("LLAMA_CPP_LIB_PATH"):  # kernels of each processor apart
+            _ggml.libggml.ggml_backend_load_all_from_path(plugins.encode())
         llama_cpp.llama_backend_init()
         self.quiet = llama_cpp.llama_log_callback(lambda *_: None)
         llama_cpp.llama_log_set(self.quiet, None)
@@ -118,4 +122,5 @@ class PeerEngine:
         llama_cpp.llama_memory_seq_rm(memory, sequence, 0, -1)
 
     def version(self) -> str:
-        return f"llama-cpp-python {llama_cpp.__version__}"
+        system = llama_cpp.llama_print_system_info().decode()
+        return f"llama-cpp-python {llama_cpp.__version__} ({system})"

@@ -137,10 +137,8 @@ class AutoBench:
 
     def _llm(self, form: str | None, **more: Any) -> LLM:
         quantization = {} if form is None else {"quantization": form}
-        fixed = {
-            "max_batch_size": max(self.batches),
-            "num_threads": "torch",
-        }  # torch's are set here
+        # The threads are those of torch, which are set between runs.
+        fixed = {"max_batch_size": max(self.batches), "num_threads": "torch"}
         return LLM(**self.fields | fixed | quantization | more)
 
     def _form_rows(
