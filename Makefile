@@ -9,7 +9,7 @@
 #   make lint      only the first half of that
 #   make format    let ruff fix what it can
 #   make bench     speed on this machine: against transformers, and of every drafter
-#   make gpu       what needs a CUDA device: its tests, then the benchmarks
+#   make gpu       what needs a CUDA device: its tests, then the benchmarks; with python3 as it is, no network
 #   make reasoner  train the embedded reasoner again from its seed
 #   make drafter   train its draft model again from its seed, on texts that it writes
 #   make heads     train what else drafts for it, on the same texts: EAGLE-3, MTP, Medusa, ReDrafter
@@ -23,12 +23,17 @@ INSTALLED := $(VENV)/.installed
 # The clients have an environment of their own: they pin other versions than the server's.
 CLIENTS   := .venv-clients
 
+# A machine with a GPU has a torch for its CUDA, and often no network.
+ifeq ($(MAKECMDGOALS),gpu)
+PY ?= python3
+endif
+
 ifeq ($(origin PY),undefined)
 PY    := $(VENV)/bin/python
 setup := $(INSTALLED)
 else
 setup :=
-export PYTHONPATH := src
+export PYTHONPATH := src$(if $(PYTHONPATH),:$(PYTHONPATH))
 endif
 
 .DEFAULT_GOAL := help
@@ -94,6 +99,7 @@ bench: $(setup)
 gpu: $(setup)
 	@$(PY) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("torch finds no CUDA device on this machine: nothing was run")'
 	@$(PY) -m pytest -m gpu
+	@$(PY) -m benchmarks.gpu
 	@$(PY) -m benchmarks.generate_vs_transformers
 	@$(PY) -m benchmarks.speculation_vs_transformers
 	@$(PY) -m benchmarks.step_overhead

@@ -108,6 +108,10 @@ class CudaTensor(Tensor):
     def copy_(self, other: Tensor, non_blocking: bool = False) -> Tensor:  # type: ignore[override]
         return _ACTIVE[-1].copy(self, other, non_blocking)
 
+    def contiguous(self, *, memory_format: Any = torch.contiguous_format) -> Tensor:  # type: ignore[override]
+        is_contiguous = self.is_contiguous(memory_format=memory_format)
+        return self if is_contiguous else self.clone(memory_format=memory_format)
+
     def __invert__(self) -> Tensor:
         return torch.bitwise_not(self)
 

@@ -224,5 +224,8 @@ def _invariance(fewest: int) -> str:
 
 def _cuda(torch: Any) -> str:
     if torch.cuda.device_count():
-        return "models run on the GPU unless --device cpu is given"
+        from forethought.model.attention import default_backend
+
+        backend = default_backend("cuda")
+        return f"models run on the GPU unless --device cpu is given; attention: {backend}"
     return "not available: models run on the processor"

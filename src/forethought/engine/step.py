@@ -486,9 +486,10 @@ def _pack(row: PlannedRow) -> Row:
     if draft.parents is not None:
         nodes = (count + parent if parent >= 0 else count - 1 for parent in draft.parents)
         parents = (*range(-1, count - 1), *nodes)
-    drafted, on_device = draft.tokens, None
-    if isinstance(drafted, DeviceTokens):
-        drafted, on_device = [0] * len(drafted), drafted.on_device
+    drafted: List[int] = draft.tokens
+    on_device: Tensor | None = None
+    if isinstance(draft.tokens, DeviceTokens):
+        drafted, on_device = [0] * len(draft.tokens), draft.tokens.on_device
     return Row(
         tokens=[*row.sequence.tokens[row.start : row.stop], *drafted],
         start=row.start,

@@ -198,8 +198,10 @@ class Batch:
         """
         staging, arrays = StagingBuffer(), LayoutArrays.of(spans)
         drafted = [row.drafted for row in rows if row.drafted is not None]
-        for values in (*lists, _drafted_index(spans, rows), *arrays.parts):
+        for values in (*lists, _drafted_index(spans, rows)):
             staging.add(values)
+        for part in arrays.parts:
+            staging.add(part)
         token_ids, positions, slots, wanted, index, *parts = staging.upload(device)
         if drafted:
             token_ids.index_copy_(0, index, torch.cat(drafted))

@@ -88,7 +88,9 @@ class LayoutArrays:
 
     def layout(self, tensors: Sequence[Tensor]) -> PagedLayout:
         """The layout whose arrays were uploaded as ``tensors``."""
-        return PagedLayout(*tensors, self.tile_tokens, self.num_splits)
+        rows, tokens, tiles, pages, words, partials = tensors
+        sizes = self.tile_tokens, self.num_splits
+        return PagedLayout(rows, tokens, tiles, pages, words, partials, *sizes)
 
     @classmethod
     def of(cls, spans: Sequence[Span]) -> LayoutArrays:

@@ -97,7 +97,7 @@ class Draft:
     """N proposed tokens.
 
     Attributes:
-        tokens: N ids of the target's vocabulary; of a chain they may be ``DeviceTokens``.
+        tokens: N ids of the target's vocabulary; points may be ``DeviceTokens``.
         parents: the node that each one follows, -1 for the root; parents come before children.
             None: a chain.
         kind: how siblings were chosen.
@@ -442,10 +442,12 @@ def check_draft(request: DraftRequest, vocab_size: int) -> Draft:
 
 
 def _is_sound_on_device(draft: Draft, request: DraftRequest) -> bool:
-    """Whether it is a chain within the limits whose tokens are trusted, as reading them waits."""
-    on_device = isinstance(draft.tokens, DeviceTokens) and draft.parents is None
-    within = 0 < len(draft) <= min(request.max_nodes, request.max_draft_len)
-    return on_device and within and draft.kind is DraftKind.POINT
+    """Whether it is within the limits and on a GPU, where its tokens are trusted: to read them the
+    host would wait.
+    """
+    if not isinstance(draft.tokens, DeviceTokens) or draft.kind is not DraftKind.POINT:
+        return False
+    return 0 < len(draft) <= request.max_nodes and draft.depth <= request.max_draft_len
 
 
 def _check_q(draft: Draft, count: int, vocab_size: int) -> None:

@@ -51,8 +51,8 @@ class StaticTreeBuilder:
     """A static tree of ranks, or a chain, drafted level by level.
 
     Tokens stay on the device unless they are sampled: each level's forward is queued behind the
-    previous one. Chains on a GPU are verified there before the host reads them; other drafts are
-    transferred to the host together.
+    previous one. On a GPU the target verifies drafts of equal depth before the host reads them;
+    other drafts are transferred to the host together.
 
     Args:
         choices: the tree.
@@ -120,11 +120,12 @@ class StaticTreeBuilder:
         samplers: Mapping[int, SampledDraft],
         drawn: Sequence[Tensor],
     ) -> None:
-        """Set the drafts: chains on a GPU stay there, other tokens are read all at once."""
+        """Set the drafts: on a GPU they stay there if they can, else all are read at once."""
         if self._stays_on_device(requests, samplers, drawn):
             together = torch.cat(list(drawn), dim=1)
             for request, size, ids in zip(requests, sizes, together, strict=True):
-                request.draft = Draft(DeviceTokens(ids[:size]))
+                parents = draft_parents(self._choices, size)
+                request.draft = Draft(DeviceTokens(ids[:size]), parents)
             return
         flat: list[int] = torch.cat([level.flatten() for level in drawn]).tolist()
         drafts: list[list[int]] = [[] for _ in requests]
@@ -146,10 +147,10 @@ class StaticTreeBuilder:
         samplers: Mapping[int, SampledDraft],
         drawn: Sequence[Tensor],
     ) -> bool:
-        """Whether the drafts are chains of equal length, by rank, on a GPU."""
+        """Whether the drafts are of equal depth and none is sampled, on a GPU."""
         equal = all(len(tokens) == len(requests) for tokens in drawn)
         on_gpu = drawn[0].device.type != "cpu"
-        return on_gpu and equal and self._choices.is_chain and not samplers
+        return on_gpu and equal and not samplers
 
 
 def draft_parents(choices: TreeChoices, size: int) -> tuple[int, ...] | None:

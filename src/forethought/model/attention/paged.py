@@ -76,7 +76,8 @@ def _attend_on_cuda(
 ) -> Tensor:
     from forethought.model.attention.paged_triton import launch
 
-    return launch(q, keys, values, layout, sinks, sizes, scores)
+    with torch.cuda.device_of(q):  # Triton launches on the current device
+        return launch(q, keys, values, layout, sinks, sizes, scores)
 
 
 def _attend_on_cpu(
@@ -89,7 +90,9 @@ def _attend_on_cpu(
     scores: list[float],
 ) -> Tensor:
     if os.environ.get("TRITON_INTERPRET") == "1":
-        return _attend_on_cuda(q, keys, values, layout, sinks, sizes, scores)
+        from forethought.model.attention.paged_triton import launch
+
+        return launch(q, keys, values, layout, sinks, sizes, scores)
     return attend_rows(q, keys, values, layout, sinks, sizes, scores)
 
 

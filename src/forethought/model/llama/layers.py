@@ -59,7 +59,9 @@ class Norm:
         return self.through_layer_norm(x) if few else self.in_float32(x)
 
     def plain(self, x: Tensor) -> Tensor:
-        """One kernel on CUDA."""
+        """One kernel on CUDA for a weight of one dimension, else two."""
+        if self.weight.dim() == 1:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return F.rms_norm(x, self.weight.shape[-1:], None, self.eps) * self.weight
 
     def through_layer_norm(self, x: Tensor) -> Tensor:
