@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from forethought import methods
 from forethought.config.speculation import DecodingBaseConfig
 from forethought.scaffolding import ScaffoldingLlm, ScriptedWorker
 
@@ -121,6 +122,17 @@ def test_the_examples_of_thinking_budgets_run(capsys):
     thought, answer = capsys.readouterr().out.strip().split("\n", 1)
     assert thought.startswith("ThinkingOutput(num_tokens=")
     assert "</think>" in answer
+
+
+@pytest.mark.parametrize("name", methods.names())
+def test_the_guide_has_an_example_of_every_method(name):
+    assert any(name in re.findall(r'["+](\w+)["+]', code) for code in guide_of(name)), name
+
+
+@pytest.mark.parametrize("name", ['"particle_gibbs"', '"deepconf_online"'])
+def test_the_guides_examples_of_searches_and_confidence_run(name):
+    (code,) = guide_of(name)
+    exec(code, {"__name__": "guide"})
 
 
 @pytest.mark.parametrize("name", ["adaptive_compute", "fork_think", "spct", "archon"])

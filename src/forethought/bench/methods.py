@@ -264,18 +264,23 @@ class MethodRow:
 
 
 def chosen(recipes: Sequence[Recipe], only: str | None) -> list[Recipe]:
-    """Plain decoding, the vote, and the rows whose names begin with one of the names in ``only``.
+    """Plain decoding, the vote, and the rows that are named in ``only``.
+
+    A name that is no row's stands for all rows whose names begin so.
 
     Raises:
         UnknownNameError: no row's name begins so.
     """
     if only is None:
         return list(recipes)
-    wanted = tuple(name.strip() for name in only.split(","))
-    for name in wanted:
-        if not any(one.name.startswith(name) for one in recipes):
-            raise UnknownNameError("row", name, [one.name for one in recipes])
-    return [*recipes[:2], *(one for one in recipes[2:] if one.name.startswith(wanted))]
+    names = [one.name for one in recipes]
+    wanted = set[str]()
+    for name in map(str.strip, only.split(",")):
+        found = [name] if name in names else [each for each in names if each.startswith(name)]
+        if not found:
+            raise UnknownNameError("row", name, names)
+        wanted.update(found)
+    return [*recipes[:2], *(one for one in recipes[2:] if one.name in wanted)]
 
 
 class MethodTable:

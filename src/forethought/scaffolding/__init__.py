@@ -21,6 +21,10 @@ if TYPE_CHECKING:
         extract_answer_with_regex,
         get_digit_majority_vote_result,
     )
+    from forethought.scaffolding.benchmark import (
+        ScaffoldingBenchRequest,
+        async_scaffolding_benchmark,
+    )
     from forethought.scaffolding.budget import Budget
     from forethought.scaffolding.checker_controller import CheckerController
     from forethought.scaffolding.confidence import ConfidenceRewardController
@@ -95,6 +99,8 @@ _HOMES = {
     "Trace": "trace",
     "replay": "trace_replay",
     "Budget": "budget",
+    "ScaffoldingBenchRequest": "benchmark",
+    "async_scaffolding_benchmark": "benchmark",
     "ExecutionScope": "execution_scope",
     "current_scope": "execution_scope",
     "Controller": "controller",
@@ -194,6 +200,7 @@ __all__ = [
     "RewardTask",
     "RoleMessage",
     "SaveSessionTask",
+    "ScaffoldingBenchRequest",
     "ScaffoldingLlm",
     "ScaffoldingOutput",
     "ScaffoldingResult",
@@ -214,6 +221,7 @@ __all__ = [
     "UpstreamWorker",
     "UserMessage",
     "Worker",
+    "async_scaffolding_benchmark",
     "current_scope",
     "extract_answer_from_boxed",
     "extract_answer_with_regex",

@@ -1,0 +1,142 @@
+"""``forethought bench methods``: which rows there are, what they are compared with, and how they
+go on where they were ended."""
+
+import json
+
+import pytest
+
+from forethought import methods
+from forethought.bench.methods import (
+    LEFT_OUT,
+    MethodBench,
+    MethodTable,
+    MethodTask,
+    cells,
+    chosen,
+    held_out_problems,
+    json_line,
+    markdown,
+    method_task,
+    text,
+)
+from forethought.cli.main import main
+from forethought.errors import ParameterError, UnknownNameError
+from forethought.evaluation.problems import Problem
+from forethought.evaluation.recipe import recipe
+from forethought.evaluation.runner import EvaluationRunner
+from forethought.methods.compute_optimal import Policy
+from forethought.methods.stack import split
+from forethought.scaffolding import ScriptedWorker
+
+POLICY = Policy(2, (0.0,), ("probes", "majority_vote@4"))
+PROBLEMS = [Problem(str(n), f"Use 1, {n} and 3 to make 9.", "x") for n in range(4)]
+TASK = MethodTask(10, 20, lambda problem: "odd" if int(problem.name) % 2 else "even")
+
+
+class Grader:
+    def grade(self, text, problem):
+        return text == "right"
+
+    def close(self):
+        pass
+
+
+def rows(folder, says, recipes=None, settings=None):
+    worker = ScriptedWorker(says)
+    runner = EvaluationRunner(lambda: worker, grader=Grader())
+    table = MethodTable(runner, PROBLEMS, TASK, settings or {"seed": 0}, {})
+    recipes = recipes or [
+        recipe("plain"),
+        recipe("majority_vote@2"),
+        recipe(
+            "best_of_n@2",
+            settings={
+                "reward_controller": {"method": "checker", "checker": lambda q, t: t == "right"}
+            },
+        ),
+    ]
+    return table.rows(recipes, folder), worker
+
+
+def test_every_method_has_a_row_or_a_reason_why_it_has_none():
+    made = MethodBench(method_task("countdown"), 820, policy=POLICY).recipes()
+    names = [one.name for one in made]
+    assert len(names) == len(set(names))
+    assert names[:2] == ["plain", "majority_vote@4"]
+    in_rows = {part.name for name in names for part in split(name.partition(",")[0])}
+    assert in_rows | set(LEFT_OUT) == set(methods.names())
+    assert not in_rows & set(LEFT_OUT)
+
+
+def test_the_budget_decides_how_many_samples_methods_draw():
+    bench = [MethodBench(method_task("countdown"), tokens) for tokens in (1, 820, 3280)]
+    assert [one.num_samples for one in bench] == [2, 4, 16]
+    votes = {one.name: one for one in bench[1].recipes()}
+    assert votes["budget_vote@4"].settings["total_tokens"] == 820
+    assert "max_tokens" not in votes["budget_vote@4"].sampling_params
+    assert votes["best_of_n@4"].sampling_params["max_tokens"] == 450
+
+
+def test_rows_are_chosen_by_name_or_by_how_it_begins():
+    made = MethodBench(method_task("countdown"), 820).recipes()
+    found = [one.name for one in chosen(made, "best_of_n@4, repeated")]
+    assert found == [
+        *("plain", "majority_vote@4", "best_of_n@4"),
+        *("repeated_sampling@8", "repeated_sampling@16"),
+    ]
+    assert chosen(made, None) == made
+    with pytest.raises(UnknownNameError):
+        chosen(made, "zzz")
+
+
+def test_problems_are_the_shipped_ones_and_further_ones_that_were_not_trained_on():
+    shipped = held_out_problems("countdown", 300)
+    more = held_out_problems("countdown", 302)
+    assert more[:300] == shipped
+    assert len({problem.question for problem in more}) == 302
+    assert all(method_task("countdown").group_of(problem) == "4 numbers" for problem in more[300:])
+    assert len(held_out_problems("arithmetic", 201)) == 201
+    assert len(held_out_problems("countdown", 5)) == 5
+    with pytest.raises(UnknownNameError, match="countdown"):
+        method_task("countdwn")
+
+
+def test_rows_are_compared_with_plain_decoding_and_the_vote_and_have_groups(tmp_path):
+    found, _ = rows(tmp_path, lambda prompt, index: "right" if prompt[7] in "13" else "wrong")
+    plain, vote, best = found
+    assert plain.against == {}
+    assert set(vote.against) == {"plain"}
+    assert set(best.against) == {"plain", "majority_vote@2"}
+    assert plain.groups["odd"][0].value == 1.0
+    assert plain.groups["even"][0].value == 0.0
+    assert best.against["plain"].p == 1.0
+    head, *lines = cells(found)
+    assert head[5:] == ("even", "odd", "p, plain", "p, majority_vote@2")
+    assert len(lines) == 3
+    assert "left out" in text(found)
+    assert markdown(found).count("\n") == 5
+    report = json.loads(json_line(found, seed=0))
+    assert report["rows"][2]["groups"]["odd"]["accuracy"] == 1.0
+
+
+def test_rows_go_on_where_they_were_ended_and_refuse_other_settings(tmp_path):
+    def right(prompt, index):
+        return "right"
+
+    rows(tmp_path, right)
+    again, worker = rows(tmp_path, right)
+    assert worker.calls == []
+    assert [one.row.correct.value for one in again] == [1.0] * 3
+    with pytest.raises(ParameterError, match="another evaluation"):
+        rows(tmp_path, right, settings={"seed": 1})
+
+
+def test_what_cannot_be_is_refused_before_anything_is_loaded(capsys, tmp_path):
+    out = ["--out", str(tmp_path)]
+    assert main(["bench", "methods", "--task", "countdwn", *out]) == 2
+    assert main(["bench", "methods", "--tokens", "0", *out]) == 2
+    assert main(["bench", "methods", "--policy", str(tmp_path / "none.json"), *out]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert "did you mean 'countdown'" in said[0]
+    assert "--tokens" in said[1]
+    assert "policy" in said[2]
