@@ -159,6 +159,8 @@ def test_tied_embeddings_are_read_from_the_output_projection() -> None:
     lm, plain = native("llama_tied_biased"), loader.load(models.tiny("llama_tied_biased"))
     ids = torch.tensor([[1, 5], [100, 0]])
     assert torch.equal(lm.embed(ids), plain.embed(ids))
+    with pytest.raises(IndexError, match="token id 101 is outside"):
+        lm.embed(torch.tensor([3, 101]))
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -319,6 +321,38 @@ def test_with_a_failing_compiler_torch_computes_and_a_warning_tells_why(
             loader.load(models.tiny("llama"), forward="native")
     finally:
         library.load_library.cache_clear()
+
+
+@pytest.mark.parametrize("is_directory", [False, True])
+def test_where_nothing_can_be_kept_or_it_is_damaged_it_is_compiled_again(
+    monkeypatch, tmp_path, is_directory: bool
+) -> None:
+    """With a file where the cache should be; with a torn library."""
+    library.load_library()
+    compiler = library.find_compiler()
+    assert compiler is not None
+    whole = library.library_path(compiler)
+    compiled = []
+
+    def compile_again(compiler: str, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(whole.read_bytes())
+        compiled.append(path)
+
+    monkeypatch.setattr(library, "compile_library", compile_again)
+    monkeypatch.setenv("FORETHOUGHT_CACHE", str(tmp_path / "cache"))
+    if is_directory:
+        path = library.library_path(compiler)
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"torn")
+    else:
+        (tmp_path / "cache").write_text("a file")
+    library.load_library.cache_clear()
+    try:
+        library.load_library()
+    finally:
+        library.load_library.cache_clear()
+    assert len(compiled) == 1
 
 
 def test_another_start_loads_what_was_compiled(monkeypatch) -> None:

@@ -92,8 +92,7 @@ class KvRow:
         prefix: tokens of the prefix: positions ``[0, prefix)``.
         first_slot: of position 0 where the prefix is contiguous, else None.
         pages: of the prefix where it is not, else None.
-        slots: int64 ``[m]``, of the recent tokens.
-        positions: int64 ``[m]``, of the same; sliding windows count them.
+        recent: range of the layout's recent tokens: m of them, of which the last n are new.
         visible: uint8 ``[n, m]``: which recent tokens (columns) each new one attends to; None: a
             chain, in which each attends to those before it and to itself.
         seen_from: the first position that is attended to.
@@ -104,8 +103,7 @@ class KvRow:
     prefix: int
     first_slot: int | None
     pages: Sequence[int] | None
-    slots: np.ndarray
-    positions: np.ndarray
+    recent: range
     visible: np.ndarray | None
     seen_from: int = 0
 
@@ -118,6 +116,8 @@ class KvLayout:
         keys: per layer, contiguous, ``kv_heads * key_dim`` elements per slot.
         values: the same for values.
         slots: int64 ``[T]``, where each new token's keys and values are written.
+        recent_slots: int64 ``[M]``, slots of the recent tokens of all rows.
+        recent_positions: int64 ``[M]``, of the same; sliding windows count them.
         page_size: tokens of a page.
         rows: one per sequence.
     """
@@ -125,6 +125,8 @@ class KvLayout:
     keys: Sequence[Tensor]
     values: Sequence[Tensor]
     slots: Tensor
+    recent_slots: Tensor
+    recent_positions: Tensor
     page_size: int
     rows: Sequence[KvRow]
 
@@ -198,7 +200,6 @@ class PagedPass(ForwardPass):
     def layout(self) -> KvLayout:
         """See :class:`ForwardPass`."""
         batch, storage = self.batch, self.storage
-        slots, positions = batch.slots.numpy(), batch.positions.numpy()
         rows = [
             KvRow(
                 start=span.start,
@@ -206,14 +207,21 @@ class PagedPass(ForwardPass):
                 prefix=span.kv_length - span.length,
                 first_slot=span.first_slot,
                 pages=span.pages if span.first_slot is None else None,
-                slots=slots[span.start : span.stop],
-                positions=positions[span.start : span.stop],
+                recent=range(span.start, span.stop),
                 visible=None if span.tree is None else span.tree.numpy().view(np.uint8),
                 seen_from=span.seen_from,
             )
             for span in batch.spans
         ]
-        return KvLayout(storage.keys, storage.values, batch.slots, storage.page_size, rows)
+        return KvLayout(
+            keys=storage.keys,
+            values=storage.values,
+            slots=batch.slots,
+            recent_slots=batch.slots,
+            recent_positions=batch.positions,
+            page_size=storage.page_size,
+            rows=rows,
+        )
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         """See :class:`ForwardPass`."""

@@ -208,27 +208,40 @@ class KvWorkspace:
             seen: see :meth:`level`.
         """
         added, columns = self.added, self._keys[0].shape[1]
-        depths, lines = np.array(self._depths), np.arange(self._prefix, self._prefix + added)
-        rows = []
-        for row, length in enumerate(self._lengths):
-            visible = np.ones((size, added), np.uint8)
-            if seen is not None:
-                visible[:, -seen.shape[2] :] = seen[row].numpy()
-            rows.append(
-                KvRow(
-                    start=row * size,
-                    num_tokens=size,
-                    prefix=length,
-                    first_slot=row * columns,
-                    pages=None,
-                    slots=row * columns + lines,
-                    positions=length + depths,
-                    visible=visible,
-                    seen_from=self._begin,
-                )
+        firsts = np.arange(self.rows)[:, None] * columns
+        slots = firsts + np.arange(self._prefix, self._prefix + added)
+        positions = np.array(self._lengths)[:, None] + np.array(self._depths)
+        rows = [
+            KvRow(
+                start=row * size,
+                num_tokens=size,
+                prefix=length,
+                first_slot=row * columns,
+                pages=None,
+                recent=range(row * added, (row + 1) * added),
+                visible=self._visible(row, size, seen),
+                seen_from=self._begin,
             )
-        slots = np.concatenate([row.slots[-size:] for row in rows])
-        return KvLayout(self._keys, self._values, torch.from_numpy(slots), columns, rows)
+            for row, length in enumerate(self._lengths)
+        ]
+        return KvLayout(
+            keys=self._keys,
+            values=self._values,
+            slots=torch.from_numpy(slots[:, added - size :].reshape(-1)),
+            recent_slots=torch.from_numpy(slots.reshape(-1)),
+            recent_positions=torch.from_numpy(positions.reshape(-1)),
+            page_size=columns,
+            rows=rows,
+        )
+
+    def _visible(self, row: int, size: int, seen: Tensor | None) -> np.ndarray | None:
+        """See ``KvRow``; one new token that attends to all is a chain."""
+        if seen is None and size == 1:
+            return None
+        visible = np.ones((size, self.added), np.uint8)
+        if seen is not None:
+            visible[:, -seen.shape[2] :] = seen[row].numpy()
+        return visible
 
     def masks(self, depths: Sequence[int], seen: Tensor | None) -> list[Tensor | None]:
         """Of a pass over the tokens that were added last, for each layer.

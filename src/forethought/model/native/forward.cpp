@@ -1017,6 +1017,20 @@ void forward(const Model* model, const Call* call) {
     run(*model, *call, omp_get_thread_num(), omp_get_num_threads());
 }
 
+// The weights of `count` outputs, float32 [count, in]; w is not quantised. Returns how many it has
+// written: fewer where one is no output.
+int32_t embed(const Linear* w, const int64_t* outputs, int32_t count, float* y) {
+    for (int32_t t = 0; t < count; t++) {
+        if (outputs[t] < 0 || outputs[t] >= w->num_outputs) return t;
+        const int64_t at = outputs[t] / PANEL * PANEL * w->num_inputs + outputs[t] % PANEL;
+        float* to = y + int64_t(t) * w->num_inputs;
+        for (int64_t k = 0; k < w->num_inputs; k++)
+            to[k] = w->type == F32 ? ((const float*)w->weight)[at + k * PANEL]
+                                   : scalar((const uint16_t*)w->weight + at + k * PANEL);
+    }
+    return count;
+}
+
 void linear(const Linear* w, const float* x, int32_t tokens, float* y, int32_t num_threads) {
 #pragma omp parallel num_threads(num_threads)
     product(

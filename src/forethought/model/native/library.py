@@ -163,14 +163,33 @@ def load_library() -> ctypes.CDLL:
             'Install one, or set forward="torch"',
         )
     path = library_path(compiler)
-    if not path.exists():
-        compile_library(compiler, path)
-    library = ctypes.CDLL(str(path))
+    try:
+        library = _opened(path) or _compiled(compiler, path)
+    except OSError as error:  # a read-only or full file system
+        logger.info("the native forward cannot be kept on disk (%s)", error)
+        with tempfile.TemporaryDirectory() as directory:
+            library = _compiled(compiler, Path(directory) / path.name)
     library.scratch_size.restype = ctypes.c_int64
     sizes = (ctypes.c_int32 * len(STRUCTURES))()
     library.structure_sizes(sizes)
     assert list(sizes) == [ctypes.sizeof(structure) for structure in STRUCTURES]
     return library
+
+
+def _opened(path: Path) -> ctypes.CDLL | None:
+    """The library, if it is there and whole."""
+    if not path.exists():
+        return None
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:
+        logger.warning("%s cannot be loaded, and is compiled again", path)
+        return None
+
+
+def _compiled(compiler: str, path: Path) -> ctypes.CDLL:
+    compile_library(compiler, path)
+    return ctypes.CDLL(str(path))
 
 
 def find_compiler() -> str | None:
@@ -191,10 +210,9 @@ def library_path(compiler: str) -> Path:
 def compile_library(compiler: str, path: Path) -> None:
     """Compile to a file beside ``path`` and move it there, so that no other process reads half.
 
-    Where the directory cannot be written, a temporary one takes its place.
-
     Raises:
         ModelError: the compiler fails.
+        OSError: the directory cannot be written.
     """
     logger.info("compiling the native forward for this processor with %s, once", compiler)
     began = time.monotonic()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from forethought.model.attention.base import ForwardPass, KvRow
+from forethought.model.attention.base import ForwardPass, KvLayout
 from forethought.model.batch import Batch
 from forethought.model.causal_lm import FINAL
 from forethought.model.native.library import (
@@ -95,17 +95,19 @@ class NativeNetwork:
             getattr(config, "attn_logit_softcapping", None) or 0.0,
         )
         self._scratch = torch.empty(0)
+        self._scratch_fits: tuple[int, ...] = (0, 0, 0)
+        """Tokens, length of a row and threads that it is large enough for."""
 
     def __call__(self, batch: Batch, forward_pass: ForwardPass) -> Tensor:
         """Logits float32 ``[R, vocab]``."""
         layout, num_threads = forward_pass.layout(), torch.get_num_threads()
-        embedded = self.embed(batch.token_ids).float()
+        embedded = self._embedded(batch.token_ids)
         num_tokens, num_logits = len(batch.token_ids), len(batch.logit_index)
-        longest = max(row.prefix + len(row.slots) for row in layout.rows)
+        longest = max(row.prefix + len(row.recent) for row in layout.rows)
         max_length = max(MIN_SCORES, -(-longest // MIN_SCORES) * MIN_SCORES)
         states = self._states(forward_pass, num_tokens)
         logits = torch.empty(num_logits, self._head.struct.num_outputs)
-        rows, keep = _packed_rows(layout.rows)
+        rows, keep = _packed_rows(layout)
         keys, values = (
             np.array([x.data_ptr() for x in side]) for side in (layout.keys, layout.values)
         )
@@ -141,8 +143,8 @@ class NativeNetwork:
         if not self._tied:
             embedded: Tensor = self._embedding(token_ids)
             return embedded
-        embedded = self._head.rows(token_ids).to(self.dtype)
-        return embedded if self._embed_scale is None else embedded * self._embed_scale
+        embedded = self._embedded(token_ids.flatten()).to(self.dtype)
+        return embedded.view(*token_ids.shape, -1)
 
     def unembed(self, states: Tensor) -> Tensor:
         """Final-norm states ``[..., hidden]`` -> logits ``[..., vocab]``."""
@@ -157,6 +159,22 @@ class NativeNetwork:
         )
         return logits.to(states.dtype).view(*states.shape[:-1], -1)
 
+    def _embedded(self, token_ids: Tensor) -> Tensor:
+        """int64 ``[T]`` -> float32 ``[T, hidden]``."""
+        if not self._tied:
+            plain: Tensor = self._embedding(token_ids)
+            return plain.float()
+        embedded, ids = torch.empty(len(token_ids), self._model.hidden), token_ids.contiguous()
+        written = self._library.embed(
+            ctypes.byref(self._head.struct),
+            ctypes.c_void_p(ids.data_ptr()),
+            len(ids),
+            ctypes.c_void_p(embedded.data_ptr()),
+        )
+        if written < len(ids):
+            raise IndexError(f"token id {int(ids[written])} is outside the vocabulary")
+        return embedded if self._embed_scale is None else embedded * self._embed_scale
+
     def _states(self, forward_pass: ForwardPass, num_tokens: int) -> list[Tensor | None]:
         """Where hidden states are written, by layer; the final norm's last."""
         size, wanted = len(self._layers), forward_pass.layer_ids
@@ -166,15 +184,15 @@ class NativeNetwork:
         ]
 
     def _scratch_for(self, num_tokens: int, max_length: int, num_threads: int) -> Tensor:
-        needed = self._library.scratch_size(
-            ctypes.byref(self._model), num_tokens, max_length, num_threads
-        )
-        if needed > len(self._scratch):
-            self._scratch = torch.empty(needed)
+        wanted = (num_tokens, max_length, num_threads)
+        if any(more > enough for more, enough in zip(wanted, self._scratch_fits, strict=True)):
+            fits = tuple(map(max, wanted, self._scratch_fits))
+            size = self._library.scratch_size(ctypes.byref(self._model), *fits)
+            self._scratch, self._scratch_fits = torch.empty(size), fits
         return self._scratch
 
 
-def _packed_rows(rows: Sequence[KvRow]) -> tuple[np.ndarray, list[np.ndarray]]:
+def _packed_rows(layout: KvLayout) -> tuple[np.ndarray, list[np.ndarray]]:
     """``Row`` structures, and the arrays that they point into."""
     keep: list[np.ndarray] = []
 
@@ -184,20 +202,21 @@ def _packed_rows(rows: Sequence[KvRow]) -> tuple[np.ndarray, list[np.ndarray]]:
         keep.append(array)
         return int(array.ctypes.data)
 
+    slots, positions = layout.recent_slots.data_ptr(), layout.recent_positions.data_ptr()
     packed = [
         (
             -1 if row.first_slot is None else row.first_slot,
             pointer(None if row.pages is None else np.array(row.pages, np.int32)),
-            pointer(row.slots),
-            pointer(row.positions),
+            slots + row.recent.start * 8,  # int64
+            positions + row.recent.start * 8,
             pointer(row.visible),
             row.start,
             row.num_tokens,
             row.prefix,
             row.seen_from,
-            len(row.slots),
+            len(row.recent),
             0,
         )
-        for row in rows
+        for row in layout.rows
     ]
     return np.array(packed, _ROW), keep

@@ -203,11 +203,6 @@ class PackedLinear:
         """Of its tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
-    def rows(self, index: Tensor) -> Tensor:
-        """The weights of outputs int64 ``[...]``: ``[..., in]``, if it is not quantised."""
-        panels = self.tensors[0]
-        return panels[index // PANEL, :, index % PANEL]
-
 
 def _as_stored(weight: Tensor) -> Tensor:
     """In bf16 if that loses nothing, as of a checkpoint in bf16 that was loaded in float32.
