@@ -377,7 +377,7 @@ def test_each_drafters_policy_gets_the_seconds_of_its_own_drafting(monkeypatch: 
         entry.policy = Policy(
             observe=lambda record, name=entry.name: draft_seconds[name].append(record.draft_seconds)
         )
-    monkeypatch.setattr("forethought.model.timer.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("forethought.model.device.time.perf_counter", lambda: clock[0])
     run(made)
     assert set(draft_seconds["idle"]) <= {0.0, 10.0, 20.0, 30.0}
     assert set(draft_seconds["busy"]) <= {0.0, 1.0, 2.0, 3.0}

@@ -31,8 +31,8 @@ from forethought.model.attention.base import Scoring
 from forethought.model.attention.sdpa import softmax_attention
 from forethought.model.batch import Batch, Row
 from forethought.model.causal_lm import CausalLM
+from forethought.model.device import ForwardTimer
 from forethought.model.paged_layout import PagedLayout
-from forethought.model.timer import ForwardTimer
 from models import prompts, tiny
 
 PAGED = "forethought.model.attention.paged:PagedAttention"

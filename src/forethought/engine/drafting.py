@@ -33,7 +33,7 @@ from forethought.engine.scheduler import Plan, PlannedRow
 from forethought.engine.sequence import Sequence
 from forethought.kv.storage import DraftKvCache, HiddenStateCache
 from forethought.kv.table import TableView
-from forethought.model.timer import ForwardTimer
+from forethought.model.device import ForwardTimer
 from forethought.outputs import EngineStats
 from forethought.speculative import prediction
 from forethought.speculative.drafter import (

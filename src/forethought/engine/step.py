@@ -39,9 +39,9 @@ from forethought.kv.pool import PrefixIndex
 from forethought.kv.storage import DraftKvCache, KvStorage
 from forethought.kv.table import SlotMove
 from forethought.model.batch import Row
+from forethought.model.device import ForwardTimer
 from forethought.model.runner import ModelRunner
 from forethought.model.sampling import TokenContext, prompt_logprobs
-from forethought.model.timer import ForwardTimer
 from forethought.outputs import (
     GRAMMAR_COMPLETE,
     DraftedStep,
