@@ -98,6 +98,7 @@ def test_what_the_types_of_the_keyword_arguments_allow_is_accepted(options: Any)
     assert LlmArgs(**options).model_fields_set == set(options)
 
 
+@pytest.mark.slow  # mypy without its cache
 def test_a_type_checker_knows_the_keyword_arguments_of_an_llm(tmp_path: Path) -> None:
     snippet = tmp_path / "snippet.py"
     snippet.write_text(

@@ -92,7 +92,7 @@ class AnswerStream:
         has_markers = not keeps and prompted.is_chat
         markers = service.backend.markers if has_markers else None
         self._splitter = ReasoningSplitter(markers, prompted.is_open)
-        self._reader = prompted.reader and prompted.reader(keeps)
+        self._reader = None if prompted.reader is None else prompted.reader(keeps)
         self._watches, self._is_whole = bool(tools.offered), tools.forced
         self._held, self._sent = "", ""
         self._kept = _KeptThought(service.backend.markers) if keeps else None

@@ -28,6 +28,8 @@ let tree = new Tree();
 /** @type {AbortController | null} of the run under way */
 let active = null;
 let frameAsked = false;
+/** Whether the page is being left: what fails then fails because of that. */
+let isLeaving = false;
 
 const composer = new Composer((question) => {
   const path = tree.path;
@@ -114,6 +116,7 @@ async function follow(run) {
   const recorder = new Recorder(store, run.id);
   const control = (active = new AbortController());
   const began = performance.now();
+  isLeaving = false;
   const take = (/** @type {any} */ event) => {
     event.at ??= Math.round(performance.now() - began) / 1000;
     run.apply(event);
@@ -128,12 +131,13 @@ async function follow(run) {
     if (!run.isOver) take({ type: "finished" });
   } catch (error) {
     if (control.signal.aborted) take({ type: "stopped" });
-    else if (!run.isOver) take({ type: "error", message: described(error) });
+    else if (!run.isOver && !isLeaving) take({ type: "error", message: described(error) });
     if (error instanceof ServerError && error.status === 401) askForKey();
   } finally {
     active = null;
     setBusy(false);
     await recorder.close();
+    if (isLeaving && !run.isOver) return; // it is told as interrupted when the page comes back
     run.record = { ...run.record, status: run.status, summary: summarize(run) };
     store.saveRun(run.record).catch(storeFailed);
     redraw();
@@ -391,6 +395,9 @@ function nextTheme() {
   setTheme(theme);
 }
 
+addEventListener("beforeunload", () => {
+  isLeaving = true;
+});
 byId("stop").addEventListener("click", stop);
 byId("theme").addEventListener("click", nextTheme);
 byId("open-runs").addEventListener("click", () => showRuns(null));
