@@ -34,12 +34,13 @@ def small(curriculum):
     return dataclasses.replace(curriculum, train_tokenizer=tokenizer, check=lambda *_: {})
 
 
-def run(out, curriculum=REASONER, seed=0, start=None):
+def run(out, curriculum=REASONER, seed=0, start=None, share=1.0):
     out.mkdir(exist_ok=True)
     options = argparse.Namespace(
         seed=seed,
         out=out,
         start=start,
+        share=share,
         steps=4,
         minutes=None,
         rate=1e-3,
@@ -93,23 +94,33 @@ def test_a_finished_run_leaves_a_model_directory(curriculum, tmp_path):
     assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= names
 
 
-def test_a_run_that_begins_with_a_model_keeps_its_tokenizer_and_moves_little(tmp_path):
-    run(tmp_path / "first", seed=0)
-    model = tmp_path / "first" / "model"
-    before = Llama(LlamaShape())
-    before.load(model)
-    runs = [run(tmp_path / name, seed=1, start=model) for name in ("a", "b")]
-    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+def test_a_run_begins_with_a_model_and_exports_a_share_of_what_it_became(tmp_path):
+    run(tmp_path / "first")
+    start = tmp_path / "first" / "model"
+    tuned, again = (
+        run(tmp_path / name, seed=1, start=start, share=share)
+        for name, share in (("whole", 1.0), ("part", 0.25))
+    )
+    before, exported = Llama(LlamaShape()), Llama(LlamaShape())
+    before.load(start)
+    exported.load(tmp_path / "part" / "model")
+    for name, weight in before.state_dict().items():
+        assert torch.equal(tuned[name], again[name])
+        assert 0 < (tuned[name] - weight).abs().max() < 0.01
+        wanted = weight.lerp(tuned[name], 0.25)
+        assert torch.allclose(exported.state_dict()[name], wanted, rtol=0.01)
     tokenizers = [path.read_bytes() for path in tmp_path.glob("*/model/tokenizer.json")]
     assert tokenizers == [tokenizers[0]] * 3
-    moved = max(
-        (runs[0][name] - weight).abs().max() for name, weight in before.state_dict().items()
-    )
-    assert 0 < moved < 0.01
+
+
+def test_a_share_without_a_model_to_begin_with_is_refused(tmp_path):
+    options = argparse.Namespace(out=tmp_path, batch=512, workers=1, start=None, share=0.5)
+    with pytest.raises(ParameterError, match="--share"):
+        from_scratch.train(REASONER, options)
 
 
 def test_a_batch_without_a_row_for_every_worker_is_refused(tmp_path):
-    options = argparse.Namespace(out=tmp_path, batch=512, workers=2)
+    options = argparse.Namespace(out=tmp_path, batch=512, workers=2, start=None, share=1.0)
     with pytest.raises(ParameterError, match="at least 1024"):
         from_scratch.train(REASONER, options)
     assert not list(tmp_path.iterdir())

@@ -253,6 +253,7 @@ def train(curriculum: Curriculum, options: argparse.Namespace, worker: int = 0) 
         ParameterError: a batch that does not hold a row for every worker.
     """
     _check_batch(curriculum, options)
+    _check_share(options)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(options.seed)
     tokenizer, network = _begin(curriculum, options)
@@ -292,6 +293,8 @@ def train(curriculum: Curriculum, options: argparse.Namespace, worker: int = 0) 
             log_fields(logger, step=step, **curriculum.check(network, tokenizer))
     if worker == 0:
         checkpoint.save(step, seconds)
+        if options.share < 1.0:
+            average_with(network, options.start, options.share)
         export_model(network, tokenizer, options.out / "model")
         log_fields(logger, step=step, **curriculum.check(network, tokenizer))
 
@@ -304,6 +307,20 @@ def run_worker(worker: int, curriculum: Curriculum, options: argparse.Namespace)
     dist.init_process_group("gloo", init_method=meeting, rank=worker, world_size=options.workers)
     train(curriculum, options, worker)
     dist.destroy_process_group()
+
+
+@torch.no_grad()
+def average_with(network: Llama, directory: Path, share: float) -> None:
+    """Make the weights ``share`` of their own and the rest of those in ``directory``.
+
+    Between a model and what it was tuned to, the mean keeps most of what both know (Wortsman et al.
+    2022, "Robust fine-tuning of zero-shot models", arXiv 2109.01903).
+    """
+    other = Llama(network.shape)
+    other.load(directory)
+    others = other.to(network.cos.device).parameters()
+    for weight, before in zip(network.parameters(), others, strict=True):
+        weight.lerp_(before, 1.0 - share)
 
 
 def _begin(curriculum: Curriculum, options: argparse.Namespace) -> tuple[Tokenizer, Llama]:
@@ -328,6 +345,15 @@ def _check_batch(curriculum: Curriculum, options: argparse.Namespace) -> None:
         )
 
 
+def _check_share(options: argparse.Namespace) -> None:
+    if not 0.0 < options.share <= 1.0 or (options.share < 1.0 and options.start is None):
+        raise ParameterError(
+            "invalid share",
+            f"{options.share} of the weights, beginning with {options.start}",
+            "Give --share above 0 and at most 1, below 1 with --start only",
+        )
+
+
 def _progress(step: int, seconds: float, options: argparse.Namespace) -> float:
     by_step = step / options.steps
     return max(by_step, seconds / 60 / options.minutes) if options.minutes else by_step
@@ -339,6 +365,12 @@ def main(curriculum: Curriculum, description: str, steps: int = 2500, batch: int
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True, help="checkpoints and the model")
     parser.add_argument("--start", type=Path, help="model directory to begin with, to fine-tune it")
+    parser.add_argument(
+        "--share",
+        type=float,
+        default=1.0,
+        help="of the tuned weights in the exported model; the rest is that of --start",
+    )
     parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--minutes", type=float, help="end by the clock if that comes first")
     parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate")

@@ -8,7 +8,8 @@ longest to learn. Interrupt it at any time; the same command resumes. It logs lo
 skill and probe skill on problems that it does not train on, and ends with a model directory in
 ``OUT/model``.
 
-    python -m forethought.training.reasoner.train --start DIR --steps 80 --rate 4e-4 --out OUT
+    python -m forethought.training.reasoner.train --start DIR --steps 80 --rate 4e-4 \\
+        --batch 4096 --share 0.5 --seed 1 --out OUT
 
 tunes a trained reasoner, whose tokenizer it keeps, with whole traces above all: what follows the
 derivation can so be changed in a short run.
