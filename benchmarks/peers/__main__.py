@@ -131,7 +131,7 @@ class Session:
             for label, (value, ratio, agreement) in rows.items():
                 figure = Figure(self.model, name, label, value, ratio, agreement)
                 self.figures.append(figure)
-                say(f"{self.model:<10}{name:<24}{label:<18}{value:>10.1f}{ratio:>7.2f}")
+                say(f"{self.model:<10}{name:<24}{label:<18}{_cell(figure)}")
 
     def _failed(self, contestant: Contestant, failure: Failed) -> None:
         say(f"{contestant.label} on {self.model}: {failure}")

@@ -11,7 +11,7 @@ from benchmarks.peers.worker import DRAFT_MODEL, LOOKUP, Answer, Request, Settin
 
 NUM_LOOKED_UP, NUM_DRAFTED = 10, 5
 """Draft tokens of the n-grams and of a draft model."""
-CACHE_GIB = 2
+CACHE_GIB = 1
 
 
 class PeerEngine:

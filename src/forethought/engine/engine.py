@@ -15,6 +15,8 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Ids
 from dataclasses import replace
 
+import torch
+
 from forethought.config.sampling import SamplingParams
 from forethought.engine import snapshot
 from forethought.engine.drafting import DrafterEntry, Drafting
@@ -80,6 +82,8 @@ class Engine:
 
     def step(self) -> list[Event]:
         """One forward for all that run, and what it did to each sequence; see ``Step.run``."""
+        if self.num_threads is None or self.num_threads == torch.get_num_threads():
+            return self._step.run()
         with computing_threads(self.num_threads):
             return self._step.run()
 

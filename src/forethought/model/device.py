@@ -137,12 +137,9 @@ def available_threads() -> int:
 
 
 @contextmanager
-def computing_threads(num_threads: int | None) -> Iterator[None]:
-    """Have torch compute with so many threads, in the calling thread; None: leave them."""
+def computing_threads(num_threads: int) -> Iterator[None]:
+    """Have torch compute with so many threads, in the calling thread."""
     before = torch.get_num_threads()
-    if num_threads in (None, before):
-        yield
-        return
     torch.set_num_threads(num_threads)
     try:
         yield
