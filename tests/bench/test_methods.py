@@ -26,7 +26,7 @@ from forethought.evaluation.recipe import recipe
 from forethought.evaluation.runner import EvaluationRunner
 from forethought.methods.compute_optimal import Policy
 from forethought.methods.stack import split
-from forethought.scaffolding import ScriptedWorker
+from forethought.scaffolding import CheckerController, ScriptedWorker
 
 POLICY = Policy(2, (0.0,), ("probes", "majority_vote@4"))
 PROBLEMS = [Problem(str(n), f"Use 1, {n} and 3 to make 9.", "x") for n in range(4)]
@@ -50,9 +50,7 @@ def rows(folder, says, recipes=None, settings=None):
         recipe("majority_vote@2"),
         recipe(
             "best_of_n@2",
-            settings={
-                "reward_controller": {"method": "checker", "checker": lambda q, t: t == "right"}
-            },
+            settings={"reward_controller": CheckerController(lambda _, said: said == "right")},
         ),
     ]
     return table.rows(recipes, folder), worker
@@ -104,7 +102,7 @@ def test_problems_are_the_shipped_ones_and_further_ones_that_were_not_trained_on
 def test_rows_are_compared_with_plain_decoding_and_the_vote_and_have_groups(tmp_path):
     found, _ = rows(tmp_path, lambda prompt, index: "right" if prompt[7] in "13" else "wrong")
     plain, vote, best = found
-    assert plain.against == {}
+    assert set(plain.against) == {"majority_vote@2"}
     assert set(vote.against) == {"plain"}
     assert set(best.against) == {"plain", "majority_vote@2"}
     assert plain.groups["odd"][0].value == 1.0

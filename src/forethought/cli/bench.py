@@ -405,8 +405,8 @@ def _measure_methods(args: argparse.Namespace) -> int:
         made = bench.MethodBench(
             kind,
             args.tokens,
-            judge and judge.step_controller("last"),
-            judge and judge.worker,
+            None if judge is None else judge.step_controller("last"),
+            None if judge is None else judge.worker,
             policy,
         )
         recipes = bench.chosen(made.recipes(), args.only)

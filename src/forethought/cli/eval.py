@@ -628,7 +628,7 @@ def _command(args: argparse.Namespace, proposed: Recipe) -> str:
     if args.search_pipelines:
         from forethought.evaluation.search import config_of
 
-        method, limit = config_of(proposed)["method"], proposed.budget.tokens
+        method, limit = config_of(proposed)["method"], str(proposed.budget.tokens or "")
     words = ["forethought", "eval", "--methods", method, "--temperature", f"{args.temperature:g}"]
     for name in _KEPT:
         if getattr(args, name) is not None:
