@@ -18,7 +18,7 @@ from engines import drain, engine_over, load, outputs
 from fake_cuda import DEVICE, FakeCuda, FakeEvent, fake_cuda
 from forethought.config.drafters import EagleDecodingConfig
 from forethought.config.engine import KvCacheConfig
-from forethought.config.sampling import SamplingParams
+from forethought.config.sampling import SamplingParams, SpeculationParams
 from forethought.config.speculation import DecodingBaseConfig
 from forethought.engine import resolve
 from forethought.engine.engine import Engine
@@ -108,6 +108,40 @@ def test_a_step_keeps_to_its_budget_and_generates_what_the_cpu_does(name: str) -
     assert bool(machine.stats.drafted) == bool(drafters)
     over = {kind: number for kind, number in spent.items() if number > budget.get(kind, 0)}
     assert not over, f"{spent}, allowed {budget}: {device.sites.most_common()}"
+
+
+@pytest.mark.parametrize("configs", [eagle3, tree])
+def test_drafts_of_unequal_depth_are_verified_without_a_further_wait(
+    configs: Callable[[], list[DecodingBaseConfig]],
+) -> None:
+    drafters = configs()
+    each = [
+        GREEDY.replace(speculation=SpeculationParams(max_draft_len=length)) for length in (1, 3, 2)
+    ]
+
+    def run(lm: CausalLM) -> tuple[Engine, list[LiveSequence]]:
+        machine = engine_over(lm, speculative=drafters, page_size=16)
+        made = [
+            machine.add(prompt, params)[0]
+            for prompt, params in zip(prompts((5, 6, 7)), each, strict=True)
+        ]
+        for _ in range(WARM_UP):
+            machine.step()
+        return machine, made
+
+    on_cpu, expected = run(load("llama"))
+    drain(on_cpu)
+    with fake_cuda() as device:
+        machine, sequences = run(on_device(PAGED))
+        device.reset()
+        machine.step()
+        assert device.counts["waits"] == 1, device.sites
+        assert device.counts["uploads"] == 0, device.sites
+        drain(machine)
+    assert outputs(sequences) == outputs(expected)
+    assert machine.stats.draft_failures == 0
+    assert machine.stats.accepted == on_cpu.stats.accepted
+    assert machine.stats.drafted == on_cpu.stats.drafted > 0
 
 
 def test_the_device_refuses_what_a_gpu_refuses_and_counts_what_it_waits_for() -> None:

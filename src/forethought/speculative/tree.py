@@ -51,8 +51,8 @@ class StaticTreeBuilder:
     """A static tree of ranks, or a chain, drafted level by level.
 
     Tokens stay on the device unless they are sampled: each level's forward is queued behind the
-    previous one. On a GPU the target verifies drafts of equal depth before the host reads them;
-    other drafts are transferred to the host together.
+    previous one. On a GPU the target verifies them before the host reads them, unless some are
+    sampled; other drafts are transferred to the host together.
 
     Args:
         choices: the tree.
@@ -121,11 +121,10 @@ class StaticTreeBuilder:
         drawn: Sequence[Tensor],
     ) -> None:
         """Set the drafts: on a GPU they stay there if they can, else all are read at once."""
-        if self._stays_on_device(requests, samplers, drawn):
-            together = torch.cat(list(drawn), dim=1)
-            for request, size, ids in zip(requests, sizes, together, strict=True):
-                parents = draft_parents(self._choices, size)
-                request.draft = Draft(DeviceTokens(ids[:size]), parents)
+        if drawn[0].device.type != "cpu" and not samplers:
+            for request, ids in zip(requests, _by_request(drawn, sizes), strict=True):
+                parents = draft_parents(self._choices, len(ids))
+                request.draft = Draft(DeviceTokens(ids), parents)
             return
         flat: list[int] = torch.cat([level.flatten() for level in drawn]).tolist()
         drafts: list[list[int]] = [[] for _ in requests]
@@ -141,16 +140,28 @@ class StaticTreeBuilder:
             else:
                 request.draft = Draft(drafts[row][:size], draft_parents(self._choices, size))
 
-    def _stays_on_device(
-        self,
-        requests: Sequence[DraftRequest],
-        samplers: Mapping[int, SampledDraft],
-        drawn: Sequence[Tensor],
-    ) -> bool:
-        """Whether the drafts are of equal depth and none is sampled, on a GPU."""
-        equal = all(len(tokens) == len(requests) for tokens in drawn)
-        on_gpu = drawn[0].device.type != "cpu"
-        return on_gpu and equal and not samplers
+
+def _by_request(drawn: Sequence[Tensor], sizes: Sequence[int]) -> Sequence[Tensor]:
+    """The tokens of each request's draft, on the device.
+
+    Args:
+        drawn: by level, int64 ``[rows, nodes]``: of the requests that go as deep, the first ones.
+        sizes: tokens of each request's draft, falling.
+    """
+    if all(len(tokens) == len(sizes) for tokens in drawn):
+        together = torch.cat(list(drawn), dim=1)
+        return [ids[:size] for ids, size in zip(together, sizes, strict=True)]
+    index: list[int] = []
+    for row, size in enumerate(sizes):
+        own, begin = list[int](), 0
+        for tokens in drawn:
+            rows, width = tokens.shape
+            if row < rows:
+                own += range(begin + row * width, begin + (row + 1) * width)
+            begin += rows * width
+        index += own[:size]
+    flat = torch.cat([tokens.flatten() for tokens in drawn])
+    return flat[upload(index, flat.device)].split(list(sizes))
 
 
 def draft_parents(choices: TreeChoices, size: int) -> tuple[int, ...] | None:
