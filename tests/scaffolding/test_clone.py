@@ -170,6 +170,7 @@ MADE = {name: partial(methods.create, name) for name in methods.names()} | {
     ),
     "dynasor+majority_vote": lambda: MajorityVoteController(dynasor(), 3),
     "repeated_sampling": partial(methods.create, "repeated_sampling", verifier=has_four),
+    "checker": partial(methods.create, "checker", checker=has_four),
     "drag": partial(methods.create, "drag", documents=["Four is even."]),
     "iterdrag": partial(methods.create, "iterdrag", documents=["Four is even."]),
     "sleep_time": partial(methods.create, "sleep_time", context="Two and two."),
