@@ -311,7 +311,8 @@ def norm_weight(norm: nn.Module | None) -> Tensor | None:
     """Float32 ``[size]``: what an RMS norm multiplies by; Gemma stores it less 1."""
     if norm is None:
         return None
-    weight = norm.weight.float().contiguous()
+    # A copy: a part of the file that the weights are read from would keep all of it mapped.
+    weight = norm.weight.to(torch.float32, copy=True).contiguous()
     return weight + 1 if type(norm).__name__.startswith("Gemma3") else weight
 
 
