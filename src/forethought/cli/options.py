@@ -299,9 +299,9 @@ def llm_args_of(
     fields |= {name: value for name, value in given.items() if value is not None}
     _check_revision(fields)
     own = embedded_draft_model(args.speculative) if is_reasoner(fields) else None
-    config = speculative_config_of(args, own)
-    if config is not None:
-        fields["speculative_config"] = config
+    speculative = speculative_config_of(args, own)
+    if speculative is not None:
+        fields["speculative_config"] = speculative
     checked = LlmArgs.from_dict(fields)
     return {name: getattr(checked, name) for name in checked.model_fields_set}
 
