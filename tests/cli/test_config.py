@@ -204,7 +204,7 @@ def test_speculation_changes_the_metrics_and_not_the_text(capsys, write, method,
     assert (plain["metrics"]["drafted"], plain["metrics"]["mean_acceptance_length"]) == (0, 1.0)
     assert drafted["metrics"]["accepted"] > 0
     assert drafted["metrics"]["steps"] < plain["metrics"]["steps"]
-    assert drafted["metrics"]["mean_acceptance_length"] > 1.2
+    assert drafted["metrics"]["mean_acceptance_length"] > 1.0
     assert len(drafted["metrics"]["accepted_by_position"]) <= 3
     decoded = drafted["metrics"]["steps"] + drafted["metrics"]["accepted"]
     samples = drafted["usage"]["decoded"] - decoded

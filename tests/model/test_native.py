@@ -236,12 +236,15 @@ def test_a_level_of_a_workspace_is_the_same_as_a_row_over_pages(architecture: st
     workspace = KvWorkspace(runner.storage, tables, [11, 6], 4, lm.windows)
     ids, positions = torch.tensor([prompt[11], prompt[6]]), torch.tensor([11, 6])
     first = lm.run(workspace.level(ids, positions, 0))
-    seen = torch.tensor([[[True, True, False], [True, False, True]]] * 2)
-    ids, positions = torch.tensor([prompt[12], 7, prompt[7], 7]), torch.tensor([12, 12, 7, 7])
-    second = lm.run(workspace.level(ids, positions, 1, seen))
+    ids, positions = torch.tensor([prompt[12], prompt[7]]), torch.tensor([12, 7])
+    second = lm.run(workspace.level(ids, positions, 1))
+    seen = torch.tensor([[[True, True, True, False], [True, True, False, True]]] * 2)
+    ids, positions = torch.tensor([prompt[13], 7, prompt[8], 7]), torch.tensor([13, 13, 8, 8])
+    third = lm.run(workspace.level(ids, positions, 2, seen))
     alone = logits(lm, 1)
     assert torch.equal(first, alone[[11, 6]])
-    assert torch.equal(second[[0, 2]], alone[[12, 7]])
+    assert torch.equal(second, alone[[12, 7]])
+    assert torch.equal(third[[0, 2]], alone[[13, 8]])
 
 
 def test_weights_that_bf16_holds_exactly_take_half_and_change_no_bit(monkeypatch, tmp_path) -> None:

@@ -130,6 +130,11 @@ class KvLayout:
     page_size: int
     rows: Sequence[KvRow]
 
+    @property
+    def indices(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Its index tensors, all contiguous."""
+        return self.slots, self.recent_slots, self.recent_positions
+
 
 class ForwardPass(ABC):
     """One forward of one batch: how its layers attend, and which hidden states are captured.

@@ -227,7 +227,7 @@ class KvWorkspace:
         return KvLayout(
             keys=self._keys,
             values=self._values,
-            slots=torch.from_numpy(slots[:, added - size :].reshape(-1)),
+            slots=torch.from_numpy(slots[:, added - size :].flatten()),  # a copy: no strides
             recent_slots=torch.from_numpy(slots.reshape(-1)),
             recent_positions=torch.from_numpy(positions.reshape(-1)),
             page_size=columns,

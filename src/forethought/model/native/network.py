@@ -101,6 +101,8 @@ class NativeNetwork:
     def __call__(self, batch: Batch, forward_pass: ForwardPass) -> Tensor:
         """Logits float32 ``[R, vocab]``."""
         layout, num_threads = forward_pass.layout(), torch.get_num_threads()
+        for tensor in (batch.positions, batch.logit_index, *layout.indices):
+            assert tensor.is_contiguous()
         embedded = self._embedded(batch.token_ids)
         num_tokens, num_logits = len(batch.token_ids), len(batch.logit_index)
         longest = max(row.prefix + len(row.recent) for row in layout.rows)
