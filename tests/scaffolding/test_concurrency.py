@@ -1,6 +1,8 @@
 """How many requests a server gets at once."""
 
 import asyncio
+import itertools
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -31,9 +33,24 @@ def ask(server, concurrency, count, at_once=64):
         return [result.output.text for result in llm.generate([f"q{i}" for i in range(count)])]
 
 
+def holding_after(count, server, until):
+    """Pieces of an answer; but for the first ``count`` requests, they wait until it is so."""
+    numbers = itertools.count()
+
+    def says(body):
+        if next(numbers) >= count:
+            while not until():
+                time.sleep(0.001)
+        return ["Hello", " world"]
+
+    server.says = says
+
+
 def test_a_server_that_rejects_above_a_concurrency_answers_all_requests_near_it():
     with serving() as server:
-        server.most_at_once, server.seconds_per_piece = 6, 0.002
+        server.most_at_once = 6
+        # Four answers take the limit from 4 to 8, and no other is over before one is refused.
+        holding_after(4, server, until=lambda: server.num_refused)
         limit = AdaptiveConcurrency(64, pause=0.01)
         assert ask(server, limit, 200) == ["Hello world"] * 200
         assert server.num_refused == limit.num_refused > 0
@@ -44,18 +61,20 @@ def test_a_server_that_rejects_above_a_concurrency_answers_all_requests_near_it(
 
 def test_without_a_limit_the_same_server_fails_the_requests():
     with serving() as server:
-        server.most_at_once, server.seconds_per_piece = 6, 0.002
+        server.most_at_once = 6
+        holding_after(0, server, until=lambda: server.num_refused)
         with pytest.raises(TaskError):
             ask(server, None, 200)
 
 
 def test_a_server_with_capacity_gets_all_that_is_allowed_and_no_more():
     with serving() as server:
-        server.seconds_per_piece = 0.002
+        holding_after(4, server, until=lambda: server.most_seen >= 8)
         limit = AdaptiveConcurrency(8)
         ask(server, limit, 100)
-        assert server.most_seen <= 8
-        assert limit.limit == 8
+        assert server.most_seen == 8
+        assert limit.limit <= 8
+        assert not limit.num_refused
 
 
 def test_errors_that_are_no_overload_are_raised_at_once():
