@@ -240,18 +240,18 @@ def _add_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> Response:
         names = {404: "there is no such endpoint", 405: "this endpoint takes another method"}
-        told = names.get(error.status_code, str(error.detail))
-        return HttpError(error.status_code, told, headers=dict(error.headers or {})).response()
+        message = names.get(error.status_code, str(error.detail))
+        return HttpError(error.status_code, message, headers=dict(error.headers or {})).response()
 
     for kind in (HttpError, ForethoughtError):
-        app.add_exception_handler(kind, _told)
+        app.add_exception_handler(kind, _failed)
 
 
-async def _told(request: Request, error: Exception) -> Response:
-    told = http_error(error)
-    if told.status == 500:
+async def _failed(request: Request, error: Exception) -> Response:
+    failure = http_error(error)
+    if failure.status == 500:
         log.error("request %s failed", request.state.request_id, exc_info=error)
-    return told.response()
+    return failure.response()
 
 
 def _invalid(complaints: Any) -> HttpError:
@@ -286,7 +286,7 @@ def _is_field(step: str) -> bool:
 class Guard:
     """Gives each request an id, and refuses those without a key or with too large a body.
 
-    What an endpoint raises, and nobody has made a response of, becomes one here.
+    An exception of an endpoint that has no handler of its own becomes a response here.
 
     Args:
         app: behind it.
@@ -321,11 +321,11 @@ class Guard:
         except ClientDisconnect:
             call.status = call.status or CLIENT_CLOSED
         except Exception as error:
-            told = http_error(error)
-            if told.status == 500:
+            failure = http_error(error)
+            if failure.status == 500:
                 log.exception("request %s failed", call.id)
             if not call.status:
-                await told.response()(scope, receive, call.send)
+                await failure.response()(scope, receive, call.send)
         finally:
             call.log()
 

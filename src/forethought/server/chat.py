@@ -170,10 +170,10 @@ class _Chat:
         except Exception as error:
             if not opened and not job.ask.events:
                 raise  # the response has not begun
-            told = http_error(error)
+            failure = http_error(error)
             if job.ask.events:
-                yield encode("forethought", job.failed(told.message))
-            yield encode(None, told.to_dict()) + b"data: [DONE]\n\n"
+                yield encode("forethought", job.failed(failure.message))
+            yield encode(None, failure.to_dict()) + b"data: [DONE]\n\n"
 
     def _role(self) -> bytes:
         """The first chunk of each choice: the role."""

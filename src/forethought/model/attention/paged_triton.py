@@ -165,13 +165,13 @@ def _attend_tiles(
 
     # 4. The result, or a part of it for the second kernel.
     is_part = alive & (partial >= 0)
-    place = (tl.maximum(partial, 0) * HEADS + head) * SPLITS + split
+    offset = (tl.maximum(partial, 0) * HEADS + head) * SPLITS + split
     lse = tl.where(total > 0.0, top + tl.log(tl.where(total > 0.0, total, 1.0)), float("-inf"))
-    tl.store(lse_ptr + place, lse, mask=is_part)
+    tl.store(lse_ptr + offset, lse, mask=is_part)
     mean = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     inner = (vd < VALUE_DIM)[None]
     tl.store(
-        partial_ptr + place[:, None] * VALUE_DIM + vd[None], mean, mask=is_part[:, None] & inner
+        partial_ptr + offset[:, None] * VALUE_DIM + vd[None], mean, mask=is_part[:, None] & inner
     )
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head, mask=alive, other=0.0).to(tl.float32)
@@ -202,8 +202,8 @@ def _merge_splits(
     token = tl.load(partials_ptr + number * PARTIAL)
     count = tl.load(partials_ptr + number * PARTIAL + 1)
     split, vd = tl.arange(0, SPLITS), tl.arange(0, VALUE_BLOCK)
-    place = (number.to(tl.int64) * HEADS + head) * SPLITS + split
-    lse = tl.load(lse_ptr + place, mask=split < count, other=float("-inf"))
+    offset = (number.to(tl.int64) * HEADS + head) * SPLITS + split
+    lse = tl.load(lse_ptr + offset, mask=split < count, other=float("-inf"))
     top = tl.max(lse, 0)
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head).to(tl.float32)
@@ -214,7 +214,7 @@ def _merge_splits(
         total += tl.exp(sink - top)
     inner = vd < VALUE_DIM
     part = tl.load(
-        partial_ptr + place[:, None] * VALUE_DIM + vd[None],
+        partial_ptr + offset[:, None] * VALUE_DIM + vd[None],
         mask=(split < count)[:, None] & inner[None],
         other=0.0,
     )

@@ -236,7 +236,7 @@ class RewardModel:
         lengths = list(zip(past_lengths, map(len, rows), strict=True))
         mask = [[0] * (past - p) + [1] * (p + n) + [0] * (width - n) for p, n in lengths]
         last = self._context - 1  # padding may lie beyond it
-        positions = [[min(p + place, last) for place in range(width)] for p in past_lengths]
+        positions = [[min(p + i, last) for i in range(width)] for p in past_lengths]
         hidden = self._network(
             input_ids=self._padded(rows, width),
             attention_mask=torch.tensor(mask, device=self.device),
@@ -430,7 +430,7 @@ class PrefixTree:
 def _num_shared(one: Sequence[int], other: Sequence[int]) -> int:
     """Tokens with which both begin."""
     pairs = enumerate(zip(one, other, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 # ---- loading -----------------------------------------------------------------------------------
