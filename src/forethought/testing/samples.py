@@ -1,7 +1,7 @@
 """The samples that ``check_method`` gives to a method: a pure function of the prompt and the seed.
 
-They do not depend on the worker that generates them, or on whether it does so in one piece or in
-parts: a prompt that ends within an answer is continued with the rest of that answer.
+They are the same in one request or in several: a prompt that ends within an answer is continued
+with the rest of that answer.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def sample_score(question: str, answer: str) -> float:
 def sample_logprobs(text: str) -> list[TokenLogprobs]:
     """Log-probabilities of the characters of a text, and of one other in the place of each."""
     found = []
-    for position, token in enumerate(text):
-        share = 0.5 + _drawn(text[: position + 1], 0) % 400 / 1000
+    for place, token in enumerate(text):
+        share = 0.5 + _drawn(text[: place + 1], 0) % 400 / 1000
         other = "?" if token != "?" else "!"
         found.append(
             {
