@@ -59,7 +59,7 @@ class TraceParent(NamedTuple):
 
     @classmethod
     def read(cls, header: str) -> TraceParent | None:
-        """From the header's value; None if it is none."""
+        """Parse the header's value; None if it is not valid."""
         found = _TRACE_PARENT.fullmatch(header.strip())
         if found is None:
             return None

@@ -301,7 +301,7 @@ def find_step_format(directory: Path, chosen: str | None = None) -> str | None:
 
     Raises:
         ModelError: there is no checkpoint, or it is no reward model.
-        ParameterError: the format does not exist, or is none of this model.
+        ParameterError: the format does not exist, or this model does not have it.
     """
     config = _config(directory)
     name = str((config.get("architectures") or ["no architecture"])[0])
