@@ -18,8 +18,7 @@ from forethought.server.http import begun, encode, http_error, until_gone
 from forethought.server.job import Ask, Job, Outcome, Piece
 from forethought.server.logprobs import chat_logprobs
 from forethought.server.message import Answer, AnswerStream, answer_of
-from forethought.server.message_input import message_dict, shape_of, tools_of
-from forethought.server.protocol import ChatRequest
+from forethought.server.protocol import ChatRequest, message_dict, shape_of, tools_of
 from forethought.server.service import (
     Service,
     max_tokens_of,

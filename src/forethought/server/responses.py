@@ -24,7 +24,6 @@ from forethought.server.backends import Conversation
 from forethought.server.http import EventStream, encode, http_error, until_gone
 from forethought.server.job import Job
 from forethought.server.message import AnswerStream, answer_of
-from forethought.server.message_input import make_tools
 from forethought.server.protocol import (
     Function,
     FunctionCallItem,
@@ -34,6 +33,7 @@ from forethought.server.protocol import (
     ReasoningItem,
     ResponseRequest,
     Tool,
+    make_tools,
 )
 from forethought.server.response_store import Record
 from forethought.server.service import (
