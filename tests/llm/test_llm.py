@@ -536,7 +536,7 @@ def test_in_a_forked_process_an_llm_works_or_says_that_it_cannot():
         [sys.executable, "-W", "ignore", "-c", FORKED.format(model=str(MODEL))],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         check=False,
     )
     parent, alone, threads, *clients, after = done.stdout.splitlines()
@@ -599,7 +599,7 @@ def test_in_a_forked_process_an_llm_that_another_thread_was_using_says_so():
         [sys.executable, "-W", "ignore", "-c", FORKED_IN_USE.format(model=str(MODEL))],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         check=False,
     )
     compiled, *told = done.stdout.splitlines()
