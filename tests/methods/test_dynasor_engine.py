@@ -153,15 +153,25 @@ def unhurried():
 @pytest.mark.parametrize(
     "drafts",
     [
-        {"decoding_type": "NGram", "max_draft_len": 8, "is_use_oldest": False},
-        {"decoding_type": "Suffix", "max_draft_len": 8, "max_spec_factor": 4.0},
-        {
-            "decoding_type": "Draft_Target",
-            "max_draft_len": 5,
-            "speculative_model_dir": str(drafter_dir()),
-        },
+        pytest.param(
+            {"decoding_type": "NGram", "max_draft_len": 8, "is_use_oldest": False},
+            id="NGram",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"decoding_type": "Suffix", "max_draft_len": 8, "max_spec_factor": 4.0},
+            id="Suffix",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {
+                "decoding_type": "Draft_Target",
+                "max_draft_len": 5,
+                "speculative_model_dir": str(drafter_dir()),
+            },
+            id="Draft_Target",
+        ),
     ],
-    ids=lambda drafts: drafts["decoding_type"],
 )
 def test_what_is_decided_does_not_depend_on_drafts(drafts, unhurried):
     fields = {"speculative_config": drafts}
