@@ -46,7 +46,7 @@ def test_the_examples_of_the_readme_run_one_after_the_other():
         [sys.executable, "-c", "\n".join(LOCAL)],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr
