@@ -138,3 +138,14 @@ def test_what_cannot_be_is_refused_before_anything_is_loaded(capsys, tmp_path):
     assert "did you mean 'countdown'" in said[0]
     assert "--tokens" in said[1]
     assert "policy" in said[2]
+
+
+def test_the_command_writes_the_table_and_where_it_was_measured(capsys, tmp_path):
+    sizes = ["--problems", "1", "--tokens", "1", "--in-flight", "2"]
+    assert (
+        main(["bench", "methods", *sizes, "--only", "plain", "--json", "--out", str(tmp_path)]) == 0
+    )
+    found = json.loads(capsys.readouterr().out)
+    assert [row["method"] for row in found["rows"]] == ["plain", "majority_vote@2"]
+    assert found["machine"]["threads"] >= 1
+    assert "| majority_vote@2 |" in (tmp_path / "countdown" / "methods.md").read_text()

@@ -76,8 +76,8 @@ class HogwildTurnsController(Controller):
         workers: their names, at least two.
         turn_tokens: tokens that a worker writes before it reads the others.
         max_turns: turns of each worker at most.
-        check_every: in every so manieth turn a worker is asked whether its work is redundant; 0:
-            never.
+        check_every: turns of a worker from one question whether its work is redundant to the
+            next; 0: it is never asked.
         step_end: text that ends a turn earlier.
         opening: text behind the question, which tells the workers how to work.
         check: the text of that question.
