@@ -27,8 +27,8 @@ from typing import Any
 from forethought.errors import BudgetExceeded, ParameterError
 from forethought.scaffolding import sampling
 from forethought.scaffolding.answers import extract_answer_from_boxed
-from forethought.scaffolding.controller import Controller, refuse_arguments
-from forethought.scaffolding.parallel import ParallelProcess, Process
+from forethought.scaffolding.controller import Controller, refuse_arguments, side_by_side
+from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.result import ScaffoldingOutput, Stage
 from forethought.scaffolding.settings import (
     ANY_TEXT,
@@ -139,11 +139,7 @@ class HogwildTurnsController(Controller):
                     "the prompt is token ids, or no text is wanted",
                     "Give the prompt as text",
                 )
-        if len(tasks) == 1:
-            yield from self._solve(tasks[0])
-        else:
-            each = [[task] for task in tasks]
-            yield ParallelProcess([self] * len(each), each)
+        yield from side_by_side(self, tasks, self._solve)
 
     def _solve(self, task: GenerationTask) -> Process:
         workers = [self._worker(task, number) for number in range(len(self.workers))]
