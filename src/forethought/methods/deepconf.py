@@ -423,9 +423,10 @@ class _Sample:
         if self._threshold is None:
             yield from controller.process(tasks, **options)
         else:
+            stream: Any = tasks[0]
             reward = self._method.reward
             self.is_stopped = yield from watch_groups(
-                controller, tasks[0], reward.values, (reward.window, self._threshold), options
+                controller, stream, reward.values, (reward.window, self._threshold), options
             )
         if task.error is None and not self.is_stopped:
             self.has_ended = True
