@@ -74,7 +74,6 @@ class NativeNetwork:
         if self._tied:  # it is read from the packed output projection
             model.embed_tokens = self._embedding = nn.Identity()
         structs = (LayerStruct * len(self._layers))(*(layer.struct for layer in self._layers))
-        intermediate = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
         assert self._final_norm is not None
         self._model = ModelStruct(
             structs,
@@ -85,7 +84,6 @@ class NativeNetwork:
             config.num_attention_heads,
             config.num_key_value_heads,
             head_dim,
-            intermediate,
             next(iter(tables.values())).shape[-1],
             ACTIVATIONS[getattr(config, "hidden_activation", None) or config.hidden_act],
             BF16 if self.dtype == torch.bfloat16 else F32,
