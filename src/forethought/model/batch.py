@@ -171,10 +171,10 @@ class Batch:
         if torch.device(device).type == "cuda":
             return cls._staged((tokens, positions, slots, wanted), spans, device, rows)
         return cls(
-            token_ids=_integers(tokens).to(device),
-            positions=_integers(positions).to(device),
-            slots=_integers(slots).to(device),
-            logit_index=_integers(wanted).to(device),
+            token_ids=_tensor(tokens, device),
+            positions=_tensor(positions, device),
+            slots=_tensor(slots, device),
+            logit_index=_tensor(wanted, device),
             spans=tuple(spans),
         )
 
@@ -216,11 +216,12 @@ class Batch:
         return cls(token_ids, positions, slots, wanted, tuple(spans), layout, host_slots)
 
 
-def _integers(values: list[int]) -> Tensor:
-    """int64 on the host, in a fifth of the time of ``torch.tensor``."""
+def _tensor(values: list[int], device: torch.device | str) -> Tensor:
+    """int64; on the host in a fifth of the time of ``torch.tensor``."""
     if not values:  # frombuffer refuses none
-        return torch.empty(0, dtype=torch.int64)
-    return torch.frombuffer(array("q", values), dtype=torch.int64)
+        return torch.empty(0, dtype=torch.int64, device=device)
+    found = torch.frombuffer(array("q", values), dtype=torch.int64)
+    return found if found.device == device else found.to(device)
 
 
 def _drafted_index(spans: Sequence[Span], rows: Sequence[Row]) -> list[int]:
