@@ -374,7 +374,7 @@ def test_a_stream_ends_when_its_cancel_flag_is_set():
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_stream_that_is_left_between_two_steps_is_ended_all_the_same(begun):
-    """Nobody waits for it just then: it is about to, or has come back and was not taken."""
+    """Between two steps: not waited for yet, or finished with a result that was not taken."""
 
     def play():
         stream = StreamGenerationTask(input_str="p", worker_tag=TAG, streaming_step=1)

@@ -631,7 +631,7 @@ def test_a_method_that_does_not_stream_gives_its_output_once():
         assert [partial.cur_output.text for partial in llm.generate_async("p")] == ["p"]
 
 
-def test_a_slow_reader_holds_nobody_up_and_misses_nothing():
+def test_a_slow_reader_delays_no_one_and_misses_no_event():
     with streaming(lambda p, i: "abcdef") as llm:
         result = llm.generate_async("p")
         result.result()

@@ -9,10 +9,11 @@
 #include <cstring>
 #include <vector>
 
-constexpr int PANEL = 16;                   // outputs of a panel
-constexpr int VECS = PANEL / LANES;         // vectors of a panel
-constexpr int SUMS = LANES == 16 ? 24 : 12; // vectors of sums that registers hold
-constexpr int MAX_ROWS = 6;                 // tokens that one pass over a panel multiplies
+constexpr int PANEL = 16;                        // outputs of a panel
+constexpr int VECS = PANEL / LANES;              // vectors of a panel
+constexpr int REGISTERS = LANES == 16 ? 32 : 16; // for vectors
+constexpr int MAX_ROWS = 6;                      // tokens that one pass over a panel multiplies
+constexpr int AHEAD = 1024;                      // bytes of a panel that are fetched in advance
 
 struct Share { // of items for one thread
     int begin, end;
@@ -26,6 +27,19 @@ struct Thread { // one of those of the parallel region
     }
 };
 
+// Whether registers hold the sums of a pass, and its weights and an input if they are used again.
+static constexpr bool fits(int rows, int panels) {
+    const int weights = panels * VECS;
+    return rows * weights + (rows > 1 ? weights + 1 : 0) <= REGISTERS;
+}
+
+// Tokens of a pass, where all take several: of nearly the same size, as one over few tokens is as
+// long as one over several.
+static inline int rows_at_once(int tokens) {
+    const int passes = (tokens + MAX_ROWS - 1) / MAX_ROWS;
+    return passes ? (tokens + passes - 1) / passes : 1;
+}
+
 // tile [ROWS, NP * PANEL] += x [ROWS, num_inputs] times NP panels of w. Panels are `panel_stride`
 // elements apart, inputs `stride`.
 template <class T, int ROWS, int NP>
@@ -37,6 +51,7 @@ static inline void multiply(
     for (int m = 0; m < ROWS; m++)
         for (int j = 0; j < N; j++) acc[m][j] = load(tile + (m * N + j) * LANES);
     for (int k = 0; k < num_inputs; k++) {
+        if (ROWS > 1 && NP == 1) __builtin_prefetch((const char*)(w + k * stride) + AHEAD);
         Vec weight[N];
         for (int p = 0; p < NP; p++)
             for (int v = 0; v < VECS; v++)
@@ -98,9 +113,9 @@ static void multiply_rows(
             (const uint8_t*)w.weight + panel * size, w.scale + panel * groups,
             w.zero + panel * groups, w.group_size, x, ldx, w.num_inputs, tile);
     } else if (count == 4) {
-        if constexpr (ROWS * 4 * VECS <= SUMS) multiply_panels<ROWS, 4>(w, panel, x, ldx, tile);
+        if constexpr (fits(ROWS, 4)) multiply_panels<ROWS, 4>(w, panel, x, ldx, tile);
     } else if (count == 2) {
-        if constexpr (ROWS * 2 * VECS <= SUMS) multiply_panels<ROWS, 2>(w, panel, x, ldx, tile);
+        if constexpr (fits(ROWS, 2)) multiply_panels<ROWS, 2>(w, panel, x, ldx, tile);
     } else {
         multiply_panels<ROWS, 1>(w, panel, x, ldx, tile);
     }
@@ -121,18 +136,18 @@ static void multiply_tile(
 
 // How many panels go together: as many as have registers for their sums.
 static inline int panels_at_once(const Linear& w, int tokens, int left) {
-    const int rows = tokens < MAX_ROWS ? tokens : MAX_ROWS;
+    const int rows = rows_at_once(tokens);
     if (w.type == I4 && tokens <= MAX_ROWS) return 1;
-    if (left >= 4 && rows * 4 * VECS <= SUMS) return 4;
-    return left >= 2 && rows * 2 * VECS <= SUMS ? 2 : 1;
+    if (left >= 4 && fits(rows, 4)) return 4;
+    return left >= 2 && fits(rows, 2) ? 2 : 1;
 }
 
-// Panels of w, converted to float32 where there are so many tokens that converting once pays. The
-// values are those that multiply_tile computes with, so the sums are the same.
+// Panels of w, converted from 4 bits to float32 where there are so many tokens that converting once
+// pays. The values are those that multiply_tile computes with, so the sums are the same.
 class HeldPanels {
   public:
     HeldPanels(const Linear& w, int tokens)
-        : source(w), plain(w), converted(w.type != F32 && tokens > MAX_ROWS) {}
+        : source(w), plain(w), converted(w.type == I4 && tokens > MAX_ROWS) {}
 
     // Make panels [panel, panel + count), at most 4, ready to be multiplied.
     void hold(int panel, int count) {
@@ -140,15 +155,7 @@ class HeldPanels {
         const int64_t size = int64_t(source.num_inputs) * PANEL;
         float* to = buffer();
         first = panel, plain.weight = to, plain.type = F32;
-        for (int p = 0; p < count; p++, to += size) {
-            const int64_t at = (panel + p) * size;
-            if (source.type == BF16)
-                widen_all((const uint16_t*)source.weight + at, size, to);
-            else if (source.type == I8)
-                widen_all((const int8_t*)source.weight + at, size, to);
-            else
-                unpack4(panel + p, to);
-        }
+        for (int p = 0; p < count; p++) unpack4(panel + p, to + p * size);
     }
 
     // Multiply as multiply_tile does; the panels are among those that are held.
@@ -167,10 +174,6 @@ class HeldPanels {
         const size_t size = size_t(4) * source.num_inputs * PANEL;
         if (kept.size() < size) kept.resize(size);
         return kept.data();
-    }
-
-    template <class T> static void widen_all(const T* from, int64_t size, float* to) {
-        for (int64_t i = 0; i < size; i += LANES) store(to + i, load(from + i));
     }
 
     void unpack4(int panel, float* to) const {
@@ -210,13 +213,14 @@ static void product(
     const Share share = thread.share(num_panels(w.num_outputs));
     alignas(64) float tile[MAX_ROWS * 4 * PANEL];
     HeldPanels weights(w, tokens);
+    const int step = rows_at_once(tokens);
     for (int panel = share.begin, count; panel < share.end; panel += count) {
         count = panels_at_once(w, tokens, share.end - panel);
         const int width = count * PANEL, first = panel * PANEL;
         const int valid = w.num_outputs - first < width ? w.num_outputs - first : width;
         weights.hold(panel, count);
-        for (int t = 0; t < tokens; t += MAX_ROWS) {
-            const int rows = tokens - t < MAX_ROWS ? tokens - t : MAX_ROWS;
+        for (int t = 0; t < tokens; t += step) {
+            const int rows = tokens - t < step ? tokens - t : step;
             memset(tile, 0, rows * width * 4);
             weights.multiply(panel, count, x + t * ldx, ldx, rows, tile);
             if (w.type == I8 || w.bias) scale_outputs(w, first, tile, rows, width);
@@ -265,12 +269,13 @@ static void gated_product(
     alignas(64) float both[MAX_ROWS * 2 * PANEL];
     const bool together = panels_at_once(w, tokens, 2) >= 2;
     HeldPanels weights(w, tokens);
+    const int step = rows_at_once(tokens);
     for (int pair = share.begin; pair < share.end; pair++) {
         const int first = pair * PANEL;
         const int valid = half - first < PANEL ? half - first : PANEL;
         weights.hold(2 * pair, 2);
-        for (int t = 0; t < tokens; t += MAX_ROWS) {
-            const int rows = tokens - t < MAX_ROWS ? tokens - t : MAX_ROWS;
+        for (int t = 0; t < tokens; t += step) {
+            const int rows = tokens - t < step ? tokens - t : step;
             const float* from = x + t * ldx;
             if (together) {
                 memset(both, 0, rows * 2 * PANEL * 4);
