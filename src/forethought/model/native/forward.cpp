@@ -33,9 +33,7 @@ class Forward {
           hidden(model.hidden), tokens(call.num_tokens), narrow(is_narrow()) {}
 
     void run() {
-        const Share share = thread.share(tokens);
-        const int64_t first = int64_t(share.begin) * hidden;
-        memcpy(b.x + first, call.embedded + first, int64_t(share.end - share.begin) * hidden * 4);
+        embed();
         for (int index = 0; index < model.num_layers; index++) {
             const Layer& layer = model.layers[index];
             if (model.kv_type == F32)
@@ -65,6 +63,18 @@ class Forward {
     bool is_narrow() const {
         const bool states = call.states[model.num_layers] || call.states[model.num_layers + 1];
         return call.num_logits < call.num_tokens && !states;
+    }
+
+    // b.x = the embeddings; without a barrier: each thread norms the tokens that it has embedded.
+    void embed() {
+        const Share share = thread.share(tokens);
+        for (int64_t t = share.begin; t < share.end; t++) {
+            float* x = b.x + t * hidden;
+            if (model.embedding)
+                copy_weights(*model.embedding, call.token_ids[t], model.embed_scale, x);
+            else
+                memcpy(x, call.embedded + t * hidden, hidden * 4);
+        }
     }
 
     // b.normed = norm of b.x
@@ -175,23 +185,28 @@ void structure_sizes(int32_t* sizes) {
     memcpy(sizes, found, sizeof found);
 }
 
-void forward(const Model* model, const Call* call) {
-#pragma omp parallel num_threads(call->num_threads)
-    Forward(*model, *call, {omp_get_thread_num(), omp_get_num_threads()}).run();
+// Float32 [count, in]: the embeddings of tokens, of which none is outside the vocabulary.
+void embed(const Linear* w, const int64_t* tokens, int32_t count, float* y) {
+    for (int64_t t = 0; t < count; t++) copy_weights(*w, tokens[t], 1, y + t * w->num_inputs);
 }
 
-// The weights of `count` outputs, float32 [count, in]; w is not quantised. Returns how many it has
-// written: fewer where one is no output.
-int32_t embed(const Linear* w, const int64_t* outputs, int32_t count, float* y) {
-    for (int32_t t = 0; t < count; t++) {
-        if (outputs[t] < 0 || outputs[t] >= w->num_outputs) return t;
-        const int64_t at = outputs[t] / PANEL * PANEL * w->num_inputs + outputs[t] % PANEL;
-        float* to = y + int64_t(t) * w->num_inputs;
-        for (int64_t k = 0; k < w->num_inputs; k++)
-            to[k] = w->type == F32 ? ((const float*)w->weight)[at + k * PANEL]
-                                   : scalar((const uint16_t*)w->weight + at + k * PANEL);
-    }
+// The first of `count` tokens that is outside the vocabulary, or `count`.
+int32_t first_unknown(const Linear* w, const int64_t* tokens, int32_t count) {
+    for (int32_t t = 0; t < count; t++)
+        if (tokens[t] < 0 || tokens[t] >= w->num_outputs) return t;
     return count;
+}
+
+// Returns how many tokens are before the first that is outside the vocabulary: if there is one,
+// nothing is computed.
+int32_t forward(const Model* model, const Call* call) {
+    if (model->embedding) {
+        const int known = first_unknown(model->embedding, call->token_ids, call->num_tokens);
+        if (known < call->num_tokens) return known;
+    }
+#pragma omp parallel num_threads(call->num_threads)
+    Forward(*model, *call, {omp_get_thread_num(), omp_get_num_threads()}).run();
+    return call->num_tokens;
 }
 
 void linear(const Linear* w, const float* x, int32_t tokens, float* y, int32_t num_threads) {

@@ -90,6 +90,7 @@ class ModelStruct(ctypes.Structure):
         ("layers", ctypes.POINTER(LayerStruct)),
         ("final_norm", ctypes.c_void_p),
         ("head", ctypes.POINTER(LinearStruct)),
+        ("embedding", ctypes.POINTER(LinearStruct)),
         ("num_layers", ctypes.c_int32),
         ("hidden", ctypes.c_int32),
         ("num_heads", ctypes.c_int32),
@@ -102,6 +103,7 @@ class ModelStruct(ctypes.Structure):
         ("head_norm_eps", ctypes.c_float),
         ("logit_cap", ctypes.c_float),
         ("score_cap", ctypes.c_float),
+        ("embed_scale", ctypes.c_float),
     ]
 
 
@@ -114,12 +116,11 @@ class RowStruct(ctypes.Structure):
         ("slots", ctypes.c_void_p),
         ("positions", ctypes.c_void_p),
         ("visible", ctypes.c_void_p),
-        ("start", ctypes.c_int32),
-        ("num_tokens", ctypes.c_int32),
-        ("prefix", ctypes.c_int32),
-        ("seen_from", ctypes.c_int32),
-        ("num_recent", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
+        ("start", ctypes.c_int64),
+        ("num_tokens", ctypes.c_int64),
+        ("prefix", ctypes.c_int64),
+        ("seen_from", ctypes.c_int64),
+        ("num_recent", ctypes.c_int64),
     ]
 
 
@@ -127,6 +128,7 @@ class CallStruct(ctypes.Structure):
     """``Call`` of ``structures.h``."""
 
     _fields_ = [
+        ("token_ids", ctypes.c_void_p),
         ("embedded", ctypes.c_void_p),
         ("positions", ctypes.c_void_p),
         ("slots", ctypes.c_void_p),

@@ -242,6 +242,17 @@ static inline Vec activate(Vec x, int activation) {
     return x / (1.0f + exp(-2.0f * inner)); // 0.5 (1 + tanh(u)) = 1 / (1 + exp(-2u))
 }
 
+// y [in] = the weights of one output, times `scale`; w is not quantised.
+static inline void copy_weights(const Linear& w, int64_t output, float scale, float* y) {
+    const int64_t at = output / PANEL * PANEL * w.num_inputs + output % PANEL;
+    if (w.type == F32)
+        for (int64_t k = 0; k < w.num_inputs; k++)
+            y[k] = ((const float*)w.weight)[at + k * PANEL] * scale;
+    else
+        for (int64_t k = 0; k < w.num_inputs; k++)
+            y[k] = scalar((const uint16_t*)w.weight + at + k * PANEL) * scale;
+}
+
 // gate [PANEL] = act(gate) * up
 static inline void activate(float* gate, const float* up, int activation) {
     for (int i = 0; i < PANEL; i += LANES)

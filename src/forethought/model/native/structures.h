@@ -42,8 +42,9 @@ struct Model {
     const Layer* layers;
     const float* final_norm;
     const Linear* head;
+    const Linear* embedding; // of which a token's weights are its embedding; not quantised; or null
     int32_t num_layers, hidden, num_heads, num_kv_heads, head_dim, rotary_dim, activation, kv_type;
-    float eps, head_norm_eps, logit_cap, score_cap;
+    float eps, head_norm_eps, logit_cap, score_cap, embed_scale;
 };
 
 struct Row { // the new tokens of one sequence
@@ -52,13 +53,14 @@ struct Row { // the new tokens of one sequence
     const int64_t* slots;      // [num_recent]: of the recent tokens; the last num_tokens are new
     const int64_t* positions;  // [num_recent], read where a layer has a window
     const uint8_t* visible;    // [num_tokens, num_recent]; null: causal
-    int32_t start, num_tokens; // in the batch
-    int32_t prefix, seen_from; // tokens stored before the recent ones; the first that is attended
-    int32_t num_recent, reserved;
+    int64_t start, num_tokens; // in the batch
+    int64_t prefix, seen_from; // tokens stored before the recent ones; the first that is attended
+    int64_t num_recent;
 };
 
 struct Call {
-    const float* embedded;      // [T, hidden]
+    const int64_t* token_ids;   // [T], read where the model has an embedding
+    const float* embedded;      // [T, hidden], read where it has none
     const int64_t* positions;   // [T]
     const int64_t* slots;       // [T]
     const int64_t* logit_index; // [R]
