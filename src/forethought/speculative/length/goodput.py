@@ -290,6 +290,8 @@ class Goodput:
         self._context = 1.0  # tokens of context per row
         self._node_context = node_context
         self._requested: dict[int, int] = {}
+        self._again: list[int] | None = None  # the probe that the next step repeats
+        self._drafted_last = False  # whether the step before had drafts
         self._why: tuple[str, tuple[float, ...]] = ("nothing has been measured yet", ())
         self._held_why: tuple[str, tuple[float, ...]] = self._why
 
@@ -312,7 +314,7 @@ class Goodput:
         return depths
 
     def _choose(self, ids: list[int], max_lengths: list[int], batch_size: int) -> list[int]:
-        plain = [0] * len(ids)
+        plain, again, self._again = [0] * len(ids), self._again, None
         if not ids or not self.forward.ready:
             self._why = ("plain: the time of a step is being measured", ())
             return plain
@@ -325,6 +327,8 @@ class Goodput:
         if self._drafting and self._checks.due:
             self._why = ("plain: to compare with", ())
             return plain
+        if again is not None and len(again) == len(ids):
+            return list(map(min, again, max_lengths))
         if self._holds(ids, max_lengths, batch_size) and not self._probes.due:
             self._why = self._held_why
             return list(self._held)
@@ -342,6 +346,7 @@ class Goodput:
             self._why = ("a probe of {} tokens", (sum(probe),))
             hopeful = np.minimum(survival * self.acceptance.doubt**self._depths, 1.0)
             self._hopeful = self._search(hopeful, caps, batch_size)[1] >= SWITCH
+            self._again = probe if self._hopeful else None
             return probe
         return plain
 
@@ -490,10 +495,8 @@ class Goodput:
         steps, self._num_skipped = 1 + self._num_skipped, 0
         seconds = self.forward.observe(record.tokens, context, record.forward_seconds, steps)
         if requested:
-            depths = requested.values()
-            drafting = self.drafting.observe((1.0, max(depths), sum(depths)), record.draft_seconds)
-            if self.drafting.observations > 1:  # the first one has things to set up
-                seconds += drafting
+            seconds += self._observe_drafting(list(requested.values()), record.draft_seconds)
+        self._drafted_last = bool(requested)
         self._widest = max(self._widest, record.tokens)
         self.acceptance.observe(requested, record.requests, steps)
         self._gained = 0.0
@@ -505,9 +508,20 @@ class Goodput:
         self.account.book(self._gained)
         self._count_tries(bool(requested), predicted, record.forward_seconds)
 
+    def _observe_drafting(self, depths: list[int], seconds: float) -> float:
+        """Learn what drafts of these depths took, and return it without what is an outlier.
+
+        Only the first ones and those behind a step with drafts are learned from: after plain steps
+        the code and data of drafting are out of the processor's caches.
+        """
+        if not self._drafted_last and self.drafting.ready:
+            return seconds
+        usual = self.drafting.observe((1.0, max(depths), sum(depths)), seconds)
+        return usual if self.drafting.observations > 1 else 0.0  # the first one sets things up
+
     def skip(self) -> int:
         """While it does not draft, up to ``IDLE - 1`` steps, and none of those that probe."""
-        if not self.forward.settled:
+        if not self.forward.settled or self._again is not None:
             return 0
         count = IDLE - 1
         if self.account.open:
@@ -521,10 +535,10 @@ class Goodput:
 
     def _count_tries(self, drafted: bool, predicted: float, seconds: float) -> None:
         if not self._drafting:
-            if drafted:
-                self._probes.tried(news=self._hopeful)
-            else:
+            if not drafted:
                 self._probes.wait()
+            elif self._again is None:  # it may take two steps
+                self._probes.tried(news=self._hopeful)
         elif drafted:
             self._probes.tried(news=True)
             self._checks.wait()
