@@ -192,9 +192,9 @@ def test_the_model_may_stand_in_the_file(capsys, write):
 
 @pytest.mark.parametrize(("method", "temperature"), [("plain", "0"), ("majority_vote", "0.8")])
 def test_speculation_changes_the_metrics_and_not_the_text(capsys, write, method, temperature):
-    common = ["generate", "Tom has 3 pens. He buys 4 more.", "--json", "--seed", "5"]
-    common += ["--temperature", temperature, "--dtype", "float32"]
-    common += ["--max-tokens", "60", "--method", method]
+    question = "Tom has 3 pens. He buys 4 more. He gives away 2. How many pens does Tom have now?"
+    common = ["generate", question, "--json", "--seed", "5", "--temperature", temperature]
+    common += ["--dtype", "float32", "--max-tokens", "100", "--method", method]
     reports = []
     for options in ([], ["--config", str(write(BLOCK))]):
         assert main([*common, *options]) == 0
@@ -204,7 +204,7 @@ def test_speculation_changes_the_metrics_and_not_the_text(capsys, write, method,
     assert (plain["metrics"]["drafted"], plain["metrics"]["mean_acceptance_length"]) == (0, 1.0)
     assert drafted["metrics"]["accepted"] > 0
     assert drafted["metrics"]["steps"] < plain["metrics"]["steps"]
-    assert drafted["metrics"]["mean_acceptance_length"] > 1.0
+    assert drafted["metrics"]["mean_acceptance_length"] > 1.2
     assert len(drafted["metrics"]["accepted_by_position"]) <= 3
     decoded = drafted["metrics"]["steps"] + drafted["metrics"]["accepted"]
     samples = drafted["usage"]["decoded"] - decoded

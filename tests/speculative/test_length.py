@@ -450,8 +450,16 @@ def test_it_never_exceeds_what_a_request_allows():
 PROFILES = list(itertools.product(("flat", "rising", "bound", "bent"), DRAFTERS))
 
 
-@pytest.mark.parametrize(("forward", "draft"), PROFILES[::2])
-@pytest.mark.parametrize("rows", [1, 16, 64])
+def profiles_by_turns():
+    """Every other profile with every number of rows; each has one of them among the quick tests."""
+    return [
+        pytest.param(*profile, rows, marks=[pytest.mark.slow] if (number + place) % 3 else [])
+        for number, profile in enumerate(PROFILES[::2])
+        for place, rows in enumerate((1, 16, 64))
+    ]
+
+
+@pytest.mark.parametrize(("forward", "draft", "rows"), profiles_by_turns())
 def test_it_is_never_much_slower_than_plain_decoding(forward, draft, rows):
     for number, alpha in enumerate((0.1, 0.5)):
         run = machine(forward, draft, always(alpha), rows, seed=10 * rows + number)

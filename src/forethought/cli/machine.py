@@ -68,9 +68,9 @@ def measured_on(fields: dict[str, Any]) -> dict[str, Any]:
     return {
         "device": torch.cuda.get_device_name() if device.startswith("cuda") else device,
         "processor": processor_name(),
-        "threads": fields["num_threads"],
+        "threads": fields.get("num_threads") or torch.get_num_threads(),
         "torch": torch.__version__,
-        "dtype": fields["dtype"],
+        "dtype": str(fields.get("dtype", "auto")),
     }
 
 

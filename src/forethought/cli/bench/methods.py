@@ -47,6 +47,11 @@ def configure(measured: Any) -> None:
         help="only rows whose names begin so, plain decoding and the vote included",
     )
     options.add_argument(
+        "--against",
+        metavar="ROW",
+        help="one more row that all others are compared with, as best_of_n@4",
+    )
+    options.add_argument(
         "--reward-model",
         metavar="DIR",
         help="scores steps and answers (default: the task's embedded one, else confidence)",
@@ -100,7 +105,7 @@ def measure(args: argparse.Namespace) -> int:
             None if judge is None else judge.worker,
             policy,
         )
-        recipes = bench.chosen(made.recipes(), args.only)
+        recipes = bench.chosen(made.recipes(), args.only, args.against)
         runner = EvaluationRunner(
             model.llm_opener(fields), seed=args.seed, in_flight=args.in_flight, grader=grader
         )
@@ -108,7 +113,8 @@ def measure(args: argparse.Namespace) -> int:
         total = len(recipes) * len(problems)
         with nullcontext() if args.json else EvaluationProgress(total) as bar:
             table = bench.MethodTable(runner, problems, kind, settings, _files(args.reward_model))
-            rows = table.rows(recipes, folder, is_fresh=args.fresh, bar=bar)
+            against = [] if args.against is None else [args.against]
+            rows = table.rows(recipes, folder, is_fresh=args.fresh, bar=bar, against=against)
     line = bench.json_line(
         rows, machine=machine.measured_on(fields), tokens=args.tokens, **settings
     )

@@ -49,9 +49,9 @@ class Backoff:
         """Whether it is time for a try."""
         return self.left <= 0
 
-    def wait(self) -> None:
-        """Count a step without a try."""
-        self._waited += 1
+    def wait(self, steps: int = 1) -> None:
+        """Count steps without a try."""
+        self._waited += steps
 
     def tried(self, news: bool) -> None:
         """Count a try; without news the pause before the next one doubles."""

@@ -48,13 +48,14 @@ class LossBudget:
         """Whether anything may be spent: not after an overdraft, until half has been saved up."""
         return not self._closed
 
-    def book(self, gained: float) -> None:
-        """A step is over.
+    def book(self, gained: float, steps: int = 1) -> None:
+        """Steps are over.
 
         Args:
-            gained: plain steps that it saved, negative if it lost.
+            gained: plain steps that they saved, negative if they lost.
+            steps: how many.
         """
-        granted = max(min(ALLOWANCE, CREDIT - self.balance), 0.0)
+        granted = max(min(ALLOWANCE * steps, CREDIT - self.balance), 0.0)
         self.balance = min(max(self.balance + granted + gained, -CREDIT), SAVINGS)
         if self.balance <= 0.0:
             self._closed = True
@@ -223,7 +224,7 @@ SURPRISE, USUALS = 0.1, 3.0
 usual errors."""
 HOLD, HOLD_PLAIN = 4, 16
 """Steps for which a choice is kept if nothing changes: to draft, and not to."""
-IDLE = 16
+IDLE = 64
 """While it does not draft, it is asked and told of one of so many steps: that takes time too."""
 DRAFTS = "{:.2f} times the goodput of plain decoding"
 PLAIN = "plain: drafting would have {:.2f} times its goodput"
@@ -349,7 +350,7 @@ class Goodput:
         state = batch_size, ids, max_lengths
         same, self._state = state == self._state, state
         self._left -= 1
-        return same and self._left > 0 and self._gained >= 0.0
+        return same and self._left > 0 and (not self._drafting or self._gained >= 0.0)
 
     def _search(
         self, survival: Array, caps: NDArray[np.int64], batch_size: int
@@ -499,6 +500,8 @@ class Goodput:
         if requested and plain > 0.0:
             accepted = sum(accepted for _, _, accepted in record.requests)
             self._gained = 1.0 + accepted / record.batch_size - seconds / plain
+        elif plain > 0.0 and self.forward.settled:  # choosing and learning take time too
+            self._gained = -min(record.draft_seconds / plain, 1.0)
         self.account.book(self._gained)
         self._count_tries(bool(requested), predicted, record.forward_seconds)
 
@@ -509,9 +512,9 @@ class Goodput:
         count = IDLE - 1
         if self.account.open:
             count = 0 if self._drafting else max(min(count, self._probes.left - 1), 0)
-        for _ in range(count):
-            self.account.book(0.0)
-            self._probes.wait()
+        if count:
+            self.account.book(0.0, count)
+            self._probes.wait(count)
         self._left -= count
         self._num_skipped = count
         return count
