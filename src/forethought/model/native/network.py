@@ -100,11 +100,12 @@ class NativeNetwork:
     def __call__(self, batch: Batch, forward_pass: ForwardPass) -> Tensor:
         """Logits float32 ``[R, vocab]``."""
         layout, num_threads = forward_pass.layout(), torch.get_num_threads()
-        for tensor in (batch.token_ids, batch.positions, batch.logit_index, *layout.indices):
+        for tensor in (batch.positions, batch.logit_index, *layout.indices):
             assert tensor.is_contiguous()
         # What the call points to lives until it returns: every part of it has a name here.
-        embedded = None if self._tied else self._embedding(batch.token_ids).float()
-        num_tokens, num_logits = batch.token_ids.shape[0], batch.logit_index.shape[0]
+        token_ids = batch.token_ids.contiguous()
+        embedded = None if self._tied else self._embedding(token_ids).float()
+        num_tokens, num_logits = token_ids.shape[0], batch.logit_index.shape[0]
         longest = max(row.prefix + len(row.recent) for row in layout.rows)
         max_length = max(MIN_SCORES, -(-longest // MIN_SCORES) * MIN_SCORES)
         states = self._states(forward_pass, num_tokens) if forward_pass.layer_ids else None
@@ -113,7 +114,7 @@ class NativeNetwork:
         rows, keep = _packed_rows(layout)
         keys, values = _pointers(layout.keys), _pointers(layout.values)
         call = CallStruct(
-            batch.token_ids.data_ptr(),
+            token_ids.data_ptr(),
             None if embedded is None else embedded.data_ptr(),
             batch.positions.data_ptr(),
             layout.slots.data_ptr(),
@@ -134,7 +135,7 @@ class NativeNetwork:
         known = self._library.forward(ctypes.byref(self._model), ctypes.byref(call))
         del keep
         if known < num_tokens:
-            raise _unknown(int(batch.token_ids[known]))
+            raise _unknown(int(token_ids[known]))
         if states is not None:
             for name, state in zip((*range(len(self._layers) + 1), FINAL), states, strict=True):
                 if state is not None:
@@ -152,8 +153,9 @@ class NativeNetwork:
         if known < size:
             raise _unknown(int(ids[known]))
         found = torch.empty(size, self._model.hidden)
-        pointers = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (ids, found))
-        self._library.embed(weights, next(pointers), size, next(pointers))
+        self._library.embed(
+            weights, ctypes.c_void_p(ids.data_ptr()), size, ctypes.c_void_p(found.data_ptr())
+        )
         found *= self._model.embed_scale
         return found.to(self.dtype).view(*token_ids.shape, -1)
 
