@@ -62,10 +62,10 @@ format: $(setup)
 	@$(PY) -m ruff format .
 
 test: lint
-	@$(PY) -m pytest -n 2 -m "not slow and not page"
+	@$(PY) -m pytest -n 2 --dist worksteal -m "not slow and not page"
 
 test-all: lint
-	@$(PY) -m pytest -n 2 -m "not page"
+	@$(PY) -m pytest -n 2 --dist worksteal --hypothesis-profile=random -m "not page"
 
 # The types need tsc and the accessibility axe-core; where npm cannot fetch them, those tests are skipped.
 PAGE       := page

@@ -40,7 +40,7 @@ from forethought.model import loader
 from forethought.model.attention import create_backend
 from forethought.model.attention.base import Scoring
 from forethought.model.attention.interface import PROBE
-from forethought.model.attention.paged import attend_rows
+from forethought.model.attention.paged import Operands, attend_rows
 from forethought.model.batch import Batch, Row
 from forethought.model.causal_lm import CausalLM, ModelTraits, weight_sizes
 from forethought.model.runner import ModelRunner
@@ -166,13 +166,15 @@ def one_layer(
     layout = host_plan.layout
     parts = [layout.rows, layout.tokens, layout.tiles, layout.pages, layout.words, layout.partials]
     exact = attend_rows(
-        q.float().cpu(),
-        keys.float().cpu(),
-        values.float().cpu(),
-        parts,
-        None,
-        [PAGE, layout.tile_tokens, layout.num_splits, 0],
-        [scoring.scale, 0.0],
+        Operands(
+            q.float().cpu(),
+            keys.float().cpu(),
+            values.float().cpu(),
+            parts,
+            sinks=None,
+            sizes=[PAGE, layout.tile_tokens, layout.num_splits, 0],
+            scores=[scoring.scale, 0.0],
+        )
     )
     error = (call().float().cpu() - exact).abs().max().item()
     spent = seconds(call, device, 20)

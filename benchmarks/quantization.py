@@ -22,7 +22,7 @@ import torch
 from benchmarks.report import print_report
 
 from forethought import LLM, SamplingParams
-from forethought.bench.prompts import load_prompts, shipped_prompts
+from forethought.bench.prompts import read_prompts
 
 FORMS: dict[str, dict[str, Any]] = {
     "auto": {},
@@ -87,7 +87,7 @@ def main() -> None:
     model = {} if args.model is None else {"model": args.model}
     llms = {name: LLM(**model, **FORMS[name]) for name in args.forms}
     first = next(iter(llms.values()))
-    questions = load_prompts(args.prompts) if args.prompts else shipped_prompts()
+    questions = read_prompts(args.prompts)
     prompts = [
         first.chat_prompt([{"role": "user", "content": text}]) for text in questions[: args.texts]
     ]

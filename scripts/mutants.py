@@ -93,6 +93,10 @@ PRM = "tests/scaffolding/test_prm_controller.py"
 DYNASOR = "tests/methods/test_dynasor.py"
 BEST_OF_N = "tests/methods/test_best_of_n.py"
 THINKING = "tests/llm/test_thinking.py"
+SEARCH = "tests/methods/test_search.py"
+DEEPCONF = "tests/methods/test_deepconf.py"
+REVISION = "tests/methods/test_revision_methods.py"
+RETRIEVAL = "tests/methods/test_retrieval_methods.py"
 THINKING_METHODS = "tests/methods/test_thinking_methods.py"
 
 SANDBOX = "tests/scaffolding/test_sandbox.py -m 'not slow'"
@@ -657,6 +661,112 @@ MUTANTS = [
     ),
     Mutant("methods/majority_vote.py", "numbers[id(b)] > winner.first", "True", VOTES),
     Mutant("methods/best_of_n.py", "[*scored][index]", "index", BEST_OF_N),
+    # What distinguishes each method from those beside it.
+    Mutant("methods/beam_search.py", "best_of(beams, count // self.width)", "beams[:1]", SEARCH),
+    Mutant("methods/dvts.py", "best_of(beams, 1)", "beams[:1]", SEARCH),
+    Mutant(
+        "scaffolding/particles.py",
+        "*(particles[index] for index in drawn)]",
+        "*particles[: len(drawn)]]",
+        SEARCH,
+    ),
+    Mutant(
+        "methods/particle_gibbs.py",
+        "references = [particles[index] for index in drawn]",
+        "references = []",
+        SEARCH,
+    ),
+    Mutant("methods/mcts.py", "child.bound(self.exploration)", "child.bound(0.0)", SEARCH),
+    Mutant("methods/tree_of_thoughts.py", "float(votes.count(number))", "0.0", SEARCH),
+    Mutant(
+        "methods/repeated_sampling.py",
+        "index = accepted[0] if accepted",
+        "index = 0 if accepted",
+        "tests/methods/test_repeated_sampling.py",
+    ),
+    Mutant(
+        "methods/adaptive_compute.py",
+        "for each in worst[:num_pruned]:",
+        "for each in worst[:0]:",
+        "tests/methods/test_adaptive_compute.py",
+    ),
+    Mutant(
+        "methods/fork_think.py",
+        "key=lambda point: point.confidence",
+        "key=lambda point: -point.confidence",
+        "tests/methods/test_fork_think.py",
+    ),
+    Mutant(
+        "methods/deepconf.py",
+        "for number, each in confidences.items() if each >= lowest}",
+        "for number, each in confidences.items()}",
+        DEEPCONF,
+    ),
+    Mutant(
+        "scaffolding/confidence.py",
+        "(lowest := lowest_group(new, window)) >= threshold",
+        "(lowest := lowest_group(new, window)) >= -math.inf",
+        DEEPCONF,
+    ),
+    Mutant("methods/self_refine.py", "in text.lower():", "in '':", REVISION),
+    Mutant(
+        "methods/sequential_revision.py",
+        "latest if pool.winner is None else latest - pool.winner.first",
+        "latest",
+        REVISION,
+    ),
+    Mutant(
+        "methods/spct.py", "sorted(ranked[:kept])", "sorted(ranked)", "tests/methods/test_spct.py"
+    ),
+    Mutant(
+        "scaffolding/genrm_controller.py",
+        "math.fsum(each) / len(each) if each",
+        "each[0] if each",
+        "tests/methods/test_genrm.py",
+    ),
+    Mutant(
+        "methods/compute_optimal.py",
+        "self.policy.method(difficulty)",
+        "self.policy.method(0.0)",
+        "tests/methods/test_compute_optimal.py",
+    ),
+    Mutant(
+        "methods/archon.py",
+        'ranking_in(chat.output_str or "", len(candidates))',
+        "list(range(len(candidates)))",
+        "tests/methods/test_archon.py",
+    ),
+    Mutant(
+        "methods/sleep_time.py",
+        'question.input_str = f"{self.memory.text}{asked}"',
+        'question.input_str = f"{self.context}{asked}"',
+        "tests/methods/test_sleep_time.py",
+    ),
+    Mutant(
+        "methods/specreason.py",
+        "is_kept = score >= self.score_threshold",
+        "is_kept = True",
+        "tests/methods/test_specreason.py",
+    ),
+    Mutant(
+        "methods/hogwild_turns.py",
+        "if other is not worker:",
+        "if False:",
+        "tests/methods/test_hogwild_turns.py",
+    ),
+    Mutant(
+        "methods/parallel_thinking.py",
+        "self._go_on(main, threads[0].part, behind, known=first)",
+        "self._go_on(main, part, behind)",
+        "tests/methods/test_parallel_thinking.py",
+    ),
+    Mutant("methods/drag.py", "{self._block(self._retrieve(question))}", "", RETRIEVAL),
+    Mutant(
+        "methods/iterdrag.py",
+        "self._retrieve(query, progress.shown)",
+        "self._retrieve(query)",
+        RETRIEVAL,
+    ),
 ]
 
 

@@ -16,12 +16,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
 import pytest
-from hypothesis import Phase, settings
+from hypothesis import HealthCheck, Phase, settings
 
 collect_ignore = ["clients"]  # make test-clients runs them, in an environment of their own
 
+# The same examples every time, however slow the machine; --hypothesis-profile=random draws others.
+settings.register_profile("random", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("same", settings.get_profile("random"), derandomize=True, database=None)
+settings.load_profile("same")
 settings.register_profile(
-    "unshrunk", phases=[Phase.explicit, Phase.reuse, Phase.generate]
+    "unshrunk",
+    settings.get_profile("random"),
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
 )  # a failure is enough where nobody reads the example: see scripts/mutants.py
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
-from typing import Any
+import itertools
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from forethought.config.sampling import SamplingParams
 from forethought.config.speculation import DecodingBaseConfig
@@ -18,6 +21,9 @@ from forethought.model.causal_lm import CausalLM
 from forethought.model.runner import ModelRunner
 from forethought.speculative.registry import Target
 from models import tiny
+
+if TYPE_CHECKING:
+    from forethought import AsyncLLM
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 
@@ -68,6 +74,28 @@ def engine_over(
         build_drafter_entry(config, target, settings["max_batch_size"]) for config in speculative
     ]
     return Engine(runner, Limits(**settings), reuse=reuse, seed=0, drafters=drafters)
+
+
+@contextmanager
+def held_back(llm: AsyncLLM, after: int) -> Iterator[threading.Event]:
+    """Behind its next ``after`` forwards, the engine makes another one only when a client has asked
+    it for something, so that it is never ahead of its clients; until the event is set, or the
+    block is left."""
+    runner, numbers, let_go = llm._frontend.engine.runner, itertools.count(), threading.Event()
+    forward, commands = runner.forward, llm._thread._commands
+
+    def waiting(rows: Any) -> Any:
+        if next(numbers) >= after:
+            while commands.empty() and not let_go.wait(0.001):
+                pass
+        return forward(rows)
+
+    runner.forward = waiting  # type: ignore[method-assign]
+    try:
+        yield let_go
+    finally:
+        del runner.forward  # type: ignore[method-assign]
+        let_go.set()
 
 
 def drain(machine: Engine, most: int = 2000) -> list[Event]:

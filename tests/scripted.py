@@ -17,6 +17,7 @@ from forethought.scaffolding import (
     ScriptedWorker,
     Worker,
 )
+from forethought.scaffolding.execution_scope import current_scope
 
 TAG = "generation"
 
@@ -34,6 +35,35 @@ def has_begun(worker: ScriptedWorker, count: int = 1) -> bool:
     while len(worker.calls) < count and time.monotonic() < latest:
         waiting.wait(0.005)
     return len(worker.calls) >= count
+
+
+class TimeEnds(ScriptedWorker):
+    """The seconds of the budget are over once nothing is under way but replies that take long.
+
+    So what is answered quickly comes in time on any machine. The budget must name seconds.
+    """
+
+    def __init__(self, script: Any, **options: Any) -> None:
+        super().__init__(script, **options)
+        self._num_slow = 0
+
+    async def _generate(self, task: Any, generation: Any, step: int | None) -> None:
+        if generation.reply.delay < 1.0:
+            return await super()._generate(task, generation, step)
+        self._num_slow += 1
+        ends = asyncio.ensure_future(self._end_time(current_scope().account))
+        try:
+            return await super()._generate(task, generation, step)
+        finally:
+            ends.cancel()
+
+    async def _end_time(self, account: Any) -> None:
+        turns = 0
+        while turns < 50:  # what has ended is seen by its controller meanwhile
+            num_left = sum(call.ended is None for call in self.calls)
+            turns = turns + 1 if num_left <= self._num_slow else 0
+            await asyncio.sleep(0)
+        account.expire()
 
 
 class Together(Worker):

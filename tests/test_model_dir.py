@@ -68,7 +68,7 @@ def find(environment: dict[str, str], *arguments: object, cwd: Path | None = Non
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -314,7 +314,7 @@ def test_the_command_line_generates_with_a_model_and_a_drafter_of_the_hub(
         env=hub.environment(tmp_path),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr

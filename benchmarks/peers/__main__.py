@@ -4,11 +4,11 @@
     python -m benchmarks.peers --openvino PY --models 150m --cases decode --quantised --rounds 3
 
 ``PY`` is the interpreter of an environment that has the engine: ``openvino-genai`` with
-``optimum-intel``, ``llama-cpp-python`` with ``gguf``, vLLM's CPU build. None is needed: whoever is
-not given is left out. Each engine runs in a process of its own, with as many threads, weights and
-KV cache in the same dtype (``--dtype``) and a KV cache for as many tokens; ``--quantised`` adds
-int8 (ours, OpenVINO) and Q8_0 (llama.cpp). The models have random weights in the shape of a Qwen3,
-and are made here; ``reasoner`` is the embedded one.
+``optimum-intel``, ``llama-cpp-python`` with ``gguf``, vLLM's CPU build. None is needed: an
+engine that is not given is left out. Each engine runs in a process of its own, with as many
+threads, weights and KV cache in the same dtype (``--dtype``) and a KV cache for as many tokens;
+``--quantised`` adds int8 (ours, OpenVINO) and Q8_0 (llama.cpp). The models have random weights in
+the shape of a Qwen3, and are made here; ``reasoner`` is the embedded one.
 
 All get the same requests, in turns within a round, so that other load of the machine falls on all.
 Ratios are medians over the rounds of speeds relative to ``generate`` of transformers. *Agreement*

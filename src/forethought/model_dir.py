@@ -164,11 +164,11 @@ def hub_has_answered(error: Exception) -> bool:
 
 
 def _is_about_repository(error: Exception) -> bool:
-    """Whether the Hub has told what is wrong with the name, the revision or the access."""
+    """Whether the Hub says what is wrong with the name, the revision or the access."""
     from huggingface_hub import errors
 
-    told = (errors.GatedRepoError, errors.RepositoryNotFoundError, errors.RevisionNotFoundError)
-    return isinstance(error, told)
+    known = (errors.GatedRepoError, errors.RepositoryNotFoundError, errors.RevisionNotFoundError)
+    return isinstance(error, known)
 
 
 def _http_status(error: BaseException | None) -> int | None:

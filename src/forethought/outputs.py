@@ -228,7 +228,7 @@ class EngineLoad(NamedTuple):
     running: int
     """Sequences that decode or are prefilled."""
     waiting: int
-    """Sequences that wait for a place or for pages."""
+    """Sequences in the waiting queue, for a slot of the batch or for pages."""
     kv_cache_usage: float
     """Share of the pages of the KV cache that are in use, in 0 to 1."""
 

@@ -85,6 +85,9 @@ def test_rows_are_chosen_by_name_or_by_how_it_begins():
     assert chosen(made, None) == made
     with pytest.raises(UnknownNameError):
         chosen(made, "zzz")
+    with pytest.raises(UnknownNameError):
+        chosen(made, None, "zzz")
+    assert [one.name for one in chosen(made, "plain", "mcts@4")][-1] == "mcts@4"
 
 
 def test_problems_are_the_shipped_ones_and_further_ones_that_were_not_trained_on():
@@ -138,3 +141,29 @@ def test_what_cannot_be_is_refused_before_anything_is_loaded(capsys, tmp_path):
     assert "did you mean 'countdown'" in said[0]
     assert "--tokens" in said[1]
     assert "policy" in said[2]
+
+
+@pytest.mark.slow
+def test_the_command_writes_the_table_and_where_it_was_measured(capsys, tmp_path):
+    sizes = ["--problems", "1", "--tokens", "1", "--in-flight", "2"]
+    assert (
+        main(["bench", "methods", *sizes, "--only", "plain", "--json", "--out", str(tmp_path)]) == 0
+    )
+    found = json.loads(capsys.readouterr().out)
+    assert [row["method"] for row in found["rows"]] == ["plain", "majority_vote@2"]
+    assert found["machine"]["threads"] >= 1
+    assert "| majority_vote@2 |" in (tmp_path / "countdown" / "methods.md").read_text()
+
+
+def test_rows_are_compared_with_another_row_too(tmp_path):
+    recipes = [recipe("plain"), recipe("majority_vote@3"), recipe("no_thinking")]
+    runner = EvaluationRunner(lambda: ScriptedWorker(lambda *_: "right"), grader=Grader())
+    table = MethodTable(runner, PROBLEMS, TASK, {"seed": 0}, {})
+    found = table.rows(recipes, tmp_path, against=["no_thinking"])
+    assert [[*one.against] for one in found] == [
+        ["majority_vote@3", "no_thinking"],
+        ["plain", "no_thinking"],
+        ["plain", "majority_vote@3"],
+    ]
+    assert [*cells(found)[0]][-3:] == ["p, plain", "p, majority_vote@3", "p, no_thinking"]
+    assert {len(line) for line in cells(found)} == {10}

@@ -210,7 +210,7 @@ def test_without_torch_every_command_says_what_to_install_and_a_server_does_with
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         check=False,
     )
     lines = [

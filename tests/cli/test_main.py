@@ -105,7 +105,7 @@ def test_a_reader_that_goes_away_ends_the_program_without_a_word():
         stdout=writing,
         stderr=subprocess.PIPE,
         env={**os.environ, "PYTHONUNBUFFERED": ""},
-        timeout=60,
+        timeout=280,
         check=False,
     )
     os.close(writing)
@@ -120,7 +120,7 @@ def test_a_full_disk_is_one_line_and_status_1():
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
-            timeout=60,
+            timeout=280,
             check=False,
         )
     assert done.returncode == 1
@@ -147,7 +147,7 @@ def test_streams_that_are_closed_or_no_text_are_one_line_and_status_2(command, s
         text=True,
         cwd=tmp_path,
         env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"},
-        timeout=60,
+        timeout=280,
         check=False,
     )
     assert (done.returncode, done.stdout) == (2, "")
@@ -160,7 +160,7 @@ def test_a_closed_standard_error_leaves_standard_output_alone():
         ["sh", "-c", f"{sys.executable} -m forethought nonsense 2>&-"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=280,
         check=False,
     )
     assert (done.returncode, done.stdout) == (2, "")
@@ -171,6 +171,6 @@ def test_python_dash_m_is_the_same_command():
         [sys.executable, "-m", "forethought", "--version"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=280,
     )
     assert done.stdout == f"forethought {__version__}\n"

@@ -119,7 +119,7 @@ def test_a_type_checker_knows_the_keyword_arguments_of_an_llm(tmp_path: Path) ->
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        timeout=200,
+        timeout=280,
         check=False,
     )
     errors = [line for line in done.stdout.splitlines() if "error:" in line]

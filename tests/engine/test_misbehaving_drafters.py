@@ -168,7 +168,7 @@ class Leave:
 @pytest.mark.parametrize(
     ("number", "handler"),
     [
-        (signal.SIGINT, signal.SIG_DFL),
+        (signal.SIGINT, signal.default_int_handler),
         (signal.SIGTERM, lambda *_: sys.exit(3)),
         (signal.SIGTERM, functools.partial(leave, 3)),
         (signal.SIGTERM, functools.partial(functools.partial(Leave()), 3)),
@@ -190,12 +190,12 @@ def test_a_signal_that_comes_while_drafting_ends_the_call_and_the_engine_goes_on
     config = UserProvidedDecodingConfig(max_draft_len=3, drafter=leaving(hook, send))
     machine = engine(speculative=[config])
     samples = [machine.add(prompt, GREEDY)[0] for prompt in PROMPTS]
-    before = signal.signal(signal.SIGTERM, handler)
+    before = signal.signal(number, handler)  # Ctrl-C is ignored where tests run in the background
     try:
         with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit):
             drain(machine)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(number, before)
     machine.check_integrity()
     streamed = {sample.id: len(sample.output) for sample in samples}
     events = drain(machine)

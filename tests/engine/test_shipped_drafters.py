@@ -84,15 +84,32 @@ def per_step(sequences: list[Sequence]) -> float:
     return 1 + sum(sequence.metrics.accepted for sequence in sequences) / steps
 
 
-@pytest.mark.parametrize(
-    ("batch", "chunked", "reuse"),  # every pair of values occurs
-    [(1, True, True), (1, False, False), (7, True, False), (7, False, True)],
-    ids=["chunked, cache", "alone", "batch, chunked", "batch, cache"],
-)
-@pytest.mark.parametrize("name", SHIPPED)
+SETTINGS = {  # batch, chunked, reuse: every pair of values occurs
+    "chunked, cache": (1, True, True),
+    "alone": (1, False, False),
+    "batch, chunked": (7, True, False),
+    "batch, cache": (7, False, True),
+}
+
+
+def by_turns(names: tuple[str, ...], cases: dict[str, Any], turns: int) -> list[Any]:
+    """All cases for all drafters; of the last two, one is among the quick tests for each."""
+    return [
+        pytest.param(
+            *(name, case),
+            id=f"{name}-{label}",
+            marks=[pytest.mark.slow] if place >= turns and (place + number) % 2 else [],
+        )
+        for number, name in enumerate(names)
+        for place, (label, case) in enumerate(cases.items())
+    ]
+
+
+@pytest.mark.parametrize(("name", "setting"), by_turns(SHIPPED, SETTINGS, 2))
 def test_greedy_tokens_are_those_of_plain_decoding_in_far_fewer_steps(
-    name: str, batch: int, chunked: bool, reuse: bool
+    name: str, setting: tuple[int, bool, bool]
 ) -> None:
+    batch, chunked, reuse = setting
     config, floor = shipped(name)
     budget = {1: 24, 7: 160}[batch] if chunked else 512  # a prompt is of 30 to 41 tokens
     engine = machine(config, reuse, chunked_prefill=chunked, max_num_tokens=budget)
@@ -105,8 +122,9 @@ def test_greedy_tokens_are_those_of_plain_decoding_in_far_fewer_steps(
     expect_empty(engine)
 
 
-@pytest.mark.parametrize("params", [SAMPLED, PENALISED], ids=["sampled", "penalised"])
-@pytest.mark.parametrize("name", POINTS)
+@pytest.mark.parametrize(
+    ("name", "params"), by_turns(POINTS, {"sampled": SAMPLED, "penalised": PENALISED}, 0)
+)
 def test_sampled_tokens_are_those_of_plain_decoding_token_for_token(
     name: str, params: SamplingParams
 ) -> None:

@@ -137,15 +137,32 @@ def run(machine: Engine, count: int, params: SamplingParams = GREEDY) -> list[li
     return outputs(sequences)
 
 
-@pytest.mark.parametrize("reuse", [True, False], ids=["prefix cache", "no prefix cache"])
-@pytest.mark.parametrize("chunked", [True, False], ids=["chunked", "whole prompts"])
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("name", NAMES)
+def settings_of_drafters() -> list[Any]:
+    """Page size, chunked prefill and prefix cache, with batches of 1 and 7 by turns, so that every
+    three of the four occur together. Of the four settings with a batch of 7, each drafter has one
+    among the quick tests, the next drafter the next one."""
+    cases = []
+    for number, name in enumerate(NAMES):
+        of_seven = 0
+        for page_size, chunked, reuse in itertools.product((1, 16), (True, False), (True, False)):
+            batch = 7 if chunked ^ reuse ^ (page_size == 16) else 1
+            is_slow = batch == 7 and of_seven != number % 4
+            of_seven += batch == 7
+            words = (name, page_size, "chunked" if chunked else "whole prompts")
+            cases.append(
+                pytest.param(
+                    *(name, page_size, chunked, reuse, batch),
+                    id="-".join(map(str, (*words, "prefix cache" if reuse else "no prefix cache"))),
+                    marks=[pytest.mark.slow] if is_slow else [],
+                )
+            )
+    return cases
+
+
+@pytest.mark.parametrize(("name", "page_size", "chunked", "reuse", "batch"), settings_of_drafters())
 def test_every_drafter_gives_the_tokens_of_plain_decoding(
-    name: str, page_size: int, chunked: bool, reuse: bool
+    name: str, page_size: int, chunked: bool, reuse: bool, batch: int
 ) -> None:
-    """Batches of 1 and 7 by turns, so that every three of the four settings occur together."""
-    batch = 7 if chunked ^ reuse ^ (page_size == 16) else 1
     machine = engine(
         pages=1024 // page_size,
         page_size=page_size,
@@ -166,13 +183,14 @@ def test_every_drafter_drafts_in_half_precision_where_each_head_has_its_own_keys
     name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At batch 1 and 2, on the code path of CPUs with AMX and on that of CPUs without it."""
+    params = GREEDY.replace(max_tokens=28)
     for fewest in (sdpa.MIN_QUERIES_WITH_AMX, sdpa.MIN_QUERIES_WITHOUT_AMX):
         monkeypatch.setattr(sdpa, "MIN_QUERIES", fewest)
         machine = engine(
             "llama_mha", page_size=16, dtype=dtype, speculative=drafting(name, "llama_mha")
         )
         for batch in (1, 2):
-            sequences = [machine.add(prompt, GREEDY)[0] for prompt in PROMPTS[2 : 2 + batch]]
+            sequences = [machine.add(prompt, params)[0] for prompt in PROMPTS[2 : 2 + batch]]
             assert [event.error for event in drain(machine) if event.error] == []
             for sequence in sequences:
                 lost = logits_lost(
@@ -250,17 +268,26 @@ def think(machine: Engine, params: SamplingParams) -> list[list[int]]:
     return outputs(samples)
 
 
+def thoughtful(temperature: float) -> SamplingParams:
+    return GREEDY.replace(temperature=temperature, seed=3, max_tokens=40, logit_bias={CLOSE: -9})
+
+
+@functools.cache
+def thought(temperature: float) -> list[list[int]]:
+    """What is said without a drafter."""
+    return think(engine(pages=256), thoughtful(temperature))
+
+
 @pytest.mark.parametrize("name", [*NAMES[: NAMES.index("oracle")], "oracle", "adversary", "tree"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
 def test_a_thought_is_closed_at_its_cap_under_every_drafter(name: str, temperature: float) -> None:
-    params = GREEDY.replace(temperature=temperature, seed=3, max_tokens=40, logit_bias={CLOSE: -9})
-    expected = think(engine(pages=256), params)
+    expected = thought(temperature)
     prompts = [(*prompt, OPEN) for prompt in PROMPTS[:4] for _ in range(3)]
     answers = dict(zip(prompts, expected, strict=True))
     known = {"oracle": drafters.oracle, "adversary": drafters.adversary, "tree": drafters.bush}
     configs = [provided(known[name](answers), 4, 8)] if name in known else drafting(name)
     machine = engine(pages=256, speculative=configs)
-    found = think(machine, params)
+    found = think(machine, thoughtful(temperature))
     assert found == expected
     for number, output in enumerate(found):
         budget = [0, 3, 13, 27][number // 3]
@@ -279,8 +306,7 @@ def test_drafts_drawn_from_a_distribution_leave_the_cap_of_a_thought_as_it_is(tr
         draft_sampling="sampled",
     )
     machine = engine(pages=256, speculative=[config])
-    params = GREEDY.replace(temperature=1.0, seed=3, max_tokens=40, logit_bias={CLOSE: -9})
-    for number, output in enumerate(think(machine, params)):
+    for number, output in enumerate(think(machine, thoughtful(1.0))):
         budget = [0, 3, 13, 27][number // 3]
         assert CLOSE not in output[:budget]
         assert tuple(output[budget : budget + 3]) == CLOSING

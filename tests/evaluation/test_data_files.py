@@ -189,7 +189,7 @@ def asked(environment, *data, folder=None) -> list[str]:
         capture_output=True,
         text=True,
         encoding="utf-8",
-        timeout=120,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""The same code on a CUDA device: equal to transformers there, and to itself in any company."""
+"""The same code on a CUDA device: equal to transformers there, and batch-invariant."""
 
 from __future__ import annotations
 

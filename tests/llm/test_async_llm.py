@@ -66,7 +66,7 @@ def is_idle(llm: AsyncLLM) -> bool:
     return llm._thread.call(lambda: not list(llm._frontend.engine.scheduler)).result()
 
 
-def wait_until(condition, seconds: float = 20.0) -> None:
+def wait_until(condition, seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it never happened"
@@ -78,14 +78,16 @@ async def eventually(condition) -> None:
 
 
 @contextmanager
-def held(llm: AsyncLLM):
-    """The engine stands still before its next forward until the block is left."""
+def held(llm: AsyncLLM, after: int = 0):
+    """The engine stands still before its next forward, or ``after`` further ones, until the block
+    is left."""
     runner, entered, leave = llm._frontend.engine.runner, threading.Event(), threading.Event()
-    forward = runner.forward
+    forward, number = runner.forward, itertools.count()
 
     def waiting(rows):
-        entered.set()
-        assert leave.wait(20)
+        if next(number) >= after:
+            entered.set()
+            assert leave.wait(60)
         return forward(rows)
 
     runner.forward = waiting
@@ -164,15 +166,17 @@ def test_a_bad_prompt_is_refused_to_its_client_only(llm, expected):
 
 def test_cancelling_frees_the_pages_at_once(llm):
     async def main():
-        task = asyncio.create_task(llm.generate(PROMPTS[0], LONG))
-        await eventually(lambda: llm._frontend.engine.pool.in_use > 0)
         decoded = llm.stats.decoded
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        with held(llm, after=5) as entered:
+            task = asyncio.create_task(llm.generate(PROMPTS[0], LONG))
+            assert await asyncio.to_thread(entered.wait, 60)
+            assert llm._frontend.engine.pool.in_use > 0
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
         await eventually(lambda: is_idle(llm))
         assert llm._frontend.engine.pool.in_use == 0
-        assert llm.stats.decoded - decoded < 100
+        assert 0 < llm.stats.decoded - decoded < 10
 
     asyncio.run(main())
 
@@ -181,7 +185,7 @@ def test_a_request_cancelled_before_it_begins_never_runs(llm):
     async def main():
         with held(llm) as entered:
             first = asyncio.create_task(llm.generate(PROMPTS[0], GREEDY))
-            await asyncio.to_thread(entered.wait, 20)
+            assert await asyncio.to_thread(entered.wait, 60)
             prefilled = llm.stats.prefilled
             second = asyncio.create_task(llm.generate(PROMPTS[1], GREEDY))
             await asyncio.sleep(0)
@@ -325,26 +329,32 @@ def test_a_text_that_cannot_be_decoded_while_it_streams_fails_that_request(
 
 def test_more_requests_than_max_pending_wait_and_all_are_served(direct, expected):
     llm = AsyncLLM.over(direct, max_pending=2)
-    most = 0
+    begin, counts, step = threading.Event(), [], llm._frontend.step
+
+    def counting():
+        counts.append(len(llm._thread._streams))
+        return step()
 
     async def client(prompt):
         return await llm.generate(prompt, GREEDY)
 
     async def main():
-        nonlocal most
+        llm._thread.call(begin.wait, 60)
         tasks = [asyncio.create_task(client(prompt)) for prompt in PROMPTS * 3]
         doomed = asyncio.create_task(client(PROMPTS[0]))
         await asyncio.sleep(0)
         doomed.cancel()  # while it waits at the gate
-        while not all(task.done() for task in tasks):
-            most = max(most, len(llm._thread._streams))
-            await asyncio.sleep(0)
+        await eventually(lambda: llm._thread._commands.qsize() == 2)
+        begin.set()
+        await asyncio.wait([*tasks, doomed])
         assert doomed.cancelled()
         return [await task for task in tasks]
 
+    llm._frontend.step = counting
     outputs = asyncio.run(main())
+    del llm._frontend.step
     assert [output.outputs[0] for output in outputs] == [expected[p] for p in PROMPTS * 3]
-    assert most == 2
+    assert max(counts) == 2
     assert llm._limit._free == 2
     llm.shutdown()
     with pytest.raises(ParameterError, match="max_pending"):
@@ -518,7 +528,7 @@ def test_several_tasks_may_wait_for_one_stream(llm):
         async with llm.start(PROMPTS[0]) as session:
             stream = session.stream(GREEDY)
             both = asyncio.gather(stream.finish(), stream.finish())
-            first, second = await asyncio.wait_for(both, 20.0)
+            first, second = await asyncio.wait_for(both, 60.0)
             assert first == second
 
     asyncio.run(main())
@@ -580,7 +590,7 @@ def test_sessions_that_are_forgotten_before_the_engine_has_opened_them_are_close
     async def main():
         with held(llm) as entered:
             busy = asyncio.create_task(llm.generate(PROMPTS[0], GREEDY))
-            await asyncio.to_thread(entered.wait, 20)
+            assert await asyncio.to_thread(entered.wait, 60)
             for _ in range(300):
                 llm.start("Who?")
         await busy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
 from typing import Any
@@ -90,12 +91,16 @@ def drafting(name: str, plain: list[CompletionOutput]) -> DecodingBaseConfig:
     }[name]()
 
 
+@functools.cache
+def undrafted(temperature: float, ignore_eos: bool) -> list[CompletionOutput]:
+    return completions(build(), asked(temperature, ignore_eos))
+
+
 @pytest.mark.parametrize("ignore_eos", [False, True], ids=["eos", "no eos"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_guided_output_is_the_same_with_drafts_token_for_token(name, temperature, ignore_eos):
-    params = asked(temperature, ignore_eos)
-    plain = completions(build(), params)
+    params, plain = asked(temperature, ignore_eos), undrafted(temperature, ignore_eos)
     assert sum(completion.stop_reason == GRAMMAR_COMPLETE for completion in plain) >= 2
     with build(drafting(name, plain)) as llm:
         assert completions(llm, params) == plain
@@ -119,6 +124,11 @@ def p_value(first: Counter[str], second: Counter[str]) -> float:
     return float(stats.chi2_contingency(table).pvalue)
 
 
+@functools.cache
+def undrafted_tally() -> Counter[str]:
+    return tally(build(), 800, 4.0, seed=1)
+
+
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 def test_drafts_sampled_without_the_shape_leave_the_distribution_within_it(tree):
     """Statistic: chi-squared between 800 draws with and 800 without drafts; p above 1e-4.
@@ -129,7 +139,7 @@ def test_drafts_sampled_without_the_shape_leave_the_distribution_within_it(tree)
     config = DraftTargetDecodingConfig(
         speculative_model=MODEL, max_draft_len=2, draft_sampling="sampled", draft_choices=choices
     )
-    plain = tally(build(), 800, 4.0, seed=1)
+    plain = undrafted_tally()
     with build(config) as llm:
         found = tally(llm, 800, 4.0, seed=2)
         assert p_value(plain, found) > 1e-4

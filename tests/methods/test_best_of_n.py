@@ -19,7 +19,7 @@ from forethought.scaffolding import (
     ScaffoldingLlm,
     ScriptedWorker,
 )
-from scripted import answer
+from scripted import TimeEnds, answer
 
 
 def best(texts, count, kind=BestOfNController, **options):
@@ -256,16 +256,16 @@ def test_settings_of_judges_are_checked():
 
 def test_when_the_budget_ends_the_best_of_those_finished_is_returned():
     replies = ["aa", "bb", Reply("cc", delay=60)]
-    worker = ScriptedWorker(replies, score=lambda question, text: float(text == "bb"))
+    worker = TimeEnds(replies, score=lambda question, text: float(text == "bb"))
     controller = BestOfNController(NativeGenerationController(), NativeRewardController(), 3)
-    output = answer(controller, worker, budget=Budget(seconds=0.3)).output
+    output = answer(controller, worker, budget=Budget(seconds=600)).output
     assert (output.text, output.candidates) == ("aa", ["aa", "bb", None])
     assert output.meta["best_of_n"]["scores"] == [0.0, 0.0, None], "no reward could be asked"
     scripted = [sure("aa", 1), sure("bb", 2), Reply("cc", delay=60)]
     controller = BestOfNController(
         NativeGenerationController(), ConfidenceRewardController("mean"), 3
     )
-    output = answer(controller, ScriptedWorker(scripted), budget=Budget(seconds=0.3)).output
+    output = answer(controller, TimeEnds(scripted), budget=Budget(seconds=600)).output
     assert output.text == "bb", "the confidence costs nothing"
     with pytest.raises(BudgetExceeded):
         answer(controller, ScriptedWorker([Reply("a", delay=60)] * 3), budget=Budget(seconds=0.1))

@@ -8,7 +8,7 @@ from forethought import methods
 from forethought.errors import BudgetExceeded, ParameterError, UnknownNameError
 from forethought.methods.compute_optimal import PROBES, Policy, fit
 from forethought.scaffolding import Budget, Reply, ScriptedWorker
-from scripted import answer
+from scripted import TimeEnds, answer
 
 POLICY = Policy(4, (0.25, 0.5), (PROBES, "majority_vote@3", "best_of_n@2"))
 REWARD = {"method": "forethought.scaffolding.confidence:ConfidenceRewardController"}
@@ -19,7 +19,8 @@ def boxed(text):
 
 
 def ask(answers, policy=POLICY, budget=None, **settings):
-    worker = ScriptedWorker([each if isinstance(each, Reply) else boxed(each) for each in answers])
+    kind = TimeEnds if budget is not None and budget.seconds else ScriptedWorker
+    worker = kind([each if isinstance(each, Reply) else boxed(each) for each in answers])
     controller = methods.create("compute_optimal", policy=policy, **settings)
     result = answer(controller, worker, budget=budget)
     return result.output, worker
@@ -63,10 +64,10 @@ def test_the_seeds_of_probes_and_of_the_methods_samples_are_all_different():
 
 def test_when_the_budget_ends_the_probes_answer_is_returned():
     slow = Reply("slow", delay=60)
-    output, _ = ask([*"5567", slow, slow, slow], SIMPLE, Budget(seconds=0.3))
+    output, _ = ask([*"5567", slow, slow, slow], SIMPLE, Budget(seconds=600))
     assert (output.text, output.meta["compute_optimal"]["method"]) == (boxed("5"), PROBES)
     with pytest.raises(BudgetExceeded):
-        ask([slow] * 4, SIMPLE, Budget(seconds=0.1))
+        ask([slow] * 4, SIMPLE, Budget(seconds=600))
 
 
 def test_methods_of_a_policy_get_their_settings_and_mistakes_are_refused():

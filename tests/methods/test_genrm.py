@@ -12,7 +12,7 @@ from forethought.errors import ParameterError
 from forethought.outputs import Logprob
 from forethought.scaffolding import Budget, EngineWorker, Reply, ScriptedWorker
 from forethought.scaffolding.genrm_controller import VERIFY_PROMPT, YES_NO_PROMPT
-from scripted import answer
+from scripted import TimeEnds, answer
 from tokens import thinking
 
 ANSWERS = ["six", "seven", "eight"]
@@ -86,10 +86,10 @@ def test_the_verifications_that_the_budget_leaves_are_counted():
     def script(prompt, index):
         reply = says(prompt, index)
         late = prompt.endswith(VERIFY_PROMPT) and ("seven" not in prompt or index)
-        return Reply(reply, delay=5.0) if late else reply
+        return Reply(reply, delay=60.0) if late else reply
 
-    worker = ScriptedWorker(script)
-    output = best(worker, budget=Budget(seconds=1.0)).output
+    worker = TimeEnds(script)
+    output = best(worker, budget=Budget(seconds=600)).output
     assert output.meta["best_of_n"]["scores"] == [None, pytest.approx(0.7), None]
     assert output.text == "seven"
     assert all(call.ended is not None for call in worker.calls)

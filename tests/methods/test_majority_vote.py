@@ -1,5 +1,6 @@
 """Majority vote: the most frequent answer wins, and samples that cannot change it are cancelled."""
 
+import asyncio
 import math
 import random
 import threading
@@ -24,6 +25,7 @@ from forethought.scaffolding.answers import (
     TextEquivalence,
     lead_probability,
 )
+from forethought.scaffolding.execution_scope import current_scope
 from scripted import answer
 
 
@@ -441,12 +443,19 @@ def test_a_vote_counts_the_answers_that_could_be_compared_in_time():
     """Comparing the third answer takes longer than the budget allows."""
 
     def equal(one, other):
-        return "slow" not in (one, other) or not done.wait(20)
+        if "slow" not in (one, other):
+            return True
+        loop, account = running[0]
+        loop.call_soon_threadsafe(account.expire)  # now its seconds are over
+        return not done.wait(60)
 
-    done = threading.Event()
+    def script(prompt, index):
+        running.append((asyncio.get_running_loop(), current_scope().account))
+        return [r"\boxed{1}", r"\boxed{1}", r"\boxed{slow}"][index]
+
+    done, running = threading.Event(), []
     controller = MajorityVoteController(NativeGenerationController(), 3, False, equivalence=equal)
-    worker = ScriptedWorker([r"\boxed{1}", r"\boxed{1}", r"\boxed{slow}"])
-    result = answer(controller, worker, budget=Budget(seconds=0.3), timeout=10)
+    result = answer(controller, ScriptedWorker(script), budget=Budget(seconds=600), timeout=50)
     done.set()
     assert result.output.text == r"\boxed{1}"
 

@@ -25,7 +25,7 @@ from forethought.scaffolding import (
 )
 from forethought.scaffolding.revision import RevisionEnd
 from openai_server import serving
-from scripted import answer
+from scripted import TimeEnds, answer
 from tokens import thinking
 
 FEEDBACK = ["It is wrong: 3 + 4 is 7.", "Say which.", "it is CORRECT, well done."]
@@ -118,9 +118,9 @@ def test_the_last_whole_answer_is_returned_when_the_budget_is_spent(budget, text
 
 
 def test_without_a_first_answer_the_budget_is_an_error():
-    worker = ScriptedWorker(lambda prompt, index: Reply("x", delay=5.0))
+    worker = TimeEnds(lambda prompt, index: Reply("x", delay=60.0))
     with pytest.raises(BudgetExceeded):
-        run("self_refine", worker, budget=Budget(seconds=0.05))
+        run("self_refine", worker, budget=Budget(seconds=600))
     assert [call.ended for call in worker.calls] == ["cancelled"]
 
 

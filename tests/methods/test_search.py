@@ -175,6 +175,13 @@ def test_dvts_searches_greedily_in_every_subtree():
     assert result.output.candidates == ["a;d;i.", "a;d;j.", "a;e.", "c;h."]
 
 
+def test_dvts_continues_the_best_step_of_a_subtree_wherever_it_stands():
+    worker = Scripted(scores=SCORES | {"a;": 0.4})
+    result, _ = search("dvts", worker, default_sample_num=2, width=2)
+    assert worker.prompts == ["p", "p", "pb;", "pb;"], "b .5 is better than a .4"
+    assert result.output.text == "b;f."
+
+
 def test_a_subtree_does_not_wait_for_another():
     tree = {"": ["a;", "b;"], "a;": ["d;"], "a;d;": ["i."], "b;": [Reply("f.", delay=0.3)]}
     _, worker = search("dvts", Scripted(tree), default_sample_num=2, width=1)

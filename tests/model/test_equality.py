@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -127,8 +128,11 @@ KV_HEADS = {"MHA": 4, "GQA": 2, "MQA": 1}
 ROUTED = {"qwen3_moe", "gpt_oss", "deepseek_v3"}
 
 
-def half_precision_matrix() -> list[tuple[str, str, bool]]:
-    """(architecture, layout of the key-value heads, whether the forward is fused)."""
+def half_precision_matrix() -> list[Any]:
+    """(architecture, layout of the key-value heads, whether the forward is fused, dtype).
+
+    Each three of them have one of the two dtypes among the quick tests, by turns, so that layouts,
+    ways of computing, and architectures of several layouts have both there."""
     cases = []
     for architecture in models.ARCHITECTURES:
         if architecture in ("llama_mha", "llama_mqa"):
@@ -136,11 +140,16 @@ def half_precision_matrix() -> list[tuple[str, str, bool]]:
         layouts = ["MHA"] if architecture in ("gpt2", "deepseek_v3") else list(KV_HEADS)
         ways = (True, False) if architecture in FUSED else (False,)
         cases += [(architecture, layout, fuse) for layout in layouts for fuse in ways]
-    return cases
+    return [
+        pytest.param(
+            *(*case, dtype), marks=[pytest.mark.slow] if (number + number // 2 + other) % 2 else []
+        )
+        for number, case in enumerate(cases)
+        for other, dtype in enumerate(("bfloat16", "float16"))
+    ]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize(("architecture", "layout", "fuse"), half_precision_matrix())
+@pytest.mark.parametrize(("architecture", "layout", "fuse", "dtype"), half_precision_matrix())
 def test_in_half_precision_each_token_is_the_most_probable_but_for_rounding(
     architecture: str, layout: str, fuse: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import random
+import re
 import subprocess
 from pathlib import Path
 
@@ -124,6 +125,42 @@ def test_a_path_of_a_draft_tree_is_the_same_to_the_last_bit_as_its_tokens_alone(
     parents = (-1, -1, 0, 0, 1, 3)
     found = runner.forward([Row(nodes, 20, table, parents)])
     assert torch.equal(found[[0, 3, 5]], logits(lm, 1)[20:23])
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+def test_slots_that_no_token_attends_to_may_hold_anything(scattered: bool) -> None:
+    """Not even zero times their values is added: they are not numbers here."""
+    lm, prompt, found = native("mistral"), tokens(), []
+    (window,) = set(lm.windows)
+    assert window is not None
+    for filling in (0.0, float("nan")):
+        runner, pool = new_runner(lm)
+        if scattered:
+            scatter(pool)
+        for cache in (*runner.storage.keys, *runner.storage.values):
+            cache.fill_(filling)
+        table = PageTable(pool)
+        table.append(45)
+        runner.forward([Row(prompt[:45], 0, table, logits_from=45)])
+        slots = table.slots(0, 45 - window + 1)
+        for cache in (*runner.storage.keys, *runner.storage.values):
+            cache[slots] = filling
+        table.append(LONG - 45)
+        found.append(runner.forward([Row(prompt[45:], 45, table)]))
+    assert found[0].isfinite().all()
+    assert torch.equal(*found)
+
+
+def test_layers_with_and_without_experts_may_alternate(tmp_path: Path) -> None:
+    """The MLP of a layer is as wide as its own weights, not as the experts of another."""
+    config = loader.load(models.tiny("qwen3_moe")).config
+    config.update({"mlp_only_layers": [1], "intermediate_size": 88})
+    models.save_random(config, tmp_path / "mixed")
+    found = [
+        logits(loader.load(tmp_path / "mixed", dtype="float32", **settings), 45)
+        for settings in ({"fuse": False}, {"forward": "native"})
+    ]
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "gemma3"])
@@ -300,6 +337,13 @@ def test_what_cannot_be_native_is_refused_and_auto_says_why(architecture, settin
     assert why in str(lm.path.reason)
 
 
+def test_more_experts_per_token_than_it_has_room_for_are_refused(monkeypatch) -> None:
+    monkeypatch.setattr(weights, "MAX_TOP_K", 1)
+    lm = loader.load(models.tiny("qwen3_moe"), forward="auto")
+    assert lm.path.taken != "native"
+    assert "2 experts per token" in str(lm.path.reason)
+
+
 def test_without_a_compiler_torch_computes_and_the_reason_is_told(monkeypatch) -> None:
     monkeypatch.setattr(loader, "find_compiler", lambda: None)
     lm = loader.load(models.tiny("llama"), forward="auto")
@@ -310,7 +354,9 @@ def test_with_a_failing_compiler_torch_computes_and_a_warning_tells_why(
     monkeypatch, tmp_path, caplog
 ) -> None:
     compiler = tmp_path / "c++"
-    compiler.write_text("#!/bin/sh\necho no OpenMP here >&2\nexit 1\n")
+    compiler.write_text(
+        "#!/bin/sh\necho In file included from >&2\necho error: no OpenMP here >&2\nexit 1\n"
+    )
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("FORETHOUGHT_CACHE", str(tmp_path / "cache"))
@@ -363,6 +409,20 @@ def test_another_start_loads_what_was_compiled(monkeypatch) -> None:
     library.load_library.cache_clear()
     monkeypatch.setattr(library, "compile_library", lambda *args: pytest.fail("compiled again"))
     library.load_library()
+
+
+def test_every_file_that_is_included_names_the_library(monkeypatch, tmp_path) -> None:
+    texts = {source.name: source.read_text() for source in library.SOURCES}
+    included = set(re.findall(r'#include "(.+)"', "".join(texts.values())))
+    assert {*included, library.SOURCE.name} == texts.keys()
+    paths = {library.library_path("c++")}
+    for name in texts:
+        copies = [tmp_path / each for each in texts]
+        for copy in copies:
+            copy.write_text(texts[copy.name] + "// changed" * (copy.name == name))
+        monkeypatch.setattr(library, "SOURCES", copies)
+        paths.add(library.library_path("c++"))
+    assert len(paths) == 1 + len(texts)
 
 
 @pytest.mark.slow

@@ -114,7 +114,8 @@ def test_seconds_end_what_is_in_flight():
     worker = ScriptedWorker([Reply("x", delay=60)])
     with pytest.raises(BudgetExceeded, match="seconds"):
         answer(NativeGenerationController(), worker, budget=Budget(seconds=0.1))
-    assert worker.calls[0].ended == "cancelled"
+    # No call, if the machine has stood still for so long.
+    assert all(call.ended == "cancelled" for call in worker.calls)
 
 
 def test_controllers_can_read_what_is_left():
@@ -320,7 +321,7 @@ def test_a_stream_that_is_being_ended_when_the_budget_runs_out_is_ended():
 
 
 def blocking(done):
-    done.wait(20)
+    done.wait(120)
 
 
 async def forever(done):
@@ -340,6 +341,6 @@ def test_the_seconds_of_a_budget_end_a_compute_task_too(function):
             tasks[0].output_str = "in time"
 
     done = threading.Event()
-    result = answer(Computes(), ScriptedWorker(), budget=Budget(seconds=0.05), timeout=10)
+    result = answer(Computes(), ScriptedWorker(), budget=Budget(seconds=0.05), timeout=60)
     done.set()
     assert result.output.text == "in time"

@@ -19,13 +19,14 @@ from forethought.scaffolding import (
     ParallelProcess,
     Reply,
     RewardTask,
+    ScaffoldingLlm,
     ScriptedWorker,
     StreamGenerationTask,
     Task,
     TaskStatus,
     Worker,
 )
-from scripted import TAG, Together, answer
+from scripted import TAG, Together, answer, has_begun
 
 
 def ask(prompt, **fields):
@@ -187,7 +188,7 @@ def test_more_can_be_put_in_flight_while_the_rest_goes_on():
                     running.add(ask(str(len(seen))))
         return seen
 
-    worker = ScriptedWorker(lambda p, _: Reply(p, delay=0.2 if p == "slow" else 0.0))
+    worker = ScriptedWorker(lambda p, _: Reply(p, delay=1.0 if p == "slow" else 0.0))
     assert played(play, worker) == ["0", "1", "2", "slow"]
 
 
@@ -213,7 +214,7 @@ def test_a_failure_in_flight_can_be_caught_and_the_rest_goes_on():
                     seen.append("failed")
         return seen
 
-    worker = ScriptedWorker({"bad": Reply("", error=OSError()), "good": Reply("good", delay=0.1)})
+    worker = ScriptedWorker({"bad": Reply("", error=OSError()), "good": Reply("good", delay=0.5)})
     assert played(play, worker) == ["failed", "good"]
 
 
@@ -311,8 +312,8 @@ def test_slow_work_is_done_off_the_event_loop():
     said, all_three = threading.Event(), threading.Barrier(3)
 
     def slow(x, y=0):
-        all_three.wait(20)  # at the same time as each other
-        said.wait(20)  # and while the loop goes on
+        all_three.wait(60)  # at the same time as each other
+        said.wait(60)  # and while the loop goes on
         return x + y, threading.current_thread().name
 
     def script(prompt, index):
@@ -374,7 +375,7 @@ def test_a_stream_ends_when_its_cancel_flag_is_set():
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_stream_that_is_left_between_two_steps_is_ended_all_the_same(begun):
-    """Nobody waits for it just then: it is about to, or has come back and was not taken."""
+    """Between two steps: not waited for yet, or finished with a result that was not taken."""
 
     def play():
         stream = StreamGenerationTask(input_str="p", worker_tag=TAG, streaming_step=1)
@@ -417,9 +418,12 @@ def test_the_generator_is_closed_when_the_request_is_cancelled():
             closed.set()
 
     worker = ScriptedWorker([Reply("x", delay=60)])
-    with pytest.raises(TimeoutError):
-        answer(Play(play), worker, timeout=0.1)
-    assert closed.wait(5)
+    with ScaffoldingLlm(Play(play), {"generation": worker}) as llm:
+        result = llm.generate_async("p")
+        assert has_begun(worker)
+        with pytest.raises(TimeoutError):
+            result.result(timeout=0.1)
+        assert closed.wait(60)
     assert worker.calls[0].ended == "cancelled"
 
 

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from engines import expect_empty
+from engines import expect_empty, held_back
 from forethought import LLM, AsyncLLM, SamplingParams, assets
 from forethought.config.guided import GuidedDecodingParams
 from forethought.errors import BudgetExceeded, ContextLengthError, ParameterError, UsageError
@@ -66,7 +66,7 @@ def worker(direct, long):
     worker = EngineWorker(direct, max_parked=2)
     try:
         yield worker
-        deadline = time.perf_counter() + 20
+        deadline = time.perf_counter() + 60
         while sequences(worker) and time.perf_counter() < deadline:
             gc.collect()  # a session that only a traceback held
             time.sleep(0.01)
@@ -76,7 +76,7 @@ def worker(direct, long):
     expect_empty(direct._frontend.engine)
 
 
-def wait_until(condition, seconds=20.0):
+def wait_until(condition, seconds=60.0):
     deadline = time.perf_counter() + seconds
     while not condition() and time.perf_counter() < deadline:
         time.sleep(0.005)
@@ -276,7 +276,7 @@ def test_tokens_are_streamed_as_they_come(worker, direct, long, monkeypatch):
 
     def patient_step():
         """Give the first token time to be heard; between steps the engine answers questions."""
-        if not heard.wait(0.1):
+        if not heard.wait(3.0):
             unheard.append(engine.stats.decoded)
         return step()
 
@@ -758,10 +758,12 @@ def test_a_step_of_zero_comes_back_at_once(worker):
         while not stream.end_flag:
             yield [stream]
             sizes.append(len(stream.output_tokens))
+            let_go.set()
             time.sleep(0.01)
         return sizes
 
-    sizes = played(worker, play)
+    with held_back(worker.llm, after=30) as let_go:
+        sizes = played(worker, play)
     assert sizes[0] < 100  # it was not waited for
     assert sizes[-1] == 100
 
@@ -774,7 +776,8 @@ def test_a_stream_can_be_cancelled(worker):
         yield [stream]
         return stream.end_flag, stream.finish_reason, 5 <= len(stream.output_tokens) < 200
 
-    assert played(worker, play) == (True, "abort", True)
+    with held_back(worker.llm, after=20):
+        assert played(worker, play) == (True, "abort", True)
 
 
 def test_a_stream_that_is_cancelled_keeps_what_was_seen_of_it(worker, long):
@@ -797,7 +800,8 @@ def test_a_stream_that_is_left_ends_with_its_request_and_is_paid_for(worker):
         yield [stream]
 
     before = worker.llm.stats
-    result = answer(Play(play), worker)
+    with held_back(worker.llm, after=20):
+        result = answer(Play(play), worker)
     assert not sequences(worker)
     assert cost(worker, before) == (result.usage.prefilled, result.usage.decoded)
     assert 5 <= result.usage.decoded < 200
@@ -876,12 +880,15 @@ def test_branches_with_the_same_prompt_prefill_it_once(worker):
 
 def test_a_cancelled_request_gives_its_pages_back_at_once(worker):
     native = NativeGenerationController({**GREEDY, "n": 3})
-    with ScaffoldingLlm(native, {"generation": worker}) as llm:
+    with (
+        ScaffoldingLlm(native, {"generation": worker}) as llm,
+        held_back(worker.llm, after=20),
+    ):
         result = llm.generate_async(PROMPT, sampling_params={"max_tokens": 240})
-        time.sleep(0.05)
+        wait_until(lambda: sequences(worker))
         result.abort()
         with pytest.raises(Exception, match="cancelled"):
-            result.result(5)
+            result.result(60)
         assert not sequences(worker)
 
 
@@ -894,7 +901,8 @@ def test_a_cancelled_task_is_ended_while_its_request_goes_on(worker, kind):
         yield [ComputeTask(wait_until, lambda: len(sequences(worker)) == 1)]
         return True
 
-    assert played(worker, play)
+    with held_back(worker.llm, after=20):
+        assert played(worker, play)
 
 
 def test_the_budget_is_kept_by_the_engine(worker):

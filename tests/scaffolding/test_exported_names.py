@@ -71,6 +71,13 @@ INSTEAD = {
 CONTRIB = {
     "Dynasor": ["DynasorGenerationController"],
     "AsyncGeneration": ["StreamGenerationTask", "stream_generation_handler"],
+    "DeepConf": [
+        "DeepConfOfflineController",
+        "DeepConfOnlineController",
+        "DeepConfOfflineMajorityVoteController",
+        "DeepConfOnlineMajorityVoteController",
+    ],
+    "TreeInference": ["MCTSController", "TOTController"],
 }
 """Modules of ``contrib`` -> their names that are here, under the same module name."""
 

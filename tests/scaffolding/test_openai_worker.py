@@ -318,7 +318,7 @@ def test_a_single_stop_string_is_taken_as_the_reason_unless_the_server_sends_one
 
 def test_tokens_are_streamed_through_a_method(server):
     server.says = lambda body: ["a", "b", "c"]
-    server.seconds_per_piece = 0.05
+    server.seconds_per_piece = 0.0
     worker = Client(server)
     llm = ScaffoldingLlm(NativeGenerationController(streaming=True), {"generation": worker})
     try:

@@ -19,12 +19,8 @@ from transformers import (
 
 from forethought.errors import ModelError, ParameterError
 from forethought.scaffolding import PRMController, RewardTask, RewardWorker
-from forethought.scaffolding.workers.reward_model import (
-    PrefixTree,
-    RewardModel,
-    RewardQuery,
-    is_reward_model,
-)
+from forethought.scaffolding.workers.reward_cache import RewardPrefixCache
+from forethought.scaffolding.workers.reward_model import RewardModel, RewardQuery, is_reward_model
 from reward_models import save, tokenizer
 
 QUESTION, ANSWER = "What is 2 + 3 x 4?", "3 x 4 = 12.\n2 + 12 = 14.\nSo it is 14."
@@ -295,7 +291,7 @@ def test_a_tree_of_random_rows_holds_each_of_them_once(seed):
             results.append((torch.tensor(ids).double().view(1, 1, 1, -1, 1), scores))
         return results
 
-    tree = PrefixTree(compute, max_tokens=rng.choice((0, 40, 10_000)))
+    tree = RewardPrefixCache(compute, max_tokens=rng.choice((0, 40, 10_000)))
     for _ in range(30):
         rows = [[rng.randrange(2) for _ in range(rng.randrange(1, 30))] for _ in range(3)]
         before = sum(len(ids) for _, ids in computed)

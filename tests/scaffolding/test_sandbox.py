@@ -350,8 +350,8 @@ def test_a_program_that_does_not_end_is_ended(kind: Isolation, source: str) -> N
     result = of_kind(kind, time_limit=0.5).run(source)
     assert result.status == "timeout"
     assert "out of time" in result.stderr
-    assert 0.5 <= result.seconds < 10.0
-    assert time.monotonic() - began < 60.0
+    assert 0.5 <= result.seconds < 50.0  # and not 60
+    assert time.monotonic() - began < 200.0
 
 
 def test_memory_is_limited(box: Sandbox) -> None:
@@ -492,7 +492,7 @@ def test_a_program_ends_with_a_parent_that_is_killed(kind: Isolation, tmp_path: 
     _until(lambda: not _is_alive(int(child)))
 
 
-def _until(condition, seconds: float = 30.0):
+def _until(condition, seconds: float = 100.0):
     """The first true value of ``condition``."""
     ended, deadline = threading.Event(), time.monotonic() + seconds
     while not (found := condition()):

@@ -40,7 +40,7 @@ class Asked:
 
     def wait(self):
         """The next one that is asked."""
-        return self.news.get(timeout=60)
+        return self.news.get(timeout=200)
 
 
 @pytest.fixture
@@ -58,37 +58,37 @@ def asked(monkeypatch):
 
 def ended(process):
     """Whether a process has come to its end, soon."""
-    return process._popen.wait(60) is not None
+    return process._popen.wait(200) is not None
 
 
 def test_hostile_formulas_share_one_budget_and_leave_a_part_of_it_to_others(pool):
     towers = [f"{n}+{TOWER}" for n in range(5)]
-    found = pool.forms([towers[0], "x+1", *towers[1:]], 3.0, 1.0).result(120)
+    found = pool.forms([towers[0], "x+1", *towers[1:]], 3.0, 1.0).result(200)
     assert list(found.known) == ["x+1"]
     assert found.seconds < 20.0  # 3, and what a busy machine adds
 
 
 def test_a_form_is_worked_out_once(pool, asked):
-    first = pool.forms(["x+1"], LONG).result(60)
-    assert pool.forms(["x+1"], LONG).result(60) == (first.known, 0.0)
+    first = pool.forms(["x+1"], LONG).result(200)
+    assert pool.forms(["x+1"], LONG).result(200) == (first.known, 0.0)
     assert len(asked.processes) == 1
 
 
 def test_a_formula_for_which_there_was_too_little_time_is_tried_again(pool):
-    assert pool.forms(["x+1"], 0.0).result(60).known == {}
-    assert pool.forms(["x+1"], LONG).result(60).known
+    assert pool.forms(["x+1"], 0.0).result(200).known == {}
+    assert pool.forms(["x+1"], LONG).result(200).known
 
 
 def test_cancelling_ends_the_process_that_is_at_it_and_no_other(pool, asked):
     hostile = pool.forms([TOWER], LONG)
     at_it = asked.wait()
-    assert pool.forms(["x+1"], LONG).result(60).known
+    assert pool.forms(["x+1"], LONG).result(200).known
     other = asked.wait()
     hostile.cancel()
     assert ended(at_it)
     assert other is not at_it
     assert other._popen.poll() is None
-    assert pool.forms(["x+2"], LONG).result(60).known
+    assert pool.forms(["x+2"], LONG).result(200).known
 
 
 def test_more_formulas_than_processes_wait_and_may_be_cancelled(asked):
@@ -98,13 +98,13 @@ def test_more_formulas_than_processes_wait_and_may_be_cancelled(asked):
         waiting, cancelled = pool.forms(["x+1"], LONG), pool.forms(["x+2"], LONG)
         cancelled.cancel()
         hostile.cancel()
-        assert waiting.result(60).known
+        assert waiting.result(200).known
     assert len({id(process) for process in asked.processes}) == 2
 
 
 def test_a_closed_pool_has_no_process_and_takes_no_work(asked):
     pool = SympyPool()
-    assert pool.forms(["x+1"], LONG).result(60).known
+    assert pool.forms(["x+1"], LONG).result(200).known
     idle = asked.wait()
     hostile = pool.forms([TOWER], LONG)
     busy = asked.wait()
@@ -112,22 +112,22 @@ def test_a_closed_pool_has_no_process_and_takes_no_work(asked):
     pool.close()
     for future in (hostile, waiting, pool.forms(["x"], LONG)):
         with pytest.raises(EngineStopped):
-            future.result(60)
+            future.result(200)
     assert ended(idle)
     assert ended(busy)
 
 
 def test_it_works_from_many_threads_at_once(pool):
     futures = [pool.forms([f"x+{n}", f"{n}+x"], LONG) for n in range(12)]
-    found = [set(future.result(120).known.values()) for future in futures]
+    found = [set(future.result(200).known.values()) for future in futures]
     assert [len(forms) for forms in found] == [1] * 12
     assert len(set.union(*found)) == 12
 
 
 def test_math_verify_compares_two_answers(pool):
-    assert pool.verify("50", r"50\%", LONG).result(60)
-    assert not pool.verify("51", r"50\%", LONG).result(60)
-    assert not pool.verify(TOWER, "5x", 0.3).result(60)
+    assert pool.verify("50", r"50\%", LONG).result(200)
+    assert not pool.verify("51", r"50\%", LONG).result(200)
+    assert not pool.verify(TOWER, "5x", 0.3).result(200)
 
 
 # ---- in a request -----------------------------------------------------------------
@@ -147,7 +147,7 @@ def test_a_request_that_ends_takes_its_hostile_vote_with_it(asked):
         process = asked.wait()
         result.abort()
         with pytest.raises(RequestCancelled):
-            result.result(60)
+            result.result(200)
         assert ended(process)
 
 
@@ -156,7 +156,7 @@ def test_shutting_down_ends_the_processes(asked):
         result = llm.generate_async("p")
         process = asked.wait()
     with pytest.raises(EngineStopped):
-        result.result(60)
+        result.result(200)
     assert ended(process)
     assert not [t for t in threading.enumerate() if t.name == "forethought-sympy" and joined(t)]
 
@@ -222,7 +222,7 @@ def test_a_process_ends_when_its_parent_is_killed(work):
 
 def test_a_hostile_formula_does_not_hold_up_the_end_of_the_interpreter():
     command, options = run(PARENT.format(end="").replace("5.0", "3000.0"), TOWER)
-    assert subprocess.run(command, timeout=60, check=True, **options).stdout.endswith("busy\n")
+    assert subprocess.run(command, timeout=200, check=True, **options).stdout.endswith("busy\n")
 
 
 @pytest.mark.parametrize("path", [None, ".", "", "absolute"])
@@ -239,7 +239,7 @@ def test_what_lies_in_the_working_directory_is_not_executed(path, tmp_path):
     command, options = run(
         code, cwd=tmp_path, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     )
-    subprocess.run(command, timeout=120, check=True, **options)
+    subprocess.run(command, timeout=200, check=True, **options)
     assert not (tmp_path / "executed").exists()
 
 

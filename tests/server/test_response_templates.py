@@ -105,7 +105,8 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncLLM]:
     hf = copy.deepcopy(byte_level())
     hf.chat_template, hf.response_template = TEMPLATE, RESPONSE
     hf.save_pretrained(path)
-    llm = AsyncLLM(path, dtype="float32")
+    patient = {"compile_timeout": 600}  # of grammars, on a busy machine
+    llm = AsyncLLM(path, dtype="float32", guided_decoding_config=patient)
     yield llm
     llm.shutdown()
 

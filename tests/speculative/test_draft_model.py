@@ -64,7 +64,7 @@ def test_ranks_beyond_the_vocabulary_are_refused() -> None:
         {"temperature": 1.0, "repetition_penalty": 1.3, "stop_token_ids": [LAST], "min_tokens": 9},
     ],
 )
-def test_ids_that_only_one_model_has_fail_nobody(
+def test_ids_that_only_one_model_has_fail_no_request(
     kind: str, size: int, asked: dict[str, Any], tmp_path: Path
 ) -> None:
     params = SamplingParams(max_tokens=12, seed=1, ignore_eos=True, **asked)

@@ -111,9 +111,22 @@ def _alike(each: Seen, oracle: Oracle, growth: dict[str, Any]) -> bool:
     return list(each.draft.tokens) == chain(oracle, each.tokens, each.depth)
 
 
-@pytest.mark.parametrize("growth", [CHAIN, STATIC, DYNAMIC], ids=["chain", "static", "dynamic"])
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-@pytest.mark.parametrize("page_size", [1, 16])
+GROWTHS = {"chain": CHAIN, "static": STATIC, "dynamic": DYNAMIC}
+
+
+@pytest.mark.parametrize(
+    ("kind", "growth", "page_size"),  # a kind and a growth have one of the page sizes, by turns
+    [
+        pytest.param(
+            *(kind, growth, page_size),
+            id=f"{page_size}-{kind}-{name}",
+            marks=[pytest.mark.slow] if (number + other + (page_size == 16)) % 2 else [],
+        )
+        for page_size in (1, 16)
+        for other, kind in enumerate(("eagle", "eagle3"))
+        for number, (name, growth) in enumerate(GROWTHS.items())
+    ],
+)
 def test_every_draft_of_a_batch_is_that_of_the_formulas(
     diary: list[Seen], kind: str, growth: dict[str, Any], page_size: int
 ) -> None:
@@ -380,8 +393,18 @@ def drafted_by(directory: Path, growth: dict[str, Any], architecture: str = "lla
     return running
 
 
-@pytest.mark.parametrize("growth", [CHAIN, DYNAMIC], ids=["chain", "dynamic"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "growth"),  # how a draft grows does not depend on the layout: the first has both
+    [
+        pytest.param(
+            *(layout, growth),
+            id=f"{layout}-{name}",
+            marks=[pytest.mark.slow] if number and growth is DYNAMIC else [],
+        )
+        for number, layout in enumerate(LAYOUTS)
+        for name, growth in (("chain", CHAIN), ("dynamic", DYNAMIC))
+    ],
+)
 def test_the_trees_of_a_published_head_are_those_of_the_states_that_it_was_trained_with(
     diary: list[Seen], deep: Path, layout: str, growth: dict[str, Any]
 ) -> None:

@@ -249,10 +249,11 @@ def known(goodput, alphas, forward, drafting, context=0.0):
     """Let the policy know a machine and its requests exactly."""
     goodput.forward = SimpleNamespace(
         ready=True,
-        predict=lambda tokens, context: forward(tokens),
+        predict=lambda tokens, context: float(forward(tokens)),
         predict_many=lambda tokens, context: forward(tokens),
     )
     goodput.drafting.coefficients = np.array(drafting, np.float64)
+    goodput.drafting._line = list(drafting)
     levels = np.arange(1, goodput._depths[-1] + 1)
     goodput.acceptance.survival = lambda ids: np.power.outer(np.asarray(alphas), levels)
     goodput._widest = 10**6
@@ -284,6 +285,12 @@ def test_it_finds_what_trying_all_lengths_finds(seed):
     caps = rng.integers(1, most + 1, rows)
     survival = policy.acceptance.survival(range(rows))
     found, ratio = policy._search(survival, caps, rows)
+    for search in (policy._search_few, policy._search_many):
+        same, same_ratio = search(survival, survival, caps, rows)
+        assert value(same, alphas, forward, drafting, rows) == pytest.approx(
+            value(found, alphas, forward, drafting, rows)
+        )
+        assert same_ratio == pytest.approx(ratio)
     every = [d for d in itertools.product(*(range(cap + 1) for cap in caps)) if any(d)]
     values = [value(depths, alphas, forward, drafting, rows) for depths in every]
     assert value(found, alphas, forward, drafting, rows) == pytest.approx(max(values))
@@ -443,8 +450,16 @@ def test_it_never_exceeds_what_a_request_allows():
 PROFILES = list(itertools.product(("flat", "rising", "bound", "bent"), DRAFTERS))
 
 
-@pytest.mark.parametrize(("forward", "draft"), PROFILES[::2])
-@pytest.mark.parametrize("rows", [1, 16, 64])
+def profiles_by_turns():
+    """Every other profile with every number of rows; each has one of them among the quick tests."""
+    return [
+        pytest.param(*profile, rows, marks=[pytest.mark.slow] if (number + place) % 3 else [])
+        for number, profile in enumerate(PROFILES[::2])
+        for place, rows in enumerate((1, 16, 64))
+    ]
+
+
+@pytest.mark.parametrize(("forward", "draft", "rows"), profiles_by_turns())
 def test_it_is_never_much_slower_than_plain_decoding(forward, draft, rows):
     for number, alpha in enumerate((0.1, 0.5)):
         run = machine(forward, draft, always(alpha), rows, seed=10 * rows + number)

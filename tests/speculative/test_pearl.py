@@ -1,4 +1,4 @@
-"""PEARL's own promise: what fails for one request costs the others no draft and nobody a page."""
+"""PEARL: a failure of one request costs the others no draft, and no page is lost."""
 
 from __future__ import annotations
 

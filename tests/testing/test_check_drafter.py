@@ -34,27 +34,38 @@ from redrafter_heads import random_head
 PROMPTS = [[5, 6, 7, 8] * 3, [9], [20, 21] * 6, [5, 6, 7]]
 MODEL: dict[str, Any] = {"speculative_model": tiny("llama", seed=7)}
 SAME_MODEL: dict[str, Any] = {"speculative_model": tiny("llama")}
+TREE = [[0], [1], [2], [0, 0], [1, 0]]
+
+
+SLOW = pytest.mark.slow
+"""Those like another one; ``test_speculation`` has the tokens of all of them."""
 
 
 @pytest.mark.parametrize(
     "config",
     [
         NGramDecodingConfig(max_draft_len=4, max_matching_ngram_size=3),
-        NGramDecodingConfig(max_draft_len=4, is_public_pool=False, is_use_oldest=False),
-        SuffixDecodingConfig(max_draft_len=8),
-        DraftTargetDecodingConfig(max_draft_len=4, **MODEL),
-        DraftTargetDecodingConfig(max_draft_len=4, **SAME_MODEL),
-        DraftTargetDecodingConfig(max_draft_len=4, draft_sampling="sampled", **SAME_MODEL),
-        DraftTargetDecodingConfig(draft_choices=[[0], [1], [2], [0, 0], [1, 0]], **SAME_MODEL),
-        DraftTargetDecodingConfig(
-            draft_choices=[[0], [1], [2], [0, 0], [1, 0]], draft_sampling="sampled", **MODEL
+        pytest.param(
+            NGramDecodingConfig(max_draft_len=4, is_public_pool=False, is_use_oldest=False),
+            marks=SLOW,
         ),
+        SuffixDecodingConfig(max_draft_len=8),
+        pytest.param(DraftTargetDecodingConfig(max_draft_len=4, **MODEL), marks=SLOW),
+        pytest.param(DraftTargetDecodingConfig(max_draft_len=4, **SAME_MODEL), marks=SLOW),
+        DraftTargetDecodingConfig(max_draft_len=4, draft_sampling="sampled", **SAME_MODEL),
+        pytest.param(
+            DraftTargetDecodingConfig(draft_choices=TREE, **SAME_MODEL),
+            marks=SLOW,
+        ),
+        DraftTargetDecodingConfig(draft_choices=TREE, draft_sampling="sampled", **MODEL),
         PearlDecodingConfig(max_draft_len=4, **SAME_MODEL),
-        PearlDecodingConfig(max_draft_len=3, overlap=False, **MODEL),
-        EagleDecodingConfig(max_draft_len=4, speculative_model=eagle("eagle")),
-        EagleDecodingConfig(max_draft_len=4, speculative_model=eagle()),
-        EagleDecodingConfig(
-            eagle_choices=[[0], [1], [2], [0, 0], [1, 0]], speculative_model=eagle()
+        pytest.param(PearlDecodingConfig(max_draft_len=3, overlap=False, **MODEL), marks=SLOW),
+        pytest.param(
+            EagleDecodingConfig(max_draft_len=4, speculative_model=eagle("eagle")), marks=SLOW
+        ),
+        pytest.param(EagleDecodingConfig(max_draft_len=4, speculative_model=eagle()), marks=SLOW),
+        pytest.param(
+            EagleDecodingConfig(eagle_choices=TREE, speculative_model=eagle()), marks=SLOW
         ),
         EagleDecodingConfig(
             max_draft_len=4,
@@ -64,11 +75,19 @@ SAME_MODEL: dict[str, Any] = {"speculative_model": tiny("llama")}
             speculative_model=eagle(),
         ),
         MedusaDecodingConfig(speculative_model=shared_heads()),
-        MedusaDecodingConfig(speculative_model=shared_heads(), tree="most_probable"),
+        pytest.param(
+            MedusaDecodingConfig(speculative_model=shared_heads(), tree="most_probable"),
+            marks=SLOW,
+        ),
         MTPDecodingConfig(max_draft_len=4, speculative_model=saved()),
-        MTPDecodingConfig(max_draft_len=3, speculative_model=saved(), use_mtp_vanilla=True),
-        MTPDecodingConfig(max_draft_len=4, speculative_model=saved(count=2)),
-        ReDrafterDecodingConfig(speculative_model=random_head()),
+        pytest.param(
+            MTPDecodingConfig(max_draft_len=3, speculative_model=saved(), use_mtp_vanilla=True),
+            marks=SLOW,
+        ),
+        pytest.param(
+            MTPDecodingConfig(max_draft_len=4, speculative_model=saved(count=2)), marks=SLOW
+        ),
+        pytest.param(ReDrafterDecodingConfig(speculative_model=random_head()), marks=SLOW),
         ReDrafterDecodingConfig(num_beams=4, tree="beams", speculative_model=random_head()),
     ],
     ids=lambda config: f"{config.decoding_type}",

@@ -25,7 +25,7 @@ def names() -> list[str]:
 
 
 def is_embedded(model: object) -> bool:
-    """Whether something that stands for a model is the name of an embedded one, known or not."""
+    """Whether a model's name has the prefix of embedded models; the model may not exist."""
     return str(model).startswith(PREFIX)
 
 

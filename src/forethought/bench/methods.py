@@ -263,18 +263,20 @@ class MethodRow:
         return found
 
 
-def chosen(recipes: Sequence[Recipe], only: str | None) -> list[Recipe]:
-    """Plain decoding, the vote, and the rows that are named in ``only``.
+def chosen(recipes: Sequence[Recipe], only: str | None, against: str | None = None) -> list[Recipe]:
+    """Plain decoding, the vote, the row ``against``, and those that are named in ``only``.
 
     A name that is no row's stands for all rows whose names begin so.
 
     Raises:
         UnknownNameError: no row's name begins so.
     """
+    names = [one.name for one in recipes]
+    if against is not None and against not in names:
+        raise UnknownNameError("row", against, names)
     if only is None:
         return list(recipes)
-    names = [one.name for one in recipes]
-    wanted = set[str]()
+    wanted = set[str]() if against is None else {against}
     for name in map(str.strip, only.split(",")):
         found = [name] if name in names else [each for each in names if each.startswith(name)]
         if not found:
@@ -284,7 +286,7 @@ def chosen(recipes: Sequence[Recipe], only: str | None) -> list[Recipe]:
 
 
 class MethodTable:
-    """Runs the recipes, and compares each with the first (plain decoding) and the second (a vote).
+    """Runs the recipes, and compares each with plain decoding, a vote, and others by name.
 
     Every row has a journal of its own, so that rows can be added, and a row whose settings have
     changed is refused.
@@ -315,14 +317,16 @@ class MethodTable:
         *,
         is_fresh: bool = False,
         bar: EvaluationProgress | None = None,
+        against: Sequence[str] = (),
     ) -> list[MethodRow]:
         """One row for each recipe, in their order.
 
         Args:
-            recipes: with different names.
+            recipes: with different names; each is compared with the first and the second.
             folder: of the journals.
             is_fresh: forget the journals that are there.
             bar: shows the progress; None: nothing does.
+            against: names of further ones that each is compared with.
 
         Raises:
             ParameterError: a journal is that of a row with other settings.
@@ -336,7 +340,7 @@ class MethodTable:
             with Journal(path, settings, is_fresh) as journal:
                 comparison = Comparison(self._runner, self._problems, journal, bar=bar)
                 made[one.name] = comparison.attempts(one)
-        baselines = [one.name for one in recipes[:2]]
+        baselines = list(dict.fromkeys([*(one.name for one in recipes[:2]), *against]))
         return [self._row(name, made, baselines) for name in made]
 
     def _row(
@@ -368,7 +372,8 @@ def cells(rows: Sequence[MethodRow]) -> list[tuple[str, ...]]:
     """The table: head, then a tuple for each row."""
     groups = list(rows[0].groups)
     shown = groups if len(groups) > 1 else []
-    baselines = list(rows[-1].against)
+    compared = {name for one in rows for name in one.against}
+    baselines = [one.row.method for one in rows if one.row.method in compared]
     head = ("method", "accuracy", "95 % interval", "tokens", "prefilled")
     lines = [(*head, *shown, *(f"p, {name}" for name in baselines))]
     for one in rows:

@@ -32,6 +32,11 @@ def load_prompts(path: Path) -> list[str]:
     return list(dict.fromkeys(_prompt(line.strip(), where) for where, line in lines))
 
 
+def read_prompts(path: Path | None) -> list[str]:
+    """The prompts of a file, see ``load_prompts``; None: the shipped ones."""
+    return shipped_prompts() if path is None else load_prompts(path)
+
+
 def as_user_turn(text: str, tokenizer: Tokenizer) -> list[int]:
     """Token ids of a text, as a user's turn where the model has a chat template."""
     if not tokenizer.hf.chat_template:

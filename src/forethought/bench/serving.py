@@ -159,9 +159,9 @@ class ServingReport:
 def percentile(values: Sequence[float], percent: float) -> float:
     """The value below which ``percent`` % lie, interpolated linearly; ``values`` is not empty."""
     ranked = sorted(values)
-    place = (len(ranked) - 1) * percent / 100
-    low, high = math.floor(place), math.ceil(place)
-    return ranked[low] + (ranked[high] - ranked[low]) * (place - low)
+    rank = (len(ranked) - 1) * percent / 100
+    low, high = math.floor(rank), math.ceil(rank)
+    return ranked[low] + (ranked[high] - ranked[low]) * (rank - low)
 
 
 def _summary(values: Sequence[float]) -> dict[str, float]:

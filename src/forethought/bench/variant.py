@@ -114,7 +114,7 @@ def variants_of(
 def written(
     variant: Variant, configs: Sequence[DecodingBaseConfig], max_concurrency: int | None = None
 ) -> dict[str, object] | None:
-    """The ``speculative_config`` block of a YAML file that stands for a variant; None for plain.
+    """The ``speculative_config`` block of a YAML file for a variant; None for plain decoding.
 
     Args:
         variant: of one of the drafters.

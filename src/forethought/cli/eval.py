@@ -461,17 +461,7 @@ def _recipes(args: argparse.Namespace, judging: NativeRewardController | None) -
     given = args.methods
     if given is None:
         given = _CHAT_METHODS if chats else _METHODS
-    if wants_server(args) and not chats and args.max_tokens is None:
-        raise ParameterError(
-            "--prompt-format with --url needs --max-tokens",
-            "servers end a completion after a few tokens by default",
-            "Say how long an answer may be",
-        )
-    specs = [spec.strip() for spec in given.split(",")]
-    if "" in specs:
-        raise ParameterError(
-            "invalid --methods", f"{given!r} has an empty entry", "Write names with commas between"
-        )
+    specs = _specs(args, given, chats)
     settings = parse_settings(args.set)
     allowed = {name for spec in specs for name in parameters(spec)}
     unknown = settings.keys() - allowed
@@ -491,14 +481,34 @@ def _recipes(args: argparse.Namespace, judging: NativeRewardController | None) -
             own.setdefault(_VERIFIER, checker)
         made = _recipe(args, spec, judged_by(spec, judging) | own, chats)
         recipes.append(replace(made, repeats=args.repeats))
+    recipes = _within_budgets(args, recipes)
+    _refuse_equal(recipes)
+    return recipes
+
+
+def _specs(args: argparse.Namespace, given: str, chats: bool) -> list[str]:
+    """The methods of ``--methods``, one by one."""
+    if wants_server(args) and not chats and args.max_tokens is None:
+        raise ParameterError(
+            "--prompt-format with --url needs --max-tokens",
+            "servers end a completion after a few tokens by default",
+            "Say how long an answer may be",
+        )
+    specs = [spec.strip() for spec in given.split(",")]
+    if "" in specs:
+        raise ParameterError(
+            "invalid --methods", f"{given!r} has an empty entry", "Write names with commas between"
+        )
+    return specs
+
+
+def _within_budgets(args: argparse.Namespace, recipes: Sequence[Recipe]) -> list[Recipe]:
+    """Each recipe within each budget of a search, or within ``--budget``."""
     if args.search:
         limits = (args.search_budgets or _NO_LIMIT).split(",")
         budgets = [None if one.strip() == _NO_LIMIT else _budget(f"tokens={one}") for one in limits]
-        recipes = [variant for made in recipes for variant in within_each(made, budgets)]
-    else:
-        recipes = [replace(made, budget=_budget(args.budget)) for made in recipes]
-    _refuse_equal(recipes)
-    return recipes
+        return [variant for made in recipes for variant in within_each(made, budgets)]
+    return [replace(made, budget=_budget(args.budget)) for made in recipes]
 
 
 def _refuse_equal(recipes: Sequence[Recipe]) -> None:

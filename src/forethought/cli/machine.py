@@ -7,6 +7,10 @@ import platform
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from forethought.llm.llm import LLM
 
 _CPUINFO = Path("/proc/cpuinfo")
 _NAMES = ("model name", "Model", "cpu model", "Hardware")
@@ -39,6 +43,35 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def num_threads(llm: LLM) -> int:
+    """Threads that the steps of a model run on."""
+    import torch
+
+    chosen = llm.lend("bench").engine.num_threads
+    llm.take_back()
+    return chosen or torch.get_num_threads()
+
+
+def measured_on(fields: dict[str, Any]) -> dict[str, Any]:
+    """The machine as reports of ``bench`` name it.
+
+    Args:
+        fields: of ``LlmArgs``, with ``num_threads`` and ``dtype`` as they were.
+    """
+    import torch
+
+    device = fields.get("device", "auto")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return {
+        "device": torch.cuda.get_device_name() if device.startswith("cuda") else device,
+        "processor": processor_name(),
+        "threads": fields.get("num_threads") or torch.get_num_threads(),
+        "torch": torch.__version__,
+        "dtype": str(fields.get("dtype", "auto")),
+    }
 
 
 def _facts(path: Path) -> dict[str, str]:

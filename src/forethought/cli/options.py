@@ -350,6 +350,23 @@ def check_installed() -> None:
         ) from error
 
 
+def expect_positive(args: argparse.Namespace, *names: str) -> None:
+    """Refuse numbers below 1.
+
+    Args:
+        args: of the command.
+        names: of options that hold a number or several.
+
+    Raises:
+        ParameterError: one is below 1.
+    """
+    for name in names:
+        value = getattr(args, name)
+        if any(each < 1 for each in (value if isinstance(value, list) else [value])):
+            option = f"--{name.replace('_', '-')}"
+            raise ParameterError(f"invalid {option}", f"got {value}", "Give numbers of at least 1")
+
+
 def is_reasoner(fields: Mapping[str, Any]) -> bool:
     """Whether the chosen model is the embedded reasoner, by name or by default."""
     return str(fields.get("model") or assets.REASONER) == assets.REASONER

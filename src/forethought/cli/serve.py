@@ -67,7 +67,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="scores answers for best_of_n and searches; none: without one (default: for the "
         "embedded reasoner its own, else none)",
     )
-    backends = parser.add_argument_group("instead of a model")
+    _add_backends(parser.add_argument_group("instead of a model"))
+    _add_server_options(parser.add_argument_group("the server"))
+
+
+def _add_backends(backends: argparse._ArgumentGroup) -> None:
     backends.add_argument(
         "--upstream",
         metavar="URL[,URL]",
@@ -83,7 +87,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar=("scripted", "FILE"),
         help="answer from a script (JSON or YAML), to test clients without a model",
     )
-    server = parser.add_argument_group("the server")
+
+
+def _add_server_options(server: argparse._ArgumentGroup) -> None:
     server.add_argument("--host", help=f"default: {_HOST}, this machine only")
     server.add_argument("--port", type=int, help=f"default: {_PORT}; 0: any free one")
     server.add_argument(

@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from collections.abc import Sequence as List
@@ -202,15 +203,23 @@ class Drafting:
         self._warned_of_ids: set[DrafterEntry] = set()
         self._drafts: dict[int, _RequestDraft] = {}
         self._steps: dict[DrafterEntry, _DrafterStep] = {}
+        self._num_skipped = 0
+        """Coming steps without drafts, in which no drafter and no policy is asked."""
+        self._choosing_seconds: dict[DrafterEntry, float] = {}
+        """Of the length policies in this step."""
+        self._learning_seconds: dict[DrafterEntry, float] = {}
+        """Of drafters and length policies after the step before."""
 
     @property
     def drafters(self) -> list[DrafterEntry]:
         """The drafters of this step, in the order in which they are tried."""
         return [self._prediction, *self._given] if self._predicted else self._given
 
-    @property
-    def is_active(self) -> bool:
-        """Whether any drafter could draft now."""
+    def takes_part(self) -> bool:
+        """Whether drafters are asked in the step that begins; called once per step."""
+        if self._num_skipped and not self._predicted:
+            self._num_skipped -= 1
+            return False
         return bool(self._given or self._predicted)
 
     def begin(self, sequence: Sequence) -> None:
@@ -228,7 +237,7 @@ class Drafting:
             rows: the decodes of this step.
             num_running: sequences in the running batch, these and those that prefill.
         """
-        self._drafts, self._steps = {}, {}
+        self._drafts, self._steps, self._choosing_seconds = {}, {}, {}
         for entry in self.drafters:
             self._request_nodes(entry, rows, entry.schedule.length(num_running))
         drafts = [self._drafts.get(row.sequence.id) for row in rows]
@@ -238,6 +247,8 @@ class Drafting:
         self, entry: DrafterEntry, rows: List[PlannedRow], max_draft_len: int
     ) -> None:
         """Set the limits of one drafter's drafts behind the rows."""
+        if max_draft_len <= 0:
+            return
         asking = [
             (row, request)
             for row in rows
@@ -326,6 +337,7 @@ class Drafting:
         self, entry: DrafterEntry, requests: list[DraftRequest], batch_size: int
     ) -> list[int]:
         """The lengths that the policy chooses; zeros if it raises."""
+        began = time.perf_counter()
         try:
             lengths = [index(n) for n in entry.policy.lengths(requests, batch_size)]
             if len(lengths) != len(requests):
@@ -333,6 +345,8 @@ class Drafting:
         except BaseException as error:
             self._count_failure(entry, error, "its length policy failed: no drafts in this step")
             return [0] * len(requests)
+        finally:
+            self._choosing_seconds[entry] = time.perf_counter() - began
         return lengths
 
     def _max_nodes(self, entry: DrafterEntry, request: DraftRequest, length: int) -> int:
@@ -443,11 +457,13 @@ class Drafting:
         accepted = {
             row.sequence.id: len(row.results[0][1].path) for row in plan.rows if row.results
         }
-        context = sum(row.stop for row in plan.rows)
         self._stats.draft_seconds += self._timer.take()
-        draft_seconds = {entry: step.timer.take() for entry, step in self._steps.items()}
-        forward_seconds = seconds - sum(draft_seconds.values())
+        spent = dict(self._choosing_seconds)
+        for entry, step in self._steps.items():
+            spent[entry] += step.timer.take()
+        context, forward_seconds = sum(row.stop for row in plan.rows), seconds - sum(spent.values())
         for entry in self.drafters:
+            began = time.perf_counter()
             drafts = [each for each in self._drafts.values() if entry in each.tried]
             prefilling = self._steps[entry].prefilling if entry in self._steps else []
             self._update(entry, [each.request for each in drafts], prefilling)
@@ -463,15 +479,21 @@ class Drafting:
                 tokens=plan.num_tokens,
                 context=context,
                 forward_seconds=forward_seconds,
-                draft_seconds=draft_seconds.get(entry, 0.0),
+                draft_seconds=spent.get(entry, 0.0) + self._learning_seconds.get(entry, 0.0),
             )
-            try:
-                entry.policy.observe(record)
-            except BaseException as error:
-                self._count_failure(
-                    entry, error, "its length policy did not take in what became of a step"
-                )
+            self._learn(entry, record)
+            self._learning_seconds[entry] = time.perf_counter() - began
+        self._num_skipped = min((entry.policy.skip() for entry in self._given), default=0)
         self._drafts, self._steps = {}, {}
+
+    def _learn(self, entry: DrafterEntry, record: StepRecord) -> None:
+        """Tell a drafter's length policy of a step."""
+        try:
+            entry.policy.observe(record)
+        except BaseException as error:
+            self._count_failure(
+                entry, error, "its length policy did not take in what became of a step"
+            )
 
     def _update(
         self, entry: DrafterEntry, drafting: list[DraftRequest], prefilling: list[DraftRequest]

@@ -143,10 +143,11 @@ def build_drafter_entry(
     for draft_cache in drafter.draft_caches:
         if isinstance(draft_cache, HiddenStateCache):
             target.runner.check_hidden_states(draft_cache.layer_ids)
+    on_cpu = target.runner.lm.device.type == "cpu"  # its attention goes token by token
     return DrafterEntry(
         name=config.name,
         drafter=drafter,
-        policy=length_policy(config, drafter.nodes),
+        policy=length_policy(config, drafter.nodes, node_context=1.0 if on_cpu else 0.0),
         schedule=schedule(config),
         max_nodes=config.max_total_draft_tokens,
         resource_manager=getattr(config, "resource_manager", None),

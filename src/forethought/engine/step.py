@@ -104,11 +104,8 @@ class Step:
         self._timer = ForwardTimer(runner.lm.device)
         self._events: list[Event] = []
         """What was committed and not returned yet."""
-
-    @property
-    def _has_drafters(self) -> bool:
-        """Whether there is anything to draft with."""
-        return self._drafting.is_active
+        self._asks_drafters = False
+        """Whether drafters take part in this step."""
 
     def run(self) -> list[Event]:
         """One forward for all sequences that the plan has a row for.
@@ -118,11 +115,11 @@ class Step:
         they were, and the events of what it has committed are returned by the next one.
         """
         began = time.perf_counter()
-        plan = Plan()
+        plan, self._asks_drafters = Plan(), self._drafting.takes_part()
         try:
             self._schedule(plan)
             self._prepare_pages(plan)
-            if self._has_drafters:
+            if self._asks_drafters:
                 self._draft(plan)
             with self._timer:
                 computed = self._forward(plan)
@@ -134,7 +131,7 @@ class Step:
             raise
         self._commit(plan)
         if plan.rows:
-            if self._has_drafters and not any(row.results for row in plan.rows):
+            if self._asks_drafters and not any(row.results for row in plan.rows):
                 self._timer.wait()  # nothing was read back, and length policies learn from times
             self._observe(plan, time.perf_counter() - began)
             self._stats.steps += 1
@@ -151,7 +148,7 @@ class Step:
             for sequence in list(self._scheduler):
                 attach_ready_dependents(sequence)
             self._scheduler.plan_decodes(plan)
-            if self._has_drafters:
+            if self._asks_drafters:
                 self._reserve_draft_slots(plan)
             self._scheduler.plan_prefills(plan)
         except Exception as error:
@@ -202,7 +199,7 @@ class Step:
 
     def _observe(self, plan: Plan, seconds: float) -> None:
         """Report the committed step to drafters and length policies."""
-        if not self._has_drafters:
+        if not self._asks_drafters:
             return
         try:
             self._drafting.observe(plan, seconds)

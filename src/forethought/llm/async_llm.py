@@ -204,7 +204,7 @@ class AsyncLLM:
         """A session as ``save`` has saved it under this name: the same tokens and KV.
 
         Raises:
-            ParameterError: ``snapshot_dir`` is not set, or the name is none.
+            ParameterError: ``snapshot_dir`` is not set, or the name is invalid.
             UnknownNameError: there is no snapshot of this name.
             SnapshotError: it is of another model, dtype or layout, or the file is damaged.
             ContextLengthError, CapacityError: context or KV cache do not hold it, or not now.

@@ -178,7 +178,7 @@ class AsyncSession:
             The file.
 
         Raises:
-            ParameterError: ``snapshot_dir`` is not set, or the name is none.
+            ParameterError: ``snapshot_dir`` is not set, or the name is invalid.
             UsageError: the session is closed.
             SnapshotError: the file cannot be written.
         """

@@ -398,7 +398,7 @@ class Frontend:
     def fork_to_save(self, sequence: Sequence) -> tuple[list[int], Sequence]:
         """The tokens of a live sequence, and a fork of all but the last, whose KV is to be saved.
 
-        The last one is computed again by whoever goes on from there, as its logits are needed.
+        The last one is left out: a continuation computes it again, as it needs its logits.
         What the fork has yet to compute it computes with its ``params``.
         """
         fork = self.fork(sequence, max(1, len(sequence.tokens) - 1))

@@ -229,7 +229,7 @@ class LLM:
         """A session as ``Session.save`` has saved it under this name: the same tokens and KV.
 
         Raises:
-            ParameterError: ``snapshot_dir`` is not set, or the name is none.
+            ParameterError: ``snapshot_dir`` is not set, or the name is invalid.
             UnknownNameError: there is no snapshot of this name.
             SnapshotError: it is of another model, dtype or layout, or the file is damaged.
             ContextLengthError, CapacityError: context or KV cache do not hold it, or not now.
@@ -539,7 +539,7 @@ class Session:
             The file.
 
         Raises:
-            ParameterError: ``snapshot_dir`` is not set, or the name is none.
+            ParameterError: ``snapshot_dir`` is not set, or the name is invalid.
             UsageError: the session is closed.
             SnapshotError: the file cannot be written.
         """

@@ -29,12 +29,13 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
 
-from forethought.errors import BudgetExceeded, ParameterError
+from forethought.errors import BudgetExceeded
 from forethought.scaffolding import sampling
 from forethought.scaffolding.confidence import NUM_LOGPROBS, word_probability
 from forethought.scaffolding.controller import (
     Controller,
     expect_controller,
+    expect_prompt,
     expect_streams,
     refuse_arguments,
 )
@@ -47,7 +48,7 @@ from forethought.scaffolding.settings import (
     TEXT,
     validated,
 )
-from forethought.scaffolding.task import ChatTask, GenerationTask, StreamGenerationTask
+from forethought.scaffolding.task import GenerationTask, StreamGenerationTask
 
 RESTART_PROMPT = "\n\nWould a new answer, written from the start, be better? (Yes/No) "
 _PROBABILITY: TypeAdapter[float] = TypeAdapter(Annotated[float, Field(ge=0, le=1)])
@@ -123,27 +124,22 @@ class AdaptiveComputeController(Controller):
                 the output.
         """
         refuse_arguments(self, kwargs)
-        if len(tasks) != 1 or isinstance(tasks[0], ChatTask) or tasks[0].skip_detokenizer:
-            raise ParameterError(
-                "adaptive_compute takes one prompt, and gives text",
-                f"got {len(tasks)} tasks, a chat, or skip_detokenizer",
-                "Give prompts apart, and a chat as llm.chat_prompt(messages)",
-            )
-        sampling.refuse(tasks[0], ["n"], "adaptive_compute", "Use default_sample_num")
+        task = expect_prompt("adaptive_compute", tasks)
+        sampling.refuse(task, ["n"], "adaptive_compute", "Use default_sample_num")
         count = self.default_sample_num if sample_num is None else sample_num
         validated("sample_num", count, POSITIVE_INT)
         samples: list[_Sample] = []
         try:
             while len(samples) < count and max(map(_rank, samples), default=-1) < self.threshold:
                 numbers = range(len(samples), min(count, len(samples) + self.round_size))
-                group = [_Sample(self, tasks[0], number) for number in numbers]
+                group = [_Sample(self, task, number) for number in numbers]
                 samples += group
                 is_last = len(samples) == count and not any(each.has_ended for each in samples)
                 yield from self._round(group, is_last)
         except BudgetExceeded:
             if not any(each.has_ended for each in samples):
                 raise
-        yield from _finish(tasks[0], samples, count)
+        yield from _finish(task, samples, count)
 
     def _round(self, group: Sequence[_Sample], is_last_chance: bool) -> Process:
         """Draw samples, prune some of them on the way, and score those that have ended."""

@@ -22,8 +22,8 @@ from typing import Any
 from forethought.errors import ParameterError
 from forethought.outputs import ThinkingOutput, ThoughtEnd
 from forethought.scaffolding import sampling
-from forethought.scaffolding.controller import Controller, refuse_arguments
-from forethought.scaffolding.parallel import ParallelProcess, Process
+from forethought.scaffolding.controller import Controller, refuse_arguments, side_by_side
+from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.result import Delta
 from forethought.scaffolding.settings import (
     ANY_TEXT,
@@ -112,11 +112,7 @@ class BudgetForcingController(Controller):
                     "it finds the end of the thought in the text",
                     "Leave it out",
                 )
-        if len(tasks) == 1:
-            yield from self._solve(tasks[0])
-        else:
-            each = [[task] for task in tasks]
-            yield ParallelProcess([self] * len(each), each)
+        yield from side_by_side(self, tasks, self._solve)
 
     def _solve(self, task: GenerationTask) -> Process:
         thought, part = Thought(), task.copy()

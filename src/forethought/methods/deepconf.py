@@ -47,8 +47,8 @@ from forethought.scaffolding.confidence import (
     WINDOW,
     Aggregation,
     ConfidenceRewardController,
-    lowest_group,
     stop_threshold,
+    watch_groups,
 )
 from forethought.scaffolding.controller import Controller, expect_controller, expect_streams
 from forethought.scaffolding.parallel import Branch, Process, run_until
@@ -423,28 +423,12 @@ class _Sample:
         if self._threshold is None:
             yield from controller.process(tasks, **options)
         else:
-            yield from self._watch(controller, tasks, options)
+            stream: Any = tasks[0]
+            reward = self._method.reward
+            self.is_stopped = yield from watch_groups(
+                controller, stream, reward.values, (reward.window, self._threshold), options
+            )
         if task.error is None and not self.is_stopped:
             self.has_ended = True
             self.confidence = self._method.reward.score(task)
             self.answer = self._method.extract_answer(task.output_str or "")
-
-    def _watch(
-        self, controller: Controller, tasks: Sequence[Any], options: Mapping[str, Any]
-    ) -> Process:
-        """Draw a stream in steps, until it ends or a whole group is below the threshold."""
-        [stream], num_checked = tasks, 0
-        reward, threshold = self._method.reward, self._threshold or 0.0
-        while not stream.end_flag and stream.error is None:
-            yield from controller.process(tasks, **options)
-            values = [] if stream.error is not None else reward.values(stream)
-            new = values[max(0, num_checked - reward.window + 1) :]  # that end in new tokens
-            num_checked = len(values)
-            if len(new) >= reward.window and lowest_group(new, reward.window) < threshold:
-                self.is_stopped = True
-                fields = {"score": lowest_group(new, reward.window), "threshold": threshold}
-                yield Stage("pruned", "a group of its tokens is below the threshold", None, fields)
-                break
-        if self.is_stopped and not stream.end_flag:
-            stream.cancel_flag = True
-            yield [stream]

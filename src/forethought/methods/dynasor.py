@@ -48,9 +48,9 @@ from forethought.scaffolding.answers import (
     checked_equivalence,
     unpaired_brace,
 )
-from forethought.scaffolding.controller import Controller, refuse_arguments
+from forethought.scaffolding.controller import Controller, refuse_arguments, side_by_side
 from forethought.scaffolding.execution_scope import current_scope
-from forethought.scaffolding.parallel import AsCompleted, ParallelProcess, Process
+from forethought.scaffolding.parallel import AsCompleted, Process
 from forethought.scaffolding.result import Delta, Stage, spans_within
 from forethought.scaffolding.settings import BOOL, DIRECTORY, POSITIVE_INT, WORDS, validated
 from forethought.scaffolding.task import ComputeTask, GenerationTask, StreamGenerationTask
@@ -275,11 +275,7 @@ class DynasorGenerationController(Controller):
             ModelError: ``generation_dir`` holds no tokenizer.
         """
         refuse_arguments(self, kwargs)
-        if len(tasks) == 1:
-            yield from self._solve(tasks[0])
-        else:
-            each = [[task] for task in tasks]
-            yield ParallelProcess([self] * len(each), each)
+        yield from side_by_side(self, tasks, self._solve)
 
     def _solve(self, task: GenerationTask) -> Process:
         sampling.refuse(task, ["n"], "Dynasor", "Put it under majority_vote for several samples")

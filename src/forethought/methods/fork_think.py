@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from forethought.errors import BudgetExceeded, ParameterError
+from forethought.errors import BudgetExceeded
 from forethought.scaffolding import answer_spaces, sampling
 from forethought.scaffolding.answer_spaces import AnswerSpace
 from forethought.scaffolding.answers import AnswerPool
@@ -34,13 +34,14 @@ from forethought.scaffolding.confidence import TOP_K, ConfidenceRewardController
 from forethought.scaffolding.controller import (
     Controller,
     expect_controller,
+    expect_prompt,
     expect_streams,
     refuse_arguments,
 )
 from forethought.scaffolding.parallel import Branch, Process, run_until
 from forethought.scaffolding.result import Stage
 from forethought.scaffolding.settings import ON_FAILURE, POSITIVE_INT, OnFailure, validated
-from forethought.scaffolding.task import ChatTask, GenerationTask, StreamGenerationTask
+from forethought.scaffolding.task import GenerationTask, StreamGenerationTask
 
 _REFUSED = ("n", "echo", "thinking_budget", "thinking_soft", "thinking_end")
 
@@ -117,13 +118,7 @@ class ForkThinkController(Controller):
                 that have.
         """
         refuse_arguments(self, kwargs)
-        if len(tasks) != 1 or isinstance(tasks[0], ChatTask) or tasks[0].skip_detokenizer:
-            raise ParameterError(
-                "fork_think takes one prompt, and gives text",
-                f"got {len(tasks)} tasks, a chat, or skip_detokenizer",
-                "Give prompts apart, and a chat as llm.chat_prompt(messages)",
-            )
-        [task] = tasks
+        task = expect_prompt("fork_think", tasks)
         sampling.refuse(task, _REFUSED, "fork_think", "Leave it out")
         count = self.default_sample_num if sample_num is None else sample_num
         validated("sample_num", count, POSITIVE_INT)

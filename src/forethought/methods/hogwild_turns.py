@@ -27,8 +27,8 @@ from typing import Any
 from forethought.errors import BudgetExceeded, ParameterError
 from forethought.scaffolding import sampling
 from forethought.scaffolding.answers import extract_answer_from_boxed
-from forethought.scaffolding.controller import Controller, refuse_arguments
-from forethought.scaffolding.parallel import ParallelProcess, Process
+from forethought.scaffolding.controller import Controller, refuse_arguments, side_by_side
+from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.result import ScaffoldingOutput, Stage
 from forethought.scaffolding.settings import (
     ANY_TEXT,
@@ -76,8 +76,8 @@ class HogwildTurnsController(Controller):
         workers: their names, at least two.
         turn_tokens: tokens that a worker writes before it reads the others.
         max_turns: turns of each worker at most.
-        check_every: in every so manieth turn a worker is asked whether its work is redundant; 0:
-            never.
+        check_every: turns of a worker from one question whether its work is redundant to the
+            next; 0: it is never asked.
         step_end: text that ends a turn earlier.
         opening: text behind the question, which tells the workers how to work.
         check: the text of that question.
@@ -139,11 +139,7 @@ class HogwildTurnsController(Controller):
                     "the prompt is token ids, or no text is wanted",
                     "Give the prompt as text",
                 )
-        if len(tasks) == 1:
-            yield from self._solve(tasks[0])
-        else:
-            each = [[task] for task in tasks]
-            yield ParallelProcess([self] * len(each), each)
+        yield from side_by_side(self, tasks, self._solve)
 
     def _solve(self, task: GenerationTask) -> Process:
         workers = [self._worker(task, number) for number in range(len(self.workers))]

@@ -36,7 +36,7 @@ from typing import Any
 
 from forethought.errors import BudgetExceeded, ParameterError, UnknownNameError
 from forethought.scaffolding import sampling
-from forethought.scaffolding.controller import Controller, refuse_arguments
+from forethought.scaffolding.controller import Controller, refuse_arguments, side_by_side
 from forethought.scaffolding.parallel import ParallelProcess, Process
 from forethought.scaffolding.result import Delta, ScaffoldingOutput, Stage
 from forethought.scaffolding.settings import (
@@ -239,11 +239,7 @@ class ParallelThinkingController(Controller):
                     "it reads the tags in the text",
                     "Leave it out",
                 )
-        if len(tasks) == 1:
-            yield from self._solve(tasks[0])
-        else:
-            each = [[task] for task in tasks]
-            yield ParallelProcess([self] * len(each), each)
+        yield from side_by_side(self, tasks, self._solve)
 
     def _solve(self, task: GenerationTask) -> Process:
         first = task.copy()

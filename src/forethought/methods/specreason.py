@@ -37,8 +37,8 @@ from pydantic import Field, TypeAdapter
 
 from forethought.errors import BudgetExceeded, ParameterError
 from forethought.scaffolding import sampling
-from forethought.scaffolding.controller import Controller, refuse_arguments
-from forethought.scaffolding.parallel import AsCompleted, ParallelProcess, Process
+from forethought.scaffolding.controller import Controller, refuse_arguments, side_by_side
+from forethought.scaffolding.parallel import AsCompleted, Process
 from forethought.scaffolding.result import Delta, ScaffoldingOutput, Stage
 from forethought.scaffolding.settings import (
     BOOL,
@@ -147,11 +147,7 @@ class SpecReasonController(Controller):
                     "the same tokens",
                     "Give the prompt as text, and do not skip the detokenizer",
                 )
-        if len(tasks) == 1:
-            yield from self._solve(tasks[0])
-        else:
-            each = [[task] for task in tasks]
-            yield ParallelProcess([self] * len(each), each)
+        yield from side_by_side(self, tasks, self._solve)
 
     def _solve(self, task: GenerationTask) -> Process:
         chain, ended = _Chain(), False

@@ -286,9 +286,8 @@ class CausalLM:
         self, batch: Batch, storage: KvStorage, layer_ids: frozenset[int]
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """The same, with hidden states by layer index (see ``model.causal_lm``) ``[T, hidden]``."""
-        with torch.inference_mode():
-            forward_pass = PagedPass(batch, storage, self.backend, self.windows, layer_ids)
-            return self.run(forward_pass), forward_pass.states
+        forward_pass = PagedPass(batch, storage, self.backend, self.windows, layer_ids)
+        return self.run(forward_pass), forward_pass.states
 
     def run(self, forward_pass: ForwardPass) -> Tensor:
         """Float32 logits ``[R, vocab]`` of a forward pass."""

@@ -113,16 +113,7 @@ def load(
     if quantization is not None:
         count = quantize_linears(module, quantization)
         logger.info("%d linear layers quantised to %s", count, quantization)
-    traits = ModelTraits(
-        config=module.config,
-        layers=layers,
-        vocab_size=vocab_size,
-        max_positions=_max_positions(module.config),
-        eos_token_ids=_eos_token_ids(module),
-        dtype=module.dtype,
-        device=module.device,
-        weights=weight_sizes(module),
-    )
+    traits = _traits(module, layers, vocab_size)
     with torch.inference_mode():
         network, way = _network(module, fuse, traits, forward, against)
         return CausalLM(network, backend, traits, way)
@@ -389,6 +380,21 @@ def _check_capabilities(
             f"it needs {', '.join(lacking)}, which the attention backend {backend.name!r} lacks",
             f"Use another attention backend: {', '.join(BACKENDS.names())}",
         )
+
+
+def _traits(
+    module: PreTrainedModel, layers: tuple[LayerProfile, ...], vocab_size: int
+) -> ModelTraits:
+    return ModelTraits(
+        config=module.config,
+        layers=layers,
+        vocab_size=vocab_size,
+        max_positions=_max_positions(module.config),
+        eos_token_ids=_eos_token_ids(module),
+        dtype=module.dtype,
+        device=module.device,
+        weights=weight_sizes(module),
+    )
 
 
 def _max_positions(config: Any) -> int:

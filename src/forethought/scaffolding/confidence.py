@@ -27,10 +27,16 @@ from pydantic import Field, TypeAdapter
 from forethought.config.sampling import MAX_LOGPROBS
 from forethought.errors import ParameterError
 from forethought.outputs import TokenConfidence, TokenLogprobs
-from forethought.scaffolding.controller import NativeRewardController, has_failed, refuse_arguments
+from forethought.scaffolding.controller import (
+    Controller,
+    NativeRewardController,
+    has_failed,
+    refuse_arguments,
+)
 from forethought.scaffolding.parallel import Process
+from forethought.scaffolding.result import Stage
 from forethought.scaffolding.settings import POSITIVE_INT, validated
-from forethought.scaffolding.task import GenerationTask, RewardTask
+from forethought.scaffolding.task import GenerationTask, RewardTask, StreamGenerationTask
 
 TOP_K = 20
 """Most probable tokens that a token's confidence is taken over."""
@@ -123,6 +129,42 @@ def stop_threshold(lowest: Sequence[float], kept: float) -> float:
     below = math.floor(rank)
     above = min(below + 1, len(ordered) - 1)
     return ordered[below] + (rank - below) * (ordered[above] - ordered[below])
+
+
+def watch_groups(
+    controller: Controller,
+    stream: StreamGenerationTask,
+    values: Callable[[Any], list[float]],
+    groups: tuple[int, float],
+    options: Mapping[str, Any] | None = None,
+) -> Process:
+    """Draw a stream to its end, or cancel it once a whole group of its tokens lacks confidence.
+
+    Args:
+        controller: generates it, a step at a time.
+        stream: however many tokens a step brings, the same group ends it.
+        values: the confidences of its tokens so far.
+        groups: tokens of a group, and the threshold of their mean.
+        options: of the controller's ``process``.
+
+    Returns:
+        Whether a group fell below the threshold.
+    """
+    (window, threshold), num_checked = groups, 0
+    while not stream.end_flag and stream.error is None:
+        yield from controller.process([stream], **options or {})
+        known = [] if stream.error is not None else values(stream)
+        new = known[max(0, num_checked - window + 1) :]  # groups that end in new tokens
+        num_checked = len(known)
+        if len(new) < window or (lowest := lowest_group(new, window)) >= threshold:
+            continue
+        fields = {"score": lowest, "threshold": threshold}
+        yield Stage("pruned", "a group of its tokens is below the threshold", None, fields)
+        if not stream.end_flag:
+            stream.cancel_flag = True
+            yield [stream]
+        return True
+    return False
 
 
 _MEASURES: Mapping[Measure, Callable[[TokenConfidence], float | None]] = {

@@ -13,7 +13,7 @@ import copy
 import importlib
 import inspect
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from enum import Enum
 from types import MappingProxyType
 from typing import Any, ClassVar, Self, TypeVar
@@ -352,6 +352,42 @@ def expect_streams(method: str, controller: Controller) -> None:
             f"{type(controller).__name__} does not generate one stream",
             "Give a NativeGenerationController",
         )
+
+
+def expect_prompt(method: str, tasks: Sequence[GenerationTask]) -> GenerationTask:
+    """The one task of a method that continues its text.
+
+    Raises:
+        ParameterError: there is not exactly one, or it is a chat, or no text is wanted.
+    """
+    if len(tasks) != 1 or isinstance(tasks[0], ChatTask) or tasks[0].skip_detokenizer:
+        raise ParameterError(
+            f"{method} takes one prompt, and gives text",
+            f"got {len(tasks)} tasks, a chat, or skip_detokenizer",
+            "Give prompts apart, and a chat as llm.chat_prompt(messages)",
+        )
+    return tasks[0]
+
+
+def side_by_side(
+    controller: Controller,
+    tasks: Sequence[GenerationTask],
+    solve: Callable[[Any], Process],
+    options: Mapping[str, Any] | None = None,
+) -> Process:
+    """The ``process`` of a method that works on each task by itself: a branch for each of several.
+
+    Args:
+        controller: whose ``process`` is run in the branches.
+        tasks: one or more.
+        solve: works on a task.
+        options: keyword arguments of that ``process``.
+    """
+    if len(tasks) == 1:
+        yield from solve(tasks[0])
+    else:
+        each = [[task] for task in tasks]
+        yield ParallelProcess([controller] * len(each), each, [options or {}] * len(each))
 
 
 def refuse_arguments(

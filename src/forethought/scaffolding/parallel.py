@@ -261,8 +261,8 @@ def run_until(
     with AsCompleted() as running:
         try:
             while True:
-                places = None if concurrency is None else concurrency - len(running)
-                running.add(*itertools.islice(waiting, places))
+                num_free = None if concurrency is None else concurrency - len(running)
+                running.add(*itertools.islice(waiting, num_free))
                 if not running:
                     return ended
                 ended.append((yield running))

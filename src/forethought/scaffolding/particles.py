@@ -70,7 +70,7 @@ def log_weights(scores: Sequence[float], weighting: Weighting) -> list[float]:
 
 def probabilities(logs: Sequence[float], temperature: float = 1.0) -> list[float]:
     """The probability of each particle to be drawn, proportional to ``weight ** (1/temperature)``;
-    the same for all if no one has a weight."""
+    uniform if all weights are 0."""
     top = max(logs)
     if top == -math.inf:
         return [1.0 / len(logs)] * len(logs)

@@ -572,7 +572,7 @@ class ScaffoldingResult:
         self._done.add_done_callback(lambda _: call())
 
     def finish(self, outcome: list[ScaffoldingOutput] | Exception) -> None:
-        """End the request, once and for all."""
+        """Set the outcome of the request; only the first call counts."""
         with self._lock:
             if self._done.done():
                 return

@@ -9,8 +9,8 @@ from typing import Any
 from forethought.errors import ParameterError
 from forethought.scaffolding import sampling
 from forethought.scaffolding.bm25 import BM25Index
-from forethought.scaffolding.controller import Controller, refuse_arguments
-from forethought.scaffolding.parallel import ParallelProcess, Process
+from forethought.scaffolding.controller import Controller, refuse_arguments, side_by_side
+from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.settings import ANY_TEXT, NON_NEGATIVE_INT, POSITIVE_INT, validated
 from forethought.scaffolding.task import GenerationTask
 
@@ -105,11 +105,7 @@ class RetrievalController(Controller):
                     "the prompt is token ids, or no text is wanted",
                     'Give the question as text: generate(prompt, question="...")',
                 )
-        if len(tasks) == 1:
-            yield from self._solve(tasks[0])
-        else:
-            each = [[task] for task in tasks]
-            yield ParallelProcess([self] * len(each), each)
+        yield from side_by_side(self, tasks, self._solve)
 
     def _solve(self, task: GenerationTask) -> Process:
         """Answer one question."""

@@ -17,9 +17,9 @@ from typing import Any
 
 from forethought.errors import BudgetExceeded, ParameterError
 from forethought.scaffolding import sampling
-from forethought.scaffolding.controller import Controller, expect_controller
+from forethought.scaffolding.controller import Controller, expect_controller, side_by_side
 from forethought.scaffolding.execution_scope import current_scope
-from forethought.scaffolding.parallel import ParallelProcess, Process
+from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.result import Delta
 from forethought.scaffolding.task import GenerationTask
 
@@ -78,11 +78,7 @@ class RevisingController(Controller):
         options = {**kwargs, **(generation_kwargs or {})}
         for task in tasks:
             self._check(task)
-        if len(tasks) == 1:
-            yield from self._solve(tasks[0], options)
-        else:
-            each = [[task] for task in tasks]
-            yield ParallelProcess([self] * len(each), each, [options] * len(each))
+        yield from side_by_side(self, tasks, lambda task: self._solve(task, options), options)
 
     def _check(self, task: GenerationTask) -> None:
         sampling.refuse(task, ["n"], self._name, "Put the method into one that samples")

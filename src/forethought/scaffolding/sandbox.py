@@ -129,12 +129,12 @@ class Sandbox:
         max_running: int | None = None,
         unsafe: bool = False,
     ) -> None:
-        places = os.cpu_count() or 1 if max_running is None else max_running
+        num_slots = os.cpu_count() or 1 if max_running is None else max_running
         _check("time_limit", time_limit, 0.01, 86400.0)
         _check("memory_limit", memory_limit, 64 * _MEBIBYTE, 2**50)
         _check("disk_limit", disk_limit, 4096, 2**40)
         _check("output_limit", output_limit, 256, disk_limit)
-        _check("max_running", places, 1, 4096)
+        _check("max_running", num_slots, 1, 4096)
         self._time_limit, self._output_limit = float(time_limit), output_limit
         self._limits = {
             "memory": memory_limit,
@@ -142,7 +142,7 @@ class Sandbox:
             "file_size": disk_limit,
             "disk": disk_limit,
         }
-        self._places = threading.BoundedSemaphore(places)
+        self._slots = threading.BoundedSemaphore(num_slots)
         self.isolation = find_isolation(unsafe=unsafe)
 
     def run(self, source: str, stdin: str = "") -> SandboxResult:
@@ -155,7 +155,7 @@ class Sandbox:
         Raises:
             ForethoughtError: its process cannot be started; a program that fails is a result.
         """
-        with self._places, _Streams(source, stdin) as streams:
+        with self._slots, _Streams(source, stdin) as streams:
             settings = {**self._limits, "isolation": self.isolation}
             with _started(settings, streams) as process:
                 return self._result(process, streams)
@@ -354,7 +354,7 @@ def _why(said: bytes, process: _Process, streams: _Streams) -> str:
 
 def _popen(settings: dict[str, Any], streams: _Streams) -> subprocess.Popen[bytes]:
     passed = (streams.source.fileno(), settings["status"])
-    told = {
+    request = {
         **settings,
         "source": passed[0],
         "directory": streams.directory,
@@ -365,7 +365,7 @@ def _popen(settings: dict[str, Any], streams: _Streams) -> subprocess.Popen[byte
     if settings["isolation"] == "namespaces":
         own = {"TMPDIR": "/tmp", "HOME": "/tmp"}
     return subprocess.Popen(
-        [sys.executable, "-P", "-s", "-S", "-X", "utf8", _SCRIPT, json.dumps(told)],
+        [sys.executable, "-P", "-s", "-S", "-X", "utf8", _SCRIPT, json.dumps(request)],
         stdin=streams.stdin,
         stdout=streams.outputs[0],
         stderr=streams.outputs[1],

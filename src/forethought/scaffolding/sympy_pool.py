@@ -44,7 +44,7 @@ class SympyPool:
     """Up to four processes, each at one formula at a time. Safe to share between threads.
 
     ``await asyncio.wrap_future(pool.forms(...))`` on an event loop, ``.result()`` in a thread.
-    Cancelling the future ends the process that is at it.
+    Cancelling the future ends the process that works on the formula.
 
     Args:
         num_processes: at most so many at once; further formulas wait.

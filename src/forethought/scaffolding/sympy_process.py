@@ -194,7 +194,7 @@ def _answer(request: dict[str, Any]) -> Any:
 
 
 def _read(lines: queue.SimpleQueue[str]) -> None:
-    """Hand on requests; at the end of the input the process ends, whatever it is at."""
+    """Hand on requests; at the end of the input the process exits, even during one."""
     for line in sys.stdin:
         lines.put(line)
     os._exit(0)

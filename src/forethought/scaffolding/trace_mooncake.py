@@ -59,7 +59,7 @@ def mooncake_requests(
     for trace in given:
         offset, first = trace.started - begin, len(lines)
         found = [each for each in requests(trace) if _is_load(each)]
-        numbers = {each.number: first + place for place, each in enumerate(found)}
+        numbers = {each.number: first + index for index, each in enumerate(found)}
         ratio = _characters_per_token(found)
         for each in found:
             lines.append(_line(each, offset, numbers, blocks.ids(each, ratio)))

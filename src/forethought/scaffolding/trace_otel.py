@@ -16,7 +16,7 @@ import hashlib
 import importlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -59,7 +59,7 @@ class TraceParent(NamedTuple):
 
     @classmethod
     def read(cls, header: str) -> TraceParent | None:
-        """From the header's value; None if it is none."""
+        """Parse the header's value; None if it is not valid."""
         found = _TRACE_PARENT.fullmatch(header.strip())
         if found is None:
             return None
@@ -145,20 +145,36 @@ def send_otel(
         RequestError: the exporter could not send them.
     """
     try:
-        sdk = importlib.import_module("opentelemetry.sdk.trace")
         export = importlib.import_module("opentelemetry.sdk.trace.export")
-        api = importlib.import_module("opentelemetry.trace")
-        resources = importlib.import_module("opentelemetry.sdk.resources")
-        scopes = importlib.import_module("opentelemetry.sdk.util.instrumentation")
+        trace_id = _trace_id(trace) if parent is None else parent.trace_id
+        above = None if parent is None else parent.span_id
+        spans = _readable_spans(otel_spans(trace, model=model, content=content), trace_id, above)
     except ModuleNotFoundError as error:
         raise DependencyError.missing("opentelemetry-sdk", "send_otel", "otel") from error
-    trace_id = int(_trace_id(trace) if parent is None else parent.trace_id, 16)
+    if exporter.export(spans) is not export.SpanExportResult.SUCCESS:
+        raise RequestError(
+            "the spans were not sent", f"{type(exporter).__name__} failed", "See its log"
+        )
+
+
+def _readable_spans(spans: Iterable[OtelSpan], trace_id: str, above: str | None) -> list[Any]:
+    """Spans as ``ReadableSpan`` of the SDK.
+
+    Args:
+        spans: of one trace.
+        trace_id: in hexadecimal digits.
+        above: id of the span that a span without parent is below; None: there is none.
+    """
+    sdk = importlib.import_module("opentelemetry.sdk.trace")
+    api = importlib.import_module("opentelemetry.trace")
+    resources = importlib.import_module("opentelemetry.sdk.resources")
+    scopes = importlib.import_module("opentelemetry.sdk.util.instrumentation")
+    number = int(trace_id, 16)
     flags = api.TraceFlags(api.TraceFlags.SAMPLED)
-    above = None if parent is None else parent.span_id
 
     def context(span_id: str) -> Any:
-        number, is_remote = int(span_id, 16), span_id == above
-        return api.SpanContext(trace_id, number, is_remote=is_remote, trace_flags=flags)
+        is_remote = span_id == above
+        return api.SpanContext(number, int(span_id, 16), is_remote=is_remote, trace_flags=flags)
 
     def parent_of(span: OtelSpan) -> Any:
         span_id = span.parent_id or above
@@ -166,7 +182,7 @@ def send_otel(
 
     resource = resources.Resource({"service.name": PROVIDER})
     scope = scopes.InstrumentationScope(PROVIDER, __version__)
-    spans = [
+    return [
         sdk.ReadableSpan(
             span.name,
             context=context(span.span_id),
@@ -183,12 +199,8 @@ def send_otel(
             start_time=span.start,
             end_time=span.end,
         )
-        for span in otel_spans(trace, model=model, content=content)
+        for span in spans
     ]
-    if exporter.export(spans) is not export.SpanExportResult.SUCCESS:
-        raise RequestError(
-            "the spans were not sent", f"{type(exporter).__name__} failed", "See its log"
-        )
 
 
 class _Spans:

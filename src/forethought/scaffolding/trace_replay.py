@@ -128,9 +128,9 @@ class Replay(Recorder):
         trace = Trace(request.result.id, recorded.method, recorded.started, budget=recorded.budget)
         super().__init__(trace, account, request.prompt, request.kwargs)
         self._fail = fail
-        self._by_place: dict[tuple[str, str], list[Span]] = defaultdict(list)
+        self._by_branch: dict[tuple[str, str], list[Span]] = defaultdict(list)
         for span in recorded.spans:
-            self._by_place[span.branch, span.kind].append(span)
+            self._by_branch[span.branch, span.kind].append(span)
         ended = [span for span in recorded.spans if span.order is not None]
         in_order = sorted(ended, key=lambda span: span.order or 0)
         self._pending = [span for span in in_order if span.outcome != "cancelled"]
@@ -148,8 +148,8 @@ class Replay(Recorder):
     def begin(self, branch: str, item: Item) -> Span:
         """Find the recorded span."""
         span = super().begin(branch, item)
-        places = self._by_place[branch, span.kind]
-        match = places.pop(0) if places else None
+        spans = self._by_branch[branch, span.kind]
+        match = spans.pop(0) if spans else None
         if isinstance(item, Task):
             self._spans[id(item)] = item, span
         if match is None or _asked(match) != _asked(span):
@@ -255,12 +255,12 @@ def _asked(span: Span) -> tuple[Any, ...]:
 
 
 def _divergence(span: Span, match: Span | None) -> _Divergence:
-    place = f"in branch {span.branch}" if span.branch else "in the request itself"
+    where = f"in branch {span.branch}" if span.branch else "in the request itself"
     wanted = f"{span.name} {span.request or ''}".strip()
     recorded = "nothing more" if match is None else f"{match.name} {match.request or ''}".strip()
     return _Divergence(
         "the controller does something else than the recorded one",
-        f"{place} it runs {wanted[:300]}, and the trace has {recorded[:300]}",
+        f"{where} it runs {wanted[:300]}, and the trace has {recorded[:300]}",
         "Give a controller with the settings of the recorded one",
     )
 

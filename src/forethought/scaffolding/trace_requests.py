@@ -1,8 +1,8 @@
 """The requests of a trace: the steps of each stream put together, and what each fork continues.
 
 A trace has a span for each execution of a task, so a stream has one per step, and a fork has only
-its suffix. Whoever draws a timeline or repeats a load wants the whole: when a request began and
-ended, and its prompt with everything that it continues.
+its suffix. A timeline or a replayed load needs the whole request: when it began and ended, and its
+prompt with everything that it continues.
 """
 
 from __future__ import annotations

@@ -97,7 +97,11 @@ def create_app(backend: Backend, settings: Settings | None = None) -> FastAPI:
         redoc_url=None,
         openapi_url="/openapi.json",
     )
-    _add_endpoints(app)
+    _add_generation(app)
+    _add_responses(app)
+    _add_catalog(app)
+    _add_monitoring(app)
+    _add_page(app)
     _add_handlers(app)
     if chosen.cors_origins:
         app.add_middleware(
@@ -116,7 +120,7 @@ def _service(request: Request) -> Service:
     return service
 
 
-def _add_endpoints(app: FastAPI) -> None:
+def _add_generation(app: FastAPI) -> None:
     @app.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
@@ -132,6 +136,8 @@ def _add_endpoints(app: FastAPI) -> None:
         """Answer, perhaps in the background."""
         return await create_response(_service(request), body, request)
 
+
+def _add_responses(app: FastAPI) -> None:
     @app.get("/v1/responses/{response_id}", response_model=None)
     async def response(
         response_id: str,
@@ -156,6 +162,8 @@ def _add_endpoints(app: FastAPI) -> None:
         await _service(request).store.delete(response_id, request.state.caller.tenant)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
+
+def _add_catalog(app: FastAPI) -> None:
     @app.get("/v1/models", response_model=None)
     async def models(request: Request) -> dict[str, Any]:
         """The models, by the names that clients give."""
@@ -196,6 +204,8 @@ def _add_endpoints(app: FastAPI) -> None:
         """The text of ids."""
         return await asyncio.to_thread(catalog.detokenize, _service(request), body)
 
+
+def _add_monitoring(app: FastAPI) -> None:
     @app.get("/health", response_model=None)
     async def health(request: Request) -> Response:
         """Whether requests are taken."""
@@ -211,6 +221,10 @@ def _add_endpoints(app: FastAPI) -> None:
     async def metrics(request: Request) -> Response:
         """All metrics in Prometheus' text format."""
         return Response(_service(request).metrics.render(), media_type=CONTENT_TYPE)
+
+
+def _add_page(app: FastAPI) -> None:
+    """The page of the server; last, as ``/{name}`` takes any name that has no endpoint."""
 
     @app.get("/", include_in_schema=False)
     async def index() -> Response:
@@ -240,18 +254,18 @@ def _add_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> Response:
         names = {404: "there is no such endpoint", 405: "this endpoint takes another method"}
-        told = names.get(error.status_code, str(error.detail))
-        return HttpError(error.status_code, told, headers=dict(error.headers or {})).response()
+        message = names.get(error.status_code, str(error.detail))
+        return HttpError(error.status_code, message, headers=dict(error.headers or {})).response()
 
     for kind in (HttpError, ForethoughtError):
-        app.add_exception_handler(kind, _told)
+        app.add_exception_handler(kind, _failed)
 
 
-async def _told(request: Request, error: Exception) -> Response:
-    told = http_error(error)
-    if told.status == 500:
+async def _failed(request: Request, error: Exception) -> Response:
+    failure = http_error(error)
+    if failure.status == 500:
         log.error("request %s failed", request.state.request_id, exc_info=error)
-    return told.response()
+    return failure.response()
 
 
 def _invalid(complaints: Any) -> HttpError:
@@ -286,7 +300,7 @@ def _is_field(step: str) -> bool:
 class Guard:
     """Gives each request an id, and refuses those without a key or with too large a body.
 
-    What an endpoint raises, and nobody has made a response of, becomes one here.
+    An exception of an endpoint that has no handler of its own becomes a response here.
 
     Args:
         app: behind it.
@@ -321,11 +335,11 @@ class Guard:
         except ClientDisconnect:
             call.status = call.status or CLIENT_CLOSED
         except Exception as error:
-            told = http_error(error)
-            if told.status == 500:
+            failure = http_error(error)
+            if failure.status == 500:
                 log.exception("request %s failed", call.id)
             if not call.status:
-                await told.response()(scope, receive, call.send)
+                await failure.response()(scope, receive, call.send)
         finally:
             call.log()
 

@@ -9,9 +9,8 @@ from forethought.errors import ParameterError
 from forethought.methods import Method
 from forethought.server.backends import Conversation
 from forethought.server.composition import NUM_SAMPLES
-from forethought.server.message_input import message_dict
 from forethought.server.names import read_model
-from forethought.server.protocol import DetokenizeRequest, TokenizeRequest
+from forethought.server.protocol import DetokenizeRequest, TokenizeRequest, message_dict
 from forethought.server.service import Service
 
 _TITLES = {"dvts": "DVTS", "mcts": "MCTS", "deepconf": "DeepConf", "genrm": "GenRM"}

@@ -18,8 +18,7 @@ from forethought.server.http import begun, encode, http_error, until_gone
 from forethought.server.job import Ask, Job, Outcome, Piece
 from forethought.server.logprobs import chat_logprobs
 from forethought.server.message import Answer, AnswerStream, answer_of
-from forethought.server.message_input import message_dict, shape_of, tools_of
-from forethought.server.protocol import ChatRequest
+from forethought.server.protocol import ChatRequest, message_dict, shape_of, tools_of
 from forethought.server.service import (
     Service,
     max_tokens_of,
@@ -170,10 +169,10 @@ class _Chat:
         except Exception as error:
             if not opened and not job.ask.events:
                 raise  # the response has not begun
-            told = http_error(error)
+            failure = http_error(error)
             if job.ask.events:
-                yield encode("forethought", job.failed(told.message))
-            yield encode(None, told.to_dict()) + b"data: [DONE]\n\n"
+                yield encode("forethought", job.failed(failure.message))
+            yield encode(None, failure.to_dict()) + b"data: [DONE]\n\n"
 
     def _role(self) -> bytes:
         """The first chunk of each choice: the role."""

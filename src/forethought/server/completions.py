@@ -175,7 +175,7 @@ class _Completions:
         if outcome.prompt_logprobs is not None:  # the first token has a text and no probability
             found["tokens"][0] = self._service.backend.detokenize(ids[:1])
             found["text_offset"][1:] = [
-                place + len(found["tokens"][0]) for place in found["text_offset"][1:]
+                offset + len(found["tokens"][0]) for offset in found["text_offset"][1:]
             ]
         return found
 
@@ -204,18 +204,18 @@ class _Completions:
         return encode("forethought", event)
 
     def _piece(self, number: int, piece: Piece, offsets: dict[tuple[int, int], int]) -> bytes:
-        place, text = (number, piece.index), piece.text
+        key, text = (number, piece.index), piece.text
         if self._echoes_only:
             return b""
-        if place not in offsets:
+        if key not in offsets:
             text = self._echoed(number) + text
-            offsets[place] = len(text) - len(piece.text)
+            offsets[key] = len(text) - len(piece.text)
         logprobs = None
         if self._body.logprobs is not None and piece.logprobs:
             entries: list[TokenLogprobs | None] = list(piece.logprobs)
             top = self._body.logprobs
-            logprobs = completion_logprobs(entries, piece.token_ids, top, offsets[place])
-        offsets[place] += len(piece.text)
+            logprobs = completion_logprobs(entries, piece.token_ids, top, offsets[key])
+        offsets[key] += len(piece.text)
         return self._chunk(self._chosen(number, piece.index, text, logprobs, None))
 
     def _end(self, offsets: dict[tuple[int, int], int]) -> list[bytes]:

@@ -98,7 +98,7 @@ def _type_of(status: int) -> str:
 
 
 def http_error(error: BaseException) -> HttpError:
-    """What is told to the client of any error. Only our own errors say more than their kind."""
+    """The error as the client sees it. Only our own errors say more than their kind."""
     if isinstance(error, HttpError):
         return error
     if isinstance(error, TaskError) and error.__cause__ is not None:

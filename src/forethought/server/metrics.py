@@ -69,7 +69,10 @@ class ServerMetrics:
         self._methods: set[str] = set()
         self._observed = _Observed()
         self._registry.register(self._observed)
-        both, model = ["model_name", "method"], ["model_name"]
+        self._add_histograms(["model_name", "method"])
+        self._add_counters(["model_name"], ["model_name", "method"])
+
+    def _add_histograms(self, both: list[str]) -> None:
         self.first_token = self._histogram(
             "time_to_first_token_seconds", "From arrival to the first token.", both, _FIRST_TOKEN
         )
@@ -94,6 +97,8 @@ class ServerMetrics:
         self.generated = self._histogram(
             "request_generation_tokens", "Tokens generated for a request.", both, _COUNT
         )
+
+    def _add_counters(self, model: list[str], both: list[str]) -> None:
         self.success = self._counter(
             "request_success", "Requests that ended.", [*both, "finished_reason"]
         )

@@ -2,14 +2,20 @@
 
 Names, types and ranges are OpenAI's; behind them stand the extensions that vLLM's clients send, and
 those of this server: ``method``, ``method_params``, ``budget``, ``speculation``, ``events``.
+At the end: messages, tools and shapes as chat templates and the engine take them.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag
+
+from forethought.config.guided import GuidedDecodingParams
+from forethought.errors import ParameterError
+from forethought.server.tool_calls import Tools
 
 MAX_DEPTH = 64
 """Levels of the JSON that is passed on as it is: schemas, settings of methods, metadata."""
@@ -426,3 +432,67 @@ class DetokenizeRequest(Body):
 
     model: Text | None = None
     tokens: Ids
+
+
+# ---- as chat templates and the engine take them -----------------------------------------------
+
+
+def tools_of(body: ChatRequest) -> Tools:
+    """The tools of a request."""
+    choice = body.tool_choice or ("auto" if body.tools else "none")
+    named = not isinstance(choice, str)
+    return make_tools(
+        body.tools or [],
+        choice if isinstance(choice, str) else choice.function.name,
+        named,
+        body.parallel_tool_calls is not False,
+    )
+
+
+def make_tools(tools: Sequence[Tool], choice: str, named: bool, several: bool) -> Tools:
+    """Tools, as chat templates take them."""
+    given = [tool.model_dump(exclude_none=True) for tool in tools]
+    for tool in given:
+        tool["function"].pop("strict", None)
+    return Tools(given, choice, several, named)
+
+
+def message_dict(message: Message) -> dict[str, Any]:
+    """A message as chat templates take it.
+
+    Raises:
+        ParameterError: it lacks what its role needs.
+    """
+    content = message.content
+    if isinstance(content, list):
+        content = "".join(part.text for part in content)
+    role = "system" if message.role == "developer" else message.role
+    made: dict[str, Any] = {"role": role, "content": content if content is not None else ""}
+    if message.content is None and (role != "assistant" or not message.tool_calls):
+        raise ParameterError(f"a message of the {role} needs content", "it is null", "Give text")
+    if message.name is not None:
+        made["name"] = message.name
+    if role == "tool":
+        if message.tool_call_id is None:
+            raise ParameterError("a tool's message needs tool_call_id", "it is missing", "")
+        made["tool_call_id"] = message.tool_call_id
+    thought = message.reasoning_content or message.reasoning
+    if thought and role == "assistant":
+        made["reasoning_content"] = thought
+    if message.tool_calls:
+        made["tool_calls"] = [
+            call.model_dump(exclude={"index"}, exclude_none=True) for call in message.tool_calls
+        ]
+    return made
+
+
+def shape_of(given: ResponseFormat | None) -> GuidedDecodingParams | None:
+    """The shape that a ``response_format`` demands; None for text."""
+    if given is None or given.type == "text":
+        return None
+    if given.type == "json_object":
+        return GuidedDecodingParams(json_object=True)
+    schema = given.json_schema.schema_ if given.json_schema else None
+    if schema is None:
+        raise ParameterError("response_format needs json_schema.schema", "it is missing", "Give it")
+    return GuidedDecodingParams(json=schema)

@@ -1,8 +1,8 @@
 """``/v1/responses``: answers that are kept, may run in the background, and can be streamed again.
 
-A task per response turns the updates of its job into numbered events of a ``Record``. Whoever
-reads, the client that asked or one that comes back, follows the record; so a stream goes on from
-any number, and a response in the background from any connection.
+A task per response turns the updates of its job into numbered events of a ``Record``. Clients read
+the record, not the job: a stream can be resumed from any event number, and a response in the
+background from any connection.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from forethought.server.backends import Conversation
 from forethought.server.http import EventStream, encode, http_error, until_gone
 from forethought.server.job import Job
 from forethought.server.message import AnswerStream, answer_of
-from forethought.server.message_input import make_tools
 from forethought.server.protocol import (
     Function,
     FunctionCallItem,
@@ -34,6 +33,7 @@ from forethought.server.protocol import (
     ReasoningItem,
     ResponseRequest,
     Tool,
+    make_tools,
 )
 from forethought.server.response_store import Record
 from forethought.server.service import (
@@ -270,23 +270,23 @@ class _Item:
             "content": [],
             **({"summary": []} if thinks else {"role": "assistant"}),
         }
-        self._tell("response.output_item.added", place={}, item=dict(self._item))
-        self._tell("response.content_part.added", part=self._part())
+        self._add_event("response.output_item.added", location={}, item=dict(self._item))
+        self._add_event("response.content_part.added", part=self._part())
 
     def push(self, text: str) -> None:
         """More of its text."""
         self._text += text
         extra: dict[str, Any] = {} if self._kind == "reasoning" else {"logprobs": []}
-        self._tell(f"response.{self._name}.delta", delta=text, **extra)
+        self._add_event(f"response.{self._name}.delta", delta=text, **extra)
 
     def close(self, status: str = "completed") -> None:
         """Its text is complete."""
         extra: dict[str, Any] = {} if self._kind == "reasoning" else {"logprobs": []}
-        self._tell(f"response.{self._name}.done", text=self._text, **extra)
-        self._tell("response.content_part.done", part=self._part())
+        self._add_event(f"response.{self._name}.done", text=self._text, **extra)
+        self._add_event("response.content_part.done", part=self._part())
         done = {**self._item, "status": status, "content": [self._part()]}
         self._record.response["output"].append(done)
-        self._tell("response.output_item.done", place={}, item=done)
+        self._add_event("response.output_item.done", location={}, item=done)
 
     def _part(self) -> dict[str, Any]:
         extra: dict[str, Any] = (
@@ -294,11 +294,13 @@ class _Item:
         )
         return {"type": self._name, "text": self._text, **extra}
 
-    def _tell(self, kind: str, *, place: dict[str, Any] | None = None, **fields: Any) -> None:
+    def _add_event(
+        self, kind: str, *, location: dict[str, Any] | None = None, **fields: Any
+    ) -> None:
         """Add an event about the item, or about its text."""
-        if place is None:
-            place = {"item_id": self._item["id"], "content_index": 0}
-        self._record.add(kind, output_index=self._index, **place, **fields)
+        if location is None:
+            location = {"item_id": self._item["id"], "content_index": 0}
+        self._record.add(kind, output_index=self._index, **location, **fields)
 
 
 class _Run:
@@ -336,11 +338,11 @@ class _Run:
             raise
         except Exception as error:
             self.error = error
-            told = http_error(error)
-            if told.status == 500:
+            failure = http_error(error)
+            if failure.status == 500:
                 log.exception("response %s failed", record.id)
-            told_error = {"code": "server_error", "message": told.message}
-            self._fail("failed", "response.failed", told_error)
+            shown = {"code": "server_error", "message": failure.message}
+            self._fail("failed", "response.failed", shown)
         finally:
             record.finish()
 
@@ -397,10 +399,10 @@ class _Run:
             "arguments": "",
         }
         record.add("response.output_item.added", output_index=index, item=dict(item))
-        place = {"item_id": item["id"], "output_index": index}
+        location = {"item_id": item["id"], "output_index": index}
         kind = "response.function_call_arguments"
-        record.add(f"{kind}.delta", **place, delta=call.arguments)
-        record.add(f"{kind}.done", **place, name=call.name, arguments=call.arguments)
+        record.add(f"{kind}.delta", **location, delta=call.arguments)
+        record.add(f"{kind}.done", **location, name=call.name, arguments=call.arguments)
         done = {**item, "status": "completed", "arguments": call.arguments}
         record.response["output"].append(done)
         record.add("response.output_item.done", output_index=index, item=done)

@@ -206,12 +206,7 @@ class Service:
             UsageError: it asks for what cannot be.
         """
         model, composition = self.resolve(body)
-        if num_choices * len(composition.choices) > self.settings.max_choices:
-            raise ParameterError(
-                "too many choices",
-                f"n={num_choices} of {len(composition.choices)} methods",
-                f"Ask for at most {self.settings.max_choices} in all",
-            )
+        self._check_choices(num_choices, len(composition.choices))
         if body.cache_salt is not None and not self.backend.salted:
             raise ParameterError(
                 "cache_salt is not supported here",
@@ -242,6 +237,14 @@ class Service:
             events=bool(body.events),
             parent=caller.parent,
         )
+
+    def _check_choices(self, num_choices: int, num_methods: int) -> None:
+        if num_choices * num_methods > self.settings.max_choices:
+            raise ParameterError(
+                "too many choices",
+                f"n={num_choices} of {num_methods} methods",
+                f"Ask for at most {self.settings.max_choices} in all",
+            )
 
     def start(self, ask: Ask, prompt_logprobs: int | None = None) -> Job:
         """Begin a request that has been admitted.

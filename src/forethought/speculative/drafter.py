@@ -54,7 +54,7 @@ class DraftKind(Enum):
 class DeviceTokens(Sequence[int]):
     """Tokens of a draft that are on a GPU: the host need not wait for them before the forward.
 
-    Verification brings them to the host together with the target's own tokens. Whoever looks at
+    Verification brings them to the host together with the target's own tokens. Reading
     one before that waits for the drafter.
 
     Args:

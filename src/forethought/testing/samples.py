@@ -1,7 +1,7 @@
 """The samples that ``check_method`` gives to a method: a pure function of the prompt and the seed.
 
-They are the same whoever generates them, in one piece or in parts: a prompt that ends within an
-answer is continued with the rest of that answer.
+They are the same in one request or in several: a prompt that ends within an answer is continued
+with the rest of that answer.
 """
 
 from __future__ import annotations

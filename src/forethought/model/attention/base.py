@@ -80,9 +80,11 @@ class AttentionBackend(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class KvRow:
     """Where the keys and values are that the new tokens of one sequence attend to.
+
+    It is not frozen, as there is one per row and step, and freezing takes most of making one.
 
     They are those of a prefix, then recent tokens, of which the last ones are the new tokens.
 

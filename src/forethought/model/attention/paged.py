@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,47 +66,44 @@ class PagedAttention:
         return result
 
 
-def _attend_on_cuda(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    layout: list[Tensor],
-    sinks: Tensor | None,
-    sizes: list[int],
-    scores: list[float],
-) -> Tensor:
+class Operands(NamedTuple):
+    """The arguments of ``forethought::paged_attention``, in the order of its schema."""
+
+    q: Tensor
+    """``[T, heads, key_dim]`` of T new tokens, the last dimension contiguous."""
+    keys: Tensor
+    """``[slots, kv_heads, key_dim]``, contiguous."""
+    values: Tensor
+    """``[slots, kv_heads, value_dim]``, contiguous."""
+    layout: list[Tensor]
+    """The tensors of ``PagedLayout``, in order."""
+    sinks: Tensor | None
+    """``[heads]``."""
+    sizes: list[int]
+    """Tokens of a page and of a tile, splits, the window or 0."""
+    scores: list[float]
+    """The scale, and the softcap or 0."""
+
+
+def _attend_on_cuda(*operands: Any) -> Tensor:
     from forethought.model.attention.paged_triton import launch
 
-    with torch.cuda.device_of(q):  # Triton launches on the current device
-        return launch(q, keys, values, layout, sinks, sizes, scores)
+    call = Operands(*operands)
+    with torch.cuda.device_of(call.q):  # Triton launches on the current device
+        return launch(call)
 
 
-def _attend_on_cpu(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    layout: list[Tensor],
-    sinks: Tensor | None,
-    sizes: list[int],
-    scores: list[float],
-) -> Tensor:
+def _attend_on_cpu(*operands: Any) -> Tensor:
     if os.environ.get("TRITON_INTERPRET") == "1":
         from forethought.model.attention.paged_triton import launch
 
-        return launch(q, keys, values, layout, sinks, sizes, scores)
-    return attend_rows(q, keys, values, layout, sinks, sizes, scores)
+        return launch(Operands(*operands))
+    return attend_rows(Operands(*operands))
 
 
-def attend_rows(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    layout: list[Tensor],
-    sinks: Tensor | None,
-    sizes: list[int],
-    scores: list[float],
-) -> Tensor:
+def attend_rows(call: Operands) -> Tensor:
     """The operation in plain torch, one row after the other, in float32."""
+    q, keys, values, layout, sinks, sizes, scores = call
     rows, tokens, _, pages, words, _ = layout
     page_size, _, _, window = sizes
     scale, softcap = scores
@@ -137,17 +135,10 @@ def attend_rows(
     return out
 
 
-def _shape_of_result(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    layout: list[Tensor],
-    sinks: Tensor | None,
-    sizes: list[int],
-    scores: list[float],
-) -> Tensor:
+def _shape_of_result(*operands: Any) -> Tensor:
     """The result's shape and dtype alone, for compilers and for counting launches."""
-    return q.new_empty(q.shape[0], q.shape[1], values.shape[2])
+    call = Operands(*operands)
+    return call.q.new_empty(*call.q.shape[:2], call.values.shape[2])
 
 
 _LIBRARY = torch.library.Library("forethought", "FRAGMENT")
@@ -160,16 +151,7 @@ _LIBRARY.impl("paged_attention", _attend_on_cpu, "CPU")
 torch.library.register_fake("forethought::paged_attention", _shape_of_result, lib=_LIBRARY)
 
 paged_attention = torch.ops.forethought.paged_attention.default
-"""Attention of T new tokens over pages.
-
-Args:
-    q: ``[T, heads, key_dim]``, the last dimension contiguous.
-    keys: ``[slots, kv_heads, key_dim]``, contiguous.
-    values: ``[slots, kv_heads, value_dim]``, contiguous.
-    layout: the tensors of ``PagedLayout``, in order.
-    sinks: ``[heads]`` or None.
-    sizes: tokens of a page and of a tile, splits, the window or 0.
-    scores: the scale, and the softcap or 0.
+"""Attention of T new tokens over pages, of ``Operands``.
 
 Returns:
     ``[T, heads, value_dim]`` in the dtype of ``q``, contiguous.

@@ -6,7 +6,7 @@ the kernels in Python on a CPU, which the tests do where triton is installed.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -21,6 +21,9 @@ from forethought.model.paged_layout import (
     WORD_BITS,
     next_power_of_2,
 )
+
+if TYPE_CHECKING:
+    from forethought.model.attention.paged import Operands
 
 MIN_DOT = 16
 """Rows and columns that a matrix product of Triton has at least."""
@@ -165,13 +168,13 @@ def _attend_tiles(
 
     # 4. The result, or a part of it for the second kernel.
     is_part = alive & (partial >= 0)
-    place = (tl.maximum(partial, 0) * HEADS + head) * SPLITS + split
+    offset = (tl.maximum(partial, 0) * HEADS + head) * SPLITS + split
     lse = tl.where(total > 0.0, top + tl.log(tl.where(total > 0.0, total, 1.0)), float("-inf"))
-    tl.store(lse_ptr + place, lse, mask=is_part)
+    tl.store(lse_ptr + offset, lse, mask=is_part)
     mean = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     inner = (vd < VALUE_DIM)[None]
     tl.store(
-        partial_ptr + place[:, None] * VALUE_DIM + vd[None], mean, mask=is_part[:, None] & inner
+        partial_ptr + offset[:, None] * VALUE_DIM + vd[None], mean, mask=is_part[:, None] & inner
     )
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head, mask=alive, other=0.0).to(tl.float32)
@@ -202,8 +205,8 @@ def _merge_splits(
     token = tl.load(partials_ptr + number * PARTIAL)
     count = tl.load(partials_ptr + number * PARTIAL + 1)
     split, vd = tl.arange(0, SPLITS), tl.arange(0, VALUE_BLOCK)
-    place = (number.to(tl.int64) * HEADS + head) * SPLITS + split
-    lse = tl.load(lse_ptr + place, mask=split < count, other=float("-inf"))
+    offset = (number.to(tl.int64) * HEADS + head) * SPLITS + split
+    lse = tl.load(lse_ptr + offset, mask=split < count, other=float("-inf"))
     top = tl.max(lse, 0)
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head).to(tl.float32)
@@ -214,7 +217,7 @@ def _merge_splits(
         total += tl.exp(sink - top)
     inner = vd < VALUE_DIM
     part = tl.load(
-        partial_ptr + place[:, None] * VALUE_DIM + vd[None],
+        partial_ptr + offset[:, None] * VALUE_DIM + vd[None],
         mask=(split < count)[:, None] & inner[None],
         other=0.0,
     )
@@ -226,85 +229,69 @@ def _merge_splits(
     )
 
 
-def launch(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    layout: list[Tensor],
-    sinks: Tensor | None,
-    sizes: list[int],
-    scores: list[float],
-) -> Tensor:
-    """Launch the kernels: one, and the second where a row is split.
-
-    Arguments and result as of ``paged.paged_attention``.
-    """
-    rows, tokens, tiles, pages, words, partials = layout
-    page_size, tile_tokens, num_splits, window = sizes
-    (num_tokens, heads, key_dim), (_, kv_heads, value_dim) = q.shape, values.shape
-    out = q.new_empty(num_tokens, heads, value_dim)
-    group, num_partials = heads // kv_heads, len(partials)
+def launch(call: Operands) -> Tensor:
+    """Launch the kernels: one, and the second where a row is split. See ``paged.Operands``."""
+    q, values, sinks = call.q, call.values, call.sinks
+    *first, partials = call.layout
+    _, _, tiles, pages, _ = first
+    *_, num_splits, window = call.sizes
+    (num_tokens, heads, _), value_dim = q.shape, values.shape[2]
     splits = next_power_of_2(num_splits)
-    parts = q.new_empty(num_partials, heads, splits, value_dim, dtype=torch.float32)
-    lse = q.new_empty(num_partials, heads, splits, dtype=torch.float32)
-    tile_heads = min(next_power_of_2(group), max(1, MAX_QUERIES // tile_tokens))
-    value_block = max(MIN_DOT, next_power_of_2(value_dim))
+    out = q.new_empty(num_tokens, heads, value_dim)
+    parts = q.new_empty(len(partials), heads, splits, value_dim, dtype=torch.float32)
+    lse = q.new_empty(len(partials), heads, splits, dtype=torch.float32)
     shared: dict[str, Any] = {
         "HEADS": heads,
         "VALUE_DIM": value_dim,
-        "VALUE_BLOCK": value_block,
+        "VALUE_BLOCK": max(MIN_DOT, next_power_of_2(value_dim)),
         "SPLITS": splits,
         "HAS_SINKS": sinks is not None,
+        "num_warps": WARPS,
     }
-    _attend_tiles[(len(tiles), kv_heads * -(-group // tile_heads), num_splits)](
-        q,
-        keys,
-        values,
-        rows,
-        tokens,
-        tiles,
-        pages,
-        words,
-        lse if sinks is None else sinks,
-        out,
-        parts,
-        lse,
-        scores[0],
-        scores[1],
-        window,
-        pages.shape[1],
-        q.stride(0),
-        q.stride(1),
-        GROUP=group,
-        KEY_DIM=key_dim,
-        PAGE=page_size,
-        TILE=tile_tokens,
-        TILE_HEADS=tile_heads,
-        KEY_BLOCK=max(MIN_DOT, next_power_of_2(key_dim)),
-        KEYS=_keys_of_block(q.dtype, max(key_dim, value_dim)),
-        QUERIES=max(MIN_DOT, tile_tokens * tile_heads),
-        HAS_WINDOW=window > 0,
-        HAS_SOFTCAP=scores[1] > 0,
-        ROW=ROW_FIELDS,
-        TOKEN=TOKEN_FIELDS,
-        TILE_RECORD=TILE_FIELDS,
-        BITS=WORD_BITS,
-        num_warps=WARPS,
-        num_stages=STAGES,
+    if sinks is None:
+        sinks = lse  # any pointer: it is not read
+    results = (out, parts, lse)
+    strides = (pages.shape[1], q.stride(0), q.stride(1))
+    constants, programs_per_tile = _tile_constants(call)
+    _attend_tiles[(len(tiles), programs_per_tile, num_splits)](
+        *(q, call.keys, values, *first, sinks, *results, *call.scores, window, *strides),
+        **constants,
         **shared,
+        num_stages=STAGES,
     )
-    if num_partials:
-        _merge_splits[(num_partials, heads)](
-            partials,
-            parts,
-            lse,
-            lse if sinks is None else sinks,
-            out,
-            PARTIAL=PARTIAL_FIELDS,
-            num_warps=WARPS,
-            **shared,
+    if len(partials):
+        _merge_splits[(len(partials), heads)](
+            *(partials, parts, lse, sinks, out), PARTIAL=PARTIAL_FIELDS, **shared
         )
     return out
+
+
+def _tile_constants(call: Operands) -> tuple[dict[str, Any], int]:
+    """Constants that ``_attend_tiles`` is compiled for, and its programs per tile and split.
+
+    A program has a tile's tokens times some query heads of one key head, at most ``MAX_QUERIES``.
+    """
+    page_size, tile_tokens, _, window = call.sizes
+    (_, heads, key_dim), (_, kv_heads, value_dim) = call.q.shape, call.values.shape
+    group = heads // kv_heads
+    tile_heads = min(next_power_of_2(group), max(1, MAX_QUERIES // tile_tokens))
+    constants = {
+        "GROUP": group,
+        "KEY_DIM": key_dim,
+        "PAGE": page_size,
+        "TILE": tile_tokens,
+        "TILE_HEADS": tile_heads,
+        "KEY_BLOCK": max(MIN_DOT, next_power_of_2(key_dim)),
+        "KEYS": _keys_of_block(call.q.dtype, max(key_dim, value_dim)),
+        "QUERIES": max(MIN_DOT, tile_tokens * tile_heads),
+        "HAS_WINDOW": window > 0,
+        "HAS_SOFTCAP": call.scores[1] > 0,
+        "ROW": ROW_FIELDS,
+        "TOKEN": TOKEN_FIELDS,
+        "TILE_RECORD": TILE_FIELDS,
+        "BITS": WORD_BITS,
+    }
+    return constants, kv_heads * -(-group // tile_heads)
 
 
 def _keys_of_block(dtype: torch.dtype, dim: int) -> int:

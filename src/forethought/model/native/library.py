@@ -1,8 +1,8 @@
 """Compiles ``forward.cpp`` for this processor, keeps the result on disk, and loads it.
 
 The first start on a machine takes some ten seconds for it. Later ones load the library from
-``$FORETHOUGHT_CACHE``, or ``~/.cache/forethought``. It is compiled again when the source, the
-compiler or the processor changes.
+``$FORETHOUGHT_CACHE``, or ``~/.cache/forethought``. It is compiled again when the source, its
+headers, the compiler or the processor changes.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ from forethought.errors import ModelError
 logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("forward.cpp")
+SOURCES = (SOURCE, *sorted(SOURCE.parent.glob("*.h")))
+"""With the headers that it includes."""
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
 TIMEOUT_S = 300
 
 
 class LinearStruct(ctypes.Structure):
-    """``Linear`` of ``forward.cpp``."""
+    """``Linear`` of ``structures.h``."""
 
     _fields_ = [
         ("weight", ctypes.c_void_p),
@@ -47,7 +49,7 @@ class LinearStruct(ctypes.Structure):
 
 
 class ExpertsStruct(ctypes.Structure):
-    """``Experts`` of ``forward.cpp``."""
+    """``Experts`` of ``structures.h``."""
 
     _fields_ = [
         ("router", ctypes.POINTER(LinearStruct)),
@@ -61,7 +63,7 @@ class ExpertsStruct(ctypes.Structure):
 
 
 class LayerStruct(ctypes.Structure):
-    """``Layer`` of ``forward.cpp``."""
+    """``Layer`` of ``structures.h``."""
 
     _fields_ = [
         ("input_norm", ctypes.c_void_p),
@@ -82,18 +84,18 @@ class LayerStruct(ctypes.Structure):
 
 
 class ModelStruct(ctypes.Structure):
-    """``Model`` of ``forward.cpp``."""
+    """``Model`` of ``structures.h``."""
 
     _fields_ = [
         ("layers", ctypes.POINTER(LayerStruct)),
         ("final_norm", ctypes.c_void_p),
         ("head", ctypes.POINTER(LinearStruct)),
+        ("embedding", ctypes.POINTER(LinearStruct)),
         ("num_layers", ctypes.c_int32),
         ("hidden", ctypes.c_int32),
         ("num_heads", ctypes.c_int32),
         ("num_kv_heads", ctypes.c_int32),
         ("head_dim", ctypes.c_int32),
-        ("intermediate", ctypes.c_int32),
         ("rotary_dim", ctypes.c_int32),
         ("activation", ctypes.c_int32),
         ("kv_type", ctypes.c_int32),
@@ -101,11 +103,12 @@ class ModelStruct(ctypes.Structure):
         ("head_norm_eps", ctypes.c_float),
         ("logit_cap", ctypes.c_float),
         ("score_cap", ctypes.c_float),
+        ("embed_scale", ctypes.c_float),
     ]
 
 
 class RowStruct(ctypes.Structure):
-    """``Row`` of ``forward.cpp``."""
+    """``Row`` of ``structures.h``."""
 
     _fields_ = [
         ("first_slot", ctypes.c_int64),
@@ -113,19 +116,19 @@ class RowStruct(ctypes.Structure):
         ("slots", ctypes.c_void_p),
         ("positions", ctypes.c_void_p),
         ("visible", ctypes.c_void_p),
-        ("start", ctypes.c_int32),
-        ("num_tokens", ctypes.c_int32),
-        ("prefix", ctypes.c_int32),
-        ("seen_from", ctypes.c_int32),
-        ("num_recent", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
+        ("start", ctypes.c_int64),
+        ("num_tokens", ctypes.c_int64),
+        ("prefix", ctypes.c_int64),
+        ("seen_from", ctypes.c_int64),
+        ("num_recent", ctypes.c_int64),
     ]
 
 
 class CallStruct(ctypes.Structure):
-    """``Call`` of ``forward.cpp``."""
+    """``Call`` of ``structures.h``."""
 
     _fields_ = [
+        ("token_ids", ctypes.c_void_p),
         ("embedded", ctypes.c_void_p),
         ("positions", ctypes.c_void_p),
         ("slots", ctypes.c_void_p),
@@ -201,7 +204,9 @@ def find_compiler() -> str | None:
 def library_path(compiler: str) -> Path:
     """Where the library for this source, compiler and processor is kept."""
     root = os.environ.get("FORETHOUGHT_CACHE") or Path.home() / ".cache" / "forethought"
-    digest = hashlib.sha256(SOURCE.read_bytes())
+    digest = hashlib.sha256()
+    for source in SOURCES:
+        digest.update(f"{source.name}\0".encode() + source.read_bytes() + b"\0")
     for part in (*FLAGS, _version(compiler), _processor()):
         digest.update(part.encode() + b"\0")
     return Path(root) / "native" / f"forward-{digest.hexdigest()[:16]}.so"
@@ -226,11 +231,17 @@ def compile_library(compiler: str, path: Path) -> None:
             said = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
             raise ModelError(
                 "the native forward cannot be compiled",
-                f"{compiler} failed: {said.splitlines()[0] if said else error}",
+                f"{compiler} failed: {_first_error(said) or error}",
                 'Install a working compiler with OpenMP, or set forward="torch"',
             ) from error
         os.replace(target, path)
     logger.info("compiled in %.1f s: %s", time.monotonic() - began, path)
+
+
+def _first_error(said: str) -> str:
+    """Of what a compiler has printed; with headers other lines come before it."""
+    lines = said.splitlines()
+    return next((line for line in lines if "error" in line), lines[0] if lines else "")
 
 
 def _openmp() -> list[str]:

@@ -1,4 +1,4 @@
-"""Weights in the layout of ``forward.cpp``: panels of 16 outputs, read from transformers modules.
+"""Weights in the layout of ``products.h``: panels of 16 outputs, read from transformers modules.
 
 Each family is described once: where the parts of a layer are, and what its norms add. Everything
 else (windows, head counts) is known from the capability probe and the config.
@@ -34,12 +34,12 @@ from forethought.model.native.library import (
 )
 from forethought.model.quantization import QuantizedLinear, QuantizedWeight, concatenated
 
-PANEL = 16  # outputs of a panel, as in forward.cpp
+PANEL = 16  # outputs of a panel, as in products.h
 F32, BF16, I8, I4 = range(4)  # enum WeightType
 TYPES = {torch.float32: F32, torch.bfloat16: BF16}
 ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
 MAX_HEAD_DIM, MAX_GROUP, MAX_TOP_K = 1024, 64, 64
-"""Sizes of buffers in forward.cpp."""
+"""As in structures.h."""
 
 FAMILIES = (
     LlamaForCausalLM,
@@ -75,7 +75,10 @@ def refusal(module: PreTrainedModel) -> str | None:
         if size > MAX_HEAD_DIM or attention.num_key_value_groups > MAX_GROUP:
             return f"heads of {size} in groups of {attention.num_key_value_groups}"
         groups: list[list[nn.Module]] = [_qkv(attention)]
-        if not _is_sparse(layer.mlp):
+        if _is_sparse(layer.mlp):
+            if layer.mlp.gate.top_k > MAX_TOP_K:
+                return f"{layer.mlp.gate.top_k} experts per token"
+        else:
             groups.append(_gate_up(layer.mlp))
         if any(len({_kind(linear) for linear in group}) > 1 for group in groups):
             return "weights that are merged and were quantised differently"

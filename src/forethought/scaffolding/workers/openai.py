@@ -48,8 +48,8 @@ _BODY = (
     "skip_special_tokens",
 )
 EXTENSIONS = (*_BODY, "guided_decoding")
-"""Fields that OpenAI's API does not have and some servers take in the body all the same. Chats take
-``guided_decoding`` in any case, as ``response_format``; the completions of some servers do too."""
+"""Fields outside OpenAI's API that some servers accept in the body. Chats always take
+``guided_decoding``, as ``response_format``; the completions of some servers do too."""
 
 _CHAT = (
     "frequency_penalty",
@@ -414,7 +414,7 @@ class TRTOpenaiWorker(OpenaiWorker):
 
 
 def _response_format(task: GenerationTask) -> dict[str, Any]:
-    """The shape that the task asks for, as OpenAI's API has it; it knows JSON only.
+    """The shape that the task asks for, as a field of OpenAI's API, which has JSON only.
 
     Raises:
         ParameterError: it is another one.

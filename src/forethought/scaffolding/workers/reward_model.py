@@ -15,18 +15,15 @@ A decoder gives a score at each token, by a head on its hidden states:
 
 The heads of the third and fourth are read by the names of their weights: no code of a checkpoint
 runs. A score depends on the tokens before it alone, so keys, values and scores of rows stay in a
-``PrefixTree``, and what a later row has in common with an earlier one is not computed again.
+``RewardPrefixCache``, and what a later row has in common with an earlier one is not computed again.
 Encoders (as BERT) score whole rows.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +34,7 @@ from torch import Tensor
 from forethought.errors import ContextLengthError, ModelError, ParameterError
 from forethought.model_dir import check_model_dir
 from forethought.scaffolding.step_format import STEP_FORMATS
+from forethought.scaffolding.workers.reward_cache import RewardPrefixCache
 from forethought.silence import without_progress_bars
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -46,8 +44,6 @@ _OWN_HEADS = {"Qwen2ForProcessRewardModel": "chat", "Qwen2ForPrmModel": "skywork
 """Architectures whose head is read by the names of its weights -> step format."""
 _PLUS_MINUS = "math_shepherd"
 """The step format whose scores are those of a causal model's next token."""
-_LEAST_SHARED = 8
-"""Tokens from which on it pays to compute what two rows have in common in a pass of its own."""
 
 
 class RewardQuery(NamedTuple):
@@ -123,9 +119,9 @@ class RewardModel:
         config = self._network.config.get_text_config()
         self._context = getattr(config, "max_position_embeddings", None) or math.inf
         self._vocabulary = self._network.get_input_embeddings().num_embeddings
-        self._prefixes: PrefixTree | None = None
+        self._prefixes: RewardPrefixCache | None = None
         if self._head is not None and _keeps_all_states(config):
-            self._prefixes = PrefixTree(self._compute, max_cached_tokens)
+            self._prefixes = RewardPrefixCache(self._compute, max_cached_tokens)
 
     def encode(self, query: RewardQuery) -> ScoringRow:
         """The input row of a query.
@@ -236,7 +232,7 @@ class RewardModel:
         lengths = list(zip(past_lengths, map(len, rows), strict=True))
         mask = [[0] * (past - p) + [1] * (p + n) + [0] * (width - n) for p, n in lengths]
         last = self._context - 1  # padding may lie beyond it
-        positions = [[min(p + place, last) for place in range(width)] for p in past_lengths]
+        positions = [[min(p + i, last) for i in range(width)] for p in past_lengths]
         hidden = self._network(
             input_ids=self._padded(rows, width),
             attention_mask=torch.tensor(mask, device=self.device),
@@ -276,163 +272,6 @@ def _aligned(pasts: Sequence[Sequence[Tensor]], width: int) -> Tensor:
     return states
 
 
-# ---- prefixes ----------------------------------------------------------------------------------
-
-
-@dataclass(eq=False, slots=True)
-class _Segment:
-    """A run of tokens behind its parent's."""
-
-    tokens: list[int]
-    parent: _Segment | None = None
-    children: list[_Segment] = field(default_factory=list)
-    states: Tensor | None = None
-    """Keys and values: [layers, 2, heads, tokens, width]; None: not computed yet."""
-    scores: list[float] = field(default_factory=list)
-    """At each token."""
-    used: int = 0
-    """Number of the call that needed it last."""
-
-    @property
-    def path(self) -> list[_Segment]:
-        """From the first segment below the root to this one."""
-        path: list[_Segment] = []
-        segment: _Segment | None = self
-        while segment is not None and segment.parent is not None:
-            path.append(segment)
-            segment = segment.parent
-        return path[::-1]
-
-
-Compute = Callable[
-    [Sequence[list[int]], Sequence[Sequence[Tensor]]], list[tuple[Tensor, list[float]]]
-]
-"""Runs rows behind their pasts; see ``RewardModel._compute``."""
-
-
-class PrefixTree:
-    """Keys, values and scores of rows of tokens; what rows have in common stands once::
-
-        root -- question -- step 1 -- step 2
-                               |
-                               +----- another step 2
-
-    Args:
-        compute: runs segments behind those above them.
-        max_tokens: kept between calls; the least recently used leaves go first.
-    """
-
-    def __init__(self, compute: Compute, max_tokens: int) -> None:
-        self._compute, self._max_tokens = compute, max_tokens
-        self._root, self._clock, self.num_tokens = _Segment([]), itertools.count(1), 0
-
-    def score(self, rows: Sequence[list[int]]) -> list[tuple[list[float], int]]:
-        """The score at each token of each row, and how many of its tokens had to be computed.
-
-        A token that several rows have in common is counted for the first of them.
-        """
-        now = next(self._clock)
-        ends = [self._insert(ids) for ids in rows]
-        paths = [end.path for end in ends]
-        missing = [s for s in dict.fromkeys(itertools.chain(*paths)) if s.states is None]
-        counted, results = set(missing), list[tuple[list[float], int]]()
-        try:
-            self._fill(missing)
-        except BaseException:
-            for segment in missing:
-                self._remove(segment)
-            raise
-        for ids, path in zip(rows, paths, strict=True):
-            for segment in path:
-                segment.used = now
-            new = [segment for segment in path if segment in counted]
-            counted.difference_update(new)
-            scores = [score for segment in path for score in segment.scores][: len(ids)]
-            results.append((scores, sum(len(segment.tokens) for segment in new)))
-        self._evict()
-        return results
-
-    def _fill(self, missing: Sequence[_Segment]) -> None:
-        """Compute segments, parents before children, all that are ready in one pass."""
-        left = list(missing)
-        while left:
-            waiting = set(left)
-            ready = [segment for segment in left if segment.parent not in waiting]
-            pasts = [[s.states for s in segment.path[:-1]] for segment in ready]
-            rows = [segment.tokens for segment in ready]
-            found = self._compute(rows, [[s for s in past if s is not None] for past in pasts])
-            for segment, (states, scores) in zip(ready, found, strict=True):
-                segment.states, segment.scores = states, scores
-                self.num_tokens += len(segment.tokens)
-            left = [segment for segment in left if segment.states is None]
-
-    def _insert(self, ids: list[int]) -> _Segment:
-        """The segment in which ``ids`` end, new or not; its path begins with them."""
-        segment, at = self._root, 0
-        while at < len(ids):
-            rest = ids[at:]
-            shared = [_num_shared(child.tokens, rest) for child in segment.children]
-            best = max(range(len(shared)), key=shared.__getitem__, default=None)
-            if best is None or shared[best] < min(
-                _LEAST_SHARED, len(rest), len(segment.children[best].tokens)
-            ):
-                child = _Segment(rest, segment)
-                segment.children.append(child)
-                return child
-            child, count = segment.children[best], shared[best]
-            if count == len(rest):
-                return child
-            segment = child if count == len(child.tokens) else self._split(child, count)
-            at += count
-        return segment
-
-    @staticmethod
-    def _split(segment: _Segment, count: int) -> _Segment:
-        """Cut a segment behind its first ``count`` tokens; it keeps the rest, below a new one."""
-        assert segment.parent is not None, "the root has no tokens"
-        upper = _Segment(segment.tokens[:count], segment.parent, [segment], used=segment.used)
-        siblings = segment.parent.children
-        siblings[siblings.index(segment)] = upper
-        segment.parent, segment.tokens = upper, segment.tokens[count:]
-        if segment.states is not None:
-            upper.scores, segment.scores = segment.scores[:count], segment.scores[count:]
-            upper.states = segment.states[:, :, :, :count].clone()
-            segment.states = segment.states[:, :, :, count:].clone()
-        return upper
-
-    def _evict(self) -> None:
-        """Remove leaves, the least recently used first, until the rest may stay."""
-        if self.num_tokens <= self._max_tokens:
-            return
-        order = itertools.count()
-        segments, leaves = [self._root], list[tuple[int, int, _Segment]]()
-        for segment in segments:  # it grows meanwhile
-            segments += segment.children
-            if not segment.children and segment is not self._root:
-                leaves.append((segment.used, next(order), segment))
-        heapq.heapify(leaves)
-        while leaves and self.num_tokens > self._max_tokens:
-            _, _, leaf = heapq.heappop(leaves)
-            parent = leaf.parent
-            self._remove(leaf)
-            if parent is not None and parent is not self._root and not parent.children:
-                heapq.heappush(leaves, (parent.used, next(order), parent))
-
-    def _remove(self, segment: _Segment) -> None:
-        parent = segment.parent
-        if parent is not None and segment in parent.children:
-            parent.children.remove(segment)
-        if segment.states is not None:
-            self.num_tokens -= len(segment.tokens)
-            segment.states = None
-
-
-def _num_shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens with which both begin."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
 # ---- loading -----------------------------------------------------------------------------------
 
 
@@ -462,7 +301,7 @@ def find_step_format(directory: Path, chosen: str | None = None) -> str | None:
 
     Raises:
         ModelError: there is no checkpoint, or it is no reward model.
-        ParameterError: the format does not exist, or is none of this model.
+        ParameterError: the format does not exist, or this model does not have it.
     """
     config = _config(directory)
     name = str((config.get("architectures") or ["no architecture"])[0])

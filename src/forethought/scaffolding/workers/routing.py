@@ -143,7 +143,7 @@ class Router:
         clock: seconds; only differences count.
 
     Raises:
-        ParameterError: no URL, one that is none, or the same one twice.
+        ParameterError: no URL, an invalid one, or the same one twice.
     """
 
     def __init__(
@@ -254,7 +254,7 @@ def checked_urls(urls: Sequence[str]) -> list[str]:
     """The URLs of servers; one without a path gets ``/v1``.
 
     Raises:
-        ParameterError: no URL, one that is none, or the same one twice.
+        ParameterError: no URL, an invalid one, or the same one twice.
     """
     if isinstance(urls, str) or not urls:
         raise ParameterError("no upstream servers", f"got {urls!r}", "Give a list of their URLs")

@@ -11,13 +11,16 @@ from forethought.speculative.length.policy import FixedLength, LengthPolicy, Sho
 
 
 def length_policy(
-    config: DecodingBaseConfig, nodes: Callable[[int], int] | None = None
+    config: DecodingBaseConfig,
+    nodes: Callable[[int], int] | None = None,
+    node_context: float = 1.0,
 ) -> LengthPolicy:
     """A new policy as ``config`` describes it; each drafter needs its own.
 
     Args:
         config: validated.
         nodes: tokens of a draft of that depth (``Drafter.nodes``); the depth itself by default.
+        node_context: see ``Goodput``.
     """
     policies: list[LengthPolicy] = []
     if config.acceptance_rate_window_size:
@@ -26,7 +29,7 @@ def length_policy(
             AcceptanceGate(config.acceptance_rate_window_size, config.acceptance_rate_threshold)
         )
     if config.length_control == "goodput":
-        policies.append(Goodput(config.max_draft_len, nodes))
+        policies.append(Goodput(config.max_draft_len, nodes, node_context))
     if not policies:
         return FixedLength()
     return policies[0] if len(policies) == 1 else Shortest(policies)

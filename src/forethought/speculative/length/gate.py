@@ -40,13 +40,18 @@ class Backoff:
         self._waited = 0
 
     @property
+    def left(self) -> int:
+        """Steps before the next try; not above 0: it is due."""
+        return self.interval - self._waited
+
+    @property
     def due(self) -> bool:
         """Whether it is time for a try."""
-        return self._waited >= self.interval
+        return self.left <= 0
 
-    def wait(self) -> None:
-        """Count a step without a try."""
-        self._waited += 1
+    def wait(self, steps: int = 1) -> None:
+        """Count steps without a try."""
+        self._waited += steps
 
     def tried(self, news: bool) -> None:
         """Count a try; without news the pause before the next one doubles."""
@@ -111,6 +116,10 @@ class AcceptanceGate:
             len(self._drafts) >= min(self._window, PROBE_DRAFTS) or self._num_probed >= PROBE_DRAFTS
         ):
             self._maybe_open()
+
+    def skip(self) -> int:
+        """None: it counts steps between probes."""
+        return 0
 
     def _count(self, depth: int, accepted: int) -> None:
         self._drafts.append((depth, accepted))

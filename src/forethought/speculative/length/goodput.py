@@ -48,13 +48,14 @@ class LossBudget:
         """Whether anything may be spent: not after an overdraft, until half has been saved up."""
         return not self._closed
 
-    def book(self, gained: float) -> None:
-        """A step is over.
+    def book(self, gained: float, steps: int = 1) -> None:
+        """Steps are over.
 
         Args:
-            gained: plain steps that it saved, negative if it lost.
+            gained: plain steps that they saved, negative if they lost.
+            steps: how many.
         """
-        granted = max(min(ALLOWANCE, CREDIT - self.balance), 0.0)
+        granted = max(min(ALLOWANCE * steps, CREDIT - self.balance), 0.0)
         self.balance = min(max(self.balance + granted + gained, -CREDIT), SAVINGS)
         if self.balance <= 0.0:
             self._closed = True
@@ -72,6 +73,8 @@ DRAFT_KEEPS = 0.99
 """Weight that the profile's past keeps per draft: it remembers about a hundred."""
 STEP_KEEPS = 0.98
 """Weight that a request's past keeps per step: it remembers about fifty."""
+GATHERED = 8
+"""Drafts that are counted together, to save time, unless an estimate is asked for before."""
 
 
 class AcceptanceEstimate:
@@ -92,25 +95,33 @@ class AcceptanceEstimate:
         self._pooled = PRIOR
         self._profile: _Array = np.full(levels, PRIOR)
         self._reach: _Array = np.ones(levels)
+        # Observed and not counted yet; ``_drafts`` are those that came, as in ``observe``.
+        self._steps = 0
+        self._asked, self._came = list[int](), list[int]()  # depths, of each requested draft
+        self._drafts: list[tuple[int, int, int]] = []
 
     @property
     def profile(self) -> _Array:
         """[levels]: the chance of a token whose ancestors were all accepted."""
+        self._count()
         return self._profile
 
     @property
     def reach(self) -> _Array:
         """[levels]: the chance that a draft goes as deep as this if that is requested."""
+        self._count()
         return self._reach
 
     @property
     def doubt(self) -> float:
         """How many times its estimate a token's chance may well be: two standard errors more."""
+        self._count()
         tested = self._tested.sum() + WEIGHT
         return 1.0 + 2.0 * float(np.sqrt((1.0 - self._pooled) / (self._pooled * tested)))
 
     def survival(self, request_ids: Sequence[int]) -> _Array:
         """[requests, levels]: the chance that a level is accepted, in a draft that reaches it."""
+        self._count()
         slots = self._find(request_ids)
         passed, failed, passes, fails = self._shown.take(slots, axis=1)
         likely = REQUEST_WEIGHT * self._pooled
@@ -129,40 +140,45 @@ class AcceptanceEstimate:
             drafts: ``(request_id, depth, accepted)`` of those that came.
             steps: how many have gone by, this one included.
         """
-        self._shown *= STEP_KEEPS**steps
-        if requested:
-            self._count_reach(requested, drafts)
-        if drafts:
-            self._count_tokens(drafts)
+        self._steps += steps
+        came = {number: depth for number, depth, _ in drafts}
+        self._asked += requested.values()
+        self._came += [min(came.get(number, 0), depth) for number, depth in requested.items()]
+        self._drafts += drafts
+        if len(self._asked) >= GATHERED:
+            self._count()
 
-    def _count_reach(
-        self, requested: Mapping[int, int], drafts: Sequence[tuple[int, int, int]]
-    ) -> None:
-        keeps = DRAFT_KEEPS ** len(requested)
-        depths = np.fromiter(requested.values(), np.int64, len(requested))
-        came = np.array(
-            [min(depth, requested.get(number, 0)) for number, depth, _ in drafts], np.int64
-        )
-        self._requested = keeps * self._requested + self._reaching(depths)
-        self._drafted = keeps * self._drafted + self._reaching(came)
-        self._reach = np.minimum.accumulate((self._drafted + 1.0) / (self._requested + 1.0))
+    def _count(self) -> None:
+        """Count what was gathered."""
+        self._shown *= STEP_KEEPS**self._steps
+        if self._asked:
+            keeps = DRAFT_KEEPS ** len(self._asked)
+            asked, came = self._reaching([self._asked, self._came])
+            self._requested = keeps * self._requested + asked
+            self._drafted = keeps * self._drafted + came
+            self._reach = np.minimum.accumulate((self._drafted + 1.0) / (self._requested + 1.0))
+        if self._drafts:
+            self._count_tokens()
+        self._steps, self._asked, self._came, self._drafts = 0, [], [], []
 
-    def _count_tokens(self, drafts: Sequence[tuple[int, int, int]]) -> None:
-        numbers, depths, accepted = np.array(drafts, np.int64).T
+    def _count_tokens(self) -> None:
+        numbers, depths, accepted = np.array(self._drafts, np.int64).T
         slots = self._find(numbers.tolist())
         tested = np.minimum(accepted + 1, depths)
-        expected = np.cumsum(self._profile)[tested - 1]
+        expected = self._profile.cumsum()[tested - 1]
         counts = (accepted, tested - accepted, expected, tested - expected)
-        self._shown[:, slots] += counts
-        keeps = DRAFT_KEEPS ** len(drafts)
-        self._tested = keeps * self._tested + self._reaching(tested)
-        self._passed = keeps * self._passed + self._reaching(accepted)
+        np.add.at(self._shown.T, slots, np.array(counts).T)  # a request may be there twice
+        keeps = DRAFT_KEEPS ** len(depths)
+        num_tested, num_passed = self._reaching([tested, accepted])
+        self._tested = keeps * self._tested + num_tested
+        self._passed = keeps * self._passed + num_passed
         self._pooled = float((self._passed.sum() + WEIGHT * PRIOR) / (self._tested.sum() + WEIGHT))
         self._profile = (self._passed + WEIGHT * self._pooled) / (self._tested + WEIGHT)
 
-    def _reaching(self, depths: NDArray[np.int64]) -> _Array:
-        """[levels]: how many of ``depths`` go as deep as each level."""
-        return (self._levels[:, None] < depths).sum(axis=1).astype(np.float64)
+    def _reaching(self, depths: Sequence[Sequence[int] | NDArray[np.int64]]) -> _Array:
+        """[n, levels]: how many of each of n lists of depths go as deep as each level."""
+        deep = self._levels[:, None] < np.array(depths, np.int64)[:, None]
+        return deep.sum(axis=2).astype(np.float64)
 
     def _find(self, request_ids: Sequence[int]) -> NDArray[np.int64]:
         """The columns of ``_shown`` that hold these requests."""
@@ -175,6 +191,7 @@ class AcceptanceEstimate:
 
     def _admit(self, request_ids: Sequence[int]) -> None:
         """Give a column to each request; when all are taken, only these keep theirs."""
+        request_ids = list(dict.fromkeys(request_ids))
         new = [number for number in request_ids if number not in self._slots]
         capacity = self._shown.shape[1]
         if len(self._slots) + len(new) > capacity:
@@ -198,7 +215,7 @@ PROBE_DEPTH = 2
 """Levels of the drafts of a probe."""
 PROBE_SHARE, LAST_SHARE = 1 / 8, 1 / 2
 """Largest expected cost of a probe, and of one of a single request, as a share of the balance."""
-FIRST_PAUSE, LAST_PAUSE = 4, 64
+FIRST_PAUSE, LAST_PAUSE = 8, 64
 """Steps between probes, at first and at most."""
 FIRST_CHECK, LAST_CHECK = 8, 128
 """Steps between plain ones while it drafts, at first and at most."""
@@ -207,12 +224,14 @@ SURPRISE, USUALS = 0.1, 3.0
 usual errors."""
 HOLD, HOLD_PLAIN = 4, 16
 """Steps for which a choice is kept if nothing changes: to draft, and not to."""
-IDLE = 8
-"""While it does not draft, one of so many plain steps is measured, as measuring takes time."""
+IDLE = 64
+"""While it does not draft, it is asked and told of one of so many steps: that takes time too."""
 DRAFTS = "{:.2f} times the goodput of plain decoding"
 PLAIN = "plain: drafting would have {:.2f} times its goodput"
 MAX_TRIED = 4
 """Greatest depths that are searched in a step."""
+FEW = 16
+"""Levels of all requests that are searched one by one: numpy takes longer there."""
 STRETCH = 2
 """How many times the most tokens seen in a forward the next one may have: costs of larger ones
 are estimates, so they are approached in steps."""
@@ -237,9 +256,16 @@ class Goodput:
     Args:
         max_draft_len: greatest depth of a draft.
         nodes: tokens of a draft of that depth; the depth itself unless drafts branch.
+        node_context: share of a row's context that a draft node behind it costs once more: 1 where
+            attention is computed token by token, 0 where the keys are read once for all of them.
     """
 
-    def __init__(self, max_draft_len: int, nodes: Callable[[int], int] | None = None) -> None:
+    def __init__(
+        self,
+        max_draft_len: int,
+        nodes: Callable[[int], int] | None = None,
+        node_context: float = 1.0,
+    ) -> None:
         sizes = [nodes(depth) if nodes else depth for depth in range(1, max_draft_len + 1)]
         self._sizes = np.array([0, *sizes], np.float64)  # [levels + 1]: tokens up to a depth
         self._tokens = np.diff(self._sizes)  # [levels]: tokens of a level
@@ -253,7 +279,7 @@ class Goodput:
         self._drafting = False
         self._hopeful = True
         self._turn = 0
-        self._idle = 0  # plain steps in a row while it does not draft
+        self._num_skipped = 0  # steps since the last one that was observed
         self._held: list[int] = []
         self._left = 0  # steps for which ``_held`` may be kept
         self._state: tuple[int, list[int], list[int]] = (0, [], [])
@@ -262,6 +288,7 @@ class Goodput:
         self._branches = bool((self._tokens != 1.0).any())
         self._widest = 1
         self._context = 1.0  # tokens of context per row
+        self._node_context = node_context
         self._requested: dict[int, int] = {}
         self._why: tuple[str, tuple[float, ...]] = ("nothing has been measured yet", ())
         self._held_why: tuple[str, tuple[float, ...]] = self._why
@@ -323,17 +350,55 @@ class Goodput:
         state = batch_size, ids, max_lengths
         same, self._state = state == self._state, state
         self._left -= 1
-        return same and self._left > 0 and self._gained >= 0.0
+        return same and self._left > 0 and (not self._drafting or self._gained >= 0.0)
 
     def _search(
         self, survival: Array, caps: NDArray[np.int64], batch_size: int
     ) -> tuple[list[int], float]:
         """The best lengths, and how many times the goodput of plain decoding they have."""
-        requests, levels = survival.shape
-        worth = survival.copy()
+        worth = survival
         if self._branches:
             # Of a tree whose later levels are cheaper, an earlier one never comes after a later.
             worth = np.minimum.accumulate(worth / self._tokens, axis=1)
+        search = self._search_few if survival.size <= FEW else self._search_many
+        return search(survival, worth, caps, batch_size)
+
+    def _search_few(
+        self, survival: Array, worth: Array, caps: NDArray[np.int64], batch_size: int
+    ) -> tuple[list[int], float]:
+        """The search as it is described above. For a few levels it takes a fifth of the time."""
+        values, chances = worth.tolist(), survival.tolist()
+        reach, sizes = self.acceptance.reach.tolist(), self._tokens.tolist()
+        cells = [
+            (row, level)
+            for row, cap in enumerate(caps.tolist())
+            for level in range(min(cap, len(reach)))
+        ]
+        cells.sort(key=lambda cell: values[cell[0]][cell[1]], reverse=True)
+        largest = STRETCH * self._widest + 1 - batch_size
+        plain = batch_size / self._seconds(batch_size, 0)
+        best, chosen = 0.0, list[tuple[int, int]]()
+        for deepest in self._deepest_tried().tolist():
+            within = [cell for cell in cells if cell[1] < deepest]
+            tokens, nodes = float(batch_size), 0.0
+            for count, (row, level) in enumerate(within, start=1):
+                tokens += chances[row][level] * reach[level]
+                nodes += sizes[level] * reach[level]
+                if nodes > largest:
+                    break
+                seconds = self._seconds(batch_size, int(nodes + 0.5))
+                seconds += self.drafting.predict((1.0, deepest, count))
+                if tokens / seconds > best:
+                    best, chosen, self._deepest = tokens / seconds, within[:count], deepest
+        rows = [row for row, _ in chosen]
+        return [rows.count(row) for row in range(len(chances))], best / plain
+
+    def _search_many(
+        self, survival: Array, worth: Array, caps: NDArray[np.int64], batch_size: int
+    ) -> tuple[list[int], float]:
+        """The same for all levels at once."""
+        requests, levels = survival.shape
+        worth = worth.copy()
         cells = requests * levels
         if int(caps.min()) < levels:
             worth[self._depths > caps[:, None]] = -1.0
@@ -349,9 +414,9 @@ class Goodput:
         nodes = (within * (self._tokens * reach)[level]).cumsum(axis=1)
         goodput = (within * (survival * reach).ravel()[order]).cumsum(axis=1) + batch_size
         max_nodes = int(nodes[-1, -1]) + 1
-        forward = self.forward.predict_many(
-            np.arange(batch_size, batch_size + max_nodes + 1.0), self._context * batch_size
-        )
+        added = np.arange(max_nodes + 1.0)
+        context = self._context * (batch_size + self._node_context * added)
+        forward = self.forward.predict_many(batch_size + added, context)
         base, deeper, wider = self.drafting.coefficients
         goodput /= forward[(nodes + 0.5).astype(np.int64)] + (
             (base + deeper * deepest[:, None]) + wider * requested
@@ -397,35 +462,33 @@ class Goodput:
 
     def _affordable(self, depths: NDArray[np.int64], survival: Array, batch_size: int) -> bool:
         """Whether the account can bear what these lengths are expected to lose."""
-        context, nodes = self._context * batch_size, float(self._sizes[depths].sum())
+        nodes = float(self._sizes[depths].sum())
         if not nodes or nodes > max(self._widest, self._sizes.max()):
             return False
-        seconds = self.forward.predict(batch_size + nodes, context)
+        seconds = self._seconds(batch_size, nodes)
         seconds += self.drafting.predict((1.0, depths.max(), depths.sum()))
         gain = float(survival[self._depths <= depths[:, None]].sum()) / batch_size
-        cost = seconds / self.forward.predict(batch_size, context) - 1.0 - gain
+        cost = seconds / self._seconds(batch_size, 0) - 1.0 - gain
         share = PROBE_SHARE if np.count_nonzero(depths) > 1 else LAST_SHARE
         return cost <= share * min(self.account.balance, CREDIT)
+
+    def _seconds(self, batch_size: int, nodes: float) -> float:
+        """Of a forward of decodes with so many draft nodes."""
+        context = self._context * (batch_size + self._node_context * nodes)
+        return self.forward.predict(batch_size + nodes, context)
 
     # ---- after the step ---------------------------------------------------------------------
 
     def observe(self, record: StepRecord) -> None:
         """Learn what the step took and gave, and book it."""
         requested, self._requested = self._requested, {}
-        self._idle = (
-            0 if requested or self._drafting or not self.forward.settled else self._idle + 1
-        )
-        if self._idle % IDLE:
-            self._gained = 0.0
-            self.account.book(0.0)
-            self._probes.wait()
-            return
         self._context = record.context / max(record.batch_size, 1)
-        drafted = sum(self._sizes[depth] for _, depth, _ in record.requests)
+        drafted = sum(float(self._sizes[depth]) for _, depth, _ in record.requests)
+        context = record.context + self._node_context * drafted * self._context
         plain = self.forward.predict(record.tokens - drafted, record.context)
-        predicted = self.forward.predict(record.tokens, record.context)
-        steps = IDLE if self._idle else 1
-        seconds = self.forward.observe(record.tokens, record.context, record.forward_seconds, steps)
+        predicted = self.forward.predict(record.tokens, context)
+        steps, self._num_skipped = 1 + self._num_skipped, 0
+        seconds = self.forward.observe(record.tokens, context, record.forward_seconds, steps)
         if requested:
             depths = requested.values()
             drafting = self.drafting.observe((1.0, max(depths), sum(depths)), record.draft_seconds)
@@ -437,8 +500,24 @@ class Goodput:
         if requested and plain > 0.0:
             accepted = sum(accepted for _, _, accepted in record.requests)
             self._gained = 1.0 + accepted / record.batch_size - seconds / plain
+        elif plain > 0.0 and self.forward.settled:  # choosing and learning take time too
+            self._gained = -min(record.draft_seconds / plain, 1.0)
         self.account.book(self._gained)
         self._count_tries(bool(requested), predicted, record.forward_seconds)
+
+    def skip(self) -> int:
+        """While it does not draft, up to ``IDLE - 1`` steps, and none of those that probe."""
+        if not self.forward.settled:
+            return 0
+        count = IDLE - 1
+        if self.account.open:
+            count = 0 if self._drafting else max(min(count, self._probes.left - 1), 0)
+        if count:
+            self.account.book(0.0, count)
+            self._probes.wait(count)
+        self._left -= count
+        self._num_skipped = count
+        return count
 
     def _count_tries(self, drafted: bool, predicted: float, seconds: float) -> None:
         if not self._drafting:

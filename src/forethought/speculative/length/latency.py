@@ -18,6 +18,7 @@ from bisect import bisect
 from collections import deque
 from collections.abc import Sequence
 from math import log2
+from operator import mul
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,6 +56,8 @@ class LinearLatency:
         self._free: Vector = np.zeros(len(shares))  # the fit before what is below 0 is forbidden
         self.coefficients: Vector = np.zeros(len(shares))
         """One per term, in seconds, none below 0."""
+        # The same as lists: with three terms numpy takes longer than Python.
+        self._free_line, self._line = self._free.tolist(), self.coefficients.tolist()
 
     @property
     def ready(self) -> bool:
@@ -63,7 +66,7 @@ class LinearLatency:
 
     def predict(self, terms: Sequence[float] | Vector) -> float:
         """Seconds for one step's terms."""
-        return float(self.coefficients.dot(terms))
+        return sum(map(mul, self._line, terms))
 
     def observe(self, terms: Sequence[float] | Vector, seconds: float) -> float:
         """Learn that a step with these terms took so long.
@@ -71,11 +74,10 @@ class LinearLatency:
         Returns:
             ``seconds`` without what was clipped from them as an outlier.
         """
-        known = np.asarray(terms, dtype=np.float64)
         self.observations += 1
         if self.observations > FIRST:
-            return self._update(known, seconds)
-        self._waiting.append((known, seconds))
+            return self._update(terms, seconds)
+        self._waiting.append((np.asarray(terms, np.float64), seconds))
         least = min(seconds for _, seconds in self._waiting)
         if self.observations == FIRST:
             self._start()
@@ -87,24 +89,26 @@ class LinearLatency:
         terms, seconds = first.pop(FIRST // 2)
         scale = np.maximum(np.abs(terms), 1.0)
         self._free = self._shares / scale * max(seconds, 1e-9)
+        self._free_line = self._free.tolist()
         self._information = np.diag(scale**2 / self._shares) * (0.1 / max(seconds, 1e-9) ** 2)
         for terms, seconds in first:
             self._update(terms, seconds)
         self._waiting.clear()
 
-    def _update(self, terms: Vector, seconds: float) -> float:
-        predicted = max(float(self._free @ terms), 1e-9)
+    def _update(self, terms: Sequence[float] | Vector, seconds: float) -> float:
+        predicted = max(sum(map(mul, self._free_line, terms)), 1e-9)
         limit = CLIP * self._usual
         clipped = min(max(seconds / predicted - 1.0, -limit), limit)
         if self.observations > SETTLED and self.observations % EVERY:
             return predicted * (1.0 + clipped)
         self._usual = max(LEAST_RESIDUAL, 0.9 * self._usual + 0.1 * abs(clipped))
-        row = terms / predicted
+        row = np.asarray(terms, np.float64) / predicted
         self._information *= 1.0 - self._forgotten
         self._information += row[:, None] * row
         self._information.flat[:: len(row) + 1] += self._forgotten * KEPT * row * row
         self._free = self._free + np.linalg.solve(self._information, row) * clipped
         self.coefficients = self._constrained()
+        self._free_line, self._line = self._free.tolist(), self.coefficients.tolist()
         return predicted * (1.0 + clipped)
 
     def _constrained(self) -> Vector:
@@ -176,18 +180,18 @@ class ForwardLatency:
         part = (tokens - left) / (right - left)
         return line * (factor[after - 1] + part * (factor[after] - factor[after - 1]))
 
-    def predict_many(self, tokens: Array, context: float) -> Array:
-        """[n]: seconds of forwards of so many tokens each, all at least 1."""
+    def predict_many(self, tokens: Array, context: Array) -> Array:
+        """[n]: seconds of forwards of so many tokens and context each, tokens at least 1."""
         fixed, each, distant = self._coefficients
         line = np.maximum(fixed + distant * context + each * tokens, LEAST_SECONDS)
         return line * np.interp(tokens, self._where, self._factor)
 
-    def observe(self, tokens: int, context: int, seconds: float, steps: int = 1) -> float:
+    def observe(self, tokens: int, context: float, seconds: float, steps: int = 1) -> float:
         """Learn that a forward took so long.
 
         Args:
             tokens: of the forward.
-            context: tokens that its rows have seen, in all.
+            context: tokens that were attended to, in all.
             seconds: that it took.
             steps: how many have gone by, this one included.
 
@@ -206,7 +210,7 @@ class ForwardLatency:
         self._measure(tokens, context, seconds)
         return seconds
 
-    def _measure(self, tokens: int, context: int, seconds: float) -> None:
+    def _measure(self, tokens: int, context: float, seconds: float) -> None:
         size = min(round(PER_OCTAVE * log2(tokens)), SIZES - 1)
         if self._step - self._steps[size] > FRESH:
             self._windows[size] = deque(maxlen=WINDOW)

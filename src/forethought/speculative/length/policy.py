@@ -48,7 +48,7 @@ class StepRecord:
         tokens: tokens in the forward: roots, draft nodes and prompts.
         context: sum of the sequences' lengths in the KV cache.
         forward_seconds: duration of the step without any drafting.
-        draft_seconds: duration of this drafter's work.
+        draft_seconds: duration of this drafter's work, and of its length policy's.
     """
 
     requests: Sequence[tuple[int, int, int]]
@@ -80,6 +80,12 @@ class LengthPolicy(Protocol):
     def observe(self, record: StepRecord) -> None:
         """Learn from a finished step."""
 
+    def skip(self) -> int:
+        """The number of coming steps that are plain whatever the requests; called after a step.
+
+        In these steps the policy is neither asked nor told of anything, which saves their time.
+        """
+
 
 class FixedLength:
     """As long as each request allows."""
@@ -92,6 +98,10 @@ class FixedLength:
 
     def observe(self, record: StepRecord) -> None:
         """Nothing to learn."""
+
+    def skip(self) -> int:
+        """None."""
+        return 0
 
 
 class Shortest:
@@ -133,6 +143,10 @@ class Shortest:
         """Passed on to all policies."""
         for policy in self._policies:
             policy.observe(record)
+
+    def skip(self) -> int:
+        """None: a policy that skips steps would leave the others without them."""
+        return 0
 
 
 class Schedule:

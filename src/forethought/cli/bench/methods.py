@@ -1,0 +1,151 @@
+"""Every method on an embedded model at about equal generated tokens: accuracy with its
+95 % interval, tokens, and paired tests against plain decoding and against the vote. Each row has a
+journal in --out: the same command goes on where it was ended. The last line is JSON.
+
+forethought bench methods --task countdown --tokens 800
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from contextlib import closing, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forethought.cli import machine
+from forethought.cli import options as model
+from forethought.cli.backend import open_judge
+
+if TYPE_CHECKING:
+    from forethought.evaluation.problems import Problem
+
+
+def configure(measured: Any) -> None:
+    """Declare the command and its arguments."""
+    options = measured.add_parser(
+        "methods", help="every method at equal generated tokens", description=__doc__
+    )
+    options.formatter_class = argparse.RawDescriptionHelpFormatter
+    model.add_model_options(options)
+    options.add_argument(
+        "--task", default="countdown", metavar="NAME", help="countdown (default) or arithmetic"
+    )
+    options.add_argument(
+        "--problems", type=int, default=300, metavar="N", help="held-out problems (default: 300)"
+    )
+    options.add_argument(
+        "--tokens",
+        type=int,
+        default=800,
+        metavar="N",
+        help="generated per problem, about (default: 800)",
+    )
+    options.add_argument(
+        "--only",
+        metavar="A,B,...",
+        help="only rows whose names begin so, plain decoding and the vote included",
+    )
+    options.add_argument(
+        "--against",
+        metavar="ROW",
+        help="one more row that all others are compared with, as best_of_n@4",
+    )
+    options.add_argument(
+        "--reward-model",
+        metavar="DIR",
+        help="scores steps and answers (default: the task's embedded one, else confidence)",
+    )
+    options.add_argument(
+        "--policy", type=Path, metavar="FILE", help="of compute_optimal, which is left out without"
+    )
+    options.add_argument(
+        "--in-flight", type=int, default=64, metavar="N", help="chains at once (default: 64)"
+    )
+    options.add_argument("--seed", type=int, default=0, help="(default: 0)")
+    options.add_argument("--fresh", action="store_true", help="begin anew: forget the journals")
+    options.add_argument("--json", action="store_true", help="print the JSON line only")
+    options.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/methods"),
+        metavar="DIR",
+        help="of journals and table (default: runs/methods)",
+    )
+    options.set_defaults(measure=measure)
+
+
+def measure(args: argparse.Namespace) -> int:
+    """Measure, and report."""
+    from forethought.bench import methods as bench
+    from forethought.evaluation.report import make_folder
+    from forethought.evaluation.runner import EvaluationProgress, EvaluationRunner
+    from forethought.evaluation.tasks import task
+    from forethought.methods.compute_optimal import Policy
+    from forethought.scaffolding.settings import POSITIVE_INT, validated
+
+    for name in ("problems", "tokens", "in_flight"):
+        validated(f"--{name.replace('_', '-')}", getattr(args, name), POSITIVE_INT)
+    kind = bench.method_task(args.task)
+    policy = None if args.policy is None else Policy.load(args.policy)
+    if args.reward_model is None:
+        args.reward_model = kind.reward_model
+    fields = model.llm_args_of(
+        args, model=task(args.task).embedded_model, max_batch_size=2 * args.in_flight
+    )
+    problems = bench.held_out_problems(args.task, args.problems, args.seed)
+    folder = args.out / args.task
+    make_folder(folder)
+    grader = task(args.task).grader()
+    with closing(grader), open_judge(args) as judge:
+        made = bench.MethodBench(
+            kind,
+            args.tokens,
+            None if judge is None else judge.step_controller("last"),
+            None if judge is None else judge.worker,
+            policy,
+        )
+        recipes = bench.chosen(made.recipes(), args.only, args.against)
+        runner = EvaluationRunner(
+            model.llm_opener(fields), seed=args.seed, in_flight=args.in_flight, grader=grader
+        )
+        settings = _settings(args, fields, problems)
+        total = len(recipes) * len(problems)
+        with nullcontext() if args.json else EvaluationProgress(total) as bar:
+            table = bench.MethodTable(runner, problems, kind, settings, _files(args.reward_model))
+            against = [] if args.against is None else [args.against]
+            rows = table.rows(recipes, folder, is_fresh=args.fresh, bar=bar, against=against)
+    line = bench.json_line(
+        rows, machine=machine.measured_on(fields), tokens=args.tokens, **settings
+    )
+    (folder / "methods.md").write_text(bench.markdown(rows), encoding="utf-8")
+    (folder / "methods.json").write_text(line, encoding="utf-8")
+    if not args.json:
+        print(bench.text(rows))
+    print(line, end="")
+    return 0
+
+
+def _settings(
+    args: argparse.Namespace, fields: dict[str, Any], problems: Sequence[Problem]
+) -> dict[str, Any]:
+    """What decides the rows beside their recipes, as plain values."""
+    from forethought.evaluation.journal import problems_hash
+
+    return {
+        "task": args.task,
+        "model": model.model_label(fields),
+        "files": _files(fields["model"], fields.get("revision")),
+        "dtype": str(fields.get("dtype", "auto")),
+        "problems": problems_hash(problems),
+        "num_problems": len(problems),
+        "seed": args.seed,
+    }
+
+
+def _files(directory: Any, revision: str | None = None) -> dict[str, Any]:
+    """What tells a model from another, for a journal; empty if there is none."""
+    from forethought.evaluation.journal import fingerprint
+    from forethought.model_dir import find_model_dir
+
+    return {} if directory is None else fingerprint(find_model_dir(directory, revision))

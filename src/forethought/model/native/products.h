@@ -1,0 +1,301 @@
+// Products of tokens with packed weights.
+
+#pragma once
+
+#include "structures.h"
+#include "vectors.h"
+
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+constexpr int PANEL = 16;                        // outputs of a panel
+constexpr int VECS = PANEL / LANES;              // vectors of a panel
+constexpr int REGISTERS = LANES == 16 ? 32 : 16; // for vectors
+constexpr int MAX_ROWS = 6;                      // tokens that one pass over a panel multiplies
+constexpr int AHEAD = 1024;                      // bytes of a panel that are fetched in advance
+
+struct Share { // of items for one thread
+    int begin, end;
+};
+
+struct Thread { // one of those of the parallel region
+    int index, count;
+
+    Share share(int items) const {
+        return {int(int64_t(items) * index / count), int(int64_t(items) * (index + 1) / count)};
+    }
+};
+
+// Whether registers hold the sums of a pass, and its weights and an input if they are used again.
+static constexpr bool fits(int rows, int panels) {
+    const int weights = panels * VECS;
+    return rows * weights + (rows > 1 ? weights + 1 : 0) <= REGISTERS;
+}
+
+// Tokens of a pass, where all take several: of nearly the same size, as one over few tokens is as
+// long as one over several.
+static inline int rows_at_once(int tokens) {
+    const int passes = (tokens + MAX_ROWS - 1) / MAX_ROWS;
+    return passes ? (tokens + passes - 1) / passes : 1;
+}
+
+// tile [ROWS, NP * PANEL] += x [ROWS, num_inputs] times NP panels of w. Panels are `panel_stride`
+// elements apart, inputs `stride`.
+template <class T, int ROWS, int NP>
+static inline void multiply(
+    const T* w, int64_t panel_stride, int64_t stride, const float* x, int64_t ldx, int num_inputs,
+    float* tile) {
+    constexpr int N = NP * VECS;
+    Vec acc[ROWS][N];
+    for (int m = 0; m < ROWS; m++)
+        for (int j = 0; j < N; j++) acc[m][j] = load(tile + (m * N + j) * LANES);
+    for (int k = 0; k < num_inputs; k++) {
+        if (ROWS > 1 && NP == 1) __builtin_prefetch((const char*)(w + k * stride) + AHEAD);
+        Vec weight[N];
+        for (int p = 0; p < NP; p++)
+            for (int v = 0; v < VECS; v++)
+                weight[p * VECS + v] = load(w + p * panel_stride + k * stride + v * LANES);
+        for (int m = 0; m < ROWS; m++) {
+            const Vec value = broadcast(x[m * ldx + k]);
+            for (int j = 0; j < N; j++) acc[m][j] += value * weight[j];
+        }
+    }
+    for (int m = 0; m < ROWS; m++)
+        for (int j = 0; j < N; j++) store(tile + (m * N + j) * LANES, acc[m][j]);
+}
+
+// The same for one panel in 4 bits: bytes [in / 2, PANEL], the even input in the low half.
+template <int ROWS>
+static inline void multiply4(
+    const uint8_t* w, const float* scale, const float* zero, int group, const float* x, int64_t ldx,
+    int num_inputs, float* tile) {
+    Vec acc[ROWS][VECS];
+    for (int m = 0; m < ROWS; m++)
+        for (int v = 0; v < VECS; v++) acc[m][v] = load(tile + (m * VECS + v) * LANES);
+    for (int k = 0; k < num_inputs; k += 2) {
+        const int at = k / group * PANEL;
+        for (int v = 0; v < VECS; v++) {
+            const IntVec both = widen((const int8_t*)w + k / 2 * PANEL + v * LANES);
+            const Vec s = load(scale + at + v * LANES), z = load(zero + at + v * LANES);
+            const Vec even = (__builtin_convertvector(both & 15, Vec) - z) * s;
+            const Vec odd = (__builtin_convertvector(both >> 4 & 15, Vec) - z) * s;
+            for (int m = 0; m < ROWS; m++) {
+                acc[m][v] += broadcast(x[m * ldx + k]) * even;
+                acc[m][v] += broadcast(x[m * ldx + k + 1]) * odd;
+            }
+        }
+    }
+    for (int m = 0; m < ROWS; m++)
+        for (int v = 0; v < VECS; v++) store(tile + (m * VECS + v) * LANES, acc[m][v]);
+}
+
+template <int ROWS, int NP>
+static void multiply_panels(const Linear& w, int panel, const float* x, int64_t ldx, float* tile) {
+    const int inputs = w.num_inputs;
+    const int64_t size = int64_t(inputs) * PANEL, at = panel * size;
+    if (w.type == F32)
+        multiply<float, ROWS, NP>((const float*)w.weight + at, size, PANEL, x, ldx, inputs, tile);
+    else if (w.type == BF16)
+        multiply<uint16_t, ROWS, NP>(
+            (const uint16_t*)w.weight + at, size, PANEL, x, ldx, inputs, tile);
+    else
+        multiply<int8_t, ROWS, NP>((const int8_t*)w.weight + at, size, PANEL, x, ldx, inputs, tile);
+}
+
+template <int ROWS>
+static void multiply_rows(
+    const Linear& w, int panel, int count, const float* x, int64_t ldx, float* tile) {
+    if (w.type == I4) {
+        const int64_t size = int64_t(w.num_inputs) * PANEL / 2;
+        const int64_t groups = int64_t(w.num_inputs) / w.group_size * PANEL;
+        multiply4<ROWS>(
+            (const uint8_t*)w.weight + panel * size, w.scale + panel * groups,
+            w.zero + panel * groups, w.group_size, x, ldx, w.num_inputs, tile);
+    } else if (count == 4) {
+        if constexpr (fits(ROWS, 4)) multiply_panels<ROWS, 4>(w, panel, x, ldx, tile);
+    } else if (count == 2) {
+        if constexpr (fits(ROWS, 2)) multiply_panels<ROWS, 2>(w, panel, x, ldx, tile);
+    } else {
+        multiply_panels<ROWS, 1>(w, panel, x, ldx, tile);
+    }
+}
+
+// tile [rows, count * PANEL] += x [rows, in] times panels [panel, panel + count).
+static void multiply_tile(
+    const Linear& w, int panel, int count, const float* x, int64_t ldx, int rows, float* tile) {
+    switch (rows) {
+        case 1: return multiply_rows<1>(w, panel, count, x, ldx, tile);
+        case 2: return multiply_rows<2>(w, panel, count, x, ldx, tile);
+        case 3: return multiply_rows<3>(w, panel, count, x, ldx, tile);
+        case 4: return multiply_rows<4>(w, panel, count, x, ldx, tile);
+        case 5: return multiply_rows<5>(w, panel, count, x, ldx, tile);
+        default: return multiply_rows<6>(w, panel, count, x, ldx, tile);
+    }
+}
+
+// How many panels go together: as many as have registers for their sums.
+static inline int panels_at_once(const Linear& w, int tokens, int left) {
+    const int rows = rows_at_once(tokens);
+    if (w.type == I4 && tokens <= MAX_ROWS) return 1;
+    if (left >= 4 && fits(rows, 4)) return 4;
+    return left >= 2 && fits(rows, 2) ? 2 : 1;
+}
+
+// Panels of w, converted from 4 bits to float32 where there are so many tokens that converting once
+// pays. The values are those that multiply_tile computes with, so the sums are the same.
+class HeldPanels {
+  public:
+    HeldPanels(const Linear& w, int tokens)
+        : source(w), plain(w), converted(w.type == I4 && tokens > MAX_ROWS) {}
+
+    // Make panels [panel, panel + count), at most 4, ready to be multiplied.
+    void hold(int panel, int count) {
+        if (!converted) return;
+        const int64_t size = int64_t(source.num_inputs) * PANEL;
+        float* to = buffer();
+        first = panel, plain.weight = to, plain.type = F32;
+        for (int p = 0; p < count; p++) unpack4(panel + p, to + p * size);
+    }
+
+    // Multiply as multiply_tile does; the panels are among those that are held.
+    void multiply(int panel, int count, const float* x, int64_t ldx, int rows, float* tile) const {
+        multiply_tile(plain, panel - first, count, x, ldx, rows, tile);
+    }
+
+  private:
+    const Linear& source;
+    Linear plain; // its weight is the buffer where panels are converted
+    const bool converted;
+    int first = 0; // panel of `plain`
+
+    float* buffer() const { // of this thread, kept between calls
+        static thread_local std::vector<float> kept;
+        const size_t size = size_t(4) * source.num_inputs * PANEL;
+        if (kept.size() < size) kept.resize(size);
+        return kept.data();
+    }
+
+    void unpack4(int panel, float* to) const {
+        const int64_t size = int64_t(source.num_inputs) * PANEL;
+        const int64_t groups = source.num_inputs / source.group_size * PANEL;
+        const int8_t* from = (const int8_t*)source.weight + panel * size / 2;
+        for (int k = 0; k < source.num_inputs; k += 2) {
+            const int64_t at = panel * groups + k / source.group_size * PANEL;
+            for (int v = 0; v < PANEL; v += LANES) {
+                const IntVec both = widen(from + k / 2 * PANEL + v);
+                const Vec s = load(source.scale + at + v), z = load(source.zero + at + v);
+                store(to + k * PANEL + v, (__builtin_convertvector(both & 15, Vec) - z) * s);
+                store(
+                    to + (k + 1) * PANEL + v,
+                    (__builtin_convertvector(both >> 4 & 15, Vec) - z) * s);
+            }
+        }
+    }
+};
+
+static inline int num_panels(int num_outputs) { return (num_outputs + PANEL - 1) / PANEL; }
+
+// Scale and bias of outputs from `first` on.
+static inline void scale_outputs(const Linear& w, int first, float* tile, int rows, int width) {
+    for (int m = 0; m < rows; m++)
+        for (int i = 0; i < width && first + i < w.num_outputs; i++) {
+            float& y = tile[m * width + i];
+            if (w.type == I8) y *= w.scale[first + i];
+            if (w.bias) y += w.bias[first + i];
+        }
+}
+
+// y [T, out] = x [T, in] W^T + b (+ y if `add`), the outputs of one thread.
+static void product(
+    const Linear& w, const float* x, int64_t ldx, int tokens, float* y, int64_t ldy, bool add,
+    Thread thread) {
+    const Share share = thread.share(num_panels(w.num_outputs));
+    alignas(64) float tile[MAX_ROWS * 4 * PANEL];
+    HeldPanels weights(w, tokens);
+    const int step = rows_at_once(tokens);
+    for (int panel = share.begin, count; panel < share.end; panel += count) {
+        count = panels_at_once(w, tokens, share.end - panel);
+        const int width = count * PANEL, first = panel * PANEL;
+        const int valid = w.num_outputs - first < width ? w.num_outputs - first : width;
+        weights.hold(panel, count);
+        for (int t = 0; t < tokens; t += step) {
+            const int rows = tokens - t < step ? tokens - t : step;
+            memset(tile, 0, rows * width * 4);
+            weights.multiply(panel, count, x + t * ldx, ldx, rows, tile);
+            if (w.type == I8 || w.bias) scale_outputs(w, first, tile, rows, width);
+            for (int m = 0; m < rows; m++) {
+                float* out = y + (t + m) * ldy + first;
+                const float* in = tile + m * width;
+                if (add)
+                    for (int i = 0; i < valid; i++) out[i] += in[i];
+                else
+                    memcpy(out, in, valid * 4);
+            }
+        }
+    }
+}
+
+static inline Vec activate(Vec x, int activation) {
+    if (activation == SILU) return x / (1.0f + exp(-x));
+    Vec inner = 0.7978845608028654f * (x + 0.044715f * x * x * x); // GELU by tanh
+    return x / (1.0f + exp(-2.0f * inner)); // 0.5 (1 + tanh(u)) = 1 / (1 + exp(-2u))
+}
+
+// y [in] = the weights of one output, times `scale`; w is not quantised.
+static inline void copy_weights(const Linear& w, int64_t output, float scale, float* y) {
+    const int64_t at = output / PANEL * PANEL * w.num_inputs + output % PANEL;
+    if (w.type == F32)
+        for (int64_t k = 0; k < w.num_inputs; k++)
+            y[k] = ((const float*)w.weight)[at + k * PANEL] * scale;
+    else
+        for (int64_t k = 0; k < w.num_inputs; k++)
+            y[k] = scalar((const uint16_t*)w.weight + at + k * PANEL) * scale;
+}
+
+// gate [PANEL] = act(gate) * up
+static inline void activate(float* gate, const float* up, int activation) {
+    for (int i = 0; i < PANEL; i += LANES)
+        store(gate + i, activate(load(gate + i), activation) * load(up + i));
+}
+
+// y [T, half] = act(x G^T) * (x U^T), the outputs of one thread. The panels of w are those of G and U
+// in turns; each has `half` outputs.
+static void gated_product(
+    const Linear& w, const float* x, int64_t ldx, int tokens, float* y, int half, int activation,
+    Thread thread) {
+    const Share share = thread.share(num_panels(half));
+    alignas(64) float tile[2][MAX_ROWS * PANEL];
+    alignas(64) float both[MAX_ROWS * 2 * PANEL];
+    const bool together = panels_at_once(w, tokens, 2) >= 2;
+    HeldPanels weights(w, tokens);
+    const int step = rows_at_once(tokens);
+    for (int pair = share.begin; pair < share.end; pair++) {
+        const int first = pair * PANEL;
+        const int valid = half - first < PANEL ? half - first : PANEL;
+        weights.hold(2 * pair, 2);
+        for (int t = 0; t < tokens; t += step) {
+            const int rows = tokens - t < step ? tokens - t : step;
+            const float* from = x + t * ldx;
+            if (together) {
+                memset(both, 0, rows * 2 * PANEL * 4);
+                weights.multiply(2 * pair, 2, from, ldx, rows, both);
+                for (int m = 0; m < rows; m++)
+                    for (int side = 0; side < 2; side++)
+                        memcpy(tile[side] + m * PANEL, both + (2 * m + side) * PANEL, PANEL * 4);
+            } else {
+                for (int side = 0; side < 2; side++) {
+                    memset(tile[side], 0, rows * PANEL * 4);
+                    weights.multiply(2 * pair + side, 1, from, ldx, rows, tile[side]);
+                }
+            }
+            for (int side = 0; side < 2; side++)
+                if (w.type == I8 || w.bias)
+                    scale_outputs(w, (2 * pair + side) * PANEL, tile[side], rows, PANEL);
+            for (int m = 0; m < rows; m++) {
+                activate(tile[0] + m * PANEL, tile[1] + m * PANEL, activation);
+                memcpy(y + int64_t(t + m) * half + first, tile[0] + m * PANEL, valid * 4);
+            }
+        }
+    }
+}

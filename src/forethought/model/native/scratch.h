@@ -1,0 +1,54 @@
+// The memory that a forward computes in.
+
+#pragma once
+
+#include "products.h"
+#include "structures.h"
+
+static inline int64_t round_up(int64_t count) { return (count + PANEL - 1) / PANEL * PANEL; }
+
+static inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// Inputs of the last product of a layer's MLP or experts.
+static inline int intermediate_size(const Layer& layer) {
+    return layer.experts ? layer.experts->down[0].num_inputs : layer.down.num_inputs;
+}
+
+// The buffers of one forward of T tokens. Row t of a buffer of width w begins at t * w, without
+// padding. Every buffer, and every thread's part of the scores, begins at a multiple of PANEL floats.
+struct Scratch {
+    float *x, *normed; // [T, hidden]
+    float* qkv;        // [T, qkv_width]: queries, keys and values of all heads
+    float* mixed;      // [T, mixed_width]: what attention returns
+    float* wide;       // [T, wide_width]: activations of the MLP, or of the experts
+    float* scores;     // [threads, scores_width]
+    int64_t qkv_width, mixed_width, wide_width, scores_width;
+    int64_t size = 0; // floats of all of them
+
+    // `memory`: null where only the size is wanted.
+    Scratch(const Model& model, int64_t tokens, int64_t max_length, int threads, float* memory) {
+        const int64_t hidden = model.hidden, dim = model.head_dim;
+        const int group = model.num_heads / model.num_kv_heads;
+        qkv_width = (model.num_heads + 2 * model.num_kv_heads) * dim;
+        mixed_width = larger(model.num_heads * dim, hidden);
+        wide_width = hidden;
+        for (int i = 0; i < model.num_layers; i++) {
+            const Layer& layer = model.layers[i];
+            const int64_t logits = layer.experts ? round_up(layer.experts->num_experts) : 0;
+            wide_width = larger(wide_width, logits + intermediate_size(layer));
+        }
+        // Scores of the queries that are attended together, and a panel of keys.
+        scores_width = round_up(larger(group, MAX_ROWS) * max_length + PANEL * dim);
+        const auto take = [&](int64_t count) {
+            float* begin = memory ? memory + size : nullptr;
+            size += round_up(count);
+            return begin;
+        };
+        x = take(tokens * hidden);
+        normed = take(tokens * hidden);
+        qkv = take(tokens * qkv_width);
+        mixed = take(tokens * mixed_width);
+        wide = take(tokens * wide_width);
+        scores = take(threads * scores_width);
+    }
+};

@@ -1,0 +1,75 @@
+// What the caller hands over, as plain structures: library.py has the same ones.
+
+#pragma once
+
+#include <cstdint>
+
+constexpr int MAX_HEAD_DIM = 1024; // sizes of buffers on the stack; weights.py refuses more
+constexpr int MAX_GROUP = 64;      // query heads that share a key head
+constexpr int MAX_TOP_K = 64;      // experts of a token
+
+enum WeightType { F32 = 0, BF16 = 1, I8 = 2, I4 = 3 };
+enum Activation { SILU = 0, GELU_TANH = 1 };
+
+extern "C" {
+
+struct Linear {         // y = x W^T + b
+    const void* weight; // panels; null: there is no such product
+    const float* scale; // I8: [out]; I4: [panels, groups, PANEL]
+    const float* zero;  // I4: as scale
+    const float* bias;  // [out], or null
+    int32_t num_inputs, num_outputs, type, group_size;
+};
+
+struct Experts { // a mixture of experts in place of the MLP
+    const Linear* router;
+    const Linear* gate_up; // [num_experts]
+    const Linear* down;    // [num_experts]
+    int32_t num_experts, top_k, renormalise, reserved;
+};
+
+struct Layer {
+    const float *input_norm, *q_norm, *k_norm, *attention_norm; // [hidden], [dim], [dim], [hidden]
+    const float *mlp_norm, *output_norm; // attention_norm, output_norm: behind the block, or null
+    const float* rotary;                 // [positions, 2, rotary_dim]: cosines, signed sines
+    Linear qkv, out, gate_up, down;
+    const Experts* experts; // null: a dense MLP
+    float scale;            // of the scores
+    int32_t window;         // 0: none
+};
+
+struct Model {
+    const Layer* layers;
+    const float* final_norm;
+    const Linear* head;
+    const Linear* embedding; // of which a token's weights are its embedding; not quantised; or null
+    int32_t num_layers, hidden, num_heads, num_kv_heads, head_dim, rotary_dim, activation, kv_type;
+    float eps, head_norm_eps, logit_cap, score_cap, embed_scale;
+};
+
+struct Row { // the new tokens of one sequence
+    int64_t first_slot;        // of position 0, where the prefix is contiguous; else -1
+    const int32_t* pages;      // of the prefix, where it is not
+    const int64_t* slots;      // [num_recent]: of the recent tokens; the last num_tokens are new
+    const int64_t* positions;  // [num_recent], read where a layer has a window
+    const uint8_t* visible;    // [num_tokens, num_recent]; null: causal
+    int64_t start, num_tokens; // in the batch
+    int64_t prefix, seen_from; // tokens stored before the recent ones; the first that is attended
+    int64_t num_recent;
+};
+
+struct Call {
+    const int64_t* token_ids;   // [T], read where the model has an embedding
+    const float* embedded;      // [T, hidden], read where it has none
+    const int64_t* positions;   // [T]
+    const int64_t* slots;       // [T]
+    const int64_t* logit_index; // [R]
+    const Row* rows;
+    void* const* keys;   // per layer
+    void* const* values; // per layer
+    float* const* states; // [num_layers + 2]: where hidden states are wanted, else null; final last
+    float* logits;        // [R, vocab]
+    float* scratch;       // scratch_size() floats, aligned to 64 bytes
+    int32_t num_tokens, num_logits, num_rows, page_size, max_length, num_threads;
+};
+}

@@ -1,0 +1,117 @@
+// Vectors of LANES float32, in the extensions that GCC and Clang share, and functions of them.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#ifndef LANES // of a vector of float32
+#if defined(__AVX512F__)
+#define LANES 16
+#elif defined(__AVX__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+#endif
+
+typedef float Vec __attribute__((vector_size(LANES * 4)));
+typedef int32_t IntVec __attribute__((vector_size(LANES * 4)));
+typedef uint16_t HalfVec __attribute__((vector_size(LANES * 2)));
+typedef int8_t ByteVec __attribute__((vector_size(LANES)));
+
+static inline Vec load(const float* p) {
+    Vec v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+static inline void store(float* p, Vec v) { memcpy(p, &v, sizeof v); }
+
+static inline Vec broadcast(float x) { return x - Vec{}; }
+
+static inline IntVec widen(HalfVec x) {
+#if LANES == 8 && defined(__AVX2__) // compilers take many instructions for what is one
+    return (IntVec)_mm256_cvtepu16_epi32((__m128i)x);
+#elif LANES == 16 && defined(__AVX512F__)
+    return (IntVec)_mm512_cvtepu16_epi32((__m256i)x);
+#else
+    return __builtin_convertvector(x, IntVec);
+#endif
+}
+
+static inline IntVec widen(const int8_t* p) {
+#if LANES == 8 && defined(__AVX2__)
+    return (IntVec)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#elif LANES == 16 && defined(__AVX512F__)
+    return (IntVec)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p));
+#else
+    ByteVec bytes;
+    memcpy(&bytes, p, sizeof bytes);
+    return __builtin_convertvector(bytes, IntVec);
+#endif
+}
+
+static inline Vec load(const uint16_t* p) { // bf16
+    HalfVec half;
+    memcpy(&half, p, sizeof half);
+    IntVec bits = widen(half) << 16;
+    Vec v;
+    memcpy(&v, &bits, sizeof v);
+    return v;
+}
+
+static inline Vec load(const int8_t* p) { return __builtin_convertvector(widen(p), Vec); }
+
+static inline float scalar(const float* p) { return *p; }
+
+static inline float scalar(const uint16_t* p) {
+    uint32_t bits = uint32_t(*p) << 16;
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+static inline void put(float* p, float x) { *p = x; }
+
+static inline void put(uint16_t* p, float x) { // bf16, to the nearest even
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    if ((bits & 0x7fffffff) > 0x7f800000) { // not a number
+        *p = uint16_t((bits >> 16) | 0x40);
+        return;
+    }
+    *p = uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+static inline float sum(Vec v) {
+    float total = 0;
+    for (int i = 0; i < LANES; i++) total += v[i];
+    return total;
+}
+
+static inline Vec exp(Vec x) { // Cephes' expf: within 2 ulp
+    const Vec low = broadcast(-87.336544f), high = broadcast(88.3762626647950f);
+    x = x < low ? low : x;
+    x = x > high ? high : x;
+    Vec scaled = x * 1.44269504088896341f + 0.5f;
+    IntVec whole = __builtin_convertvector(scaled, IntVec);
+    Vec back = __builtin_convertvector(whole, Vec);
+    whole += back > scaled; // a comparison that holds is -1: round down
+    back = __builtin_convertvector(whole, Vec);
+    x = x - back * 0.693359375f + back * 2.12194440e-4f;
+    Vec y = broadcast(1.9875691500e-4f);
+    y = y * x + 1.3981999507e-3f;
+    y = y * x + 8.3334519073e-3f;
+    y = y * x + 4.1665795894e-2f;
+    y = y * x + 1.6666665459e-1f;
+    y = y * x + 5.0000001201e-1f;
+    y = y * (x * x) + x + 1.0f;
+    IntVec bits = (whole + 127) << 23;
+    Vec power;
+    memcpy(&power, &bits, sizeof power);
+    return y * power;
+}
