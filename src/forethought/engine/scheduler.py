@@ -75,7 +75,7 @@ class PlannedRow:
     rule: AcceptanceRule | None = None
     """Set by drafting: accepts or rejects the draft; None: the exact rule."""
     known_logits: Tensor | None = None
-    """Set by verification: [num_logits, V] float32."""
+    """Set by verification where the prompt is scored: [num_logits, V] float32."""
     results: list[tuple[Sequence, VerificationResult]] = field(default_factory=list)
     """Set by verification: what was sampled, for its own sequence first, then for siblings."""
 

@@ -561,17 +561,18 @@ def _contexts(sequence: Sequence, draft: Draft, eos_ids: frozenset[int]) -> list
 
 
 def _keep_logits(rows: List[PlannedRow], logits: Tensor) -> list[Sequence]:
-    """Set ``known_logits`` of rows that were computed together; ``logits`` is [R, V].
+    """Set ``known_logits`` of rows whose prompt is scored; ``logits`` [R, V] is of all rows.
 
     Returns:
         The sequences whose prompt is to be scored with logits that are not finite.
     """
     begin, nonfinite = 0, []
     for row in rows:
-        known = row.known_logits = logits[begin : begin + row.num_logits]
+        if row.sequence.wants_prompt_logprobs:
+            known = row.known_logits = logits[begin : begin + row.num_logits]
+            if not known.amax(-1).isfinite().all():
+                nonfinite.append(row.sequence)
         begin += row.num_logits + row.num_nodes
-        if row.sequence.wants_prompt_logprobs and not known.amax(-1).isfinite().all():
-            nonfinite.append(row.sequence)
     return nonfinite
 
 
