@@ -70,9 +70,11 @@ class Machine:
         self.levels, self.steps, self.next = levels, 0, rows
         self.requests = [CappedRequest(number, levels) for number in range(rows)]
         self.contexts = self.rng.integers(50, 500, rows)
+        self.to_skip = self.skipped = 0
 
     def resize(self, rows: int) -> None:
         """From now on another number of requests."""
+        self.to_skip = 0
         while len(self.requests) < rows:
             self.requests.append(self._new())
         del self.requests[rows:]
@@ -96,7 +98,8 @@ class Machine:
 
     def _step(self, policy: LengthPolicy, judged: Judgement) -> None:
         rows = len(self.requests)
-        asked = np.array(policy.lengths(self.requests, rows))
+        is_asked = self._is_asked(policy)
+        asked = np.array(policy.lengths(self.requests, rows) if is_asked else [0] * rows)
         assert len(asked) == rows
         assert 0 <= asked.min() <= asked.max() <= self.levels
         alphas = np.array([self.alpha(r.request_id, self.steps) for r in self.requests])
@@ -108,6 +111,8 @@ class Machine:
         draft = self._drafting(asked)
         self._judge(judged, alphas, depths, forward + draft, context)
         self.contexts += 1 + accepted
+        if not is_asked:
+            return
         policy.observe(
             StepRecord(
                 requests=[
@@ -124,6 +129,18 @@ class Machine:
                 draft_seconds=draft * self._noise(),
             )
         )
+        self.to_skip = policy.skip()
+
+    def _is_asked(self, policy: LengthPolicy) -> bool:
+        """As in the engine: not in the steps that the policy skips."""
+        if self.to_skip > 0:
+            self.to_skip -= 1
+            self.skipped += 1
+            return False
+        if self.skipped:
+            policy.skipped(self.skipped)
+            self.skipped = 0
+        return True
 
     def _drafting(self, asked: np.ndarray) -> float:
         if not asked.any():

@@ -336,6 +336,11 @@ def test_a_tree_is_paid_for_by_its_nodes():
 # ---- goodput: in action --------------------------------------------------------------------------
 
 
+def asked_always(lengths, observe):
+    """A policy that skips no step."""
+    return SimpleNamespace(lengths=lengths, observe=observe, skip=lambda: 0)
+
+
 def machine(forward, draft, alpha, rows, seed=0, **more):
     return Machine(FORWARDS[forward], DRAFTERS[draft], alpha, rows, seed, **more)
 
@@ -352,7 +357,7 @@ def test_the_first_steps_are_plain_and_lengths_grow_by_and_by():
         lengths = policy.lengths(run.requests, 16)
         assert sum(lengths) + 16 <= 2 * widest[-1] + 1
         widest.append(max(widest[-1], sum(lengths) + 16))
-        run.run(SimpleNamespace(lengths=lambda *_, given=lengths: given, observe=policy.observe), 1)
+        run.run(asked_always(lambda *_, given=lengths: given, policy.observe), 1)
     assert widest[1:6] == [16] * 5
     assert widest[-1] == 16 * 6
 
@@ -406,7 +411,7 @@ def test_the_reason_is_that_of_the_lengths_it_stands_beside(rows, alpha):
         reason = policy.reason.split(":")[0].split(" ")[0]
         seen.add(reason)
         assert any(lengths) == (reason != "plain"), policy.reason
-        run.run(SimpleNamespace(lengths=lambda *_, given=lengths: given, observe=policy.observe), 1)
+        run.run(asked_always(lambda *_, given=lengths: given, policy.observe), 1)
     assert len(seen) > 1, "more than one choice was made"
 
 
@@ -477,7 +482,7 @@ def test_it_is_as_fast_as_the_best_fixed_length(forward, alpha, rows):
 def test_a_fixed_length_would_fail_those_tests():
     judged = machine("bound", "model", always(0.1), 16).run(FixedLength(), 100)
     assert judged.against_plain < 0.5
-    never = SimpleNamespace(lengths=lambda asked, rows: [0] * rows, observe=lambda record: None)
+    never = asked_always(lambda asked, rows: [0] * rows, lambda record: None)
     judged = machine("flat", "model", always(0.7), 4).run(never, 100)
     assert judged.against_best < 0.5
 

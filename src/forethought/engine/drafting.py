@@ -203,8 +203,9 @@ class Drafting:
         self._warned_of_ids: set[DrafterEntry] = set()
         self._drafts: dict[int, _RequestDraft] = {}
         self._steps: dict[DrafterEntry, _DrafterStep] = {}
-        self._num_skipped = 0
-        """Coming steps without drafts, in which no drafter and no policy is asked."""
+        self._num_to_skip = self._num_skipped = self._num_running = 0
+        """Coming steps of the same batch in which no drafter and no policy is asked; how many have
+        gone by since one was; sequences of the last step."""
         self._choosing_seconds: dict[DrafterEntry, float] = {}
         """Of the length policies in this step."""
         self._learning_seconds: dict[DrafterEntry, float] = {}
@@ -215,11 +216,23 @@ class Drafting:
         """The drafters of this step, in the order in which they are tried."""
         return [self._prediction, *self._given] if self._predicted else self._given
 
-    def takes_part(self) -> bool:
-        """Whether drafters are asked in the step that begins; called once per step."""
-        if self._num_skipped and not self._predicted:
-            self._num_skipped -= 1
+    def takes_part(self, num_running: int) -> bool:
+        """Whether drafters are asked in the step that begins; called once per step.
+
+        Args:
+            num_running: sequences in the running batch.
+        """
+        if self._predicted or num_running != self._num_running:
+            self._num_to_skip = 0
+        self._num_running = num_running
+        if self._num_to_skip:
+            self._num_to_skip -= 1
+            self._num_skipped += 1
             return False
+        if self._num_skipped:
+            for entry in self._given:
+                entry.policy.skipped(self._num_skipped)
+            self._num_skipped = 0
         return bool(self._given or self._predicted)
 
     def begin(self, sequence: Sequence) -> None:
@@ -483,7 +496,7 @@ class Drafting:
             )
             self._learn(entry, record)
             self._learning_seconds[entry] = time.perf_counter() - began
-        self._num_skipped = min((entry.policy.skip() for entry in self._given), default=0)
+        self._num_to_skip = min((entry.policy.skip() for entry in self._given), default=0)
         self._drafts, self._steps = {}, {}
 
     def _learn(self, entry: DrafterEntry, record: StepRecord) -> None:

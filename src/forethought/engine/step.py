@@ -115,7 +115,8 @@ class Step:
         they were, and the events of what it has committed are returned by the next one.
         """
         began = time.perf_counter()
-        plan, self._asks_drafters = Plan(), self._drafting.takes_part()
+        plan = Plan()
+        self._asks_drafters = self._drafting.takes_part(len(self._scheduler.running))
         try:
             self._schedule(plan)
             self._prepare_pages(plan)

@@ -121,6 +121,9 @@ class AcceptanceGate:
         """None: it counts steps between probes."""
         return 0
 
+    def skipped(self, num_steps: int) -> None:
+        """Nothing to count."""
+
     def _count(self, depth: int, accepted: int) -> None:
         self._drafts.append((depth, accepted))
         self._drafted += depth

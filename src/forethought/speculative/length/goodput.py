@@ -225,9 +225,10 @@ usual errors."""
 HOLD, HOLD_PLAIN = 4, 16
 """Steps for which a choice is kept if nothing changes: to draft, and not to."""
 IDLE = 64
-"""While it does not draft, it is asked and told of one of so many steps: that takes time too."""
+"""While it does not draft, it is asked and told of at least one of so many steps."""
 DRAFTS = "{:.2f} times the goodput of plain decoding"
 PLAIN = "plain: drafting would have {:.2f} times its goodput"
+RECOVERING = "plain: recovering losses of {:.2f} steps"
 MAX_TRIED = 4
 """Greatest depths that are searched in a step."""
 FEW = 16
@@ -249,9 +250,13 @@ class Goodput:
     Three things keep it honest. While it drafts it makes a plain step now and then, and while it
     does not, a probe: each ever more seldom as long as nothing new is learned. Forwards grow in
     steps of ``STRETCH`` times what was seen. And all that is lost against plain decoding is booked
-    on an ``Account``, which bounds it. So when plain decoding stays best, probing comes down to
+    on a ``LossBudget``, which bounds it. So when plain decoding stays best, probing comes down to
     one step in ``LAST_PAUSE``, each expected to lose at most half a plain step, or two where even
     a draft for a single request is that dear; whatever the estimates, the account holds.
+
+    Being asked and learning take time too. It is booked, and while it does not draft, steps of the
+    same batch skip the policy. A probe that might show that drafting pays is made in two steps
+    running: the first finds the code of drafting out of the processor's caches.
 
     Args:
         max_draft_len: greatest depth of a draft.
@@ -319,10 +324,7 @@ class Goodput:
             self._why = ("plain: the time of a step is being measured", ())
             return plain
         if not self.account.open:
-            self._why = (
-                "plain: recovering losses of {:.2f} steps",
-                (self.account.balance,),
-            )
+            self._why = (RECOVERING, (self.account.balance,))
             return plain
         if self._drafting and self._checks.due:
             self._why = ("plain: to compare with", ())
@@ -511,10 +513,11 @@ class Goodput:
     def _observe_drafting(self, depths: list[int], seconds: float) -> float:
         """Learn what drafts of these depths took, and return it without what is an outlier.
 
-        Only the first ones and those behind a step with drafts are learned from: after plain steps
-        the code and data of drafting are out of the processor's caches.
+        Of a probe made twice only the second one is learned from: after plain steps the code and
+        data of drafting are out of the processor's caches.
         """
-        if not self._drafted_last and self.drafting.ready:
+        is_first = self._again is not None or self._drafting
+        if is_first and not self._drafted_last and self.drafting.ready:
             return seconds
         usual = self.drafting.observe((1.0, max(depths), sum(depths)), seconds)
         return usual if self.drafting.observations > 1 else 0.0  # the first one sets things up
@@ -523,15 +526,20 @@ class Goodput:
         """While it does not draft, up to ``IDLE - 1`` steps, and none of those that probe."""
         if not self.forward.settled or self._again is not None:
             return 0
-        count = IDLE - 1
-        if self.account.open:
-            count = 0 if self._drafting else max(min(count, self._probes.left - 1), 0)
+        if not self.account.open:
+            self._why = (RECOVERING, (self.account.balance,))
+            return IDLE - 1
+        count = 0 if self._drafting else max(min(IDLE - 1, self._probes.left - 1), 0)
         if count:
-            self.account.book(0.0, count)
-            self._probes.wait(count)
-        self._left -= count
-        self._num_skipped = count
+            self._why = self._held_why
         return count
+
+    def skipped(self, num_steps: int) -> None:
+        """Count plain steps that it was not told of."""
+        self.account.book(0.0, num_steps)
+        self._probes.wait(num_steps)
+        self._left -= num_steps
+        self._num_skipped += num_steps
 
     def _count_tries(self, drafted: bool, predicted: float, seconds: float) -> None:
         if not self._drafting:

@@ -81,10 +81,13 @@ class LengthPolicy(Protocol):
         """Learn from a finished step."""
 
     def skip(self) -> int:
-        """The number of coming steps that are plain whatever the requests; called after a step.
+        """How many coming steps of the same batch are plain; called after ``observe``.
 
-        In these steps the policy is neither asked nor told of anything, which saves their time.
+        In these it need be neither asked nor told of anything, which saves their time.
         """
+
+    def skipped(self, num_steps: int) -> None:
+        """So many steps have gone by without it, at most as many as ``skip`` has returned."""
 
 
 class FixedLength:
@@ -102,6 +105,9 @@ class FixedLength:
     def skip(self) -> int:
         """None."""
         return 0
+
+    def skipped(self, num_steps: int) -> None:
+        """Nothing to count."""
 
 
 class Shortest:
@@ -147,6 +153,9 @@ class Shortest:
     def skip(self) -> int:
         """None: a policy that skips steps would leave the others without them."""
         return 0
+
+    def skipped(self, num_steps: int) -> None:
+        """Nothing to count."""
 
 
 class Schedule:
