@@ -89,7 +89,8 @@ def sentencepiece() -> PreTrainedTokenizerFast:
 @functools.cache
 def speaking(kind: str = "byte_level", **config: Any) -> Path:
     """Directory of a tiny random Llama with a tokenizer: byte_level, sentencepiece or mute."""
-    path = Path(_directory().name) / f"speaking-{kind}"
+    names = [kind, *(f"{name}={value}" for name, value in config.items())]
+    path = Path(_directory().name) / "-".join(["speaking", *names])  # no other test's
     save_random(CONFIG_MAPPING["llama"](**{**_BASE, "vocab_size": 300, **config}), path)
     hf = sentencepiece() if kind == "sentencepiece" else byte_level(chat=kind != "mute")
     hf.save_pretrained(path)

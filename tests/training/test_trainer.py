@@ -212,10 +212,14 @@ def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
         raise AssertionError("it went on")
 
     trainer._learn = endless  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        trainer.run()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            trainer.run()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert trainer.step == 0
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_signal_that_is_ignored_stays_so_and_other_threads_train_as_well(tmp_path: Path) -> None:
