@@ -204,8 +204,8 @@ class Drafting:
         self._drafts: dict[int, _RequestDraft] = {}
         self._steps: dict[DrafterEntry, _DrafterStep] = {}
         self._num_to_skip = self._num_skipped = self._num_running = 0
-        """Coming steps of the same batch in which no drafter and no policy is asked; how many have
-        gone by since one was; sequences of the last step."""
+        """Coming steps of about the same batch in which no drafter and no policy is asked; how many
+        have gone by since one was; sequences that ran then."""
         self._choosing_seconds: dict[DrafterEntry, float] = {}
         """Of the length policies in this step."""
         self._learning_seconds: dict[DrafterEntry, float] = {}
@@ -222,9 +222,9 @@ class Drafting:
         Args:
             num_running: sequences in the running batch.
         """
-        if self._predicted or num_running != self._num_running:
+        is_other_batch = abs(num_running - self._num_running) > self._num_running // 4
+        if self._predicted or is_other_batch:
             self._num_to_skip = 0
-        self._num_running = num_running
         if self._num_to_skip:
             self._num_to_skip -= 1
             self._num_skipped += 1
@@ -233,6 +233,7 @@ class Drafting:
             for entry in self._given:
                 entry.policy.skipped(self._num_skipped)
             self._num_skipped = 0
+        self._num_running = num_running
         return bool(self._given or self._predicted)
 
     def begin(self, sequence: Sequence) -> None:

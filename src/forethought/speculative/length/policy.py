@@ -81,7 +81,7 @@ class LengthPolicy(Protocol):
         """Learn from a finished step."""
 
     def skip(self) -> int:
-        """How many coming steps of the same batch are plain; called after ``observe``.
+        """How many coming steps of about the same batch are plain; called after ``observe``.
 
         In these it need be neither asked nor told of anything, which saves their time.
         """
