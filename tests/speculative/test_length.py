@@ -3,9 +3,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from forethought.config.drafters import NGramDecodingConfig
+from forethought.engine.drafting import DrafterEntry, Drafting
+from forethought.engine.scheduler import Plan
+from forethought.outputs import EngineStats
 from forethought.speculative.drafter import NO_DRAFT, Draft
+from forethought.speculative.drafters.ngram import NGramDrafter
 from forethought.speculative.length import length_policy
 from forethought.speculative.length.gate import AcceptanceGate
 from forethought.speculative.length.goodput import (
@@ -577,3 +582,61 @@ def test_synthetic_acceptance_asks_for_one_uniform_sample_per_level_tested():
 
     assert synthetic_path(Draft([1, 2, 3]), each(0.5), uniform) == []
     assert asked == [0]
+
+
+# ---- steps that are skipped ----------------------------------------------------------------------
+
+
+class Skipping(FixedLength):
+    """Would skip so many steps after each that it is told of."""
+
+    def __init__(self, count):
+        self.count, self.told = count, []
+
+    def skip(self):
+        return self.count
+
+    def skipped(self, num_steps):
+        self.told.append(num_steps)
+
+
+def drafting(*policies):
+    entries = [
+        DrafterEntry(f"drafter {n}", NGramDrafter(4), policy, Schedule({1: 4}, "lower"), 4)
+        for n, policy in enumerate(policies)
+    ]
+    return Drafting(entries, EngineStats(), 100, torch.device("cpu"))
+
+
+def parts(made, *running):
+    """Whether drafters take part in steps of so many sequences; told of nothing but that."""
+    found = []
+    for num_running in running:
+        found.append(made.takes_part(num_running))
+        if found[-1]:
+            made.requested_nodes([], num_running)
+            made.observe(Plan(), 0.001)
+    return found
+
+
+def test_policies_are_told_of_the_steps_that_were_skipped_and_of_no_others():
+    few, many = Skipping(2), Skipping(50)
+    assert parts(drafting(few, many), *[8] * 7) == [True, False, False, True, False, False, True]
+    assert few.told == many.told == [2, 2], "the shorter skip counts, for both"
+
+
+def test_another_batch_ends_skipping_and_a_sequence_more_or_less_does_not():
+    policy = Skipping(50)
+    assert parts(drafting(policy), 8, 7, 8, 9, 2) == [True, False, False, False, True]
+    assert policy.told == [3]
+
+
+def test_a_prediction_is_drafted_although_the_drafters_skip():
+    made = drafting(Skipping(50))
+    assert parts(made, 8, 8) == [True, False]
+    made._predicted.add(1)
+    assert parts(made, 8) == [True]
+
+
+def test_a_policy_that_skips_nothing_is_asked_in_every_step():
+    assert parts(drafting(FixedLength(), Skipping(50)), 4, 4, 4) == [True] * 3

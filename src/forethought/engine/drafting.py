@@ -7,6 +7,8 @@ Per step and decode row::
     draft             drafters in the configured order, until one of them has a draft
     observe           drafters and length policies get the number of accepted tokens
 
+Steps of which all length policies know beforehand that they are plain skip all three.
+
 An error of a drafter for one request ends that drafter's drafts for that request alone: a call for
 several requests that fails is repeated for each of them. Hooks that are called once for several
 requests (``update`` and those of a resource manager) cannot be repeated, so if one raises, none of
