@@ -1,5 +1,7 @@
 """Weights in 8 and 4 bits: rounding, products, whole models, and speculation on them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -111,6 +113,24 @@ def test_the_kernels_are_chosen_for_bf16_and_blocks_for_the_rest():
     }
     odd = quantize(weight_of(40, 128).bfloat16(), 4)  # the kernel takes multiples of 32 outputs
     assert isinstance(product(odd), BlockwiseProduct)
+    narrow = quantize(weight_of(64, 40).bfloat16(), 8)  # and that for 8 bits of 16 inputs
+    assert isinstance(product(narrow), BlockwiseProduct)
+
+
+def at_an_odd_address(x: torch.Tensor) -> torch.Tensor:
+    bytes_ = torch.empty(x.nbytes + 128, dtype=torch.uint8)
+    start = -bytes_.data_ptr() % 64 + 4
+    view = bytes_[start : start + x.nbytes].view(x.dtype).view(x.shape)
+    return view.copy_(x)
+
+
+def test_the_8_bit_kernel_takes_operands_wherever_they_begin():
+    """With AVX-512 it faults on addresses that are no multiple of 16 or 32 bytes."""
+    weight = quantize(weight_of(64, 128).bfloat16(), 8)
+    x = weight_of(5, 128, 1).bfloat16()
+    mapped = replace(weight, values=at_an_odd_address(weight.values))
+    found = Int8Product(mapped, batch_invariant=True)(at_an_odd_address(x))
+    assert torch.equal(found, Int8Product(weight, batch_invariant=True)(x))
 
 
 @pytest.mark.parametrize("bits", BITS)

@@ -33,6 +33,11 @@ KERNEL_GROUP_SIZES = (32, 64, 128, 256)
 """Group sizes of torch's 4-bit kernel."""
 KERNEL_OUTPUTS = 32
 """torch's 4-bit kernel takes a multiple of as many outputs."""
+INT8_KERNEL_INPUTS = 16
+"""torch's 8-bit kernel takes a multiple of as many inputs: with AVX-512 it reads past others."""
+ALIGNMENT = 64
+"""Bytes; with AVX-512 torch's 8-bit kernel faults on operands that begin elsewhere, as those of a
+mapped safetensors file may."""
 MAX_INT8_KERNEL_ROWS = 12
 """Rows up to which the 8-bit kernel is faster than dequantising, and multiplying in 16 bits."""
 BLOCK = 2**20
@@ -229,7 +234,7 @@ class Int8Product:
     """
 
     def __init__(self, weight: QuantizedWeight, *, batch_invariant: bool) -> None:
-        self.values = weight.values.contiguous()
+        self.values = _aligned(weight.values.contiguous())
         self.scales = weight.scales.flatten().contiguous()  # the kernel reads no strides
         self.blockwise = None if batch_invariant else BlockwiseProduct(weight)
 
@@ -237,7 +242,7 @@ class Int8Product:
         """x ``[T, in]`` -> ``[T, out]``."""
         if self.blockwise is not None and x.shape[0] > MAX_INT8_KERNEL_ROWS:
             return self.blockwise(x)
-        return torch._weight_int8pack_mm(x.contiguous(), self.values, self.scales)
+        return torch._weight_int8pack_mm(_aligned(x.contiguous()), self.values, self.scales)
 
 
 class Int4Product:
@@ -268,13 +273,16 @@ def product(weight: QuantizedWeight, *, batch_invariant: bool = False) -> _Produ
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
         return BlockwiseProduct(weight)
     if weight.bits == 8:
-        return (
-            Int8Product(weight, batch_invariant=batch_invariant)
-            if has_output_scales(weight)
-            else BlockwiseProduct(weight)
-        )
+        if has_output_scales(weight) and weight.shape[1] % INT8_KERNEL_INPUTS == 0:
+            return Int8Product(weight, batch_invariant=batch_invariant)
+        return BlockwiseProduct(weight)
     fits = weight.group_size in KERNEL_GROUP_SIZES and weight.shape[0] % KERNEL_OUTPUTS == 0
     return Int4Product(weight) if fits else BlockwiseProduct(weight)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """The tensor, or a copy that begins at a multiple of ``ALIGNMENT`` bytes."""
+    return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
 
 
 class QuantizedProjection:

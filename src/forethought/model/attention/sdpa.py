@@ -41,8 +41,8 @@ BATCH_INVARIANT_QUERIES, BATCH_INVARIANT_LENGTH = 16, 512
 """Queries per call, and stored tokens, up to which 16-bit attention on a CPU is batch-invariant.
 
 torch's CPU kernel rounds a query's result by the number of queries in the call, but not from 4
-(with AMX: 1) to 16 of them, nor by the number of keys if that is a multiple of 16 (masked ones
-count). So whole pages are attended to, queries are padded to the minimum, and prefills
+(in bf16 with AMX: 1) to 16 of them, nor by the number of keys if that is a multiple of 16 (masked
+ones count). So whole pages are attended to, queries are padded to the minimum, and prefills
 are cut into parts of 16 tokens: with pages of 16 tokens, keys and values in bf16 and fp16 do not
 depend on the batch. Longer prefills are not cut, it would cost too much. Softcap and sinks, which
 are computed by hand, are batch-invariant up to rounding only."""
@@ -362,7 +362,8 @@ MIN_QUERIES_WITH_AMX, MIN_QUERIES_WITHOUT_AMX = 1, 4
 MIN_QUERIES = (
     MIN_QUERIES_WITH_AMX if torch.cpu._is_amx_tile_supported() else MIN_QUERIES_WITHOUT_AMX
 )
-"""With fewer queries torch's CPU kernel rounds a query differently, in 16 bits."""
+"""With fewer queries torch's CPU kernel rounds a query differently, in bf16; in fp16, which AMX
+does not multiply, with fewer than ``MIN_QUERIES_WITHOUT_AMX``."""
 
 
 def softmax_attention(
@@ -410,7 +411,7 @@ def softmax_attention(
 def batch_invariant_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scoring: Scoring, causal: bool = False
 ) -> Tensor:
-    """torch's kernel; in 16 bits on a CPU queries are padded to at least ``MIN_QUERIES``.
+    """torch's kernel; in 16 bits on a CPU few queries are padded, see ``MIN_QUERIES``.
 
     Unlike in :func:`softmax_attention`, the heads that share keys need not be folded.
 
@@ -423,12 +424,13 @@ def batch_invariant_attention(
         causal: query i attends to the first i + 1 keys; without a mask.
     """
     size, scale, gqa = q.shape[2], scoring.scale, q.shape[1] != k.shape[1]
-    if size >= MIN_QUERIES or causal or q.device.type != "cpu" or q.dtype.itemsize != 2:
+    fewest = MIN_QUERIES_WITHOUT_AMX if q.dtype == torch.float16 else MIN_QUERIES
+    if size >= fewest or causal or q.device.type != "cpu" or q.dtype.itemsize != 2:
         with without_cudnn(q.device):
             return F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=gqa
             )
-    more = (0, 0, 0, MIN_QUERIES - size)
+    more = (0, 0, 0, fewest - size)
     if mask is not None and mask.shape[-2] > 1:
         mask = F.pad(mask, more)
     out = F.scaled_dot_product_attention(
