@@ -79,7 +79,13 @@ class Teacher:
         Raises:
             ModelError: it cannot be loaded.
         """
-        lm = loader.load(directory, dtype=dtype, device=find_device(device), fuse=fuse)
+        lm = loader.load(
+            directory,
+            dtype=dtype,
+            device=find_device(device),
+            fuse=fuse,
+            forward="auto" if fuse else "torch",
+        )
         return cls(lm, Tokenizer.load(directory), directory)
 
     @property
