@@ -5,7 +5,9 @@ inside that piece: the value just computed at the end of a step, ``hmm`` in the 
 answer once the derivation is complete. A bare sum, and a problem of more than ``MOST_RECHECKED``
 steps, is answered then. After the derivation of other problems come one to four re-checks. A
 re-check computes every step in a second way, by parts (:func:`by_parts`), so that it depends less
-on the first derivation; where that contains a slip, the first re-check that calculates finds it.
+on the first derivation. Where the two values of a step differ, one of them is a slip, and nobody
+knows yet which: the step is computed once more, as in the derivation, and two values of three
+stand. So a slip of the derivation is corrected, and one of a re-check changes nothing.
 """
 
 import random
@@ -31,6 +33,9 @@ CONFIRMATIONS = ("So it is still {}.\n", "Yes, {} it is.\n", "That gives {} agai
 MOST_RECHECKED = 4
 """Steps of the longest problem that is calculated again: in longer ones the model, which sees
 formulas only, loses its place among them, and breaks more answers than it fixes."""
+RECHECK_SLIPS, SHORT_RECHECKS = 0.7, 0.2
+"""Re-checks that go wrong or doubt without a cause, and those that leave out their last line, after
+which the answer is still that of the derivation: per derivation with a slip."""
 LONGEST = 800
 """Characters of question and trace beyond which no further re-check begins: they are about
 one and a half to a token, and contexts of 512 tokens are trained."""
@@ -43,6 +48,8 @@ class Piece:
     text: str
     guess: str
     is_slip: bool = False
+    """Not what the solver is to write: a wrong value, an operand of another step, a doubt without
+    a cause, or an end that comes too early."""
     is_value: bool = False
     """The result of a formula, and nothing else."""
 
@@ -95,8 +102,9 @@ class _Line:
 def write_trace(problem: Problem, rng: random.Random, slip_rate: float = 0.0) -> Trace:
     """Solve a problem in words; with probability ``slip_rate`` one step goes wrong at first.
 
-    A bare sum, and a problem of more than ``MOST_RECHECKED`` steps, is derived without slip, and
-    nothing is checked again.
+    Re-checks go wrong in proportion to it (``RECHECK_SLIPS``, ``SHORT_RECHECKS``). A bare sum, and
+    a problem of more than ``MOST_RECHECKED`` steps, is derived without slip, and nothing is checked
+    again.
     """
     lines, slip_at = _exact(problem), None
     is_checked = problem.family != "sum" and len(problem.steps) <= MOST_RECHECKED
@@ -113,7 +121,7 @@ def write_trace(problem: Problem, rng: random.Random, slip_rate: float = 0.0) ->
         elif slip_at is not None:
             more = _correct(problem, lines, slip_at, rng)
         else:
-            more = _repeat(lines, rng)
+            more = _repeat(lines, rng, slip_rate)
         length += len(_text(more))
         if rechecks and length > LONGEST:
             break
@@ -291,13 +299,43 @@ def _calculations(formulas: Sequence[Formula], guess: str) -> list[Piece]:
     return pieces
 
 
-def _repeat(lines: list[_Line], rng: random.Random) -> list[Piece]:
-    """Every calculation once more, in order."""
+def _repeat(lines: list[_Line], rng: random.Random, slip_rate: float) -> list[Piece]:
+    """Every calculation once more, in order; a slip among them is found by a third calculation."""
     answer = str(lines[-1].value)
-    text = rng.choice(RECHECKS)
-    for line in lines:
-        text += _text(_calculations(rechecked(line.step), answer)) + ", yes.\n"
-    return [Piece(text + rng.choice(CONFIRMATIONS).format(answer), answer)]
+    slip_at = rng.randrange(len(lines)) if rng.random() < RECHECK_SLIPS * slip_rate else None
+    is_short = len(lines) > 1 and rng.random() < SHORT_RECHECKS * slip_rate
+    pieces = [Piece(rng.choice(RECHECKS), answer)]
+    for index, line in enumerate(lines[:-1] if is_short else lines):
+        if index == slip_at:
+            pieces += _doubted(line, lines, answer, rng)
+        else:
+            pieces += _calculations(rechecked(line.step), answer)
+        pieces.append(Piece(", yes.\n", answer))
+    before, after = rng.choice(CONFIRMATIONS).split("{}")
+    pieces.append(Piece(before, answer, is_slip=is_short))
+    return [*pieces, Piece(f"{answer}{after}", answer)]
+
+
+def _doubted(line: _Line, lines: Sequence[_Line], answer: str, rng: random.Random) -> list[Piece]:
+    """A step whose re-check goes wrong, in a value or an operand, or doubts without a cause."""
+    exact = written = _calculations(rechecked(line.step), answer)
+    wrong = rng.choices(("value", "operand", "nothing"), (5, 3, 2))[0]
+    if wrong == "value":
+        written = _calculations(_slip(rechecked(line.step), rng), answer)
+    elif wrong == "operand" and line.step.sign != "/":  # a quotient would have a remainder
+        left = rng.choice([n for each in lines for n in (each.step.left, each.step.right)])
+        asked, *rest = _calculations(rechecked(replace(line.step, left=left)), answer)
+        written = [replace(asked, is_slip=True), *rest]
+    values = [int(piece.text) for piece in written if piece.is_value]
+    if min(values) < 1:
+        return exact
+    doubt, *third = _again(line.value, derived(line.step))
+    return [*written, replace(doubt, is_slip=values[-1] == line.value), *third]
+
+
+def _again(noted: int, formulas: Sequence[Formula]) -> list[Piece]:
+    """The value that the derivation noted is not that of a re-check: a third calculation."""
+    return [Piece(f", but I wrote {noted}. Again: ", UNSURE), *_calculations(formulas, UNSURE)]
 
 
 def _reread(problem: Problem, lines: list[_Line], rng: random.Random) -> list[Piece]:
@@ -317,8 +355,8 @@ def _correct(problem: Problem, lines: list[_Line], slip_at: int, rng: random.Ran
         if index < slip_at:
             pieces.append(Piece(", yes.\n", before))
         elif index == slip_at:
-            note = f", but I wrote {lines[index].value}. That was a slip.\n"
-            pieces.append(Piece(note, UNSURE))
+            pieces += _again(lines[index].value, derived(step))
+            pieces.append(Piece(". That was a slip.\n", UNSURE))
         else:
             pieces.append(Piece(".\n", UNSURE))
     guess = answer if slip_at == len(problem.steps) - 1 else UNSURE

@@ -39,8 +39,8 @@ POLISH = {
     "probed_full": 0.19,
 }  # fmt: skip
 TUNING = {
-    "hard_drill": 0.10, "derivation": 0.08, "probed": 0.05, "full": 0.40, "full_chain": 0.25,
-    "probed_full": 0.12,
+    "drill": 0.10, "hard_drill": 0.10, "derivation": 0.08, "probed": 0.05, "full": 0.40,
+    "full_chain": 0.15, "probed_full": 0.12,
 }  # fmt: skip
 FOUNDATION_LENGTH, FINISH_LENGTH = 256, 512
 FINISH_FROM, POLISH_FROM = 0.43, 0.85
