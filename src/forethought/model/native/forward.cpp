@@ -9,7 +9,7 @@
 // cache. So a token's result does not depend on the batch, to the last bit, up to BLOCK_QUERIES new
 // tokens of a row; longer runs (prefills) sum the scores of a query in another order.
 //
-// Weights W [out, in] are packed in panels of PANEL outputs: [out / PANEL, in, PANEL].
+// Weights W [out, in] are packed in panels of PANEL outputs: see panels.h.
 
 #include "attention.h"
 #include "experts.h"
@@ -23,14 +23,15 @@
 #include <cstdint>
 #include <cstring>
 #include <omp.h>
+#include <vector>
 
 // What one thread does in a forward. Each phase ends with a barrier unless it says otherwise.
 class Forward {
   public:
     Forward(const Model& model, const Call& call, Thread thread)
-        : model(model), call(call), thread(thread),
+        : model(model), call(call),
           b(model, call.num_tokens, call.max_length, thread.count, call.scratch),
-          hidden(model.hidden), tokens(call.num_tokens), narrow(is_narrow()) {}
+          thread{thread.index, thread.count, b.split}, hidden(model.hidden), tokens(call.num_tokens), narrow(is_narrow()) {}
 
     void run() {
         embed();
@@ -54,8 +55,8 @@ class Forward {
   private:
     const Model& model;
     const Call& call;
-    const Thread thread;
     const Scratch b;
+    const Thread thread;
     const int64_t hidden;
     int tokens; // that are still computed
     const bool narrow; // only tokens with logits are, once the last layer has attended
@@ -205,14 +206,21 @@ int32_t forward(const Model* model, const Call* call) {
         if (known < call->num_tokens) return known;
     }
 #pragma omp parallel num_threads(call->num_threads)
-    Forward(*model, *call, {omp_get_thread_num(), omp_get_num_threads()}).run();
+    {
+        const TilesGuard guard;
+        Forward(*model, *call, {omp_get_thread_num(), omp_get_num_threads(), nullptr}).run();
+    }
     return call->num_tokens;
 }
 
 void linear(const Linear* w, const float* x, int32_t tokens, float* y, int32_t num_threads) {
+    std::vector<float> split(split_size(tokens, w->num_inputs, num_threads));
 #pragma omp parallel num_threads(num_threads)
-    product(
-        *w, x, w->num_inputs, tokens, y, w->num_outputs, false,
-        {omp_get_thread_num(), omp_get_num_threads()});
+    {
+        const TilesGuard guard;
+        product(
+            *w, x, w->num_inputs, tokens, y, w->num_outputs, false,
+            {omp_get_thread_num(), omp_get_num_threads(), split.data()});
+    }
 }
 }

@@ -45,6 +45,7 @@ class LinearStruct(ctypes.Structure):
         ("num_outputs", ctypes.c_int32),
         ("type", ctypes.c_int32),
         ("group_size", ctypes.c_int32),
+        ("float32_input", ctypes.c_int32),
     ]
 
 

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "amx.h"
 #include "products.h"
 #include "structures.h"
 
@@ -22,6 +23,7 @@ struct Scratch {
     float* mixed;      // [T, mixed_width]: what attention returns
     float* wide;       // [T, wide_width]: activations of the MLP, or of the experts
     float* scores;     // [threads, scores_width]
+    float* split;      // the inputs of a product, split for AMX: see SplitInput
     int64_t qkv_width, mixed_width, wide_width, scores_width;
     int64_t size = 0; // floats of all of them
 
@@ -50,5 +52,6 @@ struct Scratch {
         mixed = take(tokens * mixed_width);
         wide = take(tokens * wide_width);
         scores = take(threads * scores_width);
+        split = take(split_size(tokens, larger(mixed_width, wide_width), threads));
     }
 };
