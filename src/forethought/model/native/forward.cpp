@@ -214,13 +214,14 @@ int32_t forward(const Model* model, const Call* call) {
 }
 
 void linear(const Linear* w, const float* x, int32_t tokens, float* y, int32_t num_threads) {
-    std::vector<float> split(split_size(tokens, w->num_inputs, num_threads));
+    std::vector<float> memory(split_size(tokens, w->num_inputs, num_threads) + PANEL);
+    float* split = memory.data() + (64 - uintptr_t(memory.data()) % 64) / 4; // aligned to 64 bytes
 #pragma omp parallel num_threads(num_threads)
     {
         const TilesGuard guard;
         product(
             *w, x, w->num_inputs, tokens, y, w->num_outputs, false,
-            {omp_get_thread_num(), omp_get_num_threads(), split.data()});
+            {omp_get_thread_num(), omp_get_num_threads(), split});
     }
 }
 }
