@@ -106,6 +106,8 @@ static inline void multiply_split(
 // tiles have the same rows; of the last one some may be left over.
 class SplitInput {
   public:
+    static bool is_possible() { return amx_allowed(); }
+
     static bool takes(const Linear& w) {
         return w.type == BF16 && !w.float32_input && amx_allowed();
     }
@@ -207,6 +209,7 @@ struct TilesGuard {
 
 class SplitInput { // never takes a weight
   public:
+    static bool is_possible() { return false; }
     static bool takes(const Linear&) { return false; }
     SplitInput(const float*, int64_t, int, int, Thread) {}
     int step() const { return 1; }

@@ -186,6 +186,9 @@ void structure_sizes(int32_t* sizes) {
     memcpy(sizes, found, sizeof found);
 }
 
+// Whether products with bf16 run on AMX.
+int32_t uses_amx() { return SplitInput::is_possible(); }
+
 // Float32 [count, in]: the embeddings of tokens, of which none is outside the vocabulary.
 void embed(const Linear* w, const int64_t* tokens, int32_t count, float* y) {
     for (int64_t t = 0; t < count; t++) copy_weights(*w, tokens[t], 1, y + t * w->num_inputs);

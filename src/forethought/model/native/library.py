@@ -180,6 +180,15 @@ def load_library() -> ctypes.CDLL:
     return library
 
 
+def uses_amx() -> bool:
+    """Whether the library multiplies bf16 by AMX: compiler, processor and system know it.
+
+    Raises:
+        ModelError: as ``load_library``.
+    """
+    return bool(load_library().uses_amx())
+
+
 def _opened(path: Path) -> ctypes.CDLL | None:
     """The library, if it is there and whole."""
     if not path.exists():
