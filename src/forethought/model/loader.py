@@ -195,10 +195,10 @@ def _network(
 def _slower_natively(module: PreTrainedModel, forward: Forward) -> str | None:
     """Why ``auto`` leaves a model to torch although it could run natively.
 
-    Measured in bf16, one thread of a Xeon, models of 4, 15 and 150 million weights, batches of 1 to
-    64 and prompts of 128 tokens. Where both use AMX, or neither does, the native forward decodes 1.1
-    to 6 times as many tokens per second. Where oneDNN alone does, the native one is ahead up to 15
-    million weights, and decodes less than half as fast with 150 million in batches of 16.
+    Measured in bf16, one thread of a Xeon with AMX, models of 4, 15 and 150 million weights, batches
+    of 1 to 64. Where both use AMX, or neither does, the native forward decodes 1.2 to 6 times as
+    many tokens per second. Where oneDNN alone does, it is ahead with 15 million weights in batches
+    up to 32, and decodes half as fast as torch with 150 million in batches of 16.
 
     Raises:
         ModelError: the native forward cannot be compiled.

@@ -25,6 +25,7 @@
 constexpr int TILE_ROWS = 16;
 constexpr int TILE_TOKENS = TILE_ROWS / 2;
 constexpr int SPLIT_TOKENS = 2 * TILE_TOKENS; // that one pass over panels multiplies
+constexpr int BLOCK_BYTES = 1 << 20; // of tokens multiplied by all panels in turn: half of an L2 cache
 
 // Floats that the inputs of a product take, split, and those of one tile for each thread.
 static inline int64_t split_size(int64_t tokens, int64_t num_inputs, int threads) {
@@ -134,6 +135,12 @@ class SplitInput {
     // Tokens of a pass, which is one tile or two.
     int step() const { return 2 * per_tile; }
 
+    // Tokens whose split inputs stay in the cache while all panels pass by, a multiple of step().
+    int block() const {
+        const int passes = BLOCK_BYTES / (step() * steps * 4 * TILE_INPUTS);
+        return step() * (passes > 1 ? passes : 1);
+    }
+
     // Panels of a pass.
     int panels(int tokens, int left) const {
         if (tokens <= per_tile && left >= 4) return 4;
@@ -213,6 +220,7 @@ class SplitInput { // never takes a weight
     static bool takes(const Linear&) { return false; }
     SplitInput(const float*, int64_t, int, int, Thread) {}
     int step() const { return 1; }
+    int block() const { return 1; }
     int panels(int, int) const { return 1; }
     void multiply(const Linear&, int, int, int, int, float*) const {}
 };

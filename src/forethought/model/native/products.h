@@ -177,6 +177,9 @@ class Factors {
     // Tokens of a pass, at most MAX_PASS.
     int step() const { return split ? split->step() : rows_at_once(tokens); }
 
+    // Tokens that are multiplied by all panels before the next ones.
+    int block() const { return split ? split->block() : tokens > 0 ? tokens : 1; }
+
     // How many of the panels that are left go together, at most 4.
     int panels(int left) const {
         return split ? split->panels(tokens, left) : panels_at_once(source, tokens, left);
@@ -244,31 +247,42 @@ static inline void scale_outputs(const Linear& w, int first, float* tile, int ro
         }
 }
 
-// y [T, out] = x [T, in] W^T + b (+ y if `add`), the outputs of one thread.
+// y [T, out] = x [T, in] W^T + b (+ y if `add`), panels [panel, panel + count), at most 4, of tokens
+// [begin, end).
+static void product_with_panels(
+    const Linear& w, Factors& factors, int panel, int count, int begin, int end, float* y,
+    int64_t ldy, bool add) {
+    alignas(64) float tile[MAX_PASS * 4 * PANEL];
+    const int step = factors.step(), width = count * PANEL, first = panel * PANEL;
+    const int valid = w.num_outputs - first < width ? w.num_outputs - first : width;
+    factors.hold(panel, count);
+    for (int t = begin; t < end; t += step) {
+        const int rows = end - t < step ? end - t : step;
+        factors.multiply(panel, count, t, rows, tile);
+        if (w.type == I8 || w.bias) scale_outputs(w, first, tile, rows, width);
+        for (int m = 0; m < rows; m++) {
+            float* out = y + (t + m) * ldy + first;
+            const float* in = tile + m * width;
+            if (add)
+                for (int i = 0; i < valid; i++) out[i] += in[i];
+            else
+                memcpy(out, in, valid * 4);
+        }
+    }
+}
+
+// The same of all tokens, the outputs of one thread.
 static void product(
     const Linear& w, const float* x, int64_t ldx, int tokens, float* y, int64_t ldy, bool add,
     Thread thread) {
     const Share share = thread.share(num_panels(w.num_outputs));
-    alignas(64) float tile[MAX_PASS * 4 * PANEL];
     Factors factors(w, x, ldx, tokens, thread);
-    const int step = factors.step();
-    for (int panel = share.begin, count; panel < share.end; panel += count) {
-        count = factors.panels(share.end - panel);
-        const int width = count * PANEL, first = panel * PANEL;
-        const int valid = w.num_outputs - first < width ? w.num_outputs - first : width;
-        factors.hold(panel, count);
-        for (int t = 0; t < tokens; t += step) {
-            const int rows = tokens - t < step ? tokens - t : step;
-            factors.multiply(panel, count, t, rows, tile);
-            if (w.type == I8 || w.bias) scale_outputs(w, first, tile, rows, width);
-            for (int m = 0; m < rows; m++) {
-                float* out = y + (t + m) * ldy + first;
-                const float* in = tile + m * width;
-                if (add)
-                    for (int i = 0; i < valid; i++) out[i] += in[i];
-                else
-                    memcpy(out, in, valid * 4);
-            }
+    const int block = factors.block();
+    for (int begin = 0; begin < tokens; begin += block) {
+        const int end = tokens - begin < block ? tokens : begin + block;
+        for (int panel = share.begin, count; panel < share.end; panel += count) {
+            count = factors.panels(share.end - panel);
+            product_with_panels(w, factors, panel, count, begin, end, y, ldy, add);
         }
     }
 }
@@ -298,39 +312,48 @@ static inline void activate(float* gate, const float* up, int activation) {
         store(gate + i, activate(load(gate + i), activation) * load(up + i));
 }
 
-// y [T, half] = act(x G^T) * (x U^T), the outputs of one thread. The panels of w are those of G and U
-// in turns; each has `half` outputs.
+// y [T, half] = act(x G^T) * (x U^T), the outputs of pair `pair` of panels for tokens [begin, end).
+static void gated_product_with_pair(
+    const Linear& w, Factors& factors, int pair, int begin, int end, float* y, int half,
+    int activation) {
+    alignas(64) float tile[2][MAX_PASS * PANEL];
+    alignas(64) float both[MAX_PASS * 2 * PANEL];
+    const bool together = factors.panels(2) >= 2;
+    const int step = factors.step(), first = pair * PANEL;
+    const int valid = half - first < PANEL ? half - first : PANEL;
+    factors.hold(2 * pair, 2);
+    for (int t = begin; t < end; t += step) {
+        const int rows = end - t < step ? end - t : step;
+        if (together) {
+            factors.multiply(2 * pair, 2, t, rows, both);
+            for (int m = 0; m < rows; m++)
+                for (int side = 0; side < 2; side++)
+                    memcpy(tile[side] + m * PANEL, both + (2 * m + side) * PANEL, PANEL * 4);
+        } else {
+            for (int side = 0; side < 2; side++)
+                factors.multiply(2 * pair + side, 1, t, rows, tile[side]);
+        }
+        for (int side = 0; side < 2; side++)
+            if (w.type == I8 || w.bias)
+                scale_outputs(w, (2 * pair + side) * PANEL, tile[side], rows, PANEL);
+        for (int m = 0; m < rows; m++) {
+            activate(tile[0] + m * PANEL, tile[1] + m * PANEL, activation);
+            memcpy(y + int64_t(t + m) * half + first, tile[0] + m * PANEL, valid * 4);
+        }
+    }
+}
+
+// The same of all tokens, the outputs of one thread. The panels of w are those of G and U in turns;
+// each has `half` outputs.
 static void gated_product(
     const Linear& w, const float* x, int64_t ldx, int tokens, float* y, int half, int activation,
     Thread thread) {
     const Share share = thread.share(num_panels(half));
-    alignas(64) float tile[2][MAX_PASS * PANEL];
-    alignas(64) float both[MAX_PASS * 2 * PANEL];
     Factors factors(w, x, ldx, tokens, thread);
-    const bool together = factors.panels(2) >= 2;
-    const int step = factors.step();
-    for (int pair = share.begin; pair < share.end; pair++) {
-        const int first = pair * PANEL;
-        const int valid = half - first < PANEL ? half - first : PANEL;
-        factors.hold(2 * pair, 2);
-        for (int t = 0; t < tokens; t += step) {
-            const int rows = tokens - t < step ? tokens - t : step;
-            if (together) {
-                factors.multiply(2 * pair, 2, t, rows, both);
-                for (int m = 0; m < rows; m++)
-                    for (int side = 0; side < 2; side++)
-                        memcpy(tile[side] + m * PANEL, both + (2 * m + side) * PANEL, PANEL * 4);
-            } else {
-                for (int side = 0; side < 2; side++)
-                    factors.multiply(2 * pair + side, 1, t, rows, tile[side]);
-            }
-            for (int side = 0; side < 2; side++)
-                if (w.type == I8 || w.bias)
-                    scale_outputs(w, (2 * pair + side) * PANEL, tile[side], rows, PANEL);
-            for (int m = 0; m < rows; m++) {
-                activate(tile[0] + m * PANEL, tile[1] + m * PANEL, activation);
-                memcpy(y + int64_t(t + m) * half + first, tile[0] + m * PANEL, valid * 4);
-            }
-        }
+    const int block = factors.block();
+    for (int begin = 0; begin < tokens; begin += block) {
+        const int end = tokens - begin < block ? tokens : begin + block;
+        for (int pair = share.begin; pair < share.end; pair++)
+            gated_product_with_pair(w, factors, pair, begin, end, y, half, activation);
     }
 }
