@@ -1,9 +1,9 @@
 // Products with weights in bf16 by AMX, the matrix unit of Xeons since Sapphire Rapids.
 //
-// It multiplies bf16 and sums in float32. Inputs are float32: each is split in two bf16, high + low,
-// which keep 16 bits of its mantissa. The high parts of a token are one row of the product and the
-// low parts the next; the sums of both rows are added at the end. So every output is summed in one
-// order, however many tokens there are, and one token takes one pass over the weights, not two.
+// It multiplies bf16 and sums in float32. Inputs are float32: each is split in two bf16, high and
+// low, which together keep 16 bits of its mantissa. The high parts of a token are one row of the
+// product and the low parts the next; the sums of both rows are added at the end. So every output is
+// summed in one order, however many tokens there are, and one token takes one pass over the weights.
 
 #pragma once
 
@@ -25,7 +25,7 @@
 constexpr int TILE_ROWS = 16;
 constexpr int TILE_TOKENS = TILE_ROWS / 2;
 constexpr int SPLIT_TOKENS = 2 * TILE_TOKENS; // that one pass over panels multiplies
-constexpr int BLOCK_BYTES = 1 << 20; // of tokens multiplied by all panels in turn: half of an L2 cache
+constexpr int BLOCK_BYTES = 1 << 20; // of inputs that all panels pass by: half of an L2 cache
 
 // Floats that the inputs of a product take, split, and those of one tile for each thread.
 static inline int64_t split_size(int64_t tokens, int64_t num_inputs, int threads) {
@@ -103,8 +103,8 @@ static inline void multiply_split(
     if (PANELS > 2 || ROW_TILES * PANELS > 2) _tile_stored(3, sums + 3 * SUMS, 64);
 }
 
-// The inputs of a product in tiles of up to TILE_TOKENS tokens: [tiles, in / 32, tokens, 2, 32]. All
-// tiles have the same rows; of the last one some may be left over.
+// The inputs of a product in tiles of up to TILE_TOKENS tokens: [tiles, in / 32, tokens, 2, 32].
+// All tiles have the same rows; of the last one some may be left over.
 class SplitInput {
   public:
     static bool is_possible() { return amx_allowed(); }

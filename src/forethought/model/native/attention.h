@@ -278,7 +278,8 @@ template <class T> class Block {
             mix_panel(scores_of(g, m), rows, low, length, d, tile);
             for (int i = 0; i < rows; i++) {
                 float* y = out + (m + i) * b.mixed_width + g * dim + d;
-                for (int j = 0; j < PANEL && d + j < dim; j++) y[j] = tile[i * PANEL + j] / totals[i];
+                for (int j = 0; j < PANEL && d + j < dim; j++)
+                    y[j] = tile[i * PANEL + j] / totals[i];
             }
         }
     }

@@ -31,7 +31,8 @@ class Forward {
     Forward(const Model& model, const Call& call, Thread thread)
         : model(model), call(call),
           b(model, call.num_tokens, call.max_length, thread.count, call.scratch),
-          thread{thread.index, thread.count, b.split}, hidden(model.hidden), tokens(call.num_tokens), narrow(is_narrow()) {}
+          thread{thread.index, thread.count, b.split}, hidden(model.hidden),
+          tokens(call.num_tokens), narrow(is_narrow()) {}
 
     void run() {
         embed();

@@ -247,8 +247,8 @@ static inline void scale_outputs(const Linear& w, int first, float* tile, int ro
         }
 }
 
-// y [T, out] = x [T, in] W^T + b (+ y if `add`), panels [panel, panel + count), at most 4, of tokens
-// [begin, end).
+// y [T, out] = x [T, in] W^T + b (+ y if `add`), the outputs of panels [panel, panel + count), at
+// most 4, for tokens [begin, end).
 static void product_with_panels(
     const Linear& w, Factors& factors, int panel, int count, int begin, int end, float* y,
     int64_t ldy, bool add) {
