@@ -209,20 +209,98 @@ def test_a_packed_product_is_the_product_with_the_dequantised_weight(
     source = torch.Generator().manual_seed(bits)
     weight = quantize(torch.randn(44, 64, generator=source), bits)
     bias, x = torch.randn(44, generator=source), torch.randn(count, 64, generator=source)
-    packed = PackedLinear.pack(weight, bias, gated)
-    found = torch.empty(count, packed.struct.num_outputs)
+    found = product(PackedLinear.pack(weight, bias, gated), x)
+    if gated:
+        found = ungated(found, 22)
+    expected = x @ weight.dequantize().t() + bias
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def product(packed: PackedLinear, x: torch.Tensor, num_threads: int = 2) -> torch.Tensor:
+    """Float32 x ``[T, in]`` -> ``[T, out]``."""
+    found = torch.empty(len(x), packed.struct.num_outputs)
     library.load_library().linear(
         library.ctypes.byref(packed.struct),
         library.ctypes.c_void_p(x.data_ptr()),
-        count,
+        len(x),
         library.ctypes.c_void_p(found.data_ptr()),
-        2,
+        num_threads,
     )
-    if gated:  # panels of both halves in turns, each half padded to whole panels
-        halves = found.view(count, -1, 2, 16).transpose(1, 2).flatten(2)
-        found = torch.cat([half[:, :22] for half in halves.unbind(1)], 1)
-    expected = x @ weight.dequantize().t() + bias
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    return found
+
+
+def ungated(found: torch.Tensor, half: int) -> torch.Tensor:
+    """The panels of both halves are in turns, each half is padded to whole panels."""
+    halves = found.view(len(found), -1, 2, 16).transpose(1, 2).flatten(2)
+    return torch.cat([each[:, :half] for each in halves.unbind(1)], 1)
+
+
+def bf16_factors(num_inputs: int, num_outputs: int, count: int) -> list[torch.Tensor]:
+    """A weight in bf16, a bias, and inputs, whose rows are of different sizes."""
+    source = torch.Generator().manual_seed(num_inputs)
+    weight = torch.randn(num_outputs, num_inputs, generator=source).to(torch.bfloat16)
+    bias = torch.randn(num_outputs, generator=source)
+    x = torch.randn(count, num_inputs, generator=source)
+    return [weight, bias, x * torch.logspace(-2, 2, count)[:, None]]
+
+
+def check_bf16_products() -> None:
+    """Inputs and outputs that fill no tile, from one token to more than three passes."""
+    for num_inputs, num_outputs in ((1, 2), (31, 16), (32, 44), (33, 130), (64, 80), (100, 34)):
+        for count in (1, 3, 5, 8, 9, 16, 17, 24, 33, 50):
+            weight, bias, x = bf16_factors(num_inputs, num_outputs, count)
+            wide, exact = weight.double(), x.double()
+            expected = exact @ wide.t() + bias
+            # Two bf16 hold x to 2**-17 of itself; float32 rounds the sums.
+            bound = 2**-16 * (exact.abs() @ wide.abs().t() + bias.abs())
+            for gated in (False, True):
+                found = product(PackedLinear.pack(weight, bias, gated), x)
+                found = ungated(found, num_outputs // 2) if gated else found
+                assert ((found - expected).abs() <= bound).all(), (num_inputs, num_outputs, count)
+
+
+def test_a_product_with_bf16_is_that_of_the_inputs_in_two_parts() -> None:
+    check_bf16_products()
+
+
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(70, 100), (96, 64)])
+def test_a_row_of_a_product_is_the_same_to_the_last_bit_beside_any_others(
+    num_inputs: int, num_outputs: int
+) -> None:
+    weight, bias, x = bf16_factors(num_inputs, num_outputs, 70)
+    packed = PackedLinear.pack(weight, bias)
+    alone = torch.cat([product(packed, row[None], 1) for row in x])
+    for count in range(2, 71):
+        for num_threads in (1, 2, 3):
+            assert torch.equal(
+                product(packed, x[-count:].contiguous(), num_threads), alone[-count:]
+            )
+
+
+def test_products_of_torch_in_between_change_nothing() -> None:
+    """Both may use AMX, on the same threads, with tiles of other sizes."""
+    weight, bias, x = bf16_factors(96, 64, 21)
+    packed = PackedLinear.pack(weight, bias)
+    a, b = (torch.randn(150, 150).to(torch.bfloat16) for _ in "ab")
+    expected, theirs = product(packed, x), a @ b
+    for count in (21, 2, 9):
+        assert torch.equal(product(packed, x[:count].contiguous()), expected[:count])
+        assert torch.equal(a @ b, theirs)
+
+
+@pytest.mark.parametrize("architecture", ["llama_tied_biased", "qwen3", "qwen3_moe", "gemma3"])
+def test_logits_in_bf16_are_near_those_of_transformers_in_float32(
+    tmp_path: Path, architecture: str
+) -> None:
+    """Only keys and values are rounded."""
+    config = loader.load(models.tiny(architecture)).config
+    models.save_random(config, tmp_path / "rounded", dtype=torch.bfloat16)
+    plain = logits(loader.load(tmp_path / "rounded", dtype="float32", fuse=False), 45)
+    lm = loader.load(tmp_path / "rounded", dtype="bfloat16", forward="native")
+    for size in (1, 7, 45):
+        error = (logits(lm, size) - plain).norm(dim=1) / plain.norm(dim=1)
+        assert error.median() < 0.02
+        assert error.max() < 0.3
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
@@ -317,6 +395,35 @@ def test_auto_takes_the_native_forward_and_says_so(architecture: str) -> None:
     lm = loader.load(models.tiny(architecture), forward="auto")
     assert (lm.path.taken, lm.path.reason) == ("native", None)
     assert engine_over(lm).stats.forward_path == "native"
+
+
+@pytest.mark.parametrize(
+    ("weights_of_a_small_model", "native_amx", "torch_amx", "taken"),
+    [
+        (0, True, True, "native"),
+        (0, False, False, "native"),
+        (10**9, False, True, "native"),
+        (0, False, True, "fused"),
+    ],
+)
+def test_auto_leaves_bf16_to_torch_where_that_alone_uses_amx_and_the_model_is_large(
+    monkeypatch, weights_of_a_small_model: int, native_amx: bool, torch_amx: bool, taken: str
+) -> None:
+    monkeypatch.setattr(loader, "has_fast_matmul", lambda *_: True)
+    monkeypatch.setattr(loader, "SMALL_MODEL", weights_of_a_small_model)
+    monkeypatch.setattr(loader, "uses_amx", lambda: native_amx)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: torch_amx)
+    lm = loader.load(models.tiny("llama"), dtype="bfloat16", forward="auto")
+    assert lm.path.taken == taken
+    assert ("AMX" in str(lm.path.reason)) == (taken == "fused")
+    assert native("llama", "bfloat16").path.taken == "native"
+
+
+def test_auto_leaves_quantised_weights_to_torch_where_bf16_is_fast(monkeypatch) -> None:
+    monkeypatch.setattr(loader, "has_fast_matmul", lambda *_: True)
+    lm = loader.load(models.tiny("llama"), dtype="bfloat16", forward="auto", quantization="int8")
+    assert lm.path.taken == "fused"
+    assert "quantised" in str(lm.path.reason)
 
 
 @pytest.mark.parametrize(
@@ -443,10 +550,26 @@ def test_every_width_of_vectors_computes_the_same(monkeypatch, tmp_path, lanes: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("flag", ["-DNO_AMX", "-DAMX_STATE=99"])
+def test_without_amx_or_where_linux_refuses_it_vectors_compute_the_same(
+    monkeypatch, tmp_path, flag: str
+) -> None:
+    monkeypatch.setenv("FORETHOUGHT_CACHE", str(tmp_path))
+    monkeypatch.setattr(library, "FLAGS", (*library.FLAGS, flag))
+    library.load_library.cache_clear()
+    try:
+        check_bf16_products()
+        lm = native("qwen3_moe", "bfloat16")
+        assert torch.equal(logits(lm, 7), logits(lm, 1))
+    finally:
+        library.load_library.cache_clear()
+
+
+@pytest.mark.slow
 def test_the_source_compiles_for_processors_with_wider_vectors(tmp_path: Path) -> None:
     compiler = library.find_compiler()
     assert compiler is not None
-    for target in ("x86-64", "x86-64-v4"):
+    for target in ("x86-64", "x86-64-v4", "sapphirerapids"):
         flags = [f for f in library.FLAGS if not f.startswith("-march")]
         command = [compiler, *flags, f"-march={target}", str(library.SOURCE)]
         subprocess.run([*command, "-o", str(tmp_path / "forward.so")], check=True)

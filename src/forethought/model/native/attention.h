@@ -10,7 +10,6 @@
 
 #include <cmath>
 #include <cstring>
-#include <type_traits>
 
 constexpr int BLOCK_QUERIES = 32; // new tokens of a row from which queries go in blocks
 
@@ -61,10 +60,22 @@ template <class T> static inline void add_scaled(float* y, const T* x, float fac
     for (; i < size; i++) y[i] += scalar(x + i) * factor;
 }
 
+static float maximum(const float* x, int length) {
+    Vec most = broadcast(-INFINITY);
+    int i = 0;
+    for (; i + LANES <= length; i += LANES) {
+        const Vec found = load(x + i);
+        most = found > most ? found : most;
+    }
+    float result = -INFINITY;
+    for (int lane = 0; lane < LANES; lane++) result = most[lane] > result ? most[lane] : result;
+    for (; i < length; i++) result = x[i] > result ? x[i] : result;
+    return result;
+}
+
 // scores [length] -> their softmax, not divided by the sum, which is returned.
 static float exponentials(float* scores, int length) {
-    float highest = -INFINITY;
-    for (int i = 0; i < length; i++) highest = scores[i] > highest ? scores[i] : highest;
+    const float highest = maximum(scores, length);
     Vec total = {};
     int i = 0;
     for (; i + LANES <= length; i += LANES) {
@@ -145,99 +156,157 @@ static void attend_token(
         for (int d = 0; d < dim; d++) out[g * dim + d] /= totals[g];
 }
 
-// Up to MAX_ROWS queries of one head, of consecutive tokens of a causal row: keys and values of a
-// page at a time, as products of matrices.
-template <class T, int ROWS>
-static void attend_block(
-    const Model& model, const Layer& layer, const Call& call, const Row& row, int n, int kv_head,
-    const float* q, int64_t ldq, const T* keys, const T* values, float* scratch, float* out) {
-    const int dim = model.head_dim, capacity = call.max_length;
-    const int64_t stride = int64_t(model.num_kv_heads) * dim;
-    const Sight first(row, n, layer.window);
-    const int length = row.prefix + n + ROWS; // positions; recent ones follow the prefix
-    const int low = first.low; // of all of them: no other slot is read
-    float* scores = scratch;                            // [ROWS, capacity]
-    float* packed = scratch + int64_t(ROWS) * capacity; // [dim, PANEL]
-    alignas(64) float tile[ROWS * PANEL];
-    keys += kv_head * dim;
-    values += kv_head * dim;
-    const auto slot = [&](int p) {
+// tile [rows, PANEL] += x [rows, num_inputs] times one panel; rows: at most MAX_ROWS.
+template <class T>
+static void multiply_some(
+    int rows, const T* w, int64_t stride, const float* x, int64_t ldx, int num_inputs,
+    float* tile) {
+    switch (rows) {
+        case 1: return multiply<T, 1, 1>(w, 0, stride, x, ldx, num_inputs, tile);
+        case 2: return multiply<T, 2, 1>(w, 0, stride, x, ldx, num_inputs, tile);
+        case 3: return multiply<T, 3, 1>(w, 0, stride, x, ldx, num_inputs, tile);
+        case 4: return multiply<T, 4, 1>(w, 0, stride, x, ldx, num_inputs, tile);
+        case 5: return multiply<T, 5, 1>(w, 0, stride, x, ldx, num_inputs, tile);
+        default: return multiply<T, 6, 1>(w, 0, stride, x, ldx, num_inputs, tile);
+    }
+}
+
+// Tokens whose queries are attended together, those of all heads that share keys.
+static inline int block_tokens(int group) {
+    const int passes = BLOCK_ROWS / (group * MAX_ROWS);
+    return MAX_ROWS * (passes > 1 ? passes : 1);
+}
+
+// Queries of `count` consecutive tokens of a causal row, at most block_tokens(), of the heads that
+// share a key head: keys and values of PANEL positions at a time, as products of matrices. Passes
+// take up to MAX_ROWS tokens of one head; each multiplies the positions that it sees.
+template <class T> class Block {
+  public:
+    Block(
+        const Model& model, const Layer& layer, const Call& call, const Scratch& b, const Row& row,
+        int n, int count, int kv_head, const T* keys, const T* values, float* scratch)
+        : model(model), layer(layer), call(call), b(b), row(row), n(n), count(count),
+          group(model.num_heads / model.num_kv_heads), dim(model.head_dim),
+          capacity(call.max_length), stride(int64_t(model.num_kv_heads) * dim),
+          keys(keys + kv_head * dim), values(values + kv_head * dim), scores(scratch),
+          packed(scratch + int64_t(group) * count * capacity) {
+        const int64_t token = row.start + n, head = int64_t(kv_head) * group;
+        queries = b.qkv + token * b.qkv_width + head * dim;
+        out = b.mixed + token * b.mixed_width + head * dim;
+    }
+
+    void attend() const {
+        score();
+        for (int g = 0; g < group; g++)
+            for (int m = 0; m < count; m += MAX_ROWS) mix(g, m);
+    }
+
+  private:
+    const Model& model;
+    const Layer& layer;
+    const Call& call;
+    const Scratch& b;
+    const Row& row;
+    const int n, count, group, dim, capacity;
+    const int64_t stride;
+    const T *keys, *values;
+    float *scores, *packed; // [group, count, capacity], [dim, PANEL]
+    const float* queries;
+    float* out;
+
+    int rows_of(int m) const { return count - m < MAX_ROWS ? count - m : MAX_ROWS; }
+
+    int seen_from(int m) const { return Sight(row, n + m, layer.window).low; }
+
+    int seen_to(int m) const { return row.prefix + n + m + 1; } // recent tokens follow the prefix
+
+    float* scores_of(int g, int m) const { return scores + int64_t(g * count + m) * capacity; }
+
+    int64_t slot(int p) const {
         return p < row.prefix ? prefix_slot(row, p, call.page_size) : row.slots[p - row.prefix];
-    };
-    for (int p = low; p < length; p += PANEL) {
-        const int count = length - p < PANEL ? length - p : PANEL;
+    }
+
+    void score() const {
+        const int length = seen_to(count - 1);
+        for (int p = seen_from(0); p < length; p += PANEL) { // no other slot is read
+            const int valid = length - p < PANEL ? length - p : PANEL;
+            pack(p, valid);
+            for (int m = 0; m < count; m += MAX_ROWS)
+                if (p < seen_to(m + rows_of(m) - 1))
+                    for (int g = 0; g < group; g++) score_pass(p, valid, g, m);
+        }
+    }
+
+    void pack(int p, int valid) const {
         for (int i = 0; i < PANEL; i++) {
-            if (i < count) {
+            if (i < valid) {
                 const T* key = keys + slot(p + i) * stride;
                 for (int d = 0; d < dim; d++) packed[d * PANEL + i] = scalar(key + d);
             } else {
                 for (int d = 0; d < dim; d++) packed[d * PANEL + i] = 0;
             }
         }
-        memset(tile, 0, sizeof tile);
-        multiply<float, ROWS, 1>(packed, 0, PANEL, q, ldq, dim, tile);
-        for (int m = 0; m < ROWS; m++)
-            for (int i = 0; i < count; i++) {
-                float x = tile[m * PANEL + i] * layer.scale;
-                if (model.score_cap > 0) x = model.score_cap * tanhf(x / model.score_cap);
-                scores[m * capacity + p + i] = x;
+    }
+
+    void score_pass(int p, int valid, int g, int m) const {
+        alignas(64) float tile[MAX_ROWS * PANEL] = {};
+        const float* q = queries + m * b.qkv_width + g * dim;
+        multiply_some<float>(rows_of(m), packed, PANEL, q, b.qkv_width, dim, tile);
+        for (int i = 0; i < rows_of(m); i++) {
+            float* x = tile + i * PANEL;
+            for (int j = 0; j < PANEL; j += LANES) store(x + j, load(x + j) * layer.scale);
+            if (model.score_cap > 0)
+                for (int j = 0; j < valid; j++)
+                    x[j] = model.score_cap * tanhf(x[j] / model.score_cap);
+            memcpy(scores_of(g, m + i) + p, x, valid * 4);
+        }
+    }
+
+    // The outputs of one pass, from its scores.
+    void mix(int g, int m) const {
+        const int rows = rows_of(m), low = seen_from(m), length = seen_to(m + rows - 1);
+        float totals[MAX_ROWS];
+        for (int i = 0; i < rows; i++) {
+            float* own = scores_of(g, m + i);
+            const int begin = seen_from(m + i), stop = seen_to(m + i);
+            totals[i] = exponentials(own + begin, stop - begin);
+            for (int p = low; p < begin; p++) own[p] = 0;
+            for (int p = stop; p < length; p++) own[p] = 0;
+        }
+        for (int d = 0; d < dim; d += PANEL) {
+            alignas(64) float tile[MAX_ROWS * PANEL] = {};
+            mix_panel(scores_of(g, m), rows, low, length, d, tile);
+            for (int i = 0; i < rows; i++) {
+                float* y = out + (m + i) * b.mixed_width + g * dim + d;
+                for (int j = 0; j < PANEL && d + j < dim; j++)
+                    y[j] = tile[i * PANEL + j] / totals[i];
             }
+        }
     }
-    float totals[ROWS];
-    int begins[ROWS];
-    for (int m = 0; m < ROWS; m++) {
-        const Sight sight(row, n + m, layer.window);
-        const int stop = row.prefix + n + m + 1;
-        begins[m] = sight.low; // in a causal chain positions are indices
-        totals[m] = exponentials(scores + m * capacity + begins[m], stop - begins[m]);
-        for (int p = low; p < begins[m]; p++) scores[m * capacity + p] = 0;
-        for (int p = stop; p < length; p++) scores[m * capacity + p] = 0;
-    }
-    for (int d = 0; d < dim; d += PANEL) {
-        memset(tile, 0, sizeof tile);
+
+    // tile [rows, PANEL] += scores of positions [low, length) times their values from `d` on
+    void mix_panel(const float* own, int rows, int low, int length, int d, float* tile) const {
         if (d + PANEL <= dim) {
             for (int p = low; p < length;) { // runs of tokens whose slots follow each other
                 const int64_t begin = slot(p);
                 int end = p + 1;
                 while (end < length && slot(end) == begin + end - p) end++;
-                multiply<T, ROWS, 1>(
-                    values + begin * stride + d, 0, stride, scores + p, capacity, end - p, tile);
+                multiply_some<T>(
+                    rows, values + begin * stride + d, stride, own + p, capacity, end - p, tile);
                 p = end;
             }
         } else {
             for (int p = low; p < length; p++)
-                for (int m = 0; m < ROWS; m++)
-                    for (int i = 0; i < dim - d; i++)
-                        tile[m * PANEL + i] +=
-                            scores[m * capacity + p] * scalar(values + slot(p) * stride + d + i);
+                for (int i = 0; i < rows; i++)
+                    for (int j = 0; j < dim - d; j++)
+                        tile[i * PANEL + j] +=
+                            own[i * capacity + p] * scalar(values + slot(p) * stride + d + j);
         }
-        for (int m = 0; m < ROWS; m++)
-            for (int i = 0; i < PANEL && d + i < dim; i++)
-                out[m * ldq + d + i] = tile[m * PANEL + i] / totals[m];
     }
-}
+};
 
-template <class T>
-static void attend_queries(
-    const Model& model, const Layer& layer, const Call& call, const Row& row, int n, int count,
-    int kv_head, const float* q, int64_t ldq, const T* keys, const T* values, float* scratch,
-    float* out) {
-    const auto run = [&](auto rows) {
-        attend_block<T, decltype(rows)::value>(
-            model, layer, call, row, n, kv_head, q, ldq, keys, values, scratch, out);
-    };
-    switch (count) {
-        case 1: return run(std::integral_constant<int, 1>{});
-        case 2: return run(std::integral_constant<int, 2>{});
-        case 3: return run(std::integral_constant<int, 3>{});
-        case 4: return run(std::integral_constant<int, 4>{});
-        case 5: return run(std::integral_constant<int, 5>{});
-        default: return run(std::integral_constant<int, 6>{});
-    }
-}
-
-// All new tokens of the batch; (token, head) pairs are dealt to the threads in turns, so that long and
-// short rows go to all of them.
+// All new tokens of the batch; (tokens, key head) pairs are dealt to the threads in turns, so that
+// long and short rows go to all of them.
 template <class T>
 static void attend(
     const Model& model, const Layer& layer, const Call& call, const Scratch& b, const T* keys,
@@ -248,32 +317,21 @@ static void attend(
     for (int r = 0; r < call.num_rows; r++) {
         const Row& row = call.rows[r];
         const bool blocks = !row.visible && row.num_tokens > BLOCK_QUERIES;
-        const int step = blocks ? MAX_ROWS : 1;
+        const int step = blocks ? block_tokens(group) : 1;
         for (int n = 0; n < row.num_tokens; n += step) {
             const int64_t token = row.start + n;
             const int count = row.num_tokens - n < step ? row.num_tokens - n : step;
             for (int kv_head = 0; kv_head < model.num_kv_heads; kv_head++) {
-                const float* q = b.qkv + token * b.qkv_width + int64_t(kv_head) * group * dim;
-                float* out = b.mixed + token * b.mixed_width + int64_t(kv_head) * group * dim;
-                if (!blocks) {
-                    if (item++ % thread.count == thread.index)
-                        attend_token(
-                            model, layer, call, row, n, kv_head, q, keys, values, scores, out);
+                if (item++ % thread.count != thread.index) continue;
+                if (blocks) {
+                    Block<T>(
+                        model, layer, call, b, row, n, count, kv_head, keys, values, scores)
+                        .attend();
                     continue;
                 }
-                for (int g = 0; g < group; g++) {
-                    if (item++ % thread.count != thread.index) continue;
-                    // Outputs lie mixed_width apart, queries qkv_width: out is written apart.
-                    alignas(64) float block[MAX_ROWS * MAX_HEAD_DIM];
-                    alignas(64) float queries[MAX_ROWS * MAX_HEAD_DIM];
-                    for (int m = 0; m < count; m++)
-                        memcpy(queries + m * dim, q + m * b.qkv_width + g * dim, dim * 4);
-                    attend_queries(
-                        model, layer, call, row, n, count, kv_head, queries, int64_t(dim), keys,
-                        values, scores, block);
-                    for (int m = 0; m < count; m++)
-                        memcpy(out + m * b.mixed_width + g * dim, block + m * dim, dim * 4);
-                }
+                const float* q = b.qkv + token * b.qkv_width + int64_t(kv_head) * group * dim;
+                float* out = b.mixed + token * b.mixed_width + int64_t(kv_head) * group * dim;
+                attend_token(model, layer, call, row, n, kv_head, q, keys, values, scores, out);
             }
         }
     }

@@ -45,10 +45,11 @@ static void add_expert(
     const Linear& down, const float* activated, float weight, float* x, Thread thread) {
     const Share share = thread.share(num_panels(down.num_outputs));
     alignas(64) float tile[PANEL];
+    Factors factors(down, activated, down.num_inputs, 1, thread);
     for (int panel = share.begin; panel < share.end; panel++) {
         const int first = panel * PANEL;
-        memset(tile, 0, sizeof tile);
-        multiply_tile(down, panel, 1, activated, down.num_inputs, 1, tile);
+        factors.hold(panel, 1);
+        factors.multiply(panel, 1, 0, 1, tile);
         if (down.type == I8 || down.bias) scale_outputs(down, first, tile, 1, PANEL);
         for (int i = 0; i < PANEL && first + i < down.num_outputs; i++)
             x[first + i] += tile[i] * weight;

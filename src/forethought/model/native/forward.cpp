@@ -9,7 +9,7 @@
 // cache. So a token's result does not depend on the batch, to the last bit, up to BLOCK_QUERIES new
 // tokens of a row; longer runs (prefills) sum the scores of a query in another order.
 //
-// Weights W [out, in] are packed in panels of PANEL outputs: [out / PANEL, in, PANEL].
+// Weights W [out, in] are packed in panels of PANEL outputs: see panels.h.
 
 #include "attention.h"
 #include "experts.h"
@@ -23,14 +23,16 @@
 #include <cstdint>
 #include <cstring>
 #include <omp.h>
+#include <vector>
 
 // What one thread does in a forward. Each phase ends with a barrier unless it says otherwise.
 class Forward {
   public:
     Forward(const Model& model, const Call& call, Thread thread)
-        : model(model), call(call), thread(thread),
+        : model(model), call(call),
           b(model, call.num_tokens, call.max_length, thread.count, call.scratch),
-          hidden(model.hidden), tokens(call.num_tokens), narrow(is_narrow()) {}
+          thread{thread.index, thread.count, b.split}, hidden(model.hidden),
+          tokens(call.num_tokens), narrow(is_narrow()) {}
 
     void run() {
         embed();
@@ -54,8 +56,8 @@ class Forward {
   private:
     const Model& model;
     const Call& call;
-    const Thread thread;
     const Scratch b;
+    const Thread thread;
     const int64_t hidden;
     int tokens; // that are still computed
     const bool narrow; // only tokens with logits are, once the last layer has attended
@@ -185,6 +187,9 @@ void structure_sizes(int32_t* sizes) {
     memcpy(sizes, found, sizeof found);
 }
 
+// Whether products with bf16 run on AMX.
+int32_t uses_amx() { return SplitInput::is_possible(); }
+
 // Float32 [count, in]: the embeddings of tokens, of which none is outside the vocabulary.
 void embed(const Linear* w, const int64_t* tokens, int32_t count, float* y) {
     for (int64_t t = 0; t < count; t++) copy_weights(*w, tokens[t], 1, y + t * w->num_inputs);
@@ -205,14 +210,22 @@ int32_t forward(const Model* model, const Call* call) {
         if (known < call->num_tokens) return known;
     }
 #pragma omp parallel num_threads(call->num_threads)
-    Forward(*model, *call, {omp_get_thread_num(), omp_get_num_threads()}).run();
+    {
+        const TilesGuard guard;
+        Forward(*model, *call, {omp_get_thread_num(), omp_get_num_threads(), nullptr}).run();
+    }
     return call->num_tokens;
 }
 
 void linear(const Linear* w, const float* x, int32_t tokens, float* y, int32_t num_threads) {
+    std::vector<float> memory(split_size(tokens, w->num_inputs, num_threads) + PANEL);
+    float* split = memory.data() + (64 - uintptr_t(memory.data()) % 64) / 4; // aligned to 64 bytes
 #pragma omp parallel num_threads(num_threads)
-    product(
-        *w, x, w->num_inputs, tokens, y, w->num_outputs, false,
-        {omp_get_thread_num(), omp_get_num_threads()});
+    {
+        const TilesGuard guard;
+        product(
+            *w, x, w->num_inputs, tokens, y, w->num_outputs, false,
+            {omp_get_thread_num(), omp_get_num_threads(), split});
+    }
 }
 }

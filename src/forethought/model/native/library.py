@@ -45,6 +45,7 @@ class LinearStruct(ctypes.Structure):
         ("num_outputs", ctypes.c_int32),
         ("type", ctypes.c_int32),
         ("group_size", ctypes.c_int32),
+        ("float32_input", ctypes.c_int32),
     ]
 
 
@@ -177,6 +178,15 @@ def load_library() -> ctypes.CDLL:
     library.structure_sizes(sizes)
     assert list(sizes) == [ctypes.sizeof(structure) for structure in STRUCTURES]
     return library
+
+
+def uses_amx() -> bool:
+    """Whether the library multiplies bf16 by AMX: compiler, processor and system know it.
+
+    Raises:
+        ModelError: as ``load_library``.
+    """
+    return bool(load_library().uses_amx())
 
 
 def _opened(path: Path) -> ctypes.CDLL | None:

@@ -2,30 +2,21 @@
 
 #pragma once
 
+#include "amx.h"
+#include "panels.h"
 #include "structures.h"
 #include "vectors.h"
 
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <vector>
 
-constexpr int PANEL = 16;                        // outputs of a panel
 constexpr int VECS = PANEL / LANES;              // vectors of a panel
 constexpr int REGISTERS = LANES == 16 ? 32 : 16; // for vectors
 constexpr int MAX_ROWS = 6;                      // tokens that one pass over a panel multiplies
 constexpr int AHEAD = 1024;                      // bytes of a panel that are fetched in advance
-
-struct Share { // of items for one thread
-    int begin, end;
-};
-
-struct Thread { // one of those of the parallel region
-    int index, count;
-
-    Share share(int items) const {
-        return {int(int64_t(items) * index / count), int(int64_t(items) * (index + 1) / count)};
-    }
-};
+constexpr int MAX_PASS = SPLIT_TOKENS > MAX_ROWS ? SPLIT_TOKENS : MAX_ROWS; // the same with AMX
 
 // Whether registers hold the sums of a pass, and its weights and an input if they are used again.
 static constexpr bool fits(int rows, int panels) {
@@ -65,6 +56,36 @@ static inline void multiply(
         for (int j = 0; j < N; j++) store(tile + (m * N + j) * LANES, acc[m][j]);
 }
 
+// The same for panels of bf16: pairs [in / 2, PANEL, 2] of inputs.
+template <int ROWS, int NP>
+static inline void multiply_pairs(
+    const uint16_t* w, int64_t panel_stride, const float* x, int64_t ldx, int num_inputs,
+    float* tile) {
+    constexpr int N = NP * VECS;
+    Vec acc[ROWS][N];
+    for (int m = 0; m < ROWS; m++)
+        for (int j = 0; j < N; j++) acc[m][j] = load(tile + (m * N + j) * LANES);
+    const auto add = [&](int k, const uint16_t* pairs, auto part) { // the even or the odd inputs
+        Vec weight[N];
+        for (int p = 0; p < NP; p++)
+            for (int v = 0; v < VECS; v++)
+                weight[p * VECS + v] = part(pairs + p * panel_stride + v * 2 * LANES);
+        for (int m = 0; m < ROWS; m++) {
+            const Vec value = broadcast(x[m * ldx + k]);
+            for (int j = 0; j < N; j++) acc[m][j] += value * weight[j];
+        }
+    };
+    const auto even = [](const uint16_t* pairs) { return load_even(pairs); };
+    const auto odd = [](const uint16_t* pairs) { return load_odd(pairs); };
+    for (int k = 0; k < num_inputs; k += 2, w += 2 * PANEL) {
+        if (ROWS > 1 && NP == 1) __builtin_prefetch((const char*)w + AHEAD);
+        add(k, w, even);
+        if (k + 1 < num_inputs) add(k + 1, w, odd);
+    }
+    for (int m = 0; m < ROWS; m++)
+        for (int j = 0; j < N; j++) store(tile + (m * N + j) * LANES, acc[m][j]);
+}
+
 // The same for one panel in 4 bits: bytes [in / 2, PANEL], the even input in the low half.
 template <int ROWS>
 static inline void multiply4(
@@ -93,12 +114,11 @@ static inline void multiply4(
 template <int ROWS, int NP>
 static void multiply_panels(const Linear& w, int panel, const float* x, int64_t ldx, float* tile) {
     const int inputs = w.num_inputs;
-    const int64_t size = int64_t(inputs) * PANEL, at = panel * size;
+    const int64_t size = panel_size(w), at = panel * size;
     if (w.type == F32)
         multiply<float, ROWS, NP>((const float*)w.weight + at, size, PANEL, x, ldx, inputs, tile);
     else if (w.type == BF16)
-        multiply<uint16_t, ROWS, NP>(
-            (const uint16_t*)w.weight + at, size, PANEL, x, ldx, inputs, tile);
+        multiply_pairs<ROWS, NP>((const uint16_t*)w.weight + at, size, x, ldx, inputs, tile);
     else
         multiply<int8_t, ROWS, NP>((const int8_t*)w.weight + at, size, PANEL, x, ldx, inputs, tile);
 }
@@ -142,12 +162,28 @@ static inline int panels_at_once(const Linear& w, int tokens, int left) {
     return left >= 2 && fits(rows, 2) ? 2 : 1;
 }
 
-// Panels of w, converted from 4 bits to float32 where there are so many tokens that converting once
-// pays. The values are those that multiply_tile computes with, so the sums are the same.
-class HeldPanels {
+// Inputs x [T, in] and panels of w, ready to be multiplied: x split for AMX where it is there, w
+// converted from 4 bits to float32 where there are so many tokens that converting once pays. Those
+// values are the ones that multiply_tile computes with, so the sums are the same.
+class Factors {
   public:
-    HeldPanels(const Linear& w, int tokens)
-        : source(w), plain(w), converted(w.type == I4 && tokens > MAX_ROWS) {}
+    // All threads make theirs together, and hold them for one product.
+    Factors(const Linear& w, const float* x, int64_t ldx, int tokens, Thread thread)
+        : source(w), plain(w), x(x), ldx(ldx), tokens(tokens),
+          converted(w.type == I4 && tokens > MAX_ROWS) {
+        if (SplitInput::takes(w)) split.emplace(x, ldx, tokens, w.num_inputs, thread);
+    }
+
+    // Tokens of a pass, at most MAX_PASS.
+    int step() const { return split ? split->step() : rows_at_once(tokens); }
+
+    // Tokens that are multiplied by all panels before the next ones.
+    int block() const { return split ? split->block() : tokens > 0 ? tokens : 1; }
+
+    // How many of the panels that are left go together, at most 4.
+    int panels(int left) const {
+        return split ? split->panels(tokens, left) : panels_at_once(source, tokens, left);
+    }
 
     // Make panels [panel, panel + count), at most 4, ready to be multiplied.
     void hold(int panel, int count) {
@@ -158,15 +194,22 @@ class HeldPanels {
         for (int p = 0; p < count; p++) unpack4(panel + p, to + p * size);
     }
 
-    // Multiply as multiply_tile does; the panels are among those that are held.
-    void multiply(int panel, int count, const float* x, int64_t ldx, int rows, float* tile) const {
-        multiply_tile(plain, panel - first, count, x, ldx, rows, tile);
+    // tile [rows, count * PANEL] = tokens [t, t + rows), t a multiple of step(), times panels
+    // [panel, panel + count), which are among those that are held.
+    void multiply(int panel, int count, int t, int rows, float* tile) const {
+        if (split) return split->multiply(source, panel, count, t, rows, tile);
+        memset(tile, 0, rows * count * PANEL * 4);
+        multiply_tile(plain, panel - first, count, x + t * ldx, ldx, rows, tile);
     }
 
   private:
     const Linear& source;
     Linear plain; // its weight is the buffer where panels are converted
+    const float* x;
+    const int64_t ldx;
+    const int tokens;
     const bool converted;
+    std::optional<SplitInput> split;
     int first = 0; // panel of `plain`
 
     float* buffer() const { // of this thread, kept between calls
@@ -194,8 +237,6 @@ class HeldPanels {
     }
 };
 
-static inline int num_panels(int num_outputs) { return (num_outputs + PANEL - 1) / PANEL; }
-
 // Scale and bias of outputs from `first` on.
 static inline void scale_outputs(const Linear& w, int first, float* tile, int rows, int width) {
     for (int m = 0; m < rows; m++)
@@ -206,32 +247,42 @@ static inline void scale_outputs(const Linear& w, int first, float* tile, int ro
         }
 }
 
-// y [T, out] = x [T, in] W^T + b (+ y if `add`), the outputs of one thread.
+// y [T, out] = x [T, in] W^T + b (+ y if `add`), the outputs of panels [panel, panel + count), at
+// most 4, for tokens [begin, end).
+static void product_with_panels(
+    const Linear& w, Factors& factors, int panel, int count, int begin, int end, float* y,
+    int64_t ldy, bool add) {
+    alignas(64) float tile[MAX_PASS * 4 * PANEL];
+    const int step = factors.step(), width = count * PANEL, first = panel * PANEL;
+    const int valid = w.num_outputs - first < width ? w.num_outputs - first : width;
+    factors.hold(panel, count);
+    for (int t = begin; t < end; t += step) {
+        const int rows = end - t < step ? end - t : step;
+        factors.multiply(panel, count, t, rows, tile);
+        if (w.type == I8 || w.bias) scale_outputs(w, first, tile, rows, width);
+        for (int m = 0; m < rows; m++) {
+            float* out = y + (t + m) * ldy + first;
+            const float* in = tile + m * width;
+            if (add)
+                for (int i = 0; i < valid; i++) out[i] += in[i];
+            else
+                memcpy(out, in, valid * 4);
+        }
+    }
+}
+
+// The same of all tokens, the outputs of one thread.
 static void product(
     const Linear& w, const float* x, int64_t ldx, int tokens, float* y, int64_t ldy, bool add,
     Thread thread) {
     const Share share = thread.share(num_panels(w.num_outputs));
-    alignas(64) float tile[MAX_ROWS * 4 * PANEL];
-    HeldPanels weights(w, tokens);
-    const int step = rows_at_once(tokens);
-    for (int panel = share.begin, count; panel < share.end; panel += count) {
-        count = panels_at_once(w, tokens, share.end - panel);
-        const int width = count * PANEL, first = panel * PANEL;
-        const int valid = w.num_outputs - first < width ? w.num_outputs - first : width;
-        weights.hold(panel, count);
-        for (int t = 0; t < tokens; t += step) {
-            const int rows = tokens - t < step ? tokens - t : step;
-            memset(tile, 0, rows * width * 4);
-            weights.multiply(panel, count, x + t * ldx, ldx, rows, tile);
-            if (w.type == I8 || w.bias) scale_outputs(w, first, tile, rows, width);
-            for (int m = 0; m < rows; m++) {
-                float* out = y + (t + m) * ldy + first;
-                const float* in = tile + m * width;
-                if (add)
-                    for (int i = 0; i < valid; i++) out[i] += in[i];
-                else
-                    memcpy(out, in, valid * 4);
-            }
+    Factors factors(w, x, ldx, tokens, thread);
+    const int block = factors.block();
+    for (int begin = 0; begin < tokens; begin += block) {
+        const int end = tokens - begin < block ? tokens : begin + block;
+        for (int panel = share.begin, count; panel < share.end; panel += count) {
+            count = factors.panels(share.end - panel);
+            product_with_panels(w, factors, panel, count, begin, end, y, ldy, add);
         }
     }
 }
@@ -244,13 +295,15 @@ static inline Vec activate(Vec x, int activation) {
 
 // y [in] = the weights of one output, times `scale`; w is not quantised.
 static inline void copy_weights(const Linear& w, int64_t output, float scale, float* y) {
-    const int64_t at = output / PANEL * PANEL * w.num_inputs + output % PANEL;
+    const int64_t panel = output / PANEL * panel_size(w), lane = output % PANEL;
     if (w.type == F32)
         for (int64_t k = 0; k < w.num_inputs; k++)
-            y[k] = ((const float*)w.weight)[at + k * PANEL] * scale;
+            y[k] = ((const float*)w.weight)[panel + k * PANEL + lane] * scale;
     else
-        for (int64_t k = 0; k < w.num_inputs; k++)
-            y[k] = scalar((const uint16_t*)w.weight + at + k * PANEL) * scale;
+        for (int64_t k = 0; k < w.num_inputs; k++) {
+            const int64_t at = (k / 2 * PANEL + lane) * 2 + k % 2;
+            y[k] = scalar((const uint16_t*)w.weight + panel + at) * scale;
+        }
 }
 
 // gate [PANEL] = act(gate) * up
@@ -259,43 +312,48 @@ static inline void activate(float* gate, const float* up, int activation) {
         store(gate + i, activate(load(gate + i), activation) * load(up + i));
 }
 
-// y [T, half] = act(x G^T) * (x U^T), the outputs of one thread. The panels of w are those of G and U
-// in turns; each has `half` outputs.
+// y [T, half] = act(x G^T) * (x U^T), the outputs of pair `pair` of panels for tokens [begin, end).
+static void gated_product_with_pair(
+    const Linear& w, Factors& factors, int pair, int begin, int end, float* y, int half,
+    int activation) {
+    alignas(64) float tile[2][MAX_PASS * PANEL];
+    alignas(64) float both[MAX_PASS * 2 * PANEL];
+    const bool together = factors.panels(2) >= 2;
+    const int step = factors.step(), first = pair * PANEL;
+    const int valid = half - first < PANEL ? half - first : PANEL;
+    factors.hold(2 * pair, 2);
+    for (int t = begin; t < end; t += step) {
+        const int rows = end - t < step ? end - t : step;
+        if (together) {
+            factors.multiply(2 * pair, 2, t, rows, both);
+            for (int m = 0; m < rows; m++)
+                for (int side = 0; side < 2; side++)
+                    memcpy(tile[side] + m * PANEL, both + (2 * m + side) * PANEL, PANEL * 4);
+        } else {
+            for (int side = 0; side < 2; side++)
+                factors.multiply(2 * pair + side, 1, t, rows, tile[side]);
+        }
+        for (int side = 0; side < 2; side++)
+            if (w.type == I8 || w.bias)
+                scale_outputs(w, (2 * pair + side) * PANEL, tile[side], rows, PANEL);
+        for (int m = 0; m < rows; m++) {
+            activate(tile[0] + m * PANEL, tile[1] + m * PANEL, activation);
+            memcpy(y + int64_t(t + m) * half + first, tile[0] + m * PANEL, valid * 4);
+        }
+    }
+}
+
+// The same of all tokens, the outputs of one thread. The panels of w are those of G and U in turns;
+// each has `half` outputs.
 static void gated_product(
     const Linear& w, const float* x, int64_t ldx, int tokens, float* y, int half, int activation,
     Thread thread) {
     const Share share = thread.share(num_panels(half));
-    alignas(64) float tile[2][MAX_ROWS * PANEL];
-    alignas(64) float both[MAX_ROWS * 2 * PANEL];
-    const bool together = panels_at_once(w, tokens, 2) >= 2;
-    HeldPanels weights(w, tokens);
-    const int step = rows_at_once(tokens);
-    for (int pair = share.begin; pair < share.end; pair++) {
-        const int first = pair * PANEL;
-        const int valid = half - first < PANEL ? half - first : PANEL;
-        weights.hold(2 * pair, 2);
-        for (int t = 0; t < tokens; t += step) {
-            const int rows = tokens - t < step ? tokens - t : step;
-            const float* from = x + t * ldx;
-            if (together) {
-                memset(both, 0, rows * 2 * PANEL * 4);
-                weights.multiply(2 * pair, 2, from, ldx, rows, both);
-                for (int m = 0; m < rows; m++)
-                    for (int side = 0; side < 2; side++)
-                        memcpy(tile[side] + m * PANEL, both + (2 * m + side) * PANEL, PANEL * 4);
-            } else {
-                for (int side = 0; side < 2; side++) {
-                    memset(tile[side], 0, rows * PANEL * 4);
-                    weights.multiply(2 * pair + side, 1, from, ldx, rows, tile[side]);
-                }
-            }
-            for (int side = 0; side < 2; side++)
-                if (w.type == I8 || w.bias)
-                    scale_outputs(w, (2 * pair + side) * PANEL, tile[side], rows, PANEL);
-            for (int m = 0; m < rows; m++) {
-                activate(tile[0] + m * PANEL, tile[1] + m * PANEL, activation);
-                memcpy(y + int64_t(t + m) * half + first, tile[0] + m * PANEL, valid * 4);
-            }
-        }
+    Factors factors(w, x, ldx, tokens, thread);
+    const int block = factors.block();
+    for (int begin = 0; begin < tokens; begin += block) {
+        const int end = tokens - begin < block ? tokens : begin + block;
+        for (int pair = share.begin; pair < share.end; pair++)
+            gated_product_with_pair(w, factors, pair, begin, end, y, half, activation);
     }
 }

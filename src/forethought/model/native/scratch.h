@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "amx.h"
 #include "products.h"
 #include "structures.h"
 
@@ -14,6 +15,8 @@ static inline int intermediate_size(const Layer& layer) {
     return layer.experts ? layer.experts->down[0].num_inputs : layer.down.num_inputs;
 }
 
+constexpr int BLOCK_ROWS = 48; // queries that attend together, for which keys are packed once
+
 // The buffers of one forward of T tokens. Row t of a buffer of width w begins at t * w, without
 // padding. Every buffer, and every thread's part of the scores, begins at a multiple of PANEL floats.
 struct Scratch {
@@ -22,6 +25,7 @@ struct Scratch {
     float* mixed;      // [T, mixed_width]: what attention returns
     float* wide;       // [T, wide_width]: activations of the MLP, or of the experts
     float* scores;     // [threads, scores_width]
+    float* split;      // the inputs of a product, split for AMX: see SplitInput
     int64_t qkv_width, mixed_width, wide_width, scores_width;
     int64_t size = 0; // floats of all of them
 
@@ -38,7 +42,8 @@ struct Scratch {
             wide_width = larger(wide_width, logits + intermediate_size(layer));
         }
         // Scores of the queries that are attended together, and a panel of keys.
-        scores_width = round_up(larger(group, MAX_ROWS) * max_length + PANEL * dim);
+        const int64_t rows = larger(BLOCK_ROWS, int64_t(group) * MAX_ROWS);
+        scores_width = round_up(rows * max_length + PANEL * dim);
         const auto take = [&](int64_t count) {
             float* begin = memory ? memory + size : nullptr;
             size += round_up(count);
@@ -50,5 +55,6 @@ struct Scratch {
         mixed = take(tokens * mixed_width);
         wide = take(tokens * wide_width);
         scores = take(threads * scores_width);
+        split = take(split_size(tokens, larger(mixed_width, wide_width), threads));
     }
 };

@@ -64,6 +64,19 @@ static inline Vec load(const uint16_t* p) { // bf16
     return v;
 }
 
+// Every other of 2 * LANES bf16: the first of each pair, and the second.
+static inline Vec load_even(const uint16_t* p) {
+    IntVec pairs;
+    memcpy(&pairs, p, sizeof pairs);
+    return (Vec)(pairs << 16);
+}
+
+static inline Vec load_odd(const uint16_t* p) {
+    IntVec pairs;
+    memcpy(&pairs, p, sizeof pairs);
+    return (Vec)(pairs & int32_t(0xffff0000));
+}
+
 static inline Vec load(const int8_t* p) { return __builtin_convertvector(widen(p), Vec); }
 
 static inline float scalar(const float* p) { return *p; }

@@ -1,4 +1,4 @@
-"""Weights in the layout of ``products.h``: panels of 16 outputs, read from transformers modules.
+"""Weights in the layout of ``panels.h``: panels of 16 outputs, read from transformers modules.
 
 Each family is described once: where the parts of a layer are, and what its norms add. Everything
 else (windows, head counts) is known from the capability probe and the config.
@@ -34,7 +34,8 @@ from forethought.model.native.library import (
 )
 from forethought.model.quantization import QuantizedLinear, QuantizedWeight, concatenated
 
-PANEL = 16  # outputs of a panel, as in products.h
+PANEL = 16  # outputs of a panel, as in panels.h
+TILE_INPUTS = 32  # that the inputs of a panel in bf16 are a multiple of, as there
 F32, BF16, I8, I4 = range(4)  # enum WeightType
 TYPES = {torch.float32: F32, torch.bfloat16: BF16}
 ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
@@ -158,11 +159,13 @@ class PackedLinear:
             return padded.unflatten(1, (-1, PANEL)).transpose(0, 1).flatten(0, 1)
 
         scale = zero = None
-        group_size = num_inputs
+        group_size, float32_input = num_inputs, False
         if not isinstance(weight, QuantizedWeight):
+            float32_input = weight.dtype == torch.float32
             weight = _as_stored(weight)
             kind = TYPES[weight.dtype]
-            values = by_output(weight).transpose(1, 2).contiguous()
+            panels_of = _in_pairs if kind == BF16 else partial(torch.transpose, dim0=1, dim1=2)
+            values = panels_of(by_output(weight)).contiguous()
         elif weight.bits == 8:
             kind, values = I8, by_output(weight.values).transpose(1, 2).contiguous()
             scale = by_output(weight.scales[:, 0].float()).contiguous()
@@ -184,6 +187,7 @@ class PackedLinear:
             num_outputs if halves == 1 else panels * PANEL,
             kind,
             group_size,
+            float32_input,
         )
         return cls(struct, kept)
 
@@ -205,6 +209,12 @@ class PackedLinear:
     def num_bytes(self) -> int:
         """Of its tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
+
+
+def _in_pairs(panels: Tensor) -> Tensor:
+    """``[panels, PANEL, in]`` -> ``[panels, in / 2, PANEL, 2]``, ``in`` padded with zeros."""
+    padded = F.pad(panels, (0, -panels.shape[2] % TILE_INPUTS))
+    return padded.unflatten(2, (-1, 2)).transpose(1, 2)
 
 
 def _as_stored(weight: Tensor) -> Tensor:

@@ -1,0 +1,38 @@
+// Panels of packed weights, and what each thread computes of them.
+//
+// A panel holds PANEL outputs, of bf16 [in / 2, PANEL, 2], of every other type [in, PANEL]. The
+// inputs of bf16 are padded with zeros to a multiple of 32: 16 pairs of them are one tile of AMX,
+// and vectors read both of a pair with one load.
+
+#pragma once
+
+#include "structures.h"
+
+#include <cstdint>
+
+constexpr int PANEL = 16;       // outputs of a panel
+constexpr int TILE_INPUTS = 32; // that the inputs of a panel in bf16 are a multiple of
+
+struct Share { // of items for one thread
+    int begin, end;
+};
+
+struct Thread { // one of those of the parallel region
+    int index, count;
+    float* split; // memory of all of them: see SplitInput
+
+    Share share(int items) const {
+        return {int(int64_t(items) * index / count), int(int64_t(items) * (index + 1) / count)};
+    }
+};
+
+static inline int num_panels(int num_outputs) { return (num_outputs + PANEL - 1) / PANEL; }
+
+static inline int64_t padded_inputs(int64_t num_inputs) {
+    return (num_inputs + TILE_INPUTS - 1) / TILE_INPUTS * TILE_INPUTS;
+}
+
+// Weights of a panel, with those of the padding.
+static inline int64_t panel_size(const Linear& w) {
+    return (w.type == BF16 ? padded_inputs(w.num_inputs) : w.num_inputs) * PANEL;
+}
