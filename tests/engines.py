@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -80,13 +81,14 @@ def engine_over(
 def held_back(llm: AsyncLLM, after: int) -> Iterator[threading.Event]:
     """Behind its next ``after`` forwards, the engine makes another one only when a client has asked
     it for something, so that it is never ahead of its clients; until the event is set, or the
-    block is left."""
+    block is left. It waits five seconds at most: a request may have come just before."""
     runner, numbers, let_go = llm._frontend.engine.runner, itertools.count(), threading.Event()
     forward, commands = runner.forward, llm._thread._commands
 
     def waiting(rows: Any) -> Any:
         if next(numbers) >= after:
-            while commands.empty() and not let_go.wait(0.001):
+            ends = time.monotonic() + 5.0
+            while commands.empty() and time.monotonic() < ends and not let_go.wait(0.001):
                 pass
         return forward(rows)
 

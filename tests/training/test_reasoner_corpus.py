@@ -10,7 +10,7 @@ pytest.importorskip("tokenizers")
 
 from forethought.training.chat_tokenizer import END, THINK, prompt_text  # noqa: E402
 from forethought.training.from_scratch import IGNORED, pack  # noqa: E402
-from forethought.training.reasoner import corpus  # noqa: E402
+from forethought.training.reasoner import corpus, traces  # noqa: E402
 from forethought.training.reasoner.other import SENTENCE  # noqa: E402
 from forethought.training.reasoner.problems import calculate, sample_problem  # noqa: E402
 from forethought.training.reasoner.vocabulary import train_tokenizer  # noqa: E402
@@ -100,6 +100,8 @@ def test_one_example_in_twenty_is_about_other_text(tokenizer):
 
 def test_a_slip_is_not_trained_on(tokenizer, monkeypatch):
     monkeypatch.setattr(corpus, "SLIP_RATE", 1.0)
+    monkeypatch.setattr(traces, "RECHECK_SLIPS", 0.0)
+    monkeypatch.setattr(traces, "SHORT_RECHECKS", 0.0)
     rng = random.Random(3)
     for _ in range(50):
         problem = sample_problem(rng)
