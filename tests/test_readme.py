@@ -90,7 +90,7 @@ def test_the_examples_of_structured_output_run(capsys):
     for code in examples(ROOT / "docs" / "structured-output.md"):
         exec(code, {"__name__": "guide"})
     record, answer = capsys.readouterr().out.strip().split("\n", 1)
-    assert re.fullmatch(r"\{'answer': \d, 'unit': '(nuts|pens)'\} stop grammar", record)
+    assert re.fullmatch(r"\{'answer': -?\d+, 'unit': '(nuts|pens)'\} stop grammar", record)
     assert answer.strip() == "The answer is \\boxed{6}."
 
 

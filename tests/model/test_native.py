@@ -412,7 +412,8 @@ def test_auto_leaves_bf16_to_torch_where_that_alone_uses_amx_and_the_model_is_la
     monkeypatch.setattr(loader, "has_fast_matmul", lambda *_: True)
     monkeypatch.setattr(loader, "SMALL_MODEL", weights_of_a_small_model)
     monkeypatch.setattr(loader, "uses_amx", lambda: native_amx)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: torch_amx)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: torch_amx)  # whether the system allows it
     lm = loader.load(models.tiny("llama"), dtype="bfloat16", forward="auto")
     assert lm.path.taken == taken
     assert ("AMX" in str(lm.path.reason)) == (taken == "fused")

@@ -74,6 +74,10 @@ WRONG = "He buys 5 more: 10 + 5 = 16.\nHe now has 3 times as many: 16 x 3 = 48.\
             "So the answer is 48.\n",
             "00000",
         ),
+        (  # it ends before it says which value stands
+            f"{DERIVATION}So the answer is 45.\n10 + 5 = 16, but I wrote 15. Again: 10 + 5 = 15",
+            "1111",
+        ),
         (  # it quotes another value than the derivation's
             f"{DERIVATION}So the answer is 45.\n10 + 5 = 16, but I wrote 14. Again: 10 + 5 = 15, "
             "yes.\n15 x 3 = 45, yes.\n",

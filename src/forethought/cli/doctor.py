@@ -211,15 +211,16 @@ def _native() -> str:
 
 def _attention(fewest: int) -> str:
     if fewest == 1:
-        return "torch's kernel for AMX, also for single queries"
+        return "torch's kernel; in bfloat16 by AMX, also for single queries"
     return f"torch's kernel; decodes are padded to {fewest} queries, as there is no AMX"
 
 
 def _invariance(fewest: int) -> str:
     """Whether a token's result depends on what else is in its batch."""
+    native = "natively in every dtype: seeds hold; without the native forward"
     if fewest == 1:
-        return "small models round the same in any batch, also in bfloat16: seeds hold"
-    return "in float32; in 16 bits rounding depends on the batch, as there is no AMX"
+        return f"{native} in float32, and in bfloat16 for small models"
+    return f"{native} in float32 alone, as there is no AMX"
 
 
 def _cuda(torch: Any) -> str:

@@ -210,9 +210,10 @@ def _slower_natively(module: PreTrainedModel, forward: Forward) -> str | None:
     if any(isinstance(part, QuantizedLinear) for part in module.modules()):
         return f"torch has kernels for quantised weights and {str(dtype).removeprefix('torch.')}"
     num_weights = sum(weight.numel() for weight in module.parameters())
-    if num_weights <= SMALL_MODEL or uses_amx() or not torch.cpu._is_amx_tile_supported():
+    torch_amx = torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
+    if num_weights <= SMALL_MODEL or uses_amx() or not torch_amx:
         return None
-    return "oneDNN multiplies bfloat16 by AMX here, and the native forward was compiled without it"
+    return "oneDNN multiplies bfloat16 by AMX here, and the compiled native forward cannot"
 
 
 def _config(directory: Path, trust_remote_code: bool) -> Any:

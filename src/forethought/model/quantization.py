@@ -16,7 +16,7 @@ weights describe, and speculative decoding stays exact with respect to it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import torch
@@ -234,7 +234,8 @@ class Int8Product:
     """
 
     def __init__(self, weight: QuantizedWeight, *, batch_invariant: bool) -> None:
-        self.values = _aligned(weight.values.contiguous())
+        weight = replace(weight, values=_aligned(weight.values.contiguous()))
+        self.values = weight.values
         self.scales = weight.scales.flatten().contiguous()  # the kernel reads no strides
         self.blockwise = None if batch_invariant else BlockwiseProduct(weight)
 
@@ -268,7 +269,8 @@ class Int4Product:
 def product(weight: QuantizedWeight, *, batch_invariant: bool = False) -> _Product:
     """The fastest product for the weight's device, dtype, bits and groups.
 
-    torch's kernels are vectorised for bf16 alone; elsewhere blocks are dequantised.
+    torch's kernels are vectorised for bf16 alone; elsewhere, and for widths that they do not take,
+    blocks are dequantised, whose rounding in bf16 may depend on the number of rows.
     """
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
         return BlockwiseProduct(weight)

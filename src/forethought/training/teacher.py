@@ -74,7 +74,8 @@ class Teacher:
         Args:
             directory: of the model.
             dtype, device: of its weights.
-            fuse: use the fused forward where there is one; ``module`` is then not available.
+            fuse: use the native or the fused forward where there is one; ``module`` is then not
+                available.
 
         Raises:
             ModelError: it cannot be loaded.

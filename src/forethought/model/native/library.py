@@ -171,13 +171,29 @@ def load_library() -> ctypes.CDLL:
         library = _opened(path) or _compiled(compiler, path)
     except OSError as error:  # a read-only or full file system
         logger.info("the native forward cannot be kept on disk (%s)", error)
-        with tempfile.TemporaryDirectory() as directory:
-            library = _compiled(compiler, Path(directory) / path.name)
+        library = _compiled_elsewhere(compiler, path.name)
     library.scratch_size.restype = ctypes.c_int64
     sizes = (ctypes.c_int32 * len(STRUCTURES))()
     library.structure_sizes(sizes)
     assert list(sizes) == [ctypes.sizeof(structure) for structure in STRUCTURES]
     return library
+
+
+def _compiled_elsewhere(compiler: str, name: str) -> ctypes.CDLL:
+    """The library, compiled in a directory for temporary files.
+
+    Raises:
+        ModelError: the compiler fails, or nothing there may be loaded.
+    """
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            return _compiled(compiler, Path(directory) / name)
+    except OSError as error:
+        raise ModelError(
+            "the native forward cannot be loaded",
+            f"neither from its cache nor from a temporary directory ({error})",
+            'Set FORETHOUGHT_CACHE to a directory that is not mounted noexec, or forward="torch"',
+        ) from error
 
 
 def uses_amx() -> bool:

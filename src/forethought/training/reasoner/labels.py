@@ -30,6 +30,7 @@ _LINE = re.compile(r"[^\n]*\n|[^\n]+")
 _FORMULA = re.compile(r"(-?\d+) ([-+x/]) (\d+) = (-?\d+)")
 _DERIVED = re.compile(r"(?:(?P<reason>.*?): )?(?P<formulas>-?\d+ [-+x/] \d+ = -?\d.*)\.\n?")
 _DOUBT = re.compile(r", but I wrote (-?\d+)\. Again: ")
+_SLIP = re.compile(r"\. That was a slip\.\n?$")
 _CLAIM = re.compile(
     r"(?:So the answer is|So it is still|Right, that is|That gives|Yes,) (-?\d+)"
     r"(?: again| it is)?\.\n?|The answer is \\boxed\{(-?\d+)\}\.\n?"
@@ -134,7 +135,8 @@ class _Checker:
             if not formulas or int(doubt[1]) != held:
                 return False
         value = int(formulas[-1][3])
-        if line.rstrip().endswith(", yes."):
+        is_slip = _SLIP.search(line) is not None
+        if line.rstrip().endswith(", yes.") or (doubt is not None and not is_slip):
             right = _are_exact(formulas) and value == self.problem.steps[index].value
             right &= doubt is None or held == value
             return right and self._hold(index, formulas, True)

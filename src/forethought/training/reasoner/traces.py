@@ -323,9 +323,11 @@ def _doubted(line: _Line, lines: Sequence[_Line], answer: str, rng: random.Rando
     if wrong == "value":
         written = _calculations(_slip(rechecked(line.step), rng), answer)
     elif wrong == "operand" and line.step.sign != "/":  # a quotient would have a remainder
-        left = rng.choice([n for each in lines for n in (each.step.left, each.step.right)])
-        asked, *rest = _calculations(rechecked(replace(line.step, left=left)), answer)
-        written = [replace(asked, is_slip=True), *rest]
+        numbers = {n for each in lines for n in (each.step.left, each.step.right)}
+        if others := sorted(numbers - {line.step.left}):
+            astray = rechecked(replace(line.step, left=rng.choice(others)))
+            asked, *rest = _calculations(astray, answer)
+            written = [replace(asked, is_slip=True), *rest]
     values = [int(piece.text) for piece in written if piece.is_value]
     if min(values) < 1:
         return exact
