@@ -410,7 +410,7 @@ def test_auto_leaves_bf16_to_torch_where_that_alone_uses_amx_and_the_model_is_la
     monkeypatch, weights_of_a_small_model: int, native_amx: bool, torch_amx: bool, taken: str
 ) -> None:
     monkeypatch.setattr(loader, "has_fast_matmul", lambda *_: True)
-    monkeypatch.setattr(loader, "SMALL_MODEL", weights_of_a_small_model)
+    monkeypatch.setattr(loader, "MAX_SMALL_WEIGHTS", weights_of_a_small_model)
     monkeypatch.setattr(loader, "uses_amx", lambda: native_amx)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     monkeypatch.setattr(torch.cpu, "_init_amx", lambda: torch_amx)  # whether the system allows it
@@ -420,9 +420,17 @@ def test_auto_leaves_bf16_to_torch_where_that_alone_uses_amx_and_the_model_is_la
     assert native("llama", "bfloat16").path.taken == "native"
 
 
-def test_auto_leaves_quantised_weights_to_torch_where_bf16_is_fast(monkeypatch) -> None:
+def test_auto_leaves_quantised_weights_to_torch_where_bf16_is_fast_and_the_model_is_large(
+    monkeypatch,
+) -> None:
     monkeypatch.setattr(loader, "has_fast_matmul", lambda *_: True)
-    lm = loader.load(models.tiny("llama"), dtype="bfloat16", forward="auto", quantization="int8")
+    settings = {"dtype": "bfloat16", "forward": "auto", "quantization": "int8"}
+    plain = loader.load(models.tiny("llama"), dtype="bfloat16", fuse=False)
+    count = sum(weight.numel() for weight in plain.network.module.parameters())
+    monkeypatch.setattr(loader, "MAX_SMALL_WEIGHTS", count)
+    assert loader.load(models.tiny("llama"), **settings).path.taken == "native"
+    monkeypatch.setattr(loader, "MAX_SMALL_WEIGHTS", count - 1)  # quantised weights count
+    lm = loader.load(models.tiny("llama"), **settings)
     assert lm.path.taken == "fused"
     assert "quantised" in str(lm.path.reason)
 

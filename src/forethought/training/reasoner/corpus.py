@@ -125,7 +125,7 @@ def values_only(tokenizer: Tokenizer, rng: random.Random, problem: Problem) -> E
 
 def _spans(question: str, pieces: tuple[Piece, ...]) -> list[Span]:
     spans = [Span(prompt_text(question), False)]
-    return spans + [Span(piece.text, not piece.is_slip) for piece in pieces if piece.text]
+    return spans + [Span(piece.text, piece.trained) for piece in pieces if piece.text]
 
 
 def _keep(spans: list[Span], length: int) -> list[Span]:

@@ -135,17 +135,16 @@ class _Checker:
             if not formulas or int(doubt[1]) != held:
                 return False
         value = int(formulas[-1][3])
-        is_slip = _SLIP.search(line) is not None
-        if line.rstrip().endswith(", yes.") or (doubt is not None and not is_slip):
-            right = _are_exact(formulas) and value == self.problem.steps[index].value
-            right &= doubt is None or held == value
-            return right and self._hold(index, formulas, True)
-        if doubt is None:
+        if doubt is not None and _SLIP.search(line):
+            for later in range(index + 1, len(self.problem.steps)):  # they are computed again
+                self.values.pop(later, None)
+                self.wrong.discard(later)
+            return self._hold(index, formulas, True) and held != value
+        if doubt is None and not line.rstrip().endswith(", yes."):
             return self._hold(index, formulas, True)
-        for later in range(index + 1, len(self.problem.steps)):  # they are computed again
-            self.values.pop(later, None)
-            self.wrong.discard(later)
-        return self._hold(index, formulas, True) and held != value
+        right = _are_exact(formulas) and value == self.problem.steps[index].value
+        right &= doubt is None or held == value
+        return right and self._hold(index, formulas, True)
 
 
 _Formula = tuple[str, str, str, str]

@@ -47,9 +47,9 @@ class Piece:
 
     text: str
     guess: str
-    is_slip: bool = False
-    """Not what the solver is to write: a wrong value, an operand of another step, a doubt without
-    a cause, or an end that comes too early."""
+    trained: bool = True
+    """False for what the solver is not to write: a wrong value, an operand of another step, a doubt
+    without a cause, or an end that comes too early."""
     is_value: bool = False
     """The result of a formula, and nothing else."""
 
@@ -295,7 +295,7 @@ def _calculations(formulas: Sequence[Formula], guess: str) -> list[Piece]:
         comma = ", " if index else ""
         asked = f"{comma}{formula.left} {formula.sign} {formula.right} = "
         pieces.append(Piece(asked, guess))
-        pieces.append(Piece(str(formula.value), guess, formula.is_slip, is_value=True))
+        pieces.append(Piece(str(formula.value), guess, not formula.is_slip, is_value=True))
     return pieces
 
 
@@ -312,7 +312,7 @@ def _repeat(lines: list[_Line], rng: random.Random, slip_rate: float) -> list[Pi
             pieces += _calculations(rechecked(line.step), answer)
         pieces.append(Piece(", yes.\n", answer))
     before, after = rng.choice(CONFIRMATIONS).split("{}")
-    pieces.append(Piece(before, answer, is_slip=is_short))
+    pieces.append(Piece(before, answer, trained=not is_short))
     return [*pieces, Piece(f"{answer}{after}", answer)]
 
 
@@ -327,12 +327,12 @@ def _doubted(line: _Line, lines: Sequence[_Line], answer: str, rng: random.Rando
         if others := sorted(numbers - {line.step.left}):
             astray = rechecked(replace(line.step, left=rng.choice(others)))
             asked, *rest = _calculations(astray, answer)
-            written = [replace(asked, is_slip=True), *rest]
+            written = [replace(asked, trained=False), *rest]
     values = [int(piece.text) for piece in written if piece.is_value]
     if min(values) < 1:
         return exact
     doubt, *third = _again(line.value, derived(line.step))
-    return [*written, replace(doubt, is_slip=values[-1] == line.value), *third]
+    return [*written, replace(doubt, trained=values[-1] != line.value), *third]
 
 
 def _again(noted: int, formulas: Sequence[Formula]) -> list[Piece]:
