@@ -4,7 +4,9 @@ compiler; with the curricula of both embedded models."""
 import argparse
 import dataclasses
 import itertools
+import random
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +17,9 @@ from forethought.errors import ParameterError  # noqa: E402
 from forethought.training import from_scratch  # noqa: E402
 from forethought.training.countdown.train import CURRICULUM as COUNTDOWN  # noqa: E402
 from forethought.training.llama import Llama, LlamaShape  # noqa: E402
+from forethought.training.reasoner.problems import sample_problem  # noqa: E402
+from forethought.training.reasoner.samples import Sample  # noqa: E402
+from forethought.training.reasoner.traces import write_trace  # noqa: E402
 from forethought.training.reasoner.train import CURRICULUM as REASONER  # noqa: E402
 
 
@@ -34,13 +39,19 @@ def small(curriculum):
     return dataclasses.replace(curriculum, train_tokenizer=tokenizer, check=lambda *_: {})
 
 
-def run(out, curriculum=REASONER, seed=0, start=None, share=1.0):
+def options_of(tmp_path, **others):
+    given = {"batch": 512, "workers": 1, "start": None, "share": 1.0, "samples": []}
+    return argparse.Namespace(out=tmp_path, **given | others)
+
+
+def run(out, curriculum=REASONER, seed=0, start=None, share=1.0, samples=()):
     out.mkdir(exist_ok=True)
     options = argparse.Namespace(
         seed=seed,
         out=out,
         start=start,
         share=share,
+        samples=samples,
         steps=4,
         minutes=None,
         rate=1e-3,
@@ -114,15 +125,46 @@ def test_a_run_begins_with_a_model_and_exports_a_share_of_what_it_became(tmp_pat
 
 
 def test_a_share_without_a_model_to_begin_with_is_refused(tmp_path):
-    options = argparse.Namespace(out=tmp_path, batch=512, workers=1, start=None, share=0.5)
     with pytest.raises(ParameterError, match="--share"):
-        from_scratch.train(REASONER, options)
+        from_scratch.train(REASONER, options_of(tmp_path, share=0.5))
+
+
+@pytest.mark.parametrize(
+    ("curriculum", "start"),
+    [(REASONER, None), (COUNTDOWN, Path("model"))],
+    ids=["new", "countdown"],
+)
+def test_samples_of_no_model_to_tune_are_refused(tmp_path, curriculum, start):
+    with pytest.raises(ParameterError, match="samples"):
+        from_scratch.train(curriculum, options_of(tmp_path, start=start, samples=[tmp_path]))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_on_samples_of_its_own_learns_from_them(tmp_path):
+    run(tmp_path / "first")
+    start, rng = tmp_path / "first" / "model", random.Random(0)
+    files = [tmp_path / f"{n}.jsonl" for n in range(2)]
+    for file, slip_rate in zip(files, (0.0, 1.0), strict=True):
+        problems = [sample_problem(rng) for _ in range(8)]
+        samples = [Sample(each, write_trace(each, rng, slip_rate).text) for each in problems]
+        file.write_text("".join(f"{sample.to_line()}\n" for sample in samples))
+    without, first, again, others = (
+        run(tmp_path / name, seed=1, start=start, samples=given)
+        for name, given in (
+            ("without", []),
+            ("with", files),
+            ("again", files),
+            ("others", files[::-1]),
+        )
+    )
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert any(not torch.equal(first[name], without[name]) for name in first)
+    assert any(not torch.equal(first[name], others[name]) for name in first)
 
 
 def test_a_batch_without_a_row_for_every_worker_is_refused(tmp_path):
-    options = argparse.Namespace(out=tmp_path, batch=512, workers=2, start=None, share=1.0)
     with pytest.raises(ParameterError, match="at least 1024"):
-        from_scratch.train(REASONER, options)
+        from_scratch.train(REASONER, options_of(tmp_path, workers=2))
     assert not list(tmp_path.iterdir())
 
 

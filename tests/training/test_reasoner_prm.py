@@ -13,6 +13,7 @@ from forethought.scaffolding import PRMController, RewardTask, RewardWorker
 from forethought.training.reasoner import prm, prm_figures
 from forethought.training.reasoner.labels import is_right, label_lines
 from forethought.training.reasoner.problems import Problem, Step, sample_problem
+from forethought.training.reasoner.samples import SAMPLES, Sample, make_samples, write_samples
 from forethought.training.reasoner.traces import write_trace
 
 PROBLEM = Problem(
@@ -121,10 +122,10 @@ def test_a_sample_is_right_by_its_last_box():
 
 
 def test_a_sample_comes_back_from_its_line():
-    sample = prm.Sample(PROBLEM, "two\nlines \N{SNOWMAN}")
+    sample = Sample(PROBLEM, "two\nlines \N{SNOWMAN}")
     line = sample.to_line()
     assert "\n" not in line
-    assert prm.Sample.from_line(line) == sample
+    assert Sample.from_line(line) == sample
 
 
 @pytest.fixture(scope="module")
@@ -134,19 +135,19 @@ def tokenizer():
 
 def test_an_example_is_read_where_its_lines_end(tokenizer):
     text = f"{WRONG}So the answer is 48.\n{END}"
-    example = prm.make_example(tokenizer, prm.Sample(PROBLEM, text))
+    example = prm.make_example(tokenizer, Sample(PROBLEM, text))
     ends = [tokenizer.decode(example.token_ids[: place + 1]) for place in example.positions]
     lines = text.splitlines(keepends=True)
     assert [end.endswith(line) for end, line in zip(ends, lines, strict=True)] == [True] * 5
     assert example.labels == [0] * 5
-    empty = prm.make_example(tokenizer, prm.Sample(PROBLEM, ""))
+    empty = prm.make_example(tokenizer, Sample(PROBLEM, ""))
     assert (empty.positions, empty.labels) == ([len(empty.token_ids) - 1], [0])
 
 
 def test_padding_changes_no_probability(tokenizer):
     module = prm.load_classifier(reasoner_dir()).eval()
     texts = [DERIVATION, f"{WRONG}So the answer is 48.\n{END}", "He"]
-    examples = [prm.make_example(tokenizer, prm.Sample(PROBLEM, text)) for text in texts]
+    examples = [prm.make_example(tokenizer, Sample(PROBLEM, text)) for text in texts]
     together = prm.step_probabilities(module, examples)
     alone = [prm.step_probabilities(module, [example])[0] for example in examples]
     assert [len(row) for row in together] == [2, 5, 1]
@@ -157,7 +158,7 @@ def test_padding_changes_no_probability(tokenizer):
 def some_samples(count, slips, seed=0):
     rng = random.Random(seed)
     problems = [sample_problem(rng) for _ in range(count)]
-    return [prm.Sample(each, write_trace(each, rng, slips).text) for each in problems]
+    return [Sample(each, write_trace(each, rng, slips).text) for each in problems]
 
 
 def options(out, **fields):
@@ -212,15 +213,15 @@ def test_samples_are_drawn_once_and_go_on_where_they_stopped(tmp_path):
 
     path, rng = tmp_path / "samples.jsonl", random.Random(0)
     problems = [sample_problem(rng) for _ in range(2)]
-    first = prm.make_samples(path, Llm(), problems, seed=1)
-    assert len({sample.text for sample in first}) == 2 * prm.SAMPLES
-    assert prm.make_samples(path, Llm(), problems, seed=1) == first
+    first = make_samples(path, Llm(), problems, seed=1)
+    assert len({sample.text for sample in first}) == 2 * SAMPLES
+    assert make_samples(path, Llm(), problems, seed=1) == first
     assert Llm.calls == 2
 
 
 def test_written_samples_have_slips_that_are_corrected_later_if_at_all():
-    samples = prm.write_samples(60, seed=0)
-    assert samples == prm.write_samples(60, seed=0)
+    samples = write_samples(60, seed=0)
+    assert samples == write_samples(60, seed=0)
     labels = [label_lines(sample.problem, sample.text) for sample in samples]
     assert all(labels)
     assert sum(not all(each) for each in labels) > 30, "others are cut before their slip"
@@ -249,7 +250,7 @@ def test_measures_of_a_hand_computed_case():
 def candidate(answer, labels, steps, value=1.0):
     text = f"\\boxed{{{answer}}}"
     confidence = prm_figures.TokenConfidence(value, -value)
-    return prm_figures.Candidate(prm.Sample(PROBLEM, text), [confidence], labels, steps)
+    return prm_figures.Candidate(Sample(PROBLEM, text), [confidence], labels, steps)
 
 
 def test_each_reward_selects_the_sample_that_it_ranks_first():

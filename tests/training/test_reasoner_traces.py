@@ -154,6 +154,26 @@ def test_a_recheck_splits_the_other_factor_than_the_derivation():
     assert [f.left for f in rechecked(step)[:2]] == [40, 7]
 
 
+@pytest.mark.parametrize(
+    ("right", "parts"), [(548, [(1053, 48), (1005, 500)]), (57, [(1053, 7), (1046, 50)])]
+)
+def test_a_recheck_of_a_difference_takes_the_leading_digit_last(right, parts):
+    formulas = rechecked(Step("", 1053, "-", right))
+    assert [(f.left, f.right) for f in formulas] == parts
+    assert formulas[-1].value == 1053 - right
+
+
+@pytest.mark.parametrize("right", [500, 50, 7])
+def test_a_recheck_of_a_difference_of_one_digit_is_the_difference_itself(right):
+    assert [f.right for f in rechecked(Step("", 1053, "-", right))] == [right]
+
+
+def test_the_first_recheck_calculates_and_later_ones_may_read_the_question_again(clean):
+    firsts = [trace.rechecks[0].text for _, trace in clean]
+    assert not any("read the question" in text for text in firsts)
+    assert any("read the question" in trace.text for _, trace in clean)
+
+
 def test_a_long_quotient_is_computed_with_what_remains_written_down():
     formulas = [(f.left, f.sign, f.right, f.value) for f in derived(Step("", 1539, "/", 9))]
     assert formulas == [

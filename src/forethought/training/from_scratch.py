@@ -12,7 +12,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -73,6 +73,8 @@ class Curriculum:
     """Mix and tokens of a row of a run that begins with a trained model."""
     check: Callable[[Llama, Tokenizer], dict[str, float]]
     """Evaluates the network on what it is not trained on: name -> value."""
+    on_samples: Callable[[Sequence[Path]], tuple[MakeExample, Mix]] | None = None
+    """Examples and mix of a tuning on files of the model's own samples; None: it takes none."""
 
 
 def encode(tokenizer: Tokenizer, spans: list[Span]) -> Example:
@@ -250,10 +252,16 @@ def train(curriculum: Curriculum, options: argparse.Namespace, worker: int = 0) 
     thread each lose far less to a busy machine than one process of two threads.
 
     Raises:
-        ParameterError: a batch that does not hold a row for every worker.
+        ParameterError: a batch that does not hold a row for every worker, or an option that the
+            run has no use for.
     """
     _check_batch(curriculum, options)
     _check_share(options)
+    _check_samples(curriculum, options)
+    if options.samples and curriculum.on_samples:
+        make_example, mix = curriculum.on_samples(options.samples)
+        tuning = mix, curriculum.tuning[1]
+        curriculum = replace(curriculum, make_example=make_example, tuning=tuning)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(options.seed)
     tokenizer, network = _begin(curriculum, options)
@@ -354,6 +362,15 @@ def _check_share(options: argparse.Namespace) -> None:
         )
 
 
+def _check_samples(curriculum: Curriculum, options: argparse.Namespace) -> None:
+    if options.samples and (curriculum.on_samples is None or options.start is None):
+        raise ParameterError(
+            "invalid samples",
+            "samples of a model are gone on from where the reasoner is tuned, with --start",
+            "Leave --samples out, or give the model that wrote them as --start",
+        )
+
+
 def _progress(step: int, seconds: float, options: argparse.Namespace) -> float:
     by_step = step / options.steps
     return max(by_step, seconds / 60 / options.minutes) if options.minutes else by_step
@@ -370,6 +387,9 @@ def main(curriculum: Curriculum, description: str, steps: int = 2500, batch: int
         type=float,
         default=1.0,
         help="of the tuned weights in the exported model; the rest is that of --start",
+    )
+    parser.add_argument(
+        "--samples", type=Path, nargs="+", default=[], help="files of samples that it wrote itself"
     )
     parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--minutes", type=float, help="end by the clock if that comes first")

@@ -30,15 +30,13 @@ from forethought.training.chat_tokenizer import prompt_text
 from forethought.training.reasoner.evaluate import boxed_answer, wilson
 from forethought.training.reasoner.labels import label_lines
 from forethought.training.reasoner.prm import (
-    MAX_TOKENS,
-    SAMPLES,
-    Sample,
     auc,
     load_classifier,
     make_example,
     step_probabilities,
 )
 from forethought.training.reasoner.problems import Problem, fixed_test_problems
+from forethought.training.reasoner.samples import MAX_TOKENS, SAMPLES, Sample
 
 WINDOW = 16
 """Tokens of a group: some two lines; samples have a few hundred tokens."""

@@ -17,7 +17,7 @@ are held out first, so that ``--held-out 64`` evaluates on these.
 import argparse
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -109,13 +109,16 @@ def sample_chain(rng: random.Random, count: int, *, held_out: bool = False) -> P
             return problem
 
 
-def sample_larger(rng: random.Random, *, held_out: bool = False) -> Problem:
-    """A story of four to six steps with operands up to 3000, which training has in products alone.
+def sample_larger(
+    rng: random.Random, steps: Sequence[int] = range(4, 7), *, held_out: bool = False
+) -> Problem:
+    """A story of one of the numbers of ``steps``, four to six, with operands up to 3000.
 
-    For evaluations: it tells apart what the shipped problems do not.
+    Derivations in training have such operands in products alone, so many go wrong: evaluations tell
+    apart there what they cannot on the shipped problems, and re-checks have something to find.
     """
     while True:
-        problem = _chain(rng, rng.randint(4, 6), largest=3000)
+        problem = _chain(rng, rng.choice(steps), largest=3000)
         if _in_range(problem) and on_side(problem, held_out):
             return problem
 

@@ -107,7 +107,7 @@ def write_trace(problem: Problem, rng: random.Random, slip_rate: float = 0.0) ->
     again.
     """
     lines, slip_at = _exact(problem), None
-    is_checked = problem.family != "sum" and len(problem.steps) <= MOST_RECHECKED
+    is_checked = is_rechecked(problem)
     if is_checked and rng.random() < slip_rate:
         place = rng.randrange(len(problem.steps))
         if slipped := _with_slip(problem, place, rng):
@@ -116,10 +116,10 @@ def write_trace(problem: Problem, rng: random.Random, slip_rate: float = 0.0) ->
     length = len(problem.question) + len(_text(derivation))
     rechecks: list[Piece] = []
     for _ in range(_recheck_count(problem, rng) if is_checked else 0):
-        if rng.random() < 0.25:
+        if rechecks and rng.random() < 0.25:
             more = _reread(problem, lines, rng)
         elif slip_at is not None:
-            more = _correct(problem, lines, slip_at, rng)
+            more = recheck(problem, [line.value for line in lines], rng)
         else:
             more = _repeat(lines, rng, slip_rate)
         length += len(_text(more))
@@ -129,9 +129,32 @@ def write_trace(problem: Problem, rng: random.Random, slip_rate: float = 0.0) ->
         if slip_at is not None and len(more) > 1:
             lines, slip_at = _exact(problem), None
     if slip_at is not None:
-        rechecks += _correct(problem, lines, slip_at, rng)
-    rechecks.append(Piece(f"</think>\nThe answer is \\boxed{{{problem.answer}}}.", problem.answer))
+        rechecks += recheck(problem, [line.value for line in lines], rng)
+    rechecks.append(Piece(closing(problem), problem.answer))
     return Trace(tuple(derivation), tuple(rechecks))
+
+
+def is_rechecked(problem: Problem) -> bool:
+    """Whether the problem is calculated again after its derivation."""
+    return problem.family != "sum" and len(problem.steps) <= MOST_RECHECKED
+
+
+def closing(problem: Problem) -> str:
+    """The end of the thoughts, and the spoken answer."""
+    return f"</think>\nThe answer is \\boxed{{{problem.answer}}}."
+
+
+def recheck(problem: Problem, noted: Sequence[int], rng: random.Random) -> list[Piece]:
+    """Every step once more, after a derivation that gave the values ``noted``.
+
+    The first step whose value is not the noted one is named a slip, and the steps behind it are
+    computed with the right value, to the answer. Without a slip the answer is confirmed.
+    """
+    values = [step.value for step in problem.steps]
+    slip_at = next((n for n, value in enumerate(values) if value != noted[n]), None)
+    if slip_at is None:
+        return _repeat(_exact(problem), rng, 0.0)
+    return _correct(problem, noted, slip_at, rng)
 
 
 def by_parts(left: int, sign: str, right: int, *, split_left: bool = False) -> list[Formula]:
@@ -189,9 +212,13 @@ def rechecked(step: Step) -> list[Formula]:
     """How a re-check computes a step.
 
     A long sum is computed by parts, a product by the parts of its other factor, a short sum or
-    product with its operands swapped; differences and quotients as in the derivation.
+    product with its operands swapped, a difference by its parts with the leading digit last;
+    quotients as in the derivation.
     """
     left, sign, right = step.left, step.sign, step.right
+    if sign == "-" and (rest := right - _leading(right)):
+        low = _formula(left, "-", rest)
+        return [low, _formula(low.value, "-", right - rest)]
     if sign == "x":
         if min(left, right) > 9:
             formulas = by_parts(left, sign, right, split_left=left < 100)
@@ -331,12 +358,12 @@ def _doubted(line: _Line, lines: Sequence[_Line], answer: str, rng: random.Rando
     values = [int(piece.text) for piece in written if piece.is_value]
     if min(values) < 1:
         return exact
-    doubt, *third = _again(line.value, derived(line.step))
+    doubt, *third = again(line.value, derived(line.step))
     return [*written, replace(doubt, trained=values[-1] != line.value), *third]
 
 
-def _again(noted: int, formulas: Sequence[Formula]) -> list[Piece]:
-    """The value that the derivation noted is not that of a re-check: a third calculation."""
+def again(noted: int, formulas: Sequence[Formula]) -> list[Piece]:
+    """A third calculation, where the value noted in the derivation is not that of the re-check."""
     return [Piece(f", but I wrote {noted}. Again: ", UNSURE), *_calculations(formulas, UNSURE)]
 
 
@@ -347,9 +374,11 @@ def _reread(problem: Problem, lines: list[_Line], rng: random.Random) -> list[Pi
     return [Piece(rng.choice(REREADS) + f"{story}\nRight, that is {answer}.\n", answer)]
 
 
-def _correct(problem: Problem, lines: list[_Line], slip_at: int, rng: random.Random) -> list[Piece]:
+def _correct(
+    problem: Problem, noted: Sequence[int], slip_at: int, rng: random.Random
+) -> list[Piece]:
     """A re-check that meets the slip, names it, and carries the right value to the end."""
-    before, answer = str(lines[-1].value), problem.answer
+    before, answer = str(noted[-1]), problem.answer
     pieces = [Piece(rng.choice(RECHECKS), before)]
     for index, step in enumerate(problem.steps):
         guess = before if index <= slip_at else UNSURE
@@ -357,7 +386,7 @@ def _correct(problem: Problem, lines: list[_Line], slip_at: int, rng: random.Ran
         if index < slip_at:
             pieces.append(Piece(", yes.\n", before))
         elif index == slip_at:
-            pieces += _again(lines[index].value, derived(step))
+            pieces += again(noted[index], derived(step))
             pieces.append(Piece(". That was a slip.\n", UNSURE))
         else:
             pieces.append(Piece(".\n", UNSURE))

@@ -16,12 +16,15 @@ derivation can so be changed in a short run.
 """
 
 import random
+from collections.abc import Sequence
+from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from forethought.training.from_scratch import (
     Curriculum,
     Example,
+    MakeExample,
     Mix,
     loss_of,
     main,
@@ -29,7 +32,9 @@ from forethought.training.from_scratch import (
 )
 from forethought.training.llama import Llama
 from forethought.training.reasoner.corpus import make_example, probed, values_only
+from forethought.training.reasoner.on_policy import KINDS, Continued
 from forethought.training.reasoner.problems import sample_problem
+from forethought.training.reasoner.samples import load_samples
 from forethought.training.reasoner.vocabulary import train_tokenizer
 
 FOUNDATION = {"drill": 0.25, "derivation": 0.63, "probed": 0.12}
@@ -41,6 +46,10 @@ POLISH = {
 TUNING = {
     "drill": 0.10, "hard_drill": 0.10, "derivation": 0.08, "probed": 0.05, "full": 0.40,
     "full_chain": 0.15, "probed_full": 0.12,
+}  # fmt: skip
+ON_SAMPLES = {
+    "drill": 0.05, "hard_drill": 0.06, "derivation": 0.06, "probed": 0.03, "full": 0.15,
+    "full_chain": 0.13, "probed_full": 0.07, "slipped": 0.18, "astray": 0.14, "right": 0.13,
 }  # fmt: skip
 FOUNDATION_LENGTH, FINISH_LENGTH = 256, 512
 FINISH_FROM, POLISH_FROM = 0.43, 0.85
@@ -79,7 +88,22 @@ def check(network: Llama, tokenizer: Tokenizer) -> dict[str, float]:
     return skills | losses
 
 
-CURRICULUM = Curriculum(train_tokenizer, mix_at, make_example, (TUNING, FINISH_LENGTH), check)
+def on_samples(files: Sequence[Path]) -> tuple[MakeExample, Mix]:
+    """Examples and mix of a tuning that begins many examples with samples of the reasoner."""
+    samples = [sample for file in files for sample in load_samples(file)]
+    continued = Continued(samples, random.Random(0))
+
+    def example(tokenizer: Tokenizer, rng: random.Random, kind: str) -> Example:
+        make = continued.example if kind in KINDS else make_example
+        return make(tokenizer, rng, kind)
+
+    missing = {kind for kind, pairs in continued.pairs.items() if not pairs}
+    return example, {kind: share for kind, share in ON_SAMPLES.items() if kind not in missing}
+
+
+CURRICULUM = Curriculum(
+    train_tokenizer, mix_at, make_example, (TUNING, FINISH_LENGTH), check, on_samples
+)
 
 if __name__ == "__main__":
     main(CURRICULUM, __doc__.splitlines()[0], steps=2700)
