@@ -386,6 +386,16 @@ def test_a_stream_grows_to_the_whole(llm, expected):
     assert not any(piece.finished for piece in pieces[:-1])
 
 
+def test_what_comes_within_an_interval_comes_together_and_the_end_at_once(llm, expected):
+    async def main():
+        stream = llm.stream(PROMPTS[0], GREEDY, gather=1e6)
+        return [(len(each.outputs[0].token_ids), each.finished) async for each in stream]
+
+    sizes = asyncio.run(main())
+    assert len(sizes) <= 2
+    assert sizes[-1] == (GREEDY.max_tokens, True)
+
+
 def test_a_slow_reader_stalls_no_other_and_gets_the_newest(llm, expected):
     async def main():
         pieces = []

@@ -89,3 +89,39 @@ def test_the_end_reaches_every_waiting_coroutine(failure):
             assert await stream.next() is None
 
     asyncio.run(main())
+
+
+def test_pauses_of_a_loop_end_at_the_same_tick():
+    class Clock:
+        """The loop at times that the test says."""
+
+        def __init__(self, *times):
+            self.loop, self.time, self.ticks = asyncio.get_running_loop(), iter(times).__next__, []
+            self.create_future = self.loop.create_future
+
+        def call_at(self, tick, *call):
+            self.ticks.append(tick)
+            return self.loop.call_soon(*call)
+
+    async def main():
+        clock = Clock(100.1, 105.9, 109.99, 110.0)
+        for _ in range(4):
+            stream, _generation = reader()
+            stream.loop = clock
+            await stream.pause(10.0)
+        return clock.ticks
+
+    assert asyncio.run(main()) == [110.0, 110.0, 110.0, 120.0]
+
+
+def test_a_pause_ends_with_the_generation():
+    async def main():
+        stream, generation = reader()
+        (pausing,) = await settled(stream.pause(1e6))
+        assert not generation.grow(stream, 3)  # nothing is wanted before the tick
+        assert generation.grow(stream, 4, finished=True)
+        await pausing
+        await stream.pause(1e6)  # nor does one begin afterwards
+        assert not stream._waiters
+
+    asyncio.run(main())

@@ -180,6 +180,20 @@ def test_a_client_that_goes_away_ends_its_work(server: Served, stream: bool) -> 
     eventually(lambda: server.send("/v1/load").json["running"] == 0)
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+def test_what_fails_before_its_first_token_and_behind_the_status_is_told_in_the_stream(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forethought.server.http.FIRST_SECONDS", 0.01)
+    late = Reply("", delay=0.1, error=ConnectionError("the machine is gone"))
+    with scripted([late]) as server:
+        body = {"prompt": "hello"} if path != CHAT else say("hello")
+        answer = server.send(path, {**body, "stream": True})
+    assert answer.status == 200
+    (_, failure), (_, end) = answer.events
+    assert (failure["error"]["code"], end) == ("upstream_error", "[DONE]")
+
+
 def test_beyond_the_queue_requests_are_refused_for_a_while() -> None:
     with scripted(answers, Settings(max_running=1, max_waiting=1)) as running:
         first, second = Slow(running), Slow(running, stream=False)

@@ -60,6 +60,19 @@ def test_tokens_that_came_together_share_the_time(metrics):
     assert value(metrics, "inter_token_latency_seconds_bucket", le="0.4", **WHO) == 0
 
 
+def test_buckets_of_token_latencies_are_cumulative_and_of_their_labels(metrics):
+    other = metrics.request_started("m", "none")
+    other.tokens(3, 0.03)  # 0.01 each: a bound belongs to its bucket
+    other.tokens(2, 100.0)
+    labels = {"model_name": "m", "method": "none"}
+    found = {
+        le: value(metrics, "inter_token_latency_seconds_bucket", le=le, **labels)
+        for le in ("0.005", "0.01", "10.0", "+Inf")
+    }
+    assert found == {"0.005": 0, "0.01": 3, "10.0": 3, "+Inf": 5}
+    assert value(metrics, "inter_token_latency_seconds_count", **WHO) == 4
+
+
 def test_totals_are_kept_by_model_and_method(metrics):
     totals = {"prompt_tokens": 30, "generation_tokens": 5, "prompt_tokens_cached": 16}
     totals |= {"generation_tokens_discarded": 2, "tokens_saved": 120}

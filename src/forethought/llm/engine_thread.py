@@ -103,8 +103,7 @@ class OutputStream(Generic[Output]):
         for waiter, count in list(self._waiters.items()):
             if ended or count <= size:
                 del self._waiters[waiter]
-                if not waiter.done():
-                    waiter.set_result(None)
+                _resume(waiter)
         self._min_tokens = min(self._waiters.values(), default=math.inf)
 
     async def next(self) -> Output | None:
@@ -141,20 +140,37 @@ class OutputStream(Generic[Output]):
         return self._last
 
     async def pause(self, seconds: float) -> None:
-        """Wait for so many seconds, or for the end of the generation."""
-        if not self.ended:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    await self._wait(math.inf)
+        """Wait for the next tick of a clock that ticks every ``seconds``, or for the end.
+
+        The clock is the loop's, so the streams of a loop resume together: one timer, one step whose
+        outputs they want, and one wake-up of the loop by the engine thread for all of them.
+        """
+        if self.ended:
+            return
+        tick = (self.loop.time() // seconds + 1) * seconds
+        waiter = self.loop.create_future()
+        timer = self.loop.call_at(tick, _resume, waiter)
+        try:
+            await self._resumed(waiter, math.inf)
+        finally:
+            timer.cancel()
 
     async def _wait(self, count: float) -> None:
-        waiter = self.loop.create_future()
-        self._waiters[waiter] = count
         self._min_tokens = min(self._min_tokens, count)
+        await self._resumed(self.loop.create_future(), count)
+
+    async def _resumed(self, waiter: asyncio.Future[None], count: float) -> None:
+        """Wait until ``waiter`` is resumed: by ``count`` tokens, by the end, or from outside."""
+        self._waiters[waiter] = count
         try:
             await waiter
         finally:
             self._waiters.pop(waiter, None)
+
+
+def _resume(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 def schedule(loop: asyncio.AbstractEventLoop, callbacks: list[Callback]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, aclosing
 from typing import Any
 
@@ -14,7 +14,14 @@ from forethought.errors import ParameterError
 from forethought.outputs import TokenLogprobs
 from forethought.scaffolding.result import ScaffoldingOutput
 from forethought.server.backends import Conversation
-from forethought.server.http import begun, encode, http_error, until_gone
+from forethought.server.http import (
+    ChunkEncoder,
+    begun,
+    encode,
+    encode_failure,
+    http_error,
+    until_gone,
+)
 from forethought.server.job import Ask, Job, Outcome, Piece
 from forethought.server.logprobs import chat_logprobs
 from forethought.server.message import Answer, AnswerStream, answer_of
@@ -86,6 +93,7 @@ class _Chat:
         self._shows_reasoning = body.include_reasoning is not False
         self._wants_usage = bool(body.stream_options and body.stream_options.include_usage)
         self._wants_logprobs = bool(body.logprobs)
+        self._chunks = ChunkEncoder(self._head())
 
     @property
     def _ask(self) -> Ask:
@@ -150,7 +158,7 @@ class _Chat:
         """The answer as it comes. Its status waits for the first token."""
         return await begun(self._events(), held)
 
-    async def _events(self) -> AsyncIterator[bytes]:
+    async def _events(self) -> AsyncGenerator[bytes, None]:
         service, job, opened = self._service, self._job, False
         streams = [AnswerStream(service, job.ask.prompted, self._tools) for _ in job.choices]
         if job.ask.events:
@@ -168,11 +176,10 @@ class _Chat:
             yield b"".join([*([] if opened else [self._role()]), *self._end(streams)])
         except Exception as error:
             if not opened and not job.ask.events:
-                raise  # the response has not begun
-            failure = http_error(error)
+                raise  # what has been sent is at most a status
             if job.ask.events:
-                yield encode("forethought", job.failed(failure.message))
-            yield encode(None, failure.to_dict()) + b"data: [DONE]\n\n"
+                yield encode("forethought", job.failed(http_error(error).message))
+            yield encode_failure(error)
 
     def _role(self) -> bytes:
         """The first chunk of each choice: the role."""
@@ -249,7 +256,7 @@ class _Chat:
             "logprobs": logprobs,
             "finish_reason": finish_reason,
         }
-        return encode(None, {**self._head(), "choices": [choice]})
+        return self._chunks.encode(choice)
 
 
 def _thought(text: str) -> dict[str, Any]:

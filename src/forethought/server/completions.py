@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, aclosing
 from typing import Any
 
@@ -16,7 +16,7 @@ from forethought.errors import ParameterError
 from forethought.outputs import SpeculationMetrics, TokenLogprobs, Usage
 from forethought.scaffolding.result import ScaffoldingOutput
 from forethought.server.backends import raw_prompt
-from forethought.server.http import begun, encode, http_error, until_gone
+from forethought.server.http import ChunkEncoder, begun, encode, encode_failure, until_gone
 from forethought.server.job import Job, Outcome, Piece, Update
 from forethought.server.logprobs import completion_logprobs
 from forethought.server.protocol import CompletionRequest
@@ -100,6 +100,7 @@ class _Completions:
             "created": int(time.time()),
             "model": jobs[0].ask.model,
         }
+        self._chunks = ChunkEncoder(self._head)
         options = body.stream_options
         self._wants_usage = bool(options and options.include_usage)
 
@@ -181,7 +182,7 @@ class _Completions:
 
     # ---- as a stream --------------------------------------------------------------------------
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncGenerator[bytes, None]:
         """The answers as they come, those of several prompts between each other."""
         offsets: dict[tuple[int, int], int] = {}
         has_begun = False
@@ -198,7 +199,7 @@ class _Completions:
         except Exception as error:
             if not has_begun:
                 raise
-            yield encode(None, http_error(error).to_dict()) + b"data: [DONE]\n\n"
+            yield encode_failure(error)
 
     def _event(self, event: dict[str, Any]) -> bytes:
         return encode("forethought", event)
@@ -241,7 +242,7 @@ class _Completions:
         return [*lines, b"data: [DONE]\n\n"]
 
     def _chunk(self, choice: dict[str, Any]) -> bytes:
-        return encode(None, {**self._head, "choices": [choice]})
+        return self._chunks.encode(choice)
 
 
 def _reason(output: ScaffoldingOutput) -> str:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple, TypeVar
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from forethought.errors import (
     BudgetExceeded,
@@ -28,6 +28,8 @@ from forethought.scaffolding.trace_otel import TraceParent
 from forethought.server.limits import Overloaded
 
 Result = TypeVar("Result")
+_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+"""Encoders keep no state."""
 
 
 class Caller(NamedTuple):
@@ -184,8 +186,27 @@ async def _cancelled(task: asyncio.Future[Any]) -> None:
 def encode(event: str | None, data: Any) -> bytes:
     """A server-sent event; JSON is written without line ends."""
     head = f"event: {event}\n" if event else ""
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
-    return f"{head}data: {text}\n\n".encode(errors="replace")
+    return f"{head}data: {_JSON.encode(data)}\n\n".encode(errors="replace")
+
+
+def encode_failure(error: BaseException) -> bytes:
+    """The end of a stream that has failed."""
+    return encode(None, http_error(error).to_dict()) + b"data: [DONE]\n\n"
+
+
+class ChunkEncoder:
+    """Encodes the chunks of one stream, which differ in their choice alone.
+
+    Args:
+        head: the fields in front of ``choices``.
+    """
+
+    def __init__(self, head: Mapping[str, Any]) -> None:
+        self._opening = f'data: {_JSON.encode(head)[:-1]},"choices":['
+
+    def encode(self, choice: Mapping[str, Any]) -> bytes:
+        """The event of a chunk with one choice."""
+        return f"{self._opening}{_JSON.encode(choice)}]}}\n\n".encode(errors="replace")
 
 
 class EventStream(Response):
@@ -194,6 +215,7 @@ class EventStream(Response):
     Args:
         events: encoded; several at once are sent together.
         held: closed at the end, however it comes.
+        first: what has begun to compute the first of the events; None: nothing has.
         on_gone: called if the client goes away before the end.
     """
 
@@ -201,13 +223,16 @@ class EventStream(Response):
 
     def __init__(
         self,
-        events: AsyncIterator[bytes],
+        events: AsyncGenerator[bytes, None],
         held: ExitStack | None = None,
+        *,
+        first: asyncio.Future[bytes | None] | None = None,
         on_gone: Callable[[], object] | None = None,
     ) -> None:
         self.status_code, self.background = 200, None
         self.init_headers({"cache-control": "no-store", "x-accel-buffering": "no"})
-        self._events, self._held, self._on_gone = events, held or ExitStack(), on_gone
+        self._events, self._held = events, held or ExitStack()
+        self._first, self._on_gone = first, on_gone
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events, until they end or the client goes away."""
@@ -227,16 +252,24 @@ class EventStream(Response):
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
+            if self._first is not None and (data := await self._first):
+                await send(_body(data))
             async for data in self._events:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+                await send(_body(data))
+        except Exception as error:  # the status has been sent
+            await send(_body(encode_failure(error)))
         finally:
-            close = getattr(self._events, "aclose", None)
-            if close is not None:
-                await close()
+            if self._first is not None:
+                await _cancelled(self._first)
+            await self._events.aclose()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def begun(events: AsyncIterator[bytes], held: ExitStack) -> EventStream:
+def _body(data: bytes) -> Message:
+    return {"type": "http.response.body", "body": data, "more_body": True}
+
+
+async def begun(events: AsyncGenerator[bytes, None], held: ExitStack) -> EventStream:
     """A response whose status is known: the first event has come, or a while has passed.
 
     Raises:
@@ -251,16 +284,4 @@ async def begun(events: AsyncIterator[bytes], held: ExitStack) -> EventStream:
         first.cancel()
         held.close()
         raise
-
-    async def everything() -> AsyncIterator[bytes]:
-        try:
-            data = await first
-            if data is not None:
-                yield data
-                async for data in events:
-                    yield data
-        finally:
-            first.cancel()
-            await events.aclose()  # type: ignore[attr-defined]
-
-    return EventStream(everything(), held)
+    return EventStream(events, held, first=first)

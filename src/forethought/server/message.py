@@ -8,7 +8,7 @@ from typing import Any
 
 from forethought.scaffolding.result import ScaffoldingOutput
 from forethought.server.backends import Prompted
-from forethought.server.reasoning import ReasoningSplitter, Split, split
+from forethought.server.reasoning import ReasoningSplitter, Split, overlap, split
 from forethought.server.service import Service
 from forethought.server.tool_calls import OPENINGS, Call, Tools
 
@@ -135,7 +135,7 @@ class AnswerStream:
         self._held += content
         if self._is_whole or self._begins_call():
             return ""
-        kept = max(_overlap(self._held, opening) for opening in OPENINGS)
+        kept = max(overlap(self._held, opening) for opening in OPENINGS)
         kept = max(kept, len(self._held) - len(self._held.rstrip()))
         certain = self._held[: len(self._held) - kept]
         self._held, self._sent = self._held[len(certain) :], self._sent + certain
@@ -167,9 +167,3 @@ class _KeptThought:
 def _thought_of(output: ScaffoldingOutput) -> str:
     """That another server has told apart."""
     return str(output.meta.get("reasoning") or "")
-
-
-def _overlap(text: str, marker: str) -> int:
-    """Length of the longest end of ``text`` with which ``marker`` begins."""
-    sizes = range(min(len(text), len(marker) - 1), 0, -1)
-    return next((size for size in sizes if text.endswith(marker[:size])), 0)

@@ -9,12 +9,19 @@ read when ``/metrics`` is asked for.
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from forethought.outputs import EngineStats, SpeculationMetrics, Usage
 
@@ -76,9 +83,10 @@ class ServerMetrics:
         self.first_token = self._histogram(
             "time_to_first_token_seconds", "From arrival to the first token.", both, _FIRST_TOKEN
         )
-        self.inter_token = self._histogram(
-            "inter_token_latency_seconds", "Between two tokens of a stream.", both, _TOKEN
+        self.inter_token = TokenLatencies(
+            PREFIX + "inter_token_latency_seconds", "Between two tokens of a stream.", both, _TOKEN
         )
+        self._registry.register(self.inter_token)
         self.per_token = self._histogram(
             "request_time_per_output_token_seconds",
             "Of a request: seconds behind its first token, over the tokens behind it.",
@@ -191,7 +199,7 @@ class RequestMetrics:
     def __init__(self, metrics: ServerMetrics, labels: Mapping[str, str]) -> None:
         self._metrics, self._labels = metrics, dict(labels)
         self._first_token: float | None = None
-        self._inter_token = metrics.inter_token.labels(**labels)
+        self._who = tuple(labels.values())
 
     def admitted(self, seconds: float) -> None:
         """It began ``seconds`` after it had arrived."""
@@ -204,8 +212,7 @@ class RequestMetrics:
 
     def tokens(self, count: int, seconds: float) -> None:
         """``count`` more tokens came together, ``seconds`` after those before."""
-        for _ in range(count):
-            self._inter_token.observe(seconds / count)
+        self._metrics.inter_token.observe(self._who, seconds / count, count)
 
     def finished(
         self,
@@ -248,6 +255,41 @@ class RequestMetrics:
         metrics.accepted_tokens.labels(model).inc(speculation.accepted)
         for position, count in enumerate(speculation.accepted_by_position):
             metrics.accepted_by_position.labels(model, str(position)).inc(count)
+
+
+class TokenLatencies(Collector):
+    """A histogram that takes many observations of one value at once, as tokens come in streams.
+
+    Args:
+        name: of the metric.
+        help_text: what it shows.
+        labels: their names.
+        bounds: of the buckets, rising.
+    """
+
+    def __init__(
+        self, name: str, help_text: str, labels: Sequence[str], bounds: Sequence[float]
+    ) -> None:
+        self._name, self._help, self._labels, self._bounds = name, help_text, labels, bounds
+        self._counts: dict[tuple[str, ...], list[int]] = {}
+        """By labels: observations of each bucket, the last without a bound."""
+        self._sums: dict[tuple[str, ...], float] = {}
+
+    def observe(self, labels: tuple[str, ...], seconds: float, count: int) -> None:
+        """``count`` observations of ``seconds``."""
+        if labels not in self._counts:
+            self._counts[labels], self._sums[labels] = [0] * (len(self._bounds) + 1), 0.0
+        self._counts[labels][bisect_left(self._bounds, seconds)] += count
+        self._sums[labels] += seconds * count
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """The metric, its buckets cumulative."""
+        family = HistogramMetricFamily(self._name, self._help, labels=self._labels)
+        names = [*map(floatToGoString, self._bounds), "+Inf"]
+        for labels, counts in self._counts.items():
+            buckets = list(zip(names, itertools.accumulate(counts), strict=True))
+            family.add_metric(labels, buckets, self._sums[labels])
+        yield family
 
 
 _ENGINE_TOTALS = {

@@ -74,17 +74,21 @@ class ReasoningSplitter:
         if marker:
             self._held, self._state = rest, "closed"
             return thought.rstrip()
-        kept = _overlap(self._held, self._end)
+        kept = overlap(self._held, self._end)
         body = self._held[: len(self._held) - kept]
         certain = body.rstrip()
         self._held = self._held[len(certain) :]
         return certain
 
 
-def _overlap(text: str, marker: str) -> int:
-    """Length of the longest end of ``text`` with which ``marker`` begins."""
-    sizes = range(min(len(text), len(marker) - 1), 0, -1)
-    return next((size for size in sizes if text.endswith(marker[:size])), 0)
+def overlap(text: str, marker: str) -> int:
+    """Length of the longest end of ``text`` with which ``marker`` begins, less than all of it."""
+    first = text.find(marker[0], max(0, len(text) - len(marker) + 1))
+    while first >= 0:
+        if marker.startswith(text[first:]):
+            return len(text) - first
+        first = text.find(marker[0], first + 1)
+    return 0
 
 
 def split(text: str, markers: tuple[str, str] | None, is_open: bool = False) -> Split:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from typing import Any
 
@@ -101,7 +101,7 @@ def resumed(record: Record, after: int | None) -> Response:
     return EventStream(_encoded(record, 0 if after is None else after + 1))
 
 
-async def _encoded(record: Record, first: int) -> AsyncIterator[bytes]:
+async def _encoded(record: Record, first: int) -> AsyncGenerator[bytes, None]:
     async with aclosing(record.follow(first)) as batches:
         async for batch in batches:
             yield b"".join(encode(event["type"], event) for event in batch)

@@ -45,7 +45,7 @@ class Settings:
     drain_seconds: float = 30.0
     max_body_bytes: int = 8 * 2**20
     max_choices: int = 128
-    stream_interval: float = 0.02
+    stream_interval: float = 0.05
     reasoning_in_content: bool = False
     cors_origins: Sequence[str] = ()
     max_stored: int = 1000
