@@ -3,11 +3,15 @@
     python -m benchmarks.serving_vs_transformers
     python -m benchmarks.serving_vs_transformers --streams 16 --requests 64 --rounds 3
 
-All have the embedded reasoner in float32 and get the same questions, greedily. Servers are
-processes of their own, with as many threads each, and are asked in turn in every round, so that
-other load of the machine falls on all of them: ``--streams`` streams at once for throughput, then
-one after the other for the time to the first token. ``AsyncLLM alone`` is the engine in this
-process, with as many streams. Prints a table of medians over the rounds and, last, one JSON line.
+All have the embedded reasoner, or the model of ``--model``, in the same dtype, and get the same
+questions, greedily. Servers are processes of their own, with as many threads each, and are asked in
+turn in every round, so that other load of the machine falls on all of them: ``--streams`` streams
+at once for throughput, then one after the other for the time to the first token. ``AsyncLLM alone``
+is the engine in this process, with as many streams. Prints a table of medians over the rounds and,
+last, one JSON line.
+
+*CPU* is the processor time of the server's process for a token of the streams at once: the client of
+the measurement counts in tokens/s, where it is on the same cores, and not there.
 """
 
 from __future__ import annotations
@@ -18,7 +22,6 @@ import math
 import os
 import re
 import socket
-import statistics
 import subprocess
 import sys
 import time
@@ -26,7 +29,9 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
 
 from benchmarks.report import print_report
 
@@ -49,9 +54,10 @@ def environment(threads: int) -> dict[str, str]:
 
 
 @contextmanager
-def forethought_server(threads: int, options: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
-    """URL and name of the model."""
+def forethought_server(threads: int, options: Sequence[str] = ()) -> Iterator[tuple[str, str, int]]:
+    """URL, name of the model and number of the process."""
     command = [sys.executable, "-m", "forethought", "serve", "--port", "0", *options]
+    command += ["--served-model-name", "model"]
     with subprocess.Popen(
         command, stderr=subprocess.PIPE, text=True, env=environment(threads)
     ) as process:
@@ -64,7 +70,7 @@ def forethought_server(threads: int, options: Sequence[str] = ()) -> Iterator[tu
                     raise SystemExit("forethought serve did not start")
                 found = re.search(r"(http://\S+) \(the page\)", line)
             drain = subprocess.Popen(["cat"], stdin=process.stderr, stdout=subprocess.DEVNULL)
-            yield f"{found.group(1)}/v1", "reasoner"
+            yield f"{found.group(1)}/v1", "model", process.pid
         finally:
             process.terminate()
     drain.wait()
@@ -72,16 +78,15 @@ def forethought_server(threads: int, options: Sequence[str] = ()) -> Iterator[tu
 
 @contextmanager
 def transformers_server(
-    program: str, threads: int, options: Sequence[str] = ()
-) -> Iterator[tuple[str, str]]:
-    """URL and name of the model."""
+    program: str, model: str, threads: int, options: Sequence[str] = ()
+) -> Iterator[tuple[str, str, int]]:
+    """URL, name of the model and number of the process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    model = str(reasoner_dir())
     command = [program, "serve", model]
     command += ["--port", str(port), "--host", "127.0.0.1", "--device", "cpu"]
-    command += ["--dtype", "float32", *options]
+    command += options
     quiet = subprocess.DEVNULL
     with subprocess.Popen(command, stdout=quiet, stderr=quiet, env=environment(threads)) as process:
         try:
@@ -95,29 +100,52 @@ def transformers_server(
                     if process.poll() is not None or time.monotonic() > until:
                         raise SystemExit("transformers serve did not start") from None
                     time.sleep(0.5)
-            yield f"{url}/v1", model
+            yield f"{url}/v1", model, process.pid
         finally:
             process.terminate()
 
 
-def serve(url: str, model: str, prompts: Sequence[str], args: argparse.Namespace) -> Any:
-    """A function that measures a server: tokens per second, and the times to the first token."""
+def processor_seconds(pid: int) -> float:
+    """That a process has taken, in user and kernel mode."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
-    def measure() -> tuple[float, list[float]]:
+
+class Measured(NamedTuple):
+    """What a round has shown of a server."""
+
+    tokens_per_second: float
+    cpu_per_token: float
+    """Seconds."""
+    firsts: Sequence[float]
+    """Seconds to the first token of requests alone."""
+
+
+def serve(
+    url: str, model: str, pid: int, prompts: Sequence[str], args: argparse.Namespace
+) -> Callable[[], Measured]:
+    """A function that measures a server."""
+
+    def measure() -> Measured:
+        before = processor_seconds(pid)
         crowd = ServingBench(url, model, max_concurrency=args.streams, fields=FIELDS)
         asked = poisson(prompts, args.requests, math.inf, args.max_tokens)
         report = asyncio.run(crowd.run(asked))
+        spent = processor_seconds(pid) - before
         alone = ServingBench(url, model, max_concurrency=1, fields=FIELDS)
         few = asyncio.run(alone.run(poisson(prompts, args.singles, math.inf, 8)))
         for each in (*report.exchanges, *few.exchanges):
             if each.error is not None:
                 raise SystemExit(f"{url}: {each.error}")
-        return report.tokens_per_second, [each.ttft for each in few.exchanges]
+        cpu = spent / sum(each.num_output_tokens for each in report.exchanges)
+        return Measured(report.tokens_per_second, cpu, [each.ttft for each in few.exchanges])
 
     return measure
 
 
-def engine(llm: AsyncLLM, prompts: Sequence[str], args: argparse.Namespace) -> Any:
+def engine(
+    llm: AsyncLLM, prompts: Sequence[str], args: argparse.Namespace
+) -> Callable[[], Measured]:
     """The same with the engine of this process."""
 
     async def one(prompt: str, max_tokens: int, limit: asyncio.Semaphore) -> tuple[int, float]:
@@ -135,38 +163,45 @@ def engine(llm: AsyncLLM, prompts: Sequence[str], args: argparse.Namespace) -> A
         chosen = [prompts[number % len(prompts)] for number in range(count)]
         return await asyncio.gather(*(one(prompt, max_tokens, limit) for prompt in chosen))
 
-    def measure() -> tuple[float, list[float]]:
-        began = time.perf_counter()
+    def measure() -> Measured:
+        began, before = time.perf_counter(), time.process_time()
         found = asyncio.run(all_of(args.requests, args.streams, args.max_tokens))
-        speed = sum(count for count, _ in found) / (time.perf_counter() - began)
-        return speed, [first for _, first in asyncio.run(all_of(args.singles, 1, 8))]
+        seconds, spent = time.perf_counter() - began, time.process_time() - before
+        num_tokens = sum(count for count, _ in found)
+        alone = asyncio.run(all_of(args.singles, 1, 8))
+        return Measured(num_tokens / seconds, spent / num_tokens, [first for _, first in alone])
 
     return measure
 
 
-def run(contestants: dict[str, Callable[[], Any]], rounds: int) -> list[dict[str, Any]]:
+def run(contestants: dict[str, Callable[[], Measured]], rounds: int) -> list[dict[str, Any]]:
     """Rows of the table; the first round warms up."""
-    speeds: dict[str, list[float]] = {name: [] for name in contestants}
-    firsts: dict[str, list[float]] = {name: [] for name in contestants}
+    found: dict[str, list[Measured]] = {name: [] for name in contestants}
     for number in range(rounds + 1):
         for name, measure in contestants.items():
-            speed, times = measure()
+            measured = measure()
             if number:
-                speeds[name].append(speed)
-                firsts[name] += times
-    base = speeds[OURS]
-    return [
-        {
-            "server": name,
-            "tokens_per_second": round(statistics.median(speeds[name]), 1),
-            "ours_to_it": round(
-                statistics.median(a / b for a, b in zip(base, speeds[name], strict=True)), 3
-            ),
-            "ttft_ms_p50": round(percentile(firsts[name], 50) * 1000, 1),
-            "ttft_ms_p95": round(percentile(firsts[name], 95) * 1000, 1),
-        }
-        for name in contestants
-    ]
+                found[name].append(measured)
+    return [row(name, found[name], found[OURS]) for name in contestants]
+
+
+def row(name: str, found: Sequence[Measured], base: Sequence[Measured]) -> dict[str, Any]:
+    """Medians over the rounds; ratios are of the same round."""
+    pairs = list(zip(base, found, strict=True))
+    firsts = [seconds for each in found for seconds in each.firsts]
+    return {
+        "server": name,
+        "tokens_per_second": round(median(each.tokens_per_second for each in found), 1),
+        "ours_to_it": round(
+            median(ours.tokens_per_second / it.tokens_per_second for ours, it in pairs), 3
+        ),
+        "cpu_us_per_token": round(1e6 * median(each.cpu_per_token for each in found), 1),
+        "our_cpu_to_its": round(
+            median(ours.cpu_per_token / it.cpu_per_token for ours, it in pairs), 3
+        ),
+        "ttft_ms_p50": round(percentile(firsts, 50) * 1000, 1),
+        "ttft_ms_p95": round(percentile(firsts, 95) * 1000, 1),
+    }
 
 
 def main() -> None:
@@ -182,16 +217,21 @@ def main() -> None:
     parser.add_argument(
         "--transformers", default=beside, help="program, of an environment that has accelerate too"
     )
+    parser.add_argument("--model", default=str(reasoner_dir()), help="directory of another one")
+    parser.add_argument("--dtype", default="bfloat16", help="of all servers")
     parser.add_argument("--ours-only", action="store_true", help="without transformers serve")
     parser.add_argument("--continuous-batching", action="store_true", help="of transformers serve")
     args = parser.parse_args()
     prompts = shipped_prompts()
-    flags = ["--continuous-batching"] if args.continuous_batching else []
+    own = [args.model, "--dtype", args.dtype]
+    flags = ["--dtype", args.dtype]
+    flags += ["--continuous-batching"] if args.continuous_batching else []
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     with ExitStack() as opened:
-        ours = opened.enter_context(forethought_server(args.threads))
-        drafts = opened.enter_context(forethought_server(args.threads, ["--speculative", "ngram"]))
-        llm = AsyncLLM()
+        ours = opened.enter_context(forethought_server(args.threads, own))
+        drafting = forethought_server(args.threads, [*own, "--speculative", "ngram"])
+        drafts = opened.enter_context(drafting)
+        llm = AsyncLLM(args.model, dtype=args.dtype)
         opened.callback(llm.shutdown)
         contestants = {
             OURS: serve(*ours, prompts, args),
@@ -199,10 +239,10 @@ def main() -> None:
             ALONE: engine(llm, prompts, args),
         }
         if not args.ours_only:
-            server = transformers_server(args.transformers, args.threads, flags)
+            server = transformers_server(args.transformers, args.model, args.threads, flags)
             contestants[THEIRS] = serve(*opened.enter_context(server), prompts, args)
         rows = run(contestants, args.rounds)
-    head = ("server", "tokens/s", "ours / it", "TTFT p50 ms", "p95 ms")
+    head = ("server", "tokens/s", "ours / it", "CPU us", "ours / its", "TTFT p50 ms", "p95 ms")
     print(aligned([head, *([str(value) for value in row.values()] for row in rows)]))
     print_report("serving_vs_transformers", rows, **vars(args))
 

@@ -58,16 +58,20 @@ PREPARE = """
 """
 FRAMES = """
     const { view, take } = window.measured;
-    const work = [];
+    const [work, times] = [[], []];
     for (let frame = args[2] - args[1]; frame < args[2]; frame++) {
-      await new Promise(requestAnimationFrame);
+      times.push(await new Promise(requestAnimationFrame));
       const from = performance.now();
       take(frame);
       view.update();
       work.push(performance.now() - from);
     }
     work.sort((a, b) => a - b);
-    return [work[Math.floor(args[1] / 2)], work[Math.floor(args[1] * 0.95)], work.at(-1)];
+    const gaps = times.slice(1).map((time, i) => time - times[i]).sort((a, b) => a - b);
+    const at = (values, share) =>
+      values[Math.min(values.length - 1, Math.floor(values.length * share))];
+    const rate = (1000 * gaps.length) / (times.at(-1) - times[0]);
+    return [at(work, 0.5), at(work, 0.95), at(work, 1), rate, at(gaps, 0.5), at(gaps, 0.95)];
 """
 NUM_FRAMES, OF_FRAMES = 120, 600
 """The last frames, in which the texts are longest, of ten seconds."""
@@ -79,7 +83,8 @@ def frames(browser: Browser, address: str) -> str:
     browser.devtools("Performance.enable", timeDomain="threadTicks")
     browser.run_async(PREPARE, address, NUM_FRAMES, OF_FRAMES)
     before = metrics(browser)
-    median, most, worst = browser.run_async(FRAMES, address, NUM_FRAMES, OF_FRAMES)
+    measured = browser.run_async(FRAMES, address, NUM_FRAMES, OF_FRAMES)
+    median, most, worst, rate, gap, long_gap = measured
     after = metrics(browser)
     spent = {name: 1000 * (after[name] - before[name]) / NUM_FRAMES for name in TIMES}
     told = ", ".join(f"{name} {value:.2f} ms" for name, value in spent.items())
@@ -87,7 +92,9 @@ def frames(browser: Browser, address: str) -> str:
     return (
         f"processor time a frame: {told}\n"
         f"the page's code a frame, by the wall clock: median {median:.2f} ms, "
-        f"95th percentile {most:.2f} ms, longest {worst:.2f} ms"
+        f"95th percentile {most:.2f} ms, longest {worst:.2f} ms\n"
+        f"frames a second: {rate:.1f}; between two of them: median {gap:.1f} ms, "
+        f"95th percentile {long_gap:.1f} ms"
     )
 
 

@@ -188,8 +188,8 @@ class AsyncLLM:
         Args:
             prompt: text or token ids.
             params: how to sample and when to stop.
-            gather: seconds between the ticks of a clock; from one to the next comes one item at most,
-                unless the request ends: fewer, larger ones.
+            gather: seconds between the ticks of a clock; from one to the next comes one item at
+                most, unless the request ends: fewer, larger ones.
         """
         return self._stream(*self._checked().read(prompt, params), gather)
 

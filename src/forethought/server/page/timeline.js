@@ -2,7 +2,8 @@
 //
 // A piece of text is painted once, when it comes. Everything is painted again only when the scale,
 // the size, the colours or the order of the lanes change, so a frame costs what is new in it. What
-// moves (the present, the pointer) is on a second canvas above.
+// moves (the present, the pointer, the mark of the chosen lane) is an element above, which the browser
+// moves without painting it.
 
 import { el, fill } from "./dom.js";
 import { kindOf } from "./run.js";
@@ -60,10 +61,12 @@ export class Timeline {
     this.pointer = -1;
     this.labels = el("div", { class: "lane-labels", role: "listbox", "aria-label": "Branches" });
     this.base = el("canvas", { "aria-hidden": "true" });
-    this.overlay = el("canvas", { "aria-hidden": "true" });
+    this.mark = el("div", { class: "mark", "aria-hidden": "true", hidden: true });
+    this.now = el("div", { class: "rule", "aria-hidden": "true", hidden: true });
+    this.aim = el("div", { class: "rule", "aria-hidden": "true", hidden: true });
     this.axis = el("canvas", { class: "axis", "aria-hidden": "true" });
     this.tip = el("div", { class: "tip", hidden: true });
-    this.plot = el("div", { class: "plot" }, this.base, this.overlay, this.tip);
+    this.plot = el("div", { class: "plot" }, this.base, this.mark, this.now, this.aim, this.tip);
     fill(container, this.axis, this.labels, this.plot);
     this.plot.addEventListener("pointermove", (event) => this.onPointer(event));
     this.plot.addEventListener("pointerleave", () => this.onPointer(null));
@@ -98,7 +101,7 @@ export class Timeline {
       label.tabIndex = isSelected ? 0 : -1;
     }
     this.onSelect(path);
-    this.paintOverlay();
+    this.placeMarks();
   }
 
   /** Paints what has come since the last frame. */
@@ -113,7 +116,7 @@ export class Timeline {
     }
     if (this.isStale) this.restart();
     for (const branch of this.lanes) this.paintLane(run, branch);
-    this.paintOverlay();
+    this.placeMarks();
   }
 
   // ---- layout --------------------------------------------------------------------------------
@@ -157,7 +160,6 @@ export class Timeline {
     this.plot.style.height = `${height}px`;
     for (const [canvas, tall] of /** @type {[HTMLCanvasElement, number][]} */ ([
       [this.base, height],
-      [this.overlay, height],
       [this.axis, AXIS],
     ])) {
       const ratio = Math.min(2, devicePixelRatio || 1);
@@ -293,26 +295,12 @@ export class Timeline {
   }
 
   /** @private */
-  paintOverlay() {
-    const canvas = context(this.overlay);
-    const width = this.width;
-    const height = Math.max(1, this.lanes.length) * LANE;
-    canvas.clearRect(0, 0, width, height);
+  placeMarks() {
     const row = this.painted.get(this.selected)?.row;
-    if (row !== undefined) {
-      canvas.fillStyle = this.colours.accent;
-      canvas.globalAlpha = 0.1;
-      canvas.fillRect(0, row * LANE, width, LANE);
-      canvas.globalAlpha = 1;
-    }
-    if (this.run && !this.run.isOver) this.rule(canvas, this.x(this.run.lastAt), height, this.colours.muted);
-    if (this.pointer >= 0) this.rule(canvas, this.pointer, height, this.colours.muted);
-  }
-
-  /** @private @param {CanvasRenderingContext2D} canvas @param {number} x @param {number} height @param {string} colour */
-  rule(canvas, x, height, colour) {
-    canvas.fillStyle = colour;
-    canvas.fillRect(Math.round(x), 0, 1, height);
+    this.mark.hidden = row === undefined;
+    this.mark.style.transform = `translateY(${(row ?? 0) * LANE}px)`;
+    place(this.now, this.run && !this.run.isOver ? this.x(this.run.lastAt) : -1);
+    place(this.aim, this.pointer);
   }
 
   // ---- pointer and keys ----------------------------------------------------------------------
@@ -336,7 +324,7 @@ export class Timeline {
       this.tip.style.left = `${Math.max(0, left)}px`;
       this.tip.style.top = `${(row + 1) * LANE}px`;
     }
-    this.paintOverlay();
+    this.placeMarks();
   }
 
   /** @private What the pointer is at. @param {Branch} branch @param {number} at @returns {string[]} */
@@ -380,6 +368,12 @@ function labelOf(stage, kind) {
   if (typeof accepted === "boolean") return accepted ? "accepted" : "rejected";
   if (typeof score === "number") return score.toFixed(2);
   return answer === undefined || answer === null || answer === "" ? "" : short(answer, 16);
+}
+
+/** Moves a vertical line to `x`; below 0: hides it. @param {HTMLElement} line @param {number} x */
+function place(line, x) {
+  line.hidden = x < 0;
+  if (x >= 0) line.style.transform = `translateX(${Math.round(x)}px)`;
 }
 
 /** @param {HTMLCanvasElement} canvas */
