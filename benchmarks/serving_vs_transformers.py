@@ -10,8 +10,8 @@ at once for throughput, then one after the other for the time to the first token
 is the engine in this process, with as many streams. Prints a table of medians over the rounds and,
 last, one JSON line.
 
-*CPU* is the processor time of the server's process for a token of the streams at once: the client of
-the measurement counts in tokens/s, where it is on the same cores, and not there.
+*CPU* is the processor time of the server's process for a token of the streams at once: the client
+of the measurement counts in tokens/s, where it is on the same cores, and not there.
 """
 
 from __future__ import annotations
