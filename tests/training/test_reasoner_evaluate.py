@@ -37,7 +37,8 @@ class ScriptedSolver:
     def encode(self, text):
         return []
 
-    def complete(self, prompts, limit):
+    def complete(self, prompts, limit, temperature=0.0):
+        self.temperature = temperature
         return [[ord(c) for c in self.answers[len(prompt)] + "}\n\\]"] for prompt in prompts]
 
 
@@ -104,7 +105,8 @@ class WritingSolver:
     def encode(self, text):
         return []
 
-    def complete(self, prompts, limit):
+    def complete(self, prompts, limit, temperature=0.0):
+        self.temperature = temperature
         return [[ord(c) for c in text] for text, _ in zip(self.texts, prompts, strict=True)]
 
 
@@ -115,7 +117,9 @@ def test_rechecks_that_fix_and_break_are_counted_as_shares_of_all_problems():
         for problem, first, last in zip(problems, (1, 1, 0, 0, 0), (1, 0, 1, 1, 0), strict=True)
     ]
     texts = [f"So the answer is {a}.\n...\nSo the answer is {b}.\n\\boxed{{{b}}}." for a, b in told]
-    row = skill(WritingSolver(texts), "larger", problems)
+    solver = WritingSolver(texts)
+    row = skill(solver, "larger", problems, 0.8)
+    assert solver.temperature == 0.8
     assert (row.first, row.accuracy) == (2 / 5, 3 / 5)
     assert (row.fixed, row.broken) == (2 / 5, 1 / 5)
 

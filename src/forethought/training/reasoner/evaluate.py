@@ -4,8 +4,9 @@
     python -m forethought.training.reasoner.evaluate --model DIR --problems 200 --skills
 
 The first compares methods on the shipped problems (``--larger``: on held-out problems with larger
-operands than training has). The second has plain decoding solve held-out problems of every kind,
-and reports the first derivation beside the answer: how many answers the re-checks fixed or broke.
+operands than the generator writes traces of). The second has plain decoding, or one sample at
+``--temperature``, solve held-out problems of every kind, and reports the first derivation beside
+the answer: how many answers the re-checks fixed or broke.
 
 The reference implementation of the demo: it decodes with transformers alone and shares no code with
 the engine or the methods. With greedy decoding the main chain does not depend on the probes, so
@@ -43,6 +44,7 @@ from forethought.training.reasoner.questions import (
     sample_larger,
     sample_varied,
 )
+from forethought.training.reasoner.traces import MOST_RECHECKED
 
 Ids = list[int]
 FIRST_ANSWER = re.compile(r"So the answer is (-?\d+)\.")
@@ -211,7 +213,7 @@ def evaluate(solver: Solver, problems: list[dict[str, str]], chunks: Sequence[in
 
 
 def larger_test_problems(count: int, seed: int = 2025) -> list[Problem]:
-    """Distinct held-out problems with larger operands than training has."""
+    """Distinct held-out problems with larger operands than the generator writes traces of."""
     rng, found = random.Random(seed), dict[str, Problem]()
     while len(found) < count:
         problem = sample_larger(rng, held_out=True)
@@ -232,6 +234,8 @@ def kinds_of_problem(count: int, seed: int = 2026) -> dict[str, list[Problem]]:
         kinds[kind] = [sample_varied(rng, kind, held_out=True) for _ in times]
     for steps in range(1, MOST_STEPS + 1):
         kinds[f"chain of {steps}"] = [sample_chain(rng, steps, held_out=True) for _ in times]
+    rechecked = range(1, MOST_RECHECKED + 1)
+    kinds["larger, re-checked"] = [sample_larger(rng, rechecked, held_out=True) for _ in times]
     return kinds
 
 
@@ -240,10 +244,12 @@ def _small_sum(rng: random.Random) -> Problem:
     return Problem("sum", f"What is {step.left}{step.sign}{step.right}?", (step,), (None, None))
 
 
-def skill(solver: Solver, kind: str, problems: Sequence[Problem], limit: int = 700) -> Skill:
-    """Plain decoding on some problems, and what became of the first derivation."""
+def skill(
+    solver: Solver, kind: str, problems: Sequence[Problem], temperature: float = 0.0
+) -> Skill:
+    """One answer to each of some problems, and what became of the first derivation."""
     prompts = [solver.encode(prompt_text(problem.question)) for problem in problems]
-    traces = solver.complete(prompts, limit)
+    traces = solver.complete(prompts, 700, temperature)
     first, last = [], []
     for problem, trace in zip(problems, traces, strict=True):
         text = solver.tokenizer.decode(trace)
@@ -273,9 +279,11 @@ def answered_by_sentence(solver: Solver, texts: Sequence[str]) -> Skill:
     return Skill("other text", count, share, wilson(right, count), share, 0.0, 0.0, tokens)
 
 
-def print_skills(solver: Solver, count: int) -> None:
+def print_skills(solver: Solver, count: int, temperature: float = 0.0) -> None:
     """A table, a row for each kind, and one JSON line."""
-    rows = [skill(solver, kind, problems) for kind, problems in kinds_of_problem(count).items()]
+    torch.manual_seed(0)
+    kinds = kinds_of_problem(count).items()
+    rows = [skill(solver, kind, problems, temperature) for kind, problems in kinds]
     rows.append(answered_by_sentence(solver, HELD_OUT))
     for row in rows:
         low, high = row.accuracy_ci
@@ -294,10 +302,11 @@ def main() -> None:
     parser.add_argument("--problem-seed", type=int, help="other held-out problems than the shipped")
     parser.add_argument("--chunks", type=int, nargs="+", default=[16, 24, 32])
     parser.add_argument("--larger", action="store_true", help="problems with larger operands")
-    parser.add_argument("--skills", action="store_true", help="plain decoding, every kind")
+    parser.add_argument("--skills", action="store_true", help="one answer each, every kind")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of --skills; 0: greedy")
     options = parser.parse_args()
     if options.skills:
-        print_skills(Solver(options.model), options.problems)
+        print_skills(Solver(options.model), options.problems, options.temperature)
         return
     seed = {} if options.problem_seed is None else {"seed": options.problem_seed}
     draw = larger_test_problems if options.larger else fixed_test_problems

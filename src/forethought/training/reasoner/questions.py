@@ -114,8 +114,9 @@ def sample_larger(
 ) -> Problem:
     """A story of one of the numbers of ``steps``, four to six, with operands up to 3000.
 
-    Derivations in training have such operands in products alone, so many go wrong: evaluations tell
-    apart there what they cannot on the shipped problems, and re-checks have something to find.
+    Traces that the generator writes have such operands in products alone, so many derivations go
+    wrong: evaluations tell apart there what they cannot on the shipped problems, and samples of
+    them teach re-checks.
     """
     while True:
         problem = _chain(rng, rng.choice(steps), largest=3000)

@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument(
         "--larger",
         action="store_true",
-        help="stories with larger operands than derivations are trained on",
+        help="stories with larger operands than the generator writes traces of",
     )
     options = parser.parse_args()
     rng, steps = random.Random(options.seed), range(1, MOST_RECHECKED + 1)
