@@ -1,6 +1,7 @@
 """Two models: SpecReason has a small model write the steps, and the base model score them.
 
-The two are the embedded reasoner and its draft model, which share nothing here but the machine.
+The two are the embedded reasoner and its draft model, which share nothing here but the machine. A
+step is scored by the base model's own probability of it, as neither follows instructions.
 """
 
 from forethought import assets
@@ -9,7 +10,7 @@ from forethought.scaffolding import EngineWorker, ScaffoldingLlm
 from forethought.training.chat_tokenizer import prompt_text
 
 prompt = prompt_text(assets.problems()[0]["question"])
-method = SpecReasonController(score_threshold=0, step_end="\n", step_tokens=64)
+method = SpecReasonController(scorer="likelihood", step_end="\n", step_tokens=64)
 params = {"temperature": 0.0, "max_tokens": 200}
 
 with (

@@ -760,6 +760,36 @@ MUTANTS = [
         "self._go_on(main, part, behind)",
         "tests/methods/test_parallel_thinking.py",
     ),
+    Mutant(
+        "methods/specreason.py",
+        "chain.base = _without_output(judged)",
+        "chain.base = None",
+        "tests/methods/test_specreason.py",
+    ),
+    Mutant(
+        "methods/specreason.py",
+        'min(found) if self.aggregation == "min" else',
+        'min(found) if self.aggregation != "min" else',
+        "tests/methods/test_specreason.py",
+    ),
+    Mutant(
+        "methods/first_answer.py",
+        "if marker is not None and not chain.end_flag:",
+        "if False:",
+        "tests/methods/test_first_answer.py",
+    ),
+    Mutant(
+        "methods/compute_optimal.py",
+        "chosen, difficulty = yield from self._scored(self.reward_controller, probes)",
+        "chosen, _ = yield from self._scored(self.reward_controller, probes)",
+        "tests/methods/test_compute_optimal.py",
+    ),
+    Mutant(
+        "engine/engine.py",
+        "sequence.table.rewind(min(sequence.table.length, first - 1))",
+        "pass",
+        ENGINE,
+    ),
     Mutant("methods/drag.py", "{self._block(self._retrieve(question))}", "", RETRIEVAL),
     Mutant(
         "methods/iterdrag.py",

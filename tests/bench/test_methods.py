@@ -2,17 +2,21 @@
 go on where they were ended."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from forethought import methods
 from forethought.bench.methods import (
     LEFT_OUT,
+    PROBE,
     MethodBench,
     MethodTable,
     MethodTask,
+    calibration_problems,
     cells,
     chosen,
+    fit_policy,
     held_out_problems,
     json_line,
     markdown,
@@ -100,6 +104,47 @@ def test_problems_are_the_shipped_ones_and_further_ones_that_were_not_trained_on
     assert len(held_out_problems("countdown", 5)) == 5
     with pytest.raises(UnknownNameError, match="countdown"):
         method_task("countdwn")
+
+
+def test_a_policy_is_fitted_on_other_problems_than_it_is_measured_on():
+    found = calibration_problems("countdown", 20)
+    assert {method_task("countdown").group_of(problem) for problem in found} == {
+        "3 numbers",
+        "4 numbers",
+    }
+    measured = {problem.question for problem in held_out_problems("countdown", 400)}
+    assert not measured & {problem.question for problem in found}
+    assert found == calibration_problems("countdown", 20)
+    assert found != calibration_problems("countdown", 20, seed=1)
+
+
+def test_what_a_policy_chooses_from_has_the_rewards_of_the_table_and_its_probe_is_sampled():
+    made = MethodBench(method_task("countdown"), 820).calibration_recipes()
+    assert [one.name for one in made] == [
+        *(PROBE, "best_of_n@4", "particle_filtering@2", "particle_filtering@4"),
+    ]
+    assert {one.sampling_params["temperature"] for one in made} == {0.8}
+    assert all(isinstance(one.controller.reward_controller, CheckerController) for one in made[1:])
+    with pytest.raises(ParameterError, match="no policy can be fitted"):
+        MethodBench(method_task("arithmetic"), 820).calibration_recipes()
+
+
+def test_a_fitted_policy_has_at_most_half_of_the_tokens_of_best_of_n(tmp_path):
+    """Odd problems are solved at once, others by best of N alone, for 20 tokens at 5 each."""
+
+    def says(prompt, index):
+        return "right" if prompt[7] in "13" or index > 3 else "wrong"
+
+    reward = {"reward_controller": CheckerController(lambda _, said: said == "right")}
+    probe, best = recipe("plain"), recipe("best_of_n@4", settings=reward)
+    table, _ = rows(tmp_path, says, [replace(probe, name=PROBE), best])
+    policy = fit_policy(table, tmp_path)
+    assert (policy.num_probes, policy.difficulty, policy.methods) == (1, "score", ("probes",) * 2)
+    assert policy.tokens <= table[1].row.tokens_per_attempt / 2
+    made = MethodBench(method_task("countdown"), 820, policy=policy).recipes()
+    [chosen_by_policy] = [one for one in made if one.name == "compute_optimal"]
+    assert chosen_by_policy.sampling_params["temperature"] == 0.8
+    assert chosen_by_policy.to_dict()["settings"] == {"policy": str(policy)}
 
 
 def test_rows_are_compared_with_plain_decoding_and_the_vote_and_have_groups(tmp_path):

@@ -477,6 +477,86 @@ def test_prompt_logprobs_are_the_same_in_chunks_after_preemption_and_for_every_s
     assert all(other == found[0] for other in found)
 
 
+def scored(machine: Any, sequence: Any, extension: list[int], **params: Any) -> list[float]:
+    """The log-probabilities of an extension behind a live sequence."""
+    machine.extend(sequence, extension)
+    machine.resume(sequence, GREEDY.replace(prompt_logprobs=0, max_tokens=1, **params))
+    drain(machine)
+    entries = sequence.prompt_logprobs[-len(extension) :]
+    return [entry[token].logprob for entry, token in zip(entries, extension, strict=True) if entry]
+
+
+@pytest.mark.parametrize(("budget", "pages"), [(64, 64), (7, 64), (7, 12)])
+def test_an_extension_has_the_logprobs_that_it_has_within_a_prompt(budget: int, pages: int) -> None:
+    whole = PROMPTS[3]
+    plain = engine(max_num_tokens=64, page_size=4)
+    (prompt,) = plain.add(whole, GREEDY.replace(prompt_logprobs=0, max_tokens=1))
+    drain(plain)
+    expected = [
+        entry[token].logprob
+        for entry, token in zip(prompt.prompt_logprobs[1:], whole[1:], strict=True)
+        if entry
+    ]
+    machine = engine(max_num_tokens=budget, pages=pages, page_size=4)
+    (start,) = machine.add(whole[:9], GREEDY.replace(max_tokens=1), keep=True)
+    drain(machine)
+    other = machine.add(PROMPTS[1], GREEDY)
+    fork = machine.fork(start, 9)
+    found = scored(machine, fork, whole[9:20])
+    machine.rewind(fork, 20)
+    found += scored(machine, fork, whole[20:])
+    assert found == pytest.approx(expected[8:], abs=1e-4)
+    assert len(fork.prompt_logprobs) == len(whole)
+    assert outputs(other) == greedy(tiny("llama"), [PROMPTS[1]], 16)
+    for sequence in (start, fork):
+        machine.close(sequence)
+    expect_empty(machine)
+
+
+def test_scoring_an_extension_computes_it_and_the_token_before_it() -> None:
+    machine = engine(max_num_tokens=64, page_size=4, reuse=False)
+    (start,) = machine.add(PROMPTS[3][:20], GREEDY.replace(max_tokens=1), keep=True)
+    drain(machine)
+    before = machine.stats.prefilled
+    fork = machine.fork(start, 20)
+    scored(machine, fork, PROMPTS[3][20:])
+    assert machine.stats.prefilled - before == 1 + 10
+    for sequence in (start, fork):
+        machine.close(sequence)
+    expect_empty(machine)
+
+
+def test_an_extension_of_a_fork_is_scored_while_the_original_runs_on() -> None:
+    machine = engine(max_num_tokens=64, page_size=4)
+    (running,) = machine.add(PROMPTS[3], GREEDY)
+    fork = machine.fork(running, 9)
+    found = scored(machine, fork, PROMPTS[3][9:])
+    (prompt,) = machine.add(PROMPTS[3], GREEDY.replace(prompt_logprobs=0))
+    drain(machine)
+    assert found == pytest.approx(
+        [
+            entry[token].logprob
+            for entry, token in zip(prompt.prompt_logprobs[9:], PROMPTS[3][9:], strict=True)
+            if entry
+        ],
+        abs=1e-4,
+    )
+    machine.close(fork)
+    expect_empty(machine)
+
+
+def test_without_an_extension_a_live_sequence_has_nothing_to_score() -> None:
+    machine = engine()
+    (start,) = machine.add(PROMPTS[0], GREEDY.replace(max_tokens=2), keep=True)
+    drain(machine)
+    machine.extend(start, [5, 6])
+    machine.rewind(start, 4)
+    with pytest.raises(ParameterError, match="nothing was put behind"):
+        machine.resume(start, GREEDY.replace(prompt_logprobs=0))
+    machine.close(start)
+    expect_empty(machine)
+
+
 def test_a_step_that_fails_ends_its_sequences_and_no_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -87,6 +87,35 @@ def test_methods_of_a_policy_get_their_settings_and_mistakes_are_refused():
         Policy(4, (0.5, 0.25), (PROBES,) * 3)
 
 
+BY_SCORE = Policy(
+    2, (0.0, 0.5), (PROBES, "majority_vote@3", "majority_vote@5"), None, None, "score"
+)
+
+
+@pytest.mark.parametrize(
+    ("probes", "difficulty", "method", "more"),
+    [
+        ("77", 0.0, PROBES, ""),
+        ("57", 0.5, "majority_vote@3", "888"),
+        ("55", 1.0, "majority_vote@5", "99999"),
+    ],
+)
+def test_difficulty_is_predicted_by_the_mean_score_of_the_probes(probes, difficulty, method, more):
+    reward = {"method": "checker", "checker": lambda question, text: "7" in text}
+    output, worker = ask(probes + more, BY_SCORE, reward_controller=reward)
+    told = output.meta["compute_optimal"]
+    assert (told["difficulty"], told["method"]) == (difficulty, method)
+    assert output.text == boxed(more[0] if more else "7")
+    assert len(worker.calls) == 2 + len(more)
+
+
+def test_a_policy_of_one_predictor_is_not_used_with_another():
+    with pytest.raises(ParameterError, match="do not belong together"):
+        ask("77", BY_SCORE)
+    with pytest.raises(ParameterError, match="do not belong together"):
+        ask("7777", SIMPLE, reward_controller=REWARD)
+
+
 # ---- fitting -------------------------------------------------------------------------------------
 
 QUESTIONS = [  # probes' answers; right are 7 and the methods' attempts: 3 samples, 9 samples
@@ -132,6 +161,20 @@ def test_the_most_accurate_policy_within_the_tokens_is_found(tmp_path):
     assert fit(path, 40, num_bins=3).accuracy == 0.5
     with pytest.raises(ParameterError, match="max_tokens"):
         fit(path, 39)
+
+
+def test_a_policy_is_fitted_on_scores_and_on_several_journals(tmp_path):
+    """Of the first of two probes right: difficulties 0 0 0 1 1 1; the probes solve three questions
+    for 20 tokens, and 9 samples two more for 90 on three."""
+    path = journal(tmp_path)
+    head, *lines = path.read_text().splitlines()
+    parts = [tmp_path / "one", tmp_path / "two"]
+    parts[0].write_text("\n".join([head, *(line for line in lines if "plain" in line)]))
+    parts[1].write_text("\n".join([head, *(line for line in lines if "plain" not in line)]))
+    options = {"num_probes": 1, "score": lambda attempt: float(attempt["correct"])}
+    policy = fit(parts, 55, **options)
+    assert policy == Policy(1, (0.0,), (PROBES, "majority_vote@9"), 5 / 6, 10 + 45.0, "score")
+    assert fit(parts, 54, **options).methods == (PROBES, PROBES)
 
 
 def test_one_bin_has_one_method_and_equal_difficulties_stay_in_one_bin(tmp_path):

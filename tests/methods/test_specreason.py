@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from engines import expect_empty
@@ -197,6 +199,82 @@ def test_what_it_cannot_honour_is_refused():
     for settings in ({"score_threshold": 11}, {"step_end": ""}, {"first_n_base_steps": -1}):
         with pytest.raises(ParameterError):
             methods.create("specreason", **settings)
+
+
+def likely(probabilities, **settings):
+    """The result and the base model's calls, where it gives the tokens of each step these
+    probabilities in turn."""
+    given = iter(probabilities)
+
+    def base(prompt, index):
+        if prompt == "p" and index == 0:
+            return "x"  # the token behind the prompt
+        if prompt.endswith(("s1\n\n", "s2\n\n", "s3</think>")) and index == 0:
+            return Reply("x", suffix_logprobs=[math.log(each) for each in next(given)])
+        return "answer" if "</think>" in prompt else BASE[prompt.count("\n\n")]
+
+    controller = methods.create("specreason", scorer="likelihood", **settings)
+    workers = {TAG.SMALL: ScriptedWorker(small_says), TAG.BASE: ScriptedWorker(base)}
+    with ScaffoldingLlm(controller, workers) as llm:
+        result = llm.generate("p")
+    return result, workers[TAG.BASE].calls
+
+
+@pytest.mark.parametrize(
+    ("settings", "text", "scores"),
+    [
+        ({}, "s1\n\nb2\n\ns3</think>answer", [0.5, 0.05, 0.1]),
+        ({"score_threshold": 0.2}, "s1\n\nb2\n\nb3</think>answer", [0.5, 0.05, 0.1]),
+        ({"aggregation": "mean"}, "s1\n\ns2\n\ns3</think>answer", [0.5**0.5, 0.05**0.5, 0.1]),
+    ],
+)
+def test_a_step_is_scored_by_the_probability_of_its_tokens(settings, text, scores):
+    result, calls = likely([(1.0, 0.5), (0.05, 1.0), (0.1,)], **settings)
+    assert result.output.text == text
+    assert result.output.meta["specreason"]["scores"] == pytest.approx(scores)
+    assert all(call.task.temperature == 0.0 for call in calls if call.task.score_suffix)
+
+
+def test_scores_and_steps_of_the_base_model_go_on_behind_the_kept_steps():
+    _, calls = likely([(0.5,), (0.01,), (0.5,)])
+    scored = [call.task for call in calls if call.task.score_suffix]
+    assert [task.fork_point.suffix for task in scored] == ["s1\n\n", "s2\n\n", "s3</think>"]
+    assert scored[1].fork_point.kept == 0, "behind the first step, which was kept"
+    [rewritten] = [call.task for call in calls if call.task.prediction]
+    assert (rewritten.input_str, rewritten.fork_point.kept) == ("ps1\n\n", 0)
+    assert scored[2].input_str == "ps1\n\nb2\n\ns3</think>"
+
+
+def test_a_worker_that_cannot_score_by_likelihood_is_named():
+    with pytest.raises(ParameterError, match="cannot score by likelihood"):
+        solve("999", scorer="likelihood")
+
+
+def test_on_two_engines_a_kept_step_is_computed_once_by_the_base_model():
+    """The same model twice: its own steps are probable, whatever it draws greedily."""
+    fields = {"kv_cache_config": {"max_tokens": 4096, "page_size": 4}, "dtype": "float32"}
+    small, base = LLM(thinking(), **fields), LLM(thinking(), **fields)
+    settings = {"scorer": "likelihood", "step_tokens": 8, "think_end": None}
+    params = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 24}
+    tags = {"score_threshold": 0.0}
+    with EngineWorker(small) as drafting, EngineWorker(base) as judging:
+        controller = methods.create("specreason", **settings, **tags)
+        with ScaffoldingLlm(controller, {TAG.SMALL: drafting, TAG.BASE: judging}) as llm:
+            result = llm.generate("a b c", sampling_params=params)
+        told = result.output.meta["specreason"]
+        assert told["accepted"] == len(told["scores"]) >= 3
+        assert all(0.0 < score <= 1.0 for score in told["scores"])
+        stats, num_steps = judging.llm.stats, len(told["scores"])
+        prompt = len(judging.llm.tokenizer("a b c").input_ids)
+        assert stats.decoded == 1 + num_steps, "a token behind the prompt and behind each step"
+        text = len(judging.llm.tokenizer(result.output.text).input_ids)
+        assert stats.prefilled <= prompt + text + 3 * num_steps
+        controller = methods.create("specreason", **settings, score_threshold=1.0)
+        with ScaffoldingLlm(controller, {TAG.SMALL: drafting, TAG.BASE: judging}) as llm:
+            rewritten = llm.generate("a b c", sampling_params=params)
+        assert rewritten.output.meta["specreason"]["accepted"] == 0
+        expect_empty(small._frontend.engine)
+        expect_empty(base._frontend.engine)
 
 
 def test_on_two_engines_the_base_model_decodes_one_token_per_kept_step():

@@ -26,6 +26,7 @@ ALL = {
     "best_of_n": {"default_sample_num": 3, "reward_controller": REWARD()},
     "repeated_sampling": {"default_sample_num": 4, "verifier": "math", "concurrency": 2},
     "budget_forcing": {},
+    "first_answer": {},
     "beam_search": {**LENGTHS, "reward_controller": REWARD()},
     "dvts": {**LENGTHS, "reward_controller": REWARD()},
     "particle_filtering": {"default_sample_num": 3, "reward_controller": REWARD()},
@@ -42,8 +43,21 @@ ALL = {
     "drag": RETRIEVAL,
     "iterdrag": {**RETRIEVAL, "max_iterations": 2},
     "sleep_time": {"context": "Ann has 3 bags of 4 nuts."},
+    "deepconf": {"default_sample_num": 4},
+    "deepconf_online": {"default_sample_num": 4, "num_warmup": 2, "window": 8},
+    "adaptive_compute": {"default_sample_num": 2, "prune_after": None},
+    "fork_think": {"default_sample_num": 3, "num_points": 1, "window": 8},
+    "genrm": {"reward_controller": "genrm", "default_sample_num": 2},
+    "spct": {"reward_controller": "spct", "default_sample_num": 2},
+    "checker": {
+        "reward_controller": {"method": "checker", "checker": lambda question, text: len(text)}
+    },
+    "hogwild_turns": {"workers": ["Alice", "Bob"], "turn_tokens": 40, "max_turns": 2},
+    "parallel_thinking": {},
+    "budget_vote": {"total_tokens": 2000, "default_sample_num": 3},
+    "no_thinking": {},
 }
-"""Those that run on all three: settings of each."""
+"""Settings of each."""
 SLOW = {
     "dvts",
     "mcts",
@@ -56,39 +70,22 @@ SLOW = {
     "archon",
     "iterdrag",
     "sleep_time",
+    "deepconf",
+    "genrm",
+    "spct",
+    "fork_think",
 }
 """Those like one of the others in what they ask of a worker."""
-ON_A_SCRIPT = {
-    "deepconf": "samples that are forced on a model have no confidences to decide by",
-    "deepconf_online": "as deepconf",
-    "budget_vote": "a server gets the thought and the answer as two requests with own seeds",
-    "no_thinking": "as budget_vote",
-    "adaptive_compute": "decides by the probability of a token, which forced samples do not have",
-    "fork_think": "forks where confidence is low, which forced samples do not have",
-    "genrm": "as adaptive_compute; within best_of_n, as all rewards",
-    "spct": "its critiques are chats that hold all answers",
-    "checker": "a reward that runs nothing",
-    "hogwild_turns": "tells what an exchange prefills, which servers do not",
-    "parallel_thinking": "tells what a join prefills, which servers do not",
+OPTIONS = {
+    "deepconf": {"params": {"seed": 11, "max_tokens": 400, "confidence": 2}},
+    "deepconf_online": {"params": {"seed": 11, "max_tokens": 400, "confidence": 2}},
+    "hogwild_turns": {"counts": ("exchanged_tokens",)},  # servers do not tell what is prefilled
+    "parallel_thinking": {"counts": ("join_tokens", "longest_path", "thread_tokens")},
 }
-SCRIPTED = {
-    "deepconf": ({"default_sample_num": 4}, {"seed": 11, "max_tokens": 400, "confidence": 2}),
-    "deepconf_online": (
-        {"default_sample_num": 4, "num_warmup": 2, "window": 8},
-        {"seed": 11, "max_tokens": 400, "confidence": 2},
-    ),
-    "budget_vote": ({"total_tokens": 2000, "default_sample_num": 3}, {"seed": 11}),
-    "no_thinking": ({}, None),
-    "adaptive_compute": ({"default_sample_num": 2, "prune_after": None}, None),
-    "fork_think": ({"default_sample_num": 3, "num_points": 1, "window": 8}, None),
-    "genrm": ({"reward_controller": "genrm", "default_sample_num": 2}, None),
-    "spct": ({"reward_controller": "spct", "default_sample_num": 2}, None),
-    "checker": (
-        {"reward_controller": {"method": "checker", "checker": lambda question, text: len(text)}},
-        None,
-    ),
-    "hogwild_turns": ({"workers": ["Alice", "Bob"], "turn_tokens": 40, "max_turns": 2}, None),
-    "parallel_thinking": ({}, None),
+"""Arguments of ``check_method`` beside the settings."""
+WITHOUT_ENGINE = {
+    "budget_vote": "the model on which samples are forced has no thoughts to limit",
+    "no_thinking": "the same",
 }
 REWARDS = ("genrm", "spct", "checker")
 """Those that score the samples of best_of_n."""
@@ -108,7 +105,17 @@ def spawn(prompt, seed):
     return "<Parallel><Outlines><Outline>1: a</Outline><Outline>2: b</Outline></Outlines>"
 
 
-RESPOND = {"spct": criticise, "parallel_thinking": spawn}
+def think(prompt, seed):
+    """A thought and an answer."""
+    return "It is 3." if "</think>" in prompt else "2 + 1</think>It is 3."
+
+
+RESPOND = {
+    "spct": criticise,
+    "parallel_thinking": spawn,
+    "budget_vote": think,
+    "no_thinking": think,
+}
 """What is generated in place of the samples."""
 
 
@@ -118,29 +125,32 @@ def settings_of(name):
     return ALL[name]
 
 
+def check(name, **options):
+    method = "best_of_n" if name in REWARDS else name
+    options = {"respond": RESPOND.get(name, sample_answer), **OPTIONS.get(name, {}), **options}
+    return check_method(lambda: methods.create(method, **settings_of(name)), **options)
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in ALL]
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.slow if n in SLOW else ())
+        for n in ALL
+        if n not in WITHOUT_ENGINE
+    ],
 )
 def test_a_built_in_method_decides_alike_on_a_script_a_server_and_the_engine(name):
-    held = check_method(lambda: methods.create(name, **settings_of(name)))
-    assert len(held) == 8
+    assert len(check(name)) == 8
 
 
-@pytest.mark.parametrize("name", ON_A_SCRIPT)
-def test_a_built_in_method_that_needs_other_samples_is_checked_on_a_script(name):
-    settings, params = SCRIPTED[name]
-    method = "best_of_n" if name in REWARDS else name
-    held = check_method(
-        lambda: methods.create(method, **settings),
-        backends=("script",),
-        params=params,
-        respond=RESPOND.get(name, sample_answer),
-    )
-    assert len(held) == 6
+@pytest.mark.parametrize("name", WITHOUT_ENGINE)
+def test_a_method_that_closes_thoughts_decides_alike_on_a_script_and_a_server(name):
+    held = check(name, backends=("script", "server"), prompt="Q: which number?\nA: <think>")
+    assert len(held) == 7
 
 
 def test_no_method_is_forgotten():
-    assert set(methods.names()) <= {*ALL, *ON_A_SCRIPT}
+    assert set(methods.names()) <= set(ALL)
 
 
 # ---- what it finds -----------------------------------------------------------------------------

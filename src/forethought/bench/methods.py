@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from forethought.errors import UnknownNameError
+from forethought.errors import ParameterError, UnknownNameError
 from forethought.evaluation import tasks
 from forethought.evaluation.comparison import Comparison
 from forethought.evaluation.journal import Attempt, Journal
@@ -26,13 +26,16 @@ from forethought.evaluation.recipe import Recipe, recipe
 from forethought.evaluation.report import ReportRow, aligned, outcomes_of, row_of
 from forethought.evaluation.runner import EvaluationProgress, EvaluationRunner
 from forethought.evaluation.statistics import PairedComparison, Proportion, compare_pairs
-from forethought.methods.compute_optimal import Policy
+from forethought.methods.compute_optimal import PROBES, Policy, fit
+from forethought.methods.stack import parameters
 from forethought.scaffolding.checker_controller import CheckerController
 from forethought.scaffolding.controller import NativeRewardController
 from forethought.scaffolding.worker import Worker
 from forethought.training.countdown.progress import progress
 
 PLAIN = "plain"
+PROBE = "plain, sampled"
+"""The row whose attempts are the probes of a policy that is fitted."""
 TEMPERATURE = 0.8
 LEFT_OUT: Mapping[str, str] = {
     "tree_of_thoughts": "the model itself judges its steps, on instruction",
@@ -104,10 +107,24 @@ def held_out_problems(name: str, count: int, seed: int = 0) -> list[Problem]:
     return found[:count] if count >= len(found) else random.Random(seed).sample(found, count)
 
 
-def _countdown(rng: random.Random) -> Problem:
+def calibration_problems(name: str, count: int, seed: int = 0) -> list[Problem]:
+    """So many problems of the same generators and the same side of the split, which are not among
+    those of ``held_out_problems``; where numbers are counted, half of them have three."""
+    known = {problem.question for problem in held_out_problems(name, 1000)}
+    rng, found = random.Random(f"{seed}:calibration:{name}"), list[Problem]()
+    while len(found) < count:
+        size = 3 + len(found) % 2
+        made = _countdown(rng, size) if name == "countdown" else _arithmetic(rng)
+        if made.question not in known:
+            known.add(made.question)
+            found.append(replace(made, name=str(len(found))))
+    return found
+
+
+def _countdown(rng: random.Random, size: int = 4) -> Problem:
     from forethought.training.countdown.problems import expression, sample_problem, solve
 
-    problem = sample_problem(rng, 4, held_out=True)
+    problem = sample_problem(rng, size, held_out=True)
     return Problem("", problem.question, expression(solve(problem) or ()))
 
 
@@ -138,7 +155,7 @@ class MethodBench:
         tokens: generated per problem, about.
         judge: scores steps and answers; None: the task's checker does, or the model's confidence.
         judge_worker: runs the reward model; None: there is none.
-        policy: of ``compute_optimal``; None leaves it out.
+        policy: of ``compute_optimal``, which gets the rewards of the searches; None leaves it out.
     """
 
     task: MethodTask
@@ -173,6 +190,7 @@ class MethodBench:
             self._made(f"budget_vote@{n}", total_tokens=self.tokens),
             self._made(f"no_thinking+majority_vote@{n}"),
             self._made("budget_forcing"),
+            self._made("first_answer"),
             self._made("dynasor", chunk_size=self.task.chunk_size, certainty_threshold=2),
             self._made(
                 f"dynasor+majority_vote@{n}", chunk_size=self.task.chunk_size, certainty_threshold=2
@@ -184,13 +202,49 @@ class MethodBench:
             *self._searches(n),
         ]
         if self.policy is not None:
-            found.append(self._made("compute_optimal", policy=self.policy))
+            found.append(self._compute_optimal(self.policy))
         if self.task.verifier is not None:
             found += [
                 self._made(f"repeated_sampling@{count}", verifier=self.task.verifier)
                 for count in (2 * n, 4 * n)
             ]
         return found
+
+    def calibration_recipes(self) -> list[Recipe]:
+        """The rows that a policy is fitted on: the probe first, then what it may choose.
+
+        Raises:
+            ParameterError: the task has no exact checker, whose verdict on a probe tells how
+                difficult the problem is.
+        """
+        if self.task.verifier is None:
+            raise ParameterError(
+                "no policy can be fitted on this task",
+                "it has no exact checker to score the probes",
+                "Use --task countdown",
+            )
+        probe = self._made(PLAIN)
+        params = {**probe.sampling_params, "temperature": TEMPERATURE}
+        counts = sorted({max(2, self.num_samples // 2), self.num_samples})
+        searches = [f"particle_filtering@{count}" for count in counts]
+        return [
+            replace(probe, name=PROBE, sampling_params=params),
+            self._made(f"best_of_n@{self.num_samples}", judged=True),
+            *(self._made(name, judged=True, step_token="\n") for name in searches),
+        ]
+
+    def _compute_optimal(self, policy: Policy) -> Recipe:
+        given = {"step_token": "\n", "reward_controller": self._reward}
+        settings = {
+            name: {key: value for key, value in given.items() if value and key in parameters(name)}
+            for name in policy.methods
+            if name != PROBES
+        }
+        by_score: dict[str, Any] = {}
+        if policy.difficulty == "score":
+            by_score["reward_controller"] = CheckerController(self.task.verifier or "math")
+        made = self._made("compute_optimal", policy=policy, settings=settings, **by_score)
+        return replace(made, settings={"policy": policy})
 
     def _chosen(self, n: int) -> list[Recipe]:
         found = [
@@ -336,7 +390,7 @@ class MethodTable:
         for one in recipes:
             settings = {**self._settings, "recipe": one.to_dict()}
             settings |= {"reward_model": dict(self._judge)} if one.workers else {}
-            path = folder / f"{re.sub(r'[^a-z0-9_]+', '-', one.name.lower())}.jsonl"
+            path = journal_path(folder, one.name)
             with Journal(path, settings, is_fresh) as journal:
                 comparison = Comparison(self._runner, self._problems, journal, bar=bar)
                 made[one.name] = comparison.attempts(one)
@@ -366,6 +420,28 @@ class MethodTable:
             )
             for name, some in sorted(by_group.items())
         }
+
+
+def journal_path(folder: Path, name: str) -> Path:
+    """The journal of the row of this name."""
+    return folder / f"{re.sub(r'[^a-z0-9_]+', '-', name.lower())}.jsonl"
+
+
+def fit_policy(rows: Sequence[MethodRow], folder: Path) -> Policy:
+    """The most accurate policy with at most half of the tokens of best of N.
+
+    Args:
+        rows: of ``MethodBench.calibration_recipes``.
+        folder: of their journals.
+    """
+    best_of_n = next(one.row for one in rows if one.row.method.startswith("best_of_n"))
+    return fit(
+        [journal_path(folder, one.row.method) for one in rows],
+        best_of_n.tokens_per_attempt / 2,
+        num_probes=1,
+        probe=PROBE,
+        score=lambda attempt: float(attempt["correct"]),
+    )
 
 
 def cells(rows: Sequence[MethodRow]) -> list[tuple[str, ...]]:

@@ -129,7 +129,8 @@ class SamplingParams(RequestParams):
     ``stop_token_ids``         tokens that end the generation, beside the model's own
     ``ignore_eos``             the model's end-of-sequence tokens do not end the generation
     ``logprobs``               log-probabilities of the chosen token and of the top k
-    ``prompt_logprobs``        the same for the tokens of the prompt
+    ``prompt_logprobs``        the same for the tokens of the prompt; of a session, for those that
+                               ``extend`` has put behind it (``session.prompt_logprobs``)
     ``confidence``             ``TokenConfidence`` of each token, over its top k (DeepConf's is 20)
     ``skip_special_tokens``    leave special tokens out of the text
     ``priority``               lower runs first; equal ones in order of arrival

@@ -117,11 +117,11 @@ class Engine:
             raise ParameterError(
                 "invalid n", f"a live sequence has one continuation, not {params.n}", "Fork it"
             )
-        if params.prompt_logprobs is not None:
+        if params.prompt_logprobs is not None and sequence.extended_from is None:
             raise ParameterError(
                 "prompt_logprobs of a live sequence",
-                "its earlier tokens are computed already",
-                "Ask for them when generating from a prompt",
+                "its tokens are computed already, and nothing was put behind them",
+                "Ask for them when generating from a prompt, or behind an extension",
             )
         self._check_params(params)
         self._check_length(len(sequence.tokens) + 1)
@@ -240,7 +240,8 @@ class Engine:
     ) -> None:
         """Generate from a parked sequence. ``params.n`` must be 1: fork for more.
 
-        A shape that the params ask for is that of the new output alone.
+        A shape that the params ask for is that of the new output alone. ``prompt_logprobs`` are
+        those of the tokens that ``extend`` has put behind it since it generated last.
 
         Raises:
             UsageError: it is not parked.
@@ -251,6 +252,8 @@ class Engine:
         constraint = constraints(sequence.tokens, 1)[0] if constraints else None
         if sequence.num_uncomputed == 0:  # the last token's logits are needed once more
             sequence.table.rewind(len(sequence.tokens) - 1)
+        if params.prompt_logprobs is not None:
+            self._score_extension(sequence)
         self._start(sequence, params, next(self._arrivals), self._seed(params), constraint)
 
     def extend(self, sequence: Sequence, token_ids: Ids[int]) -> None:
@@ -258,6 +261,8 @@ class Engine:
         self._expect_parked(sequence, "extended")
         self._check_ids("extension", token_ids)
         self._check_length(len(sequence.tokens) + len(token_ids))
+        if sequence.extended_from is None:
+            sequence.extended_from = len(sequence.tokens)
         sequence.tokens.extend(token_ids)
         sequence.prompt_length = len(sequence.tokens)
 
@@ -337,6 +342,8 @@ class Engine:
         sequence.prompt_length = min(sequence.prompt_length, length)
         sequence.num_ever_computed = min(sequence.num_ever_computed, length)
         sequence.num_shared = min(sequence.num_shared, length)
+        if sequence.extended_from is not None and sequence.extended_from >= length:
+            sequence.extended_from = None
 
     def abort(self, sequence: Sequence) -> None:
         """End a generation now, without a further event. Parked and closed ones stay so."""
@@ -409,9 +416,18 @@ class Engine:
         sequence.limit = len(sequence.tokens) + min(left, params.max_tokens or left)
         sequence.finish_reason = sequence.stop_reason = None
         sequence.constraint, sequence.had_nonfinite_logits = constraint, False
+        sequence.extended_from = None
         sequence.metrics, sequence.drafted_steps = SpeculationMetrics(), []
         self.speculation.begin(sequence)
         self.scheduler.place(sequence, Status.WAITING)
+
+    @staticmethod
+    def _score_extension(sequence: Sequence) -> None:
+        """Have the next step compute the logits that score the extension."""
+        first = sequence.extended_from
+        assert first is not None, "check_resume has seen an extension"
+        sequence.prompt_logprobs = [None] * first
+        sequence.table.rewind(min(sequence.table.length, first - 1))
 
     @staticmethod
     def _expect_parked(sequence: Sequence, done: str) -> None:

@@ -362,9 +362,12 @@ class Scheduler:
 
     def _adopt_prefix(self, sequence: Sequence) -> None:
         """Begin an empty table with the pages of a known prefix; at least one token is left."""
-        if sequence.table.pages or sequence.wants_prompt_logprobs or sequence.had_nonfinite_logits:
+        limit = len(sequence.tokens) - 1
+        if sequence.wants_prompt_logprobs:
+            limit = min(limit, len(sequence.prompt_logprobs) - 1)
+        if sequence.table.pages or limit < 1 or sequence.had_nonfinite_logits:
             return
-        pages = self._index.match(sequence.tokens[:-1], sequence.params.cache_salt)
+        pages = self._index.match(sequence.tokens[:limit], sequence.params.cache_salt)
         sequence.table.adopt(pages)
         sequence.usage.cached += sequence.table.length
         self._stats.cached += sequence.table.length

@@ -90,7 +90,10 @@ class Sequence:
     constraint: Constraint | None = None
     """What restricts the output of the current generation."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
-    """One entry per prompt token as far as computed, if asked for."""
+    """One entry per prompt token as far as computed, if asked for; of a sequence that was extended,
+    None for those before the extension."""
+    extended_from: int | None = None
+    """Tokens before those that were put behind it since it generated last; None: there are none."""
     usage: Usage = field(default_factory=Usage)
     metrics: SpeculationMetrics = field(default_factory=SpeculationMetrics)
     """Counters of speculative decoding in the current generation."""
@@ -172,11 +175,13 @@ def attach_to_parent(child: Sequence, has_logits: bool = False) -> None:
     assert parent is not None, "only a dependent can be attached"
     parent.dependents.remove(child)
     child.parent = None
-    if child.wants_prompt_logprobs:
+    ready = min(child.num_shared, parent.num_computed)
+    if child.wants_prompt_logprobs and child.prompt_logprobs:
+        ready = min(ready, len(child.prompt_logprobs) - 1)  # the last one's logits are needed
+    elif child.wants_prompt_logprobs:
         if len(parent.prompt_logprobs) < child.prompt_length:
             return  # it has to compute its own, from the first token on
         child.prompt_logprobs = list(parent.prompt_logprobs)
-    ready = min(child.num_shared, parent.num_computed)
     if child.active and not has_logits:
         ready = min(ready, len(child.tokens) - 1)
     child.table = parent.table.fork(ready)

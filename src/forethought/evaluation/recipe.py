@@ -71,14 +71,14 @@ def recipe(
     """
     given = dict(settings or {})
     drawing = [method for method in split(spec) if method.draws_samples]
-    several = bool(drawing)
-    if several and drawing[-1].samples is None:
+    if drawing and drawing[-1].samples is None:
         given.setdefault(_SAMPLES, samples)
+    controller = stack(spec, **given)
+    several = bool(drawing) or getattr(controller, "draws_samples", False)
     params: dict[str, Any] = {"temperature": temperature if several else 0.0, "top_p": 1.0}
     if max_tokens is not None:
         params["max_tokens"] = max_tokens
     SamplingParams(**params)  # refuses values outside their ranges before anything runs
-    controller = stack(spec, **given)
     refuse_greedy_samples(controller, params["temperature"])
     plain = {name: value for name, value in given.items() if not isinstance(value, Controller)}
     return Recipe(spec, controller, params, _num_chains(controller), settings=plain)

@@ -24,7 +24,7 @@ from forethought.llm.engine_thread import EngineThread, OutputStream
 from forethought.llm.frontend import Frontend, Generation
 from forethought.llm.tokenizer import read_length
 from forethought.model.sampling import Constraints
-from forethought.outputs import CompletionOutput, Usage
+from forethought.outputs import CompletionOutput, TokenLogprobs, Usage
 
 Result = TypeVar("Result")
 
@@ -241,6 +241,13 @@ class AsyncSession:
         """Tokens before the current or last generation began."""
         sequence = self._handle.sequence
         return len(self._handle.prompt_ids) if sequence is None else sequence.prompt_length
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobs | None]:
+        """Of the current or last generation, if its ``prompt_logprobs`` asked for them: one entry
+        per token before it, None for those before the extension."""
+        sequence = self._handle.sequence
+        return [] if sequence is None else list(sequence.prompt_logprobs)
 
     @property
     def text(self) -> str:

@@ -27,7 +27,13 @@ from forethought.errors import DependencyError, EngineStopped, ParameterError, U
 from forethought.llm.frontend import Frontend, Generation
 from forethought.llm.tokenizer import Prompt, is_batch, read_length
 from forethought.model.sampling import Constraints
-from forethought.outputs import CompletionOutput, EngineStats, RequestOutput, Usage
+from forethought.outputs import (
+    CompletionOutput,
+    EngineStats,
+    RequestOutput,
+    TokenLogprobs,
+    Usage,
+)
 
 
 class FifoLock:
@@ -572,6 +578,12 @@ class Session:
     def prompt_length(self) -> int:
         """Tokens before the current or last generation began."""
         return self._sequence.prompt_length
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobs | None]:
+        """Of the current or last generation, if its ``prompt_logprobs`` asked for them: one entry
+        per token before it, None for those before the extension."""
+        return list(self._sequence.prompt_logprobs)
 
     @property
     def text(self) -> str:

@@ -1,13 +1,15 @@
 """Compute-optimal sampling: method and budget are chosen by the predicted difficulty of a question.
 
 Some samples are drawn as probes. The less their answers agree, the more difficult the question is
-taken to be: difficulty = 1 - (votes of the most frequent answer) / (number of probes). A policy
-says which method answers a question of that difficulty::
+taken to be: difficulty = 1 - (votes of the most frequent answer) / (number of probes). Where there
+is a reward, it is 1 - (their mean score), as in the paper. A policy says which method answers a
+question of that difficulty::
 
     difficulty     0.0 to 0.25     to 0.5               above
     method         probes          majority_vote@8      majority_vote@32
 
-``probes`` returns the probes' most frequent answer and costs nothing more. ``fit`` finds the policy
+``probes`` returns the probes' most frequent answer (with a reward, the one with the highest score)
+and costs nothing more. ``fit`` finds the policy
 on a calibration file: questions are sorted into bins of difficulty, each with about as many, and of
 all ways to give each bin a method the most accurate one is taken whose tokens stay within a limit
 on average. The file is the journal that ``forethought eval`` writes::
@@ -17,7 +19,7 @@ on average. The file is the journal that ``forethought eval`` writes::
     methods.create("compute_optimal", policy="policy.json")
 
 The paper predicts difficulty by the mean score that a reward model gives to 2048 samples, and has
-five bins; agreement of a few probes is ours, and so are the defaults.
+five bins; a few probes, their agreement, and the defaults are ours.
 
 Paper: Snell et al., "Scaling LLM Test-Time Compute Optimally can be More Effective than Scaling
 Model Parameters", 2024. arXiv 2408.03314.
@@ -29,10 +31,10 @@ import itertools
 import json
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -49,6 +51,7 @@ from forethought.scaffolding.task import GenerationTask
 PROBES = "probes"
 """Stands for the probes' own vote, where a method is named."""
 _MOST_POLICIES = 10**6
+Predictor = Literal["agreement", "score"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,8 @@ class Policy:
     """On the calibration file; None: it is not known."""
     tokens: float | None = None
     """Tokens per question there, those of the probes included."""
+    difficulty: Predictor = "agreement"
+    """What it is predicted by: how the probes agree, or the scores of a reward controller."""
 
     def __post_init__(self) -> None:
         validated("num_probes", self.num_probes, POSITIVE_INT)
@@ -118,11 +123,15 @@ class ComputeOptimalController(Controller):
         answer_space: where the answer stands and which answers mean the same, as in
             ``majority_vote``.
         settings: by method of the policy: its further settings.
+        reward_controller: scores the probes from 0 to 1, for a policy that was fitted on scores.
 
     Raises:
         ParameterError: a setting of the wrong kind, or no policy.
         UnknownNameError: the policy names a method that does not exist.
     """
+
+    draws_samples = True
+    """Probes, and what the methods of the policy draw, are equal at temperature 0."""
 
     def __init__(
         self,
@@ -131,6 +140,7 @@ class ComputeOptimalController(Controller):
         *,
         answer_space: AnswerSpace | str = "math",
         settings: Mapping[str, Mapping[str, Any]] | None = None,
+        reward_controller: Controller | None = None,
     ) -> None:
         super().__init__()
         self.policy = Policy.load(policy)
@@ -138,6 +148,18 @@ class ComputeOptimalController(Controller):
             "generation_controller", generation_controller
         )
         self.answer_space = answer_spaces.answer_space(answer_space)
+        self.reward_controller = (
+            None
+            if reward_controller is None
+            else expect_controller("reward_controller", reward_controller)
+        )
+        if (self.policy.difficulty == "score") != (reward_controller is not None):
+            raise ParameterError(
+                "the policy and reward_controller do not belong together",
+                f"the policy predicts difficulty by {self.policy.difficulty}, and "
+                f"reward_controller is {reward_controller}",
+                "Give the reward that the policy was fitted with, and none for agreement",
+            )
         unknown = (settings or {}).keys() - {*self.policy.methods}
         if unknown:
             raise ParameterError.unknown("the policy", unknown, self.policy.methods)
@@ -169,6 +191,8 @@ class ComputeOptimalController(Controller):
         probes = yield from self._probe(task, kwargs)
         pool = AnswerPool(self.answer_space.equivalence)
         chosen, difficulty = yield from self._vote(pool, probes)
+        if self.reward_controller is not None:
+            chosen, difficulty = yield from self._scored(self.reward_controller, probes)
         method = self.policy.method(difficulty)
         if method != PROBES:
             answered = task.copy()
@@ -202,6 +226,21 @@ class ComputeOptimalController(Controller):
         chosen = probes[0 if pool.winner is None else pool.winner.first]
         return chosen, difficulty_of(pool, self.policy.num_probes)
 
+    def _scored(self, reward: Controller, probes: Sequence[GenerationTask]) -> Process:
+        """The probe with the highest score, and the difficulty."""
+        try:
+            yield from reward.process(probes)
+        except BudgetExceeded:
+            return probes[0], 1.0
+        scores = [score or 0.0 for score in getattr(reward, "scores", None) or [0.0] * len(probes)]
+        best = max(range(len(probes)), key=scores.__getitem__)
+        return probes[best], score_difficulty(scores, self.policy.num_probes)
+
+
+def score_difficulty(scores: Sequence[float], num_probes: int) -> float:
+    """1 - the mean score of the probes; one that has not ended has none."""
+    return 1.0 - sum(scores) / num_probes
+
 
 def difficulty_of(pool: AnswerPool, num_probes: int) -> float:
     """1 - the share of the probes that give the most frequent answer."""
@@ -219,31 +258,39 @@ def _never(branch: Branch) -> Process:
 
 
 def fit(
-    journal: str | Path,
+    journal: str | Path | Sequence[str | Path],
     max_tokens: float,
     *,
     num_probes: int = 4,
     num_bins: int = 5,
     probe: str = "plain",
     answer_space: AnswerSpace | str = "math",
+    score: Callable[[Mapping[str, Any]], float] | None = None,
 ) -> Policy:
     """The most accurate policy on a calibration file, within a limit of tokens.
 
     Args:
-        journal: of an evaluation with ``num_probes`` or more samples per problem; of each problem
-            the first attempts with ``probe`` are its probes.
+        journal: of an evaluation with ``num_probes`` or more samples per problem, or several, on
+            the same problems; of each the first attempts with ``probe`` are its probes.
         max_tokens: decoded tokens per question on average, those of the probes included.
         num_probes: probes per question.
         num_bins: bins of difficulty; fewer, where many questions are equally difficult.
         probe: the method whose attempts are the probes.
         answer_space: as of the controller.
+        score: what the reward controller will give a probe, from 0 to 1, by its record in the
+            journal: of an exact checker, ``lambda attempt: attempt["correct"]``. None: difficulty
+            is predicted by agreement.
 
     Raises:
         ParameterError: the file has no probes of some problem, a method was not run on all of them,
             or the probes alone take more than ``max_tokens``.
     """
-    space = answer_spaces.answer_space(answer_space)
-    questions = _questions(_attempts(journal), probe, num_probes, space)
+    journals = [journal] if isinstance(journal, str | Path) else journal
+    attempts = [attempt for path in journals for attempt in _attempts(path)]
+    predict = _by_agreement(answer_spaces.answer_space(answer_space))
+    if score is not None:
+        predict = _by_score(score)
+    questions = _questions(attempts, probe, num_probes, predict)
     ordered = sorted(question.difficulty for question in questions)
     cuts = {ordered[len(ordered) * n // num_bins - 1] for n in range(1, num_bins)}
     edges = tuple(sorted(cuts - {ordered[-1]}))
@@ -252,7 +299,8 @@ def fit(
         bins[bisect_left(edges, question.difficulty)].append(question)
     correct, tokens, chosen = _best_choice(bins, max_tokens * len(questions))
     count = len(questions)
-    return Policy(num_probes, edges, chosen, correct / count, tokens / count)
+    predictor: Predictor = "agreement" if score is None else "score"
+    return Policy(num_probes, edges, chosen, correct / count, tokens / count, predictor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +310,10 @@ class _Question:
     difficulty: float
     outcomes: Mapping[str, tuple[float, float]]
     """Method -> (share of right attempts, tokens); those of the probes are in all of the tokens."""
+
+
+_Predict = Callable[[Sequence[Mapping[str, Any]]], tuple[int, float]]
+"""Attempts with the probes -> which of them is the answer, and the difficulty."""
 
 
 def _attempts(path: str | Path) -> list[dict[str, Any]]:
@@ -278,7 +330,7 @@ def _attempts(path: str | Path) -> list[dict[str, Any]]:
 
 
 def _questions(
-    attempts: Sequence[Mapping[str, Any]], probe: str, num_probes: int, space: AnswerSpace
+    attempts: Sequence[Mapping[str, Any]], probe: str, num_probes: int, predict: _Predict
 ) -> list[_Question]:
     """The questions of a journal.
 
@@ -299,31 +351,52 @@ def _questions(
             )
     if not found:
         raise ParameterError("the calibration file is empty", "no attempts", "Run forethought eval")
-    return [_question(by, by[probe][:num_probes], probe, space) for by in found.values()]
+    return [_question(by, by[probe][:num_probes], probe, predict) for by in found.values()]
+
+
+def _by_agreement(space: AnswerSpace) -> _Predict:
+    """The most frequent answer of the probes, and the difficulty."""
+
+    def predict(probes: Sequence[Mapping[str, Any]]) -> tuple[int, float]:
+        pool = AnswerPool(space.equivalence)
+        for number, attempt in enumerate(probes):
+            task = GenerationTask()
+            task.output_str = attempt["text"]
+            answer = space.answer_of(task)
+            if answer is not None:
+                pool.add(number, answer)
+        first = 0 if pool.winner is None else pool.winner.first
+        return first, difficulty_of(pool, len(probes))
+
+    return predict
+
+
+def _by_score(score: Callable[[Mapping[str, Any]], float]) -> _Predict:
+    """The probe with the highest score, and the difficulty."""
+
+    def predict(probes: Sequence[Mapping[str, Any]]) -> tuple[int, float]:
+        scores = [float(score(probe)) for probe in probes]
+        best = max(range(len(scores)), key=scores.__getitem__)
+        return best, score_difficulty(scores, len(probes))
+
+    return predict
 
 
 def _question(
     by_method: Mapping[str, Sequence[Mapping[str, Any]]],
     probes: Sequence[Mapping[str, Any]],
     probe: str,
-    space: AnswerSpace,
+    predict: _Predict,
 ) -> _Question:
-    pool = AnswerPool(space.equivalence)
-    for number, attempt in enumerate(probes):
-        task = GenerationTask()
-        task.output_str = attempt["text"]
-        answer = space.answer_of(task)
-        if answer is not None:
-            pool.add(number, answer)
+    chosen, difficulty = predict(probes)
     cost = float(sum(attempt["tokens"]["decoded"] for attempt in probes))
-    voted = probes[0 if pool.winner is None else pool.winner.first]
-    outcomes = {PROBES: (float(voted["correct"]), cost)}
+    outcomes = {PROBES: (float(probes[chosen]["correct"]), cost)}
     for name, attempts in by_method.items():
         if name != probe:
             right = sum(attempt["correct"] for attempt in attempts) / len(attempts)
             tokens = sum(attempt["tokens"]["decoded"] for attempt in attempts) / len(attempts)
             outcomes[name] = right, cost + tokens
-    return _Question(difficulty_of(pool, len(probes)), outcomes)
+    return _Question(difficulty, outcomes)
 
 
 def _best_choice(

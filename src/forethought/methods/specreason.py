@@ -17,6 +17,12 @@ With ``pipelined`` the small model drafts the next step while the base model sco
 
 A draft behind a step that is not kept is cancelled; the output is the same.
 
+**Scores.** The paper asks the base model for a digit, which takes one that follows instructions.
+``scorer="likelihood"`` is ours: the score is the base model's own probability of the step's tokens,
+of the least probable one (``aggregation="min"``) or as a geometric mean (``"mean"``), from 0 to 1.
+The step is put behind the base model's live sequence, which computes its tokens in one forward; if
+the step is kept, they are computed already, and if not, the sequence is forked before them.
+
 It stacks with speculative decoding of tokens in each engine. On an engine a rejected step is also
 the first draft of the step that replaces it: where the base model writes the same, its tokens are
 verified and not generated one by one.
@@ -28,10 +34,11 @@ steps by the base model are the paper's; the text of the score prompt is ours.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
@@ -54,7 +61,15 @@ SCORE_PROMPT = (
     "\n\nHow good is the last step, from 0 (wrong) to 9 (certainly right)? Only its facts and its "
     "logic count, not its style.\nScore: "
 )
-_SCORE: TypeAdapter[int] = TypeAdapter(Annotated[int, Field(strict=True, ge=0, le=10)])
+Scorer = Literal["prompt", "likelihood"]
+Aggregation = Literal["min", "mean"]
+_SCORER: TypeAdapter[Scorer] = TypeAdapter(Scorer)
+_AGGREGATION: TypeAdapter[Aggregation] = TypeAdapter(Aggregation)
+_THRESHOLDS: dict[Scorer, TypeAdapter[float | None]] = {
+    "prompt": TypeAdapter(Annotated[float, Field(strict=True, ge=0, le=10)] | None),
+    "likelihood": TypeAdapter(Annotated[float, Field(strict=True, ge=0, le=1)] | None),
+}
+_DEFAULT_THRESHOLDS: dict[Scorer, float] = {"prompt": 7, "likelihood": 0.1}
 
 
 @dataclass
@@ -66,11 +81,13 @@ class _Chain:
     is_thinking: bool = True
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    scores: list[int | None] = field(default_factory=list)
+    scores: list[float | None] = field(default_factory=list)
     """The score of each step; None: the base model wrote it without a judgement."""
     num_accepted: int = 0
     ahead: GenerationTask | None = None
     """The draft of the next step, if there is one already."""
+    base: GenerationTask | None = None
+    """Of the base model: its sequence ends where the chain does, if steps are scored on it."""
 
 
 class SpecReasonController(Controller):
@@ -82,7 +99,8 @@ class SpecReasonController(Controller):
     ``accepted`` and ``rejected``, and whether the budget ended the output (``budget_ended``).
 
     Args:
-        score_threshold: the least score of a step that is kept; 0 keeps all, 10 none.
+        score_threshold: the least score of a step that is kept; 0 keeps all. None: 7 of 9, or a
+            probability of 0.1.
         first_n_base_steps: steps at the beginning that the base model writes, as they plan the
             rest.
         step_tokens: length of a step at most.
@@ -91,6 +109,9 @@ class SpecReasonController(Controller):
         think_end: marker behind which the base model writes the answer; None: all is steps.
         score_prompt: text behind a step; the base model's next token is the score. What is no digit
             counts as 0.
+        scorer: ``"prompt"``: the base model is asked for a score from 0 to 9; or ``"likelihood"``:
+            its own probability of the step, on workers that hold its sequence (``EngineWorker``).
+        aggregation: of the probabilities of a step's tokens: ``"min"`` or the geometric ``"mean"``.
         pipelined: draft the next step while one is scored; costs the tokens of drafts behind steps
             that are not kept.
 
@@ -106,7 +127,7 @@ class SpecReasonController(Controller):
 
     def __init__(
         self,
-        score_threshold: int = 7,
+        score_threshold: float | None = None,
         first_n_base_steps: int = 0,
         step_tokens: int = 512,
         max_steps: int = 256,
@@ -114,10 +135,15 @@ class SpecReasonController(Controller):
         step_end: str = "\n\n",
         think_end: str | None = "</think>",
         score_prompt: str = SCORE_PROMPT,
+        scorer: Scorer = "prompt",
+        aggregation: Aggregation = "min",
         pipelined: bool = False,
     ) -> None:
         super().__init__()
-        self.score_threshold = validated("score_threshold", score_threshold, _SCORE)
+        self.scorer = validated("scorer", scorer, _SCORER)
+        self.aggregation = validated("aggregation", aggregation, _AGGREGATION)
+        threshold = validated("score_threshold", score_threshold, _THRESHOLDS[self.scorer])
+        self.score_threshold = _DEFAULT_THRESHOLDS[self.scorer] if threshold is None else threshold
         self.first_n_base_steps = validated(
             "first_n_base_steps", first_n_base_steps, NON_NEGATIVE_INT
         )
@@ -156,8 +182,7 @@ class SpecReasonController(Controller):
                 if chain.is_thinking and len(chain.scores) < self.max_steps:
                     part = yield from self._step(task, chain)
                 else:
-                    part = self._part(task, chain, self.WorkerTag.BASE, in_steps=False)
-                    yield [part]
+                    part = yield from self._written(task, chain, in_steps=False)
                 text = self._add(task, chain, part)
                 if task.streaming_output_flag and text:
                     yield Delta(text, source="specreason")
@@ -177,7 +202,7 @@ class SpecReasonController(Controller):
 
     def _step(self, task: GenerationTask, chain: _Chain) -> Process:
         """The next step: the small model's if its score is high enough, else the base model's."""
-        score: int | None = None
+        score: float | None = None
         draft: GenerationTask | None = None
         if len(chain.scores) >= self.first_n_base_steps:
             draft, chain.ahead = chain.ahead, None
@@ -193,39 +218,91 @@ class SpecReasonController(Controller):
                 chain.scores.append(score)
                 chain.num_accepted += 1
                 return draft
-        step = self._part(task, chain, self.WorkerTag.BASE)
-        if draft is not None:
-            step.prediction = self._text_of(draft) or None
-        yield [step]
+        prediction = None if draft is None else self._text_of(draft) or None
+        step = yield from self._written(task, chain, prediction)
         chain.scores.append(score)
         return step
+
+    def _written(
+        self,
+        task: GenerationTask,
+        chain: _Chain,
+        prediction: str | None = None,
+        in_steps: bool = True,
+    ) -> Process:
+        """Have the base model write the next step, or the whole rest; returns the task."""
+        part = self._part(task, chain, self.WorkerTag.BASE, in_steps)
+        part.prediction = prediction
+        if self.scorer == "likelihood":
+            part.include_stop_str_in_output = True  # the sequence is to end where the step does
+            if chain.base is not None:
+                behind: GenerationTask = chain.base.fork()
+                part.input_str, part.fork_point = behind.input_str, behind.fork_point
+            chain.base = part
+        yield [part]
+        return part
 
     def _score(self, task: GenerationTask, chain: _Chain, draft: GenerationTask) -> Process:
         """Have the base model score a step.
 
         Returns:
-            The score, from 0 to 9, and the draft of the step behind it, if there is one.
+            The score, and the draft of the step behind it, if there is one.
         """
-        judged = GenerationTask(
-            input_str=f"{task.input_str}{chain.text}{draft.output_str}{self.score_prompt}"
-        )
-        sampling.choose(judged, {"max_tokens": 1, "temperature": 0.0})
-        judged.worker_tag, judged.priority = self.WorkerTag.BASE, task.priority
+        if self.scorer == "likelihood" and not self._text_of(draft):
+            return 0.0, None
+        judged = yield from self._judgement(task, chain, draft)
         ahead = self._next_draft(task, chain, draft) if self.pipelined else None
-        score = -1
+        score: float | None = None
         with AsCompleted([judged] if ahead is None else [judged, ahead]) as running:
-            while running and not 0 <= score < self.score_threshold:
+            while running and (score is None or score >= self.score_threshold):
                 try:
                     done = yield running
                 except BudgetExceeded:
-                    if score < 0:
+                    if score is None:
                         raise
                     return score, None  # the step is kept; it was the last
                 if done is judged:
-                    digit = (judged.output_str or "").strip()
-                    score = int(digit) if digit in _DIGITS else 0
+                    score = self._score_of(judged)
+        assert score is not None, "the judgement was among those that have ended"
+        if self.scorer == "likelihood" and score >= self.score_threshold:
+            chain.base = _without_output(judged)
         has_next = ahead is not None and ahead.finish_reason is not None and ahead.error is None
         return score, ahead if has_next else None
+
+    def _judgement(self, task: GenerationTask, chain: _Chain, draft: GenerationTask) -> Process:
+        """The base model's task whose result is the score of a draft."""
+        text = self._text_of(draft)
+        if self.scorer == "prompt":
+            prompt = f"{task.input_str}{chain.text}{draft.output_str}{self.score_prompt}"
+            judged = GenerationTask(input_str=prompt)
+            sampling.choose(judged, {"max_tokens": 1, "temperature": 0.0})
+        else:
+            if chain.base is None:
+                opened = GenerationTask(input_str=f"{task.input_str}{chain.text}")
+                sampling.choose(opened, {"max_tokens": 1, "temperature": 0.0})
+                opened.worker_tag, opened.priority = self.WorkerTag.BASE, task.priority
+                yield [opened]
+                chain.base = _without_output(opened)
+            judged = chain.base.fork(
+                text, inherit=False, max_tokens=1, temperature=0.0, score_suffix=True
+            )
+        judged.worker_tag, judged.priority = self.WorkerTag.BASE, task.priority
+        return judged
+
+    def _score_of(self, judged: GenerationTask) -> float:
+        if self.scorer == "prompt":
+            digit = (judged.output_str or "").strip()
+            return int(digit) if digit in _DIGITS else 0
+        found = judged.suffix_logprobs
+        if found is None:
+            raise ParameterError(
+                "the base model's worker cannot score by likelihood",
+                "it does not hold the sequence, and has no log-probabilities of a prompt",
+                "Use an EngineWorker for the base model, or scorer='prompt'",
+            )
+        if not found:
+            return 0.0
+        return math.exp(min(found) if self.aggregation == "min" else sum(found) / len(found))
 
     def _next_draft(
         self, task: GenerationTask, chain: _Chain, draft: GenerationTask
@@ -259,8 +336,10 @@ class SpecReasonController(Controller):
 
     def _text_of(self, part: GenerationTask) -> str:
         """What a part has written, with the text that ended its step."""
-        at_end = part.stop_reason in self._ends()
-        return (part.output_str or "") + (str(part.stop_reason) if at_end else "")
+        text, stop = part.output_str or "", part.stop_reason
+        if not isinstance(stop, str) or (stop in self._ends()) == part.include_stop_str_in_output:
+            return text
+        return text + stop if stop in self._ends() else text.removesuffix(stop)
 
     def _add(self, task: GenerationTask, chain: _Chain, part: GenerationTask) -> str:
         """Put a part behind the chain; returns its text."""
@@ -277,6 +356,12 @@ class SpecReasonController(Controller):
         elif not at_end and not (is_cut and part.max_tokens == self.step_tokens):
             chain.finish_reason, chain.stop_reason = part.finish_reason, part.stop_reason
         return text
+
+
+def _without_output(task: GenerationTask) -> GenerationTask:
+    """The task, such that its forks go on behind its prompt."""
+    task.output_str, task.output_tokens = "", []
+    return task
 
 
 _DIGITS = frozenset("0123456789")

@@ -169,6 +169,9 @@ class GenerationTask(sampling.SamplingFields, Task):
     prediction: str | None = None
     """Text that the output may turn out to be. An engine's worker drafts it, which changes the
     speed alone (``SpeculationParams.prediction``); other workers have no use for it."""
+    score_suffix: bool = False
+    """Of a fork: have the model say how probable its suffix is (``suffix_logprobs``). A worker that
+    holds no sequence cannot, and leaves them None."""
     skip_tokenizer: bool = False
     """The prompt must be ``input_tokens``."""
     skip_detokenizer: bool = False
@@ -215,6 +218,8 @@ class GenerationTask(sampling.SamplingFields, Task):
     """Ids of the text between the continued tokens and the output: the end of the forked text that
     is no whole token, and the fork's suffix. None if nothing is continued, or the worker works in
     text."""
+    suffix_logprobs: list[float] | None = field(default=None, init=False, repr=False)
+    """Log-probabilities of ``inserted_tokens``, in nats, if ``score_suffix`` asks for them."""
     num_kept_tokens: int | None = field(default=None, init=False, repr=False)
     """In a fork, number of generated tokens of the forked task before ``inserted_tokens``, without
     the token that ended its text."""
@@ -294,7 +299,7 @@ class GenerationTask(sampling.SamplingFields, Task):
             self.context_logits = self.llm_request_params = self.request_handle = None
             self.request_id = self.ttft_s = self.latency_s = None
             self.usage_prompt_tokens = self.usage_completion_tokens = None
-            self.inserted_tokens = self.num_kept_tokens = None
+            self.inserted_tokens = self.num_kept_tokens = self.suffix_logprobs = None
 
     @property
     def joined(self) -> ScaffoldingOutput | None:

@@ -1,6 +1,7 @@
 """An OpenAI-compatible server on this machine that answers from a function, for ``check_method``.
 
-Completions and chats, streamed; each character is a token, and comes in a chunk of its own.
+Completions and chats, streamed; each character is a token, and comes in a chunk of its own. Where a
+completion asks for log-probabilities, they are those of ``sample_logprobs``.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from forethought.outputs import TokenLogprobs
 from forethought.scaffolding.sampling import derived_seed
-from forethought.testing.samples import Respond
+from forethought.testing.samples import Respond, sample_logprobs
 
 
 class AnswerServer:
@@ -49,9 +51,13 @@ class AnswerServer:
         for number in range(body.get("n") or 1):
             own_seed = derived_seed(seed, -number) if number else seed
             text, reason, stop = _cut(self._respond(prompt, own_seed), body)
-            for token in text:
+            scored = body.get("logprobs") is not None and not is_chat
+            scores = sample_logprobs(text) if scored else [None] * len(text)
+            for token, entries in zip(text, scores, strict=True):
                 num_tokens += 1
-                yield {**base, "choices": [_choice(is_chat, number, token)]}
+                choice = _choice(is_chat, number, token)
+                choice["logprobs"] = None if entries is None else _completion_logprobs(entries)
+                yield {**base, "choices": [choice]}
             last = _choice(is_chat, number, "") | {"finish_reason": reason, "stop_reason": stop}
             yield {**base, "choices": [last]}
         usage = {"prompt_tokens": len(prompt), "completion_tokens": num_tokens}
@@ -130,6 +136,13 @@ def _cut(text: str, body: dict[str, Any]) -> tuple[str, str, str | None]:
     if limit is not None and len(kept) > limit:
         return kept[:limit], "length", None
     return kept, "stop", None if found is None else found[1]
+
+
+def _completion_logprobs(entries: TokenLogprobs) -> dict[str, Any]:
+    """The log-probabilities of one token as completions give them; the chosen one stands first."""
+    found = {entry.token or "": entry.logprob for entry in entries.values()}
+    chosen = next(iter(found))
+    return {"tokens": [chosen], "token_logprobs": [found[chosen]], "top_logprobs": [found]}
 
 
 def _choice(is_chat: bool, number: int, text: str) -> dict[str, Any]:

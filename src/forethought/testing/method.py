@@ -34,6 +34,7 @@ from forethought.config.sampling import SamplingParams
 from forethought.errors import BudgetExceeded, RequestCancelled, RequestTimeout
 from forethought.llm.async_llm import AsyncLLM
 from forethought.scaffolding.budget import Budget
+from forethought.scaffolding.confidence import confidence_of
 from forethought.scaffolding.controller import Controller
 from forethought.scaffolding.result import ScaffoldingResult
 from forethought.scaffolding.sampling import derived_seed
@@ -78,6 +79,7 @@ def check_method(
     score: Callable[[str, str], float] = sample_score,
     backends: tuple[str, ...] = BACKENDS,
     params: Mapping[str, Any] | None = None,
+    counts: tuple[str, ...] = (),
 ) -> list[str]:
     """Run the suite.
 
@@ -91,6 +93,8 @@ def check_method(
         backends: those that the method can run on, ``script`` among them.
         params: sampling parameters of the request; by default a seed, ``max_tokens`` of 400 and a
             temperature.
+        counts: names in what the method says about its result (``meta``) that count work, which
+            differs from worker to worker; they are not compared.
 
     Returns:
         The sentences that hold, one per check.
@@ -99,7 +103,8 @@ def check_method(
         AssertionError: with the sentence that does not.
     """
     with tempfile.TemporaryDirectory(prefix="check-method-") as directory:
-        settings = {"prompt": prompt, "params": PARAMS if params is None else dict(params)}
+        given = PARAMS if params is None else dict(params)
+        settings = {"prompt": prompt, "params": given, "counts": counts}
         suite = _Suite(create, respond, score, Path(directory), settings)
         return suite.run(backends)
 
@@ -236,7 +241,7 @@ class _Suite:
                 result.on_finish(cancel_at.set)
                 assert cancel_at.wait(WAIT), "the request hangs"
                 result.abort()
-            found = _found(result)
+            found = _found(result, self._settings["counts"])
             left = asyncio.run_coroutine_threadsafe(_left(), llm.loop).result(WAIT)
             assert not left, f"asyncio tasks are left: {left}"
         return found
@@ -369,6 +374,24 @@ class _ForcedWorker(EngineWorker):
         """Set ``reached`` at the call of this number from now."""
         self._num_calls, self._awaited, self._reached = 0, number, reached
 
+    async def generation_handler(self, task: GenerationTask) -> TaskStatus:
+        """Generate, with the log-probabilities of the samples in the place of the model's."""
+        status = await super().generation_handler(task)
+        _score(task)
+        return status
+
+    async def stream_handler(self, task: StreamGenerationTask) -> TaskStatus:
+        """The same, step by step."""
+        status = await super().stream_handler(task)
+        _score(task)
+        return status
+
+    task_handlers = {  # noqa: RUF012
+        **EngineWorker.task_handlers,
+        GenerationTask: generation_handler,
+        StreamGenerationTask: stream_handler,
+    }
+
     def _params(self, task: GenerationTask, number: int = 0) -> SamplingParams:
         if self._num_calls == self._awaited:
             self._reached.set()
@@ -379,6 +402,16 @@ class _ForcedWorker(EngineWorker):
             prompt = self._text.decode(task.input_tokens or ())
         text = self._respond(prompt, _seed(task, number))
         return params.replace(guided_decoding=GuidedDecodingParams(choice=(text,)))
+
+
+def _score(task: GenerationTask) -> None:
+    """Give a task the log-probabilities and confidences that are said for its text."""
+    scores = sample_logprobs(task.output_str or "")
+    if task.logprobs is not None:
+        task.logprobs = scores[: len(task.logprobs)]
+    if task.confidences is not None and task.confidence is not None:
+        found = [confidence_of(each, task.confidence) for each in scores]
+        task.confidences = [*found[: len(task.confidences)]]
 
 
 def _seed(task: GenerationTask, number: int) -> int:
@@ -404,7 +437,7 @@ def _hang(number: int, reached: threading.Event, call: int, text: str) -> str | 
     return Reply(text, delay=_FOREVER)
 
 
-def _found(result: ScaffoldingResult) -> Any:
+def _found(result: ScaffoldingResult, counts: tuple[str, ...]) -> Any:
     """The error of a request, or what it has decided."""
     ended = threading.Event()
     result.on_finish(ended.set)
@@ -413,19 +446,25 @@ def _found(result: ScaffoldingResult) -> Any:
         result.result()
     except Exception as error:
         return error
-    return _decisions(result)
+    return _decisions(result, counts)
 
 
-def _decisions(result: ScaffoldingResult) -> Any:
+def _decisions(result: ScaffoldingResult, counts: tuple[str, ...]) -> Any:
     """What the method has decided: texts, candidates and what it says about them."""
     return [
-        (output.text, output.finish_reason, list(output.candidates), _plain(output.meta))
+        (output.text, output.finish_reason, list(output.candidates), _plain(output.meta, counts))
         for output in result.outputs
     ]
 
 
-def _plain(meta: Any) -> Any:
-    return json.loads(json.dumps(meta, default=str, sort_keys=True))
+def _plain(meta: Any, counts: tuple[str, ...]) -> Any:
+    """Plain values, without those named in ``counts``."""
+
+    def kept(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {name: value for name, value in pairs if name not in counts}
+
+    text = json.dumps(meta, default=str, sort_keys=True)
+    return json.loads(text, object_pairs_hook=kept)
 
 
 async def _left() -> list[str]:

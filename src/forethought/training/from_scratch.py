@@ -333,14 +333,10 @@ def average_with(network: Llama, directory: Path, share: float) -> None:
 
 def _begin(curriculum: Curriculum, options: argparse.Namespace) -> tuple[Tokenizer, Llama]:
     """Tokenizer and network at step 0: new ones, or those of the model to begin with."""
-    if options.start is None:
-        tokenizer = curriculum.train_tokenizer(options.seed)
-    else:
-        tokenizer = Tokenizer.from_file(str(options.start / "tokenizer.json"))
-    network = Llama(LlamaShape(vocab_size=tokenizer.get_vocab_size()))
     if options.start is not None:
-        network.load(options.start)
-    return tokenizer, network
+        return Tokenizer.from_file(str(options.start / "tokenizer.json")), Llama.of(options.start)
+    tokenizer = curriculum.train_tokenizer(options.seed)
+    return tokenizer, Llama(LlamaShape(vocab_size=tokenizer.get_vocab_size()))
 
 
 def _check_batch(curriculum: Curriculum, options: argparse.Namespace) -> None:

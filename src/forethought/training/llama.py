@@ -10,6 +10,7 @@ It computes what ``transformers.LlamaForCausalLM`` computes with the weights tha
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,18 @@ from forethought.errors import ModelError
 from forethought.speculative.heads.layers import RmsNorm
 from forethought.training.trainer import ParameterGroup, begin_with
 
+_CONFIG_NAMES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "rope_theta": "rope_theta",
+    "norm_eps": "rms_norm_eps",
+    "max_positions": "max_position_embeddings",
+}
+"""Fields of ``LlamaShape`` -> those of ``config.json``."""
 _LAYER_NAMES = {
     "attention_norm": ("input_layernorm",),
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -50,6 +63,23 @@ class LlamaShape:
     def head_dim(self) -> int:
         """Width of one attention head."""
         return self.hidden_size // self.num_heads
+
+    @classmethod
+    def of(cls, directory: Path) -> Self:
+        """The sizes of a model that was trained here.
+
+        Raises:
+            ModelError: there is no such ``config.json``.
+        """
+        try:
+            config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+            return cls(**{name: config[key] for name, key in _CONFIG_NAMES.items()})
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ModelError(
+                f"cannot read the sizes of the model in {directory}",
+                f"{type(error).__name__}: {error}",
+                "Give the directory of a Llama that was trained here",
+            ) from error
 
 
 def rotary_tables(shape: LlamaShape, length: int) -> tuple[Tensor, Tensor]:
@@ -157,6 +187,17 @@ class Llama(nn.Module):
             }
         state["model.norm.weight"] = self.norm.weight
         return {name: w.detach().to(dtype).contiguous().clone() for name, w in state.items()}
+
+    @classmethod
+    def of(cls, directory: Path) -> Self:
+        """The network that :meth:`save` wrote, with its sizes.
+
+        Raises:
+            ModelError: there is none.
+        """
+        network = cls(LlamaShape.of(directory))
+        network.load(directory)
+        return network
 
     def load(self, directory: Path) -> None:
         """Take the weights that :meth:`save` wrote, which bf16 has rounded.

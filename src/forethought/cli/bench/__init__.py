@@ -7,6 +7,8 @@ embedded reasoner, answering problems that it was not trained on.
 forethought bench serving: load on any OpenAI-compatible server, open loop, and its latencies.
 
 forethought bench methods: every method on an embedded model at equal generated tokens.
+
+forethought bench specreason: SpecReason beside its two models alone.
 """
 
 from __future__ import annotations
@@ -14,14 +16,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from forethought.cli.bench import auto, methods, roofline, serving, speculation
+from forethought.cli.bench import auto, methods, roofline, serving, specreason, speculation
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare what can be measured, and its arguments."""
     measured = parser.add_subparsers(dest="measured", metavar="WHAT", required=True)
     speculation.configure(measured, __doc__)
-    for part in (serving, roofline, auto, methods):
+    for part in (serving, roofline, auto, methods, specreason):
         part.configure(measured)
 
 

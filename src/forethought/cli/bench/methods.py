@@ -60,6 +60,12 @@ def configure(measured: Any) -> None:
         "--policy", type=Path, metavar="FILE", help="of compute_optimal, which is left out without"
     )
     options.add_argument(
+        "--calibrate",
+        type=Path,
+        metavar="FILE",
+        help="fit a policy of compute_optimal on as many other problems, and save it",
+    )
+    options.add_argument(
         "--in-flight", type=int, default=64, metavar="N", help="chains at once (default: 64)"
     )
     options.add_argument("--seed", type=int, default=0, help="(default: 0)")
@@ -93,8 +99,9 @@ def measure(args: argparse.Namespace) -> int:
     fields = model.llm_args_of(
         args, model=task(args.task).embedded_model, max_batch_size=2 * args.in_flight
     )
-    problems = bench.held_out_problems(args.task, args.problems, args.seed)
-    folder = args.out / args.task
+    drawn = bench.held_out_problems if args.calibrate is None else bench.calibration_problems
+    problems = drawn(args.task, args.problems, args.seed)
+    folder = args.out / (args.task if args.calibrate is None else f"{args.task}-calibration")
     make_folder(folder)
     grader = task(args.task).grader()
     with closing(grader), open_judge(args) as judge:
@@ -105,7 +112,11 @@ def measure(args: argparse.Namespace) -> int:
             None if judge is None else judge.worker,
             policy,
         )
-        recipes = bench.chosen(made.recipes(), args.only, args.against)
+        recipes = (
+            bench.chosen(made.recipes(), args.only, args.against)
+            if args.calibrate is None
+            else made.calibration_recipes()
+        )
         runner = EvaluationRunner(
             model.llm_opener(fields), seed=args.seed, in_flight=args.in_flight, grader=grader
         )
@@ -115,6 +126,8 @@ def measure(args: argparse.Namespace) -> int:
             table = bench.MethodTable(runner, problems, kind, settings, _files(args.reward_model))
             against = [] if args.against is None else [args.against]
             rows = table.rows(recipes, folder, is_fresh=args.fresh, bar=bar, against=against)
+    if args.calibrate is not None:
+        bench.fit_policy(rows, folder).save(args.calibrate)
     line = bench.json_line(
         rows, machine=machine.measured_on(fields), tokens=args.tokens, **settings
     )

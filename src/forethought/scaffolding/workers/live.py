@@ -13,6 +13,7 @@ hold exactly the tokens that it has waited for.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
@@ -177,6 +178,15 @@ class LiveSession:
         self._num_measured += len(new)
         self._position += len(self._measured.push(new))
         return self._position
+
+    def logprobs_of(self, suffix: Sequence[int]) -> list[float]:
+        """The log-probabilities of the tokens that its prompt ends with, which were asked for."""
+        entries = self.session.prompt_logprobs[self.prompt_length - len(suffix) :]
+        return [
+            entry[token].logprob
+            for token, entry in zip(suffix, entries, strict=True)
+            if entry is not None
+        ]
 
     def cut(self, kept: int | None) -> tuple[int, str]:
         """Where to fork for its first ``kept`` generated tokens; None: for all that was shown.

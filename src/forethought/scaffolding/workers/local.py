@@ -287,6 +287,8 @@ class EngineWorker(Worker):
         if seed is not None and number:  # below zero: copies of the task are numbered from zero
             seed = sampling.derived_seed(seed, -number)
         salt = scope.cache_salt if scope else ""
+        if task.score_suffix:
+            params = params.replace(prompt_logprobs=0)
         if task.prediction:
             params = params.replace(speculation=_with_prediction(params, task.prediction))
         return params.replace(n=1, max_tokens=max_tokens, seed=seed, cache_salt=salt)
@@ -491,6 +493,8 @@ def _fill(task: GenerationTask, live: LiveSession) -> None:
     task.draft_spans = live.draft_spans
     task.usage_prompt_tokens = live.prompt_length
     task.usage_completion_tokens = len(output.token_ids)
+    if task.score_suffix:
+        task.suffix_logprobs = live.logprobs_of(task.inserted_tokens or ())
 
 
 def _emit(task: GenerationTask, live: LiveSession, before: CompletionOutput) -> None:

@@ -44,6 +44,8 @@ class Reply:
     """Raised after the delay, instead of answering."""
     logprobs: Sequence[TokenLogprobs] | None = None
     """One entry per character; confidences are computed from them, as from a server's."""
+    suffix_logprobs: list[float] | None = None
+    """Of the suffix of a fork with ``score_suffix``."""
 
 
 Answer = str | Reply
@@ -301,5 +303,7 @@ def _fill(task: GenerationTask, generation: _Generation) -> None:
         task.logprobs = list(generation.reply.logprobs)[: generation.num_generated]
         if task.confidence is not None:
             task.confidences = [confidence_of(each, task.confidence) for each in task.logprobs]
+    if task.score_suffix:
+        task.suffix_logprobs = generation.reply.suffix_logprobs
     task.usage_prompt_tokens = len(generation.call.prompt)
     task.usage_completion_tokens = len(output)

@@ -1,0 +1,105 @@
+"""SpecReason beside its base model and its small model alone, on held-out problems of an embedded
+task: accuracy with its 95 % interval, time of a whole problem at batch 1, and a paired test. Steps
+are lines, scored by the base model's own probability of them. The last line is JSON.
+
+forethought bench specreason --base runs/large/model --small forethought/countdown
+"""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import closing, nullcontext
+from pathlib import Path
+from typing import Any
+
+from forethought.cli import machine
+from forethought.cli import options as model
+
+
+def configure(measured: Any) -> None:
+    """Declare the command and its arguments."""
+    options = measured.add_parser(
+        "specreason", help="SpecReason beside its two models alone", description=__doc__
+    )
+    options.formatter_class = argparse.RawDescriptionHelpFormatter
+    options.add_argument(
+        "--base", type=model.model_path, required=True, metavar="DIR|ID", help="the base model"
+    )
+    options.add_argument(
+        "--small", type=model.model_path, required=True, metavar="DIR|ID", help="drafts the steps"
+    )
+    options.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
+    options.add_argument(
+        "--task", default="countdown", metavar="NAME", help="countdown (default) or arithmetic"
+    )
+    options.add_argument(
+        "--problems", type=int, default=300, metavar="N", help="held-out problems (default: 300)"
+    )
+    options.add_argument(
+        "--temperature", type=float, default=0.8, metavar="T", help="of all three (default: 0.8)"
+    )
+    options.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a setting of specreason, as score_threshold=0.05",
+    )
+    options.add_argument("--seed", type=int, default=0, help="of the problems (default: 0)")
+    options.add_argument("--json", action="store_true", help="print the JSON line only")
+    options.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/bench"),
+        metavar="DIR",
+        help="of specreason.json (default: runs/bench)",
+    )
+    options.set_defaults(measure=measure)
+
+
+def measure(args: argparse.Namespace) -> int:
+    """Measure, and report."""
+    model.check_installed()
+    model.expect_positive(args, "problems")
+    from forethought.bench import methods as tasks
+    from forethought.bench import specreason as bench
+    from forethought.evaluation.report import ProgressBar, make_folder
+    from forethought.evaluation.tasks import task
+    from forethought.methods.specreason import SpecReasonController
+    from forethought.scaffolding.workers.local import EngineWorker
+
+    class Bar(ProgressBar):
+        def __call__(self) -> None:
+            self._bar.update()
+
+    kind = tasks.method_task(args.task)
+    settings = {"scorer": "likelihood", "step_end": "\n", **model.parse_settings(args.set)}
+    controller = SpecReasonController(**settings)
+    problems = tasks.held_out_problems(args.task, args.problems, args.seed)
+    make_folder(args.out)
+    fields: dict[str, Any] = {} if args.dtype == "auto" else {"dtype": args.dtype}
+    params = {"temperature": args.temperature, "max_tokens": kind.max_tokens}
+    with (
+        closing(task(args.task).grader()) as grader,
+        EngineWorker.init_with_new_llm(args.base, **fields) as base,
+        EngineWorker.init_with_new_llm(args.small, **fields) as small,
+        nullcontext() if args.json else Bar(len(problems), "problem") as bar,
+    ):
+        two = bench.TwoModels(base, small, controller, grader, params)
+        found = two.solve(problems, bar or (lambda: None))
+    table = bench.rows(found)
+    line = bench.json_line(
+        table,
+        machine=machine.measured_on(fields),
+        base=str(args.base),
+        small=str(args.small),
+        task=args.task,
+        problems=len(problems),
+        temperature=args.temperature,
+        settings=settings,
+    )
+    (args.out / "specreason.json").write_text(line, encoding="utf-8")
+    if not args.json:
+        print(bench.text(table))
+    print(line, end="")
+    return 0

@@ -1,0 +1,152 @@
+"""First-answer stopping: the thought is closed behind the first answer that it states.
+
+A reasoning model that has found an answer goes on to check it, often several times; mostly the
+first answer was right and the checks change nothing. Here the thought ends with the line that
+states the first answer, and the model writes its final answer behind it::
+
+    thought     47 + 3 = 50. So the answer is 50.       stated: "answer is"
+                Wait, let me check that again. ...      never generated
+    answer      </think> The answer is 50.
+
+The chain is one generation, which is looked at token by token and cut behind the token that ends
+the line; so it is token for token the chain that would go on. No probe is asked, as Dynasor-CoT
+does; in return it takes a model that says when it has an answer, in words that are known
+(``markers``). A thought without them is not shortened.
+
+Paper: Chen et al., "Do NOT Think That Much for 2+3=? On the Overthinking of o1-Like LLMs", 2024.
+arXiv 2412.21187. There the first solution of a finished thought is kept, to train on ("first
+correct solutions"); stopping the generation there, by the words that state it, is ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any
+
+from forethought.errors import ParameterError
+from forethought.scaffolding import sampling
+from forethought.scaffolding.controller import Controller, refuse_arguments, side_by_side
+from forethought.scaffolding.parallel import Process
+from forethought.scaffolding.result import Delta, Stage
+from forethought.scaffolding.settings import BOOL, TEXT, WORDS, validated
+from forethought.scaffolding.task import GenerationTask, StreamGenerationTask
+
+MARKERS = ("answer is", "Answer:", "\\boxed{")
+
+
+class FirstAnswerController(Controller):
+    """Closes the thought behind the first answer that it states.
+
+    ``customized_result_fields["first_answer"]`` holds the ``marker`` that the thought was ended by
+    (None: it came to its own end), and the tokens of the chain (``chain_tokens``), without those of
+    an answer behind a thought that was ended.
+
+    Args:
+        markers: texts that state an answer; the thought ends with the line that the first one is
+            in.
+        line_end: text that ends this line.
+        think_end: the model's closing marker.
+        streaming: stream the output as it comes.
+
+    Raises:
+        ParameterError: a setting of the wrong kind, or no markers.
+    """
+
+    class WorkerTag(Enum):
+        """The worker that generates."""
+
+        GENERATION = "generation_to_first_answer"
+
+    def __init__(
+        self,
+        markers: Sequence[str] = MARKERS,
+        *,
+        line_end: str = "\n",
+        think_end: str = "</think>",
+        streaming: bool = False,
+    ) -> None:
+        super().__init__()
+        self.markers = validated("markers", markers, WORDS)
+        if not self.markers:
+            raise ParameterError(
+                "invalid markers", "there are none", "Give texts that state an answer"
+            )
+        self.line_end = validated("line_end", line_end, TEXT)
+        self.think_end = validated("think_end", think_end, TEXT)
+        self.streaming = validated("streaming", streaming, BOOL)
+
+    def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
+        """Solve the tasks concurrently.
+
+        Raises:
+            ParameterError: keyword arguments; there are none. Or ``n`` samples, no text wanted, or
+                a task whose thought has limits of its own.
+        """
+        refuse_arguments(self, kwargs)
+        for task in tasks:
+            sampling.refuse(task, _REFUSED, "first_answer", "Leave it out")
+            if task.skip_detokenizer:
+                raise ParameterError(
+                    "first_answer cannot honour skip_detokenizer",
+                    "it finds the answer in the text",
+                    "Leave it out",
+                )
+        yield from side_by_side(self, tasks, self._solve)
+
+    def _solve(self, task: GenerationTask) -> Process:
+        """The chain to the end of the line that states an answer, then the answer."""
+        chain = StreamGenerationTask.create_from_generation_task(task)
+        chain.worker_tag = self.WorkerTag.GENERATION
+        chain.streaming_output_flag = task.streaming_output_flag or self.streaming
+        part, marker = chain, None
+        while not chain.end_flag and marker is None:
+            yield [chain]
+            marker = self._stated(chain.output_str or "")
+            if self.think_end in (chain.output_str or ""):
+                chain.streaming_step = _TO_THE_END  # what follows is the answer
+        if marker is not None and not chain.end_flag:
+            chain.cancel_flag = True
+            yield [chain]
+            yield Stage("early_exit", fields={"marker": marker, "at": chain.num_generated})
+            part = yield from self._answer(task, chain)
+        task.result, task.request_handle = part.joined, part.request_handle
+        task.customized_result_fields["first_answer"] = {
+            "marker": None if part is chain else marker,
+            "chain_tokens": chain.num_generated,
+        }
+
+    def _stated(self, text: str) -> str | None:
+        """The marker in the first line of the thought that has one and is finished."""
+        thought = text.partition(self.think_end)[0]
+        found = [(thought.find(marker), marker) for marker in self.markers if marker in thought]
+        if not found:
+            return None
+        place, marker = min(found)
+        return marker if self.line_end in thought[place + len(marker) :] else None
+
+    def _answer(self, task: GenerationTask, chain: StreamGenerationTask) -> Process:
+        """Generate the answer behind the chain, whose thought is closed; returns the last part."""
+        fields: dict[str, Any] = {}
+        if task.max_tokens is not None:
+            fields["max_tokens"] = task.max_tokens - chain.num_generated
+            if fields["max_tokens"] < 1:
+                chain.finish_reason = "length"
+                return chain
+        if chain.streaming_output_flag:
+            yield Delta(self.think_end, source="first_answer")
+        answer = chain.fork(self.think_end, **fields)
+        answer.streaming_output_flag = chain.streaming_output_flag
+        yield [answer]
+        return answer
+
+
+_TO_THE_END = 2**30
+"""Tokens of a step that ends with its stream."""
+_REFUSED = (
+    "n",
+    "include_stop_str_in_output",
+    "thinking_budget",
+    "thinking_soft",
+    "thinking_end",
+)
