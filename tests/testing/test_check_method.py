@@ -79,6 +79,7 @@ SLOW = {
 OPTIONS = {
     "deepconf": {"params": {"seed": 11, "max_tokens": 400, "confidence": 2}},
     "deepconf_online": {"params": {"seed": 11, "max_tokens": 400, "confidence": 2}},
+    "budget_vote": {"params": {"seed": 11}},
     "hogwild_turns": {"counts": ("exchanged_tokens",)},  # servers do not tell what is prefilled
     "parallel_thinking": {"counts": ("join_tokens", "longest_path", "thread_tokens")},
 }
