@@ -43,6 +43,9 @@ METHODS = {
     "vote": lambda: methods.create("majority_vote", default_sample_num=4),
     "best": lambda: methods.create("best_of_n", reward_controller=NativeRewardController()),
     "dynasor": lambda: methods.create("dynasor", chunk_size=4, probe_length=3),
+    "refine": lambda: methods.create("self_refine", num_refinements=1),
+    "forcing": lambda: methods.create("budget_forcing", thinking_budget=4),
+    "first_answer": lambda: methods.create("first_answer", line_end="{"),
 }
 
 

@@ -46,7 +46,7 @@ LEFT_OUT: Mapping[str, str] = {
     "genrm": "a reward: the model verifies an answer in words",
     "spct": "a reward: the model writes principles and critiques",
     "archon": "all components but the generator are chats with instructions",
-    "specreason": "two models that reason alike, and a base model that scores steps when asked",
+    "specreason": "two models: forethought bench specreason",
     "sleep_time": "questions about a shared context",
     "drag": "documents",
     "iterdrag": "documents",

@@ -68,6 +68,8 @@ def encoded(value: Any, *, lenient: bool = False) -> Any:
             value.value if isinstance(value, Enum) else encoded(_fields(value), lenient=lenient)
         )
         return {"$": kind.__name__, "value": content}
+    if isinstance(value, Enum) and isinstance(value, str):
+        return str(value.value)  # which equals it
     if lenient:
         return {"$": "other", "value": kind.__name__}
     raise TypeError(f"a trace holds no {kind.__name__}")
