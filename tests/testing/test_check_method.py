@@ -114,7 +114,6 @@ def think(prompt, seed):
 RESPOND = {
     "spct": criticise,
     "parallel_thinking": spawn,
-    "budget_vote": think,
     "no_thinking": think,
 }
 """What is generated in place of the samples."""
