@@ -15,11 +15,13 @@ from models import VOCAB
 HIDDEN = 32
 
 
-def make_heads(heads: int = 3, blocks: int = 1, seed: int = 0, **changes: Any) -> MedusaHeads:
+def make_heads(
+    heads: int = 3, blocks: int = 1, seed: int = 0, bias: bool = True, **changes: Any
+) -> MedusaHeads:
     """Heads whose every weight matters."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        made = MedusaHeads(MedusaShape(HIDDEN, VOCAB, heads, blocks), **changes)
+        made = MedusaHeads(MedusaShape(HIDDEN, VOCAB, heads, blocks, bias), **changes)
         for weight in made.parameters():
             torch.nn.init.normal_(weight, std=0.3)
     return made

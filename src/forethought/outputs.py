@@ -275,6 +275,9 @@ class EngineStats:
     """Wall time of whole steps."""
     forward_path: str = ""
     """What computes the layers of the target: ``native``, ``fused`` or ``transformers``."""
+    draft_paths: dict[str, str] = field(default_factory=dict)
+    """What computes the networks that draft, by drafter: as ``forward_path`` for a draft model,
+    ``native`` or ``torch`` for heads. Drafters without a network are not in it."""
 
     def to_dict(self) -> dict[str, Any]:
         """All counts by name."""

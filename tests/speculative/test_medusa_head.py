@@ -13,7 +13,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from forethought.errors import ModelError
-from forethought.speculative.heads.medusa import WEIGHTS, DraftHeads, MedusaHeads, MedusaShape
+from forethought.model.native.library import find_compiler
+from forethought.speculative.heads.medusa import (
+    WEIGHTS,
+    DraftHeads,
+    MedusaHeads,
+    MedusaShape,
+    NativeDraftHeads,
+)
 from medusa_heads import HIDDEN, make_heads
 from models import VOCAB
 
@@ -181,6 +188,27 @@ def test_the_fast_forward_is_the_obvious_one(blocks: int, dtype: torch.dtype) ->
             assert found.shape == (count, 5, VOCAB)
             close = 1e-5 if dtype == torch.float32 else 0.15
             assert (found - expected[:, :count].transpose(0, 1)).abs().max() < close
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("blocks", [0, 1, 2])
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_forward_in_cpp_is_the_obvious_one(blocks: int, dtype: torch.dtype, bias: bool) -> None:
+    """In float32 whatever the dtype of the weights, and for more states than one pass takes."""
+    heads = make_heads(4, blocks, bias=bias)
+    native = NativeDraftHeads(heads, dtype)
+    states = torch.randn(21, HIDDEN, generator=torch.Generator().manual_seed(1))
+    expected = heads.to(dtype).float()(states)
+    for count in (1, 3, 4):
+        found = native(states, count)
+        close = 1e-4 if dtype == torch.float32 else 2e-3  # AMX splits its inputs
+        wanted = expected[:, :count].transpose(0, 1)
+        torch.testing.assert_close(found, wanted, rtol=close, atol=close)
+    with torch.no_grad():
+        heads[2][-1].weight[3] += 1
+    wrong = heads(states)[:, :4].transpose(0, 1)
+    assert (native(states, 4) - wrong).abs().max() > 0.1
 
 
 def test_new_blocks_pass_the_state_on() -> None:

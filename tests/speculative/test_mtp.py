@@ -136,6 +136,7 @@ class Diary:
     """A network that records its inputs, and answers with the next letter."""
 
     windows = (None,)
+    draft_chains = draft_trees = None
 
     def __init__(self, name: int, like: Any, entries: list[str]) -> None:
         self.name, self.entries, self.shape = name, entries, like

@@ -206,7 +206,7 @@ def _native() -> str:
         return "torch; for the native forward install a C++ compiler (c++, g++ or clang++)"
     path = library_path(compiler)
     done = f"compiled, {path}" if path.exists() else "compiled at the first start"
-    return f"native forward by {compiler}: {done}"
+    return f"native forward, also of draft heads, by {compiler}: {done}"
 
 
 def _attention(fewest: int) -> str:

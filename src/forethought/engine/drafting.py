@@ -181,6 +181,9 @@ class Drafting:
         self._device, self._timer = device, ForwardTimer(device)
         self._given, self._stats, self._vocab_size = list(drafters), stats, vocab_size
         self.names = [entry.name for entry in drafters]
+        stats.draft_paths = {
+            entry.name: path for entry in drafters if (path := entry.drafter.forward_path)
+        }
         self._prediction = DrafterEntry(
             prediction.NAME,
             prediction.PredictionDrafter(),

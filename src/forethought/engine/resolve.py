@@ -102,7 +102,7 @@ def build(args: LlmArgs, model_dir: Path) -> Engine:
         limits,
     )
     log.info("layers: %s%s", lm.path.taken, f" ({lm.path.reason})" if lm.path.reason else "")
-    return Engine(
+    engine = Engine(
         runner,
         limits,
         reuse=args.kv_cache_config.enable_block_reuse,
@@ -110,6 +110,9 @@ def build(args: LlmArgs, model_dir: Path) -> Engine:
         drafters=drafters,
         num_threads=_threads(args, lm),
     )
+    for name, path in engine.stats.draft_paths.items():
+        log.info("drafts of %s: %s", name, path)
+    return engine
 
 
 def _threads(args: LlmArgs, lm: CausalLM) -> int | None:

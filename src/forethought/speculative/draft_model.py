@@ -17,8 +17,14 @@ from forethought.model.attention.base import ForwardPass
 from forethought.model.batch import Row
 from forethought.model.causal_lm import CausalLM
 from forethought.model.device import find_device
+from forethought.model.native.network import NativeNetwork
 from forethought.model.runner import ModelRunner
-from forethought.speculative.draft_module import ModuleOutput, TokenRange, compute_in_chunks
+from forethought.speculative.draft_module import (
+    ChainDrafter,
+    ModuleOutput,
+    TokenRange,
+    compute_in_chunks,
+)
 from forethought.speculative.registry import Target
 
 PADDING = 0.02
@@ -38,11 +44,27 @@ class DraftModel:
     """
 
     ids: Tensor | None = None
+    draft_trees = None
 
     def __init__(self, runner: ModelRunner, vocab_size: int, max_num_tokens: int) -> None:
         self.runner, self.max_num_tokens, self.vocab_size = runner, max_num_tokens, vocab_size
         self.windows = runner.lm.windows
         self._padding = max(0, vocab_size - runner.lm.vocab_size)
+        self.forward_path = runner.lm.path.taken
+
+    @property
+    def draft_chains(self) -> ChainDrafter | None:
+        """See ``DraftNetwork``: where it runs in C++."""
+        return self._draft_chains if isinstance(self.runner.lm.network, NativeNetwork) else None
+
+    def _draft_chains(
+        self, states: Tensor, forward_pass: ForwardPass, slots: Sequence[Sequence[int]]
+    ) -> list[list[int]]:
+        network = self.runner.lm.network
+        assert isinstance(network, NativeNetwork)
+        self._replace_unknown(forward_pass)
+        choices = min(self.vocab_size, self.runner.lm.vocab_size)
+        return network.forward.draft_chains(forward_pass, None, slots, num_choices=choices)
 
     @classmethod
     def load(cls, directory: Path, target: Target, device: str | None = None) -> DraftModel:
@@ -90,12 +112,17 @@ class DraftModel:
         """
         batch, lm = forward_pass.batch, self.runner.lm
         positions = batch.positions.clamp(max=lm.max_positions - 1)
-        forward_pass.batch = batch = replace(batch, positions=positions)
-        if self._padding:
-            fitting = batch.token_ids < lm.vocab_size
-            forward_pass.batch = replace(batch, token_ids=batch.token_ids.where(fitting, 0))
+        forward_pass.batch = replace(batch, positions=positions)
+        self._replace_unknown(forward_pass)
         logits = self._over_target_vocabulary(lm.run(forward_pass))
         return ModuleOutput(logits.new_empty(len(logits), 0), logits)
+
+    def _replace_unknown(self, forward_pass: ForwardPass) -> None:
+        """Read ids that only the target has as 0."""
+        if self._padding:
+            batch, known = forward_pass.batch, self.runner.lm.vocab_size
+            token_ids = batch.token_ids.where(batch.token_ids < known, 0)
+            forward_pass.batch = replace(batch, token_ids=token_ids)
 
     def _over_target_vocabulary(self, logits: Tensor) -> Tensor:
         if self._padding:

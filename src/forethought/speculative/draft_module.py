@@ -31,6 +31,7 @@ from forethought.kv.table import ReadableTable
 from forethought.model.attention.base import AttentionBackend, ForwardPass, PagedPass
 from forethought.model.attention.workspace import KvWorkspace, catch_up_start
 from forethought.model.batch import Batch, Row
+from forethought.model.native.forward import TreeShape
 from forethought.speculative.drafter import DraftRequest, table_of
 from forethought.speculative.registry import Target
 
@@ -46,16 +47,71 @@ class ModuleOutput(NamedTuple):
     """[R, D]: of the next tokens."""
 
 
+class ChainDrafter(Protocol):
+    """Drafts whole chains in one call: each level's most probable token is the next one's input."""
+
+    def __call__(
+        self, states: Tensor, forward_pass: ForwardPass, slots: Sequence[Sequence[int]]
+    ) -> list[list[int]]:
+        """Compute known entries, then draft behind the last one of each row.
+
+        Args:
+            states: ``[T, hidden]``, from ``enter``; ``[T, 0]`` for a draft model.
+            forward_pass: over the pages of its storage; the last logits of each row are wanted.
+            slots: of the tokens to draft behind each row, the longest draft first. Entries of all
+                but the last of them are written.
+
+        Returns:
+            The target's ids, as many for each row as it has slots.
+        """
+        ...
+
+
+class TreeDrafter(Protocol):
+    """Drafts whole dynamic trees in one call; see ``speculative.dynamic_tree``."""
+
+    def __call__(
+        self,
+        states: Tensor,
+        forward_pass: ForwardPass,
+        slots: Sequence[Sequence[int]],
+        shape: TreeShape,
+    ) -> list[list[list[int]]]:
+        """Compute known entries, then draft behind the last one of each row.
+
+        Args:
+            states, forward_pass: as of :class:`ChainDrafter`.
+            slots: of the nodes that are read behind each row, ``width`` of each level but the last.
+            shape: of the trees.
+
+        Returns:
+            The kept nodes of each row, best first: number, the target's id, and parent.
+        """
+        ...
+
+
 class DraftNetwork(Protocol):
     """A draft network over pages.
 
     Attributes:
         vocab_size: D, tokens in its vocabulary.
         ids: int64 ``[D]``, the target's id of each; None: the same ids.
+        forward_path: what computes its layers: ``native``, ``torch``, or as of a target.
     """
 
     vocab_size: int
     ids: Tensor | None
+    forward_path: str
+
+    @property
+    def draft_chains(self) -> ChainDrafter | None:
+        """Drafts chains in one call; None: they are drafted level by level."""
+        ...
+
+    @property
+    def draft_trees(self) -> TreeDrafter | None:
+        """The same for dynamic trees."""
+        ...
 
     @property
     def windows(self) -> Sequence[int | None]:
@@ -215,11 +271,7 @@ class DraftModuleRunner:
 
     def read_known(self, requests: Sequence[DraftRequest], capacity: int) -> RootOutput:
         """As ``begin``, but what is computed in the workspace is not stored; see ``store``."""
-        ranges = []
-        for request in requests:
-            stop = len(request.tokens)
-            start = min(self.missing_from(request), stop - 1)
-            ranges.append(TokenRange(request.tokens, table_of(request), start, stop))
+        ranges = self._missing(requests)
         stops = [each.stop for each in ranges]
         starts = catch_up_start([each.start for each in ranges], stops, first=1)
         if starts is None:
@@ -232,6 +284,81 @@ class DraftModuleRunner:
             output = self._forward_workspace(workspace, ranges)
         positions = upload([stop - self.offset for stop in stops], self._device)
         return RootOutput(workspace, known, positions, output)
+
+    def draft_chains(
+        self, requests: Sequence[DraftRequest], sizes: Sequence[int], stores_drafted: bool
+    ) -> list[list[int]]:
+        """Store all missing entries of known tokens and draft behind them, in one call if they fit.
+
+        The network must have ``draft_chains``. Entries of drafted tokens are written to the slots
+        that are reserved for the drafts.
+
+        Args:
+            requests: B of them.
+            sizes: tokens to draft for each, falling.
+            stores_drafted: the entries of drafted tokens are valid: they read no fed-back states.
+
+        Returns:
+            The drafts.
+        """
+        draft = self.network.draft_chains
+        assert draft is not None
+
+        def drafted(states: Tensor, step: PagedPass, slots: list[list[int]]) -> list[list[int]]:
+            return draft(states, step, [[*own, 0] for own in slots])  # the last token is not read
+
+        drafts = self._draft_behind(requests, [size - 1 for size in sizes], drafted)
+        if stores_drafted:
+            for request, size in zip(requests, sizes, strict=True):
+                stop = len(request.tokens)
+                self._mark(table_of(request), stop, stop + size - 1)
+        return drafts
+
+    def draft_trees(
+        self, requests: Sequence[DraftRequest], shape: TreeShape
+    ) -> list[list[list[int]]]:
+        """The same with dynamic trees; the network must have ``draft_trees``.
+
+        Returns:
+            See :class:`TreeDrafter`.
+        """
+        draft = self.network.draft_trees
+        assert draft is not None
+        num_read = shape.width * (shape.depth - 1)
+        return self._draft_behind(
+            requests,
+            [num_read] * len(requests),
+            lambda states, step, slots: draft(states, step, slots, shape),
+        )
+
+    def _draft_behind(
+        self,
+        requests: Sequence[DraftRequest],
+        num_slots: Sequence[int],
+        draft: Callable[[Tensor, PagedPass, list[list[int]]], list[T]],
+    ) -> list[T]:
+        """Store all missing entries of known tokens, and draft with the last forward.
+
+        Args:
+            requests: to draft for.
+            num_slots: that each one's draft writes to, of those reserved behind its root.
+            draft: from input states, a pass over known tokens and the slots, to the drafts.
+        """
+
+        def forward(ranges: Sequence[TokenRange], num_logits: int) -> list[T]:
+            if not num_logits:
+                self._forward_pages(ranges, 0)
+                return []
+            slots = [
+                list(each.table.slots(each.stop, each.stop + count))
+                for each, count in zip(ranges, num_slots, strict=True)
+            ]
+            drafts = draft(self.input_states(ranges), self.paged_pass(self.pack(ranges, 1)), slots)
+            self.mark(ranges)
+            return drafts
+
+        with torch.inference_mode():
+            return compute_in_chunks(self._missing(requests), self._max_num_tokens, forward)
 
     def advance(
         self,
@@ -284,6 +411,15 @@ class DraftModuleRunner:
         """The entries of ranges are stored."""
         for each in ranges:
             self._mark(each.table, each.start, each.stop)
+
+    def _missing(self, requests: Sequence[DraftRequest]) -> list[TokenRange]:
+        """The entries of known tokens that are not stored; the root's in any case."""
+        ranges = []
+        for request in requests:
+            stop = len(request.tokens)
+            start = min(self.missing_from(request), stop - 1)
+            ranges.append(TokenRange(request.tokens, table_of(request), start, stop))
+        return ranges
 
     def _mark(self, table: ReadableTable, start: int, stop: int) -> None:
         self.cache.mark(table, start if start > self.offset else 0, stop)  # no entries before it

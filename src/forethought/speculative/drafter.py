@@ -335,6 +335,11 @@ class Drafter(ABC):
         return depth
 
     @property
+    def forward_path(self) -> str:
+        """What computes its network, as ``EngineStats.draft_paths`` says it; empty: it has none."""
+        return ""
+
+    @property
     def draft_caches(self) -> Sequence[DraftKvCache]:
         """Its caches over the target's pages; see ``kv.draft_cache``."""
         return ()

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from forethought.model.native.forward import TreeShape
 from forethought.speculative.draft_module import DraftModuleRunner
 from forethought.speculative.drafter import Draft, DraftRequest
 
@@ -135,6 +136,11 @@ class DynamicTreeBuilder:
     def _grow(
         self, runner: DraftModuleRunner, requests: Sequence[DraftRequest], depth: int, width: int
     ) -> None:
+        if runner.network.draft_trees is not None:
+            trees = runner.draft_trees(requests, TreeShape(depth, width, self._total))
+            for request, kept in zip(requests, trees, strict=True):
+                request.draft = tree_of(kept, request.max_nodes)
+            return
         expansion, ids = Expansion(width), runner.network.ids
         root = runner.begin(requests, width * (depth - 1))
         output = root.output
@@ -153,6 +159,6 @@ class DynamicTreeBuilder:
                 )
                 expansion.grow(output.logits)
                 states = output.states.view(len(requests), width, -1)
-            kept = expansion.kept(self._total, ids).tolist()  # one transfer for all
-        for request, nodes in zip(requests, kept, strict=True):
+            found = expansion.kept(self._total, ids).tolist()  # one transfer for all
+        for request, nodes in zip(requests, found, strict=True):
             request.draft = tree_of(nodes, request.max_nodes)

@@ -87,6 +87,11 @@ class StaticTreeBuilder:
             for row, request in enumerate(requests)
             if self._sampled is not None and self._sampled(request)
         }
+        if self._choices.is_chain and not samplers and runner.network.draft_chains is not None:
+            drafts = runner.draft_chains(requests, sizes, self._stores_drafted)
+            for request, tokens in zip(requests, drafts, strict=True):
+                request.draft = Draft(tokens)
+            return
         levels = [level for level in self._levels if level.begin < sizes[0]]
         capacity = sum(level.inner for level in levels[:-1])
         root = (runner.read_known if self._stores_drafted else runner.begin)(requests, capacity)

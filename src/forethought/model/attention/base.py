@@ -225,10 +225,15 @@ class PagedPass(ForwardPass):
             values=storage.values,
             slots=batch.slots,
             recent_slots=batch.slots,
-            recent_positions=batch.positions,
+            recent_positions=self._sequence_positions(),
             page_size=storage.page_size,
             rows=rows,
         )
+
+    def _sequence_positions(self) -> Tensor:
+        """int64 ``[T]``: the batch's, counted from the beginning of each sequence."""
+        offset = self.batch.spans[0].seen_from
+        return self.batch.positions + offset if offset else self.batch.positions
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         """See :class:`ForwardPass`."""

@@ -10,6 +10,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 
 constexpr int BLOCK_QUERIES = 32; // new tokens of a row from which queries go in blocks
 
@@ -45,19 +46,66 @@ static void rotate_and_store(
     }
 }
 
-template <class T> static inline float dot(const float* a, const T* b, int size) {
-    Vec total = {};
+// Queries that share the keys and values which they read, in registers; at most MAX_QUERIES.
+constexpr int MAX_QUERIES = 4;
+
+// out [N] = the products of N queries with one key
+template <class T, int N>
+static inline void dots(const float* const* q, const T* key, int size, float* out) {
+    Vec total[N] = {};
     int i = 0;
-    for (; i + LANES <= size; i += LANES) total += load(a + i) * load(b + i);
-    float result = sum(total);
-    for (; i < size; i++) result += a[i] * scalar(b + i);
-    return result;
+    for (; i + LANES <= size; i += LANES) {
+        const Vec k = load(key + i);
+        for (int n = 0; n < N; n++) total[n] += load(q[n] + i) * k;
+    }
+    for (int n = 0; n < N; n++) out[n] = sum(total[n]);
+    for (; i < size; i++)
+        for (int n = 0; n < N; n++) out[n] += q[n][i] * scalar(key + i);
 }
 
-template <class T> static inline void add_scaled(float* y, const T* x, float factor, int size) {
-    int i = 0;
-    for (; i + LANES <= size; i += LANES) store(y + i, load(y + i) + load(x + i) * factor);
-    for (; i < size; i++) y[i] += scalar(x + i) * factor;
+// scores [N][count] of N queries for the keys at some offsets.
+template <class T, int N>
+static void score_keys(
+    const float* const* q, const T* keys, const int64_t* offsets, int count, int dim, float scale,
+    float cap, float* const* scores) {
+    float found[N];
+    for (int p = 0; p < count; p++) {
+        dots<T, N>(q, keys + offsets[p], dim, found);
+        for (int n = 0; n < N; n++) {
+            const float x = found[n] * scale;
+            scores[n][p] = cap > 0 ? cap * tanhf(x / cap) : x;
+        }
+    }
+}
+
+// out [N][dim] += the values at some offsets, each times its weight [N][count].
+template <class T, int N>
+static void mix_values(
+    const float* const* weights, const T* values, const int64_t* offsets, int count, int dim,
+    float* const* out) {
+    constexpr int V = LANES == 16 ? 4 : 2; // vectors of an output that stay in registers
+    int d = 0;
+    for (; d + V * LANES <= dim; d += V * LANES) {
+        Vec acc[N][V];
+        for (int n = 0; n < N; n++)
+            for (int v = 0; v < V; v++) acc[n][v] = load(out[n] + d + v * LANES);
+        for (int p = 0; p < count; p++)
+            for (int v = 0; v < V; v++) {
+                const Vec value = load(values + offsets[p] + d + v * LANES);
+                for (int n = 0; n < N; n++) acc[n][v] += value * weights[n][p];
+            }
+        for (int n = 0; n < N; n++)
+            for (int v = 0; v < V; v++) store(out[n] + d + v * LANES, acc[n][v]);
+    }
+    for (int p = 0; p < count; p++) {
+        const T* value = values + offsets[p];
+        for (int n = 0; n < N; n++) {
+            int i = d;
+            for (; i + LANES <= dim; i += LANES)
+                store(out[n] + i, load(out[n] + i) + load(value + i) * weights[n][p]);
+            for (; i < dim; i++) out[n][i] += scalar(value + i) * weights[n][p];
+        }
+    }
 }
 
 static float maximum(const float* x, int length) {
@@ -117,44 +165,120 @@ struct Sight {
     }
 };
 
-// One token, one key head and the query heads that share it: exact over any set of tokens.
-template <class T>
-static void attend_token(
-    const Model& model, const Layer& layer, const Call& call, const Row& row, int n, int kv_head,
-    const float* q, const T* keys, const T* values, float* scores, float* out) {
-    const int dim = model.head_dim, group = model.num_heads / model.num_kv_heads;
-    const int64_t stride = int64_t(model.num_kv_heads) * dim;
-    const Sight sight(row, n, layer.window);
-    const int capacity = call.max_length;
-    keys += kv_head * dim;
-    values += kv_head * dim;
-    int length = 0;
-    const auto score = [&](int64_t slot) {
-        for (int g = 0; g < group; g++) {
-            float x = dot(q + g * dim, keys + slot * stride, dim) * layer.scale;
-            if (model.score_cap > 0) x = model.score_cap * tanhf(x / model.score_cap);
-            scores[g * capacity + length] = x;
+// Queries of `count` consecutive tokens of a row that see the same of its prefix, of the heads that
+// share a key head. A query's sums run over the tokens that it sees in order of position, whatever
+// other queries are computed beside it.
+template <class T> class Together {
+  public:
+    Together(
+        const Model& model, const Layer& layer, const Call& call, const Scratch& b, const Row& row,
+        int n, int count, int kv_head, const T* keys, const T* values, float* scratch)
+        : layer(layer), b(b), row(row), n(n), count(count),
+          group(model.num_heads / model.num_kv_heads), dim(model.head_dim),
+          capacity(call.max_length), page_size(call.page_size),
+          stride(int64_t(model.num_kv_heads) * dim), cap(model.score_cap), keys(keys + kv_head * dim),
+          values(values + kv_head * dim), scores(scratch), first_head(int64_t(kv_head) * group) {
+        offsets = (int64_t*)(scratch + int64_t(group) * count * capacity);
+    }
+
+    // As many tokens as scratch memory and threads allow.
+    static int tokens(const Model& model, const Layer& layer, const Row& row, Thread thread) {
+        if (layer.window) return 1; // each sees another part of the prefix
+        const int64_t most = BLOCK_ROWS / (model.num_heads / model.num_kv_heads);
+        const int64_t shared = row.num_tokens * model.num_kv_heads / thread.count;
+        return int(most < 1 || shared < 1 ? 1 : most < shared ? most : shared);
+    }
+
+    void attend() {
+        const int low = Sight(row, n, layer.window).low;
+        const int length = row.prefix > low ? int(row.prefix) - low : 0;
+        const int queries = count * group;
+        list_prefix(low);
+        each_few(0, queries, [&](auto few, int first) { score<few()>(first, 0, length); });
+        for (int m = 0; m < count; m++) {
+            const int more = list_recent(m, length);
+            const int begin = m * group, end = begin + group;
+            each_few(begin, end, [&](auto few, int first) { score<few()>(first, length, more); });
+            for (int i = begin; i < end; i++) {
+                totals[i] = exponentials(scores_of(i), length + more);
+                memset(out_of(i), 0, dim * 4);
+            }
         }
-        length++;
-    };
-    for (int p = sight.low; p < row.prefix; p++) score(prefix_slot(row, p, call.page_size));
-    for (int r = 0; r < row.num_recent; r++)
-        if (sight.sees(r)) score(row.slots[r]);
-    float totals[MAX_GROUP];
-    for (int g = 0; g < group; g++) totals[g] = exponentials(scores + g * capacity, length);
-    memset(out, 0, group * dim * 4);
-    length = 0;
-    const auto mix = [&](int64_t slot) {
-        for (int g = 0; g < group; g++)
-            add_scaled(out + g * dim, values + slot * stride, scores[g * capacity + length], dim);
-        length++;
-    };
-    for (int p = sight.low; p < row.prefix; p++) mix(prefix_slot(row, p, call.page_size));
-    for (int r = 0; r < row.num_recent; r++)
-        if (sight.sees(r)) mix(row.slots[r]);
-    for (int g = 0; g < group; g++)
-        for (int d = 0; d < dim; d++) out[g * dim + d] /= totals[g];
-}
+        each_few(0, queries, [&](auto few, int first) { mix<few()>(first, 0, length); });
+        for (int m = 0; m < count; m++) {
+            const int more = list_recent(m, length);
+            const int begin = m * group, end = begin + group;
+            each_few(begin, end, [&](auto few, int first) { mix<few()>(first, length, more); });
+            for (int i = begin; i < end; i++)
+                for (int d = 0; d < dim; d++) out_of(i)[d] /= totals[i];
+        }
+    }
+
+  private:
+    const Layer& layer;
+    const Scratch& b;
+    const Row& row;
+    const int n, count, group, dim, capacity, page_size;
+    const int64_t stride;
+    const float cap;
+    const T *keys, *values;
+    float* scores; // [count, group, capacity]
+    const int64_t first_head;
+    int64_t* offsets; // [capacity]: of keys and values, in elements
+    float totals[BLOCK_ROWS > MAX_GROUP ? BLOCK_ROWS : MAX_GROUP];
+
+    float* scores_of(int i) const { return scores + int64_t(i) * capacity; }
+
+    const float* query_of(int i) const {
+        return b.qkv + (row.start + n + i / group) * b.qkv_width + (first_head + i % group) * dim;
+    }
+
+    float* out_of(int i) const {
+        return b.mixed + (row.start + n + i / group) * b.mixed_width +
+               (first_head + i % group) * dim;
+    }
+
+    void list_prefix(int low) {
+        for (int p = low; p < row.prefix; p++)
+            offsets[p - low] = prefix_slot(row, p, page_size) * stride;
+    }
+
+    // Those of the recent tokens that token `m` sees, behind the prefix; returns how many.
+    int list_recent(int m, int length) {
+        const Sight sight(row, n + m, layer.window);
+        int more = 0;
+        for (int r = 0; r < row.num_recent; r++)
+            if (sight.sees(r)) offsets[length + more++] = row.slots[r] * stride;
+        return more;
+    }
+
+    // Queries [begin, end), up to MAX_QUERIES at a time.
+    template <class F> static void each_few(int begin, int end, F&& compute) {
+        for (int i = begin; i < end; i += MAX_QUERIES) switch (end - i) {
+                case 1: compute(std::integral_constant<int, 1>(), i); break;
+                case 2: compute(std::integral_constant<int, 2>(), i); break;
+                case 3: compute(std::integral_constant<int, 3>(), i); break;
+                default: compute(std::integral_constant<int, MAX_QUERIES>(), i);
+            }
+    }
+
+    template <int N> void score(int first, int begin, int length) const {
+        const float* q[N];
+        float* to[N];
+        for (int i = 0; i < N; i++) q[i] = query_of(first + i), to[i] = scores_of(first + i) + begin;
+        score_keys<T, N>(q, keys, offsets + begin, length, dim, layer.scale, cap, to);
+    }
+
+    template <int N> void mix(int first, int begin, int length) const {
+        const float* weights[N];
+        float* out[N];
+        for (int i = 0; i < N; i++) {
+            weights[i] = scores_of(first + i) + begin;
+            out[i] = out_of(first + i);
+        }
+        mix_values<T, N>(weights, values, offsets + begin, length, dim, out);
+    }
+};
 
 // tile [rows, PANEL] += x [rows, num_inputs] times one panel; rows: at most MAX_ROWS.
 template <class T>
@@ -311,27 +435,25 @@ template <class T>
 static void attend(
     const Model& model, const Layer& layer, const Call& call, const Scratch& b, const T* keys,
     const T* values, Thread thread) {
-    const int dim = model.head_dim, group = model.num_heads / model.num_kv_heads;
+    const int group = model.num_heads / model.num_kv_heads;
     float* scores = b.scores + thread.index * b.scores_width;
     int item = 0;
     for (int r = 0; r < call.num_rows; r++) {
         const Row& row = call.rows[r];
         const bool blocks = !row.visible && row.num_tokens > BLOCK_QUERIES;
-        const int step = blocks ? block_tokens(group) : 1;
+        const int step = blocks ? block_tokens(group) : Together<T>::tokens(model, layer, row, thread);
         for (int n = 0; n < row.num_tokens; n += step) {
-            const int64_t token = row.start + n;
             const int count = row.num_tokens - n < step ? row.num_tokens - n : step;
             for (int kv_head = 0; kv_head < model.num_kv_heads; kv_head++) {
                 if (item++ % thread.count != thread.index) continue;
-                if (blocks) {
+                if (blocks)
                     Block<T>(
                         model, layer, call, b, row, n, count, kv_head, keys, values, scores)
                         .attend();
-                    continue;
-                }
-                const float* q = b.qkv + token * b.qkv_width + int64_t(kv_head) * group * dim;
-                float* out = b.mixed + token * b.mixed_width + int64_t(kv_head) * group * dim;
-                attend_token(model, layer, call, row, n, kv_head, q, keys, values, scores, out);
+                else
+                    Together<T>(
+                        model, layer, call, b, row, n, count, kv_head, keys, values, scores)
+                        .attend();
             }
         }
     }

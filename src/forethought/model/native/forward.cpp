@@ -12,7 +12,9 @@
 // Weights W [out, in] are packed in panels of PANEL outputs: see panels.h.
 
 #include "attention.h"
+#include "drafts.h"
 #include "experts.h"
+#include "heads.h"
 #include "norms.h"
 #include "products.h"
 #include "scratch.h"
@@ -35,7 +37,10 @@ class Forward {
           tokens(call.num_tokens), narrow(is_narrow()) {}
 
     void run() {
-        embed();
+        if (model.join)
+            join(*model.join);
+        else
+            embed();
         for (int index = 0; index < model.num_layers; index++) {
             const Layer& layer = model.layers[index];
             if (model.kv_type == F32)
@@ -70,13 +75,31 @@ class Forward {
     // b.x = the embeddings; without a barrier: each thread norms the tokens that it has embedded.
     void embed() {
         const Share share = thread.share(tokens);
+        for (int64_t t = share.begin; t < share.end; t++)
+            embed_token(model, call.token_ids[t], b.x + t * hidden);
+    }
+
+    // b.joined = embeddings and states; b.x = what enters the layer, or its residual.
+    void join(const Join& join) {
+        const Share share = thread.share(tokens);
         for (int64_t t = share.begin; t < share.end; t++) {
-            float* x = b.x + t * hidden;
-            if (model.embedding)
-                copy_weights(*model.embedding, call.token_ids[t], model.embed_scale, x);
+            const float* from = call.entering + t * hidden;
+            float *both = b.joined + t * 2 * hidden, *x = b.x + t * hidden;
+            float *token = both + (join.state_first ? hidden : 0);
+            float *state = both + (join.state_first ? 0 : hidden);
+            if (join.zero_first && call.positions[t] == 0)
+                memset(token, 0, hidden * 4);
             else
-                memcpy(x, call.embedded + t * hidden, hidden * 4);
+                embed_token(model, call.token_ids[t], token);
+            memcpy(state, from, hidden * 4);
+            if (join.token_norm) norm(token, join.token_norm, hidden, model.eps, token);
+            if (join.state_norm) norm(state, join.state_norm, hidden, model.eps, state);
+            if (!join.project) memcpy(x, join.norm_residual ? state : from, hidden * 4);
         }
+#pragma omp barrier
+        if (!join.project) return;
+        product(*join.project, b.joined, 2 * hidden, tokens, b.x, hidden, false, thread);
+#pragma omp barrier
     }
 
     // b.normed = norm of b.x
@@ -96,9 +119,12 @@ class Forward {
     // b.mixed = what the heads of b.x attend to
     template <class T> void attention(const Layer& layer, int index) {
         T *keys = (T*)call.keys[index], *values = (T*)call.values[index];
-        norm_all(layer.input_norm);
+        const float* input = layer.input_norm ? b.normed : b.x;
+        if (layer.input_norm) norm_all(layer.input_norm);
+        if (model.join && !model.join->project) input = b.joined;
         keep_state(index, b.x);
-        product(layer.qkv, b.normed, hidden, tokens, b.qkv, b.qkv_width, false, thread);
+        const int width = layer.qkv.num_inputs;
+        product(layer.qkv, input, width, tokens, b.qkv, b.qkv_width, false, thread);
 #pragma omp barrier
         const int heads = model.num_heads + 2 * model.num_kv_heads;
         rotate_and_store(model, layer, call, b, keys, values, thread.share(tokens * heads));
@@ -150,16 +176,27 @@ class Forward {
         add_product(layer.down, b.wide, inner, layer.output_norm, b.mixed);
     }
 
+    // to [R, hidden] = x [T, hidden] of the tokens with logits; `to` may be x.
+    void pick_wanted(const float* x, float* to) const {
+        for (int64_t r = 0; r < call.num_logits; r++) {
+            const int64_t t = call.num_logits < tokens ? call.logit_index[r] : r;
+            memmove(to + r * hidden, x + t * hidden, hidden * 4);
+        }
+    }
+
     void write_logits() {
         keep_state(model.num_layers, b.x);
-        norm_all(model.final_norm);
-        keep_state(model.num_layers + 1, b.normed);
-        const float* last = b.normed;
-        if (call.num_logits < tokens) {
-            if (thread.index == 0)
-                for (int64_t r = 0; r < call.num_logits; r++)
-                    memcpy(
-                        b.x + r * hidden, b.normed + call.logit_index[r] * hidden, hidden * 4);
+        if (model.final_norm) norm_all(model.final_norm);
+        const float* last = model.final_norm ? b.normed : b.x;
+        keep_state(model.num_layers + 1, last);
+        const bool picks = call.num_logits < tokens;
+        if (thread.index == 0) {
+            if (call.last) pick_wanted(b.x, call.last);
+            if (call.last_normed) pick_wanted(last, call.last_normed);
+            if (picks) pick_wanted(last, b.x);
+        }
+        if (!call.logits) return;
+        if (picks) {
             last = b.x;
 #pragma omp barrier
         }
@@ -173,6 +210,29 @@ class Forward {
     }
 };
 
+extern "C" int32_t forward(const Model* model, const Call* call);
+
+// Compute the known tokens, then level by level; returns what forward() returns of the former.
+template <class Levels>
+static int32_t draft(const Model& model, const Call& known, Levels& levels, int32_t num_levels) {
+    for (int32_t level = 0; level < num_levels; level++) {
+        const int32_t found = forward(&model, &levels.call);
+        if (found < levels.call.num_tokens) return level ? 0 : found;
+        levels.draft(level);
+    }
+    return known.num_tokens;
+}
+
+// Floats of one call, aligned to 64 bytes.
+struct Memory {
+    std::vector<float> floats;
+    float* begin;
+
+    Memory(int64_t size)
+        : floats(size + PANEL),
+          begin(floats.data() + (64 - uintptr_t(floats.data()) % 64) / 4) {}
+};
+
 extern "C" {
 
 // Floats of scratch memory that a call may use.
@@ -182,8 +242,8 @@ int64_t scratch_size(const Model* model, int32_t tokens, int32_t max_length, int
 
 // Bytes of each structure, which the caller compares with those of its own.
 void structure_sizes(int32_t* sizes) {
-    const int32_t found[] = {sizeof(Linear), sizeof(Experts), sizeof(Layer),
-                             sizeof(Model),  sizeof(Row),     sizeof(Call)};
+    const int32_t found[] = {sizeof(Linear), sizeof(Experts), sizeof(Join), sizeof(Layer),
+                             sizeof(Model),  sizeof(Row),     sizeof(Call), sizeof(Chains), sizeof(Trees)};
     memcpy(sizes, found, sizeof found);
 }
 
@@ -196,19 +256,17 @@ void embed(const Linear* w, const int64_t* tokens, int32_t count, float* y) {
 }
 
 // The first of `count` tokens that is outside the vocabulary, or `count`.
-int32_t first_unknown(const Linear* w, const int64_t* tokens, int32_t count) {
+int32_t first_unknown(const Model* model, const int64_t* tokens, int32_t count) {
     for (int32_t t = 0; t < count; t++)
-        if (tokens[t] < 0 || tokens[t] >= w->num_outputs) return t;
+        if (tokens[t] < 0 || tokens[t] >= model->num_embeddings) return t;
     return count;
 }
 
 // Returns how many tokens are before the first that is outside the vocabulary: if there is one,
 // nothing is computed.
 int32_t forward(const Model* model, const Call* call) {
-    if (model->embedding) {
-        const int known = first_unknown(model->embedding, call->token_ids, call->num_tokens);
-        if (known < call->num_tokens) return known;
-    }
+    const int known = first_unknown(model, call->token_ids, call->num_tokens);
+    if (known < call->num_tokens) return known;
 #pragma omp parallel num_threads(call->num_threads)
     {
         const TilesGuard guard;
@@ -217,14 +275,40 @@ int32_t forward(const Model* model, const Call* call) {
     return call->num_tokens;
 }
 
+// As forward(), of the known tokens; then each level of the drafts.
+int32_t draft_chains(const Model* model, const Chains* chains) {
+    ChainLevels levels(*model, *chains);
+    return draft(*model, *chains->known, levels, chains->num_levels);
+}
+
+int32_t draft_trees(const Model* model, const Trees* trees) {
+    TreeLevels levels(*model, *trees);
+    return draft(*model, *trees->known, levels, trees->depth);
+}
+
 void linear(const Linear* w, const float* x, int32_t tokens, float* y, int32_t num_threads) {
-    std::vector<float> memory(split_size(tokens, w->num_inputs, num_threads) + PANEL);
-    float* split = memory.data() + (64 - uintptr_t(memory.data()) % 64) / 4; // aligned to 64 bytes
+    Memory memory(split_size(tokens, w->num_inputs, num_threads));
 #pragma omp parallel num_threads(num_threads)
     {
         const TilesGuard guard;
         product(
             *w, x, w->num_inputs, tokens, y, w->num_outputs, false,
+            {omp_get_thread_num(), omp_get_num_threads(), memory.begin});
+    }
+}
+
+// See run_heads().
+void residual_heads(
+    const Linear* linears, int32_t num_heads, int32_t num_blocks, const float* states,
+    int32_t tokens, float* logits, int32_t num_threads) {
+    const int64_t width = linears[0].num_inputs, size = round_up(tokens * width);
+    Memory memory(2 * size + split_size(tokens, width, num_threads));
+    float *x = memory.begin, *y = x + size, *split = y + size;
+#pragma omp parallel num_threads(num_threads)
+    {
+        const TilesGuard guard;
+        run_heads(
+            linears, num_heads, num_blocks, states, tokens, x, y, logits,
             {omp_get_thread_num(), omp_get_num_threads(), split});
     }
 }

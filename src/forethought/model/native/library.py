@@ -63,6 +63,20 @@ class ExpertsStruct(ctypes.Structure):
     ]
 
 
+class JoinStruct(ctypes.Structure):
+    """``Join`` of ``structures.h``."""
+
+    _fields_ = [
+        ("token_norm", ctypes.c_void_p),
+        ("state_norm", ctypes.c_void_p),
+        ("project", ctypes.POINTER(LinearStruct)),
+        ("state_first", ctypes.c_int32),
+        ("zero_first", ctypes.c_int32),
+        ("norm_residual", ctypes.c_int32),
+        ("feeds_normed", ctypes.c_int32),
+    ]
+
+
 class LayerStruct(ctypes.Structure):
     """``Layer`` of ``structures.h``."""
 
@@ -92,6 +106,10 @@ class ModelStruct(ctypes.Structure):
         ("final_norm", ctypes.c_void_p),
         ("head", ctypes.POINTER(LinearStruct)),
         ("embedding", ctypes.POINTER(LinearStruct)),
+        ("table", ctypes.c_void_p),
+        ("join", ctypes.POINTER(JoinStruct)),
+        ("table_type", ctypes.c_int32),
+        ("num_embeddings", ctypes.c_int32),
         ("num_layers", ctypes.c_int32),
         ("hidden", ctypes.c_int32),
         ("num_heads", ctypes.c_int32),
@@ -130,7 +148,7 @@ class CallStruct(ctypes.Structure):
 
     _fields_ = [
         ("token_ids", ctypes.c_void_p),
-        ("embedded", ctypes.c_void_p),
+        ("entering", ctypes.c_void_p),
         ("positions", ctypes.c_void_p),
         ("slots", ctypes.c_void_p),
         ("logit_index", ctypes.c_void_p),
@@ -138,6 +156,8 @@ class CallStruct(ctypes.Structure):
         ("keys", ctypes.c_void_p),
         ("values", ctypes.c_void_p),
         ("states", ctypes.c_void_p),
+        ("last", ctypes.c_void_p),
+        ("last_normed", ctypes.c_void_p),
         ("logits", ctypes.c_void_p),
         ("scratch", ctypes.c_void_p),
         ("num_tokens", ctypes.c_int32),
@@ -149,7 +169,47 @@ class CallStruct(ctypes.Structure):
     ]
 
 
-STRUCTURES = (LinearStruct, ExpertsStruct, LayerStruct, ModelStruct, RowStruct, CallStruct)
+class ChainsStruct(ctypes.Structure):
+    """``Chains`` of ``structures.h``."""
+
+    _fields_ = [
+        ("known", ctypes.POINTER(CallStruct)),
+        ("slots", ctypes.c_void_p),
+        ("num_rows", ctypes.c_void_p),
+        ("ids", ctypes.c_void_p),
+        ("drafted", ctypes.c_void_p),
+        ("num_levels", ctypes.c_int32),
+        ("num_choices", ctypes.c_int32),
+        ("last_position", ctypes.c_int32),
+    ]
+
+
+class TreesStruct(ctypes.Structure):
+    """``Trees`` of ``structures.h``."""
+
+    _fields_ = [
+        ("known", ctypes.POINTER(CallStruct)),
+        ("slots", ctypes.c_void_p),
+        ("ids", ctypes.c_void_p),
+        ("kept", ctypes.c_void_p),
+        ("depth", ctypes.c_int32),
+        ("width", ctypes.c_int32),
+        ("total", ctypes.c_int32),
+        ("last_position", ctypes.c_int32),
+    ]
+
+
+STRUCTURES = (
+    LinearStruct,
+    ExpertsStruct,
+    JoinStruct,
+    LayerStruct,
+    ModelStruct,
+    RowStruct,
+    CallStruct,
+    ChainsStruct,
+    TreesStruct,
+)
 
 
 @lru_cache(maxsize=1)

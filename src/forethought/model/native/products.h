@@ -306,6 +306,17 @@ static inline void copy_weights(const Linear& w, int64_t output, float scale, fl
         }
 }
 
+// y [hidden] = the embedding of a token.
+static inline void embed_token(const Model& model, int64_t token, float* y) {
+    if (model.embedding) return copy_weights(*model.embedding, token, model.embed_scale, y);
+    const int64_t hidden = model.hidden, at = token * hidden;
+    for (int64_t k = 0; k < hidden; k++) {
+        const float x = model.table_type == F32 ? ((const float*)model.table)[at + k]
+                                                : scalar((const uint16_t*)model.table + at + k);
+        y[k] = x * model.embed_scale;
+    }
+}
+
 // gate [PANEL] = act(gate) * up
 static inline void activate(float* gate, const float* up, int activation) {
     for (int i = 0; i < PANEL; i += LANES)

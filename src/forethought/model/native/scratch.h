@@ -24,6 +24,7 @@ struct Scratch {
     float* qkv;        // [T, qkv_width]: queries, keys and values of all heads
     float* mixed;      // [T, mixed_width]: what attention returns
     float* wide;       // [T, wide_width]: activations of the MLP, or of the experts
+    float* joined;     // [T, 2 * hidden]: embeddings and states, in a draft module
     float* scores;     // [threads, scores_width]
     float* split;      // the inputs of a product, split for AMX: see SplitInput
     int64_t qkv_width, mixed_width, wide_width, scores_width;
@@ -36,14 +37,15 @@ struct Scratch {
         qkv_width = (model.num_heads + 2 * model.num_kv_heads) * dim;
         mixed_width = larger(model.num_heads * dim, hidden);
         wide_width = hidden;
+        const int64_t joined_width = model.join ? 2 * hidden : 0;
         for (int i = 0; i < model.num_layers; i++) {
             const Layer& layer = model.layers[i];
             const int64_t logits = layer.experts ? round_up(layer.experts->num_experts) : 0;
             wide_width = larger(wide_width, logits + intermediate_size(layer));
         }
-        // Scores of the queries that are attended together, and a panel of keys.
+        // Scores of the queries that are attended together, and a panel of keys or their offsets.
         const int64_t rows = larger(BLOCK_ROWS, int64_t(group) * MAX_ROWS);
-        scores_width = round_up(rows * max_length + PANEL * dim);
+        scores_width = round_up(rows * max_length + larger(PANEL * dim, 2 * max_length));
         const auto take = [&](int64_t count) {
             float* begin = memory ? memory + size : nullptr;
             size += round_up(count);
@@ -54,7 +56,9 @@ struct Scratch {
         qkv = take(tokens * qkv_width);
         mixed = take(tokens * mixed_width);
         wide = take(tokens * wide_width);
+        joined = take(tokens * joined_width);
         scores = take(threads * scores_width);
-        split = take(split_size(tokens, larger(mixed_width, wide_width), threads));
+        const int64_t widest = larger(larger(mixed_width, wide_width), joined_width);
+        split = take(split_size(tokens, widest, threads));
     }
 };

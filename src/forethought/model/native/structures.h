@@ -29,7 +29,16 @@ struct Experts { // a mixture of experts in place of the MLP
     int32_t num_experts, top_k, renormalise, reserved;
 };
 
-struct Layer {
+struct Join { // how a draft module joins the embedding of a token and a hidden state, side by side
+    const float *token_norm, *state_norm; // [hidden], or null: read as it is
+    const Linear* project; // of both, to what enters the layer; null: its attention reads both
+    int32_t state_first;   // the state comes before the embedding
+    int32_t zero_first;    // the embedding of a token at position 0 is 0
+    int32_t norm_residual; // without `project`: the normed state is the layer's residual
+    int32_t feeds_normed;  // the state that the next token is joined with is behind the final norm
+};
+
+struct Layer { // input_norm: null in a draft module whose attention reads what enters
     const float *input_norm, *q_norm, *k_norm, *attention_norm; // [hidden], [dim], [dim], [hidden]
     const float *mlp_norm, *output_norm; // attention_norm, output_norm: behind the block, or null
     const float* rotary;                 // [positions, 2, rotary_dim]: cosines, signed sines
@@ -41,9 +50,12 @@ struct Layer {
 
 struct Model {
     const Layer* layers;
-    const float* final_norm;
+    const float* final_norm; // or null
     const Linear* head;
-    const Linear* embedding; // of which a token's weights are its embedding; not quantised; or null
+    const Linear* embedding; // of which a token's weights are its embedding; not quantised; or null:
+    const void* table;       // [num_embeddings, hidden] of `table_type`, F32 or BF16
+    const Join* join;        // null: a model, which reads tokens alone
+    int32_t table_type, num_embeddings;
     int32_t num_layers, hidden, num_heads, num_kv_heads, head_dim, rotary_dim, activation, kv_type;
     float eps, head_norm_eps, logit_cap, score_cap, embed_scale;
 };
@@ -60,8 +72,8 @@ struct Row { // the new tokens of one sequence
 };
 
 struct Call {
-    const int64_t* token_ids;   // [T], read where the model has an embedding
-    const float* embedded;      // [T, hidden], read where it has none
+    const int64_t* token_ids;   // [T]
+    const float* entering;      // [T, hidden]: the states that tokens are joined with
     const int64_t* positions;   // [T]
     const int64_t* slots;       // [T]
     const int64_t* logit_index; // [R]
@@ -69,8 +81,31 @@ struct Call {
     void* const* keys;   // per layer
     void* const* values; // per layer
     float* const* states; // [num_layers + 2]: where hidden states are wanted, else null; final last
-    float* logits;        // [R, vocab]
+    float* last;          // [R, hidden]: the last layer's output of the tokens with logits, or null
+    float* last_normed;   // the same behind the final norm
+    float* logits;        // [R, vocab], or null
     float* scratch;       // scratch_size() floats, aligned to 64 bytes
     int32_t num_tokens, num_logits, num_rows, page_size, max_length, num_threads;
+};
+
+struct Chains { // drafts of the most probable tokens, one behind each row of a call
+    const Call* known;       // of known tokens: the last one of each row has logits
+    const int64_t* slots;    // [num_rows, num_levels]: of the drafted tokens
+    const int32_t* num_rows; // [num_levels]: rows whose drafts go so deep, the first ones
+    const int64_t* ids;      // the target's id of each output; null: the same
+    int64_t* drafted;        // [num_levels, num_rows of the call], written
+    int32_t num_levels;
+    int32_t num_choices;   // outputs that may be drafted, the first ones
+    int32_t last_position; // further ones are computed as this one
+};
+
+struct Trees { // dynamic trees, one behind each row of a call
+    const Call* known;    // as of Chains, with room for the logits of `width` tokens of each row
+    const int64_t* slots; // [num_rows, depth, width]: of the nodes that are read
+    const int64_t* ids;   // as of Chains
+    int64_t* kept;        // [num_rows, total, 3], written: number, token and parent, best first
+    int32_t depth, width;
+    int32_t total; // nodes that are kept, not more than there are
+    int32_t last_position;
 };
 }

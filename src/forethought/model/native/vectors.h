@@ -100,10 +100,13 @@ static inline void put(uint16_t* p, float x) { // bf16, to the nearest even
     *p = uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-static inline float sum(Vec v) {
-    float total = 0;
-    for (int i = 0; i < LANES; i++) total += v[i];
-    return total;
+static inline float sum(Vec v) { // halves are added to each other, then their halves
+    float parts[LANES];
+    memcpy(parts, &v, sizeof v);
+#pragma GCC unroll 4
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) parts[i] += parts[i + half];
+    return parts[0];
 }
 
 static inline Vec exp(Vec x) { // Cephes' expf: within 2 ulp

@@ -31,6 +31,7 @@ from forethought.model.native.library import (
     ExpertsStruct,
     LayerStruct,
     LinearStruct,
+    load_library,
 )
 from forethought.model.quantization import QuantizedLinear, QuantizedWeight, concatenated
 
@@ -205,6 +206,19 @@ class PackedLinear:
         ]
         return cls.pack(weight, torch.cat(biases), gated)
 
+    def multiply(self, x: Tensor) -> Tensor:
+        """x ``[..., in]`` -> float32 ``[..., out]``."""
+        rows = x.float().reshape(-1, x.shape[-1]).contiguous()
+        found = torch.empty(len(rows), self.struct.num_outputs)
+        load_library().linear(
+            ctypes.byref(self.struct),
+            ctypes.c_void_p(rows.data_ptr()),
+            len(rows),
+            ctypes.c_void_p(found.data_ptr()),
+            torch.get_num_threads(),
+        )
+        return found.view(*x.shape[:-1], -1)
+
     @property
     def num_bytes(self) -> int:
         """Of its tensors."""
@@ -273,18 +287,21 @@ class PackedLayer:
     parts: list[Any]
 
     @classmethod
-    def of(cls, layer: nn.Module, rotary: Tensor, window: int | None) -> PackedLayer:
+    def of(
+        cls, layer: nn.Module, rotary: Tensor, window: int | None, enters_normed: bool = True
+    ) -> PackedLayer:
         """Pack a layer.
 
         Args:
-            layer: of a module that ``refusal`` accepts.
+            layer: of a module that ``refusal`` accepts, or of a draft head.
             rotary: float32 ``[positions, 2, rotary_dim]`` of its kind of layer.
             window: of its attention; None: none.
+            enters_normed: its attention reads what enters behind ``input_layernorm``.
         """
         attention, mlp = layer.self_attn, layer.mlp
         post_norms = hasattr(layer, "pre_feedforward_layernorm")
         norms = [
-            norm_weight(layer.input_layernorm),
+            norm_weight(layer.input_layernorm if enters_normed else None),
             norm_weight(getattr(attention, "q_norm", None)),
             norm_weight(getattr(attention, "k_norm", None)),
             norm_weight(layer.post_attention_layernorm if post_norms else None),

@@ -62,6 +62,11 @@ class DraftTargetDrafter(Drafter):
         return cls(model, choices, sampled=config.draft_sampling == "sampled")
 
     @property
+    def forward_path(self) -> str:
+        """See :class:`Drafter`."""
+        return self._model.forward_path
+
+    @property
     def draft_caches(self) -> Sequence[DraftKvCache]:
         """The draft model's keys and values."""
         return self._runner.draft_caches

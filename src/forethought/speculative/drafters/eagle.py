@@ -23,8 +23,8 @@ from forethought.speculative.draft_module import DraftModule, DraftModuleRunner
 from forethought.speculative.drafter import Drafter, ResourceManager, ScheduledRequests, readable
 from forethought.speculative.dynamic_tree import DynamicTreeBuilder
 from forethought.speculative.heads.checkpoint import Checkpoint
-from forethought.speculative.heads.eagle import EagleHead, EagleNetwork
-from forethought.speculative.heads.eagle3 import Eagle3Head, Eagle3Network, Eagle3Traits
+from forethought.speculative.heads.eagle import EagleHead, eagle_network
+from forethought.speculative.heads.eagle3 import Eagle3Head, Eagle3Traits, eagle3_network
 from forethought.speculative.registry import Target
 from forethought.speculative.tree import StaticTreeBuilder, TreeBuilder
 
@@ -59,6 +59,11 @@ class EagleDrafter(Drafter):
         hidden_states = HiddenStateCache(layers, lm.hidden_size, pages)
         runner = DraftModuleRunner.of_module(head, hidden_states, target)
         return cls(runner, hidden_states, _tree_builder(config, target, head.vocab_size))
+
+    @property
+    def forward_path(self) -> str:
+        """See :class:`Drafter`."""
+        return self._runner.network.forward_path
 
     @property
     def draft_caches(self) -> Sequence[DraftKvCache]:
@@ -114,7 +119,7 @@ def _load(
                 f"{len(layers)} are given: those entering layers {layers}",
                 "Set eagle3_layers_to_capture to the layers that it was trained with",
             )
-        return Eagle3Network(third.to(lm.device, dtype).requires_grad_(False), lm), layers
+        return eagle3_network(third.to(lm.device, dtype).requires_grad_(False), lm), layers
     if config.eagle3_layers_to_capture is not None:
         raise ParameterError(
             "eagle3_layers_to_capture has no meaning for this head",
@@ -123,7 +128,7 @@ def _load(
         )
     first = EagleHead.load(directory)
     _compare(directory, lm, vocab=first.config.vocab_size, hidden=first.config.hidden_size)
-    return EagleNetwork(first.to(lm.device, dtype).requires_grad_(False), lm), (FINAL,)
+    return eagle_network(first.to(lm.device, dtype).requires_grad_(False), lm), (FINAL,)
 
 
 def _layers(

@@ -32,7 +32,12 @@ from forethought.speculative.drafter import (
     readable,
     root_states,
 )
-from forethought.speculative.heads.medusa import DraftHeads, MedusaHeads
+from forethought.speculative.heads.medusa import (
+    DraftHeads,
+    MedusaHeads,
+    NativeDraftHeads,
+    draft_heads,
+)
 from forethought.speculative.registry import Target
 from forethought.speculative.tree import draft_parents, tokens_of_ranks
 
@@ -168,7 +173,10 @@ class MedusaDrafter(Drafter):
     """
 
     def __init__(
-        self, heads: DraftHeads, hidden_states: HiddenStateCache, trees: HeadTrees
+        self,
+        heads: DraftHeads | NativeDraftHeads,
+        hidden_states: HiddenStateCache,
+        trees: HeadTrees,
     ) -> None:
         assert hidden_states.layer_ids == (FINAL,)
         assert trees.depth <= len(heads)
@@ -188,10 +196,15 @@ class MedusaDrafter(Drafter):
         heads = MedusaHeads.load(
             config.speculative_model, hidden, lm.vocab_size, config.num_medusa_heads
         )
-        drafting = DraftHeads(heads, lm.dtype, lm.device)
+        drafting = draft_heads(heads, lm)
         return cls(
             drafting, HiddenStateCache([FINAL], hidden, storage), _trees(config, heads, lm.device)
         )
+
+    @property
+    def forward_path(self) -> str:
+        """See :class:`Drafter`."""
+        return self._heads.forward_path
 
     @property
     def draft_caches(self) -> Sequence[DraftKvCache]:

@@ -50,7 +50,12 @@ from forethought.speculative.drafter import (
     readable,
     table_of,
 )
-from forethought.speculative.heads.mtp import MtpNetwork, load_modules
+from forethought.speculative.heads.mtp import (
+    MtpNetwork,
+    NativeMtpNetwork,
+    load_modules,
+    mtp_network,
+)
 from forethought.speculative.registry import Target
 from forethought.speculative.tree import StaticTreeBuilder
 
@@ -92,7 +97,7 @@ class MTPDrafter(Drafter):
         modules = load_modules(
             directory, lm, config.num_nextn_predict_layers, config.fed_back_state
         )
-        networks = [MtpNetwork(module, lm) for module in modules]
+        networks = [mtp_network(module, lm) for module in modules]
         vanilla = config.use_mtp_vanilla or len(networks) > 1
         hidden_states = HiddenStateCache([FINAL], lm.hidden_size, storage)
         runners = [
@@ -102,6 +107,11 @@ class MTPDrafter(Drafter):
             for level in range(config.max_draft_len if vanilla else 1)
         ]
         return cls(runners, hidden_states, target.max_num_tokens, config.max_draft_len)
+
+    @property
+    def forward_path(self) -> str:
+        """See :class:`Drafter`."""
+        return self._runners[0].network.forward_path
 
     @property
     def draft_caches(self) -> Sequence[DraftKvCache]:
@@ -169,7 +179,7 @@ class MTPDrafter(Drafter):
             if num_logits and level:
                 drafted = [tokens[: len(read)] for tokens in levels]
                 batch = replace(batch, token_ids=_completed(batch, drafted))
-            module: MtpNetwork = runner.network  # type: ignore[assignment]
+            module: MtpNetwork | NativeMtpNetwork = runner.network  # type: ignore[assignment]
             left = module.read(states[: len(batch.token_ids)], runner.paged_pass(batch))
             runner.mark(read)
             states = left.states

@@ -130,6 +130,11 @@ class PearlDrafter(Drafter):
         return cls(model, config.max_draft_len, overlap=config.overlap)
 
     @property
+    def forward_path(self) -> str:
+        """See :class:`Drafter`."""
+        return self._model.forward_path
+
+    @property
     def page_bytes(self) -> int:
         """It has as many pages of its own as the target."""
         return self._storage.bytes_per_page

@@ -71,6 +71,11 @@ class ReDrafterDrafter(Drafter):
         )
 
     @property
+    def forward_path(self) -> str:
+        """See :class:`Drafter`."""
+        return "torch"
+
+    @property
     def draft_caches(self) -> Sequence[DraftKvCache]:
         """The target's hidden states."""
         return (self._hidden_states,)

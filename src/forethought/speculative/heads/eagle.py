@@ -19,7 +19,8 @@ from forethought.kv.storage import LayerShape
 from forethought.model.attention.base import ForwardPass
 from forethought.model.causal_lm import CausalLM
 from forethought.model.llama.layers import projection
-from forethought.speculative.draft_module import ModuleOutput
+from forethought.model.native.module import ModuleParts
+from forethought.speculative.draft_module import DraftModule, ModuleOutput
 from forethought.speculative.heads.checkpoint import Checkpoint
 from forethought.speculative.heads.layers import (
     Attend,
@@ -27,8 +28,11 @@ from forethought.speculative.heads.layers import (
     Linear,
     LlamaLayer,
     layer_fields,
+    layer_shape,
     llama_config,
+    native_rotary,
 )
+from forethought.speculative.heads.native import NativeDraftModule, native_module
 
 
 class EagleHead(nn.Module):
@@ -81,6 +85,28 @@ class EagleHead(nn.Module):
         Checkpoint(directory, config, dict(self.state_dict())).write()
 
 
+def eagle_parts(head: EagleHead, max_positions: int) -> ModuleParts:
+    """The head as a native module."""
+    config, layer = head.config, head.layers[0]
+    return ModuleParts(
+        layer,
+        native_rotary(config, max_positions),
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.rms_norm_eps,
+        project=head.fc,
+        embedding=head.embed_tokens if head.own_embedding else None,
+    )
+
+
+def eagle_network(head: EagleHead, lm: CausalLM) -> DraftModule:
+    """The head over pages: in C++ where the target runs there, else in torch operations."""
+    native = native_module(eagle_parts(head, lm.max_positions), lm)
+    if native is None:
+        return EagleNetwork(head, lm)
+    return NativeDraftModule(native, head.fc.weight.dtype, layer_shape(head.config))
+
+
 class EagleNetwork:
     """An :class:`EagleHead` over pages, in few operations; see ``speculative.draft_module``.
 
@@ -88,6 +114,9 @@ class EagleNetwork:
         head: in the dtype that it is to run in, on the device of the target.
         lm: the target.
     """
+
+    forward_path = "torch"
+    draft_chains = draft_trees = None
 
     def __init__(self, head: EagleHead, lm: CausalLM) -> None:
         self._lm, self._own = lm, head.embed_tokens if head.own_embedding else None

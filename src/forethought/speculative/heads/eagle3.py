@@ -22,7 +22,8 @@ from forethought.kv.storage import LayerShape
 from forethought.model.attention.base import ForwardPass
 from forethought.model.causal_lm import FINAL, CausalLM
 from forethought.model.llama.layers import Norm, fused_norm, projection
-from forethought.speculative.draft_module import ModuleOutput
+from forethought.model.native.module import ModuleParts
+from forethought.speculative.draft_module import DraftModule, ModuleOutput
 from forethought.speculative.heads.checkpoint import Checkpoint, refused
 from forethought.speculative.heads.layers import (
     Attend,
@@ -31,8 +32,11 @@ from forethought.speculative.heads.layers import (
     LlamaLayer,
     RmsNorm,
     layer_fields,
+    layer_shape,
     llama_config,
+    native_rotary,
 )
+from forethought.speculative.heads.native import NativeDraftModule, native_module
 
 Layout = Literal["eagle3", "speculators"]
 """The authors' checkpoints, or those of the speculators library, which vLLM loads."""
@@ -224,6 +228,36 @@ class Eagle3Head(nn.Module):
         Checkpoint(directory, config, tensors).write()
 
 
+def eagle3_parts(head: Eagle3Head, max_positions: int) -> ModuleParts:
+    """The head as a native module."""
+    config, traits, layer = head.config, head.traits, head.midlayer
+    return ModuleParts(
+        layer,
+        native_rotary(config, max_positions),
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.rms_norm_eps,
+        token_norm=layer.input_layernorm,
+        state_norm=layer.hidden_norm,
+        final_norm=head.norm,
+        head=head.lm_head,
+        embedding=head.embed_tokens if traits.own_embedding else None,
+        norm_residual=traits.norm_before_residual,
+        feeds_normed=traits.norm_output,
+        entry=head.fc,
+        entry_norm=head.input_norm if traits.norm_before_fc else None,
+    )
+
+
+def eagle3_network(head: Eagle3Head, lm: CausalLM) -> DraftModule:
+    """The head over pages: in C++ where the target runs there, else in torch operations."""
+    native = native_module(eagle3_parts(head, lm.max_positions), lm)
+    if native is None:
+        return Eagle3Network(head, lm)
+    ids = None if head.traits.draft_vocab_size == lm.vocab_size else head.ids
+    return NativeDraftModule(native, head.fc.weight.dtype, layer_shape(head.config), ids)
+
+
 class Eagle3Network:
     """An :class:`Eagle3Head` over pages, in few operations; see ``speculative.draft_module``.
 
@@ -231,6 +265,9 @@ class Eagle3Network:
         head: in the dtype that it is to run in, on the device of the target.
         lm: the target.
     """
+
+    forward_path = "torch"
+    draft_chains = draft_trees = None
 
     def __init__(self, head: Eagle3Head, lm: CausalLM) -> None:
         traits, layer = head.traits, head.midlayer

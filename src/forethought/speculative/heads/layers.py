@@ -63,6 +63,7 @@ class Attention(nn.Module):
     def __init__(self, config: LlamaConfig, width: int) -> None:
         super().__init__()
         self.head_dim, bias = head_dim(config), config.attention_bias
+        self.scaling = self.head_dim**-0.5
         queries = config.num_attention_heads * self.head_dim
         keys = config.num_key_value_heads * self.head_dim
         self.q_proj = Linear(width, queries, bias=bias)
@@ -130,9 +131,7 @@ class DraftLayer:
     """
 
     def __init__(self, layer: LlamaLayer, config: LlamaConfig, max_positions: int) -> None:
-        self._layer = FusedLayer(layer)
-        heads, width = self._layer.num_kv_heads, self._layer.head_dim
-        self.shape = LayerShape(heads, width, width)
+        self._layer, self.shape = FusedLayer(layer), layer_shape(config)
         weight = layer.self_attn.o_proj.weight
         self._rotary = rotary_table(
             LlamaRotaryEmbedding(config).to(weight.device), max_positions, weight
@@ -147,6 +146,18 @@ class DraftLayer:
         rotation = self._rotary[batch.positions].unbind(1)
         kept = batch.logit_index if len(batch.logit_index) < len(x) else None
         return self._layer(0, x, residual, rotation, forward_pass, kept)
+
+
+def layer_shape(config: LlamaConfig) -> LayerShape:
+    """What its attention stores per token."""
+    width = head_dim(config)
+    return LayerShape(config.num_key_value_heads, width, width)
+
+
+def native_rotary(config: LlamaConfig, max_positions: int) -> Tensor:
+    """Float32 ``[positions, 2, head_dim]``: cosines and signed sines, for a native module."""
+    like = torch.empty(0)
+    return rotary_table(LlamaRotaryEmbedding(config), max_positions, like)[:, :, 0].contiguous()
 
 
 def head_dim(config: LlamaConfig) -> int:

@@ -34,7 +34,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from forethought.model.causal_lm import CausalLM
 from forethought.model.llama.layers import BatchedProjection, projection
+from forethought.model.native.heads import NativeHeads
+from forethought.model.native.network import NativeNetwork
 from forethought.speculative.heads.checkpoint import Checkpoint, refused
 from forethought.speculative.heads.layers import ResidualBlock
 
@@ -162,6 +165,35 @@ class MedusaHeads(nn.ModuleList):
             os.replace(directory / "model.safetensors", directory / WEIGHTS)
 
 
+def draft_heads(heads: MedusaHeads, lm: CausalLM) -> DraftHeads | NativeDraftHeads:
+    """Their forward: in C++ where the target runs there, else in torch operations."""
+    if isinstance(lm.network, NativeNetwork):
+        return NativeDraftHeads(heads, lm.dtype)
+    return DraftHeads(heads, lm.dtype, lm.device)
+
+
+class NativeDraftHeads:
+    """The forward of some heads in C++; the reference is :class:`DraftHeads`.
+
+    Args:
+        heads: their weights are copied.
+        dtype: of the copies; logits are float32.
+    """
+
+    forward_path = "native"
+
+    def __init__(self, heads: MedusaHeads, dtype: torch.dtype) -> None:
+        self.token_map, self._count = heads.token_map, len(heads)
+        self._heads = NativeHeads([_linears(head) for head in heads], dtype)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __call__(self, states: Tensor, count: int) -> Tensor:
+        """See :class:`DraftHeads`."""
+        return self._heads(states, count)
+
+
 class DraftHeads:
     """The forward of some heads, for drafting.
 
@@ -169,6 +201,8 @@ class DraftHeads:
         heads: their weights are copied.
         dtype, device: of weights and states.
     """
+
+    forward_path = "torch"
 
     def __init__(self, heads: MedusaHeads, dtype: torch.dtype, device: torch.device) -> None:
         self.token_map = None if heads.token_map is None else heads.token_map.to(device)

@@ -32,7 +32,9 @@ from forethought.model.attention.interface import (
 from forethought.model.causal_lm import CausalLM
 from forethought.model.llama.layers import Norm, projection
 from forethought.model.llama.network import FusedNetwork, is_fusable
+from forethought.model.native.module import ModuleParts
 from forethought.model.native.network import NativeNetwork
+from forethought.model.native.weights import norm_eps, refusal, rotary_tables
 from forethought.silence import without_progress_bars
 from forethought.speculative.draft_module import ModuleOutput
 from forethought.speculative.heads.checkpoint import Checkpoint, refused
@@ -44,6 +46,7 @@ from forethought.speculative.heads.mtp_layout import (
     named,
     read_modules,
 )
+from forethought.speculative.heads.native import NativeDraftModule, native_module
 
 FedBackState = Literal["normed", "unnormed"]
 """Which hidden state is fed back: the output of the module's last norm, or of the block.
@@ -137,6 +140,58 @@ class MtpModule(nn.Module):
         return cls(model.to(lm.device), LAYOUTS[layout], fed_back)
 
 
+def mtp_parts(module: MtpModule, max_positions: int, window: int | None) -> ModuleParts:
+    """A module, whose block ``weights.refusal`` accepts, as a native one."""
+    model, config = module.model, module.model.config
+    types = getattr(config, "layer_types", None) or ["full_attention"]
+    return ModuleParts(
+        model.model.layers[0],
+        rotary_tables(model, types, max_positions)[types[0]],
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        norm_eps(module.enorm),
+        token_norm=module.enorm,
+        state_norm=module.hnorm,
+        project=module.eh_proj,
+        enters_normed=True,
+        final_norm=model.model.norm,
+        activation=getattr(config, "hidden_activation", None) or config.hidden_act,
+        window=window,
+        state_first=module.layout.hidden_first,
+        zero_first=module.layout.zero_first,
+        feeds_normed=module.fed_back == "normed",
+    )
+
+
+def mtp_network(module: MtpModule, lm: CausalLM) -> MtpNetwork | NativeMtpNetwork:
+    """The module over pages: in C++ where the target runs there, else in torch operations."""
+    if isinstance(lm.network, NativeNetwork) and refusal(module.model) is None:
+        profile = _profile(module)
+        native = native_module(mtp_parts(module, lm.max_positions, profile.window), lm)
+        if native is not None:
+            network = NativeMtpNetwork(native, lm.dtype, profile.shape, window=profile.window)
+            network.use(lm, module.fed_back)
+            return network
+    return MtpNetwork(module, lm)
+
+
+class NativeMtpNetwork(NativeDraftModule):
+    """An :class:`MtpModule` in C++."""
+
+    def use(self, lm: CausalLM, fed_back: FedBackState) -> None:
+        """Say whose module it is, and which state it feeds back."""
+        self._lm, self._fed_back = lm, fed_back
+
+    def read(self, states: Tensor, forward_pass: ForwardPass) -> ModuleStates:
+        """See :class:`MtpNetwork`."""
+        last, normed = self._module.read(states, forward_pass)
+        return ModuleStates(normed if self._fed_back == "normed" else last, normed)
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """See :class:`MtpNetwork`."""
+        return self._lm.unembed(normed)
+
+
 class MtpNetwork:
     """An :class:`MtpModule` over pages; see ``speculative.draft_module``.
 
@@ -144,6 +199,9 @@ class MtpNetwork:
         module: in the dtype and on the device of the target; its weights are used.
         lm: the target.
     """
+
+    forward_path = "torch"
+    draft_chains = draft_trees = None
 
     def __init__(self, module: MtpModule, lm: CausalLM) -> None:
         self._module, self._lm = module, lm

@@ -1,0 +1,181 @@
+"""Draft modules in C++ draft what their reference implementations in torch operations draft."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drafts import Seen, recording
+from eagle_heads import new_directory, random_eagle, random_eagle3
+from engines import GREEDY, drain, engine_over, expect_empty, outputs
+from forethought.config.drafters import (
+    DraftTargetDecodingConfig,
+    EagleDecodingConfig,
+    MTPDecodingConfig,
+)
+from forethought.config.speculation import DecodingBaseConfig
+from forethought.engine.engine import Engine
+from forethought.model import loader
+from forethought.model.causal_lm import CausalLM
+from forethought.model.native import library
+from forethought.model.native.module import ModuleParts
+from forethought.speculative.heads import eagle3
+from models import prompts, save_random, tiny
+from mtp_modules import saved
+
+pytestmark = pytest.mark.skipif(
+    library.find_compiler() is None, reason="there is no C++ compiler (c++, g++ or clang++)"
+)
+
+PROMPTS = prompts((9, 4, 33))
+DYNAMIC: dict[str, Any] = {
+    "use_dynamic_tree": True,
+    "dynamic_tree_max_topK": 3,
+    "max_total_draft_tokens": 7,
+}
+CHAIN: dict[str, Any] = {}
+
+
+def eagle(head: Any, **growth: Any) -> DecodingBaseConfig:
+    """Drafts are accepted at random, so that many are, and unevenly."""
+    directory = new_directory()
+    head.save(directory)
+    settings = {"max_draft_len": 4, "synthetic_acceptance": 0.7, **growth}
+    return EagleDecodingConfig(speculative_model=directory, **settings)
+
+
+def mtp(architecture: str, layout: str = "deepseek", count: int = 1, **more: Any) -> Any:
+    directory = saved(architecture, count, layout)
+    settings = {"max_draft_len": 4, "synthetic_acceptance": 0.7, **more}
+    return MTPDecodingConfig(speculative_model=directory, **settings)
+
+
+def draft_model(architecture: str, path: Path, **more: Any) -> DecodingBaseConfig:
+    config = loader.load(tiny(architecture)).config
+    save_random(config, path / "draft", seed=5)
+    settings = {"max_draft_len": 4, "synthetic_acceptance": 0.7, **more}
+    return DraftTargetDecodingConfig(speculative_model=path / "draft", **settings)
+
+
+KINDS: dict[str, tuple[str, Callable[[Path], DecodingBaseConfig]]] = {
+    "eagle": ("llama", lambda _: eagle(random_eagle())),
+    "eagle, without a bias": ("llama", lambda _: eagle(random_eagle(bias=False))),
+    "eagle, own embedding": ("llama", lambda _: eagle(random_eagle(own_embedding=True))),
+    "eagle, tree": ("llama", lambda _: eagle(random_eagle(), **DYNAMIC)),
+    "eagle3": ("llama", lambda _: eagle(random_eagle3())),
+    "eagle3, tied": ("llama_tied_biased", lambda _: eagle(random_eagle3())),
+    "eagle3, whole vocabulary": ("llama", lambda _: eagle(random_eagle3(draft_vocab=101))),
+    "eagle3, all norms": (
+        "llama",
+        lambda _: eagle(
+            random_eagle3(
+                norm_before_residual=True,
+                norm_before_fc=True,
+                norm_output=True,
+                own_embedding=True,
+                attention_bias=True,
+            )
+        ),
+    ),
+    "eagle3, tree": ("llama", lambda _: eagle(random_eagle3(), **DYNAMIC)),
+    "mtp": ("llama", lambda _: mtp("llama")),
+    "mtp, state unnormed": ("llama", lambda _: mtp("llama", fed_back_state="unnormed")),
+    "mtp, another layout": ("qwen3", lambda _: mtp("qwen3", "qwen")),
+    "mtp, window": ("mistral", lambda _: mtp("mistral")),
+    "mtp, experts": ("qwen3_moe", lambda _: mtp("qwen3_moe")),
+    "mtp, scaled embedding": ("gemma3", lambda _: mtp("gemma3")),
+    "mtp, one per place": ("llama", lambda _: mtp("llama", count=2)),
+    "draft model": ("llama", lambda path: draft_model("llama", path)),
+    "draft model, window": ("mistral", lambda path: draft_model("mistral", path)),
+}
+
+
+@functools.cache
+def loaded(architecture: str, forward: loader.Forward) -> CausalLM:
+    return loader.load(tiny(architecture), dtype="float32", forward=forward)
+
+
+def run(
+    architecture: str, forward: loader.Forward, config: DecodingBaseConfig, page_size: int = 4
+) -> tuple[Engine, list[Seen]]:
+    """Three requests, one of which comes later, then two with prefix hits; and their drafts."""
+    lm = loaded(architecture, forward)
+    machine = engine_over(
+        lm, pages=1024 // page_size, page_size=page_size, max_num_tokens=24, speculative=[config]
+    )
+    with recording(machine) as seen:
+        for prompt in PROMPTS[:2]:
+            machine.add(prompt, GREEDY)
+        for _ in range(3):
+            machine.step()
+        machine.add(PROMPTS[2], GREEDY)
+        drain(machine)
+        for prompt in PROMPTS[1:]:
+            machine.add([*prompt, 7], GREEDY)
+        drain(machine)
+    expect_empty(machine)
+    return machine, seen
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_are_those_of_torch(kind: str, tmp_path: Path) -> None:
+    """In a batch whose rows begin, end and accept at different places, behind long prefills."""
+    architecture, configure = KINDS[kind]
+    config = configure(tmp_path)
+    natively, found = run(architecture, "native", config)
+    in_torch, expected = run(architecture, "torch", config)
+    assert natively.stats.draft_failures == in_torch.stats.draft_failures == 0
+    assert natively.stats.accepted > 8
+    assert found == expected
+    assert list(natively.stats.draft_paths.values()) == ["native"]
+    assert list(in_torch.stats.draft_paths.values()) in (["torch"], ["fused"])
+
+
+@pytest.mark.parametrize(
+    "wrong", ["norm_residual", "feeds_normed", "state_first", "zero_first", "final_norm"]
+)
+def test_a_part_that_is_taken_wrongly_changes_drafts(
+    wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = eagle(random_eagle3())
+    _, expected = run("llama", "torch", config)
+    parts = eagle3.eagle3_parts
+
+    def broken(head: Any, max_positions: int) -> ModuleParts:
+        found = parts(head, max_positions)
+        value = None if wrong == "final_norm" else True
+        return ModuleParts(
+            **{name: getattr(found, name) for name in found.__slots__} | {wrong: value}
+        )
+
+    monkeypatch.setattr(eagle3, "eagle3_parts", broken)
+    _, found = run("llama", "native", config)
+    assert found != expected
+
+
+def test_pages_may_lie_anywhere() -> None:
+    config = eagle(random_eagle3())
+    whole, scattered = (run("llama", "native", config, size)[1] for size in (16, 1))
+    assert whole == scattered
+
+
+def test_tokens_are_those_of_plain_decoding() -> None:
+    """Without synthetic acceptance: nothing but what the target says itself is accepted."""
+    config = eagle(random_eagle3(), synthetic_acceptance=None)
+    said = []
+    for speculative in ([], [config], [mtp("llama", synthetic_acceptance=None)]):
+        machine = engine_over(loaded("llama", "native"), pages=256, speculative=speculative)
+        sequences = [machine.add(prompt, GREEDY)[0] for prompt in PROMPTS]
+        drain(machine)
+        said.append(outputs(sequences))
+        expect_empty(machine)
+    assert said[0] == said[1] == said[2]
+
+
+def test_modules_run_in_torch_operations_where_the_target_does() -> None:
+    machine, _ = run("llama", "torch", eagle(random_eagle3()))
+    assert machine.stats.draft_paths == {"eagle": "torch"}
