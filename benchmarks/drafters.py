@@ -2,11 +2,13 @@
 
     python -m benchmarks.drafters
     python -m benchmarks.drafters --only mtp eagle3 --rounds 9 --threads 1
+    python -m benchmarks.drafters --batch 16 --prompts 16 --rounds 3
 
-Batch 1, greedy, bf16, one engine each, all loaded at once. In every round plain decoding and each
-drafter answer the same held-out problems, beginning with another one each time; the prompts of a
-round are new. Figures are medians over the rounds; a ratio is taken within its round. Tokens per
-step include the token that follows the accepted drafts. Prints a table and, last, one JSON line.
+Greedy, bf16, one engine each, all loaded at once, ``--batch`` requests at a time. In every round
+plain decoding and each drafter answer the same held-out problems, beginning with another one each
+time; the prompts of a round are new. Figures are medians over the rounds; a ratio is taken within
+its round. Tokens per step, of all requests of a batch together, include those that follow the
+accepted drafts. Prints a table and, last, one JSON line.
 """
 
 from __future__ import annotations
@@ -69,10 +71,12 @@ class Contestant:
 
     Args:
         config: its drafter; None: plain decoding.
+        batch_size: requests at a time.
     """
 
-    def __init__(self, config: DecodingBaseConfig | None) -> None:
-        self.llm = LLM(max_batch_size=1, speculative_config=config)
+    def __init__(self, config: DecodingBaseConfig | None, batch_size: int = 1) -> None:
+        self.llm = LLM(max_batch_size=batch_size, speculative_config=config)
+        self._batch_size = batch_size
         self.speeds: list[float] = []
         self.outputs: list[list[int]] = []
         self.tokens = self.steps = 0
@@ -81,7 +85,10 @@ class Contestant:
         """One round; ``counts`` is False to warm up."""
         params = SamplingParams(temperature=0.0, max_tokens=300)
         began, before = time.perf_counter(), self.llm.stats
-        outputs = [self.llm.generate(prompt, params).outputs[0].token_ids for prompt in prompts]
+        outputs: list[list[int]] = []
+        for start in range(0, len(prompts), self._batch_size):
+            batch = self.llm.generate(prompts[start : start + self._batch_size], params)
+            outputs += [each.outputs[0].token_ids for each in batch]
         seconds, after = time.perf_counter() - began, self.llm.stats
         if counts:
             self.outputs += outputs
@@ -109,6 +116,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=DRAFTERS, default=list(DRAFTERS))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--prompts", type=int, default=6, help="in a round")
+    parser.add_argument("--batch", type=int, default=1, help="requests at a time")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -116,8 +124,8 @@ def main() -> None:
     random.Random(0).shuffle(questions)
     if (args.rounds + 1) * args.prompts > len(questions):
         parser.error(f"there are {len(questions)} problems, too few for new ones in every round")
-    contestants = {PLAIN: Contestant(None)}
-    contestants |= {name: Contestant(DRAFTERS[name]) for name in args.only}
+    contestants = {PLAIN: Contestant(None, args.batch)}
+    contestants |= {name: Contestant(DRAFTERS[name], args.batch) for name in args.only}
     plain = contestants[PLAIN]
     for number in range(args.rounds + 1):
         start = number * args.prompts
@@ -131,7 +139,8 @@ def main() -> None:
     print("".join(f"{name:>19}" for name in rows[0]))
     for row in rows:
         print("".join(f"{value:>19}" for value in row.values()))
-    print_report("drafters", rows, threads=args.threads, rounds=args.rounds)
+    settings = {"threads": args.threads, "rounds": args.rounds, "batch": args.batch}
+    print_report("drafters", rows, **settings)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from drafts import Seen, recording
 from eagle_heads import new_directory, random_eagle, random_eagle3
@@ -15,6 +16,7 @@ from engines import GREEDY, drain, engine_over, expect_empty, outputs
 from forethought.config.drafters import (
     DraftTargetDecodingConfig,
     EagleDecodingConfig,
+    MedusaDecodingConfig,
     MTPDecodingConfig,
 )
 from forethought.config.speculation import DecodingBaseConfig
@@ -24,6 +26,7 @@ from forethought.model.causal_lm import CausalLM
 from forethought.model.native import library
 from forethought.model.native.module import ModuleParts
 from forethought.speculative.heads import eagle3
+from medusa_heads import shared_heads
 from models import prompts, save_random, tiny
 from mtp_modules import saved
 
@@ -44,7 +47,8 @@ def eagle(head: Any, **growth: Any) -> DecodingBaseConfig:
     """Drafts are accepted at random, so that many are, and unevenly."""
     directory = new_directory()
     head.save(directory)
-    settings = {"max_draft_len": 4, "synthetic_acceptance": 0.7, **growth}
+    length = {} if "eagle_choices" in growth else {"max_draft_len": 4}
+    settings = {"synthetic_acceptance": 0.7, **length, **growth}
     return EagleDecodingConfig(speculative_model=directory, **settings)
 
 
@@ -82,6 +86,24 @@ KINDS: dict[str, tuple[str, Callable[[Path], DecodingBaseConfig]]] = {
         ),
     ),
     "eagle3, tree": ("llama", lambda _: eagle(random_eagle3(), **DYNAMIC)),
+    "eagle3, static tree": (
+        "llama",
+        lambda _: eagle(
+            random_eagle3(), eagle_choices=[[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
+        ),
+    ),
+    "medusa": (
+        "llama",
+        lambda _: MedusaDecodingConfig(
+            speculative_model=shared_heads(), medusa_choices=[[0], [1], [0, 0], [0, 0, 0]]
+        ),
+    ),
+    "medusa, most probable": (
+        "llama",
+        lambda _: MedusaDecodingConfig(
+            speculative_model=shared_heads(), tree="most_probable", max_total_draft_tokens=6
+        ),
+    ),
     "mtp": ("llama", lambda _: mtp("llama")),
     "mtp, state unnormed": ("llama", lambda _: mtp("llama", fed_back_state="unnormed")),
     "mtp, another layout": ("qwen3", lambda _: mtp("qwen3", "qwen")),
@@ -129,7 +151,7 @@ def test_drafts_are_those_of_torch(kind: str, tmp_path: Path) -> None:
     natively, found = run(architecture, "native", config)
     in_torch, expected = run(architecture, "torch", config)
     assert natively.stats.draft_failures == in_torch.stats.draft_failures == 0
-    assert natively.stats.accepted > 8
+    assert natively.stats.accepted > 8 or "medusa" in kind
     assert found == expected
     assert list(natively.stats.draft_paths.values()) == ["native"]
     assert list(in_torch.stats.draft_paths.values()) in (["torch"], ["fused"])
@@ -157,10 +179,17 @@ def test_a_part_that_is_taken_wrongly_changes_drafts(
     assert found != expected
 
 
-def test_pages_may_lie_anywhere() -> None:
-    config = eagle(random_eagle3())
-    whole, scattered = (run("llama", "native", config, size)[1] for size in (16, 1))
-    assert whole == scattered
+@pytest.mark.parametrize("growth", [CHAIN, DYNAMIC], ids=["chain", "tree"])
+def test_neither_pages_nor_threads_matter(growth: dict[str, Any]) -> None:
+    config = eagle(random_eagle3(), **growth)
+    before, found = torch.get_num_threads(), []
+    try:
+        for page_size, num_threads in ((16, 1), (1, 1), (16, 3)):
+            torch.set_num_threads(num_threads)
+            found.append(run("llama", "native", config, page_size)[1])
+    finally:
+        torch.set_num_threads(before)
+    assert found[0] == found[1] == found[2]
 
 
 def test_tokens_are_those_of_plain_decoding() -> None:
