@@ -32,7 +32,7 @@ from forethought.model.attention.interface import (
 from forethought.model.causal_lm import CausalLM
 from forethought.model.llama.layers import Norm, projection
 from forethought.model.llama.network import FusedNetwork, is_fusable
-from forethought.model.native.module import ModuleParts
+from forethought.model.native.module import ModuleParts, NativeModule
 from forethought.model.native.network import NativeNetwork
 from forethought.model.native.weights import norm_eps, refusal, rotary_tables
 from forethought.silence import without_progress_bars
@@ -169,17 +169,24 @@ def mtp_network(module: MtpModule, lm: CausalLM) -> MtpNetwork | NativeMtpNetwor
         profile = _profile(module)
         native = native_module(mtp_parts(module, lm.max_positions, profile.window), lm)
         if native is not None:
-            network = NativeMtpNetwork(native, lm.dtype, profile.shape, window=profile.window)
-            network.use(lm, module.fed_back)
-            return network
+            return NativeMtpNetwork(native, lm, profile, module.fed_back)
     return MtpNetwork(module, lm)
 
 
 class NativeMtpNetwork(NativeDraftModule):
-    """An :class:`MtpModule` in C++."""
+    """An :class:`MtpModule` in C++.
 
-    def use(self, lm: CausalLM, fed_back: FedBackState) -> None:
-        """Say whose module it is, and which state it feeds back."""
+    Args:
+        module: runs in C++.
+        lm: the target.
+        profile: of the module's attention.
+        fed_back: which hidden state is fed back.
+    """
+
+    def __init__(
+        self, module: NativeModule, lm: CausalLM, profile: LayerProfile, fed_back: FedBackState
+    ) -> None:
+        super().__init__(module, lm.dtype, profile.shape, window=profile.window)
         self._lm, self._fed_back = lm, fed_back
 
     def read(self, states: Tensor, forward_pass: ForwardPass) -> ModuleStates:
