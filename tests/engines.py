@@ -19,6 +19,8 @@ from forethought.engine.sequence import Sequence
 from forethought.kv.storage import KvStorage
 from forethought.model import loader
 from forethought.model.causal_lm import CausalLM
+from forethought.model.graph_runner import GraphRunner
+from forethought.model.graphs import GraphCapturer
 from forethought.model.runner import ModelRunner
 from forethought.speculative.registry import Target
 from models import tiny
@@ -64,12 +66,15 @@ def engine_over(
     page_size: int = 4,
     reuse: bool = True,
     speculative: Iterable[DecodingBaseConfig] = (),
+    graphs: GraphCapturer | None = None,
     **limits: Any,
 ) -> Engine:
-    """The same over a model that is loaded."""
-    storage = KvStorage(lm.layer_shapes, pages, page_size, lm.dtype, lm.device)
+    """The same over a model that is loaded, computed by graphs if something captures them."""
+    storage = KvStorage(
+        lm.layer_shapes, pages, page_size, lm.dtype, lm.device, has_scratch_page=graphs is not None
+    )
     settings = {"max_batch_size": 8, "max_num_tokens": 64, "max_length": 128, **limits}
-    runner = ModelRunner(lm, storage)
+    runner = ModelRunner(lm, storage) if graphs is None else GraphRunner(lm, storage, graphs)
     target = Target(runner, settings["max_num_tokens"])
     drafters = [
         build_drafter_entry(config, target, settings["max_batch_size"]) for config in speculative

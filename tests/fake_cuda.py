@@ -381,6 +381,11 @@ def _through_host(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 _ACTIVE: list[FakeCuda] = []
 
 
+def active() -> FakeCuda | None:
+    """The device whose context is open."""
+    return _ACTIVE[-1] if _ACTIVE else None
+
+
 def _waiting() -> None:
     if _ACTIVE:
         _ACTIVE[-1]._count("waits")

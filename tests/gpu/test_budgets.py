@@ -16,13 +16,15 @@ import torch
 from eagle_heads import random_head
 from engines import drain, engine_over, load, outputs
 from fake_cuda import DEVICE, FakeCuda, FakeEvent, fake_cuda
+from fake_graph import FakeGraph
 from forethought.config.drafters import EagleDecodingConfig
-from forethought.config.engine import KvCacheConfig
+from forethought.config.engine import KvCacheConfig, LlmArgs
 from forethought.config.sampling import SamplingParams, SpeculationParams
 from forethought.config.speculation import DecodingBaseConfig
 from forethought.engine import resolve
 from forethought.engine.engine import Engine
 from forethought.engine.sequence import Sequence as LiveSequence
+from forethought.errors import ParameterError
 from forethought.kv.pool import PagePool
 from forethought.kv.staging import upload
 from forethought.kv.table import PageTable
@@ -32,6 +34,8 @@ from forethought.model.attention.sdpa import softmax_attention
 from forethought.model.batch import Batch, Row
 from forethought.model.causal_lm import CausalLM
 from forethought.model.device import ForwardTimer
+from forethought.model.graph_runner import GraphRunner
+from forethought.model.graphs import GraphCapturer
 from forethought.model.paged_layout import PagedLayout
 from models import prompts, tiny
 
@@ -81,7 +85,8 @@ def tree() -> list[DecodingBaseConfig]:
 
 
 # How it samples and drafts, the attention backend, and what a step may cost.
-CASES: dict[str, tuple[SamplingParams, str, Callable[[], list[DecodingBaseConfig]], Budget]] = {
+Case = tuple[SamplingParams, str, Callable[[], list[DecodingBaseConfig]], Budget]
+CASES: dict[str, Case] = {
     "greedy": (GREEDY, PAGED, list, {"launches": 50, "staged": 1, "waits": 1}),
     "sampled": (SAMPLED, PAGED, list, {"launches": 67, "staged": 3, "waits": 1}),
     "all options": (ALL_OPTIONS, PAGED, list, {"launches": 119, "staged": 15, "waits": 1}),
@@ -89,18 +94,39 @@ CASES: dict[str, tuple[SamplingParams, str, Callable[[], list[DecodingBaseConfig
     "eagle3 tree": (SAMPLED, PAGED, tree, {"launches": 177, "staged": 8, "waits": 1}),
     "no triton": (GREEDY, "sdpa", list, {"launches": 69, "staged": 4, "waits": 1}),
 }
+# The same with CUDA graphs: one launch for the whole network.
+GRAPH_CASES: dict[str, Case] = {
+    "greedy": (GREEDY, PAGED, list, {"launches": 5, "staged": 1, "waits": 1}),
+    "sampled": (SAMPLED, PAGED, list, {"launches": 22, "staged": 3, "waits": 1}),
+    "all options": (ALL_OPTIONS, PAGED, list, {"launches": 74, "staged": 15, "waits": 1}),
+    "eagle3": (GREEDY, PAGED, eagle3, {"launches": 116, "staged": 6, "waits": 1}),
+    "eagle3 tree": (SAMPLED, PAGED, tree, {"launches": 129, "staged": 8, "waits": 1}),
+}
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_step_keeps_to_its_budget_and_generates_what_the_cpu_does(name: str) -> None:
-    params, attention, configs, budget = CASES[name]
+@pytest.mark.parametrize(
+    ("case", "has_graphs"),
+    [
+        *(pytest.param(case, False, id=name) for name, case in CASES.items()),
+        *(pytest.param(case, True, id=f"{name}, graphs") for name, case in GRAPH_CASES.items()),
+    ],
+)
+def test_a_step_keeps_to_its_budget_and_generates_what_the_cpu_does(
+    case: Case, has_graphs: bool
+) -> None:
+    params, attention, configs, budget = case
+    graphs = GraphCapturer(FakeGraph) if has_graphs else None
     drafters = configs()
     on_cpu = engine_over(load("llama"), speculative=drafters, page_size=16)
     expected = started(on_cpu, params, PROMPTS)
     drain(on_cpu)
     with fake_cuda() as device:
-        machine = engine_over(on_device(attention), speculative=drafters, page_size=16)
+        machine = engine_over(
+            on_device(attention), speculative=drafters, page_size=16, graphs=graphs
+        )
         sequences = started(machine, params, PROMPTS)
+        for _ in range(2 if has_graphs else 0):  # in which shapes are captured
+            machine.step()
         spent = measured(device, machine)
         drain(machine)
     assert outputs(sequences) == outputs(expected)
@@ -192,6 +218,71 @@ def test_the_kv_cache_leaves_memory_for_steps_on_a_gpu() -> None:
     for free, kept in ((10 * 2**30, 2**30), (100 * 2**30, 2 * 2**30)):
         with fake_cuda(memory=free):
             assert resolve._cache_bytes(config, DEVICE) == free - kept
+
+
+def built(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Engine:
+    """The engine of the tiny model on the device, whose graphs are fake ones."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(resolve, "CudaCapture", lambda device: FakeGraph)
+    fields = {"device": "cuda:0", "attention": PAGED, "dtype": "float32", **settings}
+    return resolve.build(LlmArgs(**fields), tiny("llama"))
+
+
+def test_graphs_are_on_by_default_where_they_can_be_and_off_where_they_are_not_wanted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with fake_cuda():
+        for settings, expected in (
+            ({}, True),
+            ({"fuse": False}, False),
+            ({"fuse": False, "cuda_graphs": True}, True),
+            ({"attention": "sdpa"}, False),
+            ({"cuda_graphs": False}, False),
+        ):
+            runner = built(monkeypatch, **settings).runner
+            assert isinstance(runner, GraphRunner) == expected, settings
+            assert runner.storage.has_scratch_page == expected
+            assert not expected or runner.graphs.num_graphs == 1
+
+
+def test_graphs_that_are_asked_for_and_impossible_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(ParameterError, match="the model runs on cpu"):
+        resolve.build(LlmArgs(device="cpu", cuda_graphs=True), tiny("llama"))
+
+    def refuse(compute: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with fake_cuda():
+        with pytest.raises(ParameterError, match="attention sdpa depends on the rows"):
+            built(monkeypatch, attention="sdpa", cuda_graphs=True)
+        monkeypatch.setattr(FakeGraph, "__init__", lambda self, compute: refuse(compute))
+        with pytest.raises(ParameterError, match="cannot be captured: RuntimeError: operation"):
+            built(monkeypatch, cuda_graphs=True)
+        machine = built(monkeypatch)  # it was not asked for, so it does without
+        machine.add([5, 6, 7], GREEDY)
+        drain(machine)
+        assert machine.stats.failures == machine.runner.graphs.num_graphs == 0
+
+
+def test_the_kv_cache_leaves_memory_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = KvCacheConfig(free_gpu_memory_fraction=1.0)
+    given: list[int] = []
+    size_of = resolve._cache_bytes
+
+    def watched(config: KvCacheConfig, device: torch.device, reserved: int) -> int:
+        given.append(reserved)
+        return size_of(config, device, reserved)
+
+    monkeypatch.setattr(resolve, "_cache_bytes", watched)
+    with fake_cuda(memory=10 * 2**30):
+        assert size_of(config, DEVICE, 2**30) == 8 * 2**30
+        assert size_of(config, DEVICE, 2**40) == 0
+        small, large = (built(monkeypatch, max_batch_size=number).runner for number in (1, 64))
+        built(monkeypatch, cuda_graphs=False)
+    assert given == [small.reserved_bytes, large.reserved_bytes, 0]
+    assert 2**28 < small.reserved_bytes < large.reserved_bytes
 
 
 def test_the_time_of_a_forward_on_a_gpu_is_that_between_two_events_that_have_passed() -> None:

@@ -188,8 +188,11 @@ class Reader:
 
     layer_ids = (0, 1, 3, -1)
 
-    def write(self, slots, states, numbers) -> None:
+    def write(self, slots, states) -> None:
         self.states = dict(states)
+
+    def mark_stored(self, slots) -> None:
+        assert len(slots) == len(self.states[0])
 
 
 def test_tied_embeddings_are_read_from_the_output_projection() -> None:

@@ -32,8 +32,8 @@ class KvCacheConfig(StrictModel):
     max_tokens: int | None = Field(default=None, ge=1)
     """Tokens that the cache holds; None: as the memory fractions below allow."""
     free_gpu_memory_fraction: float = Field(default=0.9, gt=0.0, le=1.0)
-    """On CUDA: the share of the memory left after loading the model, less a tenth of it and at most
-    2 GiB, which steps need."""
+    """On CUDA: the share of the memory left after loading the model, less what CUDA graphs take and
+    a tenth of it, at most 2 GiB, which steps need."""
     host_cache_size: int | None = Field(default=None, ge=1)
     """On CPU: bytes for the cache; None: a tenth of the free memory, at most 4 GiB."""
     enable_block_reuse: bool = True
@@ -81,6 +81,10 @@ class LlmArgs(StrictModel):
     processor allow it and torch has no faster products in the dtype."""
     fuse: bool = True
     """Use the fused forward where the architecture allows it; the plain one otherwise."""
+    cuda_graphs: Literal["auto"] | bool = "auto"
+    """Whether steps that only decode are captured as CUDA graphs and replayed by one launch.
+    ``auto``: on CUDA with attention ``triton``, for the fused forward; True: for any forward, and
+    refused where it cannot be captured."""
     max_batch_size: int = Field(default=64, ge=1)
     """Sequences in one step."""
     max_num_tokens: int = Field(default=2048, ge=1)
@@ -150,6 +154,7 @@ class LlmOptions(TypedDict, total=False):
     num_threads: int | Literal["auto", "torch"] | None
     forward: Literal["auto", "native", "torch"]
     fuse: bool
+    cuda_graphs: Literal["auto"] | bool
     max_batch_size: int
     max_num_tokens: int
     max_seq_len: int | None

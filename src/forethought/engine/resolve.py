@@ -17,6 +17,7 @@ from forethought.engine.scheduler import Limits
 from forethought.errors import CapacityError, ParameterError
 from forethought.kv.storage import HiddenStateCache, KvStorage
 from forethought.model import loader
+from forethought.model.attention.paged import PagedAttention
 from forethought.model.causal_lm import CausalLM
 from forethought.model.device import (
     available_threads,
@@ -27,6 +28,8 @@ from forethought.model.device import (
     return_freed_memory,
     set_threads,
 )
+from forethought.model.graph_runner import GraphRunner
+from forethought.model.graphs import MAX_GRAPH_TOKENS, CudaCapture, GraphCapturer
 from forethought.model.runner import ModelRunner
 from forethought.speculative import registry
 from forethought.speculative.length import length_policy
@@ -43,7 +46,7 @@ NUM_PREFIX_CONTEXTS = 3
 for the prefixes of earlier requests."""
 STEP_SHARE, STEP_LIMIT = 0.1, 2 * 2**30
 """Share of the free GPU memory, and max bytes, that the KV cache never takes: the activations of a
-step, masks and CUDA graphs need them."""
+step and masks need them. CUDA graphs have a reserve of their own."""
 HOST_LIMIT = 4 * 2**30
 """Max bytes of host memory that the KV cache takes by default."""
 
@@ -77,15 +80,13 @@ def build(args: LlmArgs, model_dir: Path) -> Engine:
     _check_lengths(configs, context)
     batch_size = min(args.max_batch_size, args.max_num_tokens)  # a decode takes a token each
     # Drafters load their models and say what they store before the pages are counted out.
-    runner = ModelRunner(
-        lm,
-        KvStorage(lm.layer_shapes, 1, args.kv_cache_config.tokens_per_block, lm.dtype, lm.device),
-    )
+    runner = _runner(args, lm, MAX_GRAPH_TOKENS if configs else batch_size)
     target = Target(runner, args.max_num_tokens)
     drafters = [build_drafter_entry(config, target, batch_size) for config in configs]
-    capacity = _fill(
-        args.kv_cache_config, runner.storage, drafters, (batch_size + NUM_PREFIX_CONTEXTS) * context
-    )
+    useful = (batch_size + NUM_PREFIX_CONTEXTS) * context
+    capacity = _fill(args.kv_cache_config, runner.storage, drafters, useful, runner.reserved_bytes)
+    if isinstance(runner, GraphRunner):
+        _prepare_graphs(runner, drafters, is_asked=args.cuda_graphs is True)
     limits = Limits(
         max_batch_size=batch_size,
         max_num_tokens=args.max_num_tokens,
@@ -113,6 +114,63 @@ def build(args: LlmArgs, model_dir: Path) -> Engine:
     for name, path in engine.stats.draft_paths.items():
         log.info("drafts of %s: %s", name, path)
     return engine
+
+
+def _runner(args: LlmArgs, lm: CausalLM, max_graph_tokens: int) -> ModelRunner:
+    """Of the target, over one page.
+
+    Raises:
+        ParameterError: CUDA graphs are asked for, and there can be none.
+    """
+    refusal = _why_no_graphs(lm)
+    if args.cuda_graphs is True and refusal is not None:
+        raise ParameterError("cuda_graphs=True is not possible here", *refusal)
+    is_tried = args.cuda_graphs is True or (
+        args.cuda_graphs == "auto" and refusal is None and lm.path.taken == "fused"
+    )
+    storage = KvStorage(
+        lm.layer_shapes,
+        1,
+        args.kv_cache_config.tokens_per_block,
+        lm.dtype,
+        lm.device,
+        has_scratch_page=is_tried,
+    )
+    if not is_tried:
+        return ModelRunner(lm, storage)
+    return GraphRunner(lm, storage, GraphCapturer(CudaCapture(lm.device)), max_graph_tokens)
+
+
+def _why_no_graphs(lm: CausalLM) -> tuple[str, str] | None:
+    """Why the model's forwards cannot be captured, and what to do; None: it may be possible."""
+    if lm.device.type != "cuda":
+        return f"the model runs on {lm.device}", "Leave it out"
+    if not isinstance(lm.backend, PagedAttention):
+        why = f"attention {lm.backend.name} depends on the rows of a step in Python"
+        return why, 'Use attention="triton", or leave it out'
+    return None
+
+
+def _prepare_graphs(
+    runner: GraphRunner, drafters: Sequence[DrafterEntry], *, is_asked: bool
+) -> None:
+    """Capture a first graph; where that fails there are none.
+
+    Raises:
+        ParameterError: it fails, and CUDA graphs were asked for.
+    """
+    caches = [cache for each in drafters for cache in each.drafter.draft_caches]
+    try:
+        runner.prepare([cache for cache in caches if isinstance(cache, HiddenStateCache)])
+    except Exception as error:  # of any operation of any model
+        if is_asked:
+            raise ParameterError(
+                "cuda_graphs=True is not possible here",
+                f"a forward of this model cannot be captured: {type(error).__name__}: {error}",
+                "Leave it out",
+            ) from error
+        log.warning("no CUDA graphs: a forward could not be captured", exc_info=True)
+        runner.graphs.stop()
 
 
 def _threads(args: LlmArgs, lm: CausalLM) -> int | None:
@@ -181,7 +239,11 @@ def _check_lengths(configs: Sequence[DecodingBaseConfig], context: int) -> None:
 
 
 def _fill(
-    config: KvCacheConfig, storage: KvStorage, drafters: list[DrafterEntry], useful: int
+    config: KvCacheConfig,
+    storage: KvStorage,
+    drafters: list[DrafterEntry],
+    useful: int,
+    reserved: int = 0,
 ) -> int:
     """Allocate the pages of the KV cache and of the drafters' caches.
 
@@ -190,6 +252,7 @@ def _fill(
         storage: the target's.
         drafters: their caches get the same number of pages.
         useful: tokens that the running batch and earlier prefixes could take.
+        reserved: bytes of the device that CUDA graphs take.
 
     Returns:
         Tokens that the cache holds: not more than ``useful``, unless asked for.
@@ -198,7 +261,8 @@ def _fill(
     if config.max_tokens is not None:
         pages = config.max_tokens // size
     else:
-        pages = min(_cache_bytes(config, storage.device) // page_bytes, -(-useful // size))
+        num_bytes = _cache_bytes(config, storage.device, reserved)
+        pages = min(num_bytes // page_bytes - storage.has_scratch_page, -(-useful // size))
     if pages * size < 2:
         raise CapacityError(
             "the KV cache would hold no sequence at all",
@@ -223,11 +287,11 @@ def _page_bytes(storage: KvStorage, drafters: Sequence[DrafterEntry]) -> int:
     return storage.bytes_per_page + sum(each.drafter.page_bytes for each in drafters)
 
 
-def _cache_bytes(config: KvCacheConfig, device: torch.device) -> int:
+def _cache_bytes(config: KvCacheConfig, device: torch.device, reserved: int = 0) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        kept = min(int(free * STEP_SHARE), STEP_LIMIT)
-        return int((free - kept) * config.free_gpu_memory_fraction)
+        kept = min(int(free * STEP_SHARE), STEP_LIMIT) + reserved
+        return max(0, int((free - kept) * config.free_gpu_memory_fraction))
     if config.host_cache_size is not None:
         return config.host_cache_size
     return min(HOST_LIMIT, int(free_host_memory() * HOST_SHARE))

@@ -215,14 +215,15 @@ class Step:
         Logits are [R, V] float32, row after row: the last ``num_logits`` known tokens, then the
         draft nodes. The hidden-state caches of the drafters are filled on the way.
         """
-        caches = self._drafting.hidden_state_caches
+        caches, forward = self._drafting.hidden_state_caches, self._runner.forward
 
         def compute(rows: List[PlannedRow]) -> Tensor:
+            nonlocal forward
             try:
                 packed = [_pack(row) for row in rows]
-                forward = self._runner.forward
                 return forward(packed, caches) if caches else forward(packed)
             except Exception as error:
+                forward = self._runner.forward_eagerly  # its results live side by side
                 log.warning("a forward of %d rows failed: %r", len(rows), error)
                 self._stats.failed_forwards += 1
                 raise

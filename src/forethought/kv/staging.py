@@ -7,7 +7,8 @@ a block out again only when the copies that read it are done.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,57 @@ class StagingBuffer:
             part[:size].view(shape)
             for part, size, shape in zip(parts, sizes, self._shapes, strict=True)
         ]
+
+
+class StaticBuffer:
+    """Integers at fixed addresses on a device, as a CUDA graph reads them.
+
+    Args:
+        defaults: the arrays by name, with what stands in the places that a step does not write. Of
+            the last one only the rows that are written are copied to the device.
+        device: of the tensors.
+
+    Attributes:
+        tensors: by name, int64, views of one tensor.
+    """
+
+    def __init__(self, defaults: Mapping[str, Integers], device: torch.device | str) -> None:
+        self._shapes = {name: array.shape for name, array in defaults.items()}
+        self._begins: dict[str, int] = {}
+        end = 0
+        for name, array in defaults.items():
+            self._begins[name], end = end, end + array.size + -array.size % ALIGNMENT
+        self._last = next(reversed(self._begins))
+        self._template = np.zeros(end, np.int64)
+        for name, array in defaults.items():
+            self._array(self._template, name)[:] = array
+        self._device = torch.from_numpy(self._template.copy()).to(device)
+        self.tensors = {
+            name: self._device.narrow(0, self._begins[name], array.size).view(array.shape)
+            for name, array in defaults.items()
+        }
+
+    def fill(self, values: Mapping[str, Integers | Sequence[int]]) -> None:
+        """Queue one copy of the defaults with ``values`` written over the first places of each."""
+        arrays = {name: np.asarray(value, np.int64) for name, value in values.items()}
+        last = arrays.get(self._last)
+        end = self._begins[self._last]
+        end += 0 if last is None else len(last) * math.prod(self._shapes[self._last][1:])
+        on_gpu = self._device.device.type == "cuda"
+        host = torch.empty(end, dtype=torch.int64, pin_memory=on_gpu)
+        staged = host.numpy()
+        staged[:] = self._template[:end]
+        for name, array in arrays.items():
+            assert len(array) <= self._shapes[name][0]
+            rows = self._array(staged, name, len(array))
+            rows[tuple(map(slice, array.shape))] = array
+        self._device.narrow(0, 0, end).copy_(host, non_blocking=True)
+
+    def _array(self, flat: Integers, name: str, num_rows: int | None = None) -> Integers:
+        """The array of a name, or its first rows, as a view of ``flat``."""
+        shape, begin = self._shapes[name], self._begins[name]
+        shape = shape if num_rows is None else (num_rows, *shape[1:])
+        return flat[begin : begin + math.prod(shape)].reshape(shape)
 
 
 def upload(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:

@@ -42,6 +42,14 @@ class LayerShape:
 class KvStorage:
     """Keys and values of every layer for a fixed number of pages.
 
+    Args:
+        layers: what each layer stores.
+        num_pages: pages that tables may have.
+        page_size: tokens of a page.
+        dtype, device: of the tensors.
+        has_scratch_page: whether there is a further page, which no table has, for what the padding
+            of a CUDA graph writes.
+
     Attributes:
         keys: per layer, ``[slots, kv_heads, key_dim]`` in ``dtype``.
         values: per layer, ``[slots, kv_heads, value_dim]`` in ``dtype``.
@@ -55,12 +63,15 @@ class KvStorage:
         page_size: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        *,
+        has_scratch_page: bool = False,
     ) -> None:
         assert layers
         assert num_pages > 0
         assert page_size > 0
         self.layers, self.page_size = tuple(layers), page_size
         self.dtype, self.device = dtype, torch.device(device)
+        self.has_scratch_page = has_scratch_page
         self.bytes_per_page = self.page_bytes(layers, page_size, dtype)
         self._members = [  # layer indices by distinct shape
             [index for index, other in enumerate(self.layers) if other == shape]
@@ -72,7 +83,7 @@ class KvStorage:
         """Allocate ``num_pages`` pages. Everything stored is lost."""
         self.num_pages = num_pages
         # One stack per distinct shape: [layers of that shape, slots, kv_heads, dim].
-        slots = num_pages * self.page_size
+        slots = self._num_allocated * self.page_size
         key_stacks: list[Tensor] = []
         value_stacks: list[Tensor] = []
         for members in self._members:
@@ -82,6 +93,17 @@ class KvStorage:
                 stacks.append(_zeros((*size, dim), self.dtype, self.device))
         self._stacks = [*key_stacks, *value_stacks]
         self.keys, self.values = self._by_layer(key_stacks), self._by_layer(value_stacks)
+
+    @property
+    def _num_allocated(self) -> int:
+        """Pages, with the scratch page."""
+        return self.num_pages + self.has_scratch_page
+
+    @property
+    def scratch_slot(self) -> int:
+        """A slot of the scratch page."""
+        assert self.has_scratch_page
+        return self.num_pages * self.page_size
 
     def _by_layer(self, stacks: Sequence[Tensor]) -> list[Tensor]:
         """The tensor of each layer, in the order of the layers."""
@@ -107,7 +129,7 @@ class KvStorage:
         """
         gathered = []
         for stack in self._stacks:
-            paged = stack.view(len(stack), self.num_pages, -1).index_select(1, pages)
+            paged = stack.view(len(stack), self._num_allocated, -1).index_select(1, pages)
             gathered.append(paged.view(len(stack), -1, *stack.shape[2:]))
         num_shapes = len(self._members)
         return self._by_layer(gathered[:num_shapes]), self._by_layer(gathered[num_shapes:])
@@ -139,7 +161,7 @@ class KvStorage:
         src = self._indices([copy.src for copy in copies])
         dst = self._indices([copy.dst for copy in copies])
         for stack in self._stacks:
-            pages = stack.view(stack.shape[0], self.num_pages, self.page_size, *stack.shape[2:])
+            pages = stack.view(len(stack), self._num_allocated, self.page_size, *stack.shape[2:])
             pages[:, dst] = pages[:, src]
 
     def move_slots(self, moves: Sequence[SlotMove]) -> None:
@@ -245,22 +267,24 @@ class HiddenStateCache(DraftKvCache):
         self.layer_ids, self.width = tuple(layer_ids), hidden_size * len(layer_ids)
         shape = LayerShape(kv_heads=1, key_dim=self.width, value_dim=0)
         super().__init__(
-            KvStorage([shape], like.num_pages, like.page_size, like.dtype, like.device)
+            KvStorage(
+                [shape],
+                like.num_pages,
+                like.page_size,
+                like.dtype,
+                like.device,
+                has_scratch_page=like.has_scratch_page,
+            )
         )
 
-    def write(
-        self, slots: Tensor, states: Mapping[int, Tensor], numbers: NDArray[np.int64]
-    ) -> None:
-        """Store the states of T tokens: by layer index, [T, hidden].
-
-        Args:
-            slots: int64 [T], of the tokens.
-            states: by layer index, [T, hidden].
-            numbers: [T], the slots on the host, so that nothing waits for a GPU.
-        """
+    def write(self, slots: Tensor, states: Mapping[int, Tensor]) -> None:
+        """Store the states of T tokens: by layer index, [T, hidden], at slots int64 [T]."""
         wide = torch.cat([states[layer_id] for layer_id in self.layer_ids], dim=-1)
         self.storage.keys[0].index_copy_(0, slots, wide.unsqueeze(1))
-        self._ready.reshape(-1)[numbers] = True
+
+    def mark_stored(self, slots: NDArray[np.int64]) -> None:
+        """The states at these slots [T] are stored, or will be by what is queued on a GPU."""
+        self._ready.reshape(-1)[slots] = True
 
     def covers(self, table: ReadableTable, length: int) -> bool:
         """Whether the states of the first ``length`` positions, at least one, are all stored."""

@@ -111,6 +111,72 @@ class Span:
         return self.stop - self.start
 
 
+@dataclass(slots=True, eq=False)
+class PackedRows:
+    """Rows one after the other, as lists on the host.
+
+    Attributes:
+        tokens, positions, slots: of T tokens.
+        wanted: packed indices of the tokens whose logits are computed.
+        spans: one per row.
+        rows: what was packed.
+    """
+
+    tokens: list[int]
+    positions: list[int]
+    slots: list[int]
+    wanted: list[int]
+    spans: list[Span]
+    rows: Sequence[Row]
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], offset: int = 0) -> PackedRows:
+        """Pack rows; ``offset`` is that of :meth:`Batch.build`."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        wanted: list[int] = []
+        spans: list[Span] = []
+        for row in rows:
+            begin, size = len(tokens), len(row.tokens)
+            assert size > 0
+            assert row.table.length == row.start + size
+            assert row.parents is None or len(row.parents) == size
+            tokens += row.tokens
+            first = row.start - offset
+            if row.parents is None:
+                positions += range(first, first + size)
+            else:
+                positions += [first + depth for depth in row.depths()]
+            slots += row.table.slots(row.start, row.start + size)
+            wanted += range(begin + row.logits_from, begin + size)
+            spans.append(_span(row, begin, offset))
+        return cls(tokens, positions, slots, wanted, spans, rows)
+
+    def drafted_index(self) -> list[int]:
+        """Packed indices of the tokens that are on the device."""
+        index: list[int] = []
+        for span, row in zip(self.spans, self.rows, strict=True):
+            if row.drafted is not None:
+                index += range(span.stop - len(row.drafted), span.stop)
+        return index
+
+    def insert_drafted(self, token_ids: Tensor, index: Tensor) -> None:
+        """Write the tokens that are on the device into ``token_ids``, at ``drafted_index``."""
+        drafted = [row.drafted for row in self.rows if row.drafted is not None]
+        if drafted:
+            together = drafted[0] if len(drafted) == 1 else torch.cat(drafted)
+            token_ids.index_copy_(0, index, together)
+
+
+def _span(row: Row, begin: int, offset: int) -> Span:
+    table = row.table
+    is_tree = row.parents is not None and len(row.tokens) > 1
+    tree = row.visible() if is_tree else None
+    stop, pages = begin + len(row.tokens), tuple(table.pages)
+    return Span(begin, stop, table.length, pages, table.first_slot(), tree, offset)
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Packed rows: T new tokens, R of them with logits. All tensors are on the model's device.
@@ -149,71 +215,30 @@ class Batch:
             device: of the tensors.
             offset: the first position that is attended to, from which ``positions`` count.
         """
-        tokens: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        wanted: list[int] = []
-        spans: list[Span] = []
-        for row in rows:
-            begin, size = len(tokens), len(row.tokens)
-            assert size > 0
-            assert row.table.length == row.start + size
-            assert row.parents is None or len(row.parents) == size
-            tokens += row.tokens
-            first = row.start - offset
-            if row.parents is None:
-                positions += range(first, first + size)
-            else:
-                positions += [first + depth for depth in row.depths()]
-            slots += row.table.slots(row.start, row.start + size)
-            wanted += range(begin + row.logits_from, begin + size)
-            spans.append(cls._span(row, begin, offset))
+        packed = PackedRows.of(rows, offset)
         if torch.device(device).type == "cuda":
-            return cls._staged((tokens, positions, slots, wanted), spans, device, rows)
+            return cls._staged(packed, device)
         return cls(
-            token_ids=_tensor(tokens, device),
-            positions=_tensor(positions, device),
-            slots=_tensor(slots, device),
-            logit_index=_tensor(wanted, device),
-            spans=tuple(spans),
+            token_ids=_tensor(packed.tokens, device),
+            positions=_tensor(packed.positions, device),
+            slots=_tensor(packed.slots, device),
+            logit_index=_tensor(packed.wanted, device),
+            spans=tuple(packed.spans),
         )
 
-    @staticmethod
-    def _span(row: Row, begin: int, offset: int) -> Span:
-        table = row.table
-        is_tree = row.parents is not None and len(row.tokens) > 1
-        tree = row.visible() if is_tree else None
-        stop, pages = begin + len(row.tokens), tuple(table.pages)
-        return Span(begin, stop, table.length, pages, table.first_slot(), tree, offset)
-
     @classmethod
-    def _staged(
-        cls,
-        lists: Sequence[list[int]],
-        spans: Sequence[Span],
-        device: torch.device | str,
-        rows: Sequence[Row],
-    ) -> Batch:
-        """A batch whose integers reach the device in one copy.
-
-        Args:
-            lists: token ids, positions, slots and the index of logits.
-            spans: one per row.
-            device: of the tensors.
-            rows: with the tokens that are there already.
-        """
-        staging, arrays = StagingBuffer(), LayoutArrays.of(spans)
-        drafted = [row.drafted for row in rows if row.drafted is not None]
-        for values in (*lists, _drafted_index(spans, rows)):
+    def _staged(cls, packed: PackedRows, device: torch.device | str) -> Batch:
+        """A batch whose integers reach the device in one copy."""
+        staging, arrays = StagingBuffer(), LayoutArrays.of(packed.spans)
+        lists = packed.tokens, packed.positions, packed.slots, packed.wanted
+        for values in (*lists, packed.drafted_index()):
             staging.add(values)
         for part in arrays.parts:
             staging.add(part)
         token_ids, positions, slots, wanted, index, *parts = staging.upload(device)
-        if drafted:
-            token_ids.index_copy_(0, index, torch.cat(drafted))
-        host_slots = np.array(lists[2], np.int64)
-        layout = arrays.layout(parts)
-        return cls(token_ids, positions, slots, wanted, tuple(spans), layout, host_slots)
+        packed.insert_drafted(token_ids, index)
+        host_slots, layout = np.array(packed.slots, np.int64), arrays.layout(parts)
+        return cls(token_ids, positions, slots, wanted, tuple(packed.spans), layout, host_slots)
 
 
 def _tensor(values: list[int], device: torch.device | str) -> Tensor:
@@ -222,12 +247,3 @@ def _tensor(values: list[int], device: torch.device | str) -> Tensor:
         return torch.empty(0, dtype=torch.int64, device=device)
     found = torch.frombuffer(array("q", values), dtype=torch.int64)
     return found if found.device == device else found.to(device)
-
-
-def _drafted_index(spans: Sequence[Span], rows: Sequence[Row]) -> list[int]:
-    """Packed indices of the tokens that are on the device."""
-    index: list[int] = []
-    for span, row in zip(spans, rows, strict=True):
-        if row.drafted is not None:
-            index += range(span.stop - len(row.drafted), span.stop)
-    return index

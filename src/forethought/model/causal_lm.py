@@ -41,13 +41,14 @@ class HiddenStateReader(Protocol):
     def layer_ids(self) -> Sequence[int]:
         """The layers whose states it needs."""
 
-    def write(
-        self, slots: Tensor, states: Mapping[int, Tensor], numbers: NDArray[np.int64]
-    ) -> None:
-        """Tokens at ``slots`` int64 [T] were computed; ``states`` [T, hidden] by layer index.
+    def write(self, slots: Tensor, states: Mapping[int, Tensor]) -> None:
+        """Keep ``states`` [T, hidden], by layer index, of the tokens at ``slots`` int64 [T].
 
-        ``numbers`` [T] are the slots on the host.
+        Of tensors alone: a CUDA graph repeats it.
         """
+
+    def mark_stored(self, slots: NDArray[np.int64]) -> None:
+        """Called after ``write``, with the same slots [T] on the host."""
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

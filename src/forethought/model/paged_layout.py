@@ -44,15 +44,17 @@ class PagedLayout:
 
     Attributes:
         rows: ``[B, ROW_FIELDS]``: first packed token, number of new tokens, tokens stored with
-            these, first position that is attended to, stored tokens of a split, and where the
-            row's ancestor bits begin in ``words`` or ``CHAIN``.
+            these (0: the row is padding, and nothing attends), first position that is attended to,
+            stored tokens of a split, and where the row's ancestor bits begin in ``words`` or
+            ``CHAIN``.
         tokens: ``[T, TOKEN_FIELDS]``: position in the sequence, and the index of its partial
             results or ``DIRECT``.
         tiles: ``[tiles, TILE_FIELDS]``: row, and the first new token of the row.
         pages: ``[B, pages]``, padded with 0.
         words: ``[words]``: for each node of a tree, ceil(n / 64) words; bit i % 64 of word i // 64
             says whether node i is an ancestor or the node itself.
-        partials: ``[partials, PARTIAL_FIELDS]``: packed token, and splits of its row.
+        partials: ``[partials, PARTIAL_FIELDS]``: packed token, and splits of its row; 0 splits:
+            nothing is merged.
         tile_tokens: new tokens of a tile, a power of two.
         num_splits: greatest number of splits of a row.
     """
@@ -93,12 +95,17 @@ class LayoutArrays:
         return PagedLayout(rows, tokens, tiles, pages, words, partials, *sizes)
 
     @classmethod
-    def of(cls, spans: Sequence[Span]) -> LayoutArrays:
-        """Lay out rows, given in order of their packed tokens."""
+    def of(cls, spans: Sequence[Span], tile_tokens: int = 0) -> LayoutArrays:
+        """Lay out rows.
+
+        Args:
+            spans: in order of their packed tokens.
+            tile_tokens: new tokens of a tile; 0: by the longest row.
+        """
         rows, tiles, partials = list[int](), list[int](), list[int]()
         tokens, words = list[Integers](), list[Integers]()
         longest = max(span.length for span in spans)
-        tile_tokens = min(MAX_TILE_TOKENS, next_power_of_2(longest))
+        tile_tokens = tile_tokens or min(MAX_TILE_TOKENS, next_power_of_2(longest))
         num_splits, num_words, num_partials = 1, 0, 0
         for row, span in enumerate(spans):
             size, begin = span.length, span.start

@@ -25,6 +25,11 @@ class ModelRunner:
         assert lm.dtype == storage.dtype
         self.lm, self.storage = lm, storage
 
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of the device that its forwards hold for good, beside weights and KV cache."""
+        return 0
+
     def forward(self, rows: Sequence[Row], readers: Sequence[HiddenStateReader] = ()) -> Tensor:
         """The logits that the rows ask for, float32 ``[R, vocab]``, in order of rows and tokens.
 
@@ -32,13 +37,26 @@ class ModelRunner:
             rows: what to compute.
             readers: get hidden states of all tokens.
         """
+        return self.forward_eagerly(rows, readers)
+
+    def forward_eagerly(
+        self, rows: Sequence[Row], readers: Sequence[HiddenStateReader] = ()
+    ) -> Tensor:
+        """The same without CUDA graphs; the result is a tensor of its own."""
         batch = Batch.build(rows, self.lm.device)
+        logits = self.compute(batch, readers)
+        for reader in readers:
+            reader.mark_stored(batch.slot_numbers)
+        return logits
+
+    def compute(self, batch: Batch, readers: Sequence[HiddenStateReader]) -> Tensor:
+        """What the device does in a forward; see :meth:`forward`."""
         if not readers:
             return self.lm.forward(batch, self.storage)
         layer_ids = frozenset(layer_id for reader in readers for layer_id in reader.layer_ids)
         logits, states = self.lm.forward_with_hidden_states(batch, self.storage, layer_ids)
         for reader in readers:
-            reader.write(batch.slots, states, batch.slot_numbers)
+            reader.write(batch.slots, states)
         return logits
 
     def check_hidden_states(self, layer_ids: Sequence[int]) -> None:

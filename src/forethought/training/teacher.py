@@ -208,10 +208,13 @@ class _Reader:
         self.layer_ids = tuple(layer_ids)
         self.found: dict[int, list[Tensor]] = {layer_id: [] for layer_id in layer_ids}
 
-    def write(self, slots: Tensor, states: Mapping[int, Tensor], numbers: object) -> None:
+    def write(self, slots: Tensor, states: Mapping[int, Tensor]) -> None:
         """See ``model.causal_lm.HiddenStateReader``."""
         for layer_id in self.layer_ids:
             self.found[layer_id].append(states[layer_id].clone())  # out of inference mode
+
+    def mark_stored(self, slots: object) -> None:
+        """See ``model.causal_lm.HiddenStateReader``."""
 
 
 def _parts(texts: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:

@@ -110,6 +110,8 @@ def attend_rows(call: Operands) -> Tensor:
     out = q.new_empty(*q.shape[:2], values.shape[2])
     group = q.shape[1] // keys.shape[1]
     for number, (start, size, length, seen_from, _, at) in enumerate(rows.tolist()):
+        if not length:  # no row: padding
+            continue
         n, prefix = torch.arange(length), length - size
         slots = pages[number, n // page_size] * page_size + n % page_size
         new, positions = slice(start, start + size), tokens[start : start + size, 0]

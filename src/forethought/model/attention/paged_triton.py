@@ -204,6 +204,8 @@ def _merge_splits(
     number, head = tl.program_id(0), tl.program_id(1)
     token = tl.load(partials_ptr + number * PARTIAL)
     count = tl.load(partials_ptr + number * PARTIAL + 1)
+    if count == 0:
+        return
     split, vd = tl.arange(0, SPLITS), tl.arange(0, VALUE_BLOCK)
     offset = (number.to(tl.int64) * HEADS + head) * SPLITS + split
     lse = tl.load(lse_ptr + offset, mask=split < count, other=float("-inf"))
