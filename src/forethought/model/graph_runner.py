@@ -56,7 +56,7 @@ class GraphRunner(ModelRunner):
         max_tokens: int = MAX_GRAPH_TOKENS,
     ) -> None:
         super().__init__(lm, storage)
-        self.graphs = graphs
+        self.graphs: GraphCapturer = graphs
         self._max_tokens = min(max_tokens, MAX_GRAPH_TOKENS)
         self._captured: dict[tuple[Bucket, tuple[HiddenStateReader, ...]], _Captured | None] = {}
         self._logits: Tensor | None = None

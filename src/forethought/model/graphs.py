@@ -16,7 +16,7 @@ on padding alone, in which kernels are compiled and workspaces allocated.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -148,6 +148,12 @@ class GraphCapturer:
             self.stop()
             return None
 
+    def split(self, max_graphs: int) -> GraphCapturer:
+        """A capturer of so many of these graphs, whose failures are its own."""
+        max_graphs = min(max_graphs, self._max_graphs)
+        self._max_graphs -= max_graphs
+        return GraphCapturer(self._capture, max_graphs)
+
     def stop(self) -> None:
         """Capture no more."""
         self._max_graphs = 0
@@ -178,7 +184,14 @@ class Bucket:
             stored = max(stored, row.table.length)
         if num_tokens > max_tokens or longest > WORD_BITS:
             return None
-        return cls(padded_tokens(num_tokens), _tile_tokens(longest), capacity_of(stored))
+        return cls(padded_tokens(num_tokens), cls.tile_of(longest), capacity_of(stored))
+
+    @staticmethod
+    def tile_of(longest: int) -> int:
+        """Tokens of a tile, where the longest row has so many."""
+        if longest == 1:
+            return 1
+        return MAX_TILE_TOKENS // 2 if longest <= MAX_TILE_TOKENS // 2 else MAX_TILE_TOKENS
 
     @property
     def num_splits(self) -> int:
@@ -202,12 +215,6 @@ def capacity_of(stored: int) -> int:
     return capacity
 
 
-def _tile_tokens(longest: int) -> int:
-    if longest == 1:
-        return 1
-    return MAX_TILE_TOKENS // 2 if longest <= MAX_TILE_TOKENS // 2 else MAX_TILE_TOKENS
-
-
 _LAYOUT = ("rows", "tokens", "tiles", "pages", "words", "partials")
 """The tensors of a ``PagedLayout``, in order."""
 
@@ -219,12 +226,20 @@ class StaticBatch:
         bucket: its shape.
         storage: where its tokens are stored.
         num_logits: tokens whose logits are computed: any so many; None: all.
+        further: defaults of further arrays that the graph reads, by name.
 
     Attributes:
         batch: for the network; it has no spans.
+        tensors: all arrays by name.
     """
 
-    def __init__(self, bucket: Bucket, storage: KvStorage, num_logits: int | None = None) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        storage: KvStorage,
+        num_logits: int | None = None,
+        further: Mapping[str, Integers] | None = None,
+    ) -> None:
         self.bucket = bucket
         size = bucket.num_tokens
         self._pages_per_row = -(-bucket.capacity // storage.page_size)
@@ -242,6 +257,7 @@ class StaticBatch:
                 "slots": np.full(size, storage.scratch_slot, np.int64),
                 "wanted": np.arange(size) if num_logits is None else np.zeros(num_logits, np.int64),
                 "drafted": np.zeros(size, np.int64),
+                **(further or {}),
                 "rows": rows,
                 "tokens": tokens,
                 "tiles": tiles,
@@ -251,7 +267,7 @@ class StaticBatch:
             },
             storage.device,
         )
-        of = self._buffer.tensors
+        of = self.tensors = self._buffer.tensors
         layout = PagedLayout(
             **{name: of[name] for name in _LAYOUT},
             tile_tokens=bucket.tile_tokens,
@@ -259,7 +275,7 @@ class StaticBatch:
         )
         self.batch = Batch(of["token_ids"], of["positions"], of["slots"], of["wanted"], (), layout)
 
-    def fill(self, packed: PackedRows) -> None:
+    def fill(self, packed: PackedRows, further: Mapping[str, Sequence[int]] | None = None) -> None:
         """Queue the copy of packed rows that fit into the bucket; the rest becomes padding."""
         arrays = LayoutArrays.of(packed.spans, self.bucket.tile_tokens)
         index = packed.drafted_index()
@@ -267,11 +283,11 @@ class StaticBatch:
             "token_ids": packed.tokens,
             "positions": packed.positions,
             "slots": packed.slots,
+            "wanted": packed.wanted,
             "drafted": index,
+            **(further or {}),
             **dict(zip(_LAYOUT, arrays.parts, strict=True)),
         }
-        if len(packed.wanted) < len(packed.tokens):
-            values["wanted"] = packed.wanted
         self._buffer.fill(values)
         packed.insert_drafted(self.batch.token_ids, self._buffer.tensors["drafted"][: len(index)])
 

@@ -15,10 +15,17 @@ from forethought.kv.storage import KvStorage
 from forethought.kv.table import PageTable
 from forethought.model.batch import Batch, Row
 from forethought.model.causal_lm import CausalLM, HiddenStateReader
+from forethought.model.graphs import GraphCapturer
 
 
 class ModelRunner:
-    """Runs rows through ``lm``, whose KV cache is ``storage``."""
+    """Runs rows through ``lm``, whose KV cache is ``storage``.
+
+    Attributes:
+        graphs: captures CUDA graphs of the engine; None: all is computed eagerly.
+    """
+
+    graphs: GraphCapturer | None = None
 
     def __init__(self, lm: CausalLM, storage: KvStorage) -> None:
         assert tuple(lm.layer_shapes) == storage.layers

@@ -31,6 +31,7 @@ from forethought.kv.table import ReadableTable
 from forethought.model.attention.base import AttentionBackend, ForwardPass, PagedPass
 from forethought.model.attention.workspace import KvWorkspace, catch_up_start
 from forethought.model.batch import Batch, Row
+from forethought.model.graphs import GraphCapturer
 from forethought.model.native.forward import TreeShape
 from forethought.speculative.drafter import DraftRequest, table_of
 from forethought.speculative.registry import Target
@@ -221,7 +222,12 @@ class DraftModuleRunner:
         backend: computes attention over pages.
         max_num_tokens: in one paged forward.
         offset: see the table above.
+
+    Attributes:
+        graphs: captures CUDA graphs for it; None: it runs eagerly.
     """
+
+    graphs: GraphCapturer | None = None
 
     def __init__(
         self,
@@ -243,10 +249,17 @@ class DraftModuleRunner:
         """A module for ``target``, with a new KV cache."""
         pages, lm = target.runner.storage, target.runner.lm
         storage = KvStorage(
-            [module.shape], pages.num_pages, pages.page_size, module.dtype, pages.device
+            [module.shape],
+            pages.num_pages,
+            pages.page_size,
+            module.dtype,
+            pages.device,
+            has_scratch_page=pages.has_scratch_page,
         )
         cache = DraftKvCache(storage)
-        return cls(module, cache, hidden_states, lm.backend, target.max_num_tokens, offset)
+        made = cls(module, cache, hidden_states, lm.backend, target.max_num_tokens, offset)
+        made.graphs = target.runner.graphs
+        return made
 
     @property
     def draft_caches(self) -> tuple[DraftKvCache, ...]:
@@ -257,6 +270,12 @@ class DraftModuleRunner:
         """The first entry of a request that is not stored."""
         stored = self.cache.ready_length(table_of(request), len(request.tokens))
         return max(self.offset, stored)
+
+    def missing(self, request: DraftRequest) -> TokenRange:
+        """The entries of known tokens that are not stored; the root's in any case."""
+        stop = len(request.tokens)
+        start = min(self.missing_from(request), stop - 1)
+        return TokenRange(request.tokens, table_of(request), start, stop)
 
     def begin(self, requests: Sequence[DraftRequest], capacity: int) -> RootOutput:
         """Compute and store all missing entries of known tokens; the root's in any case.
@@ -271,7 +290,7 @@ class DraftModuleRunner:
 
     def read_known(self, requests: Sequence[DraftRequest], capacity: int) -> RootOutput:
         """As ``begin``, but what is computed in the workspace is not stored; see ``store``."""
-        ranges = self._missing(requests)
+        ranges = list(map(self.missing, requests))
         stops = [each.stop for each in ranges]
         starts = catch_up_start([each.start for each in ranges], stops, first=1)
         if starts is None:
@@ -358,7 +377,7 @@ class DraftModuleRunner:
             return drafts
 
         with torch.inference_mode():
-            return compute_in_chunks(self._missing(requests), self._max_num_tokens, forward)
+            return compute_in_chunks(list(map(self.missing, requests)), self._max_num_tokens, forward)
 
     def advance(
         self,
@@ -411,15 +430,6 @@ class DraftModuleRunner:
         """The entries of ranges are stored."""
         for each in ranges:
             self._mark(each.table, each.start, each.stop)
-
-    def _missing(self, requests: Sequence[DraftRequest]) -> list[TokenRange]:
-        """The entries of known tokens that are not stored; the root's in any case."""
-        ranges = []
-        for request in requests:
-            stop = len(request.tokens)
-            start = min(self.missing_from(request), stop - 1)
-            ranges.append(TokenRange(request.tokens, table_of(request), start, stop))
-        return ranges
 
     def _mark(self, table: ReadableTable, start: int, stop: int) -> None:
         self.cache.mark(table, start if start > self.offset else 0, stop)  # no entries before it

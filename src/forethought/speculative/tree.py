@@ -12,6 +12,7 @@ from forethought.config.tree import TreeChoices
 from forethought.kv.staging import upload
 from forethought.model.batch import ancestors
 from forethought.model.sampling import TokenContext, invert_cdf, logits_to_probs, uniform_at
+from forethought.speculative.chain_graph import ChainGraphs
 from forethought.speculative.draft_module import DraftModuleRunner
 from forethought.speculative.drafter import DeviceTokens, Draft, DraftKind, DraftRequest
 
@@ -73,6 +74,7 @@ class StaticTreeBuilder:
         self._choices, self._sampled, self._stores_drafted = choices, sampled, stores_drafted
         self._num_nodes, self._depth = choices.num_nodes, choices.depth
         self._levels = _levels(choices, device)
+        self._graphs: dict[DraftModuleRunner, ChainGraphs] = {}
 
     def nodes(self, depth: int) -> int:
         """Nodes of the tree down to ``depth``."""
@@ -91,6 +93,11 @@ class StaticTreeBuilder:
             drafts = runner.draft_chains(requests, sizes, self._stores_drafted)
             for request, tokens in zip(requests, drafts, strict=True):
                 request.draft = Draft(tokens)
+            return
+        graphs = None if samplers else self._graphs_of(runner)
+        chains = None if graphs is None else graphs.draft(requests, sizes)
+        if chains is not None:
+            self._finish(requests, sizes, samplers, list(chains.unsqueeze(-1)))
             return
         levels = [level for level in self._levels if level.begin < sizes[0]]
         capacity = sum(level.inner for level in levels[:-1])
@@ -113,6 +120,15 @@ class StaticTreeBuilder:
         if self._stores_drafted:
             runner.store(requests, root, [size - 1 for size in sizes])
         self._finish(requests, sizes, samplers, drawn)
+
+    def _graphs_of(self, runner: DraftModuleRunner) -> ChainGraphs | None:
+        """The graphs of a runner, if its drafts can be captured."""
+        reads_states = runner.hidden_states is not None and not self._stores_drafted
+        if runner.graphs is None or not self._choices.is_chain or not reads_states:
+            return None
+        if runner not in self._graphs:
+            self._graphs[runner] = ChainGraphs(runner, runner.graphs)
+        return self._graphs[runner]
 
     def _size(self, request: DraftRequest) -> int:
         """Number of nodes of its draft."""
