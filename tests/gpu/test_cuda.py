@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
 from attention_cases import CASES, attend, storage_for, tables
-from engines import GREEDY, drain, engine, expect_empty, outputs
+from eagle_heads import random_head
+from engines import GREEDY, drain, engine, engine_over, expect_empty, load, outputs
+from forethought.config.drafters import EagleDecodingConfig, NGramDecodingConfig
+from forethought.config.engine import LlmArgs
+from forethought.config.speculation import DecodingBaseConfig
+from forethought.engine import resolve
 from forethought.kv.pool import PagePool
+from forethought.kv.staging import StaticBuffer
 from forethought.kv.storage import KvStorage
 from forethought.model.attention.base import PagedPass, Scoring
 from forethought.model.attention.paged import PagedAttention
 from forethought.model.attention.reference import ReferenceAttention
 from forethought.model.batch import Batch, Row
+from forethought.model.graph_runner import GraphRunner
+from forethought.model.graphs import CudaCapture, GraphCapturer
 from models import ARCHITECTURES, greedy, prompts, tiny
 
 pytestmark = pytest.mark.gpu
@@ -57,6 +68,95 @@ def test_forks_on_cuda_share_pages_and_disturb_nothing() -> None:
     for sequence in (main, probe):
         machine.close(sequence)
     expect_empty(machine)
+
+
+DRAFTERS: dict[str, Callable[[], list[DecodingBaseConfig]]] = {
+    "plain": list,
+    "ngram": lambda: [NGramDecodingConfig(max_draft_len=3)],
+    "eagle3": lambda: [EagleDecodingConfig(max_draft_len=4, speculative_model=random_head())],
+}
+
+
+def graphs_on_cuda() -> GraphCapturer:
+    pytest.importorskip("triton")
+    return GraphCapturer(CudaCapture(torch.device("cuda")))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_graphs_generate_what_eager_forwards_do(
+    name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With nonsense in what a step does not write; in bfloat16 only that it runs."""
+    fill = StaticBuffer.fill
+
+    def poison(self: StaticBuffer, values: Any) -> None:
+        self._device.fill_(10**12)
+        fill(self, values)
+
+    monkeypatch.setattr(StaticBuffer, "fill", poison)
+    drafters, lm = DRAFTERS[name](), load("llama", "cuda", dtype)
+    runs = []
+    for graphs in (None, graphs_on_cuda()):
+        machine = engine_over(lm, speculative=drafters, page_size=16, graphs=graphs)
+        sequences = []
+        for number, prompt in enumerate(PROMPTS):
+            params = GREEDY.replace(max_tokens=8 + 3 * number, temperature=0.8 * (number % 2))
+            sequences += machine.add(prompt, params.replace(seed=number))
+            machine.step()
+        drain(machine)
+        assert machine.stats.draft_failures == machine.stats.failed_forwards == 0
+        assert bool(machine.stats.drafted) == bool(drafters)
+        expect_empty(machine)
+        runs.append(outputs(sequences))
+    assert graphs is not None
+    assert graphs.num_replays > 10
+    assert dtype != "float32" or runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("name", ["plain", "eagle3"])
+def test_neither_a_forward_nor_a_draft_by_graph_waits_for_the_gpu(name: str) -> None:
+    drafters = DRAFTERS[name]()
+    machine = engine_over(
+        load("llama", "cuda"), speculative=drafters, page_size=16, graphs=graphs_on_cuda()
+    )
+    for prompt in PROMPTS[:2]:
+        machine.add(prompt, GREEDY)
+    for _ in range(5):
+        machine.step()  # shapes are captured
+    owners: list[Any] = [(machine.runner, "forward")]
+    owners += [(entry.drafter, "prepare_draft_tokens") for entry in machine.speculation.drafters]
+    for owner, method in owners:
+        setattr(owner, method, without_waits(getattr(owner, method)))
+    before = machine.stats.drafted
+    for _ in range(2):
+        machine.step()
+    assert machine.stats.failed_forwards == machine.stats.draft_failures == 0
+    assert (machine.stats.drafted > before) == bool(drafters)
+    drain(machine)
+
+
+def without_waits(call: Callable[..., Any]) -> Callable[..., Any]:
+    def strict(*args: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return call(*args)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return strict
+
+
+def test_an_engine_on_cuda_captures_graphs_by_default() -> None:
+    pytest.importorskip("triton")
+    machine = resolve.build(
+        LlmArgs(device="cuda", kv_cache_config={"max_tokens": 2048}), tiny("llama")
+    )
+    assert isinstance(machine.runner, GraphRunner)
+    sequences = [machine.add(prompt, GREEDY)[0] for prompt in PROMPTS]
+    drain(machine)
+    assert machine.runner.graphs.num_replays > 10
+    assert outputs(sequences) == greedy(tiny("llama"), PROMPTS, 16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

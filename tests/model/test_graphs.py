@@ -16,10 +16,11 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+import mtp_modules
 from eagle_heads import random_head
 from engines import GREEDY, drain, engine_over, outputs
 from fake_graph import FakeGraph
-from forethought.config.drafters import EagleDecodingConfig, NGramDecodingConfig
+from forethought.config.drafters import EagleDecodingConfig, MTPDecodingConfig, NGramDecodingConfig
 from forethought.config.speculation import DecodingBaseConfig
 from forethought.engine.engine import Engine
 from forethought.engine.sequence import Sequence
@@ -49,6 +50,7 @@ DRAFTERS: dict[str, Callable[[], list[DecodingBaseConfig]]] = {
     "eagle3": lambda: [
         EagleDecodingConfig(max_draft_len=4, speculative_model=random_head("eagle3"))
     ],
+    "mtp": lambda: [MTPDecodingConfig(max_draft_len=3, speculative_model=mtp_modules.saved())],
     "tree": lambda: [
         EagleDecodingConfig(eagle_choices=PATHS, speculative_model=random_head("eagle3"))
     ],

@@ -17,9 +17,11 @@ from forethought.kv.pool import PagePool
 from forethought.kv.storage import KvStorage, LayerShape
 from forethought.model import paged_layout
 from forethought.model.attention import create_backend, default_backend
+from forethought.model.attention.base import PagedPass, Scoring
 from forethought.model.attention.paged import PagedAttention
 from forethought.model.attention.reference import ReferenceAttention
-from forethought.model.batch import Batch, Row, ancestors
+from forethought.model.batch import Batch, PackedRows, Row, ancestors
+from forethought.model.graphs import Bucket, StaticBatch
 from forethought.model.paged_layout import CHAIN, DIRECT, PagedLayout, split_of
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
@@ -132,6 +134,44 @@ def test_what_lies_in_masked_slots_does_not_matter_to_the_kernels() -> None:
         storage.keys[0][free] = storage.values[0][free] = poison
         found.append(attend(PagedAttention(), case, batch, storage, 2))
     assert torch.equal(found[0], found[1])
+
+
+@pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
+@pytest.mark.parametrize("name", ["grouped", "softcap, sinks and window"])
+def test_what_pads_the_batch_of_a_graph_changes_nothing(name: str) -> None:
+    """A row over several splits, one over one, a tree, a chain; the padding is NaN."""
+    case, pool = CASES[name], PagePool(60, 16)
+    storage = KvStorage([case.shape], 60, 16, has_scratch_page=True)
+    for stored in (storage.keys[0], storage.values[0]):
+        stored.copy_(torch.randn(stored.shape, generator=torch.Generator().manual_seed(1)))
+    shapes = [(700, 1, None), (20, 1, None), (30, 5, (-1, 0, 0, 1, 2)), (9, 3, None)]
+    made = tables(pool, [start + size for start, size, _ in shapes], scattered=True)
+    rows = [
+        Row([1] * size, start, table, parents)
+        for (start, size, parents), table in zip(shapes, made, strict=True)
+    ]
+    bucket = Bucket.of(rows, 64)
+    assert bucket == Bucket(16, 8, 1024)
+    static = StaticBatch(bucket, storage)
+    for tensor in static.tensors.values():
+        tensor.fill_(10**12)
+    static.fill(PackedRows.of(rows))
+    source, total = torch.Generator().manual_seed(2), 10
+    q, k, v = (
+        torch.cat([torch.randn(total, *size, generator=source), torch.full((6, *size), torch.nan)])
+        for size in ((case.heads, 8), (2, 8), (2, 8))
+    )
+    scoring = Scoring(0.4, case.softcap, torch.ones(case.heads) if case.sinks else None)
+    by_graph = PagedPass(static.batch, storage, PagedAttention(), [case.window])
+    found = by_graph.attend(0, q, k, v, scoring)[:total]
+    storage.keys[0][storage.scratch_slot :] = storage.values[0][storage.scratch_slot :] = 0
+    exact = PagedPass(Batch.build(rows), storage, ReferenceAttention(), [case.window])
+    expected = exact.attend(0, q[:total], k[:total], v[:total], scoring)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    static.fill(PackedRows.of(rows[1:2]))  # what is left of the rows before is padding now
+    assert static.tensors["slots"].tolist()[1:] == [storage.scratch_slot] * 15
+    assert static.tensors["rows"][1:, 2].tolist() == [0] * 16
+    assert static.tensors["partials"][:, 1].tolist() == [0] * 16
 
 
 def test_a_split_depends_on_the_length_of_its_row_alone() -> None:

@@ -74,19 +74,16 @@ class CudaGraph:
 
     Args:
         compute: queues the kernels and returns the output.
-        device: on which.
+        stream: of the capture, on the graph's device.
         pool: memory that graphs share which never run at the same time.
     """
 
     def __init__(
-        self, compute: Callable[[], Tensor], device: torch.device, pool: tuple[int, int]
+        self, compute: Callable[[], Tensor], stream: torch.cuda.Stream, pool: tuple[int, int]
     ) -> None:
         self._graph = torch.cuda.CUDAGraph()
         # Other threads may go on to allocate meanwhile.
-        with (
-            torch.cuda.device(device),
-            torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"),
-        ):
+        with torch.cuda.graph(self._graph, pool, stream, capture_error_mode="thread_local"):
             self.output = compute()
 
     def replay(self) -> None:
@@ -102,11 +99,12 @@ class CudaCapture:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._pool = device, torch.cuda.graph_pool_handle()
+        self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
     def __call__(self, compute: Callable[[], Tensor]) -> CudaGraph:
         """See ``Capture``."""
-        return CudaGraph(compute, self._device, self._pool)
+        with torch.cuda.device(self._stream.device):
+            return CudaGraph(compute, self._stream, self._pool)
 
 
 class GraphCapturer:
