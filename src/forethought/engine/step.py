@@ -215,15 +215,17 @@ class Step:
         Logits are [R, V] float32, row after row: the last ``num_logits`` known tokens, then the
         draft nodes. The hidden-state caches of the drafters are filled on the way.
         """
-        caches, forward = self._drafting.hidden_state_caches, self._runner.forward
+        caches, has_failed = self._drafting.hidden_state_caches, False
 
         def compute(rows: List[PlannedRow]) -> Tensor:
-            nonlocal forward
+            nonlocal has_failed
             try:
                 packed = [_pack(row) for row in rows]
-                return forward(packed, caches) if caches else forward(packed)
+                forward = self._runner.forward
+                logits = forward(packed, caches) if caches else forward(packed)
+                return logits.clone() if has_failed else logits  # a graph overwrites its own
             except Exception as error:
-                forward = self._runner.forward_eagerly  # its results live side by side
+                has_failed = True
                 log.warning("a forward of %d rows failed: %r", len(rows), error)
                 self._stats.failed_forwards += 1
                 raise

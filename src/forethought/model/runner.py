@@ -40,6 +40,8 @@ class ModelRunner:
     def forward(self, rows: Sequence[Row], readers: Sequence[HiddenStateReader] = ()) -> Tensor:
         """The logits that the rows ask for, float32 ``[R, vocab]``, in order of rows and tokens.
 
+        The next forward may overwrite them.
+
         Args:
             rows: what to compute.
             readers: get hidden states of all tokens.
@@ -49,7 +51,7 @@ class ModelRunner:
     def forward_eagerly(
         self, rows: Sequence[Row], readers: Sequence[HiddenStateReader] = ()
     ) -> Tensor:
-        """The same without CUDA graphs; the result is a tensor of its own."""
+        """The same without CUDA graphs."""
         batch = Batch.build(rows, self.lm.device)
         logits = self.compute(batch, readers)
         for reader in readers:
