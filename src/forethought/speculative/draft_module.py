@@ -377,7 +377,9 @@ class DraftModuleRunner:
             return drafts
 
         with torch.inference_mode():
-            return compute_in_chunks(list(map(self.missing, requests)), self._max_num_tokens, forward)
+            return compute_in_chunks(
+                list(map(self.missing, requests)), self._max_num_tokens, forward
+            )
 
     def advance(
         self,
