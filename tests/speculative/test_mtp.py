@@ -197,7 +197,8 @@ def _golden(num_modules: int, depth: int) -> tuple[list[str], list[int]]:
     hidden_states = drafter.draft_caches[0]
     states = torch.tensor([[0.0, callback] for callback in range(4)])
     slots = torch.tensor(table.slots(0, 4))
-    hidden_states.write(slots, {FINAL: states}, slots.numpy())
+    hidden_states.write(slots, {FINAL: states})
+    hidden_states.mark_stored(slots.numpy())
     request = _request([0, 1, 2, 3, 4], table, depth)
     drafter.prepare_draft_tokens(ScheduledRequests([request]))
     return entries, list(request.draft.tokens)

@@ -385,7 +385,7 @@ class Step:
 
     def _record_draft(self, row: PlannedRow, path: List[int], has_ended: bool) -> None:
         """Note for the output which of its tokens were drafted, and what was rejected."""
-        if not len(row.draft):
+        if not row.draft.tokens:
             return
         sequence, rejected = row.sequence, tuple[int, ...]()
         if not has_ended:  # else what follows was cut off, not rejected
