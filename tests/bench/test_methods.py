@@ -37,6 +37,32 @@ PROBLEMS = [Problem(str(n), f"Use 1, {n} and 3 to make 9.", "x") for n in range(
 TASK = MethodTask(10, 20, lambda problem: "odd" if int(problem.name) % 2 else "even")
 
 
+@pytest.mark.parametrize(
+    "options",
+    [["--only", "plain"], ["--against", "plain"], ["--policy", "x.json"]],
+    ids=["only", "against", "policy"],
+)
+def test_a_calibration_refuses_what_it_has_no_use_for(options, tmp_path, capsys):
+    file = str(tmp_path / "policy.json")
+    assert main(["bench", "methods", "--calibrate", file, "--out", str(tmp_path), *options])
+    assert f"Leave {options[0]} out" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_policy_without_a_folder_to_be_saved_in_is_refused_before_anything_runs(tmp_path, capsys):
+    file = str(tmp_path / "missing" / "policy.json")
+    assert main(["bench", "methods", "--calibrate", file, "--out", str(tmp_path / "out")])
+    assert "there is no folder" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_policy_by_score_is_refused_on_a_task_without_an_exact_checker():
+    policy = replace(POLICY, difficulty="score")
+    bench = MethodBench(method_task("arithmetic"), 100, policy=policy)
+    with pytest.raises(ParameterError, match="exact checker"):
+        bench.recipes()
+
+
 class Grader:
     def grade(self, text, problem):
         return text == "right"

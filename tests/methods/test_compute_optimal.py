@@ -177,6 +177,11 @@ def test_a_policy_is_fitted_on_scores_and_on_several_journals(tmp_path):
     assert fit(parts, 54, **options).methods == (PROBES, PROBES)
 
 
+def test_probes_that_two_journals_have_are_counted_once(tmp_path):
+    path = journal(tmp_path)
+    assert fit([path, path], 100, num_bins=3) == fit(path, 100, num_bins=3)
+
+
 def test_one_bin_has_one_method_and_equal_difficulties_stay_in_one_bin(tmp_path):
     assert fit(journal(tmp_path), 130, num_bins=1).methods == ("majority_vote@9",)
     same = journal(tmp_path, [("7777", True, True)] * 7)

@@ -50,6 +50,24 @@ def test_a_thought_that_states_no_answer_comes_to_its_own_end():
     assert len(worker.calls) == 1
 
 
+def test_behind_a_thought_that_the_prompt_closes_the_answer_is_left_alone():
+    said = "The answer is 7.\nIt is so because 3+4.\n"
+    worker = ScriptedWorker(lambda prompt, index: said)
+    controller = methods.create("first_answer")
+    result = answer(controller, worker, "3+4?<think>\n\n</think>\n\n")
+    assert result.output.text == said
+    assert result.output.meta["first_answer"] == {"marker": None, "chain_tokens": 0}
+    assert len(worker.calls) == 1
+
+
+@pytest.mark.parametrize("markers", [("is:", "answer is"), ("zz", "is")])
+def test_a_marker_is_found_however_the_text_comes(markers):
+    """Token by token, where the marker and the end of its line are split over steps."""
+    result, _ = ask(markers=markers)
+    assert result.output.text == "3+4=8.\nSo the answer is 8.\n</think>8!"
+    assert result.output.meta["first_answer"]["marker"] == markers[1]
+
+
 @pytest.mark.parametrize("whole", ["so \\boxed{7}</think>7\n", "so</think>The answer is 7.\n"])
 def test_an_answer_without_the_end_of_its_line_in_the_thought_ends_nothing(whole):
     result, worker = ask(lambda prompt, index: whole)

@@ -159,6 +159,23 @@ def test_behind_as_many_steps_as_allowed_the_base_model_writes_the_rest():
     assert len(small.calls) == 1
 
 
+@pytest.mark.parametrize("max_tokens", [None, 60])
+def test_a_users_stop_that_is_the_end_of_a_step_ends_the_answer(max_tokens):
+    def small(prompt, index):
+        return "s1\n\n" if prompt == "p" else "s2</think>"
+
+    worker = ScriptedWorker(
+        lambda prompt, index: "9" if prompt.endswith(SCORE_PROMPT) else "a\n\nb"
+    )
+    controller = methods.create("specreason")
+    workers = {TAG.SMALL: ScriptedWorker(small), TAG.BASE: worker}
+    with ScaffoldingLlm(controller, workers) as llm:
+        params = {"stop": ["\n\n"], "max_tokens": max_tokens}
+        result = llm.generate("p", sampling_params=params)
+    assert result.output.text == "s1\n\ns2</think>a"
+    assert (result.output.finish_reason, result.output.stop_reason) == ("stop", "\n\n")
+
+
 def test_a_long_step_is_cut_and_an_output_without_a_thought_ends_where_it_ends():
     def small(prompt, index):
         return "abcdef"[len(prompt) - 1 :]

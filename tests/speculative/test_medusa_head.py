@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from forethought.errors import ModelError
+from forethought.model.native.heads import NativeHeads
 from forethought.model.native.library import find_compiler
 from forethought.speculative.heads.medusa import (
     WEIGHTS,
@@ -209,6 +210,25 @@ def test_the_forward_in_cpp_is_the_obvious_one(blocks: int, dtype: torch.dtype, 
         heads[2][-1].weight[3] += 1
     wrong = heads(states)[:, :4].transpose(0, 1)
     assert (native(states, 4) - wrong).abs().max() > 0.1
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize("num_states", [8, 9, 32])
+def test_heads_on_two_threads_have_the_logits_of_one(num_states: int) -> None:
+    """Of a width at which a thread can be a head ahead of another one (seen with AMX)."""
+    generator = torch.Generator().manual_seed(2)
+    with torch.inference_mode():
+        parts = [[nn.Linear(256, 256), nn.Linear(256, 512, bias=False)] for _ in range(4)]
+        native = NativeHeads(parts, torch.bfloat16)
+        states = torch.randn(num_states, 256, generator=generator)
+        before, found = torch.get_num_threads(), []
+        try:
+            for num_threads in (1, *[2] * 20):
+                torch.set_num_threads(num_threads)
+                found.append(native(states, 4))
+        finally:
+            torch.set_num_threads(before)
+    assert all(torch.equal(each, found[0]) for each in found)
 
 
 def test_new_blocks_pass_the_state_on() -> None:

@@ -242,7 +242,13 @@ class MethodBench:
         }
         by_score: dict[str, Any] = {}
         if policy.difficulty == "score":
-            by_score["reward_controller"] = CheckerController(self.task.verifier or "math")
+            if self.task.verifier is None:
+                raise ParameterError(
+                    "the policy cannot be used on this task",
+                    "it tells how difficult a problem is by an exact checker of its probe",
+                    "Use --task countdown, or leave --policy out",
+                )
+            by_score["reward_controller"] = CheckerController(self.task.verifier)
         made = self._made("compute_optimal", policy=policy, settings=settings, **by_score)
         return replace(made, settings={"policy": policy})
 

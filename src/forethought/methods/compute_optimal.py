@@ -271,7 +271,8 @@ def fit(
 
     Args:
         journal: of an evaluation with ``num_probes`` or more samples per problem, or several, on
-            the same problems; of each the first attempts with ``probe`` are its probes.
+            the same problems; the first attempts with ``probe`` are its probes, those of the first
+            journal that has them.
         max_tokens: decoded tokens per question on average, those of the probes included.
         num_probes: probes per question.
         num_bins: bins of difficulty; fewer, where many questions are equally difficult.
@@ -286,7 +287,7 @@ def fit(
             or the probes alone take more than ``max_tokens``.
     """
     journals = [journal] if isinstance(journal, str | Path) else journal
-    attempts = [attempt for path in journals for attempt in _attempts(path)]
+    attempts = _distinct([attempt for path in journals for attempt in _attempts(path)])
     predict = _by_agreement(answer_spaces.answer_space(answer_space))
     if score is not None:
         predict = _by_score(score)
@@ -327,6 +328,14 @@ def _attempts(path: str | Path) -> list[dict[str, Any]]:
             f"{path}: {error}",
             "Give the journal that forethought eval has written",
         ) from error
+
+
+def _distinct(attempts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The first attempt of each problem, method and sample."""
+    found: dict[tuple[Any, ...], Mapping[str, Any]] = {}
+    for each in attempts:
+        found.setdefault((each["number"], each["method"], each["sample"]), each)
+    return list(found.values())
 
 
 def _questions(

@@ -38,6 +38,10 @@ MARKERS = ("answer is", "Answer:", "\\boxed{")
 class FirstAnswerController(Controller):
     """Closes the thought behind the first answer that it states.
 
+    Behind a prompt of text that closes a thought itself nothing is closed: what comes is the
+    answer. All else is read as a thought up to ``think_end``, also the answer of a model that does
+    not think.
+
     ``customized_result_fields["first_answer"]`` holds the ``marker`` that the thought was ended by
     (None: it came to its own end), and the tokens of the chain (``chain_tokens``), without those of
     an answer behind a thought that was ended.
@@ -96,14 +100,20 @@ class FirstAnswerController(Controller):
 
     def _solve(self, task: GenerationTask) -> Process:
         """The chain to the end of the line that states an answer, then the answer."""
+        if self._is_answering(task.input_str or ""):
+            task.worker_tag = self.WorkerTag.GENERATION
+            task.streaming_output_flag |= self.streaming
+            yield [task]
+            task.customized_result_fields["first_answer"] = {"marker": None, "chain_tokens": 0}
+            return
         chain = StreamGenerationTask.create_from_generation_task(task)
         chain.worker_tag = self.WorkerTag.GENERATION
         chain.streaming_output_flag = task.streaming_output_flag or self.streaming
-        part, marker = chain, None
+        part, marker, thought = chain, None, _Thought(self)
         while not chain.end_flag and marker is None:
             yield [chain]
-            marker = self._stated(chain.output_str or "")
-            if self.think_end in (chain.output_str or ""):
+            marker = thought.stated(chain.output_str or "")
+            if thought.is_closed:
                 chain.streaming_step = _TO_THE_END  # what follows is the answer
         if marker is not None and not chain.end_flag:
             chain.cancel_flag = True
@@ -116,14 +126,10 @@ class FirstAnswerController(Controller):
             "chain_tokens": chain.num_generated,
         }
 
-    def _stated(self, text: str) -> str | None:
-        """The marker in the first line of the thought that has one and is finished."""
-        thought = text.partition(self.think_end)[0]
-        found = [(thought.find(marker), marker) for marker in self.markers if marker in thought]
-        if not found:
-            return None
-        place, marker = min(found)
-        return marker if self.line_end in thought[place + len(marker) :] else None
+    def _is_answering(self, prompt: str) -> bool:
+        """Whether a prompt ends behind a thought: what comes is the answer already."""
+        closed = prompt.rfind(self.think_end)
+        return closed >= 0 and closed > prompt.rfind(self.think_end.replace("/", ""))
 
     def _answer(self, task: GenerationTask, chain: StreamGenerationTask) -> Process:
         """Generate the answer behind the chain, whose thought is closed; returns the last part."""
@@ -139,6 +145,34 @@ class FirstAnswerController(Controller):
         answer.streaming_output_flag = chain.streaming_output_flag
         yield [answer]
         return answer
+
+
+class _Thought:
+    """Reads a thought as it grows; what has been read is not searched again."""
+
+    def __init__(self, method: FirstAnswerController) -> None:
+        self._method = method
+        longest = max(map(len, (*method.markers, method.think_end, method.line_end)))
+        self._overlap, self._searched = longest - 1, 0
+        self._marker: str | None = None
+        self._behind = 0
+        """Where the marker ends."""
+        self.is_closed = False
+
+    def stated(self, text: str) -> str | None:
+        """The marker in the first line that has one and is finished, if there is one so far."""
+        begin = max(self._behind, self._searched - self._overlap)
+        end = text.find(self._method.think_end, begin)
+        self.is_closed, self._searched = end >= 0, len(text)
+        stop = end if self.is_closed else len(text)
+        if self._marker is None:
+            places = [(text.find(each, begin, stop), each) for each in self._method.markers]
+            if found := [(place, each) for place, each in places if place >= 0]:
+                place, self._marker = min(found)
+                self._behind = begin = place + len(self._marker)
+        if self._marker is None or text.find(self._method.line_end, begin, stop) < 0:
+            return None
+        return self._marker
 
 
 _TO_THE_END = 2**30

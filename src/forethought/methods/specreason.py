@@ -179,11 +179,12 @@ class SpecReasonController(Controller):
         chain, ended = _Chain(), False
         try:
             while chain.finish_reason is None:
-                if chain.is_thinking and len(chain.scores) < self.max_steps:
+                in_steps = chain.is_thinking and len(chain.scores) < self.max_steps
+                if in_steps:
                     part = yield from self._step(task, chain)
                 else:
                     part = yield from self._written(task, chain, in_steps=False)
-                text = self._add(task, chain, part)
+                text = self._add(task, chain, part, in_steps)
                 if task.streaming_output_flag and text:
                     yield Delta(text, source="specreason")
         except BudgetExceeded:
@@ -334,17 +335,20 @@ class SpecReasonController(Controller):
     def _ends(self) -> list[str]:
         return [self.step_end] if self.think_end is None else [self.step_end, self.think_end]
 
-    def _text_of(self, part: GenerationTask) -> str:
+    def _text_of(self, part: GenerationTask, in_steps: bool = True) -> str:
         """What a part has written, with the text that ended its step."""
         text, stop = part.output_str or "", part.stop_reason
-        if not isinstance(stop, str) or (stop in self._ends()) == part.include_stop_str_in_output:
+        at_end = in_steps and stop in self._ends()
+        if not isinstance(stop, str) or at_end == part.include_stop_str_in_output:
             return text
-        return text + stop if stop in self._ends() else text.removesuffix(stop)
+        return text + stop if at_end else text.removesuffix(stop)
 
-    def _add(self, task: GenerationTask, chain: _Chain, part: GenerationTask) -> str:
+    def _add(
+        self, task: GenerationTask, chain: _Chain, part: GenerationTask, in_steps: bool = True
+    ) -> str:
         """Put a part behind the chain; returns its text."""
-        at_end = part.stop_reason in self._ends()
-        text = self._text_of(part)
+        at_end = in_steps and part.stop_reason in self._ends()
+        text = self._text_of(part, in_steps)
         chain.text += text
         chain.num_tokens += part.num_generated
         if at_end:

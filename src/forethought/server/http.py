@@ -250,13 +250,17 @@ class EventStream(Response):
                 await _cancelled(writing)
 
     async def _write(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        has_begun = False
         try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            has_begun = True
             if self._first is not None and (data := await self._first):
                 await send(_body(data))
             async for data in self._events:
                 await send(_body(data))
-        except Exception as error:  # the status has been sent
+        except Exception as error:
+            if not has_begun:
+                raise
             await send(_body(encode_failure(error)))
         finally:
             if self._first is not None:

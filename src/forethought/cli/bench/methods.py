@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from forethought.cli import machine
 from forethought.cli import options as model
 from forethought.cli.backend import open_judge
+from forethought.errors import ParameterError
 
 if TYPE_CHECKING:
     from forethought.evaluation.problems import Problem
@@ -92,6 +93,8 @@ def measure(args: argparse.Namespace) -> int:
 
     for name in ("problems", "tokens", "in_flight"):
         validated(f"--{name.replace('_', '-')}", getattr(args, name), POSITIVE_INT)
+    if args.calibrate is not None:
+        _check_calibration(args)
     kind = bench.method_task(args.task)
     policy = None if args.policy is None else Policy.load(args.policy)
     if args.reward_model is None:
@@ -126,8 +129,6 @@ def measure(args: argparse.Namespace) -> int:
             table = bench.MethodTable(runner, problems, kind, settings, _files(args.reward_model))
             against = [] if args.against is None else [args.against]
             rows = table.rows(recipes, folder, is_fresh=args.fresh, bar=bar, against=against)
-    if args.calibrate is not None:
-        bench.fit_policy(rows, folder).save(args.calibrate)
     line = bench.json_line(
         rows, machine=machine.measured_on(fields), tokens=args.tokens, **settings
     )
@@ -136,7 +137,30 @@ def measure(args: argparse.Namespace) -> int:
     if not args.json:
         print(bench.text(rows))
     print(line, end="")
+    if args.calibrate is not None:
+        bench.fit_policy(rows, folder).save(args.calibrate)
     return 0
+
+
+def _check_calibration(args: argparse.Namespace) -> None:
+    """Refuse what a calibration has no use for, and a place where nothing can be written.
+
+    Raises:
+        ParameterError: there is such an option, or no such folder.
+    """
+    given = [name for name in ("only", "against", "policy") if getattr(args, name) is not None]
+    if given:
+        raise ParameterError(
+            f"--calibrate cannot be used with --{given[0]}",
+            "it runs the rows that a policy chooses from",
+            f"Leave --{given[0]} out",
+        )
+    if not args.calibrate.absolute().parent.is_dir():
+        raise ParameterError(
+            "the policy cannot be saved",
+            f"there is no folder {args.calibrate.absolute().parent}",
+            "Make it first",
+        )
 
 
 def _settings(

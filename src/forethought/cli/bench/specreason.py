@@ -61,6 +61,7 @@ def measure(args: argparse.Namespace) -> int:
     """Measure, and report."""
     model.check_installed()
     model.expect_positive(args, "problems")
+    from forethought import methods
     from forethought.bench import methods as tasks
     from forethought.bench import specreason as bench
     from forethought.evaluation.report import ProgressBar, make_folder
@@ -74,10 +75,12 @@ def measure(args: argparse.Namespace) -> int:
 
     kind = tasks.method_task(args.task)
     settings = {"scorer": "likelihood", "step_end": "\n", **model.parse_settings(args.set)}
-    controller = SpecReasonController(**settings)
+    controller = methods.create("specreason", **settings)
+    assert isinstance(controller, SpecReasonController)
     problems = tasks.held_out_problems(args.task, args.problems, args.seed)
     make_folder(args.out)
     fields: dict[str, Any] = {} if args.dtype == "auto" else {"dtype": args.dtype}
+    fields["kv_cache_config"] = {"enable_block_reuse": False}  # each run prefills its prompt
     params = {"temperature": args.temperature, "max_tokens": kind.max_tokens}
     with (
         closing(task(args.task).grader()) as grader,

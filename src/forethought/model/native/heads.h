@@ -35,5 +35,6 @@ static void run_heads(
         }
         float* own = logits + int64_t(head) * tokens * outputs;
         product(linears[num_blocks], from, width, tokens, own, outputs, false, thread);
+#pragma omp barrier  // the next product writes its inputs where this one reads them
     }
 }

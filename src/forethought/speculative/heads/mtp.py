@@ -11,6 +11,7 @@ the target's.
 from __future__ import annotations
 
 import copy
+import logging
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -53,6 +54,8 @@ FedBackState = Literal["normed", "unnormed"]
 
 TensorRT-LLM, SGLang and transformers use the normed one, vLLM the other one for DeepSeek's modules;
 in DeepSeek's paper (equations 21 to 23) the norm belongs to the output head."""
+
+log = logging.getLogger(__name__)
 
 
 class ModuleStates(NamedTuple):
@@ -165,7 +168,10 @@ def mtp_parts(module: MtpModule, max_positions: int, window: int | None) -> Modu
 
 def mtp_network(module: MtpModule, lm: CausalLM) -> MtpNetwork | NativeMtpNetwork:
     """The module over pages: in C++ where the target runs there, else in torch operations."""
-    if isinstance(lm.network, NativeNetwork) and refusal(module.model) is None:
+    reason = refusal(module.model)
+    if isinstance(lm.network, NativeNetwork) and reason is not None:
+        log.info("the MTP module runs in torch operations: %s", reason)
+    elif isinstance(lm.network, NativeNetwork):
         profile = _profile(module)
         native = native_module(mtp_parts(module, lm.max_positions, profile.window), lm)
         if native is not None:
