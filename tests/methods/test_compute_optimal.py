@@ -109,6 +109,15 @@ def test_difficulty_is_predicted_by_the_mean_score_of_the_probes(probes, difficu
     assert len(worker.calls) == 2 + len(more)
 
 
+def test_the_probe_with_the_highest_score_is_the_output_and_its_answer_is_told():
+    """Of two answers of one vote each; the vote alone would tell the first one."""
+    policy = Policy(2, (0.5,), (PROBES, "majority_vote@3"), None, None, "score")
+    reward = {"method": "checker", "checker": lambda question, text: "7" in text}
+    output, _ = ask("57", policy, reward_controller=reward)
+    assert output.text == boxed("7")
+    assert output.meta["compute_optimal"] == {"difficulty": 0.5, "method": PROBES, "answer": "7"}
+
+
 def test_a_policy_of_one_predictor_is_not_used_with_another():
     with pytest.raises(ParameterError, match="do not belong together"):
         ask("77", BY_SCORE)

@@ -214,7 +214,7 @@ class MethodBench:
         """The rows that a policy is fitted on: the probe first, then what it may choose.
 
         Raises:
-            ParameterError: the task has no exact checker, whose verdict on a probe tells how
+            ParameterError: the task has no exact checker, whose result on a probe tells how
                 difficult the problem is.
         """
         if self.task.verifier is None:

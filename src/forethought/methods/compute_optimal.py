@@ -9,10 +9,10 @@ question of that difficulty::
     method         probes          majority_vote@8      majority_vote@32
 
 ``probes`` returns the probes' most frequent answer (with a reward, the one with the highest score)
-and costs nothing more. ``fit`` finds the policy
-on a calibration file: questions are sorted into bins of difficulty, each with about as many, and of
-all ways to give each bin a method the most accurate one is taken whose tokens stay within a limit
-on average. The file is the journal that ``forethought eval`` writes::
+and costs nothing more. ``fit`` finds the policy on a calibration file: questions are sorted into
+bins of difficulty, each with about as many, and of all ways to give each bin a method the most
+accurate one is taken whose tokens stay within a limit on average. The file is the journal that
+``forethought eval`` writes::
 
     forethought eval ... --methods plain,majority_vote@8,majority_vote@32 --samples 4 --out DIR
     fit("DIR/...", max_tokens=2000).save("policy.json")
@@ -189,10 +189,11 @@ class ComputeOptimalController(Controller):
             )
         [task] = tasks
         probes = yield from self._probe(task, kwargs)
-        pool = AnswerPool(self.answer_space.equivalence)
-        chosen, difficulty = yield from self._vote(pool, probes)
-        if self.reward_controller is not None:
+        if self.reward_controller is None:
+            chosen, difficulty, answer = yield from self._vote(probes)
+        else:
             chosen, difficulty = yield from self._scored(self.reward_controller, probes)
+            answer = self.answer_space.answer_of(chosen)
         method = self.policy.method(difficulty)
         if method != PROBES:
             answered = task.copy()
@@ -206,7 +207,7 @@ class ComputeOptimalController(Controller):
         task.customized_result_fields["compute_optimal"] = {
             "difficulty": difficulty,
             "method": method,
-            "answer": None if pool.winner is None else pool.winner.answer,
+            "answer": answer,
         }
 
     def _probe(self, task: GenerationTask, options: Mapping[str, Any]) -> Process:
@@ -216,15 +217,18 @@ class ComputeOptimalController(Controller):
         ended = yield from run_until(branches, _never)
         return [branch.tasks[0] for branch in branches if branch in ended]
 
-    def _vote(self, pool: AnswerPool, probes: Sequence[GenerationTask]) -> Process:
-        """The probe that gives the most frequent answer, and the difficulty."""
+    def _vote(self, probes: Sequence[GenerationTask]) -> Process:
+        """The probe that gives the most frequent answer, the difficulty, and this answer."""
+        pool = AnswerPool(self.answer_space.equivalence)
         said = {number: self.answer_space.answer_of(probe) for number, probe in enumerate(probes)}
         try:
             yield from pool.adding({n: each for n, each in said.items() if each is not None})
         except BudgetExceeded:
-            return probes[0], 1.0
-        chosen = probes[0 if pool.winner is None else pool.winner.first]
-        return chosen, difficulty_of(pool, self.policy.num_probes)
+            return probes[0], 1.0, None if pool.winner is None else pool.winner.answer
+        difficulty = difficulty_of(pool, self.policy.num_probes)
+        if pool.winner is None:
+            return probes[0], difficulty, None
+        return probes[pool.winner.first], difficulty, pool.winner.answer
 
     def _scored(self, reward: Controller, probes: Sequence[GenerationTask]) -> Process:
         """The probe with the highest score, and the difficulty."""

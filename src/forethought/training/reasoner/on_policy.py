@@ -64,13 +64,10 @@ def continue_sample(sample: Sample, rng: random.Random) -> Continuation | None:
     steps, and a sample that ends before it goes astray.
     """
     lines = sample.text.splitlines(keepends=True)
-    if (
-        not is_rechecked(sample.problem)
-        or (read := _read_derivation(sample.problem, lines)) is None
-    ):
+    noted = _read_derivation(sample.problem, lines) if is_rechecked(sample.problem) else None
+    if noted is None:
         return None
-    solver, position = _Solver(sample.problem, read, rng), len(read)
-    position += lines[0] in OPENINGS
+    solver, position = _Solver(sample.problem, noted, rng), len(noted) + (lines[0] in OPENINGS)
     for index in range(position, len(lines)):
         line = lines[index]
         if solver.accepts(line):
@@ -107,11 +104,10 @@ class Continued:
     """
 
     def __init__(self, samples: Iterable[Sample], rng: random.Random) -> None:
-        found = [(sample, continue_sample(sample, rng)) for sample in samples]
         self.pairs: dict[str, list[tuple[Sample, Continuation]]] = {kind: [] for kind in KINDS}
-        for sample, way in found:
-            if way is not None:
-                self.pairs[way.kind].append((sample, way))
+        for sample in samples:
+            if (continuation := continue_sample(sample, rng)) is not None:
+                self.pairs[continuation.kind].append((sample, continuation))
 
     def example(self, tokenizer: Tokenizer, rng: random.Random, kind: str) -> Example:
         """One of those of a kind."""
@@ -218,16 +214,16 @@ class _Solver:
         doubt, *third = again(noted, derived(self.problem.steps[index]))
         doubts = found["rest"].startswith(doubt.text)
         calculated = "".join(piece.text for piece in third)
-        verdict = ", yes.\n" if noted == value else ". That was a slip.\n"
+        ending = ", yes.\n" if noted == value else ". That was a slip.\n"
         if found["first"] == right["first"]:
             if doubts and (noted != value or self._rng.random() < 0.5):
-                return found["first"] + doubt.text, calculated + verdict
+                return found["first"] + doubt.text, calculated + ending
             return found["first"], right["rest"]
         if int(found["value"]) == noted:
             return "", due
         if doubts:
-            return found["first"] + doubt.text, calculated + verdict
-        return found["first"], doubt.text + calculated + verdict
+            return found["first"] + doubt.text, calculated + ending
+        return found["first"], doubt.text + calculated + ending
 
     def _ending(self) -> str:
         """What follows the present re-check or rereading."""
