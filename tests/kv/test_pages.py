@@ -173,6 +173,20 @@ def test_neighbouring_rows_grow_contiguously() -> None:
     assert all(table.first_slot() is not None for table in tables)
 
 
+def test_rows_begin_no_further_apart_than_they_can_grow() -> None:
+    """So that short ones do not each begin in memory that nothing has touched."""
+    pool = PagePool(4096, 4)
+    tables = [PageTable(pool) for _ in range(20)]
+    for table in tables:
+        table.longest = 64
+        table.append(10)
+    pages = [page for table in tables for page in table.pages]
+    assert max(pages) <= 20 * (3 + 16)
+    for table in tables:
+        table.append(54)
+    assert all(table.first_slot() is not None for table in tables)
+
+
 def test_free_runs_join_again_whatever_the_order() -> None:
     runs = FreeRuns(32)
     taken = [runs.take_apart(1) for _ in range(32)]

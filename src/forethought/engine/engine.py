@@ -414,6 +414,7 @@ class Engine:
         sequence.params, sequence.arrival, sequence.seed = params, arrival, seed
         sequence.prompt_length = len(sequence.tokens)
         sequence.limit = len(sequence.tokens) + min(left, params.max_tokens or left)
+        sequence.table.longest = sequence.limit
         sequence.finish_reason = sequence.stop_reason = None
         sequence.constraint, sequence.had_nonfinite_logits = constraint, False
         sequence.extended_from = None

@@ -53,14 +53,17 @@ class FreeRuns:
         self._insert(page + 1, stop)
         return True
 
-    def take_apart(self, wanted: int) -> int:
+    def take_apart(self, wanted: int, room: int | None = None) -> int:
         """Take the first page of a new row that is going to take ``wanted`` pages.
 
         It is in the middle of the longest run, so that the row before the run can grow as well, or
-        earlier if the second half is too short.
+        earlier: where the second half is too short, or ``room`` pages behind the run's beginning.
+        Rows that lie no further apart than they can grow share huge pages of the system's memory,
+        whose first use costs milliseconds in each layer.
         """
         start, stop = self._longest()
-        page = start if start == 0 else max(start, min((start + stop) // 2, stop - wanted))
+        middle = (start + stop) // 2 if room is None else min((start + stop) // 2, start + room)
+        page = start if start == 0 else max(start, min(middle, stop - wanted))
         self._remove(start, stop)
         self._insert(start, page)
         self._insert(page + 1, stop)
@@ -131,12 +134,13 @@ class PagePool:
         """Number of pages with references."""
         return self.num_pages - self.available
 
-    def take(self, near: int | None = None, wanted: int = 1) -> int:
+    def take(self, near: int | None = None, wanted: int = 1, room: int | None = None) -> int:
         """A page with one reference.
 
         Args:
             near: the preferred page id, usually the one after the row's last page.
             wanted: number of pages that the row is going to take now, this one included.
+            room: number of pages left to the row before a new one; None: as many as can be.
 
         Raises:
             OutOfPages: no page is free or evictable.
@@ -146,7 +150,7 @@ class PagePool:
         if near is not None and self._free.take_at(near):
             page = near
         else:
-            page = self._free.take_apart(wanted)
+            page = self._free.take_apart(wanted, room)
         self.refs[page] = 1
         return page
 

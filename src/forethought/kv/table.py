@@ -42,6 +42,8 @@ class PageTable:
         self.pages: list[int] = []
         self.length = 0
         """Tokens stored."""
+        self.longest: int | None = None
+        """Tokens that the row may come to hold, if that is known when its first page is taken."""
         self._gaps = 0
         """Number of consecutive pages of the table that are not contiguous in the cache."""
         self.digests: list[bytes] = []
@@ -85,7 +87,7 @@ class PageTable:
         copies = self._own_tail() if count else []
         for left in range(self._pages_for(self.length + count) - len(self.pages), 0, -1):
             near = self.pages[-1] + 1 if self.pages else None
-            page = self._pool.take(near, left)
+            page = self._take(near, left)
             self._gaps += near is not None and page != near
             self.pages.append(page)
         self.length += count
@@ -99,7 +101,7 @@ class PageTable:
         child._set_pages(self.pages[: self._pages_for(length)])
         for page in child.pages:
             self._pool.retain(page)
-        child.length = length
+        child.length, child.longest = length, self.longest
         child.root, child.digests = self.root, self.digests[: length // self._pool.page_size]
         return child
 
@@ -193,10 +195,14 @@ class PageTable:
                 self._pool.drop(tail)
             return []
         near = self.pages[-2] + 1 if len(self.pages) > 1 else None
-        page = self._pool.take(near)
+        page = self._take(near)
         self._pool.release(tail)
         self._set_pages([*self.pages[:-1], page])
         return [PageCopy(tail, page)]
+
+    def _take(self, near: int | None, wanted: int = 1) -> int:
+        room = None if self.longest is None else self._pages_for(self.longest)
+        return self._pool.take(near, wanted, room)
 
 
 class TableView:
