@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import pytest
 
 from forethought.assets import problems
 from forethought.config.drafters import NGramDecodingConfig
+from forethought.config.sampling import SamplingParams
 from forethought.llm.async_llm import AsyncLLM
 from forethought.server.backends import EngineBackend
 from forethought.server.settings import Settings
@@ -106,6 +108,21 @@ def test_a_seed_draws_the_same_again_and_each_choice_its_own(server: Served) -> 
     ]
     assert texts[0] == texts[1]
     assert len(set(texts[0])) > 1
+
+
+def test_a_thought_counts_the_tokens_that_were_generated_before_its_end(
+    server: Served, llm: AsyncLLM
+) -> None:
+    """Its text, which has lost the space around the markers, has others; cut off, it has no end."""
+    details = server.send(CHAT, ask(max_tokens=400)).json["usage"]
+    params = SamplingParams(temperature=0, max_tokens=400)
+    output = asyncio.run(llm.generate(llm.chat_prompt(ask()["messages"]), params))
+    generated = output.outputs[0].token_ids
+    [end] = llm.encode("</think>", special=False)
+    counted = details["completion_tokens_details"]["reasoning_tokens"]
+    assert counted == list(generated).index(end) > 0
+    cut = server.send(CHAT, ask(max_tokens=9)).json["usage"]["completion_tokens_details"]
+    assert cut["reasoning_tokens"] == 9
 
 
 def test_a_thinking_budget_closes_the_thought(server: Served) -> None:

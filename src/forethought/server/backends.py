@@ -154,6 +154,15 @@ class Backend(abc.ABC):
         """Tokens of a text, as exactly as they are known."""
         return len(self.tokenize(text, special=False))
 
+    def count_thought(self, thought: str, ids: Sequence[int] | None) -> int:
+        """Tokens of the thought that an answer begins with.
+
+        Args:
+            thought: its text.
+            ids: of the whole answer; None: not known.
+        """
+        return self.count(thought) if thought else 0
+
     def check(self, prompt: str | list[int], params: Mapping[str, Any]) -> None:
         """Raise ``UsageError`` for what it cannot honour, before anything runs.
 
@@ -241,6 +250,7 @@ class EngineBackend(Backend):
         self.workers = worker_table(EngineWorker(llm), judge)
         self.reward = None if judge is None else _judging(judge)
         self.markers = llm.thinking_markers
+        self._marker_ids = [self.tokenize(each, special=False) for each in self.markers or ()]
         self._responses = _response_parser(llm.tokenizer)
         self._examples = [dict(example) for example in examples]
 
@@ -308,6 +318,13 @@ class EngineBackend(Backend):
     def tokenize(self, text: str, special: bool = True) -> list[int]:
         """The ids of a text."""
         return self._engine.encode(text, special=special)
+
+    def count_thought(self, thought: str, ids: Sequence[int] | None) -> int:
+        """The ids before the marker that ends the thought; without one, those of its text."""
+        begin, end = self._marker_ids or ([], [])
+        if thought and ids and len(end) == 1 and end[0] in ids:
+            return ids.index(end[0]) - int([ids[0]] == begin)
+        return super().count_thought(thought, ids)
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of ids.

@@ -71,9 +71,7 @@ def _count(reasoning: str, output: ScaffoldingOutput, service: Service) -> int:
     """Tokens of a thought: as they were counted under a budget, or those of its text."""
     if output.thinking is not None:
         return output.thinking.num_tokens
-    if not reasoning:
-        return 0
-    return service.backend.count(reasoning)
+    return service.backend.count_thought(reasoning, output.token_ids)
 
 
 class AnswerStream:
