@@ -62,5 +62,12 @@ def test_white_space_between_the_tokens_of_json_is_short(client: TestClient) -> 
     assert len(content) <= len(json.dumps({"a": 1})) + 5  # one blank at each of its places
 
 
+def test_an_object_of_any_json_is_written_without_runs_of_blanks(client: TestClient) -> None:
+    found = choice(client, response_format={"type": "json_object"})
+    assert found["finish_reason"] == "stop"
+    assert isinstance(json.loads(found["message"]["content"]), dict)
+    assert "  " not in found["message"]["content"]
+
+
 def test_an_answer_without_a_shape_is_thought_over(client: TestClient) -> None:
     assert choice(client, max_tokens=200)["message"]["reasoning"]

@@ -320,11 +320,12 @@ class EngineBackend(Backend):
         return self._engine.encode(text, special=special)
 
     def count_thought(self, thought: str, ids: Sequence[int] | None) -> int:
-        """The ids before the marker that ends the thought; without one, those of its text."""
+        """The ids before the marker that ends the thought, or all of one that was cut off."""
         begin, end = self._marker_ids or ([], [])
-        if thought and ids and len(end) == 1 and end[0] in ids:
-            return ids.index(end[0]) - int([ids[0]] == begin)
-        return super().count_thought(thought, ids)
+        if not (thought and ids and len(end) == 1):
+            return super().count_thought(thought, ids)
+        length = ids.index(end[0]) if end[0] in ids else len(ids)
+        return length - int([ids[0]] == begin)
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of ids.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import hashlib
 import hmac
 import json
@@ -438,13 +437,13 @@ def check_params(params: Mapping[str, Any]) -> SamplingParams:
 def _compact(params: Mapping[str, Any]) -> Mapping[str, Any]:
     """``params`` whose JSON has little white space: a model can get lost where any is allowed."""
     shape = params.get("guided_decoding")
-    if not isinstance(shape, GuidedDecodingParams) or shape.json is None:
+    if not isinstance(shape, GuidedDecodingParams) or not (shape.json or shape.json_object):
         return params
-    schema = json.loads(str(shape.json))
+    schema = {"type": "object"} if shape.json_object else json.loads(str(shape.json))
     if not isinstance(schema, dict) or "x-guidance" in schema:
         return params
     schema = {**schema, "x-guidance": {"whitespace_pattern": _WHITE_SPACE}}
-    return {**params, "guided_decoding": dataclasses.replace(shape, json=schema)}
+    return {**params, "guided_decoding": GuidedDecodingParams(json=schema)}
 
 
 def max_tokens_of(**given: int | None) -> dict[str, int]:
