@@ -13,7 +13,7 @@ from forethought.scaffolding.workers.upstream import Retries, UpstreamWorker
 from forethought.server.backends import RemoteBackend
 from forethought.server.settings import Settings
 from forethought.server.tool_calls import as_text
-from http_servers import WAIT, Served, scripted, served
+from http_servers import WAIT, Answer, Served, scripted, served
 from openai_server import OpenaiServer
 from openai_server import serving as serving_openai
 
@@ -126,6 +126,32 @@ def test_tools_and_their_results_go_both_ways(server: Served) -> None:
     messages = [*say("call")["messages"], first["message"], result]
     second = server.send(CHAT, {"messages": messages, "tools": [ADD]}).json
     assert second["choices"][0]["message"]["content"] == "you said 2"
+
+
+def test_a_forced_call_is_forced_by_the_server_behind(server: Served) -> None:
+    named = {"type": "function", "function": {"name": "add"}}
+    for choice in ("required", named):
+        for streams in (False, True):
+            body = say("call", tools=[ADD], tool_choice=choice, stream=streams)
+            answer = server.send(CHAT, body)
+            assert answer.status == 200, answer.text
+            assert calls_of(answer) == [("add", '{"a": 1}')]
+    tool = {"type": "function", **ADD["function"]}
+    body = {"input": "call", "tools": [tool], "tool_choice": "required"}
+    [item] = server.send("/v1/responses", body).json["output"]
+    assert (item["type"], item["name"], item["arguments"]) == ("function_call", "add", '{"a": 1}')
+
+
+def calls_of(answer: Answer) -> list[tuple[str, str]]:
+    """Name and arguments of the calls in a chat's answer, at once or as a stream."""
+    if not answer.text.startswith("data:"):
+        calls = answer.json["choices"][0]["message"]["tool_calls"]
+        return [(c["function"]["name"], c["function"]["arguments"]) for c in calls]
+    chunks = [data for _, data in answer.events if data != "[DONE]"]
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
+    pieces = [call["function"] for delta in deltas for call in delta.get("tool_calls", ())]
+    name = "".join(piece.get("name") or "" for piece in pieces)
+    return [(name, "".join(piece["arguments"] for piece in pieces))]
 
 
 def test_a_vote_draws_its_samples_there(server: Served, behind: Served) -> None:

@@ -124,6 +124,8 @@ class Backend(abc.ABC):
         salted: whether prefixes are cached apart for different salts.
         llm: the engine; None: there is none here.
         servers: those behind this one.
+        passes_chats_on: whether conversations go to other servers as they are, which offer the
+            tools and force the calls.
     """
 
     name: str
@@ -133,6 +135,7 @@ class Backend(abc.ABC):
     salted: bool = False
     llm: AsyncLLM | None = None
     servers: Sequence[Any] = ()
+    passes_chats_on: bool = False
 
     @abc.abstractmethod
     async def open(self, conversation: Conversation) -> Prompted:
@@ -522,6 +525,8 @@ class RemoteBackend(Backend):
         name: of the model there.
         markers: what opens and closes the model's thoughts.
     """
+
+    passes_chats_on = True
 
     def __init__(
         self, worker: Worker, name: str, markers: tuple[str, str] | None = ("<think>", "</think>")

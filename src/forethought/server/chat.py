@@ -75,7 +75,7 @@ def _params(service: Service, body: ChatRequest, tools: Tools) -> dict[str, Any]
     params |= max_tokens_of(**limits)
     params = with_effort(params, body.reasoning_effort, service.backend.markers is not None)
     params = with_shape(params, shape_of(body.response_format))
-    if tools.forced:
+    if tools.forced and not service.backend.passes_chats_on:
         params = with_shape(params, tools.shape)
     if body.top_logprobs is not None and not body.logprobs:
         raise ParameterError("top_logprobs needs logprobs", "it is not true", "Set logprobs: true")

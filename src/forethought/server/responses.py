@@ -197,7 +197,8 @@ def _params(service: Service, body: ResponseRequest, tools: Tools) -> dict[str, 
     effort = body.reasoning.effort if body.reasoning else None
     params = with_effort(params, effort, service.backend.markers is not None)
     params = with_shape(params, _shape(body))
-    return with_shape(params, tools.shape) if tools.forced else params
+    forces = tools.forced and not service.backend.passes_chats_on
+    return with_shape(params, tools.shape) if forces else params
 
 
 def _shape(body: ResponseRequest) -> GuidedDecodingParams | None:
