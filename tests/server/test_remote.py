@@ -128,6 +128,16 @@ def test_tools_and_their_results_go_both_ways(server: Served) -> None:
     assert second["choices"][0]["message"]["content"] == "you said 2"
 
 
+@pytest.mark.parametrize("asked", ["none", {"enabled": False}, {"drafter": "none"}, {}])
+def test_a_request_without_drafts_is_answered_where_nothing_is_drafted(
+    server: Served, asked: Any
+) -> None:
+    for path, body in ((CHAT, say("x")), ("/v1/completions", {"prompt": "x"})):
+        assert server.send(path, {**body, "speculation": asked}).status == 200
+    refused = server.send(CHAT, say("x", speculation="ngram"))
+    assert (refused.status, "speculation" in refused.error["message"]) == (400, True)
+
+
 def test_a_forced_call_is_forced_by_the_server_behind(server: Served) -> None:
     named = {"type": "function", "function": {"name": "add"}}
     for choice in ("required", named):

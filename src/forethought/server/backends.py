@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forethought import methods
-from forethought.config.sampling import SamplingParams
+from forethought.config.sampling import SamplingParams, SpeculationParams
 from forethought.errors import ParameterError, UsageError
 from forethought.scaffolding.controller import (
     Controller,
@@ -173,6 +173,14 @@ class Backend(abc.ABC):
             prompt: of a method.
             params: sampling fields of a task.
         """
+
+    def task_params(self, prompted: Prompted, params: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The sampling fields of a request as its workers take them.
+
+        Raises:
+            ParameterError: one that they do not take; it names the request's field.
+        """
+        return params
 
     def drafters(self) -> list[DrafterChoice]:
         """What a request may name for its drafts."""
@@ -547,6 +555,14 @@ class RemoteBackend(Backend):
             lambda streaming: RemoteChat(conversation, streaming),
             lambda text: text,
         )
+
+    def task_params(self, prompted: Prompted, params: Mapping[str, Any]) -> Mapping[str, Any]:
+        """``params`` without ``speculation`` that asks for no drafts: there are none here."""
+        found = dict(params)
+        asked = found.get("speculation")
+        if asked is not None and (not asked.enabled or asked == SpeculationParams()):
+            del found["speculation"]
+        return found
 
     def render(self, conversation: Conversation) -> list[int]:
         """Not known here."""
