@@ -30,6 +30,7 @@ class OpenaiServer:
 
     Attributes:
         requests: the bodies received, in order.
+        authorizations: their ``Authorization`` headers.
         disconnected: how many clients went away before their answer was complete.
         says: gives the pieces of the answer to a request.
         seconds_per_piece: pause before each piece.
@@ -50,6 +51,7 @@ class OpenaiServer:
 
     def __init__(self) -> None:
         self.requests: list[dict[str, Any]] = []
+        self.authorizations: list[str | None] = []
         self.disconnected = 0
         self.says: Pieces = lambda body: ["Hello", " world"]
         self.seconds_per_piece = 0.0
@@ -229,6 +231,7 @@ def serving(state: OpenaiServer | None = None) -> Iterator[OpenaiServer]:
                 self.close_connection = True
                 return None
             state.requests.append(body)
+            state.authorizations.append(self.headers["Authorization"])
             state.goes_on.wait()
             if state.fail_with:
                 return self.whole(state.fail_with.pop(0), {"error": {"message": "no"}})

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+from base64 import b64encode
 from contextlib import ExitStack
 
 import pytest
@@ -181,6 +182,21 @@ def test_when_no_server_can_be_reached_the_request_fails_and_says_so(closed_port
     worker = worker_of(closed_ports)
     with pytest.raises(TaskError, match=r"no answer from http.*the last of 2 servers"):
         ask(worker, PROMPTS[:1])
+
+
+def test_a_user_in_a_url_is_sent_as_a_header_and_is_in_no_error(servers):
+    url = servers[0].url.replace("//", "//me:s3cret@")
+    worker = worker_of([url], api_key="key")
+    assert ask(worker, PROMPTS[:1]) == ["from 0"]
+    assert servers[0].authorizations == ["Basic " + b64encode(b"me:s3cret").decode()]
+    servers[0].cut_after = 1
+    with pytest.raises(TaskError, match="was lost") as caught:
+        ask(worker, PROMPTS[:1])
+    assert "s3cret" not in str(caught.value)
+    servers[0].drops = True
+    with pytest.raises(TaskError, match="no answer from") as caught:
+        ask(worker, PROMPTS[:1])
+    assert "s3cret" not in str(caught.value)
 
 
 def test_a_limit_per_server_is_kept(servers):

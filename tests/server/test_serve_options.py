@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,6 +41,18 @@ def test_keys_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> 
     assert serve.settings_of(options("--api-key", "a")).api_keys == ["a", "b", "c"]
     with pytest.raises(ParameterError):
         serve.settings_of(options("--max-running", "0"))
+
+
+def test_requests_to_other_servers_are_not_logged(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, "httpx")  # and back at the end
+    monkeypatch.setattr("forethought.server.runner.serve", lambda *_: 0)
+    (tmp_path / "script.yaml").write_text("[hello]")
+    assert serve.run(options("--worker", "scripted", str(tmp_path / "script.yaml"))) == 0
+    logging.getLogger("httpx").info("HTTP Request: POST http://me:s3cret@a/v1")
+    assert "s3cret" not in caplog.text
 
 
 def test_the_server_listens_on_this_machine_alone_by_default() -> None:

@@ -137,6 +137,7 @@ def run(args: argparse.Namespace) -> int:
     settings = settings_of(args)
     host, port = address(args)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line per request to other servers
     with ExitStack() as opened:
         backend = opener(args, config)()
         opened.callback(backend.close)

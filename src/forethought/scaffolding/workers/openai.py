@@ -36,6 +36,7 @@ from forethought.scaffolding.workers.openai_requests import (
     ThoughtThenAnswer,
     has_open_thought,
 )
+from forethought.scaffolding.workers.routing import shown_url
 
 _BODY = (
     "top_k",
@@ -382,6 +383,7 @@ class OpenaiWorker(Worker):
             begun: whether the answer had begun.
         """
         url = getattr(self._clients.of_this_loop(), "base_url", "an unknown address")
+        url = shown_url(str(url))
         what = f"the connection to {url} was lost" if begun else f"no server answers at {url}"
         return ConnectionError(f"{what} ({error.__cause__ or error})")
 

@@ -67,9 +67,10 @@ class UpstreamWorker(OpenaiWorker):
     """Executes generation, stream and chat tasks on several servers of the same model.
 
     Args:
-        urls: of the servers' APIs, such as ``http://host:8000/v1``.
+        urls: of the servers' APIs, such as ``http://host:8000/v1``. A user and a password in one
+            are sent as a header, and shown nowhere.
         model: name of the model on the servers.
-        api_key: sent to all of them.
+        api_key: sent to all of them whose URL names no user.
         routing: thresholds of the router.
         retries: of failed requests, and the health checks.
         max_concurrency: most requests in flight per server, within which the limit adapts to the
@@ -149,7 +150,7 @@ class UpstreamClient:
             raise DependencyError.missing("openai", "UpstreamWorker", "openai") from error
         fields = {"api_key": api_key or "none", "max_retries": 0, "timeout": self.retries.timeout}
         self._clients = {
-            server: Clients(partial(make, base_url=server.url, **fields))
+            server: Clients(partial(make, base_url=server.url, **_headers(server), **fields))
             for server in router.servers
         }
         self._limits: Mapping[UpstreamServer, AdaptiveConcurrency] = {}
@@ -309,6 +310,13 @@ class UpstreamClient:
 
     def _client(self, server: UpstreamServer, timeout: float) -> Any:
         return self._clients[server].of_this_loop().with_options(timeout=timeout)
+
+
+def _headers(server: UpstreamServer) -> dict[str, Any]:
+    """Arguments of a client of ``server``; its own user goes before the key of all servers."""
+    if server.authorization is None:
+        return {}
+    return {"default_headers": {"Authorization": server.authorization}}
 
 
 async def _ask_health(client: Any, url: str) -> None:
