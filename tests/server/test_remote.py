@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -136,6 +137,66 @@ def test_a_request_without_drafts_is_answered_where_nothing_is_drafted(
         assert server.send(path, {**body, "speculation": asked}).status == 200
     refused = server.send(CHAT, say("x", speculation="ngram"))
     assert (refused.status, "speculation" in refused.error["message"]) == (400, True)
+
+
+@contextmanager
+def in_front_of(behind: OpenaiServer, **options: Any) -> Iterator[Served]:
+    """A server in front of another one, whose worker has these options."""
+    backend = RemoteBackend(UpstreamWorker([behind.url], "m", **options), "m")
+    with served(backend) as running:
+        yield running
+    backend.close()
+
+
+def test_a_reasoning_effort_goes_on_as_it_is() -> None:
+    with serving_openai() as behind, in_front_of(behind) as running:
+        assert running.send(CHAT, say("x", reasoning_effort="high")).status == 200
+        body = {"input": "x", "reasoning": {"effort": "low"}}
+        assert running.send("/v1/responses", body).status == 200
+        assert running.send(CHAT, say("x")).status == 200
+        assert [b.get("reasoning_effort") for b in behind.requests] == ["high", "low", None]
+
+
+REFUSED: Any = [
+    (CHAT, {"top_k": 5}, ["top_k", "--upstream-fields top_k"]),
+    ("/v1/completions", {"min_p": 0.1}, ["min_p", "--upstream-fields min_p"]),
+    (CHAT, {"thinking_budget": 5}, ["thinking_budget", "--thinking-field"]),
+    (CHAT, {"reasoning_budget": 5}, ["reasoning_budget", "--thinking-field"]),
+    (CHAT, {"thinking_soft": 5, "thinking_budget": 9}, ["thinking"]),
+    (CHAT, {"prediction": {"type": "content", "content": "x"}}, ["prediction"]),
+    (CHAT, {"structured_outputs": {"regex": "x"}}, ["structured_outputs", "regex"]),
+    (
+        "/v1/completions",
+        {"structured_outputs": {"json": {"type": "object"}}},
+        ["structured_outputs", "--upstream-fields response_format"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "told"), REFUSED)
+def test_a_field_that_the_server_behind_may_not_take_is_refused_by_its_name(
+    server: Served, path: str, fields: dict[str, Any], told: list[str]
+) -> None:
+    body = say("x") if path == CHAT else {"prompt": "x"}
+    refused = server.send(path, body | fields)
+    assert refused.status == 400
+    message = refused.error["message"]
+    assert all(text in message for text in told)
+    assert "OpenaiWorker" not in message
+
+
+def test_fields_that_the_server_behind_takes_are_sent() -> None:
+    options: Any = {
+        "extensions": ["top_k", "guided_decoding"],
+        "thinking_field": "thinking_token_budget",
+    }
+    with serving_openai() as behind, in_front_of(behind, **options) as running:
+        assert running.send(CHAT, say("x", top_k=5, reasoning_budget=7)).status == 200
+        shape = {"structured_outputs": {"json": {"type": "object"}}}
+        assert running.send("/v1/completions", {"prompt": "x", **shape}).status == 200
+        chat, completion = behind.requests
+        assert (chat["top_k"], chat["thinking_token_budget"]) == (5, 7)
+        assert completion["response_format"]["type"] == "json_schema"
 
 
 def test_a_forced_call_is_forced_by_the_server_behind(server: Served) -> None:

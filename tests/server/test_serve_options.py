@@ -11,6 +11,7 @@ import pytest
 
 from forethought.cli import serve
 from forethought.errors import ParameterError, UsageError
+from forethought.server.backends import RemoteBackend
 
 
 def options(*given_options: str) -> argparse.Namespace:
@@ -28,6 +29,9 @@ def options(*given_options: str) -> argparse.Namespace:
         ["--worker", "other", "x"],
         ["--worker", "scripted", "/nothing.json"],
         ["--api-model", "m"],
+        ["--thinking-field", "f"],
+        ["--upstream-fields", "top_k"],
+        ["--upstream", "http://a", "--upstream-fields", "nothing"],
         ["--upstream", "localhost", "--api-model", "m"],
     ],
 )
@@ -41,6 +45,15 @@ def test_keys_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> 
     assert serve.settings_of(options("--api-key", "a")).api_keys == ["a", "b", "c"]
     with pytest.raises(ParameterError):
         serve.settings_of(options("--max-running", "0"))
+
+
+def test_the_fields_of_the_servers_behind_are_options() -> None:
+    given = ("--upstream", "http://a", "--api-model", "m", "--thinking-field", "f")
+    backend = serve.opener(options(*given, "--upstream-fields", "top_k,response_format"))()
+    assert isinstance(backend, RemoteBackend)
+    assert backend.worker.thinking_field == "f"
+    assert backend.worker.extensions == {"top_k", "guided_decoding"}
+    backend.close()
 
 
 def test_requests_to_other_servers_are_not_logged(
@@ -95,10 +108,11 @@ def test_the_file_of_the_configuration_has_a_section_for_the_server(
 def test_a_file_with_that_section_alone_goes_with_servers_behind(
     config: Callable[[str], str],
 ) -> None:
-    text = "server: {upstream: [http://a/v1, http://b/v1], api_model: m}"
+    text = "server: {upstream: [http://a/v1, http://b/v1], api_model: m, upstream_fields: top_k}"
     given = options("--config", config(text))
     left = serve.read_config(given)
     assert (given.upstream, given.api_model) == ("http://a/v1,http://b/v1", "m")
+    assert given.upstream_fields == "top_k"
     assert serve.opener(given, left)
     with pytest.raises(UsageError, match="contradictory"):
         serve.opener(given, {"max_batch_size": 4})

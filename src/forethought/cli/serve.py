@@ -47,7 +47,12 @@ _SETTINGS = (
 """Options that are settings."""
 _FILE_ONLY = ("max_choices", "max_stored", "store_seconds")
 """Settings without an option."""
-_TEXTS = ("host", "reward_model", "upstream", "api_model")
+_OF_UPSTREAM = ("api_model", "thinking_field", "upstream_fields")
+"""Options that belong to ``--upstream``."""
+_JOINED = ("upstream", "upstream_fields")
+"""Options of several values with commas between; lists in the file of ``--config``."""
+_TEXTS = ("host", "reward_model", "upstream", *_OF_UPSTREAM)
+_SHAPE = "response_format"
 _EXAMPLES = 6
 _METHODS = ("plain", "dynasor", "majority_vote")
 
@@ -80,6 +85,17 @@ def _add_backends(backends: argparse._ArgumentGroup) -> None:
     )
     backends.add_argument(
         "--api-model", metavar="NAME", help="of the model there (default: the first they list)"
+    )
+    backends.add_argument(
+        "--thinking-field",
+        metavar="NAME",
+        help="that server's own field for a thinking budget (vLLM: thinking_token_budget)",
+    )
+    backends.add_argument(
+        "--upstream-fields",
+        metavar="NAME[,NAME]",
+        help="fields beyond OpenAI's API that it takes, such as top_k and min_p; response_format: "
+        "in completions, too",
     )
     backends.add_argument(
         "--worker",
@@ -184,7 +200,7 @@ def read_config(args: argparse.Namespace) -> dict[str, Any]:
 def _of_section(name: str, value: Any) -> Any:
     """A value in the section ``server``, as the option has it."""
     given = [value] if isinstance(value, str) else value
-    if name in _LISTS or name == "upstream":
+    if name in _LISTS or name in _JOINED:
         is_valid = isinstance(given, list) and all(isinstance(each, str) for each in given)
         value = given if name in _LISTS or not is_valid else ",".join(given)
     elif name in _TEXTS:
@@ -242,9 +258,11 @@ def opener(
     if args.worker is not None:
         return _scripted(args.worker)
     if args.upstream is not None:
-        return _upstream(args.upstream, args.api_model)
-    if args.api_model is not None:
-        raise ParameterError("--api-model needs --upstream", "it names a model there", "")
+        return _upstream(args)
+    for name in _OF_UPSTREAM:
+        if getattr(args, name) is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise ParameterError(f"{option} needs --upstream", "it is about the servers there", "")
     return _engine(args, config)
 
 
@@ -258,18 +276,39 @@ def _scripted(given: Sequence[str]) -> Callable[[], Backend]:
     return lambda: ScriptedBackend(script)
 
 
-def _upstream(urls: str, name: str | None) -> Callable[[], Backend]:
+def _upstream(args: argparse.Namespace) -> Callable[[], Backend]:
     from forethought.scaffolding.workers.upstream import UpstreamWorker
     from forethought.server.backends import RemoteBackend
 
-    key = os.environ.get("OPENAI_API_KEY")
-    worker = UpstreamWorker([url.strip() for url in urls.split(",")], name or "", api_key=key)
+    name: str | None = args.api_model
+    worker = UpstreamWorker(
+        [url.strip() for url in args.upstream.split(",")],
+        name or "",
+        api_key=os.environ.get("OPENAI_API_KEY"),
+        extensions=_extensions(args.upstream_fields),
+        thinking_field=args.thinking_field,
+    )
 
     def open_backend() -> Backend:
         worker.model = name or asyncio.run(_first_model(worker))
         return RemoteBackend(worker, worker.model)
 
     return open_backend
+
+
+def _extensions(fields: str | None) -> list[str]:
+    """The extensions of ``OpenaiWorker`` that ``--upstream-fields`` names.
+
+    Raises:
+        ParameterError: a name that there is not.
+    """
+    from forethought.scaffolding.workers.openai import EXTENSIONS
+
+    known = {_SHAPE if name == "guided_decoding" else name: name for name in EXTENSIONS}
+    named = [name.strip() for name in fields.split(",")] if fields else []
+    if unknown := set(named) - known.keys():
+        raise ParameterError.unknown("--upstream-fields", unknown, known)
+    return [known[name] for name in named]
 
 
 async def _first_model(worker: UpstreamWorker) -> str:

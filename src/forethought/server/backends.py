@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forethought import methods
+from forethought.config.guided import GuidedDecodingParams
 from forethought.config.sampling import SamplingParams, SpeculationParams
 from forethought.errors import ParameterError, UsageError
+from forethought.scaffolding import sampling
 from forethought.scaffolding.controller import (
     Controller,
     NativeChatController,
@@ -32,6 +34,7 @@ from forethought.scaffolding.messages import RoleMessage, UserMessage
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.task import ChatTask, GenerationTask
 from forethought.scaffolding.worker import Worker
+from forethought.scaffolding.workers.openai import EXTENSIONS
 from forethought.scaffolding.workers.scripted import Reply, ScriptedWorker
 from forethought.server.tool_calls import Tools, as_text
 
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
     from forethought.llm.async_llm import AsyncLLM
     from forethought.llm.response import ResponseParser, ResponseStream
     from forethought.scaffolding.workers.reward import RewardWorker
+    from forethought.scaffolding.workers.upstream import UpstreamWorker
 
 log = logging.getLogger(__name__)
 
@@ -59,12 +63,14 @@ class Conversation:
         tools: that may be called.
         template_args: further arguments of the chat template.
         without_thought: the answer begins at once: a grammar holds from its first token on.
+        reasoning_effort: how much to think, for other servers; None: left to them.
     """
 
     messages: Sequence[Mapping[str, Any]]
     tools: Tools = field(default_factory=Tools)
     template_args: Mapping[str, Any] = field(default_factory=dict)
     without_thought: bool = False
+    reasoning_effort: str | None = None
 
     @property
     def question(self) -> str:
@@ -125,7 +131,7 @@ class Backend(abc.ABC):
         llm: the engine; None: there is none here.
         servers: those behind this one.
         passes_chats_on: whether conversations go to other servers as they are, which offer the
-            tools and force the calls.
+            tools, force the calls and read ``reasoning_effort``.
     """
 
     name: str
@@ -525,6 +531,9 @@ def _answer(path: Path, given: Any) -> Reply:
 # ---- another server ------------------------------------------------------------------------------
 
 
+_FIELDS = "--upstream-fields"
+
+
 class RemoteBackend(Backend):
     """Other servers that speak OpenAI's API, through a worker without torch.
 
@@ -537,10 +546,13 @@ class RemoteBackend(Backend):
     passes_chats_on = True
 
     def __init__(
-        self, worker: Worker, name: str, markers: tuple[str, str] | None = ("<think>", "</think>")
+        self,
+        worker: UpstreamWorker,
+        name: str,
+        markers: tuple[str, str] | None = ("<think>", "</think>"),
     ) -> None:
         self.worker, self.name, self.markers = worker, name, markers
-        self.servers = getattr(worker, "servers", ())
+        self.servers = worker.servers
         self.workers: Mapping[Any, Worker] = worker_table(worker, None)
 
     async def open(self, conversation: Conversation) -> Prompted:
@@ -557,12 +569,54 @@ class RemoteBackend(Backend):
         )
 
     def task_params(self, prompted: Prompted, params: Mapping[str, Any]) -> Mapping[str, Any]:
-        """``params`` without ``speculation`` that asks for no drafts: there are none here."""
+        """``params`` without ``speculation`` that asks for no drafts: there are none here.
+
+        Raises:
+            ParameterError: a field that the servers are not known to take.
+        """
         found = dict(params)
         asked = found.get("speculation")
         if asked is not None and (not asked.enabled or asked == SpeculationParams()):
             del found["speculation"]
+        for name, value in found.items():
+            if value != sampling.DEFAULTS[name] and (why := self._refusal(name, value, prompted)):
+                raise ParameterError(*why)
         return found
+
+    def _refusal(self, name: str, value: Any, prompted: Prompted) -> tuple[str, str, str] | None:
+        """Why the servers cannot be sent a field: what, why and what to do; None if they can."""
+        is_completion, restart = prompted.innermost is NativeGeneration, "start this server with"
+        if name in EXTENSIONS and name not in (*self.worker.extensions, "guided_decoding"):
+            why = "OpenAI's API has no such field, and the server behind is not known to take it"
+            return f"{name} is not supported here", why, f"If it does, {restart} {_FIELDS} {name}"
+        if name == "guided_decoding":
+            return self._shape_refusal(value, is_completion)
+        if name == "thinking_budget" and not is_completion and self.worker.thinking_field is None:
+            return (
+                "a thinking budget (thinking_budget, thinking_token_budget, reasoning_budget) is "
+                "not supported here",
+                "the server behind has a field of its own for it, which is not known",
+                f"Use reasoning_effort, or {restart} --thinking-field NAME",
+            )
+        if name == "thinking_soft":
+            return "thinking_soft is not supported here", "another server runs the model", ""
+        if name == "speculation":
+            field = "speculation" if value.prediction is None else "prediction"
+            return f"{field} is not supported here", "another server drafts", "Leave it out"
+        return None
+
+    def _shape_refusal(
+        self, shape: GuidedDecodingParams, is_completion: bool
+    ) -> tuple[str, str, str] | None:
+        """The same for the shape of the output."""
+        if shape.json is None and not shape.json_object:
+            why = "there is no field for it that servers agree on"
+            return f"structured_outputs with {shape.kind} is not supported here", why, "Use json"
+        if is_completion and "guided_decoding" not in self.worker.extensions:
+            fix = f"Ask a chat; or, if the server behind takes it, start this one with {_FIELDS}"
+            why = "completions have no response_format in OpenAI's API"
+            return "structured_outputs is not supported here", why, f"{fix} response_format"
+        return None
 
     def render(self, conversation: Conversation) -> list[int]:
         """Not known here."""
@@ -639,4 +693,5 @@ class RemoteChat(NativeChatController):
             chat.messages = [*map(_Given, before), UserMessage(task.input_str or "")]
         if given.tools.offered:
             chat.tools, chat.tool_choice = given.tools.offered, given.tools.choice_field
+        chat.reasoning_effort = given.reasoning_effort
         return chat

@@ -316,6 +316,8 @@ class OpenaiWorker(Worker):
             ]
             if task.tool_choice is not None:
                 fields["tool_choice"] = task.tool_choice
+        if task.reasoning_effort is not None:
+            fields["reasoning_effort"] = task.reasoning_effort
         create = self._clients.of_this_loop().chat.completions.create
         return self._reader(task, create, {"messages": task.messages_to_dict_content(), **fields})
 
