@@ -175,6 +175,7 @@ def test_an_answer_that_breaks_off_fails_its_request_with_the_address_and_no_oth
     assert num_lost >= 1
     assert found.count("from 1") == num_answered >= 1
     assert sum(servers[0].url in text and "was lost" in text for text in found) == num_lost
+    assert [server.is_healthy for server in worker.servers] == [False, True]
     assert [server.num_in_flight for server in worker.servers] == [0, 0]
 
 

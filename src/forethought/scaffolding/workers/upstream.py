@@ -256,7 +256,7 @@ class UpstreamClient:
             self.router.answered(server)
             if request is not None:
                 request.on_token()
-            return _Chunks(server, first, chunks, stack.pop_all())
+            return _Chunks(server, first, chunks, stack.pop_all(), self.router)
         raise AssertionError("unreachable")
 
     def _is_failure(self, server: UpstreamServer, error: Exception, number: int) -> bool:
@@ -330,12 +330,21 @@ async def _ask_health(client: Any, url: str) -> None:
 
 
 class _Chunks:
-    """The chunks of an answer that has begun; holds its server's capacity until it is closed."""
+    """The chunks of an answer that has begun; holds its server's capacity until it is closed.
+
+    A connection that is lost takes its server down, until a request or a health check succeeds.
+    """
 
     def __init__(
-        self, server: UpstreamServer, first: Any, rest: AsyncIterator[Any], stack: AsyncExitStack
+        self,
+        server: UpstreamServer,
+        first: Any,
+        rest: AsyncIterator[Any],
+        stack: AsyncExitStack,
+        router: Router,
     ) -> None:
         self._server, self._first, self._rest, self._stack = server, [first], rest, stack
+        self._router = router
 
     async def __aenter__(self) -> Self:
         return self
@@ -354,6 +363,7 @@ class _Chunks:
         except Exception as error:
             if not is_lost(error):
                 raise
+            self._router.lost(self._server)
             what = f"the connection to {self._server.url} was lost"
             raise ConnectionError(f"{what} ({error.__cause__ or error!r})") from error
 
