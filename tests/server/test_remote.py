@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from forethought.assets import REASONER, embedded_dir
+from forethought.llm.tokenizer import Tokenizer
 from forethought.scaffolding.workers.scripted import Reply
 from forethought.scaffolding.workers.upstream import Retries, UpstreamWorker
-from forethought.server.backends import RemoteBackend
+from forethought.server.remote_backend import RemoteBackend
 from forethought.server.settings import Settings
 from forethought.server.tool_calls import as_text
 from http_servers import WAIT, Answer, Served, scripted, served
@@ -140,9 +142,12 @@ def test_a_request_without_drafts_is_answered_where_nothing_is_drafted(
 
 
 @contextmanager
-def in_front_of(behind: OpenaiServer, **options: Any) -> Iterator[Served]:
+def in_front_of(
+    behind: OpenaiServer, tokenizer: Tokenizer | None = None, **options: Any
+) -> Iterator[Served]:
     """A server in front of another one, whose worker has these options."""
-    backend = RemoteBackend(UpstreamWorker([behind.url], "m", **options), "m")
+    worker = UpstreamWorker([behind.url], "m", **options)
+    backend = RemoteBackend(worker, "m", tokenizer=tokenizer)
     with served(backend) as running:
         yield running
     backend.close()
@@ -237,6 +242,39 @@ def test_a_method_that_continues_its_text_needs_a_completion(server: Served) -> 
     assert (refused.status, "completions" in refused.error["message"]) == (400, True)
     answer = server.send("/v1/completions", {"prompt": "x", "method": "budget_forcing"})
     assert answer.status == 200
+
+
+def test_what_needs_a_tokenizer_is_said_to_be_unavailable_without_one(server: Served) -> None:
+    found = {each["name"]: each for each in server.send("/v1/methods").json["data"]}
+    refused = {name for name, each in found.items() if "--tokenizer" in (each["reason"] or "")}
+    assert {"dynasor", "budget_forcing", "hogwild_turns", "archon", "beam_search"} <= refused
+    assert {"adaptive_compute", "no_thinking", "budget_vote"} <= refused
+    assert found["majority_vote"]["available"]
+    for name in refused - {"no_thinking", "budget_vote"}:
+        assert "--tokenizer" in server.send(CHAT, say("x", method=name)).error["message"]
+
+
+def test_with_a_tokenizer_a_completion_may_fill_the_context_and_no_more() -> None:
+    tokenizer = Tokenizer.load(embedded_dir(REASONER))
+    with serving_openai() as behind, in_front_of(behind, tokenizer) as running:
+        running.backend.worker.upstream.max_lengths["m"] = 100
+        for asked in ({}, {"max_tokens": 1000}, {"max_tokens": 3}):
+            assert running.send(CHAT, say("x", **asked)).status == 200
+        prompt = behind.requests[0]["prompt"]
+        left = 100 - len(tokenizer.encode(prompt))
+        assert [body["max_tokens"] for body in behind.requests] == [left, left, 3]
+
+
+def test_what_only_the_server_behind_can_do_makes_a_chat_with_a_tokenizer_too() -> None:
+    tokenizer = Tokenizer.load(embedded_dir(REASONER))
+    with serving_openai() as behind, in_front_of(behind, tokenizer) as running:
+        for asked in (
+            {"reasoning_effort": "low"},
+            {"response_format": {"type": "json_object"}},
+            {"tools": [ADD], "tool_choice": "required"},
+        ):
+            assert running.send(CHAT, say("x", **asked)).status == 200
+        assert all("messages" in body for body in behind.requests)
 
 
 def test_what_the_server_behind_refuses_is_told(server: Served) -> None:

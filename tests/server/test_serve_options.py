@@ -11,7 +11,7 @@ import pytest
 
 from forethought.cli import serve
 from forethought.errors import ParameterError, UsageError
-from forethought.server.backends import RemoteBackend
+from forethought.server.remote_backend import RemoteBackend
 
 
 def options(*given_options: str) -> argparse.Namespace:

@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Any
 from forethought import assets
 from forethought.cli import options
 from forethought.errors import DependencyError, ParameterError
+from forethought.model_dir import find_model_dir
 
 if TYPE_CHECKING:
+    from forethought.llm.tokenizer import Tokenizer
     from forethought.scaffolding.workers.upstream import UpstreamWorker
     from forethought.server.backends import Backend
     from forethought.server.settings import Settings
@@ -47,7 +49,7 @@ _SETTINGS = (
 """Options that are settings."""
 _FILE_ONLY = ("max_choices", "max_stored", "store_seconds")
 """Settings without an option."""
-_OF_UPSTREAM = ("api_model", "thinking_field", "upstream_fields")
+_OF_UPSTREAM = ("api_model", "tokenizer", "thinking_field", "upstream_fields")
 """Options that belong to ``--upstream``."""
 _JOINED = ("upstream", "upstream_fields")
 """Options of several values with commas between; lists in the file of ``--config``."""
@@ -85,6 +87,12 @@ def _add_backends(backends: argparse._ArgumentGroup) -> None:
     )
     backends.add_argument(
         "--api-model", metavar="NAME", help="of the model there (default: the first they list)"
+    )
+    backends.add_argument(
+        "--tokenizer",
+        metavar="DIR",
+        help="tokenizer of the model there, with its chat template: a local directory or a Hub id. "
+        "Needed for methods that continue their own text, such as dynasor; needs transformers",
     )
     backends.add_argument(
         "--thinking-field",
@@ -278,7 +286,7 @@ def _scripted(given: Sequence[str]) -> Callable[[], Backend]:
 
 def _upstream(args: argparse.Namespace) -> Callable[[], Backend]:
     from forethought.scaffolding.workers.upstream import UpstreamWorker
-    from forethought.server.backends import RemoteBackend
+    from forethought.server.remote_backend import RemoteBackend
 
     name: str | None = args.api_model
     worker = UpstreamWorker(
@@ -291,9 +299,30 @@ def _upstream(args: argparse.Namespace) -> Callable[[], Backend]:
 
     def open_backend() -> Backend:
         worker.model = name or asyncio.run(_first_model(worker))
-        return RemoteBackend(worker, worker.model)
+        tokenizer = None if args.tokenizer is None else _tokenizer(args.tokenizer)
+        return RemoteBackend(worker, worker.model, tokenizer=tokenizer)
 
     return open_backend
+
+
+def _tokenizer(name: str) -> Tokenizer:
+    """The tokenizer in a local directory, of the Hub or of an embedded model.
+
+    Raises:
+        UsageError: there is none, or it has no chat template.
+        DependencyError: ``transformers`` is not installed.
+    """
+    try:
+        from forethought.llm.tokenizer import Tokenizer
+    except ModuleNotFoundError as error:
+        raise DependencyError.missing(
+            error.name or "transformers", "--tokenizer", "local"
+        ) from error
+    found = Tokenizer.load(find_model_dir(name, weights=False))
+    if not found.hf.chat_template:
+        why = "it makes the prompts of conversations"
+        raise ParameterError(f"--tokenizer {name} has no chat template", why, "Name another one")
+    return found
 
 
 def _extensions(fields: str | None) -> list[str]:

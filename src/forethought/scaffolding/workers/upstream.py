@@ -132,6 +132,9 @@ class UpstreamClient:
         api_key: as ``UpstreamWorker``.
         max_concurrency: as ``UpstreamWorker``.
 
+    Attributes:
+        max_lengths: tokens of the models' contexts by name, as far as ``models`` was told.
+
     Raises:
         DependencyError: the ``openai`` package is not installed.
     """
@@ -153,6 +156,7 @@ class UpstreamClient:
             server: Clients(partial(make, base_url=server.url, **_headers(server), **fields))
             for server in router.servers
         }
+        self.max_lengths: dict[str, int] = {}
         self._limits: Mapping[UpstreamServer, AdaptiveConcurrency] = {}
         if max_concurrency is not None:
             limits = {server: AdaptiveConcurrency(max_concurrency) for server in router.servers}
@@ -207,6 +211,8 @@ class UpstreamClient:
                 self._is_failure(server, error, 1)
                 continue
             names |= dict.fromkeys(model.id for model in page.data)
+            lengths = {model.id: getattr(model, "max_model_len", None) for model in page.data}
+            self.max_lengths |= {name: n for name, n in lengths.items() if isinstance(n, int)}
         if not names and failure is not None:
             raise self._final(self.router.servers[-1], failure) from failure
         return list(names)
