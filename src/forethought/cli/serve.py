@@ -55,6 +55,8 @@ _JOINED = ("upstream", "upstream_fields")
 """Options of several values with commas between; lists in the file of ``--config``."""
 _TEXTS = ("host", "reward_model", "upstream", *_OF_UPSTREAM)
 _SHAPE = "response_format"
+_HTTP_CLIENTS = ("httpx", "httpx2")
+"""Loggers of versions of ``openai``, with a line for each request to another server."""
 _EXAMPLES = 6
 _METHODS = ("plain", "dynasor", "majority_vote")
 
@@ -161,7 +163,8 @@ def run(args: argparse.Namespace) -> int:
     settings = settings_of(args)
     host, port = address(args)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line per request to other servers
+    for name in _HTTP_CLIENTS:
+        logging.getLogger(name).setLevel(logging.WARNING)
     with ExitStack() as opened:
         backend = opener(args, config)()
         opened.callback(backend.close)
