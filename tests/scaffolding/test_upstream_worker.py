@@ -221,6 +221,26 @@ def test_the_models_of_all_servers_are_listed_once(servers, closed_ports):
     assert [server.is_healthy for server in worker.servers] == [True, True, False]
 
 
+def test_the_lengths_of_contexts_are_learned_where_they_are_told(servers, closed_ports):
+    def ask_lengths(*urls):
+        worker = worker_of(urls)
+
+        async def ask():
+            try:
+                return await worker.upstream.ask_lengths()
+            finally:
+                await worker.async_shutdown()
+
+        return asyncio.run(ask()), worker.upstream.max_lengths
+
+    servers[0].model_fields = {"max_model_len": 77}
+    assert ask_lengths(servers[0]) == (True, {"m": 77})
+    assert ask_lengths(servers[1]) == (True, {})
+    servers[1].models = None  # a server without this page
+    assert ask_lengths(servers[1]) == (True, {})
+    assert ask_lengths(closed_ports[0]) == (False, {})
+
+
 def test_a_server_without_a_health_page_is_asked_for_its_models(servers):
     servers[0].health, servers[1].health = 404, 503
     worker = worker_of(servers)

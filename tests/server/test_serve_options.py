@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from forethought.assets import REASONER
 from forethought.cli import serve
 from forethought.errors import ParameterError, UsageError
 from forethought.server.remote_backend import RemoteBackend
@@ -54,6 +55,18 @@ def test_the_fields_of_the_servers_behind_are_options() -> None:
     assert isinstance(backend, RemoteBackend)
     assert backend.worker.thinking_field == "f"
     assert backend.worker.extensions == {"top_k", "guided_decoding"}
+    backend.close()
+
+
+def test_with_a_tokenizer_the_length_of_the_context_is_asked_for_at_the_start() -> None:
+    given = ("--api-model", "m", "--tokenizer", REASONER)
+    with serving() as behind:
+        behind.model_fields = {"max_model_len": 77}
+        backend = serve.opener(options("--upstream", behind.url, *given))()
+        assert backend.max_length == 77
+        backend.close()
+    backend = serve.opener(options("--upstream", behind.url, *given))()  # it may start later
+    assert backend.max_length is None
     backend.close()
 
 

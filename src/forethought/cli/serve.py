@@ -301,8 +301,11 @@ def _upstream(args: argparse.Namespace) -> Callable[[], Backend]:
     )
 
     def open_backend() -> Backend:
-        worker.model = name or asyncio.run(_first_model(worker))
         tokenizer = None if args.tokenizer is None else _tokenizer(args.tokenizer)
+        if name is None:
+            worker.model = asyncio.run(_first_model(worker))
+        elif tokenizer is not None:
+            asyncio.run(_ask_lengths(worker))
         return RemoteBackend(worker, worker.model, tokenizer=tokenizer)
 
     return open_backend
@@ -343,7 +346,16 @@ def _extensions(fields: str | None) -> list[str]:
     return [known[name] for name in named]
 
 
+async def _ask_lengths(worker: UpstreamWorker) -> None:
+    """Let the worker know the contexts of the models, if the servers are there already."""
+    try:
+        await worker.upstream.ask_lengths()
+    finally:
+        await worker.async_shutdown()
+
+
 async def _first_model(worker: UpstreamWorker) -> str:
+    """The model that is listed first."""
     try:
         found = await worker.upstream.models()
     finally:

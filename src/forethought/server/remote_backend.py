@@ -106,11 +106,7 @@ class RemoteBackend(Backend):
         """Ask the servers, once, for the context of the model."""
         if self._has_asked_length or self.max_length is not None:
             return
-        try:
-            await self.worker.upstream.models()
-        except ConnectionError:
-            return  # the request itself will say so
-        self._has_asked_length = True
+        self._has_asked_length = await self.worker.upstream.ask_lengths()
 
     def _num_left(self, prompt: str | Sequence[int]) -> int | None:
         """Tokens of the context behind the prompt of a completion; None: not known."""

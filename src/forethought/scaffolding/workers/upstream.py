@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import logging
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ from forethought.scaffolding.workers.concurrency import (
 )
 from forethought.scaffolding.workers.openai import Clients, OpenaiWorker
 from forethought.scaffolding.workers.routing import Router, Routing, UpstreamServer
+
+log = logging.getLogger(__name__)
 
 _BUSY = (408, 425, 429, 503)
 """Statuses with which a server that works refuses a request for now."""
@@ -216,6 +219,16 @@ class UpstreamClient:
         if not names and failure is not None:
             raise self._final(self.router.servers[-1], failure) from failure
         return list(names)
+
+    async def ask_lengths(self) -> bool:
+        """Learn ``max_lengths``, as far as servers tell them; False: none of them answers."""
+        try:
+            await self.models()
+        except ConnectionError:
+            return False
+        except Exception as error:
+            log.info("the servers list no models: %s", type(error).__name__)
+        return True
 
     async def check_health(self) -> None:
         """Ask every server once whether it works; one that does not counts as down until it does.
