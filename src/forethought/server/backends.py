@@ -158,8 +158,9 @@ class Backend(abc.ABC):
         if isinstance(prompt, str):
             return prompt
         text = self.detokenize(prompt)
-        is_doubled = self.tokenize(text)[:2] == [*prompt[:1], *prompt[:1]]  # as a BOS would be
-        return self.detokenize(prompt[1:]) if is_doubled else text
+        whole, own = self.tokenize(text), self.tokenize(text, special=False)
+        begins_twice = len(whole) > len(own) and whole[:2] == [*prompt[:1], *prompt[:1]]
+        return self.detokenize(prompt[1:]) if begins_twice else text
 
     def count(self, text: str) -> int:
         """Tokens of a text, as exactly as they are known."""
