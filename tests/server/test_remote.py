@@ -254,6 +254,20 @@ def test_what_needs_a_tokenizer_is_said_to_be_unavailable_without_one(server: Se
         assert "--tokenizer" in server.send(CHAT, say("x", method=name)).error["message"]
 
 
+def test_thoughts_are_closed_here_only_where_the_chat_template_opens_them() -> None:
+    def available(**options: Any) -> list[str]:
+        methods = ("no_thinking", "budget_vote")
+        with serving_openai() as behind, in_front_of(behind, **options) as running:
+            return [name for name in methods if running.backend.missing(name) is None]
+
+    opening, plain = (Tokenizer.load(embedded_dir(REASONER)) for _ in range(2))
+    plain.hf.chat_template = plain.hf.chat_template.replace("<think>", "")
+    assert available(tokenizer=opening) == ["no_thinking", "budget_vote"]
+    assert available(tokenizer=opening, thinking_field="f") == ["budget_vote"]
+    assert available(tokenizer=plain) == available() == []
+    assert available(thinking_field="f") == ["budget_vote"]
+
+
 def test_with_a_tokenizer_a_completion_may_fill_the_context_and_no_more() -> None:
     tokenizer = Tokenizer.load(embedded_dir(REASONER))
     with serving_openai() as behind, in_front_of(behind, tokenizer) as running:

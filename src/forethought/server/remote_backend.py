@@ -13,6 +13,7 @@ calls, shapes of the output, ``reasoning_effort``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from forethought.config.guided import GuidedDecodingParams
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from forethought.scaffolding.workers.upstream import UpstreamWorker
 
 _FIELDS, _RESTART = "--upstream-fields", "start this server with"
+_CLOSING = f"{_RESTART} --tokenizer, of a model whose chat template opens the thought"
 _TAIL = 256
 """Characters at the end of a prompt in which a thought may be opened."""
 
@@ -122,16 +124,22 @@ class RemoteBackend(Backend):
 
     def missing(self, method: str) -> str | None:
         """A tokenizer, for methods that continue a text; a field, for those that limit thoughts."""
-        has_tokenizer, field = self._tokenizer is not None, self.worker.thinking_field
-        if continues_text(method) and not has_tokenizer:
+        has_field = self.worker.thinking_field is not None
+        if continues_text(method) and self._tokenizer is None:
             return f"it continues a text, which a chat does not take: {_RESTART} --tokenizer"
-        if method == "no_thinking" and (field is not None or not has_tokenizer):
-            return (
-                f"it writes the end of a thought: {_RESTART} --tokenizer, and no --thinking-field"
-            )
-        if method == "budget_vote" and field is None and not has_tokenizer:
-            return f"it limits thoughts: {_RESTART} --thinking-field or --tokenizer"
+        if method == "no_thinking" and (has_field or not self._closes_thoughts):
+            return f"it closes a thought itself: {_CLOSING}, and without --thinking-field"
+        if method == "budget_vote" and not (has_field or self._closes_thoughts):
+            return f"it limits thoughts: {_CLOSING}, or with --thinking-field"
         return None
+
+    @cached_property
+    def _closes_thoughts(self) -> bool:
+        """Whether a thought can be closed here: the prompts of conversations open one."""
+        if self._tokenizer is None:
+            return False
+        prompt = self.as_text(self.render(Conversation([{"role": "user", "content": "?"}])))
+        return opens_thought(prompt[-_TAIL:], self.markers)
 
     def task_params(self, prompted: Prompted, params: Mapping[str, Any]) -> Mapping[str, Any]:
         """``params`` without ``speculation`` that asks for no drafts: there are none here.
