@@ -30,6 +30,7 @@ class OpenaiServer:
 
     Attributes:
         requests: the bodies received, in order.
+        authorizations: their ``Authorization`` headers.
         disconnected: how many clients went away before their answer was complete.
         says: gives the pieces of the answer to a request.
         seconds_per_piece: pause before each piece.
@@ -45,11 +46,12 @@ class OpenaiServer:
         cut_after: chunks after which the connection of a stream is cut; None: none is.
         goes_on: cleared, every request waits before its answer.
         health: status of ``GET /health``.
-        models: names of the models that are listed.
+        models: names of the listed models, with the further ``model_fields``; None: no list.
     """
 
     def __init__(self) -> None:
         self.requests: list[dict[str, Any]] = []
+        self.authorizations: list[str | None] = []
         self.disconnected = 0
         self.says: Pieces = lambda body: ["Hello", " world"]
         self.seconds_per_piece = 0.0
@@ -62,7 +64,9 @@ class OpenaiServer:
         self.url = ""
         self.most_at_once: int | None = None
         self.num_refused = self.most_seen = self._num_open = 0
-        self.drops, self.health, self.models = False, 200, ["m"]
+        self.drops, self.health = False, 200
+        self.models: list[str] | None = ["m"]
+        self.model_fields: dict[str, Any] = {}
         self.cut_after: int | None = None
         self.goes_on = threading.Event()
         self.goes_on.set()
@@ -216,7 +220,10 @@ def serving(state: OpenaiServer | None = None) -> Iterator[OpenaiServer]:
                 return None
             if self.path == "/health":
                 return self.whole(state.health, {})
-            return self.whole(200, {"object": "list", "data": [{"id": n} for n in state.models]})
+            if state.models is None:
+                return self.whole(404, {"error": {"message": "no"}})
+            models = [{"id": name, **state.model_fields} for name in state.models]
+            return self.whole(200, {"object": "list", "data": models})
 
         def do_POST(self) -> None:
             length = int(self.headers["Content-Length"])
@@ -229,6 +236,7 @@ def serving(state: OpenaiServer | None = None) -> Iterator[OpenaiServer]:
                 self.close_connection = True
                 return None
             state.requests.append(body)
+            state.authorizations.append(self.headers["Authorization"])
             state.goes_on.wait()
             if state.fail_with:
                 return self.whole(state.fail_with.pop(0), {"error": {"message": "no"}})

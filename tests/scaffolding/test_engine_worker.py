@@ -209,6 +209,13 @@ def test_what_the_engine_cannot_honour_is_refused_by_name(worker, name):
         answer(NativeGenerationController({name: "x"}), worker)
 
 
+def test_an_effort_that_only_servers_read_is_refused(worker):
+    chat = ChatTask.create_from_prompt("hello")
+    chat.reasoning_effort = "low"
+    with pytest.raises(ParameterError, match="cannot honour reasoning_effort"):
+        asyncio.run(worker.run_task(chat))
+
+
 def test_bad_prompts_are_the_users_mistakes(worker):
     native = NativeGenerationController(GREEDY)
     with pytest.raises(ParameterError, match="empty prompt"):

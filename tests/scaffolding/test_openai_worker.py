@@ -631,6 +631,15 @@ def test_a_connection_that_drops_is_named_with_its_address_and_reason():
     assert "incomplete chunked read" in str(caught.value)
 
 
+def test_the_password_in_an_address_is_in_no_error():
+    with serving(Dropping()) as server:
+        url = server.url.replace("//", "//me:s3cret@")
+        worker = OpenaiWorker(AsyncOpenAI(base_url=url, api_key="none", max_retries=0), "m")
+        with pytest.raises(TaskError, match="was lost") as caught:
+            answer(NativeGenerationController(), worker)
+    assert "s3cret" not in str(caught.value)
+
+
 class Sloppy(OpenaiServer):
     """Sends the given usage, and chunks without choices."""
 

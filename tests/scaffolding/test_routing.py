@@ -1,5 +1,7 @@
 """Golden tests of the router's decisions, computed by hand. A block is 16 characters."""
 
+from base64 import b64encode
+
 import pytest
 
 from forethought.errors import ParameterError
@@ -218,6 +220,31 @@ def test_the_pause_before_a_repetition_is_that_of_the_server_it_will_go_to():
 def test_urls_that_are_no_servers_are_refused(urls):
     with pytest.raises(ParameterError):
         Router(urls)
+
+
+SECRET = "s3cr@t"
+
+
+@pytest.mark.parametrize(
+    "url", [f"ftp://me:{SECRET}@a", "http://me:s3cr/t@a", f"http://me:{SECRET}@[a"]
+)
+def test_a_password_is_in_no_refusal(url):
+    with pytest.raises(ParameterError) as caught:
+        Router([url])
+    assert "s3cr" not in str(caught.value)
+    with pytest.raises(ParameterError) as caught:
+        Router(["http://a:1", f"http://me:{SECRET}@a:1/v1"])
+    assert "s3cr" not in str(caught.value)
+    with pytest.raises(ParameterError) as caught:
+        Router(f"http://me:{SECRET}@a:1")
+    assert "s3cr" not in str(caught.value)
+
+
+def test_the_user_of_a_url_becomes_a_header_and_is_not_shown():
+    [server] = Router(["http://me:p%40ss@a:1/@b"]).servers
+    assert server.url == "http://a:1/@b"
+    assert server.authorization == "Basic " + b64encode(b"me:p@ss").decode()
+    assert "p%40ss" not in repr(server)
 
 
 def test_a_url_without_a_path_is_the_usual_one():

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+from base64 import b64encode
 from contextlib import ExitStack
 
 import pytest
@@ -174,6 +175,7 @@ def test_an_answer_that_breaks_off_fails_its_request_with_the_address_and_no_oth
     assert num_lost >= 1
     assert found.count("from 1") == num_answered >= 1
     assert sum(servers[0].url in text and "was lost" in text for text in found) == num_lost
+    assert [server.is_healthy for server in worker.servers] == [False, True]
     assert [server.num_in_flight for server in worker.servers] == [0, 0]
 
 
@@ -181,6 +183,21 @@ def test_when_no_server_can_be_reached_the_request_fails_and_says_so(closed_port
     worker = worker_of(closed_ports)
     with pytest.raises(TaskError, match=r"no answer from http.*the last of 2 servers"):
         ask(worker, PROMPTS[:1])
+
+
+def test_a_user_in_a_url_is_sent_as_a_header_and_is_in_no_error(servers):
+    url = servers[0].url.replace("//", "//me:s3cret@")
+    worker = worker_of([url], api_key="key")
+    assert ask(worker, PROMPTS[:1]) == ["from 0"]
+    assert servers[0].authorizations == ["Basic " + b64encode(b"me:s3cret").decode()]
+    servers[0].cut_after = 1
+    with pytest.raises(TaskError, match="was lost") as caught:
+        ask(worker, PROMPTS[:1])
+    assert "s3cret" not in str(caught.value)
+    servers[0].drops = True
+    with pytest.raises(TaskError, match="no answer from") as caught:
+        ask(worker, PROMPTS[:1])
+    assert "s3cret" not in str(caught.value)
 
 
 def test_a_limit_per_server_is_kept(servers):
@@ -202,6 +219,26 @@ def test_the_models_of_all_servers_are_listed_once(servers, closed_ports):
 
     assert asyncio.run(main()) == ["m", "small", "large"]
     assert [server.is_healthy for server in worker.servers] == [True, True, False]
+
+
+def test_the_lengths_of_contexts_are_learned_where_they_are_told(servers, closed_ports):
+    def ask_lengths(*urls):
+        worker = worker_of(urls)
+
+        async def ask():
+            try:
+                return await worker.upstream.ask_lengths()
+            finally:
+                await worker.async_shutdown()
+
+        return asyncio.run(ask()), worker.upstream.max_lengths
+
+    servers[0].model_fields = {"max_model_len": 77}
+    assert ask_lengths(servers[0]) == (True, {"m": 77})
+    assert ask_lengths(servers[1]) == (True, {})
+    servers[1].models = None  # a server without this page
+    assert ask_lengths(servers[1]) == (True, {})
+    assert ask_lengths(closed_ports[0]) == (False, {})
 
 
 def test_a_server_without_a_health_page_is_asked_for_its_models(servers):

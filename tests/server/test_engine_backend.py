@@ -6,17 +6,25 @@ import asyncio
 import json
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from forethought.assets import problems
+from forethought.assets import REASONER, embedded_dir, problems
 from forethought.config.drafters import NGramDecodingConfig
 from forethought.config.sampling import SamplingParams
 from forethought.llm.async_llm import AsyncLLM
+from forethought.llm.tokenizer import Tokenizer
+from forethought.scaffolding.task import RewardTask, TaskStatus
+from forethought.scaffolding.worker import Worker
+from forethought.scaffolding.workers.upstream import UpstreamWorker
 from forethought.server.backends import EngineBackend
+from forethought.server.remote_backend import RemoteBackend
 from forethought.server.settings import Settings
 from http_servers import Served, eventually, served
+
+if TYPE_CHECKING:
+    from forethought.scaffolding.workers.reward import RewardWorker
 
 QUESTION = problems()[0]["question"]
 CHAT = "/v1/chat/completions"
@@ -243,3 +251,126 @@ def test_load_and_examples_are_told(server: Served) -> None:
     assert load["running"] == load["waiting"] == 0
     assert server.send("/v1/examples").json["data"][0]["prompt"] == QUESTION
     assert "forethought:num_requests_running" in server.send("/metrics").text
+
+
+# ---- methods ------------------------------------------------------------------------------------
+
+
+def catalogue(server: Served) -> dict[str, dict[str, Any]]:
+    return {each["name"]: each for each in server.send("/v1/methods").json["data"]}
+
+
+def test_methods_that_cannot_run_here_are_said_to_be_unavailable(server: Served) -> None:
+    found = catalogue(server)
+    assert "context of 4096" in found["archon"]["reason"]
+    assert not {"spct", "genrm", "checker"} & found.keys()  # they answer nothing by themselves
+    refused = server.send(CHAT, ask(method="spct"))
+    assert (refused.status, "reward_controller" in refused.error["message"]) == (400, True)
+
+
+def test_a_method_that_puts_texts_together_answers_a_chat(server: Served) -> None:
+    body = ask(method="hogwild_turns", method_params={"max_turns": 1}, max_tokens=8)
+    answer = server.send(CHAT, body)
+    assert answer.status == 200, answer.text
+    assert answer.json["usage"]["completion_tokens"] > 8
+
+
+def failures(server: Served) -> dict[str, str]:
+    """By method that is said to be available: what it fails with."""
+    failed = {}
+    for name in available(server):
+        limit: dict[str, Any] = {"max_tokens": 12}
+        if name == "budget_vote":  # it has limits of its own
+            limit = {"method_params": {"total_tokens": 512, "answer_tokens": 16}}
+        answer = server.send(CHAT, ask("2 + 3 = ?", temperature=0.7, method=name, **limit))
+        if answer.status != 200:
+            failed[name] = answer.text
+    return failed
+
+
+def test_every_method_that_is_said_to_be_available_answers(server: Served) -> None:
+    assert {"dynasor", "hogwild_turns"} <= available(server)
+    assert failures(server) == {}
+
+
+class Lengths(Worker):
+    """A reward model that likes long answers."""
+
+    by_step = False
+
+    async def score(self, task: RewardTask) -> TaskStatus:
+        task.score = float(len(task.output_str or ""))
+        return TaskStatus.SUCCESS
+
+    task_handlers = {RewardTask: score}  # noqa: RUF012
+
+
+@pytest.mark.parametrize("inner", [None, {"method": "spct", "num_critiques": 1}])
+def test_beside_a_reward_model_the_model_itself_can_be_the_judge(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, inner: Any
+) -> None:
+    backend = EngineBackend(llm, "reasoner", judge=cast("RewardWorker", Lengths()))
+    monkeypatch.setattr(llm, "shutdown", lambda: None)  # it belongs to the module
+    settings: dict[str, Any] = {"default_sample_num": 2}
+    if inner is not None:
+        shape = {"regex": r"Scores: \[[1-9], [1-9]\]"}
+        params = {"max_tokens": 64, "guided_decoding": shape}
+        settings |= {"reward_controller": {**inner, "sampling_params": params}}
+    with served(backend) as running:
+        body = ask("1 + 1 = ?", method="best_of_n", method_params=settings, max_tokens=8)
+        answer = running.send(CHAT, {**body, "temperature": 0.7})
+    assert answer.status == 200, answer.text
+
+
+def available(server: Served) -> set[str]:
+    return {name for name, each in catalogue(server).items() if each["available"]}
+
+
+# ---- in front of it -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def in_front(server: Served) -> Iterator[Served]:
+    """Another server in front of this one, with the tokenizer of its model."""
+    tokenizer = Tokenizer.load(embedded_dir(REASONER))
+    backend = RemoteBackend(
+        UpstreamWorker([server.url], "reasoner"), "reasoner", tokenizer=tokenizer
+    )
+    with served(backend) as running:
+        yield running
+    backend.close()
+
+
+@pytest.mark.parametrize("method", ["plain", "dynasor", "budget_forcing"])
+def test_with_a_tokenizer_a_server_in_front_gives_the_same_answer(
+    server: Served, in_front: Served, method: str
+) -> None:
+    body = ask(method=method, max_tokens=120)
+    own, other = (each.send(CHAT, body).json for each in (server, in_front))
+    assert other["choices"] == own["choices"]
+
+
+def test_with_a_tokenizer_a_server_in_front_counts_as_the_one_behind(
+    server: Served, in_front: Served
+) -> None:
+    own, other = (each.send(CHAT, ask(max_tokens=9)).json["usage"] for each in (server, in_front))
+    assert other["prompt_tokens"] == own["prompt_tokens"]
+    assert other["completion_tokens"] == own["completion_tokens"] == 9
+    assert in_front.backend.max_length == server.backend.max_length
+    given = {"messages": ask()["messages"]}
+    assert in_front.send("/tokenize", given).json == server.send("/tokenize", given).json
+
+
+def test_with_a_tokenizer_methods_continue_their_text_on_another_server(
+    server: Served, in_front: Served
+) -> None:
+    assert available(in_front) == available(server)
+    assert failures(in_front) == {}
+
+
+def test_without_a_tokenizer_what_is_said_to_be_available_answers_in_chats(server: Served) -> None:
+    backend = RemoteBackend(UpstreamWorker([server.url], "reasoner"), "reasoner")
+    with served(backend) as in_front:
+        assert "majority_vote" in available(in_front)
+        assert failures(in_front) == {}
+    backend.close()

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forethought.errors import UnknownNameError, UsageError
-from forethought.server.backends import read_script
+from forethought.server.backends import ScriptedBackend, read_script
 from forethought.server.names import Composition, read_model
 from forethought.server.reasoning import ReasoningSplitter, split
 from forethought.server.tool_calls import Tools, as_text
@@ -127,3 +127,22 @@ def test_a_file_that_is_no_script_is_refused(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(UsageError, match="script"):
         read_script(path)
+
+
+class Marking(ScriptedBackend):
+    """Puts a ^ before each whole text, as tokenizers put the beginning of the sequence."""
+
+    def tokenize(self, text: str, special: bool = True) -> list[int]:
+        return super().tokenize("^" * special + text)
+
+
+@pytest.mark.parametrize("text", ["^hello", "^", "^^", "^hello^"])
+def test_a_prompt_of_ids_as_text_becomes_the_same_ids_again(text: str) -> None:
+    backend, ids = Marking([]), [ord(character) for character in text]
+    assert backend.tokenize(backend.as_text(ids)) == ids
+    assert backend.as_text(text) == text
+
+
+def test_a_prompt_as_text_is_whole_where_nothing_is_put_before_it() -> None:
+    backend = ScriptedBackend([])
+    assert backend.as_text([ord("a"), ord("a"), ord("b")]) == "aab"

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
+from forethought.assets import REASONER, embedded_dir
+from forethought.llm.tokenizer import Tokenizer
 from forethought.scaffolding.workers.scripted import Reply
 from forethought.scaffolding.workers.upstream import Retries, UpstreamWorker
-from forethought.server.backends import RemoteBackend
+from forethought.server.remote_backend import RemoteBackend
 from forethought.server.settings import Settings
 from forethought.server.tool_calls import as_text
-from http_servers import WAIT, Served, scripted, served
+from http_servers import WAIT, Answer, Served, scripted, served
 from openai_server import OpenaiServer
 from openai_server import serving as serving_openai
 
@@ -128,6 +131,105 @@ def test_tools_and_their_results_go_both_ways(server: Served) -> None:
     assert second["choices"][0]["message"]["content"] == "you said 2"
 
 
+@pytest.mark.parametrize("asked", ["none", {"enabled": False}, {"drafter": "none"}, {}])
+def test_a_request_without_drafts_is_answered_where_nothing_is_drafted(
+    server: Served, asked: Any
+) -> None:
+    for path, body in ((CHAT, say("x")), ("/v1/completions", {"prompt": "x"})):
+        assert server.send(path, {**body, "speculation": asked}).status == 200
+    refused = server.send(CHAT, say("x", speculation="ngram"))
+    assert (refused.status, "speculation" in refused.error["message"]) == (400, True)
+
+
+@contextmanager
+def in_front_of(
+    behind: OpenaiServer, tokenizer: Tokenizer | None = None, **options: Any
+) -> Iterator[Served]:
+    """A server in front of another one, whose worker has these options."""
+    worker = UpstreamWorker([behind.url], "m", **options)
+    backend = RemoteBackend(worker, "m", tokenizer=tokenizer)
+    with served(backend) as running:
+        yield running
+    backend.close()
+
+
+def test_a_reasoning_effort_goes_on_as_it_is() -> None:
+    with serving_openai() as behind, in_front_of(behind) as running:
+        assert running.send(CHAT, say("x", reasoning_effort="high")).status == 200
+        body = {"input": "x", "reasoning": {"effort": "low"}}
+        assert running.send("/v1/responses", body).status == 200
+        assert running.send(CHAT, say("x")).status == 200
+        assert [b.get("reasoning_effort") for b in behind.requests] == ["high", "low", None]
+
+
+REFUSED: Any = [
+    (CHAT, {"top_k": 5}, ["top_k", "--upstream-fields top_k"]),
+    ("/v1/completions", {"min_p": 0.1}, ["min_p", "--upstream-fields min_p"]),
+    (CHAT, {"thinking_budget": 5}, ["thinking_budget", "--thinking-field"]),
+    (CHAT, {"reasoning_budget": 5}, ["reasoning_budget", "--thinking-field"]),
+    (CHAT, {"thinking_soft": 5, "thinking_budget": 9}, ["thinking"]),
+    (CHAT, {"prediction": {"type": "content", "content": "x"}}, ["prediction"]),
+    (CHAT, {"structured_outputs": {"regex": "x"}}, ["structured_outputs", "regex"]),
+    (
+        "/v1/completions",
+        {"structured_outputs": {"json": {"type": "object"}}},
+        ["structured_outputs", "--upstream-fields response_format"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "told"), REFUSED)
+def test_a_field_that_the_server_behind_may_not_take_is_refused_by_its_name(
+    server: Served, path: str, fields: dict[str, Any], told: list[str]
+) -> None:
+    body = say("x") if path == CHAT else {"prompt": "x"}
+    refused = server.send(path, body | fields)
+    assert refused.status == 400
+    message = refused.error["message"]
+    assert all(text in message for text in told)
+    assert "OpenaiWorker" not in message
+
+
+def test_fields_that_the_server_behind_takes_are_sent() -> None:
+    options: Any = {
+        "extensions": ["top_k", "guided_decoding"],
+        "thinking_field": "thinking_token_budget",
+    }
+    with serving_openai() as behind, in_front_of(behind, **options) as running:
+        assert running.send(CHAT, say("x", top_k=5, reasoning_budget=7)).status == 200
+        shape = {"structured_outputs": {"json": {"type": "object"}}}
+        assert running.send("/v1/completions", {"prompt": "x", **shape}).status == 200
+        chat, completion = behind.requests
+        assert (chat["top_k"], chat["thinking_token_budget"]) == (5, 7)
+        assert completion["response_format"]["type"] == "json_schema"
+
+
+def test_a_forced_call_is_forced_by_the_server_behind(server: Served) -> None:
+    named = {"type": "function", "function": {"name": "add"}}
+    for choice in ("required", named):
+        for streams in (False, True):
+            body = say("call", tools=[ADD], tool_choice=choice, stream=streams)
+            answer = server.send(CHAT, body)
+            assert answer.status == 200, answer.text
+            assert calls_of(answer) == [("add", '{"a": 1}')]
+    tool = {"type": "function", **ADD["function"]}
+    body = {"input": "call", "tools": [tool], "tool_choice": "required"}
+    [item] = server.send("/v1/responses", body).json["output"]
+    assert (item["type"], item["name"], item["arguments"]) == ("function_call", "add", '{"a": 1}')
+
+
+def calls_of(answer: Answer) -> list[tuple[str, str]]:
+    """Name and arguments of the calls in a chat's answer, at once or as a stream."""
+    if not answer.text.startswith("data:"):
+        calls = answer.json["choices"][0]["message"]["tool_calls"]
+        return [(c["function"]["name"], c["function"]["arguments"]) for c in calls]
+    chunks = [data for _, data in answer.events if data != "[DONE]"]
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
+    pieces = [call["function"] for delta in deltas for call in delta.get("tool_calls", ())]
+    name = "".join(piece.get("name") or "" for piece in pieces)
+    return [(name, "".join(piece["arguments"] for piece in pieces))]
+
+
 def test_a_vote_draws_its_samples_there(server: Served, behind: Served) -> None:
     before = len(behind.backend.worker.calls)
     answer = server.send(CHAT, say("vote", model="majority_vote@3-scripted")).json
@@ -140,6 +242,53 @@ def test_a_method_that_continues_its_text_needs_a_completion(server: Served) -> 
     assert (refused.status, "completions" in refused.error["message"]) == (400, True)
     answer = server.send("/v1/completions", {"prompt": "x", "method": "budget_forcing"})
     assert answer.status == 200
+
+
+def test_what_needs_a_tokenizer_is_said_to_be_unavailable_without_one(server: Served) -> None:
+    found = {each["name"]: each for each in server.send("/v1/methods").json["data"]}
+    refused = {name for name, each in found.items() if "--tokenizer" in (each["reason"] or "")}
+    assert {"dynasor", "budget_forcing", "hogwild_turns", "archon", "beam_search"} <= refused
+    assert {"adaptive_compute", "no_thinking", "budget_vote"} <= refused
+    assert found["majority_vote"]["available"]
+    for name in refused - {"no_thinking", "budget_vote"}:
+        assert "--tokenizer" in server.send(CHAT, say("x", method=name)).error["message"]
+
+
+def test_thoughts_are_closed_here_only_where_the_chat_template_opens_them() -> None:
+    def available(**options: Any) -> list[str]:
+        methods = ("no_thinking", "budget_vote")
+        with serving_openai() as behind, in_front_of(behind, **options) as running:
+            return [name for name in methods if running.backend.missing(name) is None]
+
+    opening, plain = (Tokenizer.load(embedded_dir(REASONER)) for _ in range(2))
+    plain.hf.chat_template = plain.hf.chat_template.replace("<think>", "")
+    assert available(tokenizer=opening) == ["no_thinking", "budget_vote"]
+    assert available(tokenizer=opening, thinking_field="f") == ["budget_vote"]
+    assert available(tokenizer=plain) == available() == []
+    assert available(thinking_field="f") == ["budget_vote"]
+
+
+def test_with_a_tokenizer_a_completion_may_fill_the_context_and_no_more() -> None:
+    tokenizer = Tokenizer.load(embedded_dir(REASONER))
+    with serving_openai() as behind, in_front_of(behind, tokenizer) as running:
+        running.backend.worker.upstream.max_lengths["m"] = 100
+        for asked in ({}, {"max_tokens": 1000}, {"max_tokens": 3}):
+            assert running.send(CHAT, say("x", **asked)).status == 200
+        prompt = behind.requests[0]["prompt"]
+        left = 100 - len(tokenizer.encode(prompt))
+        assert [body["max_tokens"] for body in behind.requests] == [left, left, 3]
+
+
+def test_what_only_the_server_behind_can_do_makes_a_chat_with_a_tokenizer_too() -> None:
+    tokenizer = Tokenizer.load(embedded_dir(REASONER))
+    with serving_openai() as behind, in_front_of(behind, tokenizer) as running:
+        for asked in (
+            {"reasoning_effort": "low"},
+            {"response_format": {"type": "json_object"}},
+            {"tools": [ADD], "tool_choice": "required"},
+        ):
+            assert running.send(CHAT, say("x", **asked)).status == 200
+        assert all("messages" in body for body in behind.requests)
 
 
 def test_what_the_server_behind_refuses_is_told(server: Served) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from forethought.assets import REASONER
 from forethought.cli import serve
 from forethought.errors import ParameterError, UsageError
+from forethought.server.remote_backend import RemoteBackend
+from openai_server import serving
 
 
 def options(*given_options: str) -> argparse.Namespace:
@@ -27,6 +31,9 @@ def options(*given_options: str) -> argparse.Namespace:
         ["--worker", "other", "x"],
         ["--worker", "scripted", "/nothing.json"],
         ["--api-model", "m"],
+        ["--thinking-field", "f"],
+        ["--upstream-fields", "top_k"],
+        ["--upstream", "http://a", "--upstream-fields", "nothing"],
         ["--upstream", "localhost", "--api-model", "m"],
     ],
 )
@@ -40,6 +47,40 @@ def test_keys_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> 
     assert serve.settings_of(options("--api-key", "a")).api_keys == ["a", "b", "c"]
     with pytest.raises(ParameterError):
         serve.settings_of(options("--max-running", "0"))
+
+
+def test_the_fields_of_the_servers_behind_are_options() -> None:
+    given = ("--upstream", "http://a", "--api-model", "m", "--thinking-field", "f")
+    backend = serve.opener(options(*given, "--upstream-fields", "top_k,response_format"))()
+    assert isinstance(backend, RemoteBackend)
+    assert backend.worker.thinking_field == "f"
+    assert backend.worker.extensions == {"top_k", "guided_decoding"}
+    backend.close()
+
+
+def test_with_a_tokenizer_the_length_of_the_context_is_asked_for_at_the_start() -> None:
+    given = ("--api-model", "m", "--tokenizer", REASONER)
+    with serving() as behind:
+        behind.model_fields = {"max_model_len": 77}
+        backend = serve.opener(options("--upstream", behind.url, *given))()
+        assert backend.max_length == 77
+        backend.close()
+    backend = serve.opener(options("--upstream", behind.url, *given))()  # it may start later
+    assert backend.max_length is None
+    backend.close()
+
+
+def test_requests_to_other_servers_are_not_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for logger in (None, "httpx", "httpx2"):
+        caplog.set_level(logging.INFO, logger)  # and back at the end
+    monkeypatch.setattr("forethought.server.runner.serve", lambda *_: 0)
+    with serving() as behind:
+        behind.models = ["listed"]
+        with caplog.at_level(logging.INFO):
+            assert serve.run(options("--upstream", behind.url)) == 0  # asks for the models
+    assert behind.url not in caplog.text
 
 
 def test_the_server_listens_on_this_machine_alone_by_default() -> None:
@@ -82,10 +123,11 @@ def test_the_file_of_the_configuration_has_a_section_for_the_server(
 def test_a_file_with_that_section_alone_goes_with_servers_behind(
     config: Callable[[str], str],
 ) -> None:
-    text = "server: {upstream: [http://a/v1, http://b/v1], api_model: m}"
+    text = "server: {upstream: [http://a/v1, http://b/v1], api_model: m, upstream_fields: top_k}"
     given = options("--config", config(text))
     left = serve.read_config(given)
     assert (given.upstream, given.api_model) == ("http://a/v1,http://b/v1", "m")
+    assert given.upstream_fields == "top_k"
     assert serve.opener(given, left)
     with pytest.raises(UsageError, match="contradictory"):
         serve.opener(given, {"max_batch_size": 4})

@@ -38,7 +38,7 @@ from forethought.scaffolding.result import Delta, ScaffoldingOutput, Scaffolding
 from forethought.scaffolding.scaffolding_llm import ScaffoldingLlm
 from forethought.scaffolding.task import ChatTask
 from forethought.scaffolding.worker import Worker
-from forethought.scaffolding.workers.routing import url_error
+from forethought.scaffolding.workers.routing import shown_url, url_error
 
 if TYPE_CHECKING:
     from forethought.llm.async_llm import AsyncLLM
@@ -479,7 +479,7 @@ def server_opener(
         )
     if reason := url_error(args.url):
         raise ParameterError(
-            f"invalid --url {args.url!r}", reason, "Write it as in http://host:8000/v1"
+            f"invalid --url {shown_url(args.url)!r}", reason, "Write it as in http://host:8000/v1"
         )
     try:
         from openai import DEFAULT_MAX_RETRIES, AsyncOpenAI

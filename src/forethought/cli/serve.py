@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Any
 from forethought import assets
 from forethought.cli import options
 from forethought.errors import DependencyError, ParameterError
+from forethought.model_dir import find_model_dir
 
 if TYPE_CHECKING:
+    from forethought.llm.tokenizer import Tokenizer
     from forethought.scaffolding.workers.upstream import UpstreamWorker
     from forethought.server.backends import Backend
     from forethought.server.settings import Settings
@@ -47,7 +49,14 @@ _SETTINGS = (
 """Options that are settings."""
 _FILE_ONLY = ("max_choices", "max_stored", "store_seconds")
 """Settings without an option."""
-_TEXTS = ("host", "reward_model", "upstream", "api_model")
+_OF_UPSTREAM = ("api_model", "tokenizer", "thinking_field", "upstream_fields")
+"""Options that belong to ``--upstream``."""
+_JOINED = ("upstream", "upstream_fields")
+"""Options of several values with commas between; lists in the file of ``--config``."""
+_TEXTS = ("host", "reward_model", "upstream", *_OF_UPSTREAM)
+_SHAPE = "response_format"
+_HTTP_CLIENTS = ("httpx", "httpx2")
+"""Loggers of versions of ``openai``, with a line for each request to another server."""
 _EXAMPLES = 6
 _METHODS = ("plain", "dynasor", "majority_vote")
 
@@ -80,6 +89,23 @@ def _add_backends(backends: argparse._ArgumentGroup) -> None:
     )
     backends.add_argument(
         "--api-model", metavar="NAME", help="of the model there (default: the first they list)"
+    )
+    backends.add_argument(
+        "--tokenizer",
+        metavar="DIR",
+        help="tokenizer of the model there, with its chat template: a local directory or a Hub id. "
+        "Needed for methods that continue their own text, such as dynasor; needs transformers",
+    )
+    backends.add_argument(
+        "--thinking-field",
+        metavar="NAME",
+        help="that server's own field for a thinking budget (vLLM: thinking_token_budget)",
+    )
+    backends.add_argument(
+        "--upstream-fields",
+        metavar="NAME[,NAME]",
+        help="fields beyond OpenAI's API that it takes, such as top_k and min_p; response_format: "
+        "in completions, too",
     )
     backends.add_argument(
         "--worker",
@@ -137,6 +163,8 @@ def run(args: argparse.Namespace) -> int:
     settings = settings_of(args)
     host, port = address(args)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    for name in _HTTP_CLIENTS:
+        logging.getLogger(name).setLevel(logging.WARNING)
     with ExitStack() as opened:
         backend = opener(args, config)()
         opened.callback(backend.close)
@@ -183,7 +211,7 @@ def read_config(args: argparse.Namespace) -> dict[str, Any]:
 def _of_section(name: str, value: Any) -> Any:
     """A value in the section ``server``, as the option has it."""
     given = [value] if isinstance(value, str) else value
-    if name in _LISTS or name == "upstream":
+    if name in _LISTS or name in _JOINED:
         is_valid = isinstance(given, list) and all(isinstance(each, str) for each in given)
         value = given if name in _LISTS or not is_valid else ",".join(given)
     elif name in _TEXTS:
@@ -241,9 +269,11 @@ def opener(
     if args.worker is not None:
         return _scripted(args.worker)
     if args.upstream is not None:
-        return _upstream(args.upstream, args.api_model)
-    if args.api_model is not None:
-        raise ParameterError("--api-model needs --upstream", "it names a model there", "")
+        return _upstream(args)
+    for name in _OF_UPSTREAM:
+        if getattr(args, name) is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise ParameterError(f"{option} needs --upstream", "it is about the servers there", "")
     return _engine(args, config)
 
 
@@ -257,21 +287,75 @@ def _scripted(given: Sequence[str]) -> Callable[[], Backend]:
     return lambda: ScriptedBackend(script)
 
 
-def _upstream(urls: str, name: str | None) -> Callable[[], Backend]:
+def _upstream(args: argparse.Namespace) -> Callable[[], Backend]:
     from forethought.scaffolding.workers.upstream import UpstreamWorker
-    from forethought.server.backends import RemoteBackend
+    from forethought.server.remote_backend import RemoteBackend
 
-    key = os.environ.get("OPENAI_API_KEY")
-    worker = UpstreamWorker([url.strip() for url in urls.split(",")], name or "", api_key=key)
+    name: str | None = args.api_model
+    worker = UpstreamWorker(
+        [url.strip() for url in args.upstream.split(",")],
+        name or "",
+        api_key=os.environ.get("OPENAI_API_KEY"),
+        extensions=_extensions(args.upstream_fields),
+        thinking_field=args.thinking_field,
+    )
 
     def open_backend() -> Backend:
-        worker.model = name or asyncio.run(_first_model(worker))
-        return RemoteBackend(worker, worker.model)
+        tokenizer = None if args.tokenizer is None else _tokenizer(args.tokenizer)
+        if name is None:
+            worker.model = asyncio.run(_first_model(worker))
+        elif tokenizer is not None:
+            asyncio.run(_ask_lengths(worker))
+        return RemoteBackend(worker, worker.model, tokenizer=tokenizer)
 
     return open_backend
 
 
+def _tokenizer(name: str) -> Tokenizer:
+    """The tokenizer in a local directory, of the Hub or of an embedded model.
+
+    Raises:
+        UsageError: there is none, or it has no chat template.
+        DependencyError: ``transformers`` is not installed.
+    """
+    try:
+        from forethought.llm.tokenizer import Tokenizer
+    except ModuleNotFoundError as error:
+        raise DependencyError.missing(
+            error.name or "transformers", "--tokenizer", "local"
+        ) from error
+    found = Tokenizer.load(find_model_dir(name, weights=False))
+    if not found.hf.chat_template:
+        why = "it makes the prompts of conversations"
+        raise ParameterError(f"--tokenizer {name} has no chat template", why, "Name another one")
+    return found
+
+
+def _extensions(fields: str | None) -> list[str]:
+    """The extensions of ``OpenaiWorker`` that ``--upstream-fields`` names.
+
+    Raises:
+        ParameterError: a name that there is not.
+    """
+    from forethought.scaffolding.workers.openai import EXTENSIONS
+
+    known = {_SHAPE if name == "guided_decoding" else name: name for name in EXTENSIONS}
+    named = [name.strip() for name in fields.split(",")] if fields else []
+    if unknown := set(named) - known.keys():
+        raise ParameterError.unknown("--upstream-fields", unknown, known)
+    return [known[name] for name in named]
+
+
+async def _ask_lengths(worker: UpstreamWorker) -> None:
+    """Let the worker know the contexts of the models, if the servers are there already."""
+    try:
+        await worker.upstream.ask_lengths()
+    finally:
+        await worker.async_shutdown()
+
+
 async def _first_model(worker: UpstreamWorker) -> str:
+    """The model that is listed first."""
     try:
         found = await worker.upstream.models()
     finally:

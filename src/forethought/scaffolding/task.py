@@ -484,6 +484,8 @@ class ChatTask(StreamGenerationTask):
     tool_choice: Any = None
     """``"auto"``, ``"none"``, ``"required"``, or the function to call, in OpenAI's form; None: left
     to the worker."""
+    reasoning_effort: str | None = None
+    """How much the model is to think, in OpenAI's words, for a server; None: left to it."""
     enable_token_counting: bool = False
     """Count the tokens of all turns in the three fields below."""
     prompt_tokens_num: int = field(default=0, init=False)

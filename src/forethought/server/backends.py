@@ -1,4 +1,5 @@
-"""What answers: the engine, a script, or another server; each makes prompts of conversations.
+"""What answers: the engine or a script (others: ``remote_backend``); each makes prompts of
+conversations.
 
 A ``Backend`` has the workers for all tasks of all methods. ``open`` turns a conversation into a
 ``Prompted``: a prompt that methods take, and what generates inside of them.
@@ -24,13 +25,10 @@ from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError, UsageError
 from forethought.scaffolding.controller import (
     Controller,
-    NativeChatController,
     NativeGenerationController,
     NativeRewardController,
 )
-from forethought.scaffolding.messages import RoleMessage, UserMessage
-from forethought.scaffolding.parallel import Process
-from forethought.scaffolding.task import ChatTask, GenerationTask
+from forethought.scaffolding.task import RewardTask, Task, TaskStatus
 from forethought.scaffolding.worker import Worker
 from forethought.scaffolding.workers.scripted import Reply, ScriptedWorker
 from forethought.server.tool_calls import Tools, as_text
@@ -59,12 +57,14 @@ class Conversation:
         tools: that may be called.
         template_args: further arguments of the chat template.
         without_thought: the answer begins at once: a grammar holds from its first token on.
+        reasoning_effort: how much to think, for other servers; None: left to them.
     """
 
     messages: Sequence[Mapping[str, Any]]
     tools: Tools = field(default_factory=Tools)
     template_args: Mapping[str, Any] = field(default_factory=dict)
     without_thought: bool = False
+    reasoning_effort: str | None = None
 
     @property
     def question(self) -> str:
@@ -124,6 +124,8 @@ class Backend(abc.ABC):
         salted: whether prefixes are cached apart for different salts.
         llm: the engine; None: there is none here.
         servers: those behind this one.
+        passes_chats_on: whether conversations go to other servers as they are, which offer the
+            tools, force the calls and read ``reasoning_effort``.
     """
 
     name: str
@@ -133,6 +135,7 @@ class Backend(abc.ABC):
     salted: bool = False
     llm: AsyncLLM | None = None
     servers: Sequence[Any] = ()
+    passes_chats_on: bool = False
 
     @abc.abstractmethod
     async def open(self, conversation: Conversation) -> Prompted:
@@ -149,6 +152,15 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def render(self, conversation: Conversation) -> list[int]:
         """The ids of a conversation."""
+
+    def as_text(self, prompt: str | Sequence[int]) -> str:
+        """A prompt as text that is tokenised into the same ids."""
+        if isinstance(prompt, str):
+            return prompt
+        text = self.detokenize(prompt)
+        whole, own = self.tokenize(text), self.tokenize(text, special=False)
+        begins_twice = len(whole) > len(own) and whole[:2] == [*prompt[:1], *prompt[:1]]
+        return self.detokenize(prompt[1:]) if begins_twice else text
 
     def count(self, text: str) -> int:
         """Tokens of a text, as exactly as they are known."""
@@ -170,6 +182,18 @@ class Backend(abc.ABC):
             prompt: of a method.
             params: sampling fields of a task.
         """
+
+    def task_params(self, prompted: Prompted, params: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The sampling fields of a request as its workers take them.
+
+        Raises:
+            ParameterError: one that they do not take; it names the request's field.
+        """
+        return params
+
+    def missing(self, method: str) -> str | None:
+        """What a method lacks here to answer a conversation; None: nothing."""
+        return None
 
     def drafters(self) -> list[DrafterChoice]:
         """What a request may name for its drafts."""
@@ -216,8 +240,25 @@ def worker_table(worker: Worker, reward: Worker | None) -> dict[Any, Worker]:
     """The worker of every tag of every method."""
     table = dict.fromkeys([tag for tag in methods.tags() if tag != "small_model"], worker)
     if reward is not None:
-        table[NativeRewardController.WorkerTag.REWARD.value] = reward
+        table[NativeRewardController.WorkerTag.REWARD.value] = _Judging(worker, reward)
     return table
+
+
+class _Judging(Worker):
+    """Executes what rewards ask for: scores on a reward model, critiques on the model itself.
+
+    Args:
+        worker: of the model; shut down by its owner, as the other one.
+        reward: of the reward model.
+    """
+
+    def __init__(self, worker: Worker, reward: Worker) -> None:
+        self._worker, self._reward = worker, reward
+
+    async def run_task(self, task: Task) -> TaskStatus:
+        """Execute ``task`` where it belongs."""
+        chosen = self._reward if isinstance(task, RewardTask) else self._worker
+        return await chosen.run_task(task)
 
 
 # ---- the engine ----------------------------------------------------------------------------------
@@ -251,7 +292,7 @@ class EngineBackend(Backend):
         self.reward = None if judge is None else _judging(judge)
         self.markers = llm.thinking_markers
         self._marker_ids = [self.tokenize(each, special=False) for each in self.markers or ()]
-        self._responses = _response_parser(llm.tokenizer)
+        self._responses = response_parser(llm.tokenizer)
         self._examples = [dict(example) for example in examples]
 
     async def open(self, conversation: Conversation) -> Prompted:
@@ -284,7 +325,7 @@ class EngineBackend(Backend):
         Raises:
             UsageError: the template refuses it, or knows no tools.
         """
-        arguments = self._template_args(conversation)
+        arguments = template_args(self._engine.tokenizer, conversation)
         ids = self._engine.chat_prompt(conversation.messages, arguments)
         tail = self._engine.decode(ids[-_TAIL:]) if conversation.without_thought else ""
         if self.markers is not None and opens_thought(tail, self.markers):
@@ -295,25 +336,6 @@ class EngineBackend(Backend):
         """Raise ``UsageError`` for a prompt or params that the engine cannot honour."""
         given = {("logprobs" if name == "num_logprobs" else name): v for name, v in params.items()}
         self._engine.check(prompt, SamplingParams(**given))
-
-    def _template_args(self, conversation: Conversation) -> dict[str, Any]:
-        hf, given = self._engine.tokenizer, dict(conversation.template_args)
-        own = set(inspect.signature(hf.apply_chat_template).parameters) & given.keys()
-        if own:
-            raise ParameterError(
-                f"chat_template_kwargs.{min(own)} is not allowed",
-                "it is set by the server",
-                "Give only what the model's own chat template reads",
-            )
-        if conversation.tools.offered:
-            if "tools" not in str(hf.chat_template) and not conversation.tools.forced:
-                raise ParameterError(
-                    "this model cannot be offered tools",
-                    "its chat template has no place for them",
-                    "Use another model, or force a call with tool_choice, which a grammar does",
-                )
-            given["tools"] = conversation.tools.offered
-        return given
 
     def tokenize(self, text: str, special: bool = True) -> list[int]:
         """The ids of a text."""
@@ -369,7 +391,32 @@ class EngineBackend(Backend):
             self._judge.shutdown()
 
 
-def _response_parser(tokenizer: Any) -> ResponseParser | None:
+def template_args(hf: Any, conversation: Conversation) -> dict[str, Any]:
+    """The arguments of a tokenizer's chat template, tools among them.
+
+    Raises:
+        ParameterError: the template has no place for tools, or an argument is not the client's.
+    """
+    given = dict(conversation.template_args)
+    own = set(inspect.signature(hf.apply_chat_template).parameters) & given.keys()
+    if own:
+        raise ParameterError(
+            f"chat_template_kwargs.{min(own)} is not allowed",
+            "it is set by the server",
+            "Give only what the model's own chat template reads",
+        )
+    if conversation.tools.offered:
+        if "tools" not in str(hf.chat_template) and not conversation.tools.forced:
+            raise ParameterError(
+                "this model cannot be offered tools",
+                "its chat template has no place for them",
+                "Use another model, or force a call with tool_choice, which a grammar does",
+            )
+        given["tools"] = conversation.tools.offered
+    return given
+
+
+def response_parser(tokenizer: Any) -> ResponseParser | None:
     """Of a tokenizer that has a response template."""
     from forethought.llm.response import ResponseParser
 
@@ -509,113 +556,3 @@ def _answer(path: Path, given: Any) -> Reply:
         raise UsageError(
             f"invalid answer in {path}", f"{given!r:.200}: {problem}", "Give text, or a mapping"
         ) from problem
-
-
-# ---- another server ------------------------------------------------------------------------------
-
-
-class RemoteBackend(Backend):
-    """Other servers that speak OpenAI's API, through a worker without torch.
-
-    Args:
-        worker: sends the requests; shut down by ``close``.
-        name: of the model there.
-        markers: what opens and closes the model's thoughts.
-    """
-
-    def __init__(
-        self, worker: Worker, name: str, markers: tuple[str, str] | None = ("<think>", "</think>")
-    ) -> None:
-        self.worker, self.name, self.markers = worker, name, markers
-        self.servers = getattr(worker, "servers", ())
-        self.workers: Mapping[Any, Worker] = worker_table(worker, None)
-
-    async def open(self, conversation: Conversation) -> Prompted:
-        """The last question; what came before is sent in front of it."""
-        if conversation.template_args:
-            raise ParameterError(
-                "chat_template_kwargs are not supported here", "another server has the template", ""
-            )
-        return Prompted(
-            conversation.question or " ",
-            conversation.question,
-            lambda streaming: RemoteChat(conversation, streaming),
-            lambda text: text,
-        )
-
-    def render(self, conversation: Conversation) -> list[int]:
-        """Not known here."""
-        raise self._no_tokenizer()
-
-    def tokenize(self, text: str, special: bool = True) -> list[int]:
-        """Not known here."""
-        raise self._no_tokenizer()
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        """Not known here."""
-        raise self._no_tokenizer()
-
-    def count(self, text: str) -> int:
-        """Unknown here: about one token for four characters."""
-        return -(-len(text) // 4)
-
-    def _no_tokenizer(self) -> UsageError:
-        return UsageError("no tokenizer here", "another server runs the model", "Ask that one")
-
-    def close(self) -> None:
-        """End the worker."""
-        self.worker.shutdown()
-
-
-class _Given(RoleMessage):
-    """A message as the client has sent it."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        super().__init__(str(values["role"]), values.get("content"))
-        self._values = dict(values)
-
-    def to_dict(self) -> dict[str, Any]:
-        return self._values
-
-
-class RemoteChat(NativeChatController):
-    """Continues a conversation on another server: a task's prompt is its last question.
-
-    Tool calls and thoughts of the answer land in ``customized_result_fields``.
-
-    Args:
-        conversation: what came before, tools included.
-        streaming: stream the answer as it comes.
-    """
-
-    def __init__(self, conversation: Conversation, streaming: bool) -> None:
-        super().__init__(streaming=streaming)
-        self._conversation = conversation
-
-    def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
-        """Generate the assistant's next message for all tasks at once."""
-        chats = [self._chat(task) for task in tasks]
-        yield from super().process(chats, **kwargs)
-        for task, chat in zip(tasks, chats, strict=True):
-            if chat is not task:
-                task.result, task.samples = chat.result, chat.samples
-                task.status, task.error = chat.status, chat.error
-            last: Any = chat.messages[-1]
-            calls = getattr(last, "tool_calls", None)
-            if calls:
-                task.customized_result_fields["tool_calls"] = [call.to_dict() for call in calls]
-            if getattr(last, "reasoning", None):
-                task.customized_result_fields["reasoning"] = last.reasoning
-
-    def _chat(self, task: GenerationTask) -> ChatTask:
-        if isinstance(task, ChatTask):
-            return task
-        chat, given = super()._chat(task), self._conversation
-        if task.input_str in (given.question, " "):
-            chat.messages = [_Given(message) for message in given.messages]
-        else:
-            before = given.asking(task.input_str or "").messages[:-1]
-            chat.messages = [*map(_Given, before), UserMessage(task.input_str or "")]
-        if given.tools.offered:
-            chat.tools, chat.tool_choice = given.tools.offered, given.tools.choice_field
-        return chat

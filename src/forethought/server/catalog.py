@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from forethought import methods
 from forethought.errors import ParameterError
 from forethought.methods import Method
 from forethought.server.backends import Conversation
-from forethought.server.composition import NUM_SAMPLES
+from forethought.server.composition import NUM_SAMPLES, SCORING
 from forethought.server.names import read_model
 from forethought.server.protocol import DetokenizeRequest, TokenizeRequest, message_dict
 from forethought.server.service import Service
 
 _TITLES = {"dvts": "DVTS", "mcts": "MCTS", "deepconf": "DeepConf", "genrm": "GenRM"}
-_INSIDE = ("genrm",)
-"""Methods that score, and answer nothing by themselves."""
+_CONTEXT: Mapping[str, int] = {"archon": 4096}
+"""Tokens of context that methods need whose prompts hold several whole answers."""
 
 
 def models(service: Service) -> dict[str, Any]:
@@ -45,7 +46,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
 
 def method_list(service: Service) -> dict[str, Any]:
     """The body of ``GET /v1/methods``."""
-    names = [name for name in methods.names() if name not in _INSIDE]
+    names = [name for name in methods.names() if name not in SCORING]
     return {"object": "list", "data": [_method(service, name) for name in names]}
 
 
@@ -79,13 +80,19 @@ def _missing(service: Service, name: str, defaults: dict[str, Any]) -> str | Non
     """Why a method cannot run without settings; None if it can."""
     required = [key for key, default in defaults.items() if default is Method.REQUIRED]
     if "reward_controller" in required and service.backend.reward is None:
-        return "it needs a reward model: start the server with --reward-model"
+        return (
+            "it needs a reward model: start the server with --reward-model, or give method_params "
+            "with a reward_controller, such as spct"
+        )
     others = [key for key in required if key != "reward_controller"]
     if others:
         return f"it needs method_params with {', '.join(others)}"
     if name == "specreason":
         return "it needs a second, smaller model"
-    return None
+    length, needed = service.backend.max_length, _CONTEXT.get(name, 0)
+    if length is not None and length < needed:
+        return f"its prompts need a context of {needed} tokens or more; this model has {length}"
+    return service.backend.missing(name)
 
 
 def _plain(value: Any) -> Any:

@@ -50,6 +50,7 @@ async def chat_completions(service: Service, body: ChatRequest, request: Request
         tools,
         body.chat_template_kwargs or {},
         without_thought="guided_decoding" in params,
+        reasoning_effort=body.reasoning_effort,
     )
     with ExitStack() as held:
         held.enter_context(service.admitted())
@@ -73,10 +74,10 @@ def _params(service: Service, body: ChatRequest, tools: Tools) -> dict[str, Any]
     params = sampling_of(body)
     limits = {"max_completion_tokens": body.max_completion_tokens, "max_tokens": body.max_tokens}
     params |= max_tokens_of(**limits)
-    params = with_effort(params, body.reasoning_effort, service.backend.markers is not None)
     params = with_shape(params, shape_of(body.response_format))
-    if tools.forced:
-        params = with_shape(params, tools.shape)
+    if not service.backend.passes_chats_on:
+        params = with_effort(params, body.reasoning_effort, service.backend.markers is not None)
+        params = with_shape(params, tools.shape if tools.forced else None)
     if body.top_logprobs is not None and not body.logprobs:
         raise ParameterError("top_logprobs needs logprobs", "it is not true", "Set logprobs: true")
     if body.logprobs:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from forethought import methods
 from forethought.errors import ParameterError
 from forethought.methods import Method
 from forethought.methods.stack import SAMPLES, parameters, split, stack
@@ -25,6 +26,15 @@ NUM_SAMPLES = 8
 """Samples of a method that would draw a single one, as on the command line."""
 _MAX_SAMPLES, _MAX_NUMBER = 1024, 1 << 17
 """Of a method's samples, and of any number among its settings, as clients may set them."""
+SCORING = ("genrm", "spct", "checker")
+"""Methods that score answers inside others, and answer nothing by themselves."""
+_TEXT_PROMPTS = ("hogwild_turns",)
+"""Methods that put texts together, and take no prompt of token ids."""
+_CONTINUING = (
+    *("adaptive_compute", "beam_search", "deepconf_online", "dvts", "fork_think", "mcts"),
+    *("particle_filtering", "particle_gibbs"),
+)
+"""Methods that continue or stop the generations of the method inside them."""
 _FILES = ("generation_dir", "policy")
 """Settings that name files."""
 _CODE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -172,6 +182,22 @@ def streams_truly(composition: Composition) -> bool:
     return all(_STREAMING in split(stages[-1])[-1].parameters for stages in composition.choices)
 
 
+def continues_text(name: str) -> bool:
+    """Whether a method continues parts of answers, which a chat does not take."""
+    return name in _CONTINUING or _generates(name)
+
+
+def _generates(name: str) -> bool:
+    """Whether a method generates by itself, without another one inside."""
+    return name != "plain" and _INNER not in methods.describe(name).parameters
+
+
+def needs_text(composition: Composition) -> bool:
+    """Whether one of its methods takes no prompt of token ids."""
+    stages = [stage for stages in composition.choices for stage in stages]
+    return any(method.name in _TEXT_PROMPTS for stage in stages for method in split(stage))
+
+
 def _stacked(
     spec: str,
     settings: Mapping[str, Any],
@@ -195,23 +221,31 @@ def _stacked(
                 "Start the server with --reward-model",
             )
     first = stacked[0]
+    if first.name in SCORING:
+        raise ParameterError(
+            f"method {first.name} answers nothing by itself",
+            "it scores the answers of another method",
+            f'Give it to one, as in best_of_n with "reward_controller": "{first.name}"',
+        )
     if first.name == "plain" and len(stacked) == 1:
         if given:
             raise ParameterError.unknown("method 'plain'", given, ())
         return innermost()
     if streaming and _STREAMING in known and first.name != "plain":
         given.setdefault(_STREAMING, True)
-    if first.name == "plain" or (_INNER in first.parameters and _INNER not in given):
-        return stack(spec, innermost=innermost(), **given)
-    own = innermost()
-    if type(own) is not NativeGenerationController:
+    own, continuing = innermost(), [m.name for m in stacked if continues_text(m.name)]
+    is_chat = type(own) is not NativeGenerationController
+    if is_chat and (continuing or _INNER in given):
         raise ParameterError(
             f"method {spec} cannot run in front of another server's chats",
-            "it continues its own text, which a chat does not take",
-            "Use /v1/completions with a prompt in the model's own format, or a method that draws "
-            "whole answers, such as majority_vote",
+            f"{(continuing or [spec])[0]} continues a text, which a chat does not take",
+            "Start this server with --tokenizer (it does not go with forced calls, shapes and "
+            "reasoning_effort), use /v1/completions with a prompt in the model's own format, or a "
+            "method that draws whole answers, such as majority_vote",
         )
-    return stack(spec, **given)
+    if _generates(first.name) or _INNER in given:
+        return stack(spec, **given)
+    return stack(spec, innermost=own, **given)
 
 
 def _check_settings(settings: Mapping[str, Any]) -> None:

@@ -29,7 +29,7 @@ from forethought.scaffolding.scaffolding_llm import ScaffoldingLlm
 from forethought.scaffolding.trace import Trace
 from forethought.scaffolding.trace_otel import TraceParent
 from forethought.server.backends import Backend, Prompted
-from forethought.server.composition import compose, streams_truly
+from forethought.server.composition import compose, needs_text, streams_truly
 from forethought.server.names import Composition
 from forethought.server.reasoning import split
 from forethought.server.usage import chat_usage, speculation
@@ -254,7 +254,10 @@ class MethodJob(Job):
         self._gather = gather
         self._streams = ask.streaming and streams_truly(ask.composition)
         streams = self._streams or ask.events
-        prompted = ask.prompted
+        prompted, prompt, asking = ask.prompted, ask.prompted.prompt, ask.prompted.asking
+        if needs_text(ask.composition):
+            prompt = backend.as_text(prompt)
+            asking = lambda text: backend.as_text(prompted.asking(text))  # noqa: E731
         controller = compose(
             ask.composition,
             ask.settings,
@@ -262,10 +265,10 @@ class MethodJob(Job):
             reward=backend.reward,
             streaming=streams,
             num_choices=ask.num_choices,
-            pipeline=(prompted.asking, self._visible),
+            pipeline=(asking, self._visible),
         )
         self._result: ScaffoldingResult = llm.generate_async(
-            prompted.prompt,
+            prompt,
             sampling_params=ask.params,
             timeout=ask.timeout,
             priority=ask.priority,

@@ -67,7 +67,10 @@ async def create_response(service: Service, body: ResponseRequest, request: Requ
             service.store.make_room()
         opening = [{"role": "system", "content": body.instructions}] if body.instructions else []
         conversation = Conversation(
-            [*opening, *messages], tools, without_thought="guided_decoding" in params
+            [*opening, *messages],
+            tools,
+            without_thought="guided_decoding" in params,
+            reasoning_effort=_effort(body),
         )
         prompted = await service.backend.open(conversation)
         ask = service.ask("resp", body, prompted, params, num_choices=1, caller=caller)
@@ -194,10 +197,15 @@ def _params(service: Service, body: ResponseRequest, tools: Tools) -> dict[str, 
     params = sampling_of(body) | max_tokens_of(max_output_tokens=body.max_output_tokens)
     if body.seed is not None:
         params["seed"] = body.seed
-    effort = body.reasoning.effort if body.reasoning else None
-    params = with_effort(params, effort, service.backend.markers is not None)
     params = with_shape(params, _shape(body))
-    return with_shape(params, tools.shape) if tools.forced else params
+    if service.backend.passes_chats_on:
+        return params
+    params = with_effort(params, _effort(body), service.backend.markers is not None)
+    return with_shape(params, tools.shape if tools.forced else None)
+
+
+def _effort(body: ResponseRequest) -> str | None:
+    return body.reasoning.effort if body.reasoning else None
 
 
 def _shape(body: ResponseRequest) -> GuidedDecodingParams | None:
@@ -232,7 +240,7 @@ def _response(body: ResponseRequest, name: str, model: str, stored: bool) -> dic
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
-        "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+        "reasoning": {"effort": _effort(body), "summary": None},
         "service_tier": "default",
         "store": stored,
         "temperature": body.temperature,

@@ -217,6 +217,7 @@ class Service:
         if prompted.reader is not None:  # special tokens may mark thoughts and calls
             params = {"skip_special_tokens": False, **params}
         check_params(params)
+        params = self.backend.task_params(prompted, params)
         self.backend.check(prompted.prompt, params)
         budget = body.budget.model_dump(exclude_none=True) if body.budget else {}
         return Ask(

@@ -86,11 +86,11 @@ def measure(args: argparse.Namespace) -> int:
     from forethought.bench.serving import ServingBench, read_targets
     from forethought.evaluation.report import ProgressBar
     from forethought.scaffolding.settings import OPTIONAL_POSITIVE_INT, validated
-    from forethought.scaffolding.workers.routing import url_error
+    from forethought.scaffolding.workers.routing import shown_url, url_error
 
     if reason := url_error(args.url):
         raise ParameterError(
-            f"invalid --url {args.url!r}", reason, "Write it as in http://host:8000/v1"
+            f"invalid --url {shown_url(args.url)!r}", reason, "Write it as in http://host:8000/v1"
         )
     targets = read_targets(args.goodput)
     validated("max_concurrency", args.max_concurrency, OPTIONAL_POSITIVE_INT)

@@ -177,6 +177,12 @@ class EngineWorker(Worker):
         """
         self._check(task)
         sampling.refuse(task, ["n"], "a chat", "Use copies of the task")
+        if task.reasoning_effort is not None:
+            raise ParameterError(
+                "EngineWorker cannot honour reasoning_effort",
+                f"got {task.reasoning_effort!r}, and models read it in different ways",
+                "Set thinking_budget",
+            )
         if task.tools or any(getattr(message, "tool_calls", None) for message in task.messages):
             await self._generate_with_tools(task)
         else:

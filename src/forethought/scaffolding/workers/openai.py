@@ -17,7 +17,7 @@ import importlib
 import json
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -36,6 +36,7 @@ from forethought.scaffolding.workers.openai_requests import (
     ThoughtThenAnswer,
     has_open_thought,
 )
+from forethought.scaffolding.workers.routing import shown_url
 
 _BODY = (
     "top_k",
@@ -151,6 +152,11 @@ class OpenaiWorker(Worker):
             repeated; the client should have ``max_retries=0`` then. None: as many as there are,
             and retries as the client is set up.
 
+    Attributes:
+        num_left: tells how many tokens the context has behind the prompt of a completion (None: not
+            known), beyond which none are asked for. Without it, and without ``max_tokens``, a
+            completion is as long as the server likes: 16 tokens in OpenAI's API.
+
     Raises:
         ParameterError: an extension that does not exist, or hints.
     """
@@ -186,6 +192,7 @@ class OpenaiWorker(Worker):
         self.thinking_field, self.thinking_markers = thinking_field, thinking_markers
         self.concurrency = concurrency
         self._readers: dict[str, list[ChunkReader]] = {}
+        self.num_left: Callable[[str | Sequence[int]], int | None] | None = None
 
     # ---- tasks --------------------------------------------------------------------------------
 
@@ -296,6 +303,8 @@ class OpenaiWorker(Worker):
         else:
             why = "Use a ChatTask; or, if the server takes response_format, name it an extension"
             sampling.refuse(task, ["guided_decoding"], "OpenaiWorker, in completions,", why)
+        if self.num_left is not None and (left := self.num_left(prompt)) is not None:
+            fields["max_tokens"] = min(fields.get("max_tokens", left), left)
         create = self._clients.of_this_loop().completions.create
         return self._reader(task, create, {"prompt": prompt, **fields})
 
@@ -304,7 +313,7 @@ class OpenaiWorker(Worker):
             task, ["best_of", "echo", "suffix"], "a chat", "Leave it out, or use a GenerationTask"
         )
         if self.thinking_field is None:
-            why = "Name the server's field in OpenaiWorker(thinking_field=...), or use a completion"
+            why = "Name the server's field (--thinking-field NAME), or use a completion"
             sampling.refuse(task, ["thinking_budget"], "OpenaiWorker, in chats,", why)
         fields = self._fields(task, _CHAT) | _response_format(task)
         if (num_logprobs := _num_logprobs(task)) is not None:
@@ -315,6 +324,8 @@ class OpenaiWorker(Worker):
             ]
             if task.tool_choice is not None:
                 fields["tool_choice"] = task.tool_choice
+        if task.reasoning_effort is not None:
+            fields["reasoning_effort"] = task.reasoning_effort
         create = self._clients.of_this_loop().chat.completions.create
         return self._reader(task, create, {"messages": task.messages_to_dict_content(), **fields})
 
@@ -382,6 +393,7 @@ class OpenaiWorker(Worker):
             begun: whether the answer had begun.
         """
         url = getattr(self._clients.of_this_loop(), "base_url", "an unknown address")
+        url = shown_url(str(url))
         what = f"the connection to {url} was lost" if begun else f"no server answers at {url}"
         return ConnectionError(f"{what} ({error.__cause__ or error})")
 

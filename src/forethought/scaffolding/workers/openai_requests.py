@@ -248,7 +248,7 @@ def has_open_thought(task: GenerationTask, prompt: Any, start: str, end: str) ->
     Raises:
         ParameterError: the budget cannot be kept with two requests.
     """
-    why = "Name the server's own field in OpenaiWorker(thinking_field=...)"
+    why = "Name the server's own field (--thinking-field NAME)"
     if not isinstance(prompt, str) or start not in prompt:
         raise ParameterError(
             "OpenaiWorker cannot honour thinking_budget here",

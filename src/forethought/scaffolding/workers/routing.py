@@ -17,12 +17,14 @@ long as there are others.
 from __future__ import annotations
 
 import math
+import re
 import threading
 import time
+from base64 import b64encode
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from forethought.errors import ParameterError
 
@@ -113,7 +115,8 @@ class UpstreamServer:
     """What the router knows of a server.
 
     Attributes:
-        url: of its API, such as ``http://host:8000/v1``.
+        url: of its API, such as ``http://host:8000/v1``, without user and password.
+        authorization: the header that stands for the URL's user and password; None: it has none.
         is_healthy: it answered lately, or has not been asked yet.
         num_in_flight: requests that it has been sent and that are not over.
         num_requests: those it has been sent so far.
@@ -123,7 +126,7 @@ class UpstreamServer:
     """
 
     def __init__(self, url: str, max_blocks: int) -> None:
-        self.url = url
+        self.url, self.authorization = shown_url(url), basic_authorization(url)
         self.is_healthy = True
         self.num_in_flight = self.num_requests = self.num_failures = 0
         self.resumes_at = -math.inf
@@ -254,31 +257,49 @@ def checked_urls(urls: Sequence[str]) -> list[str]:
     """The URLs of servers; one without a path gets ``/v1``.
 
     Raises:
-        ParameterError: no URL, an invalid one, or the same one twice.
+        ParameterError: no URL, an invalid one, or the same one twice, whatever user it names.
     """
     if isinstance(urls, str) or not urls:
-        raise ParameterError("no upstream servers", f"got {urls!r}", "Give a list of their URLs")
-    found: list[str] = []
+        raise ParameterError("no upstream servers", "urls is text or empty", "Give a list of URLs")
+    found: dict[str, str] = {}
     for url in urls:
+        shown = shown_url(url)
         if reason := url_error(url):
             raise ParameterError(
-                f"invalid URL {url!r}", reason, "Write it as in http://host:8000/v1"
+                f"invalid URL {shown!r}", reason, "Write it as in http://host:8000/v1"
             )
-        whole = url.rstrip("/")
-        whole += "" if urlsplit(whole).path else "/v1"
-        if whole in found:
-            raise ParameterError("the same server twice", f"got {url!r}", "Leave one of them out")
-        found.append(whole)
-    return found
+        ending = "" if urlsplit(url.rstrip("/")).path else "/v1"
+        key = shown.rstrip("/") + ending
+        if key in found:
+            raise ParameterError("the same server twice", f"got {shown!r}", "Leave one of them out")
+        found[key] = url.rstrip("/") + ending
+    return list(found.values())
 
 
 def url_error(url: str) -> str:
-    """Why a text is not the URL of a server; empty if it is."""
+    """Why a text is not the URL of a server; empty if it is. Tells no part of the text."""
     try:
         parts = urlsplit(url)
         _ = parts.port  # raises if it is not a number in 0..65535
-    except ValueError as error:
-        return str(error)
+    except ValueError:
+        return "its host or port cannot be read"
     if parts.scheme not in ("http", "https") or not parts.hostname:
         return "it does not begin with http:// or https:// and a host"
     return ""
+
+
+def shown_url(url: str) -> str:
+    """A URL without user and password, for messages, logs and metrics."""
+    if url_error(url):  # where the password ends is not known
+        return re.sub(r"//.*@", "//", url)
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+
+
+def basic_authorization(url: str) -> str | None:
+    """The ``Authorization`` header that stands for the user and password in a URL."""
+    parts = urlsplit(url)
+    if parts.username is None:
+        return None
+    pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+    return f"Basic {b64encode(pair.encode()).decode()}"

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import logging
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ from forethought.scaffolding.workers.concurrency import (
 )
 from forethought.scaffolding.workers.openai import Clients, OpenaiWorker
 from forethought.scaffolding.workers.routing import Router, Routing, UpstreamServer
+
+log = logging.getLogger(__name__)
 
 _BUSY = (408, 425, 429, 503)
 """Statuses with which a server that works refuses a request for now."""
@@ -67,9 +70,10 @@ class UpstreamWorker(OpenaiWorker):
     """Executes generation, stream and chat tasks on several servers of the same model.
 
     Args:
-        urls: of the servers' APIs, such as ``http://host:8000/v1``.
+        urls: of the servers' APIs, such as ``http://host:8000/v1``. A user and a password in one
+            are sent as a header, and shown nowhere.
         model: name of the model on the servers.
-        api_key: sent to all of them.
+        api_key: sent to all of them whose URL names no user.
         routing: thresholds of the router.
         retries: of failed requests, and the health checks.
         max_concurrency: most requests in flight per server, within which the limit adapts to the
@@ -131,6 +135,9 @@ class UpstreamClient:
         api_key: as ``UpstreamWorker``.
         max_concurrency: as ``UpstreamWorker``.
 
+    Attributes:
+        max_lengths: tokens of the models' contexts by name, as far as ``models`` was told.
+
     Raises:
         DependencyError: the ``openai`` package is not installed.
     """
@@ -149,9 +156,10 @@ class UpstreamClient:
             raise DependencyError.missing("openai", "UpstreamWorker", "openai") from error
         fields = {"api_key": api_key or "none", "max_retries": 0, "timeout": self.retries.timeout}
         self._clients = {
-            server: Clients(partial(make, base_url=server.url, **fields))
+            server: Clients(partial(make, base_url=server.url, **_headers(server), **fields))
             for server in router.servers
         }
+        self.max_lengths: dict[str, int] = {}
         self._limits: Mapping[UpstreamServer, AdaptiveConcurrency] = {}
         if max_concurrency is not None:
             limits = {server: AdaptiveConcurrency(max_concurrency) for server in router.servers}
@@ -206,9 +214,21 @@ class UpstreamClient:
                 self._is_failure(server, error, 1)
                 continue
             names |= dict.fromkeys(model.id for model in page.data)
+            lengths = {model.id: getattr(model, "max_model_len", None) for model in page.data}
+            self.max_lengths |= {name: n for name, n in lengths.items() if isinstance(n, int)}
         if not names and failure is not None:
             raise self._final(self.router.servers[-1], failure) from failure
         return list(names)
+
+    async def ask_lengths(self) -> bool:
+        """Learn ``max_lengths``, as far as servers tell them; False: none of them answers."""
+        try:
+            await self.models()
+        except ConnectionError:
+            return False
+        except Exception as error:
+            log.info("the servers list no models: %s", type(error).__name__)
+        return True
 
     async def check_health(self) -> None:
         """Ask every server once whether it works; one that does not counts as down until it does.
@@ -255,7 +275,7 @@ class UpstreamClient:
             self.router.answered(server)
             if request is not None:
                 request.on_token()
-            return _Chunks(server, first, chunks, stack.pop_all())
+            return _Chunks(server, first, chunks, stack.pop_all(), self.router)
         raise AssertionError("unreachable")
 
     def _is_failure(self, server: UpstreamServer, error: Exception, number: int) -> bool:
@@ -311,6 +331,13 @@ class UpstreamClient:
         return self._clients[server].of_this_loop().with_options(timeout=timeout)
 
 
+def _headers(server: UpstreamServer) -> dict[str, Any]:
+    """Arguments of a client of ``server``; its own user goes before the key of all servers."""
+    if server.authorization is None:
+        return {}
+    return {"default_headers": {"Authorization": server.authorization}}
+
+
 async def _ask_health(client: Any, url: str) -> None:
     """Raises if the server at ``url`` does not work."""
     try:
@@ -322,12 +349,21 @@ async def _ask_health(client: Any, url: str) -> None:
 
 
 class _Chunks:
-    """The chunks of an answer that has begun; holds its server's capacity until it is closed."""
+    """The chunks of an answer that has begun; holds its server's capacity until it is closed.
+
+    A connection that is lost takes its server down, until a request or a health check succeeds.
+    """
 
     def __init__(
-        self, server: UpstreamServer, first: Any, rest: AsyncIterator[Any], stack: AsyncExitStack
+        self,
+        server: UpstreamServer,
+        first: Any,
+        rest: AsyncIterator[Any],
+        stack: AsyncExitStack,
+        router: Router,
     ) -> None:
         self._server, self._first, self._rest, self._stack = server, [first], rest, stack
+        self._router = router
 
     async def __aenter__(self) -> Self:
         return self
@@ -346,6 +382,7 @@ class _Chunks:
         except Exception as error:
             if not is_lost(error):
                 raise
+            self._router.lost(self._server)
             what = f"the connection to {self._server.url} was lost"
             raise ConnectionError(f"{what} ({error.__cause__ or error!r})") from error
 

@@ -1,0 +1,305 @@
+r"""Other servers that answer: conversations go to them as they are, or as text to be continued.
+
+::
+
+    conversation --> chat of the server behind                           (RemoteChat)
+                 \-> the model's chat template, here --> completions     (with a tokenizer)
+
+A chat is answered whole, so it serves methods that draw whole answers. A completion can be
+continued and forked, as other methods do. What only the server behind can do makes a chat: forced
+calls, shapes of the output, ``reasoning_effort``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from forethought.config.guided import GuidedDecodingParams
+from forethought.config.sampling import SpeculationParams
+from forethought.errors import ParameterError, UsageError
+from forethought.scaffolding import sampling
+from forethought.scaffolding.controller import NativeChatController
+from forethought.scaffolding.messages import RoleMessage, UserMessage
+from forethought.scaffolding.parallel import Process
+from forethought.scaffolding.task import ChatTask, GenerationTask
+from forethought.scaffolding.worker import Worker
+from forethought.scaffolding.workers.openai import EXTENSIONS
+from forethought.server.backends import (
+    Backend,
+    Conversation,
+    NativeGeneration,
+    Prompted,
+    opens_thought,
+    response_parser,
+    template_args,
+    worker_table,
+)
+from forethought.server.composition import continues_text
+
+if TYPE_CHECKING:
+    from forethought.llm.response import ResponseStream
+    from forethought.llm.tokenizer import Tokenizer
+    from forethought.scaffolding.workers.upstream import UpstreamWorker
+
+_FIELDS, _RESTART = "--upstream-fields", "start this server with"
+_CLOSING = f"{_RESTART} --tokenizer, of a model whose chat template opens the thought"
+_TAIL = 256
+"""Characters at the end of a prompt in which a thought may be opened."""
+
+
+class RemoteBackend(Backend):
+    """Other servers that speak OpenAI's API, through a worker without torch.
+
+    Args:
+        worker: sends the requests; shut down by ``close``.
+        name: of the model there.
+        markers: what opens and closes the model's thoughts.
+        tokenizer: of the model there, with its chat template; None: there is none here, and
+            conversations are sent as chats.
+    """
+
+    passes_chats_on = True
+
+    def __init__(
+        self,
+        worker: UpstreamWorker,
+        name: str,
+        markers: tuple[str, str] | None = ("<think>", "</think>"),
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        self.worker, self.name, self.markers = worker, name, markers
+        self.servers, self._tokenizer = worker.servers, tokenizer
+        self.workers: Mapping[Any, Worker] = worker_table(worker, None)
+        takes_special = "skip_special_tokens" in worker.extensions
+        self._responses = response_parser(tokenizer.hf) if tokenizer and takes_special else None
+        self._has_asked_length = False
+        if tokenizer is not None:
+            worker.num_left = self._num_left
+
+    async def open(self, conversation: Conversation) -> Prompted:
+        """The text that the chat template makes, or the last question of a chat."""
+        is_chat = conversation.tools.forced or conversation.without_thought
+        if self._tokenizer is None or is_chat or conversation.reasoning_effort is not None:
+            return _chat_prompt(conversation)
+        await self._ask_length()
+        ids = self.render(conversation)
+        text = self.as_text(ids)
+        return Prompted(
+            text,
+            conversation.question,
+            NativeGeneration,
+            lambda text: self.as_text(self.render(conversation.asking(text))),
+            opens_thought(text[-_TAIL:], self.markers),
+            reader=self._reader(ids, conversation),
+        )
+
+    def _reader(
+        self, ids: list[int], conversation: Conversation
+    ) -> Callable[[bool], ResponseStream] | None:
+        """Of the answer to a prompt."""
+        responses, tools = self._responses, conversation.tools.offered
+        if responses is None:
+            return None
+        return lambda keeps: responses.stream(ids, tools, keeps_reasoning=keeps)
+
+    async def _ask_length(self) -> None:
+        """Ask the servers, once, for the context of the model."""
+        if self._has_asked_length or self.max_length is not None:
+            return
+        self._has_asked_length = await self.worker.upstream.ask_lengths()
+
+    def _num_left(self, prompt: str | Sequence[int]) -> int | None:
+        """Tokens of the context behind the prompt of a completion; None: not known."""
+        if self.max_length is None:
+            return None
+        length = len(self.tokenize(prompt) if isinstance(prompt, str) else prompt)
+        return max(1, self.max_length - length)
+
+    @property
+    def max_length(self) -> int | None:
+        """Tokens of the model's context, where its servers have told."""
+        return self.worker.upstream.max_lengths.get(self.name)
+
+    def missing(self, method: str) -> str | None:
+        """A tokenizer, for methods that continue a text; a field, for those that limit thoughts."""
+        has_field = self.worker.thinking_field is not None
+        if continues_text(method) and self._tokenizer is None:
+            return f"it continues a text, which a chat does not take: {_RESTART} --tokenizer"
+        if method == "no_thinking" and (has_field or not self._closes_thoughts):
+            return f"it closes a thought itself: {_CLOSING}, and without --thinking-field"
+        if method == "budget_vote" and not (has_field or self._closes_thoughts):
+            return f"it limits thoughts: {_CLOSING}, or with --thinking-field"
+        return None
+
+    @cached_property
+    def _closes_thoughts(self) -> bool:
+        """Whether a thought can be closed here: the prompts of conversations open one."""
+        if self._tokenizer is None:
+            return False
+        prompt = self.as_text(self.render(Conversation([{"role": "user", "content": "?"}])))
+        return opens_thought(prompt[-_TAIL:], self.markers)
+
+    def task_params(self, prompted: Prompted, params: Mapping[str, Any]) -> Mapping[str, Any]:
+        """``params`` without ``speculation`` that asks for no drafts: there are none here.
+
+        Raises:
+            ParameterError: a field that the servers are not known to take.
+        """
+        found = dict(params)
+        asked = found.get("speculation")
+        if asked is not None and (not asked.enabled or asked == SpeculationParams()):
+            del found["speculation"]
+        for name, value in found.items():
+            if value != sampling.DEFAULTS[name] and (why := self._refusal(name, value, prompted)):
+                raise ParameterError(*why)
+        return found
+
+    def _refusal(self, name: str, value: Any, prompted: Prompted) -> tuple[str, str, str] | None:
+        """Why the servers cannot be sent a field: what, why and what to do; None if they can."""
+        is_completion = prompted.innermost is NativeGeneration
+        if name in EXTENSIONS and name not in (*self.worker.extensions, "guided_decoding"):
+            why = "OpenAI's API has no such field, and the server behind is not known to take it"
+            return f"{name} is not supported here", why, f"If it does, {_RESTART} {_FIELDS} {name}"
+        if name == "guided_decoding":
+            return self._shape_refusal(value, is_completion)
+        if name == "thinking_budget" and not is_completion and self.worker.thinking_field is None:
+            return (
+                "a thinking budget (thinking_budget, thinking_token_budget, reasoning_budget) is "
+                "not supported here",
+                "the server behind has a field of its own for it, which is not known",
+                f"Use reasoning_effort, or {_RESTART} --thinking-field NAME",
+            )
+        if name == "thinking_soft":
+            return "thinking_soft is not supported here", "another server runs the model", ""
+        if name == "speculation":
+            field = "speculation" if value.prediction is None else "prediction"
+            return f"{field} is not supported here", "another server drafts", "Leave it out"
+        return None
+
+    def _shape_refusal(
+        self, shape: GuidedDecodingParams, is_completion: bool
+    ) -> tuple[str, str, str] | None:
+        """The same for the shape of the output."""
+        if shape.json is None and not shape.json_object:
+            why = "there is no field for it that servers agree on"
+            return f"structured_outputs with {shape.kind} is not supported here", why, "Use json"
+        if is_completion and "guided_decoding" not in self.worker.extensions:
+            fix = f"Ask a chat; or, if the server behind takes it, {_RESTART} {_FIELDS}"
+            why = "completions have no response_format in OpenAI's API"
+            return "structured_outputs is not supported here", why, f"{fix} response_format"
+        return None
+
+    def render(self, conversation: Conversation) -> list[int]:
+        """The ids of a conversation.
+
+        Raises:
+            UsageError: there is no tokenizer here, or its template refuses the conversation.
+        """
+        tokenizer = self._own_tokenizer()
+        arguments = template_args(tokenizer.hf, conversation)
+        return tokenizer.encode_more(tokenizer.render(conversation.messages, arguments))
+
+    def tokenize(self, text: str, special: bool = True) -> list[int]:
+        """The ids of a text.
+
+        Raises:
+            UsageError: there is no tokenizer here.
+        """
+        tokenizer = self._own_tokenizer()
+        return tokenizer.encode(text) if special else tokenizer.encode_more(text)
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of ids.
+
+        Raises:
+            UsageError: there is no tokenizer here, or an id is outside its vocabulary.
+        """
+        tokenizer = self._own_tokenizer()
+        if any(token >= len(tokenizer.hf) for token in ids):
+            raise ParameterError("invalid tokens", "they are outside the vocabulary", "")
+        return tokenizer.decode(ids, skip_special_tokens=False)
+
+    def count(self, text: str) -> int:
+        """Without a tokenizer: about one token for four characters."""
+        return -(-len(text) // 4) if self._tokenizer is None else super().count(text)
+
+    def _own_tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            fix = "Ask that one, or start this server with --tokenizer"
+            raise UsageError("no tokenizer here", "another server runs the model", fix)
+        return self._tokenizer
+
+    def close(self) -> None:
+        """End the worker."""
+        self.worker.shutdown()
+
+
+def _chat_prompt(conversation: Conversation) -> Prompted:
+    """The last question; what came before is sent in front of it."""
+    if conversation.template_args:
+        raise ParameterError(
+            "chat_template_kwargs are not supported here", "another server has the template", ""
+        )
+    return Prompted(
+        conversation.question or " ",
+        conversation.question,
+        lambda streaming: RemoteChat(conversation, streaming),
+        lambda text: text,
+    )
+
+
+class _Given(RoleMessage):
+    """A message as the client has sent it."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(str(values["role"]), values.get("content"))
+        self._values = dict(values)
+
+    def to_dict(self) -> dict[str, Any]:
+        return self._values
+
+
+class RemoteChat(NativeChatController):
+    """Continues a conversation on another server: a task's prompt is its last question.
+
+    Tool calls and thoughts of the answer land in ``customized_result_fields``.
+
+    Args:
+        conversation: what came before, tools included.
+        streaming: stream the answer as it comes.
+    """
+
+    def __init__(self, conversation: Conversation, streaming: bool) -> None:
+        super().__init__(streaming=streaming)
+        self._conversation = conversation
+
+    def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
+        """Generate the assistant's next message for all tasks at once."""
+        chats = [self._chat(task) for task in tasks]
+        yield from super().process(chats, **kwargs)
+        for task, chat in zip(tasks, chats, strict=True):
+            if chat is not task:
+                task.result, task.samples = chat.result, chat.samples
+                task.status, task.error = chat.status, chat.error
+            last: Any = chat.messages[-1]
+            calls = getattr(last, "tool_calls", None)
+            if calls:
+                task.customized_result_fields["tool_calls"] = [call.to_dict() for call in calls]
+            if getattr(last, "reasoning", None):
+                task.customized_result_fields["reasoning"] = last.reasoning
+
+    def _chat(self, task: GenerationTask) -> ChatTask:
+        if isinstance(task, ChatTask):
+            return task
+        chat, given = super()._chat(task), self._conversation
+        if task.input_str in (given.question, " "):
+            chat.messages = [_Given(message) for message in given.messages]
+        else:
+            before = given.asking(task.input_str or "").messages[:-1]
+            chat.messages = [*map(_Given, before), UserMessage(task.input_str or "")]
+        if given.tools.offered:
+            chat.tools, chat.tool_choice = given.tools.offered, given.tools.choice_field
+        chat.reasoning_effort = given.reasoning_effort
+        return chat
