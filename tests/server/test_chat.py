@@ -239,9 +239,28 @@ def test_without_being_asked_for_no_events_come(server: Served) -> None:
 
 
 def test_a_budget_limits_all_that_a_method_does(server: Served) -> None:
-    body = say("votes", method="majority_vote@3", budget={"calls": 1})
+    body = say("votes", method="majority_vote@3", budget={"calls": 2})
     answer = server.send("/v1/chat/completions", body)
-    assert (answer.status, answer.error["code"]) == (400, "budget_exceeded")
+    assert (answer.status, answer.json["usage"]["spent_budget"]) == (200, "calls")
+    assert answer.json["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize("tokens", [5, 30, 60, 70, 100])
+@pytest.mark.parametrize("method", ["dynasor", "majority_vote@4", "self_refine", "budget_forcing"])
+def test_a_budget_of_tokens_is_kept_exactly_and_leaves_an_answer(method: str, tokens: int) -> None:
+    with scripted(lambda prompt, index: Reply("so " * 200)) as server:
+        fields = {"method": method, "budget": {"tokens": tokens}}
+        whole = server.send("/v1/chat/completions", say("think", **fields)).json
+        stream = {"stream": True, "stream_options": {"include_usage": True}, "events": True}
+        events = server.send("/v1/chat/completions", say("think", **fields, **stream)).events
+    streamed = [data for name, data in events if name == "message" and data != "[DONE]"]
+    for usage in (whole["usage"], streamed[-1]["usage"]):
+        assert (usage["completion_tokens"], usage["spent_budget"]) == (tokens, "tokens")
+    [choice] = whole["choices"]
+    assert choice["finish_reason"] == streamed[-2]["choices"][0]["finish_reason"] == "length"
+    assert choice["message"]["content"].startswith("so")
+    finished = [data for name, data in events if name == "forethought"][-1]
+    assert finished["usage"]["spent_budget"] == "tokens"
 
 
 def deep(levels: int) -> dict[str, Any]:

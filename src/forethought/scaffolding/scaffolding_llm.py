@@ -317,7 +317,7 @@ class ScaffoldingLlm:
                 tracer.finish(request.stopped or error, stopped=request.stopped is not None)
             raise
         finally:
-            result.metrics = run.account.metrics
+            result.metrics, result.spent_budget = run.account.metrics, run.account.spent
             if timer is not None:
                 timer.cancel()
         return outputs

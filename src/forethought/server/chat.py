@@ -143,7 +143,7 @@ class _Chat:
 
     def _usage(self, outcome: Outcome, answers: Sequence[Answer]) -> dict[str, Any]:
         reasoning = sum(answer.num_reasoning_tokens for answer in answers)
-        return chat_usage(outcome.usage, outcome.metrics, reasoning)
+        return chat_usage(outcome.usage, outcome.metrics, reasoning, outcome.spent_budget)
 
     def _logprobs(
         self, entries: Sequence[TokenLogprobs] | None, ids: Sequence[int]

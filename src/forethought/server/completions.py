@@ -253,7 +253,8 @@ def _usage(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Of all prompts together."""
     usage = sum((outcome.usage for outcome in outcomes), Usage())
     metrics = sum((outcome.metrics for outcome in outcomes), SpeculationMetrics())
-    return chat_usage(usage, metrics, None)
+    spent = next((each.spent_budget for each in outcomes if each.spent_budget), None)
+    return chat_usage(usage, metrics, None, spent)
 
 
 async def _merged(

@@ -113,6 +113,8 @@ class Outcome:
     prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
     prompt_ids: Sequence[int] = ()
     """Where the log-probabilities of the prompt are asked for."""
+    spent_budget: str | None = None
+    """The limit of the budget that ended it: ``"tokens"``, ``"calls"`` or ``"seconds"``."""
 
 
 class Job(abc.ABC):
@@ -200,7 +202,7 @@ class Job(abc.ABC):
         return {
             "type": "finished",
             "at": self._at(),
-            "usage": chat_usage(outcome.usage, outcome.metrics, None),
+            "usage": chat_usage(outcome.usage, outcome.metrics, None, outcome.spent_budget),
             "speculation": speculation(outcome.metrics),
             "seconds": round(outcome.seconds, 4),
             "text": first.text or "",
@@ -312,7 +314,14 @@ class MethodJob(Job):
         """The end of a job whose updates are over."""
         outputs = list(self._result.outputs)[: self.num_choices]
         outputs += [ScaffoldingOutput("")] * (self.num_choices - len(outputs))
-        return Outcome(outputs, self._result.usage, self._result.metrics, self.seconds)
+        found = self._result
+        return Outcome(
+            outputs,
+            found.usage,
+            found.metrics,
+            self.seconds,
+            spent_budget=found.spent_budget,
+        )
 
     def _update(self, batch: Sequence[StreamedItem]) -> Update:
         pieces: dict[int, Piece] = {}

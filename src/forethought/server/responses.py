@@ -378,7 +378,8 @@ class _Run:
         self._close("incomplete" if is_cut else "completed")
         for call in answer.calls:
             self._call(call)
-        usage = response_usage(outcome.usage, outcome.metrics, answer.num_reasoning_tokens)
+        num_thought = answer.num_reasoning_tokens
+        usage = response_usage(outcome.usage, outcome.metrics, num_thought, outcome.spent_budget)
         record.response["usage"] = usage
         if self._job.ask.events:
             record.add("forethought", event=self._job.finished(outcome))

@@ -8,7 +8,10 @@ from forethought.outputs import SpeculationMetrics, Usage
 
 
 def chat_usage(
-    usage: Usage, metrics: SpeculationMetrics, reasoning_tokens: int | None
+    usage: Usage,
+    metrics: SpeculationMetrics,
+    reasoning_tokens: int | None,
+    spent_budget: str | None = None,
 ) -> dict[str, Any]:
     """``usage`` of chats and completions, which adds up all that was run inside.
 
@@ -16,6 +19,7 @@ def chat_usage(
         usage: of the whole request.
         metrics: of its drafts.
         reasoning_tokens: of the thoughts in the answers; None: there is no such part.
+        spent_budget: the limit of the budget that ended it; None: none.
     """
     completion: dict[str, Any] = {
         "accepted_prediction_tokens": metrics.accepted,
@@ -31,13 +35,17 @@ def chat_usage(
         "total_tokens": usage.total_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached},
         "completion_tokens_details": completion,
+        **_spent(spent_budget),
     }
 
 
 def response_usage(
-    usage: Usage, metrics: SpeculationMetrics, reasoning_tokens: int
+    usage: Usage,
+    metrics: SpeculationMetrics,
+    reasoning_tokens: int,
+    spent_budget: str | None = None,
 ) -> dict[str, Any]:
-    """``usage`` of a response."""
+    """``usage`` of a response. Args: as ``chat_usage``."""
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached},
@@ -48,7 +56,13 @@ def response_usage(
             "accepted_tokens": metrics.accepted,
         },
         "total_tokens": usage.total_tokens,
+        **_spent(spent_budget),
     }
+
+
+def _spent(budget: str | None) -> dict[str, Any]:
+    """That the budget has ended the request, and which of its limits."""
+    return {} if budget is None else {"spent_budget": budget}
 
 
 def speculation(metrics: SpeculationMetrics) -> dict[str, Any]:
