@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -233,6 +234,29 @@ def test_a_client_that_leaves_gives_back_its_pages(server: Served, llm: AsyncLLM
         with stream:
             eventually(lambda before=before: llm.stats.steps > before)
         eventually(lambda: server.send("/v1/load").json["requests_unfinished"] == 0)
+
+
+def test_plain_requests_and_methods_share_the_places_of_running_requests(llm: AsyncLLM) -> None:
+    """One is held by a stream that has not ended; what comes then waits for its end."""
+    frontend = llm._frontend
+    with served(EngineBackend(llm, "reasoner"), Settings(max_running=1)) as server:
+        long = ask(max_tokens=900, stream=True, extra_body={"ignore_eos": True})
+        with server.client.chat.completions.create(model="reasoner", **long) as first:
+            next(iter(first))
+            with ThreadPoolExecutor() as pool:
+                others = [
+                    pool.submit(server.send, CHAT, ask(max_tokens=4, method=method))
+                    for method in (None, "majority_vote@2", None)
+                ]
+                eventually(lambda: server.service.admission.unfinished == 4)
+                assert len(server.service.llm._waiting) == 3
+                sequences = llm._thread.call(lambda: len(list(frontend.engine.scheduler))).result()
+                assert sequences <= 1
+                first.close()
+                answers = [each.result() for each in others]
+        assert [answer.status for answer in answers] == [200, 200, 200]
+        waited = server.send("/metrics").text
+    assert 'forethought:request_queue_time_seconds_count{method="none"' in waited
 
 
 def test_load_and_examples_are_told(server: Served) -> None:

@@ -260,7 +260,8 @@ class Service:
         is_plain = ask.composition.is_plain and not ask.is_limited
         scored = prompt_logprobs is not None or "num_logprobs" in ask.params
         if engine is not None and is_plain and (scored or not ask.events):  # a worker tells drafts
-            return EngineJob(engine, self.backend, ask, gather, prompt_logprobs)
+            place = self.llm.place
+            return EngineJob(engine, self.backend, ask, gather, prompt_logprobs, place)
         if prompt_logprobs is not None:
             raise ParameterError(
                 "echo and logprobs exclude each other here",
