@@ -45,7 +45,7 @@ _SETTINGS = (
     "otlp_endpoint",
 )
 """Options that are settings."""
-_FILE_ONLY = ("max_choices", "max_stored", "store_seconds")
+_FILE_ONLY = ("max_choices", "max_stored", "max_stored_bytes", "store_seconds")
 """Settings without an option."""
 _TEXTS = ("host", "reward_model", "upstream", "api_model")
 _EXAMPLES = 6

@@ -8,12 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
-from contextlib import (
-    AbstractAsyncContextManager,
-    aclosing,
-    asynccontextmanager,
-    nullcontext,
-)
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from forethought.config.sampling import SamplingParams
@@ -34,9 +29,9 @@ class EngineJob(Job):
         llm: the model.
         backend: of the model.
         ask: what to run; its composition is plain.
+        place: opens a place among the running requests, for which it waits.
         gather: seconds in which new tokens are gathered.
         prompt_logprobs: top log-probabilities of the prompt's tokens; None: none.
-        place: opens a place among the running requests, for which it waits.
     """
 
     streams_logprobs = True
@@ -46,9 +41,9 @@ class EngineJob(Job):
         llm: AsyncLLM,
         backend: Backend,
         ask: Ask,
+        place: Callable[[int], AbstractAsyncContextManager[None]],
         gather: float = 0.0,
         prompt_logprobs: int | None = None,
-        place: Callable[[int], AbstractAsyncContextManager[None]] = nullcontext,
     ) -> None:
         super().__init__(ask, backend)
         self._llm, self._gather, self._place = llm, gather, place

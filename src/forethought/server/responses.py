@@ -63,8 +63,6 @@ async def create_response(service: Service, body: ResponseRequest, request: Requ
     params = _params(service, body, tools)
     with ExitStack() as held:
         held.enter_context(service.admitted())
-        if stored:
-            service.store.make_room()
         opening = [{"role": "system", "content": body.instructions}] if body.instructions else []
         conversation = Conversation(
             [*opening, *messages], tools, without_thought="guided_decoding" in params
@@ -75,6 +73,8 @@ async def create_response(service: Service, body: ResponseRequest, request: Requ
             raise ParameterError(
                 "a response has one answer", f"{ask.composition.spec!r} gives several", "Use chats"
             )
+        if stored:
+            service.store.make_room(caller.tenant)
         job = service.start(ask)
         response = _response(body, ask.id, ask.model, stored)
         record = Record(response, caller.tenant, messages)

@@ -123,7 +123,12 @@ class Service:
         self.llm = ScaffoldingLlm(
             Dispatch(), backend.workers, settings.max_running, trace=endpoint is not None
         )
-        self.store = ResponseStore(settings.max_stored, settings.store_seconds)
+        self.store = ResponseStore(
+            settings.max_stored,
+            settings.max_stored_bytes,
+            settings.store_seconds,
+            max(1, len(settings.api_keys)),
+        )
         self._tasks: set[asyncio.Task[None]] = set()
         engine = backend.llm
         stats = None if engine is None else (lambda: engine.stats)
@@ -261,7 +266,7 @@ class Service:
         scored = prompt_logprobs is not None or "num_logprobs" in ask.params
         if engine is not None and is_plain and (scored or not ask.events):  # a worker tells drafts
             place = self.llm.place
-            return EngineJob(engine, self.backend, ask, gather, prompt_logprobs, place)
+            return EngineJob(engine, self.backend, ask, place, gather, prompt_logprobs)
         if prompt_logprobs is not None:
             raise ParameterError(
                 "echo and logprobs exclude each other here",
