@@ -245,6 +245,28 @@ def test_a_budget_limits_all_that_a_method_does(server: Served) -> None:
     assert answer.json["choices"][0]["message"]["content"]
 
 
+@pytest.mark.parametrize(
+    ("method", "num_thoughts"),
+    [
+        ("majority_vote@4", 4),
+        ("dynasor+majority_vote@4", 4),
+        ("plain|plain", 2),
+        ("self_refine", 3),
+    ],
+)
+def test_the_reasoning_tokens_are_those_of_all_that_was_run(method: str, num_thoughts: int) -> None:
+    params = {"num_refinements": 1} if method == "self_refine" else None
+    with scripted(lambda prompt, index: THOUGHT) as server:
+        body = say("think", method=method, method_params=params)
+        usage = server.send("/v1/chat/completions", body).json["usage"]
+        response = server.send("/v1/responses", {"input": "think", "method": "majority_vote@4"})
+    details = usage["completion_tokens_details"]
+    assert details["reasoning_tokens"] == num_thoughts * len("first this")
+    assert usage["completion_tokens"] == num_thoughts * len(THOUGHT)
+    told = response.json["usage"]["output_tokens_details"]
+    assert (told["reasoning_tokens"], told["discarded_tokens"]) == (4 * len("first this"), 0)
+
+
 @pytest.mark.parametrize("tokens", [5, 30, 60, 70, 100])
 @pytest.mark.parametrize("method", ["dynasor", "majority_vote@4", "self_refine", "budget_forcing"])
 def test_a_budget_of_tokens_is_kept_exactly_and_leaves_an_answer(method: str, tokens: int) -> None:

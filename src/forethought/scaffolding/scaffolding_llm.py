@@ -359,6 +359,7 @@ class ScaffoldingLlm:
             raise
         finally:
             result.metrics, result.spent_budget = run.account.metrics, run.account.spent
+            result.generations = run.account.generated_in("")
             if timer is not None:
                 timer.cancel()
         return outputs

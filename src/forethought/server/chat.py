@@ -24,7 +24,7 @@ from forethought.server.http import (
 )
 from forethought.server.job import Ask, Job, Outcome, Piece
 from forethought.server.logprobs import chat_logprobs
-from forethought.server.message import Answer, AnswerStream, answer_of
+from forethought.server.message import Answer, AnswerStream, answer_of, num_thought_tokens
 from forethought.server.protocol import ChatRequest, message_dict, shape_of, tools_of
 from forethought.server.service import (
     Service,
@@ -142,7 +142,7 @@ class _Chat:
         }
 
     def _usage(self, outcome: Outcome, answers: Sequence[Answer]) -> dict[str, Any]:
-        reasoning = sum(answer.num_reasoning_tokens for answer in answers)
+        reasoning = num_thought_tokens(self._service, self._job, answers)
         return chat_usage(outcome.usage, outcome.metrics, reasoning, outcome.spent_budget)
 
     def _logprobs(

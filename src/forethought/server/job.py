@@ -26,6 +26,7 @@ from forethought.scaffolding.result import (
     StreamEvent,
 )
 from forethought.scaffolding.scaffolding_llm import ScaffoldingLlm
+from forethought.scaffolding.task import GenerationTask
 from forethought.scaffolding.trace import Trace
 from forethought.scaffolding.trace_otel import TraceParent
 from forethought.server.backends import Backend, Prompted
@@ -146,6 +147,11 @@ class Job(abc.ABC):
     def queue_seconds(self) -> float | None:
         """How long it waited for its turn; None: it has not begun, or is queued by the engine."""
         return None
+
+    @property
+    def generations(self) -> Sequence[GenerationTask]:
+        """The generations that were begun inside, once it is over; none if there is no method."""
+        return ()
 
     @property
     def choices(self) -> range:
@@ -295,6 +301,11 @@ class MethodJob(Job):
     def metrics(self) -> SpeculationMetrics:
         """Of all drafts, once it is over."""
         return self._result.metrics
+
+    @property
+    def generations(self) -> Sequence[GenerationTask]:
+        """The generations that were begun inside, once it is over."""
+        return self._result.generations
 
     async def outcome(self) -> Outcome:
         """The end. Raises what the request failed with; cancelling ends it."""

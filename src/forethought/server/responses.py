@@ -23,7 +23,7 @@ from forethought.errors import ParameterError
 from forethought.server.backends import Conversation
 from forethought.server.http import EventStream, encode, http_error, until_gone
 from forethought.server.job import Job
-from forethought.server.message import AnswerStream, answer_of
+from forethought.server.message import AnswerStream, answer_of, num_thought_tokens
 from forethought.server.protocol import (
     Function,
     FunctionCallItem,
@@ -378,7 +378,7 @@ class _Run:
         self._close("incomplete" if is_cut else "completed")
         for call in answer.calls:
             self._call(call)
-        num_thought = answer.num_reasoning_tokens
+        num_thought = num_thought_tokens(self._service, self._job, [answer])
         usage = response_usage(outcome.usage, outcome.metrics, num_thought, outcome.spent_budget)
         record.response["usage"] = usage
         if self._job.ask.events:

@@ -18,7 +18,7 @@ def chat_usage(
     Args:
         usage: of the whole request.
         metrics: of its drafts.
-        reasoning_tokens: of the thoughts in the answers; None: there is no such part.
+        reasoning_tokens: of the thoughts in all that was run inside; None: there is no such part.
         spent_budget: the limit of the budget that ended it; None: none.
     """
     completion: dict[str, Any] = {
@@ -54,6 +54,7 @@ def response_usage(
             "reasoning_tokens": reasoning_tokens,
             "drafted_tokens": metrics.drafted,
             "accepted_tokens": metrics.accepted,
+            "discarded_tokens": usage.discarded,
         },
         "total_tokens": usage.total_tokens,
         **_spent(spent_budget),
