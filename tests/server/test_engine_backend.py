@@ -175,6 +175,24 @@ def test_a_forced_call_is_one_by_grammar(server: Served) -> None:
     assert "chat template" in refused.error["message"]
 
 
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        (
+            {"tools": [{"type": "function", "function": {"name": "add"}}]},
+            "tools",
+        ),
+        ({"method_params": {"nonsense": 1}}, "method_params.nonsense"),
+        ({"speculation": "nonsense"}, "speculation"),
+    ],
+)
+def test_what_an_engine_cannot_honour_is_named(
+    server: Served, change: dict[str, Any], param: str
+) -> None:
+    answer = server.send(CHAT, ask(**change))
+    assert (answer.status, answer.error["param"]) == (400, param)
+
+
 def test_drafts_can_be_chosen_and_switched_off(server: Served) -> None:
     assert [each["name"] for each in server.send("/v1/drafters").json["data"]] == ["ngram", "none"]
     for given, drafts in (

@@ -304,6 +304,7 @@ class EngineBackend(Backend):
                 f"chat_template_kwargs.{min(own)} is not allowed",
                 "it is set by the server",
                 "Give only what the model's own chat template reads",
+                param="chat_template_kwargs",
             )
         if conversation.tools.offered:
             if "tools" not in str(hf.chat_template) and not conversation.tools.forced:
@@ -311,6 +312,7 @@ class EngineBackend(Backend):
                     "this model cannot be offered tools",
                     "its chat template has no place for them",
                     "Use another model, or force a call with tool_choice, which a grammar does",
+                    param="tools",
                 )
             given["tools"] = conversation.tools.offered
         return given
@@ -416,6 +418,16 @@ class ScriptedBackend(Backend):
         last = str(conversation.messages[-1].get("content") or "")
         return Prompted(last, conversation.question, NativeGeneration, lambda text: text)
 
+    def check(self, prompt: str | list[int], params: Mapping[str, Any]) -> None:
+        """Raises ``ParameterError``: log-probabilities are asked for, and a script has none."""
+        if "num_logprobs" in params:
+            raise ParameterError(
+                "logprobs are not supported here",
+                "the answers of a script have no probabilities",
+                "Leave them out",
+                param="logprobs",
+            )
+
     def render(self, conversation: Conversation) -> list[int]:
         """The ids of the last message."""
         return self.tokenize(str(conversation.messages[-1].get("content") or ""))
@@ -427,7 +439,7 @@ class ScriptedBackend(Backend):
     def detokenize(self, ids: Sequence[int]) -> str:
         """One character per token."""
         if any(token > 0x10FFFF for token in ids):
-            raise ParameterError("invalid tokens", "they are no characters", "")
+            raise ParameterError("invalid tokens", "they are no characters", "", param="tokens")
         return "".join(map(chr, ids))
 
 

@@ -78,7 +78,8 @@ def _params(service: Service, body: ChatRequest, tools: Tools) -> dict[str, Any]
     if tools.forced:
         params = with_shape(params, tools.shape)
     if body.top_logprobs is not None and not body.logprobs:
-        raise ParameterError("top_logprobs needs logprobs", "it is not true", "Set logprobs: true")
+        why, fix = "it is not true", "Set logprobs: true"
+        raise ParameterError("top_logprobs needs logprobs", why, fix, param="top_logprobs")
     if body.logprobs:
         params["num_logprobs"] = body.top_logprobs or 0
     return params

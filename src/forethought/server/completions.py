@@ -49,6 +49,7 @@ async def completions(service: Service, body: CompletionRequest, request: Reques
             "too many prompts",
             f"{len(prompts)} with n={body.n or 1}",
             f"Send at most {service.settings.max_choices} in one request",
+            param="prompt",
         )
     with ExitStack() as held:
         held.enter_context(service.admitted())
@@ -80,7 +81,8 @@ def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
     given: Any = body.prompt
     prompts = given if isinstance(given, list) and given and not _is_id(given[0]) else [given]
     if any(not prompt for prompt in prompts):
-        raise ParameterError("empty prompt", "there is nothing to continue", "Give some text")
+        why, fix = "there is nothing to continue", "Give some text"
+        raise ParameterError("empty prompt", why, fix, param="prompt")
     return list(prompts)
 
 

@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from forethought.errors import ParameterError
 from forethought.outputs import SpeculationMetrics, TokenLogprobs, Usage
 from forethought.scaffolding.budget import Budget
 from forethought.scaffolding.result import (
@@ -263,15 +264,20 @@ class MethodJob(Job):
         self._streams = ask.streaming and streams_truly(ask.composition)
         streams = self._streams or ask.events
         prompted = ask.prompted
-        controller = compose(
-            ask.composition,
-            ask.settings,
-            innermost=lambda: prompted.innermost(streams),
-            reward=backend.reward,
-            streaming=streams,
-            num_choices=ask.num_choices,
-            pipeline=(prompted.asking, self._visible),
-        )
+        try:
+            controller = compose(
+                ask.composition,
+                ask.settings,
+                innermost=lambda: prompted.innermost(streams),
+                reward=backend.reward,
+                streaming=streams,
+                num_choices=ask.num_choices,
+                pipeline=(prompted.asking, self._visible),
+            )
+        except ParameterError as error:
+            if error.param in ask.settings:
+                error.param = f"method_params.{error.param}"
+            raise
         self._result: ScaffoldingResult = llm.generate_async(
             prompted.prompt,
             sampling_params=ask.params,

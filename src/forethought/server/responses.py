@@ -57,7 +57,8 @@ async def create_response(service: Service, body: ResponseRequest, request: Requ
     """
     stored, caller = body.store is not False, request.state.caller
     if body.background and not stored:
-        raise ParameterError("background needs store", "store is false", "Leave store out")
+        why, fix = "store is false", "Leave store out"
+        raise ParameterError("background needs store", why, fix, param="background")
     tools = _tools(body)
     messages = conversation_of(service, body, caller.tenant)
     params = _params(service, body, tools)
@@ -71,7 +72,10 @@ async def create_response(service: Service, body: ResponseRequest, request: Requ
         ask = service.ask("resp", body, prompted, params, num_choices=1, caller=caller)
         if len(ask.composition.choices) > 1:
             raise ParameterError(
-                "a response has one answer", f"{ask.composition.spec!r} gives several", "Use chats"
+                "a response has one answer",
+                f"{ask.composition.spec!r} gives several",
+                "Use chats",
+                param="method",
             )
         if stored:
             service.store.make_room(caller.tenant)
@@ -121,7 +125,12 @@ def conversation_of(service: Service, body: ResponseRequest, tenant: str) -> lis
     if body.previous_response_id is not None:
         record = service.store.find(body.previous_response_id, tenant)
         if record.finished is None:
-            raise ParameterError("the previous response has not finished", "", "Wait for its end")
+            raise ParameterError(
+                "the previous response has not finished",
+                "",
+                "Wait for its end",
+                param="previous_response_id",
+            )
         messages += [dict(each) for each in record.messages]
         messages += _said(record.response["output"])
     if isinstance(body.input, str):
@@ -129,7 +138,9 @@ def conversation_of(service: Service, body: ResponseRequest, tenant: str) -> lis
     for item in body.input:
         _append(messages, item)
     if not messages:
-        raise ParameterError("empty input", "there is nothing to answer", "Give some text")
+        raise ParameterError(
+            "empty input", "there is nothing to answer", "Give some text", param="input"
+        )
     return messages
 
 
@@ -207,7 +218,9 @@ def _shape(body: ResponseRequest) -> GuidedDecodingParams | None:
     if given.type == "json_object":
         return GuidedDecodingParams(json_object=True)
     if given.schema_ is None:
-        raise ParameterError("text.format needs schema", "it is missing", "Give it")
+        raise ParameterError(
+            "text.format needs schema", "it is missing", "Give it", param="text.format.schema"
+        )
     return GuidedDecodingParams(json=given.schema_)
 
 
