@@ -57,7 +57,20 @@ class UsageError(ForethoughtError, ValueError):
 
 
 class ParameterError(UsageError):
-    """A value outside its range, an unknown field, or two fields that exclude each other."""
+    """A value outside its range, an unknown field, or two fields that exclude each other.
+
+    Args:
+        what: as of the base, and so are ``why`` and ``fix``.
+        why: the reason.
+        fix: what to do.
+        param: the field that it is about; None: of no single one.
+    """
+
+    def __init__(
+        self, what: str, why: str = "", fix: str = "", *, param: str | None = None
+    ) -> None:
+        super().__init__(what, why, fix)
+        self.param = param
 
     @classmethod
     def unknown(cls, owner: str, names: Iterable[str], allowed: Iterable[str]) -> ParameterError:
@@ -67,6 +80,7 @@ class ParameterError(UsageError):
             f"{owner} has no parameter {', '.join(map(repr, unknown))}",
             _nearest(unknown[0], known) or "the name is unknown",
             f"Allowed: {', '.join(known) or 'none'}",
+            param=unknown[0],
         )
 
 

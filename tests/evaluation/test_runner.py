@@ -202,11 +202,15 @@ def test_enough_ends_the_rest():
     assert runner.attempts(GREEDY, PROBLEMS, made.append, enough=lambda: True) == []
 
 
-def test_a_spent_budget_is_an_attempt_without_an_answer():
+def test_a_budget_that_is_spent_before_there_is_a_text_is_an_attempt_without_an_answer():
+    runner = scripted(lambda prompt, index: "")
+    revised = replace(recipe("self_refine"), budget=Budget(calls=1))
+    [first, *_] = runner.attempts(revised, PROBLEMS)
+    assert (first.text, first.error) == ("", "")
     runner = scripted(lambda prompt, index: "abc")
     vote = replace(recipe("majority_vote@3"), budget=Budget(calls=2))
     [first, *_] = runner.attempts(vote, PROBLEMS)
-    assert (first.text, first.error) == ("", "the budget of 2 calls is spent")
+    assert (first.text, first.error) == ("abc", "")
     [first, *_] = runner.attempts(replace(GREEDY, budget=Budget(tokens=2)), PROBLEMS)
     assert (first.text, first.error) == ("ab", "")
 

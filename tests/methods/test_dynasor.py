@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 
 from forethought.errors import (
-    BudgetExceeded,
     ModelError,
     ParameterError,
     TaskError,
@@ -134,8 +133,18 @@ def test_a_budget_that_is_spent_behind_the_end_of_the_chain_does_not_cost_the_ch
         return answer(controller, ScriptedWorker(said), "P: ", budget=budget)
 
     assert ask(script, 58).output.text == THOUGHT[:35]
-    with pytest.raises(BudgetExceeded):
-        ask(chain("P: ", THOUGHT, lambda known: "1234567890}"), 24)
+
+
+def test_a_budget_that_is_spent_in_a_probe_ends_the_chain_with_the_text_that_it_has():
+    says = chain("P: ", THOUGHT, lambda known: "1234567890}")
+    for streamed in (False, True):
+        for tokens in range(1, 60):
+            controller = DynasorGenerationController(chunk_size=10, streaming=streamed)
+            result = answer(controller, ScriptedWorker(says), "P: ", budget=Budget(tokens=tokens))
+            assert result.usage.completion_tokens <= tokens
+            assert result.output.text
+            assert THOUGHT.startswith(result.output.text)
+            assert (result.output.finish_reason, result.spent_budget) == ("length", "tokens")
 
 
 @pytest.mark.parametrize("streamed", [False, True])

@@ -1063,6 +1063,19 @@ def test_a_budget_that_runs_out_anywhere_leaves_the_best_so_far_and_no_sequence(
     assert 0 <= best <= most
 
 
+@pytest.mark.parametrize("most", [9, 30, 50])
+def test_samples_that_a_budget_cuts_have_exactly_its_tokens_together(worker, most):
+    controller = MajorityVoteController(NativeGenerationController({"max_tokens": 60}), 4)
+    params = {"ignore_eos": True, "seed": 5, "temperature": 1.0}
+    with ScaffoldingLlm(controller, {"generation": worker}) as llm:
+        result = llm.generate(PROMPT, sampling_params=params, budget=Budget(tokens=most))
+    spent = result.usage
+    assert (spent.completion_tokens, result.spent_budget) == (most, "tokens")
+    assert spent.decoded == most + spent.discarded
+    assert (result.output.finish_reason, result.output.text is None) == ("length", False)
+    assert 0 < len(result.output.token_ids) <= most
+
+
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
 def test_a_controller_that_quits_leaves_no_sequence(worker, kind):
     def play(task):

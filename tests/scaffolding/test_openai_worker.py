@@ -8,7 +8,6 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from forethought.config.guided import GuidedDecodingParams
 from forethought.errors import (
-    BudgetExceeded,
     ParameterError,
     RequestCancelled,
     TaskError,
@@ -697,8 +696,9 @@ def test_the_budget_counts_and_stops_what_the_server_sends(server):
             copies = [GenerationTask(input_str="p", worker_tag="generation") for _ in range(2)]
             yield copies
 
-    with pytest.raises(BudgetExceeded):
-        answer(Two(), Client(server), budget=Budget(tokens=20))
+    result = answer(Two(), Client(server), budget=Budget(tokens=20))
+    assert (result.usage.completion_tokens, result.spent_budget) == (20, "tokens")
+    assert 10 <= len(result.output.text) < 20
 
 
 # ---- chats -------------------------------------------------------------------------------------

@@ -239,9 +239,50 @@ def test_without_being_asked_for_no_events_come(server: Served) -> None:
 
 
 def test_a_budget_limits_all_that_a_method_does(server: Served) -> None:
-    body = say("votes", method="majority_vote@3", budget={"calls": 1})
+    body = say("votes", method="majority_vote@3", budget={"calls": 2})
     answer = server.send("/v1/chat/completions", body)
-    assert (answer.status, answer.error["code"]) == (400, "budget_exceeded")
+    assert (answer.status, answer.json["usage"]["spent_budget"]) == (200, "calls")
+    assert answer.json["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize(
+    ("method", "num_thoughts"),
+    [
+        ("majority_vote@4", 4),
+        ("dynasor+majority_vote@4", 4),
+        ("plain|plain", 2),
+        ("self_refine", 3),
+    ],
+)
+def test_the_reasoning_tokens_are_those_of_all_that_was_run(method: str, num_thoughts: int) -> None:
+    params = {"num_refinements": 1} if method == "self_refine" else None
+    with scripted(lambda prompt, index: THOUGHT) as server:
+        body = say("think", method=method, method_params=params)
+        usage = server.send("/v1/chat/completions", body).json["usage"]
+        response = server.send("/v1/responses", {"input": "think", "method": "majority_vote@4"})
+    details = usage["completion_tokens_details"]
+    assert details["reasoning_tokens"] == num_thoughts * len("first this")
+    assert usage["completion_tokens"] == num_thoughts * len(THOUGHT)
+    told = response.json["usage"]["output_tokens_details"]
+    assert (told["reasoning_tokens"], told["discarded_tokens"]) == (4 * len("first this"), 0)
+
+
+@pytest.mark.parametrize("tokens", [5, 30, 60, 70, 100])
+@pytest.mark.parametrize("method", ["dynasor", "majority_vote@4", "self_refine", "budget_forcing"])
+def test_a_budget_of_tokens_is_kept_exactly_and_leaves_an_answer(method: str, tokens: int) -> None:
+    with scripted(lambda prompt, index: Reply("so " * 200)) as server:
+        fields = {"method": method, "budget": {"tokens": tokens}}
+        whole = server.send("/v1/chat/completions", say("think", **fields)).json
+        stream = {"stream": True, "stream_options": {"include_usage": True}, "events": True}
+        events = server.send("/v1/chat/completions", say("think", **fields, **stream)).events
+    streamed = [data for name, data in events if name == "message" and data != "[DONE]"]
+    for usage in (whole["usage"], streamed[-1]["usage"]):
+        assert (usage["completion_tokens"], usage["spent_budget"]) == (tokens, "tokens")
+    [choice] = whole["choices"]
+    assert choice["finish_reason"] == streamed[-2]["choices"][0]["finish_reason"] == "length"
+    assert choice["message"]["content"].startswith("so")
+    finished = [data for name, data in events if name == "forethought"][-1]
+    assert finished["usage"]["spent_budget"] == "tokens"
 
 
 def deep(levels: int) -> dict[str, Any]:
@@ -283,6 +324,28 @@ def deep(levels: int) -> dict[str, Any]:
         ({"structured_outputs": {"json": deep(65)}}, "structured_outputs.json"),
         ({"structured_outputs": {"json": json.dumps(deep(65))}}, "structured_outputs.json"),
         ({"structured_outputs": {"regex": "a" * 20_000}}, "structured_outputs.regex"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+        ({"n": 1000}, "n"),
+        ({"top_p": 2.0}, "top_p"),
+        ({"logprobs": True}, "logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"tools": [ADD, ADD]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"reasoning_budget": -5}, "reasoning_budget"),
+        ({"thinking_budget": 3, "reasoning_effort": "low"}, "reasoning_effort"),
+        ({"cache_salt": "x"}, "cache_salt"),
+        ({"method_params": {"nonsense": 1}}, "method_params.nonsense"),
+        ({"method": "majority_vote", "method_params": {"nonsense": 1}}, "method_params.nonsense"),
+        (
+            {"method": "majority_vote", "method_params": {"default_sample_num": 0}},
+            "method_params.default_sample_num",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema.schema",
+        ),
     ],
 )
 def test_a_field_that_cannot_be_honoured_is_named(
@@ -291,7 +354,7 @@ def test_a_field_that_cannot_be_honoured_is_named(
     answer = server.send("/v1/chat/completions", {**say("hello"), **change})
     assert answer.status == 400
     assert answer.error["param"] == param
-    assert param.rpartition(".")[2] in answer.error["message"]
+    assert param.rpartition(".")[2].removeprefix("max_completion_") in answer.error["message"]
 
 
 @pytest.mark.parametrize(
@@ -333,6 +396,25 @@ def test_what_cannot_be_is_refused_before_it_runs(server: Served, change: dict[s
     assert answer.error["type"] == "invalid_request_error"
     assert answer.error["message"]
     assert len(server.backend.worker.calls) == asked
+
+
+@pytest.mark.parametrize("body", [b"[1]", b'"x"', b"3", b"null"])
+def test_a_body_that_is_no_object_is_refused(server: Served, body: bytes) -> None:
+    answer = server.send("/v1/chat/completions", body)
+    assert (answer.status, answer.error["message"]) == (400, "the body is no JSON object")
+    assert (answer.error["param"], answer.error["code"]) == (None, "invalid_json")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [97]})],
+)
+def test_tokens_of_an_unknown_model_are_not_found(
+    server: Served, path: str, body: dict[str, Any]
+) -> None:
+    assert server.send(path, {**body, "model": "dynasor-scripted"}).status == 200
+    answer = server.send(path, {**body, "model": "nope"})
+    assert (answer.status, answer.error["param"]) == (404, "model")
 
 
 def test_an_unknown_model_is_not_found(server: Served) -> None:

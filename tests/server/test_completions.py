@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from forethought.scaffolding.workers.scripted import Reply
 from http_servers import Served, scripted
 
 
@@ -78,3 +79,27 @@ def test_a_method_may_continue_a_text(server: Served) -> None:
 def test_what_cannot_be_is_refused(server: Served, change: dict[str, Any]) -> None:
     answer = server.send("/v1/completions", {"prompt": "one", **change})
     assert answer.status == 400, answer.text
+
+
+def test_the_events_of_a_stream_say_of_which_prompt_they_are(server: Served) -> None:
+    body = {"model": "scripted", "prompt": ["one", "two"], "stream": True, "events": True}
+    events = server.send("/v1/completions", body).events
+    told = [data for name, data in events if name == "forethought"]
+    for number, prompt in enumerate(body["prompt"]):
+        own = [data for data in told if data["prompt"] == number]
+        assert (own[0]["type"], own[-1]["type"]) == ("started", "finished")
+        assert own[-1]["text"] == f" after {prompt}"
+        assert len({data["id"] for data in own if data["type"] == "started"}) == 1
+
+
+def test_a_prompt_that_fails_in_a_stream_with_events_is_told_by_an_event() -> None:
+    def says(prompt: str, index: int) -> Reply:
+        return Reply("never", error=RuntimeError("broken") if prompt == "two" else None, delay=0.01)
+
+    body = {"model": "scripted", "prompt": ["one", "two"], "stream": True, "events": True}
+    with scripted(says) as server:
+        events = server.send("/v1/completions", body).events
+    told = [data for name, data in events if name == "forethought"]
+    assert [data["prompt"] for data in told if data["type"] == "started"] == [0, 1]
+    assert (told[-1]["type"], told[-1]["prompt"]) == ("error", 1)
+    assert events[-2][1]["error"]["message"] == told[-1]["message"]

@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -183,6 +184,24 @@ def test_a_forced_call_is_one_by_grammar(server: Served) -> None:
     assert "chat template" in refused.error["message"]
 
 
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        (
+            {"tools": [{"type": "function", "function": {"name": "add"}}]},
+            "tools",
+        ),
+        ({"method_params": {"nonsense": 1}}, "method_params.nonsense"),
+        ({"speculation": "nonsense"}, "speculation"),
+    ],
+)
+def test_what_an_engine_cannot_honour_is_named(
+    server: Served, change: dict[str, Any], param: str
+) -> None:
+    answer = server.send(CHAT, ask(**change))
+    assert (answer.status, answer.error["param"]) == (400, param)
+
+
 def test_drafts_can_be_chosen_and_switched_off(server: Served) -> None:
     assert [each["name"] for each in server.send("/v1/drafters").json["data"]] == ["ngram", "none"]
     for given, drafts in (
@@ -242,6 +261,28 @@ def test_a_client_that_leaves_gives_back_its_pages(server: Served, llm: AsyncLLM
         with stream:
             eventually(lambda before=before: llm.stats.steps > before)
         eventually(lambda: server.send("/v1/load").json["requests_unfinished"] == 0)
+
+
+def test_plain_requests_and_methods_share_the_places_of_running_requests(llm: AsyncLLM) -> None:
+    """One is held by a stream that has not ended; what comes then waits for its end."""
+    frontend = llm._frontend
+    with served(EngineBackend(llm, "reasoner"), Settings(max_running=1)) as server:
+        long = ask(max_tokens=900, stream=True, extra_body={"ignore_eos": True})
+        with server.client.chat.completions.create(model="reasoner", **long) as first:
+            next(iter(first))
+            with ThreadPoolExecutor() as pool:
+                others = [
+                    pool.submit(server.send, CHAT, ask(max_tokens=4, method=method))
+                    for method in (None, "majority_vote@2", None)
+                ]
+                eventually(lambda: len(server.service.llm._waiting) == 3)
+                sequences = llm._thread.call(lambda: len(list(frontend.engine.scheduler))).result()
+                assert sequences <= 1
+                first.close()
+                answers = [each.result() for each in others]
+        assert [answer.status for answer in answers] == [200, 200, 200]
+        waited = server.send("/metrics").text
+    assert 'forethought:request_queue_time_seconds_count{method="none"' in waited
 
 
 def test_load_and_examples_are_told(server: Served) -> None:

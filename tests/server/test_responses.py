@@ -199,6 +199,46 @@ def test_old_responses_make_room_and_pass_away() -> None:
         assert running.send(f"/v1/responses/{made_id}").status == 404
 
 
+def test_a_key_pushes_out_only_its_own_responses() -> None:
+    keys = [{"authorization": f"Bearer {name}"} for name in ("one", "two")]
+    with scripted(answers, Settings(max_stored=4, api_keys=("one", "two"))) as running:
+
+        def make(key: dict[str, str]) -> str:
+            made_id: str = running.send("/v1/responses", {"input": "x"}, headers=key).json["id"]
+            return made_id
+
+        def status(response_id: str, key: dict[str, str]) -> int:
+            return running.send(f"/v1/responses/{response_id}", headers=key).status
+
+        kept = make(keys[0])
+        others = [make(keys[1]) for _ in range(6)]
+        assert status(kept, keys[0]) == 200
+        assert [status(each, keys[1]) for each in others] == [404] * 4 + [200] * 2
+        assert status(others[-1], keys[0]) == 404
+
+
+def test_a_key_whose_share_is_being_generated_is_told_to_wait_and_others_are_not() -> None:
+    keys = [{"authorization": f"Bearer {name}"} for name in ("one", "two")]
+    body = {"input": "slow", "background": True}
+    with scripted(answers, Settings(max_stored=2, api_keys=("one", "two"))) as running:
+        made = running.send("/v1/responses", body, headers=keys[0])
+        refused = running.send("/v1/responses", body, headers=keys[0])
+        assert (made.status, refused.status) == (200, 429)
+        assert running.send("/v1/responses", {"input": "x"}, headers=keys[1]).status == 200
+        running.send(f"/v1/responses/{made.json['id']}/cancel", b"", headers=keys[0])
+
+
+def test_responses_that_take_much_memory_make_room_earlier() -> None:
+    with scripted(lambda prompt, index: "a" * 20_000, Settings(max_stored_bytes=10**6)) as running:
+        made = [running.send("/v1/responses", {"input": "x"}).json["id"] for _ in range(20)]
+        found = [running.send(f"/v1/responses/{each}").status for each in made]
+        num_kept = found.count(200)
+        assert 1 < num_kept < 20
+        assert found == [404] * (20 - num_kept) + [200] * num_kept
+        kept = [running.service.store.find(each, "") for each in made[-num_kept:]]
+        assert sum(record.num_bytes for record in kept[:-1]) <= 10**6
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -47,7 +47,7 @@ _SETTINGS = (
     "otlp_endpoint",
 )
 """Options that are settings."""
-_FILE_ONLY = ("max_choices", "max_stored", "store_seconds")
+_FILE_ONLY = ("max_choices", "max_stored", "max_stored_bytes", "store_seconds")
 """Settings without an option."""
 _OF_UPSTREAM = ("api_model", "tokenizer", "thinking_field", "upstream_fields")
 """Options that belong to ``--upstream``."""

@@ -190,7 +190,9 @@ def refusal(name: str, value: Any, reason: str) -> ParameterError:
     except RecursionError:
         got = f"a deep {type(value).__name__}"
     got = got if len(got) <= 200 else f"{got[:200]} ..."
-    return ParameterError(f"invalid {name}", f"got {got}, but {reason}", f"Change {name}")
+    return ParameterError(
+        f"invalid {name}", f"got {got}, but {reason}", f"Change {name}", param=name
+    )
 
 
 def _refusal(owner: str, shown: str, error: pydantic.ValidationError) -> UsageError:

@@ -297,9 +297,10 @@ class DynasorGenerationController(Controller):
                 try:
                     done = yield running
                 except BudgetExceeded:
-                    if not main.end_flag:
+                    if not main.output_str:
                         raise
-                    break  # the chain is complete; only probes in flight are lost
+                    _end_with_budget(main)
+                    break  # probes in flight are lost
                 if done is not main:
                     self._on_probe_result(probes, done, running)
                 elif not main.end_flag and main.num_generated - forked_at >= self.chunk_size:
@@ -418,6 +419,12 @@ def _effort(effort: str | None, threshold: int, chunk: int) -> tuple[int, int]:
         named[0] if isinstance(threshold, _Unset) else threshold,
         named[1] if isinstance(chunk, _Unset) else chunk,
     )
+
+
+def _end_with_budget(main: StreamGenerationTask) -> None:
+    """End the chain with the text that it has, unless it has ended by itself."""
+    if not main.end_flag:
+        main.end_flag, main.finish_reason, main.stop_reason = True, "length", None
 
 
 def _certain(

@@ -36,6 +36,7 @@ Paper: Wang et al., "Self-Consistency Improves Chain of Thought Reasoning in Lan
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -157,9 +158,8 @@ class MajorityVoteController(Controller):
         Raises:
             ParameterError: fewer than one sample, no task, a vote over texts and a task without
                 them, or ``majority_vote_kwargs`` that nothing reads.
-            BudgetExceeded: the budget is spent and no sample has ended; else those that have ended
-                vote. With ``Budget(calls=...)`` below the number of samples that is so at once,
-                unless ``on_failure="drop"`` leaves out the samples beyond it.
+            BudgetExceeded: the budget is spent before there is a text; else the samples that have
+                ended vote, or where none has, the texts of those that it has cut.
         """
         self._check(tasks, majority_vote_kwargs or {})
         count = self.default_sample_num if sample_num is None else sample_num
@@ -170,7 +170,7 @@ class MajorityVoteController(Controller):
         ended = yield from self._run(branches, pool)
         voters = [branch for branch in branches if branch in ended and branch.error is None]
         if not voters:
-            raise ended[0].error or BudgetExceeded("no sample was finished")
+            voters = yield from self._cut_voters(branches, ended, pool)
         if self._overridden:
             chosen, answer = yield from self._own_vote(voters, majority_vote_kwargs or {})
         else:
@@ -240,9 +240,13 @@ class MajorityVoteController(Controller):
                 self._begin(waiting, running, len(ended))
                 try:
                     branch = yield running
-                    ended.append(branch)
-                    if self._overridden:
-                        continue
+                except BudgetExceeded:
+                    waiting.clear()  # those under way end by themselves, or are cut
+                    continue
+                ended.append(branch)
+                if self._overridden:
+                    continue
+                try:
                     finished[numbers[id(branch)]] = branch
                     pending = [numbers[id(other)] for other in (*running.pending, *waiting)]
                     yield from self._count(pool, finished, pending)
@@ -252,8 +256,6 @@ class MajorityVoteController(Controller):
                         waiting.clear()  # they come after all that have begun
                         self._end_idle(running, numbers, pool)
                 except BudgetExceeded:
-                    if not ended:
-                        raise
                     break  # vote with the samples that have ended
         try:
             yield from self._count(pool, finished, ())
@@ -261,6 +263,26 @@ class MajorityVoteController(Controller):
             if pool.winner is None:
                 raise
         return ended
+
+    def _cut_voters(
+        self, branches: Sequence[Branch], ended: Sequence[Branch], pool: AnswerPool
+    ) -> Process:
+        """The samples that the budget has cut, which vote where none is whole.
+
+        Raises:
+            BudgetExceeded: none of them has a text.
+            Exception: what the samples have failed with.
+        """
+        failed = [each.error for each in (*ended, *branches) if each.error is not None]
+        spent = [error for error in failed if isinstance(error, BudgetExceeded)]
+        cut = [each for each in branches if getattr(each.tasks[0], "output_str", None)]
+        if not spent or not cut:
+            raise (spent or failed)[0]
+        if not self._overridden:
+            said = {branches.index(each): self._extracted(each.tasks) for each in cut}
+            with contextlib.suppress(BudgetExceeded):  # of seconds
+                yield from pool.adding({n: each for n, each in said.items() if each is not None})
+        return cut
 
     def _begin(self, waiting: deque[Branch], running: AsCompleted, num_ended: int) -> None:
         """Begin as many samples as may be under way now, in their order."""

@@ -10,6 +10,7 @@ state that they write to.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import importlib
 import inspect
 from collections import deque
@@ -19,8 +20,9 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Self, TypeVar
 
 from forethought.config.sampling import SamplingParams
-from forethought.errors import ParameterError
+from forethought.errors import BudgetExceeded, ParameterError
 from forethought.scaffolding import sampling
+from forethought.scaffolding.execution_scope import current_scope
 from forethought.scaffolding.messages import SystemMessage
 from forethought.scaffolding.parallel import (
     AsCompleted,
@@ -161,12 +163,48 @@ class Controller(Cloneable):
         task = GenerationTask.create_from_prompt(prompt)
         task.question = None if question is None else validated("question", question, ANY_TEXT)
         sampling.choose(task, sampling.checked("sampling_params", sampling_params))
-        yield from checked_process(self, "process", self.process([task], **kwargs))
+        try:
+            yield from checked_process(self, "process", self.process([task], **kwargs))
+        except BudgetExceeded:
+            answer = task.result or _answer_so_far(task)
+            if answer is None:
+                raise
+            return answer
         return task.samples if len(task.samples) > 1 else task.create_scaffolding_output()
 
     def process(self, tasks: Sequence[Any], **kwargs: Any) -> Generator[Any, Any, Any]:
         """Work on ``tasks``, leaving the results on them."""
         raise NotImplementedError(f"{type(self).__name__} does not override process")
+
+
+def _answer_so_far(task: GenerationTask) -> ScaffoldingOutput | None:
+    """The longest text behind a prompt that has been generated in this scope; None: there is none.
+
+    Of a fork, that is the text of all that it continues as well.
+    """
+    scope = current_scope()
+    found = [] if scope is None else scope.account.generated_in(scope.path)
+    outputs = [_behind(task, other) for other in found]
+    with_text = [output for output in outputs if output is not None and output.text]
+    if not with_text:
+        return None
+    longest = max(with_text, key=lambda output: len(output.text or ""))
+    return dataclasses.replace(longest, finish_reason="length", stop_reason=None)
+
+
+def _behind(task: GenerationTask, other: GenerationTask) -> ScaffoldingOutput | None:
+    """What ``other`` has made of the prompt of ``task``; None if it has another one."""
+    if other.fork_point is not None or isinstance(other, ChatTask):
+        return other.joined
+    if task.input_str is None:
+        return other.result if other.input_tokens == task.input_tokens else None
+    prompt = other.input_str or ""
+    if other.result is None or not prompt.startswith(task.input_str):
+        return None
+    if prompt == task.input_str:
+        return other.result
+    before = ScaffoldingOutput.inserted(prompt[len(task.input_str) :])
+    return ScaffoldingOutput.join([before, other.result])
 
 
 class NativeGenerationController(Controller):
@@ -252,11 +290,13 @@ class NativeChatController(NativeGenerationController):
             ParameterError: keyword arguments, or a task whose prompt is not text.
         """
         chats = [self._chat(task) for task in tasks]
-        yield from super().process(chats, **kwargs)
-        for task, chat in zip(tasks, chats, strict=True):
-            if chat is not task:
-                task.result, task.samples = chat.result, chat.samples
-                task.status, task.error = chat.status, chat.error
+        try:
+            yield from super().process(chats, **kwargs)
+        finally:
+            for task, chat in zip(tasks, chats, strict=True):
+                if chat is not task:
+                    task.result, task.samples = chat.result, chat.samples
+                    task.status, task.error = chat.status, chat.error
 
     def _chat(self, task: GenerationTask) -> ChatTask:
         if isinstance(task, ChatTask):

@@ -446,6 +446,8 @@ class Frame:
             task.usage = Usage()
         elif not ending and self.run.account.exhausted is not None:
             raise self.run.account.exhausted
+        if isinstance(task, GenerationTask):
+            self.run.account.begin_generation(self.scope.path, task)
         if task.streaming_output_flag:
             task.streaming_output_list = StreamedOutputs(partial(self._stream, task))
         return ending

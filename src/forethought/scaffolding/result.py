@@ -349,6 +349,9 @@ class ScaffoldingResult:
         id: name of the request; workers know it as the scope.
         task_collections: the collections of the request's controller, by name.
         usage: tokens of everything that the request ran; live.
+        generations: the tasks of all generations that it began, in order, once it is over.
+        spent_budget: the limit of the budget that was reached, ``"tokens"``, ``"calls"`` or
+            ``"seconds"``, once it is over; None: none.
         queue_s: seconds that it waited for its turn; None: it has not begun.
         created_at: when it was submitted, on the clock of ``time.perf_counter``.
         metrics: of speculative decoding, once it is over; with zero steps if no worker reports
@@ -362,6 +365,8 @@ class ScaffoldingResult:
         self.task_collections: Mapping[str, Any] = {}
         self.usage = Usage()
         self.metrics = SpeculationMetrics()
+        self.spent_budget: str | None = None
+        self.generations: list[Any] = []
         self.queue_s: float | None = None
         self.created_at = time.perf_counter()
         self.trace: Any = None

@@ -20,10 +20,10 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, field
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass
 from functools import partial
 from numbers import Integral
 from types import TracebackType
@@ -50,21 +50,38 @@ _COMPUTE_THREADS = 4
 _SETTLE_SECONDS = 5.0
 
 
-@dataclass(order=True)
-class _Request:
-    """One request, from its submission to its end."""
+@dataclass
+class _Waiting:
+    """What waits for a place: by priority, and then first come first served."""
 
     priority: int
     arrival: int
-    result: ScaffoldingResult = field(compare=False)
-    prompt: Any = field(compare=False)
-    kwargs: dict[str, Any] = field(compare=False)
-    budget: Budget = field(compare=False)
-    timeout: float | None = field(compare=False)
-    cache_salt: str = field(default="", compare=False)
-    job: asyncio.Task[None] | None = field(default=None, compare=False)
+
+    def __lt__(self, other: _Waiting) -> bool:
+        return (self.priority, self.arrival) < (other.priority, other.arrival)
+
+
+@dataclass
+class _Place(_Waiting):
+    """A place among the running requests that is held for work elsewhere."""
+
+    given: asyncio.Future[None]
+    """Done when it is there; cancelled when nobody waits for it any more."""
+
+
+@dataclass
+class _Request(_Waiting):
+    """One request, from its submission to its end."""
+
+    result: ScaffoldingResult
+    prompt: Any
+    kwargs: dict[str, Any]
+    budget: Budget
+    timeout: float | None
+    cache_salt: str = ""
+    job: asyncio.Task[None] | None = None
     """Set while it runs."""
-    stopped: Exception | None = field(default=None, compare=False)
+    stopped: Exception | None = None
     """Why it was ended from outside."""
 
 
@@ -106,7 +123,8 @@ class ScaffoldingLlm:
         self.prototype_controller, self.workers = prototype_controller, workers
         self.max_parallel_requests = max_parallel_requests
         self._routes = Routes(workers)
-        self._waiting: list[_Request] = []
+        self._waiting: list[_Request | _Place] = []
+        self._num_held = 0
         self._running: dict[asyncio.Task[None], _Request] = {}
         self._arrivals = itertools.count()
         self._stopped = False
@@ -235,6 +253,25 @@ class ScaffoldingLlm:
     def enable_output_task_collection(self) -> None:
         """Kept for code that calls it: results always have their ``task_collections``."""
 
+    @asynccontextmanager
+    async def place(self, priority: int = 0) -> AsyncGenerator[None, None]:
+        """Hold one of the places of requests, for work that runs elsewhere on this event loop.
+
+        Args:
+            priority: as of a request, among which it waits for its turn.
+        """
+        place = _Place(priority, next(self._arrivals), self.loop.create_future())
+        heapq.heappush(self._waiting, place)
+        self._admit()
+        try:
+            await place.given
+            yield
+        finally:
+            if place.given.done() and not place.given.cancelled():
+                self._num_held -= 1
+            place.given.cancel()
+            self._admit()
+
     # ---- running, on the event loop -----------------------------------------------------------
 
     def _post(self, function: Callable[..., None], *args: Any) -> None:
@@ -255,9 +292,13 @@ class ScaffoldingLlm:
         self._admit()
 
     def _admit(self) -> None:
-        while self._waiting and len(self._running) < self.max_parallel_requests:
+        while self._waiting and len(self._running) + self._num_held < self.max_parallel_requests:
             request = heapq.heappop(self._waiting)
-            if request.stopped is None:
+            if isinstance(request, _Place):
+                if not request.given.done():
+                    self._num_held += 1
+                    request.given.set_result(None)
+            elif request.stopped is None:
                 request.job = self.loop.create_task(self._serve(request))
                 self._running[request.job] = request
                 request.job.add_done_callback(self._leave)
@@ -317,7 +358,8 @@ class ScaffoldingLlm:
                 tracer.finish(request.stopped or error, stopped=request.stopped is not None)
             raise
         finally:
-            result.metrics = run.account.metrics
+            result.metrics, result.spent_budget = run.account.metrics, run.account.spent
+            result.generations = run.account.generated_in("")
             if timer is not None:
                 timer.cancel()
         return outputs
@@ -380,7 +422,10 @@ class ScaffoldingLlm:
         reason = EngineStopped("the ScaffoldingLlm was shut down", "the request had not finished")
         waiting, self._waiting = self._waiting, []
         for request in waiting:
-            self._stop(request, reason)
+            if isinstance(request, _Place):
+                request.given.cancel()
+            else:
+                self._stop(request, reason)
         running = dict(self._running)
         for request in running.values():
             self._stop(request, reason)

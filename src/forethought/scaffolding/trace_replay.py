@@ -235,7 +235,7 @@ class ReplayWorker(Worker):
         finally:
             for name, count in match.usage.items():
                 setattr(task.usage, name, count)
-        apply_results(match, task)
+            apply_results(match, task)  # also of what is stopped as the budget is spent
         if isinstance(task, GenerationTask) and task.request_handle is None:
             task.request_handle = _Sequence()
         if match.outcome == "budget":

@@ -59,6 +59,8 @@ _OPEN = ("/health", "/version")
 _NAME = re.compile(r"[a-z0-9_-]+\.[a-z0-9]+")
 """Of a file of the page."""
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
+_NO_OBJECT = ("model_attributes_type", "dict_type")
+"""What pydantic calls a body that is a list, text, a number or null."""
 _KINDS = {"str", "int", "bool", "message", "function_call", "function_call_output", "reasoning"}
 """What pydantic puts between fields where a value may be of several kinds."""
 _TYPES = {
@@ -275,6 +277,8 @@ def _invalid(complaints: Any) -> HttpError:
     param = ".".join(where) or None
     if kind == "json_invalid":
         return HttpError(400, "the body is no valid JSON", code="invalid_json")
+    if param is None and kind in _NO_OBJECT:
+        return HttpError(400, "the body is no JSON object", code="invalid_json")
     if kind == "extra_forbidden":
         message = f"{param} is not supported"
         return HttpError(400, message, param=param, code="unsupported_parameter")

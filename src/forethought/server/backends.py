@@ -464,6 +464,16 @@ class ScriptedBackend(Backend):
         last = str(conversation.messages[-1].get("content") or "")
         return Prompted(last, conversation.question, NativeGeneration, lambda text: text)
 
+    def check(self, prompt: str | list[int], params: Mapping[str, Any]) -> None:
+        """Raises ``ParameterError``: log-probabilities are asked for, and a script has none."""
+        if "num_logprobs" in params:
+            raise ParameterError(
+                "logprobs are not supported here",
+                "the answers of a script have no probabilities",
+                "Leave them out",
+                param="logprobs",
+            )
+
     def render(self, conversation: Conversation) -> list[int]:
         """The ids of the last message."""
         return self.tokenize(str(conversation.messages[-1].get("content") or ""))
@@ -475,7 +485,7 @@ class ScriptedBackend(Backend):
     def detokenize(self, ids: Sequence[int]) -> str:
         """One character per token."""
         if any(token > 0x10FFFF for token in ids):
-            raise ParameterError("invalid tokens", "they are no characters", "")
+            raise ParameterError("invalid tokens", "they are no characters", "", param="tokens")
         return "".join(map(chr, ids))
 
 

@@ -120,10 +120,13 @@ def tokenize(service: Service, body: TokenizeRequest) -> dict[str, Any]:
     """The body of ``POST /tokenize``.
 
     Raises:
-        UsageError: neither or both of ``prompt`` and ``messages``.
+        UsageError: neither or both of ``prompt`` and ``messages``, or no such model.
     """
+    _check_model(service, body.model)
     if (body.prompt is None) == (body.messages is None):
-        raise ParameterError("one of prompt and messages is needed", "give exactly one", "")
+        raise ParameterError(
+            "one of prompt and messages is needed", "give exactly one", "", param="prompt"
+        )
     backend = service.backend
     if body.messages is not None:
         tokens = backend.render(Conversation([message_dict(each) for each in body.messages]))
@@ -137,5 +140,12 @@ def tokenize(service: Service, body: TokenizeRequest) -> dict[str, Any]:
 
 
 def detokenize(service: Service, body: DetokenizeRequest) -> dict[str, Any]:
-    """The body of ``POST /detokenize``."""
+    """The body of ``POST /detokenize``. Raises ``UnknownNameError``: there is no such model."""
+    _check_model(service, body.model)
     return {"prompt": service.backend.detokenize(body.tokens) if body.tokens else ""}
+
+
+def _check_model(service: Service, name: str | None) -> None:
+    """Raises ``UnknownNameError`` for a model that is not served."""
+    if name:
+        read_model(name, service.models)

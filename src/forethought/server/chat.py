@@ -24,7 +24,7 @@ from forethought.server.http import (
 )
 from forethought.server.job import Ask, Job, Outcome, Piece
 from forethought.server.logprobs import chat_logprobs
-from forethought.server.message import Answer, AnswerStream, answer_of
+from forethought.server.message import Answer, AnswerStream, answer_of, num_thought_tokens
 from forethought.server.protocol import ChatRequest, message_dict, shape_of, tools_of
 from forethought.server.service import (
     Service,
@@ -79,7 +79,8 @@ def _params(service: Service, body: ChatRequest, tools: Tools) -> dict[str, Any]
         params = with_effort(params, body.reasoning_effort, service.backend.markers is not None)
         params = with_shape(params, tools.shape if tools.forced else None)
     if body.top_logprobs is not None and not body.logprobs:
-        raise ParameterError("top_logprobs needs logprobs", "it is not true", "Set logprobs: true")
+        why, fix = "it is not true", "Set logprobs: true"
+        raise ParameterError("top_logprobs needs logprobs", why, fix, param="top_logprobs")
     if body.logprobs:
         params["num_logprobs"] = body.top_logprobs or 0
     return params
@@ -143,8 +144,8 @@ class _Chat:
         }
 
     def _usage(self, outcome: Outcome, answers: Sequence[Answer]) -> dict[str, Any]:
-        reasoning = sum(answer.num_reasoning_tokens for answer in answers)
-        return chat_usage(outcome.usage, outcome.metrics, reasoning)
+        reasoning = num_thought_tokens(self._service, self._job, answers)
+        return chat_usage(outcome.usage, outcome.metrics, reasoning, outcome.spent_budget)
 
     def _logprobs(
         self, entries: Sequence[TokenLogprobs] | None, ids: Sequence[int]

@@ -16,7 +16,14 @@ from forethought.errors import ParameterError
 from forethought.outputs import SpeculationMetrics, TokenLogprobs, Usage
 from forethought.scaffolding.result import ScaffoldingOutput
 from forethought.server.backends import raw_prompt
-from forethought.server.http import ChunkEncoder, begun, encode, encode_failure, until_gone
+from forethought.server.http import (
+    ChunkEncoder,
+    begun,
+    encode,
+    encode_failure,
+    http_error,
+    until_gone,
+)
 from forethought.server.job import Job, Outcome, Piece, Update
 from forethought.server.logprobs import completion_logprobs
 from forethought.server.protocol import CompletionRequest
@@ -42,6 +49,7 @@ async def completions(service: Service, body: CompletionRequest, request: Reques
             "too many prompts",
             f"{len(prompts)} with n={body.n or 1}",
             f"Send at most {service.settings.max_choices} in one request",
+            param="prompt",
         )
     with ExitStack() as held:
         held.enter_context(service.admitted())
@@ -73,7 +81,8 @@ def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
     given: Any = body.prompt
     prompts = given if isinstance(given, list) and given and not _is_id(given[0]) else [given]
     if any(not prompt for prompt in prompts):
-        raise ParameterError("empty prompt", "there is nothing to continue", "Give some text")
+        why, fix = "there is nothing to continue", "Give some text"
+        raise ParameterError("empty prompt", why, fix, param="prompt")
     return list(prompts)
 
 
@@ -185,24 +194,31 @@ class _Completions:
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answers as they come, those of several prompts between each other."""
         offsets: dict[tuple[int, int], int] = {}
-        has_begun = False
+        has_begun = bool(self._body.events)
+        if has_begun:
+            started = [self._event(n, job.started()) for n, job in enumerate(self._jobs)]
+            yield b"".join(started)
         try:
             async with aclosing(_merged(self._service, self._jobs)) as updates:
                 async for number, update in updates:
-                    lines = [self._event(each) for each in update.events]
+                    lines = [self._event(number, each) for each in update.events]
                     for piece in update.pieces:
                         lines.append(self._piece(number, piece, offsets))
                     if lines:
                         has_begun = True
                         yield b"".join(lines)
             yield b"".join(self._end(offsets))
-        except Exception as error:
+        except _JobFailed as failed:
             if not has_begun:
-                raise
-            yield encode_failure(error)
+                raise failed.error from failed.error.__cause__
+            if self._body.events:
+                told = self._jobs[failed.number].failed(http_error(failed.error).message)
+                yield self._event(failed.number, told)
+            yield encode_failure(failed.error)
 
-    def _event(self, event: dict[str, Any]) -> bytes:
-        return encode("forethought", event)
+    def _event(self, number: int, event: dict[str, Any]) -> bytes:
+        """An event of prompt ``number``."""
+        return encode("forethought", {**event, "prompt": number})
 
     def _piece(self, number: int, piece: Piece, offsets: dict[tuple[int, int], int]) -> bytes:
         key, text = (number, piece.index), piece.text
@@ -234,8 +250,8 @@ class _Completions:
                 lines.append(self._chunk(choice))
         if self._body.events:
             lines += [
-                self._event(job.finished(outcome))
-                for job, outcome in zip(self._jobs, outcomes, strict=True)
+                self._event(number, job.finished(outcome))
+                for number, (job, outcome) in enumerate(zip(self._jobs, outcomes, strict=True))
             ]
         if self._wants_usage:
             lines.append(encode(None, {**self._head, "choices": [], "usage": _usage(outcomes)}))
@@ -253,14 +269,27 @@ def _usage(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Of all prompts together."""
     usage = sum((outcome.usage for outcome in outcomes), Usage())
     metrics = sum((outcome.metrics for outcome in outcomes), SpeculationMetrics())
-    return chat_usage(usage, metrics, None)
+    spent = next((each.spent_budget for each in outcomes if each.spent_budget), None)
+    return chat_usage(usage, metrics, None, spent)
+
+
+class _JobFailed(Exception):
+    """The job of prompt ``number`` has failed with ``error``."""
+
+    def __init__(self, number: int, error: Exception) -> None:
+        super().__init__(number, error)
+        self.number, self.error = number, error
 
 
 async def _merged(
     service: Service, jobs: Sequence[Job]
 ) -> AsyncGenerator[tuple[int, Update], None]:
-    """The updates of all jobs as they come, each with the number of its job."""
-    queue: asyncio.Queue[tuple[int, Update] | Exception | None] = asyncio.Queue()
+    """The updates of all jobs as they come, each with the number of its job.
+
+    Raises:
+        _JobFailed: one of them has failed.
+    """
+    queue: asyncio.Queue[tuple[int, Update] | _JobFailed | None] = asyncio.Queue()
 
     async def read(number: int) -> None:
         try:
@@ -269,13 +298,13 @@ async def _merged(
                     queue.put_nowait((number, update))
             queue.put_nowait(None)
         except Exception as error:
-            queue.put_nowait(error)
+            queue.put_nowait(_JobFailed(number, error))
 
     reading = [asyncio.create_task(read(number)) for number in range(len(jobs))]
     try:
         for _ in jobs:
             while (item := await queue.get()) is not None:
-                if isinstance(item, Exception):
+                if isinstance(item, _JobFailed):
                     raise item
                 yield item
     finally:

@@ -163,6 +163,7 @@ def compose(
             "method_params with several methods",
             f"they would belong to any of {composition.spec!r}",
             "Leave them out, or use one method",
+            param="method_params",
         )
 
     def answering(stages: Sequence[str]) -> Controller:
@@ -264,7 +265,10 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
             refused = f"at most {_MAX_SAMPLES if name == SAMPLES else _MAX_NUMBER} are allowed here"
         if refused:
             raise ParameterError(
-                f"method_params.{name} is not allowed", f"got {value!r:.80}, and {refused}", ""
+                f"method_params.{name} is not allowed",
+                f"got {value!r:.80}, and {refused}",
+                "",
+                param=f"method_params.{name}",
             )
         if isinstance(value, Mapping):
             _check_settings(value)

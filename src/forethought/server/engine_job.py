@@ -7,8 +7,8 @@ prompt are possible.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from forethought.config.sampling import SamplingParams
@@ -29,6 +29,7 @@ class EngineJob(Job):
         llm: the model.
         backend: of the model.
         ask: what to run; its composition is plain.
+        place: opens a place among the running requests, for which it waits.
         gather: seconds in which new tokens are gathered.
         prompt_logprobs: top log-probabilities of the prompt's tokens; None: none.
     """
@@ -40,11 +41,13 @@ class EngineJob(Job):
         llm: AsyncLLM,
         backend: Backend,
         ask: Ask,
+        place: Callable[[int], AbstractAsyncContextManager[None]],
         gather: float = 0.0,
         prompt_logprobs: int | None = None,
     ) -> None:
         super().__init__(ask, backend)
-        self._llm, self._gather = llm, gather
+        self._llm, self._gather, self._place = llm, gather, place
+        self._queue_seconds: float | None = None
         given: dict[str, Any] = {
             ("logprobs" if name == "num_logprobs" else name): value
             for name, value in ask.params.items()
@@ -56,6 +59,11 @@ class EngineJob(Job):
         )
         self._last: RequestOutput | None = None
         self._num_shown = [0] * self.num_choices
+
+    @property
+    def queue_seconds(self) -> float | None:
+        """How long it waited for its turn; None: it has not begun."""
+        return self._queue_seconds
 
     @property
     def usage(self) -> Usage:
@@ -70,7 +78,7 @@ class EngineJob(Job):
 
     async def outcome(self) -> Outcome:
         """The end. Raises what the request failed with; cancelling ends it."""
-        async with self._deadline():
+        async with self._running():
             self._last = await self._llm.generate(self.ask.prompted.prompt, self._params)
         return self.ended()
 
@@ -78,7 +86,7 @@ class EngineJob(Job):
         """What it streams; leaving the iterator early ends the request."""
         prompt, params, gather = self.ask.prompted.prompt, self._params, self._gather
         async with (
-            self._deadline(),
+            self._running(),
             aclosing(self._llm.stream(prompt, params, gather=gather)) as outputs,
         ):
             async for output in outputs:
@@ -117,10 +125,11 @@ class EngineJob(Job):
         return Piece(index, text, len(tokens), tokens, (output.logprobs or [])[seen:])
 
     @asynccontextmanager
-    async def _deadline(self) -> AsyncGenerator[None, None]:
-        """Raises ``RequestTimeout`` when the request has taken too long."""
+    async def _running(self) -> AsyncGenerator[None, None]:
+        """It has a place inside; raises ``RequestTimeout`` when it has taken too long."""
         try:
-            async with asyncio.timeout(self.ask.timeout):
+            async with asyncio.timeout(self.ask.timeout), self._place(self.ask.priority):
+                self._queue_seconds = self.seconds
                 yield
         except TimeoutError as error:
             if isinstance(error, RequestTimeout):

@@ -18,6 +18,7 @@ from forethought.errors import (
     ContextLengthError,
     EngineStopped,
     ForethoughtError,
+    ParameterError,
     RequestCancelled,
     RequestTimeout,
     TaskError,
@@ -117,13 +118,14 @@ def http_error(error: BaseException) -> HttpError:
         return HttpError(
             404 if is_model else 400,
             str(error),
-            param=error.kind,
+            param="speculation" if error.kind == "drafter" else error.kind,
             code=f"{error.kind}_not_found",
         )
     if isinstance(error, ContextLengthError):
         return HttpError(400, str(error), code="context_length_exceeded")
     if isinstance(error, UsageError):
-        return HttpError(400, str(error), code="invalid_value")
+        param = error.param if isinstance(error, ParameterError) else None
+        return HttpError(400, str(error), param=param, code="invalid_value")
     if isinstance(error, BudgetExceeded):
         return HttpError(400, str(error), param="budget", code="budget_exceeded")
     if isinstance(error, RequestTimeout):

@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from forethought.errors import ParameterError
 from forethought.outputs import SpeculationMetrics, TokenLogprobs, Usage
 from forethought.scaffolding.budget import Budget
 from forethought.scaffolding.result import (
@@ -26,6 +27,7 @@ from forethought.scaffolding.result import (
     StreamEvent,
 )
 from forethought.scaffolding.scaffolding_llm import ScaffoldingLlm
+from forethought.scaffolding.task import GenerationTask
 from forethought.scaffolding.trace import Trace
 from forethought.scaffolding.trace_otel import TraceParent
 from forethought.server.backends import Backend, Prompted
@@ -113,6 +115,8 @@ class Outcome:
     prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
     prompt_ids: Sequence[int] = ()
     """Where the log-probabilities of the prompt are asked for."""
+    spent_budget: str | None = None
+    """The limit of the budget that ended it: ``"tokens"``, ``"calls"`` or ``"seconds"``."""
 
 
 class Job(abc.ABC):
@@ -144,6 +148,11 @@ class Job(abc.ABC):
     def queue_seconds(self) -> float | None:
         """How long it waited for its turn; None: it has not begun, or is queued by the engine."""
         return None
+
+    @property
+    def generations(self) -> Sequence[GenerationTask]:
+        """The generations that were begun inside, once it is over; none if there is no method."""
+        return ()
 
     @property
     def choices(self) -> range:
@@ -200,7 +209,7 @@ class Job(abc.ABC):
         return {
             "type": "finished",
             "at": self._at(),
-            "usage": chat_usage(outcome.usage, outcome.metrics, None),
+            "usage": chat_usage(outcome.usage, outcome.metrics, None, outcome.spent_budget),
             "speculation": speculation(outcome.metrics),
             "seconds": round(outcome.seconds, 4),
             "text": first.text or "",
@@ -258,15 +267,20 @@ class MethodJob(Job):
         if needs_text(ask.composition):
             prompt = backend.as_text(prompt)
             asking = lambda text: backend.as_text(prompted.asking(text))  # noqa: E731
-        controller = compose(
-            ask.composition,
-            ask.settings,
-            innermost=lambda: prompted.innermost(streams),
-            reward=backend.reward,
-            streaming=streams,
-            num_choices=ask.num_choices,
-            pipeline=(asking, self._visible),
-        )
+        try:
+            controller = compose(
+                ask.composition,
+                ask.settings,
+                innermost=lambda: prompted.innermost(streams),
+                reward=backend.reward,
+                streaming=streams,
+                num_choices=ask.num_choices,
+                pipeline=(asking, self._visible),
+            )
+        except ParameterError as error:
+            if error.param in ask.settings:
+                error.param = f"method_params.{error.param}"
+            raise
         self._result: ScaffoldingResult = llm.generate_async(
             prompt,
             sampling_params=ask.params,
@@ -297,6 +311,11 @@ class MethodJob(Job):
         """Of all drafts, once it is over."""
         return self._result.metrics
 
+    @property
+    def generations(self) -> Sequence[GenerationTask]:
+        """The generations that were begun inside, once it is over."""
+        return self._result.generations
+
     async def outcome(self) -> Outcome:
         """The end. Raises what the request failed with; cancelling ends it."""
         await self._result
@@ -315,7 +334,14 @@ class MethodJob(Job):
         """The end of a job whose updates are over."""
         outputs = list(self._result.outputs)[: self.num_choices]
         outputs += [ScaffoldingOutput("")] * (self.num_choices - len(outputs))
-        return Outcome(outputs, self._result.usage, self._result.metrics, self.seconds)
+        found = self._result
+        return Outcome(
+            outputs,
+            found.usage,
+            found.metrics,
+            self.seconds,
+            spent_budget=found.spent_budget,
+        )
 
     def _update(self, batch: Sequence[StreamedItem]) -> Update:
         pieces: dict[int, Piece] = {}

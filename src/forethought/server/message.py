@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from forethought.scaffolding.result import ScaffoldingOutput
-from forethought.server.backends import Prompted
+from forethought.scaffolding.task import ChatTask, GenerationTask
+from forethought.server.backends import Prompted, opens_thought
+from forethought.server.job import Job
 from forethought.server.reasoning import ReasoningSplitter, Split, overlap, split
 from forethought.server.service import Service
 from forethought.server.tool_calls import OPENINGS, Call, Tools
@@ -41,6 +43,39 @@ def answer_of(
     if calls and reason == "stop":
         reason = "tool_calls"
     return Answer(content, reasoning, calls, reason, _count(reasoning, output, service))
+
+
+def num_thought_tokens(service: Service, job: Job, answers: Sequence[Answer]) -> int:
+    """Tokens of thought in all that a job generated, as far as their texts are known.
+
+    Those of generations that a method has cancelled are not.
+    """
+    told = sum(answer.num_reasoning_tokens for answer in answers)
+    if len(job.generations) <= len(answers) or service.settings.reasoning_in_content:
+        return told
+    return sum(_num_thought_in(each, service, job.ask.prompted) for each in job.generations)
+
+
+def _num_thought_in(task: GenerationTask, service: Service, prompted: Prompted) -> int:
+    """Tokens of thought among those that a task generated."""
+    markers, message = service.backend.markers, None
+    if isinstance(task, ChatTask) and task.messages:
+        message = getattr(task.messages[-1], "reasoning", None)
+    is_open = _begins_in_thought(task, service, prompted)
+    thought = (message or "") + split(task.output_str or "", markers, is_open).reasoning
+    return service.backend.count_thought(thought, task.output_tokens)
+
+
+def _begins_in_thought(task: GenerationTask, service: Service, prompted: Prompted) -> bool:
+    """Whether what stands before a task's output ends within a thought."""
+    markers, point = service.backend.markers, task.fork_point
+    if point is not None and point.output is not None:
+        before = ReasoningSplitter(markers, prompted.is_open)
+        before.push((point.output.text or "") + point.suffix)
+        return before.is_open
+    if task.input_tokens is not None:
+        return prompted.is_open
+    return opens_thought(task.input_str or "", markers)
 
 
 def _read(

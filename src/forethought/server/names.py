@@ -63,7 +63,10 @@ def read_method(spec: str) -> Composition:
     stacked = [stack for stages in choices for stack in stages]
     if sum(len(stack.split("+")) for stack in stacked) > _MAX_METHODS:
         raise ParameterError(
-            "too many methods in one request", f"{spec[:80]!r} has more than {_MAX_METHODS}", ""
+            "too many methods in one request",
+            f"{spec[:80]!r} has more than {_MAX_METHODS}",
+            "",
+            param="method",
         )
     for stack in stacked:
         for method in split(stack):

@@ -469,12 +469,15 @@ def message_dict(message: Message) -> dict[str, Any]:
     role = "system" if message.role == "developer" else message.role
     made: dict[str, Any] = {"role": role, "content": content if content is not None else ""}
     if message.content is None and (role != "assistant" or not message.tool_calls):
-        raise ParameterError(f"a message of the {role} needs content", "it is null", "Give text")
+        what, why = f"a message of the {role} needs content", "it is null"
+        raise ParameterError(what, why, "Give text", param="messages")
     if message.name is not None:
         made["name"] = message.name
     if role == "tool":
         if message.tool_call_id is None:
-            raise ParameterError("a tool's message needs tool_call_id", "it is missing", "")
+            raise ParameterError(
+                "a tool's message needs tool_call_id", "it is missing", "", param="messages"
+            )
         made["tool_call_id"] = message.tool_call_id
     thought = message.reasoning_content or message.reasoning
     if thought and role == "assistant":
@@ -494,5 +497,10 @@ def shape_of(given: ResponseFormat | None) -> GuidedDecodingParams | None:
         return GuidedDecodingParams(json_object=True)
     schema = given.json_schema.schema_ if given.json_schema else None
     if schema is None:
-        raise ParameterError("response_format needs json_schema.schema", "it is missing", "Give it")
+        raise ParameterError(
+            "response_format needs json_schema.schema",
+            "it is missing",
+            "Give it",
+            param="response_format.json_schema.schema",
+        )
     return GuidedDecodingParams(json=schema)

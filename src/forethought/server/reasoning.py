@@ -31,6 +31,11 @@ class ReasoningSplitter:
         if markers and is_open:
             self._state = "opened"
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the text so far ends within the thought."""
+        return self._state in ("opened", "thought")
+
     def push(self, text: str) -> Split:
         """What is certain now of the text so far, ``text`` being its next piece."""
         self._held += text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ class Record:
         events: in order; the number of each is its index.
         task: runs it; None before.
         finished: when it ended, by the monotonic clock; None before.
+        num_bytes: of memory that the conversation and the events take, roughly.
     """
 
     def __init__(
@@ -32,6 +34,7 @@ class Record:
         self.events: list[dict[str, Any]] = []
         self.task: asyncio.Task[None] | None = None
         self.finished: float | None = None
+        self.num_bytes = _size(self.messages)
         self._changed = asyncio.Event()
 
     @property
@@ -42,6 +45,7 @@ class Record:
     def add(self, kind: str, **fields: Any) -> None:
         """Append an event."""
         self.events.append({"type": kind, "sequence_number": len(self.events), **fields})
+        self.num_bytes += _size(self.events[-1])
         self._wake()
 
     def finish(self) -> None:
@@ -78,33 +82,46 @@ class Record:
 
 
 class ResponseStore:
-    """Responses by their ids.
+    """Responses by their ids. Each tenant has an equal share, and pushes out none of the others'.
 
     Args:
-        max_stored: that are kept; the one that finished first makes room.
+        max_stored: that are kept; of a tenant's share, the one that finished first makes room.
+        max_bytes: of memory that they take, roughly; the newest of a tenant is always kept.
         seconds: how long a finished one is kept.
+        num_tenants: that share these limits.
     """
 
-    def __init__(self, max_stored: int, seconds: float) -> None:
-        self._max_stored, self._seconds = max_stored, seconds
+    def __init__(
+        self, max_stored: int, max_bytes: int, seconds: float, num_tenants: int = 1
+    ) -> None:
+        self._max_stored = max(1, max_stored // num_tenants)
+        self._max_bytes, self._seconds = max_bytes // num_tenants, seconds
         self._records: dict[str, Record] = {}
 
     def __len__(self) -> int:
         return len(self._records)
 
-    def make_room(self) -> None:
-        """Let one more in.
+    def make_room(self, tenant: str) -> None:
+        """Let one more of a tenant in.
 
         Raises:
-            Overloaded: there is no place, and none of those that are kept has finished.
+            Overloaded: its share is full, and none of those that are kept has finished.
         """
         self._expire()
-        if len(self._records) < self._max_stored:
-            return
-        ended = [record for record in self._records.values() if record.finished is not None]
-        if not ended:
-            raise Overloaded("too many responses", f"{len(self)} are being generated", 10)
-        del self._records[min(ended, key=lambda record: record.finished or 0.0).id]
+        own = [record for record in self._records.values() if record.tenant == tenant]
+        ended = sorted(
+            (record for record in own if record.finished is not None),
+            key=lambda record: record.finished or 0.0,
+        )
+        num_left, num_bytes = len(own), sum(record.num_bytes for record in own)
+        while num_left >= self._max_stored or (num_left and num_bytes > self._max_bytes):
+            if not ended:
+                if num_left < self._max_stored:
+                    return
+                raise Overloaded("too many responses", f"{num_left} are being generated", 10)
+            oldest = ended.pop(0)
+            del self._records[oldest.id]
+            num_left, num_bytes = num_left - 1, num_bytes - oldest.num_bytes
 
     def add(self, record: Record) -> None:
         """Keep a response."""
@@ -140,3 +157,13 @@ class ResponseStore:
             for key, record in self._records.items()
             if record.finished is None or record.finished > latest
         }
+
+
+def _size(value: Any) -> int:
+    """Bytes of memory that a value of JSON takes; what two of them share is counted twice."""
+    size = sys.getsizeof(value)
+    if isinstance(value, Mapping):
+        return size + sum(_size(each) for each in value.values())
+    if isinstance(value, list | tuple):
+        return size + sum(map(_size, value))
+    return size

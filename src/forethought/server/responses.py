@@ -23,7 +23,7 @@ from forethought.errors import ParameterError
 from forethought.server.backends import Conversation
 from forethought.server.http import EventStream, encode, http_error, until_gone
 from forethought.server.job import Job
-from forethought.server.message import AnswerStream, answer_of
+from forethought.server.message import AnswerStream, answer_of, num_thought_tokens
 from forethought.server.protocol import (
     Function,
     FunctionCallItem,
@@ -57,14 +57,13 @@ async def create_response(service: Service, body: ResponseRequest, request: Requ
     """
     stored, caller = body.store is not False, request.state.caller
     if body.background and not stored:
-        raise ParameterError("background needs store", "store is false", "Leave store out")
+        why, fix = "store is false", "Leave store out"
+        raise ParameterError("background needs store", why, fix, param="background")
     tools = _tools(body)
     messages = conversation_of(service, body, caller.tenant)
     params = _params(service, body, tools)
     with ExitStack() as held:
         held.enter_context(service.admitted())
-        if stored:
-            service.store.make_room()
         opening = [{"role": "system", "content": body.instructions}] if body.instructions else []
         conversation = Conversation(
             [*opening, *messages],
@@ -76,8 +75,13 @@ async def create_response(service: Service, body: ResponseRequest, request: Requ
         ask = service.ask("resp", body, prompted, params, num_choices=1, caller=caller)
         if len(ask.composition.choices) > 1:
             raise ParameterError(
-                "a response has one answer", f"{ask.composition.spec!r} gives several", "Use chats"
+                "a response has one answer",
+                f"{ask.composition.spec!r} gives several",
+                "Use chats",
+                param="method",
             )
+        if stored:
+            service.store.make_room(caller.tenant)
         job = service.start(ask)
         response = _response(body, ask.id, ask.model, stored)
         record = Record(response, caller.tenant, messages)
@@ -124,7 +128,12 @@ def conversation_of(service: Service, body: ResponseRequest, tenant: str) -> lis
     if body.previous_response_id is not None:
         record = service.store.find(body.previous_response_id, tenant)
         if record.finished is None:
-            raise ParameterError("the previous response has not finished", "", "Wait for its end")
+            raise ParameterError(
+                "the previous response has not finished",
+                "",
+                "Wait for its end",
+                param="previous_response_id",
+            )
         messages += [dict(each) for each in record.messages]
         messages += _said(record.response["output"])
     if isinstance(body.input, str):
@@ -132,7 +141,9 @@ def conversation_of(service: Service, body: ResponseRequest, tenant: str) -> lis
     for item in body.input:
         _append(messages, item)
     if not messages:
-        raise ParameterError("empty input", "there is nothing to answer", "Give some text")
+        raise ParameterError(
+            "empty input", "there is nothing to answer", "Give some text", param="input"
+        )
     return messages
 
 
@@ -215,7 +226,9 @@ def _shape(body: ResponseRequest) -> GuidedDecodingParams | None:
     if given.type == "json_object":
         return GuidedDecodingParams(json_object=True)
     if given.schema_ is None:
-        raise ParameterError("text.format needs schema", "it is missing", "Give it")
+        raise ParameterError(
+            "text.format needs schema", "it is missing", "Give it", param="text.format.schema"
+        )
     return GuidedDecodingParams(json=given.schema_)
 
 
@@ -386,7 +399,8 @@ class _Run:
         self._close("incomplete" if is_cut else "completed")
         for call in answer.calls:
             self._call(call)
-        usage = response_usage(outcome.usage, outcome.metrics, answer.num_reasoning_tokens)
+        num_thought = num_thought_tokens(self._service, self._job, [answer])
+        usage = response_usage(outcome.usage, outcome.metrics, num_thought, outcome.spent_budget)
         record.response["usage"] = usage
         if self._job.ask.events:
             record.add("forethought", event=self._job.finished(outcome))

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping
 from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from forethought.config.guided import GuidedDecodingParams
@@ -60,6 +61,13 @@ _SAME = (
 _SAME_PENALISED = ("seed", "stop", "presence_penalty", "frequency_penalty")
 _WHITE_SPACE = " ?"
 """Between the tokens of JSON."""
+_CALLED: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "max_tokens": ("max_tokens", "max_completion_tokens", "max_output_tokens"),
+        "logprobs": ("top_logprobs", "logprobs"),
+    }
+)
+"""Fields of requests that set a sampling parameter of another name."""
 _BUDGETS = ("thinking_budget", "thinking_token_budget", "reasoning_budget")
 
 
@@ -122,7 +130,12 @@ class Service:
         self.llm = ScaffoldingLlm(
             Dispatch(), backend.workers, settings.max_running, trace=endpoint is not None
         )
-        self.store = ResponseStore(settings.max_stored, settings.store_seconds)
+        self.store = ResponseStore(
+            settings.max_stored,
+            settings.max_stored_bytes,
+            settings.store_seconds,
+            max(1, len(settings.api_keys)),
+        )
         self._tasks: set[asyncio.Task[None]] = set()
         engine = backend.llm
         stats = None if engine is None else (lambda: engine.stats)
@@ -186,6 +199,7 @@ class Service:
                 "the method is given twice",
                 f"model is {body.model!r:.200} and method is {body.method!r:.200}",
                 "Give it once",
+                param="method",
             )
         return model, read_method(body.method)
 
@@ -211,12 +225,13 @@ class Service:
                 "cache_salt is not supported here",
                 "this server has no prefix cache",
                 "Leave it out",
+                param="cache_salt",
             )
         if self.backend.llm is not None:
             params = _compact(params)
         if prompted.reader is not None:  # special tokens may mark thoughts and calls
             params = {"skip_special_tokens": False, **params}
-        check_params(params)
+        _check_fields(body, params)
         params = self.backend.task_params(prompted, params)
         self.backend.check(prompted.prompt, params)
         budget = body.budget.model_dump(exclude_none=True) if body.budget else {}
@@ -244,6 +259,7 @@ class Service:
                 "too many choices",
                 f"n={num_choices} of {num_methods} methods",
                 f"Ask for at most {self.settings.max_choices} in all",
+                param="n",
             )
 
     def start(self, ask: Ask, prompt_logprobs: int | None = None) -> Job:
@@ -257,15 +273,17 @@ class Service:
             UsageError: its methods cannot run, or the prompt's log-probabilities are not known.
         """
         gather, engine = self.settings.stream_interval, self.backend.llm
-        is_plain = ask.composition.is_plain and not ask.is_limited
+        is_plain = ask.composition.is_plain and not ask.is_limited and not ask.settings
         scored = prompt_logprobs is not None or "num_logprobs" in ask.params
         if engine is not None and is_plain and (scored or not ask.events):  # a worker tells drafts
-            return EngineJob(engine, self.backend, ask, gather, prompt_logprobs)
+            place = self.llm.place
+            return EngineJob(engine, self.backend, ask, place, gather, prompt_logprobs)
         if prompt_logprobs is not None:
             raise ParameterError(
                 "echo and logprobs exclude each other here",
                 "only plain decoding on this machine knows the log-probabilities of a prompt",
                 "Leave one of them out",
+                param="echo",
             )
         return MethodJob(self.llm, self.backend, ask, gather)
 
@@ -401,12 +419,16 @@ def with_effort(params: dict[str, Any], effort: str | None, thinks: bool) -> dic
             "reasoning_effort and a thinking budget exclude each other",
             "both limit the thought",
             "Give one of them",
+            param="reasoning_effort",
         )
     if not thinks:
         if effort == "none":
             return params
         raise ParameterError(
-            "invalid reasoning_effort", "this model has no thoughts to limit", "Leave it out"
+            "invalid reasoning_effort",
+            "this model has no thoughts to limit",
+            "Leave it out",
+            param="reasoning_effort",
         )
     budget = EFFORTS[effort]
     return params if budget is None else {**params, "thinking_budget": budget}
@@ -425,6 +447,7 @@ def with_shape(params: dict[str, Any], shape: GuidedDecodingParams | None) -> di
             "two shapes of the output",
             "structured_outputs, response_format and a forced tool each demand one",
             "Give one of them",
+            param="structured_outputs",
         )
     return {**params, "guided_decoding": shape}
 
@@ -433,6 +456,16 @@ def check_params(params: Mapping[str, Any]) -> SamplingParams:
     """Raises ``ParameterError`` for a value outside its range; a temperature of None and such."""
     given = {("logprobs" if name == "num_logprobs" else name): v for name, v in params.items()}
     return SamplingParams(**given)
+
+
+def _check_fields(body: Generating, params: Mapping[str, Any]) -> None:
+    """Raises ``ParameterError`` as ``check_params``, about the field as the client calls it."""
+    try:
+        check_params(params)
+    except ParameterError as error:
+        names = _CALLED.get(error.param or "", ())
+        error.param = next((n for n in names if getattr(body, n, None) is not None), error.param)
+        raise
 
 
 def _compact(params: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -456,7 +489,10 @@ def max_tokens_of(**given: int | None) -> dict[str, int]:
     values = {name: value for name, value in given.items() if value is not None}
     if len(set(values.values())) > 1:
         raise ParameterError(
-            "the limit of tokens is given twice", f"{values}", "Give max_completion_tokens alone"
+            "the limit of tokens is given twice",
+            f"{values}",
+            "Give max_completion_tokens alone",
+            param="max_tokens",
         )
     return {"max_tokens": next(iter(values.values()))} if values else {}
 
@@ -472,8 +508,18 @@ def _speculation(given: Any) -> SpeculationParams:
 def _thinking_budget(body: Generating) -> int | None:
     given = {name: getattr(body, name) for name in _BUDGETS if getattr(body, name) is not None}
     if len(set(given.values())) > 1:
-        raise ParameterError("the thinking budget is given twice", f"{given}", "Give one of them")
+        raise ParameterError(
+            "the thinking budget is given twice",
+            f"{given}",
+            "Give one of them",
+            param=next(iter(given)),
+        )
     budget: int | None = next(iter(given.values()), None)
     if budget is not None and budget < -1:
-        raise ParameterError("invalid reasoning_budget", f"got {budget}", "-1 stands for no limit")
+        raise ParameterError(
+            "invalid reasoning_budget",
+            f"got {budget}",
+            "-1 stands for no limit",
+            param=next(iter(given)),
+        )
     return None if budget == -1 else budget

@@ -28,7 +28,9 @@ class Settings:
     ``stream_interval``          seconds in which new tokens of a stream are gathered; 0: none
     ``reasoning_in_content``     leave a thought in the content, with its markers
     ``cors_origins``             origins whose pages may call the server; empty: none but its own
-    ``max_stored``               responses that are kept; the oldest finished one makes room
+    ``max_stored``               responses that are kept, shared equally by the keys; of a key's,
+                                 the oldest finished one makes room
+    ``max_stored_bytes``         memory that they take, roughly, shared in the same way
     ``store_seconds``            how long a finished response is kept
     ``otlp_endpoint``            collector that gets the spans of requests; None: none does
     ===========================  ===================================================================
@@ -49,11 +51,13 @@ class Settings:
     reasoning_in_content: bool = False
     cors_origins: Sequence[str] = ()
     max_stored: int = 1000
+    max_stored_bytes: int = 256 * 2**20
     store_seconds: float = 3600.0
     otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_running", "max_body_bytes", "max_choices", "max_stored"):
+        counts = ("max_running", "max_body_bytes", "max_choices", "max_stored", "max_stored_bytes")
+        for name in counts:
             validated(name, getattr(self, name), POSITIVE_INT)
         validated("max_waiting", self.max_waiting, NON_NEGATIVE_INT)
         if self.timeout is not None:

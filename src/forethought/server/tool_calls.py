@@ -70,13 +70,20 @@ class Tools:
     def __post_init__(self) -> None:
         names = [tool["function"]["name"] for tool in self.tools]
         if len(set(names)) < len(names):
-            raise ParameterError("invalid tools", "two of them have one name", "Rename one")
+            raise ParameterError(
+                "invalid tools", "two of them have one name", "Rename one", param="tools"
+            )
         if self.named and self.choice not in names:
             raise ParameterError(
-                "invalid tool_choice", f"there is no tool {self.choice!r}", f"Tools: {names}"
+                "invalid tool_choice",
+                f"there is no tool {self.choice!r}",
+                f"Tools: {names}",
+                param="tool_choice",
             )
         if not self.tools and self.choice == "required":
-            raise ParameterError("tool_choice needs tools", "there are none", "Give tools")
+            raise ParameterError(
+                "tool_choice needs tools", "there are none", "Give tools", param="tool_choice"
+            )
 
     @property
     def offered(self) -> list[dict[str, Any]]:

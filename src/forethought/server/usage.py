@@ -8,14 +8,18 @@ from forethought.outputs import SpeculationMetrics, Usage
 
 
 def chat_usage(
-    usage: Usage, metrics: SpeculationMetrics, reasoning_tokens: int | None
+    usage: Usage,
+    metrics: SpeculationMetrics,
+    reasoning_tokens: int | None,
+    spent_budget: str | None = None,
 ) -> dict[str, Any]:
     """``usage`` of chats and completions, which adds up all that was run inside.
 
     Args:
         usage: of the whole request.
         metrics: of its drafts.
-        reasoning_tokens: of the thoughts in the answers; None: there is no such part.
+        reasoning_tokens: of the thoughts in all that was run inside; None: there is no such part.
+        spent_budget: the limit of the budget that ended it; None: none.
     """
     completion: dict[str, Any] = {
         "accepted_prediction_tokens": metrics.accepted,
@@ -31,13 +35,17 @@ def chat_usage(
         "total_tokens": usage.total_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached},
         "completion_tokens_details": completion,
+        **_spent(spent_budget),
     }
 
 
 def response_usage(
-    usage: Usage, metrics: SpeculationMetrics, reasoning_tokens: int
+    usage: Usage,
+    metrics: SpeculationMetrics,
+    reasoning_tokens: int,
+    spent_budget: str | None = None,
 ) -> dict[str, Any]:
-    """``usage`` of a response."""
+    """``usage`` of a response. Args: as ``chat_usage``."""
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached},
@@ -46,9 +54,16 @@ def response_usage(
             "reasoning_tokens": reasoning_tokens,
             "drafted_tokens": metrics.drafted,
             "accepted_tokens": metrics.accepted,
+            "discarded_tokens": usage.discarded,
         },
         "total_tokens": usage.total_tokens,
+        **_spent(spent_budget),
     }
+
+
+def _spent(budget: str | None) -> dict[str, Any]:
+    """That the budget has ended the request, and which of its limits."""
+    return {} if budget is None else {"spent_budget": budget}
 
 
 def speculation(metrics: SpeculationMetrics) -> dict[str, Any]:

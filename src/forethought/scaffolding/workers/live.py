@@ -54,6 +54,7 @@ class LiveSession:
         shown: the part of it that the task has been given, as it was at that length.
         prompt_length: tokens of the prompt.
         tokenizer: of the model.
+        num_beyond: its last tokens that are beyond the budget of the request.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class LiveSession:
         self.prompt_length = len(session.tokens)
         self.output = self.shown = CompletionOutput(0)
         self._beginning: Transcript | None = None
-        self._whole_tokens = self._whole_text = 0
+        self._whole_tokens = self._whole_text = self.num_beyond = 0
         self._spans: list[DraftSpan] = []
         self._measured: Detokenizer | None = None
         self._num_measured = self._position = 0
@@ -115,6 +116,9 @@ class LiveSession:
         The text is that of exactly these tokens; the finish reason comes with the last token.
         """
         tokens = self.output.token_ids
+        if self.num_beyond:  # of the budget
+            allowed = len(tokens) - self.num_beyond
+            count = allowed if count is None else min(count, allowed)
         if count is None or (self.ended and count >= len(tokens)):
             self.shown = self.output
         elif len(self.shown.token_ids) < min(count, len(tokens)):
@@ -127,6 +131,15 @@ class LiveSession:
             await self.session.abort()
             await self.reach(None)
         await asyncio.shield(self.close())
+
+    async def end_with_budget(self) -> None:
+        """End the generation as the budget is spent; its task gets what there is within it."""
+        if not self.closed:
+            with suppress(ForethoughtError):  # what its generation failed with, if it did
+                self.show(len((await self.poll()).token_ids))
+            await self.close()
+        if self.shown.finish_reason in (None, FinishReason.ABORT):
+            self.shown = replace(self.shown, finish_reason=FinishReason.LENGTH)
 
     async def close(self) -> None:
         """Give back its pages."""
@@ -149,7 +162,7 @@ class LiveSession:
         self._usage.completion_tokens += now.decoded - self._counted.decoded
         self._counted = now
         if self._account is not None:
-            self._account.record(self._usage)
+            self.num_beyond += self._account.record(self._usage)
 
     @property
     def spelled(self) -> Spelled | None:

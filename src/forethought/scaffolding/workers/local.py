@@ -163,7 +163,8 @@ class EngineWorker(Worker):
             else:
                 await self._follow(task, live, len(before.token_ids) + step)
         except BaseException:
-            await asyncio.shield(live.close())
+            if await _end([live]):
+                _fill(task, live)
             raise
         _fill(task, live)
         task.end_flag = live.over
@@ -313,13 +314,10 @@ class EngineWorker(Worker):
                 await self._keep(live_sessions[-1])
             await _together([self._follow(task, live, None, began) for live in live_sessions])
         except BaseException:
-            await _close(live_sessions)
+            if await _end(live_sessions):
+                _fill_all(task, live_sessions)
             raise
-        samples = []
-        for live in reversed(live_sessions):
-            _fill(task, live)
-            samples.append(task.result or ScaffoldingOutput(None))
-        task.samples = samples[::-1]
+        _fill_all(task, live_sessions)
         task.latency_s = time.perf_counter() - began
 
     async def _begin(
@@ -406,6 +404,8 @@ class EngineWorker(Worker):
             stepwise = task.streaming_output_flag or metered or not before.token_ids
             await live.reach(len(before.token_ids) + 1 if stepwise else count)
             live.show(count)
+            if live.num_beyond:
+                await live.end_with_budget()
             if began is not None and task.ttft_s is None:
                 task.ttft_s = time.perf_counter() - began
             _emit(task, live, before)
@@ -503,6 +503,15 @@ def _fill(task: GenerationTask, live: LiveSession) -> None:
         task.suffix_logprobs = live.logprobs_of(task.inserted_tokens or ())
 
 
+def _fill_all(task: GenerationTask, live_sessions: Sequence[LiveSession]) -> None:
+    """Leave all samples on the task, and the results of the first one."""
+    samples = []
+    for live in reversed(live_sessions):
+        _fill(task, live)
+        samples.append(task.result or ScaffoldingOutput(None))
+    task.samples = samples[::-1]
+
+
 def _emit(task: GenerationTask, live: LiveSession, before: CompletionOutput) -> None:
     """Stream what has come since ``before``."""
     if task.streaming_output_flag:
@@ -530,3 +539,20 @@ async def _close(live_sessions: Iterable[LiveSession]) -> None:
             await live.close()
 
     await asyncio.shield(close())
+
+
+async def _end(live_sessions: Sequence[LiveSession]) -> bool:
+    """Close sequences whose handler is left.
+
+    Returns:
+        Whether the budget is spent and there is a text by then, which is that of their task.
+    """
+    scope = current_scope()
+    is_spent = scope is not None and scope.account.exhausted is not None
+
+    async def end() -> None:
+        for live in live_sessions:
+            await (live.end_with_budget() if is_spent else live.close())
+
+    await asyncio.shield(end())
+    return is_spent and bool(live_sessions[0].shown.token_ids)

@@ -199,7 +199,7 @@ class OpenaiWorker(Worker):
     async def generation_handler(self, task: GenerationTask) -> TaskStatus:
         """Generate all samples."""
         reader = self._completion(task)
-        await reader.read()
+        await _read(task, reader)
         _fill(task, reader)
         return TaskStatus.SUCCESS
 
@@ -239,7 +239,7 @@ class OpenaiWorker(Worker):
         """Generate the assistant's next message."""
         sampling.refuse(task, ["n"], "a chat", "Use copies of the task")
         reader = self._chat(task)
-        await reader.read()
+        await _read(task, reader)
         _fill(task, reader)
         task.end_flag = True
         choice = reader.choices[0]
@@ -460,6 +460,19 @@ def _show(task: StreamGenerationTask, reader: ChunkReader, count: int) -> None:
     before, now = choice.begin_of(reader.shown), choice.begin_of(min(count, reader.available))
     reader.shown = now.count
     task.emit(now.text[len(before.text) :], (), f"{id(reader):x}.0")
+
+
+async def _read(task: GenerationTask, reader: ChunkReader) -> None:
+    """Read the answer to its end; where the budget ends before, the task gets the text so far."""
+    try:
+        await reader.read()
+    except asyncio.CancelledError:
+        scope = current_scope()
+        if scope is not None and scope.account.exhausted is not None:
+            within = {number: choice.within_budget() for number, choice in reader.choices.items()}
+            if within[0].count:
+                _fill(task, reader, within)
+        raise
 
 
 def _fill(

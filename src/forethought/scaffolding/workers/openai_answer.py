@@ -45,6 +45,8 @@ class StreamedChoice:
     """After each token, the length of the text that has come."""
     num_dropped: int = 0
     """Tokens that were cut off between two requests, to be generated again."""
+    num_beyond: int = 0
+    """Its last tokens that are beyond the budget of the request."""
     thinking: ThinkingOutput | None = None
     """Its thought, where the worker has closed it at a budget."""
 
@@ -57,6 +59,15 @@ class StreamedChoice:
             logprobs=self.logprobs[:count],
             confidences=self.confidences[:count],
         )
+
+    def within_budget(self) -> StreamedChoice:
+        """The answer without the tokens that are beyond the budget, which has ended it."""
+        kept = self.begin_of(max(0, self.count - self.num_beyond))
+        kept.reasoning = self.reasoning
+        if not self.num_beyond:
+            kept.text, kept.finish_reason = self.text, self.finish_reason
+        kept.finish_reason = kept.finish_reason or "length"
+        return kept
 
     def end_request(self, count: int, min_tokens: int) -> int:
         """A request that made it ``count`` tokens long is over; another one is to continue it.
@@ -122,8 +133,12 @@ class Requests(Protocol):
     def continues(self, choice: StreamedChoice) -> bool:
         """A request is over: whether another one is to continue ``choice``."""
 
-    def on_tokens(self, index: int, text: str, num_tokens: int, thought: str = "") -> None:
-        """A new piece has arrived: index of the choice, text, number of tokens, reasoning."""
+    def on_tokens(self, index: int, text: str, num_tokens: int, thought: str = "") -> int:
+        """A new piece has arrived: index of the choice, text, number of tokens, reasoning.
+
+        Returns:
+            How many of its tokens are beyond the budget.
+        """
 
     def on_usage(self, usage: Usage, num_received: int) -> None:
         """The server's usage of a finished request, of which ``num_received`` tokens came."""
@@ -276,7 +291,7 @@ class ChunkReader:
                 choice.finish_reason = piece.finish_reason
                 choice.stop_reason = self._stop_reason(piece)
             self._num_received += new
-            self._requests.on_tokens(piece.index, text, new, thought)
+            choice.num_beyond += self._requests.on_tokens(piece.index, text, new, thought)
 
     def _stop_reason(self, piece: Any) -> int | str | None:
         """The server's stop reason; most send none: then the only stop string, if there is one."""

@@ -149,15 +149,16 @@ class OneAnswer:
         self._record(Usage(discarded=choice.end_request(self._end, int(self.num_certain))))
         return True
 
-    def on_tokens(self, index: int, text: str, num_tokens: int, thought: str = "") -> None:
-        """Record and stream a new piece."""
+    def on_tokens(self, index: int, text: str, num_tokens: int, thought: str = "") -> int:
+        """Record and stream a new piece; returns how many tokens are beyond the budget."""
         task = self._task
         self._num_new += num_tokens
         task.latency_s = time.perf_counter() - self._began
         task.ttft_s = task.latency_s if task.ttft_s is None else task.ttft_s
-        self._record(Usage(completion_tokens=num_tokens, decoded=num_tokens))
-        if not self._is_followed:
+        beyond = self._record(Usage(completion_tokens=num_tokens, decoded=num_tokens))
+        if not self._is_followed and not beyond:
             task.emit(text, (), f"{id(self):x}.{index}", reasoning=thought)
+        return beyond
 
     def on_usage(self, usage: Usage, num_received: int) -> None:
         """Record the server's count in place of the number of tokens received."""
@@ -165,12 +166,12 @@ class OneAnswer:
             self._is_last = True
         self._record(usage + Usage(completion_tokens=-num_received, decoded=-num_received))
 
-    def _record(self, usage: Usage) -> None:
+    def _record(self, usage: Usage) -> int:
+        """Count ``usage``; returns how many tokens are beyond the budget."""
         for count in dataclasses.fields(Usage):
             before = getattr(self._usage, count.name)
             setattr(self._usage, count.name, before + getattr(usage, count.name))
-        if self._scope is not None:
-            self._scope.account.record(self._usage)
+        return 0 if self._scope is None else self._scope.account.record(self._usage)
 
 
 class ThoughtThenAnswer(OneAnswer):

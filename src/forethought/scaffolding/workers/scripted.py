@@ -238,15 +238,21 @@ class ScriptedWorker(Worker):
             until = end if step is None else min(end, first + step)
             for token in generation.text[first:until]:
                 await asyncio.sleep(reply.seconds_per_token)
-                generation.num_generated += 1
                 task.usage.completion_tokens += 1
                 task.usage.decoded += 1
+                if scope is not None and scope.account.record(task.usage):
+                    break  # it is beyond the budget; the driver ends what is in flight
+                generation.num_generated += 1
                 task.emit(token, [ord(token)], f"{id(generation):x}")
-                if scope is not None:
-                    scope.account.record(task.usage)
         except BaseException as error:
             call.ended = "cancelled" if isinstance(error, asyncio.CancelledError) else "failed"
+            if scope is not None and scope.account.exhausted is not None:
+                _cut(task, generation)
             raise
+        if scope is not None and scope.account.exhausted is not None and call.ended is None:
+            call.ended = "cancelled"
+            _cut(task, generation)
+            raise scope.account.exhausted
         if generation.num_generated == end and call.ended is None:
             call.ended = "done"
 
@@ -291,6 +297,16 @@ def _cut_at_stop(text: str, task: GenerationTask) -> tuple[str, str | None]:
         return text, None
     position, stop = min(found)
     return text[: position + (len(stop) if task.include_stop_str_in_output else 0)], stop
+
+
+def _cut(task: GenerationTask, generation: _Generation) -> None:
+    """Leave what a generation has on its task, as the budget is spent."""
+    if not generation.num_generated:
+        return
+    if generation.num_generated < len(generation.text):
+        generation.text = generation.text[: generation.num_generated]
+        generation.finish_reason, generation.stop_reason = "length", None
+    _fill(task, generation)
 
 
 def _fill(task: GenerationTask, generation: _Generation) -> None:
