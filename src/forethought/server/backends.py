@@ -404,6 +404,7 @@ def template_args(hf: Any, conversation: Conversation) -> dict[str, Any]:
             f"chat_template_kwargs.{min(own)} is not allowed",
             "it is set by the server",
             "Give only what the model's own chat template reads",
+            param="chat_template_kwargs",
         )
     if conversation.tools.offered:
         if "tools" not in str(hf.chat_template) and not conversation.tools.forced:
@@ -411,6 +412,7 @@ def template_args(hf: Any, conversation: Conversation) -> dict[str, Any]:
                 "this model cannot be offered tools",
                 "its chat template has no place for them",
                 "Use another model, or force a call with tool_choice, which a grammar does",
+                param="tools",
             )
         given["tools"] = conversation.tools.offered
     return given
