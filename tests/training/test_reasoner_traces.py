@@ -76,7 +76,7 @@ def test_a_slip_is_written_doubted_and_corrected(slipped):
         if wrong:
             value = FORMULA.findall(wrong[0])[-1][-1]
             line = next(line for line in lines_of(trace.rechecks) if line.endswith("a slip."))
-            assert f", but I wrote {value}. Again: " in line
+            assert f", I had {value}. Again: " in line
             assert is_true(line)
     assert caught > 0.9 * len(slipped)
 
@@ -87,7 +87,7 @@ def test_a_slip_of_a_recheck_changes_nothing(slipped):
     for _, trace in slipped:
         for line in lines_of(trace.rechecks):
             if not is_true(line):
-                before, _, after = line.partition(", but I wrote ")
+                before, _, after = line.partition(", I had ")
                 value, _, again = after.partition(". Again: ")
                 assert FORMULA.findall(before)[-1][-1] != value
                 assert is_true(again)

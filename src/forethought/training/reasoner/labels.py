@@ -7,8 +7,9 @@ derived so far is the problem's own derivation, or has been corrected to it. A l
 a derivation            it quotes a step that is due (misspelt words do not matter), its operands
                         are that step's, and every formula on it is exact
 a re-check              its formulas are exact and give the value of the step that it repeats,
-                        which holds from there on; where it doubts a value, this is said of the
-                        calculation that follows, and the slip that it names is one
+                        which holds from there on, and it quotes the value that held; where it
+                        doubts a value, this is said of the calculation that follows, and the slip
+                        that it names is one
 a value or an answer    it is the problem's
 a sentence read again   it stands in the question
 anything else           it has no digits
@@ -29,7 +30,7 @@ from forethought.training.reasoner.problems import Problem, Step, calculate
 _LINE = re.compile(r"[^\n]*\n|[^\n]+")
 _FORMULA = re.compile(r"(-?\d+) ([-+x/]) (\d+) = (-?\d+)")
 _DERIVED = re.compile(r"(?:(?P<reason>.*?): )?(?P<formulas>-?\d+ [-+x/] \d+ = -?\d.*)\.\n?")
-_DOUBT = re.compile(r", but I wrote (-?\d+)\. Again: ")
+_HAD = re.compile(r", I had (-?\d+)(?P<doubt>\. Again: )?")
 _SLIP = re.compile(r"\. That was a slip\.\n?$")
 _CLAIM = re.compile(
     r"(?:So the answer is|So it is still|Right, that is|That gives|Yes,) (-?\d+)"
@@ -129,21 +130,20 @@ class _Checker:
         index, self.repeated = self.repeated, self.repeated + 1
         if index >= len(self.problem.steps):
             return False
-        held, doubt = self.values.get(index), _DOUBT.search(line)
-        if doubt is not None:
-            formulas = _FORMULA.findall(line[doubt.end() :])
-            if not formulas or int(doubt[1]) != held:
-                return False
+        held, had = self.values.get(index), _HAD.search(line)
+        if had is None:
+            return self._hold(index, formulas, True)
+        if had["doubt"]:
+            formulas = _FORMULA.findall(line[had.end() :])
+        if not formulas or int(had[1]) != held:
+            return False
         value = int(formulas[-1][3])
-        if doubt is not None and _SLIP.search(line):
+        if had["doubt"] and _SLIP.search(line):
             for later in range(index + 1, len(self.problem.steps)):  # they are computed again
                 self.values.pop(later, None)
                 self.wrong.discard(later)
             return self._hold(index, formulas, True) and held != value
-        if doubt is None and not line.rstrip().endswith(", yes."):
-            return self._hold(index, formulas, True)
-        right = _are_exact(formulas) and value == self.problem.steps[index].value
-        right &= doubt is None or held == value
+        right = _are_exact(formulas) and held == value == self.problem.steps[index].value
         return right and self._hold(index, formulas, True)
 
 

@@ -32,6 +32,7 @@ from forethought.training.reasoner.traces import (
     again,
     closing,
     derived,
+    had,
     is_rechecked,
     recheck,
 )
@@ -211,19 +212,23 @@ class _Solver:
         found, right = _CHECKED.fullmatch(line), _CHECKED.fullmatch(due)
         if found is None or right is None or is_mended:
             return "", due
-        doubt, *third = again(noted, derived(self.problem.steps[index]))
-        doubts = found["rest"].startswith(doubt.text)
-        calculated = "".join(piece.text for piece in third)
-        ending = ", yes.\n" if noted == value else ". That was a slip.\n"
-        if found["first"] == right["first"]:
-            if doubts and (noted != value or self._rng.random() < 0.5):
-                return found["first"] + doubt.text, calculated + ending
-            return found["first"], right["rest"]
-        if int(found["value"]) == noted:
+        differs = int(found["value"]) != noted
+        if found["first"] != right["first"] and not differs:
             return "", due
-        if doubts:
-            return found["first"] + doubt.text, calculated + ending
-        return found["first"], doubt.text + calculated + ending
+        beside = had(noted)
+        asks, *third = again(derived(self.problem.steps[index]))
+        doubts = found["rest"].startswith(beside + asks.text)
+        if differs or (doubts and self._rng.random() < 0.5):
+            calculated = "".join(piece.text for piece in third)
+            ending = ", yes.\n" if noted == value else ". That was a slip.\n"
+            gold = beside + asks.text + calculated + ending
+            kept = next(
+                (t for t in (beside + asks.text, beside) if found["rest"].startswith(t)), ""
+            )
+        else:
+            gold = right["rest"]
+            kept = beside if found["rest"].startswith(beside) else ""
+        return found["first"] + kept, gold.removeprefix(kept)
 
     def _ending(self) -> str:
         """What follows the present re-check or rereading."""

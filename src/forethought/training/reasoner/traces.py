@@ -5,9 +5,11 @@ inside that piece: the value just computed at the end of a step, ``hmm`` in the 
 answer once the derivation is complete. A bare sum, and a problem of more than ``MOST_RECHECKED``
 steps, is answered then. After the derivation of other problems come one to four re-checks. A
 re-check computes every step in a second way, by parts (:func:`by_parts`), so that it depends less
-on the first derivation. Where the two values of a step differ, one of them is a slip, and nobody
-knows yet which: the step is computed once more, as in the derivation, and two values of three
-stand. So a slip of the derivation is corrected, and one of a re-check changes nothing.
+on the first derivation, and writes the derivation's value beside its own before it judges: two
+numbers that stand side by side are compared far more reliably than one with a line far back. Where
+the two differ, one of them is a slip, and nobody knows yet which: the step is computed once more,
+as in the derivation, and two values of three stand. So a slip of the derivation is corrected, and
+one of a re-check changes nothing.
 """
 
 import random
@@ -337,6 +339,7 @@ def _repeat(lines: list[_Line], rng: random.Random, slip_rate: float) -> list[Pi
             pieces += _doubted(line, lines, answer, rng)
         else:
             pieces += _calculations(rechecked(line.step), answer)
+            pieces.append(Piece(had(line.value), answer))
         pieces.append(Piece(", yes.\n", answer))
     before, after = rng.choice(CONFIRMATIONS).split("{}")
     pieces.append(Piece(before, answer, trained=not is_short))
@@ -356,15 +359,21 @@ def _doubted(line: _Line, lines: Sequence[_Line], answer: str, rng: random.Rando
             asked, *rest = _calculations(astray, answer)
             written = [replace(asked, trained=False), *rest]
     values = [int(piece.text) for piece in written if piece.is_value]
+    noted = Piece(had(line.value), answer)
     if min(values) < 1:
-        return exact
-    doubt, *third = again(line.value, derived(line.step))
-    return [*written, replace(doubt, trained=values[-1] != line.value), *third]
+        return [*exact, noted]
+    doubt, *third = again(derived(line.step))
+    return [*written, noted, replace(doubt, trained=values[-1] != line.value), *third]
 
 
-def again(noted: int, formulas: Sequence[Formula]) -> list[Piece]:
-    """A third calculation, where the value noted in the derivation is not that of the re-check."""
-    return [Piece(f", but I wrote {noted}. Again: ", UNSURE), *_calculations(formulas, UNSURE)]
+def had(noted: int) -> str:
+    """The value of the derivation, written behind that of a re-check before the two are judged."""
+    return f", I had {noted}"
+
+
+def again(formulas: Sequence[Formula]) -> list[Piece]:
+    """A third calculation, where the value of the derivation is not that of the re-check."""
+    return [Piece(". Again: ", UNSURE), *_calculations(formulas, UNSURE)]
 
 
 def _reread(problem: Problem, lines: list[_Line], rng: random.Random) -> list[Piece]:
@@ -383,10 +392,12 @@ def _correct(
     for index, step in enumerate(problem.steps):
         guess = before if index <= slip_at else UNSURE
         pieces += _calculations(rechecked(step), guess)
+        if index <= slip_at:
+            pieces.append(Piece(had(noted[index]), guess))
         if index < slip_at:
             pieces.append(Piece(", yes.\n", before))
         elif index == slip_at:
-            pieces += again(noted[index], derived(step))
+            pieces += again(derived(step))
             pieces.append(Piece(". That was a slip.\n", UNSURE))
         else:
             pieces.append(Piece(".\n", UNSURE))
