@@ -56,6 +56,28 @@ def test_a_drill_trains_on_results_alone(tokenizer, hard):
     assert re.fullmatch(r"( = -?\d+(\.\n)?)+", told)
 
 
+JUDGED = re.compile(
+    r".* = (?P<checked>\d+), I had (?P<noted>\d+)"
+    r"(?P<doubt>\. Again: .* = (?P<third>\d+))?(?P<judgement>, yes\.|\. That was a slip\.)"
+)
+
+
+def test_a_noted_value_is_a_slip_where_two_calculations_agree_on_another(tokenizer):
+    """Two that differ are calculated once more; where all three differ, the noted one stands."""
+    rng, seen = random.Random(0), set()
+    for _ in range(40):
+        example = corpus.make_example(tokenizer, rng, "judged")
+        for line in tokenizer.decode(example.ids).splitlines():
+            found = JUDGED.fullmatch(line)
+            checked, noted, third = found["checked"], found["noted"], found["third"]
+            assert found["doubt"] or checked == noted
+            is_slip = checked == third != noted
+            assert (found["judgement"] == ". That was a slip.") is is_slip
+            seen.add((checked == noted, third == noted, third == checked, third is None))
+    assert len(seen) == 6  # agreed, doubted without a cause; all four of two that differ
+    assert not re.search(r"\d", trained_text(tokenizer, example))
+
+
 def test_an_elicited_answer_is_trained_on_and_its_suffix_is_not(tokenizer):
     rng = random.Random(0)
     for _ in range(200):

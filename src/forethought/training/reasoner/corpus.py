@@ -1,6 +1,7 @@
 """Training examples of the reasoner.
 
-The kinds of example: ``drill`` and ``hard_drill`` (bare calculations), ``derivation`` (a problem
+The kinds of example: ``drill`` and ``hard_drill`` (bare calculations), ``judged`` (lines of
+re-checks, of which only the judgement is trained), ``derivation`` (a problem
 and its first derivation), ``full`` (with re-checks and the answer; ``full_chain``: of a chain of
 four steps or more), and the two latter cut at a random token and followed by an elicited answer
 (``probed``, ``probed_full``). Loss is taken only where the solver has something to decide: never on
@@ -10,6 +11,7 @@ is a function of seed and step alone, so a resumed run has the batches of an uni
 """
 
 import random
+from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
@@ -31,7 +33,9 @@ from forethought.training.reasoner.traces import (
     Piece,
     Trace,
     derived,
+    had,
     rechecked,
+    slip,
     write_trace,
 )
 from forethought.training.texts import probe_suffix
@@ -61,6 +65,41 @@ def _drilled(rng: random.Random, hard: bool) -> list[Formula]:
         left, sign, right = sample_calculation(rng)
     step = Step("", left, sign, right)
     return derived(step) if rng.random() < 0.6 else rechecked(step)
+
+
+def judged(tokenizer: Tokenizer, rng: random.Random) -> Example:
+    """Steps calculated again beside a value noted before, many of them with a slip somewhere.
+
+    Only what follows the values is trained on: whether two agree, and whether a third calculation
+    confirms the re-check, which alone makes the noted value a slip.
+    """
+    spans = []
+    for _ in range(DRILL_LINES):
+        left, sign, right = sample_calculation(rng)
+        step = Step("", left, sign, right)
+        first, again, third = derived(step), rechecked(step), derived(step)
+        place = rng.choices(("nowhere", "noted", "checked"), (4, 3, 3))[0]
+        first = _slipped(first, rng) if place == "noted" else first
+        again = _slipped(again, rng) if place == "checked" else again
+        third = _slipped(third, rng) if rng.random() < 0.15 else third
+        noted, checked, last = (formulas[-1].value for formulas in (first, again, third))
+        spans.append(Span(f"{_joined(again)}{had(noted)}", False))
+        is_slip = checked != noted and last == checked
+        if checked != noted or rng.random() < 0.15:
+            spans.append(Span(". Again: ", checked != noted))
+            spans.append(Span(_joined(third), False))
+        spans.append(Span(". That was a slip.\n" if is_slip else ", yes.\n", True))
+    return encode(tokenizer, spans)
+
+
+def _slipped(formulas: list[Formula], rng: random.Random) -> list[Formula]:
+    """With one value wrong; as they are where that would make one less than one."""
+    wrong = slip(formulas, rng)
+    return wrong if min(formula.value for formula in wrong) > 0 else formulas
+
+
+def _joined(formulas: Sequence[Formula]) -> str:
+    return ", ".join(f"{f.left} {f.sign} {f.right} = {f.value}" for f in formulas)
 
 
 def trace_of(asked: Problem | str, rng: random.Random, slip_rate: float = 0.0) -> tuple[str, Trace]:
@@ -143,6 +182,8 @@ def make_example(tokenizer: Tokenizer, rng: random.Random, kind: str) -> Example
     """A new example of the given kind, from a training problem or from other text."""
     if kind in ("drill", "hard_drill"):
         return drill(tokenizer, rng, hard=kind == "hard_drill")
+    if kind == "judged":
+        return judged(tokenizer, rng)
     if kind == "full_chain":
         return full(tokenizer, rng, sample_chain(rng, rng.randint(MOST_RECHECKED, MOST_STEPS)))
     asked = sample_question(rng)

@@ -270,14 +270,14 @@ def _with_slip(problem: Problem, slip_at: int, rng: random.Random) -> list[_Line
             right = step.right if right_from is None else lines[right_from].value
             seen = replace(step, left=left, right=right)
             formulas = derived(seen)
-            lines.append(_Line(seen, tuple(_slip(formulas, rng) if index == slip_at else formulas)))
+            lines.append(_Line(seen, tuple(slip(formulas, rng) if index == slip_at else formulas)))
         values = [formula.value for line in lines for formula in line.formulas]
         if min(values) > 0 and lines[slip_at].value != problem.steps[slip_at].value:
             return lines
     return None
 
 
-def _slip(formulas: list[Formula], rng: random.Random) -> list[Formula]:
+def slip(formulas: list[Formula], rng: random.Random) -> list[Formula]:
     """The same formulas with one value wrong; a wrong part is carried into the last formula."""
     last = len(formulas) - 1
     place = rng.choice([n for n in range(last + 1) if last < 3 or n != 1])  # not what remains
@@ -351,7 +351,7 @@ def _doubted(line: _Line, lines: Sequence[_Line], answer: str, rng: random.Rando
     exact = written = _calculations(rechecked(line.step), answer)
     wrong = rng.choices(("value", "operand", "nothing"), (5, 3, 2))[0]
     if wrong == "value":
-        written = _calculations(_slip(rechecked(line.step), rng), answer)
+        written = _calculations(slip(rechecked(line.step), rng), answer)
     elif wrong == "operand" and line.step.sign != "/":  # a quotient would have a remainder
         numbers = {n for each in lines for n in (each.step.left, each.step.right)}
         if others := sorted(numbers - {line.step.left}):
