@@ -57,13 +57,13 @@ def test_a_drill_trains_on_results_alone(tokenizer, hard):
 
 
 JUDGED = re.compile(
-    r".* = (?P<checked>\d+), I had (?P<noted>\d+)"
-    r"(?P<doubt>\. Again: .* = (?P<third>\d+))?(?P<judgement>, yes\.|\. That was a slip\.)"
+    r".*? = (?P<checked>\d+), I had (?P<noted>\d+)"
+    r"(?P<doubt>\. Again: .* = (?P<third>\d+), I had (?P<same>\d+))?(?P<judgement>, yes\.|\. That was a slip\.)"
 )
 
 
-def test_a_noted_value_is_a_slip_where_two_calculations_agree_on_another(tokenizer):
-    """Two that differ are calculated once more; where all three differ, the noted one stands."""
+def test_a_noted_value_stands_if_one_of_two_calculations_gives_it(tokenizer):
+    """Two that differ are calculated once more, and every value stands beside the noted one."""
     rng, seen = random.Random(0), set()
     for _ in range(40):
         example = corpus.make_example(tokenizer, rng, "judged")
@@ -71,11 +71,18 @@ def test_a_noted_value_is_a_slip_where_two_calculations_agree_on_another(tokeniz
             found = JUDGED.fullmatch(line)
             checked, noted, third = found["checked"], found["noted"], found["third"]
             assert found["doubt"] or checked == noted
-            is_slip = checked == third != noted
-            assert (found["judgement"] == ". That was a slip.") is is_slip
-            seen.add((checked == noted, third == noted, third == checked, third is None))
-    assert len(seen) == 6  # agreed, doubted without a cause; all four of two that differ
-    assert not re.search(r"\d", trained_text(tokenizer, example))
+            assert found["same"] in (None, noted)
+            stands = noted == (third or checked)
+            assert (found["judgement"] == ", yes.") is stands
+            seen.add((checked == noted, third is None, stands))
+        assert not re.search(r"\d", trained_text(tokenizer, example))
+    assert seen == {
+        (True, True, True),
+        (True, False, True),  # a doubt without a cause
+        (True, False, False),  # and a third calculation that goes wrong
+        (False, False, True),
+        (False, False, False),
+    }
 
 
 def test_an_elicited_answer_is_trained_on_and_its_suffix_is_not(tokenizer):

@@ -68,8 +68,8 @@ WRONG = "He buys 5 more: 10 + 5 = 16.\nHe now has 3 times as many: 16 x 3 = 48.\
             "11110",
         ),
         (
-            f"{WRONG}So the answer is 48.\n10 + 5 = 15, I had 16. Again: 10 + 5 = 15. "
-            f"That was a slip.\n15 x 3 = 45.\nSo the answer is 45.\n{END}",
+            f"{WRONG}So the answer is 48.\n10 + 5 = 15, I had 16. Again: 10 + 5 = 15, "
+            f"I had 16. That was a slip.\n15 x 3 = 45.\nSo the answer is 45.\n{END}",
             "00011111",
         ),
         (
@@ -78,17 +78,18 @@ WRONG = "He buys 5 more: 10 + 5 = 16.\nHe now has 3 times as many: 16 x 3 = 48.\
             "0000000",
         ),
         (
-            f"{DERIVATION}So the answer is 45.\n10 + 5 = 16, I had 15. Again: 10 + 5 = 16. "
-            "That was a slip.\n16 x 3 = 48.\nSo the answer is 48.\n",
+            f"{DERIVATION}So the answer is 45.\n10 + 5 = 16, I had 15. Again: 10 + 5 = 16, "
+            "I had 15. That was a slip.\n16 x 3 = 48.\nSo the answer is 48.\n",
             "111000",
         ),
         (  # the slip is the re-check's own
             f"{DERIVATION}So the answer is 45.\n10 + 5 = 16, I had 15. Again: 10 + 5 = 15, "
-            "yes.\n15 x 3 = 45, I had 45, yes.\nSo the answer is 45.\n",
+            "I had 15, yes.\n15 x 3 = 45, I had 45, yes.\nSo the answer is 45.\n",
             "111111",
         ),
         (  # the third value is that of the derivation, which is kept, and wrong
-            f"{WRONG}So the answer is 48.\n10 + 5 = 15, I had 16. Again: 10 + 5 = 16, yes.\n"
+            f"{WRONG}So the answer is 48.\n10 + 5 = 15, I had 16. Again: 10 + 5 = 16, "
+            "I had 16, yes.\n"
             "So the answer is 48.\n",
             "00000",
         ),
@@ -98,7 +99,7 @@ WRONG = "He buys 5 more: 10 + 5 = 16.\nHe now has 3 times as many: 16 x 3 = 48.\
         ),
         (  # it quotes another value than the derivation's
             f"{DERIVATION}So the answer is 45.\n10 + 5 = 16, I had 14. Again: 10 + 5 = 15, "
-            "yes.\n15 x 3 = 45, I had 45, yes.\n",
+            "I had 15, yes.\n15 x 3 = 45, I had 45, yes.\n",
             "11101",
         ),
         (

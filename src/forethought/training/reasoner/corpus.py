@@ -41,7 +41,7 @@ from forethought.training.reasoner.traces import (
 from forethought.training.texts import probe_suffix
 
 SLIP_RATE = 0.35
-DRILL_LINES = 10
+DRILL_LINES, JUDGED_LINES = 10, 8
 
 
 def drill(tokenizer: Tokenizer, rng: random.Random, *, hard: bool = False) -> Example:
@@ -70,11 +70,11 @@ def _drilled(rng: random.Random, hard: bool) -> list[Formula]:
 def judged(tokenizer: Tokenizer, rng: random.Random) -> Example:
     """Steps calculated again beside a value noted before, many of them with a slip somewhere.
 
-    Only what follows the values is trained on: whether two agree, and whether a third calculation
-    confirms the re-check, which alone makes the noted value a slip.
+    Only what follows two values is trained on: whether they agree. Where they do not, the step is
+    calculated a third time, and judged again.
     """
     spans = []
-    for _ in range(DRILL_LINES):
+    for _ in range(JUDGED_LINES):
         left, sign, right = sample_calculation(rng)
         step = Step("", left, sign, right)
         first, again, third = derived(step), rechecked(step), derived(step)
@@ -84,11 +84,12 @@ def judged(tokenizer: Tokenizer, rng: random.Random) -> Example:
         third = _slipped(third, rng) if rng.random() < 0.15 else third
         noted, checked, last = (formulas[-1].value for formulas in (first, again, third))
         spans.append(Span(f"{_joined(again)}{had(noted)}", False))
-        is_slip = checked != noted and last == checked
-        if checked != noted or rng.random() < 0.15:
-            spans.append(Span(". Again: ", checked != noted))
-            spans.append(Span(_joined(third), False))
-        spans.append(Span(". That was a slip.\n" if is_slip else ", yes.\n", True))
+        stands = checked == noted
+        if not stands or rng.random() < 0.15:
+            spans.append(Span(". Again: ", not stands))
+            spans.append(Span(f"{_joined(third)}{had(noted)}", False))
+            stands = last == noted
+        spans.append(Span(", yes.\n" if stands else ". That was a slip.\n", True))
     return encode(tokenizer, spans)
 
 

@@ -30,7 +30,8 @@ from forethought.training.reasoner.problems import Problem, Step, calculate
 _LINE = re.compile(r"[^\n]*\n|[^\n]+")
 _FORMULA = re.compile(r"(-?\d+) ([-+x/]) (\d+) = (-?\d+)")
 _DERIVED = re.compile(r"(?:(?P<reason>.*?): )?(?P<formulas>-?\d+ [-+x/] \d+ = -?\d.*)\.\n?")
-_HAD = re.compile(r", I had (-?\d+)(?P<doubt>\. Again: )?")
+_HAD = re.compile(r", I had (-?\d+)")
+_DOUBT = re.compile(r", I had -?\d+\. Again: ")
 _SLIP = re.compile(r"\. That was a slip\.\n?$")
 _CLAIM = re.compile(
     r"(?:So the answer is|So it is still|Right, that is|That gives|Yes,) (-?\d+)"
@@ -130,15 +131,16 @@ class _Checker:
         index, self.repeated = self.repeated, self.repeated + 1
         if index >= len(self.problem.steps):
             return False
-        held, had = self.values.get(index), _HAD.search(line)
-        if had is None:
+        held, doubt = self.values.get(index), _DOUBT.search(line)
+        quoted = _HAD.findall(line)
+        if not quoted:
             return self._hold(index, formulas, True)
-        if had["doubt"]:
-            formulas = _FORMULA.findall(line[had.end() :])
-        if not formulas or int(had[1]) != held:
+        if doubt is not None:
+            formulas = _FORMULA.findall(line[doubt.end() :])
+        if not formulas or any(int(value) != held for value in quoted):
             return False
         value = int(formulas[-1][3])
-        if had["doubt"] and _SLIP.search(line):
+        if doubt is not None and _SLIP.search(line):
             for later in range(index + 1, len(self.problem.steps)):  # they are computed again
                 self.values.pop(later, None)
                 self.wrong.discard(later)

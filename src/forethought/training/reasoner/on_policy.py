@@ -216,7 +216,7 @@ class _Solver:
         if found["first"] != right["first"] and not differs:
             return "", due
         beside = had(noted)
-        asks, *third = again(derived(self.problem.steps[index]))
+        asks, *third = again(noted, derived(self.problem.steps[index]))
         doubts = found["rest"].startswith(beside + asks.text)
         if differs or (doubts and self._rng.random() < 0.5):
             calculated = "".join(piece.text for piece in third)

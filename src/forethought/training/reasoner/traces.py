@@ -362,7 +362,7 @@ def _doubted(line: _Line, lines: Sequence[_Line], answer: str, rng: random.Rando
     noted = Piece(had(line.value), answer)
     if min(values) < 1:
         return [*exact, noted]
-    doubt, *third = again(derived(line.step))
+    doubt, *third = again(line.value, derived(line.step))
     return [*written, noted, replace(doubt, trained=values[-1] != line.value), *third]
 
 
@@ -371,9 +371,13 @@ def had(noted: int) -> str:
     return f", I had {noted}"
 
 
-def again(formulas: Sequence[Formula]) -> list[Piece]:
-    """A third calculation, where the value of the derivation is not that of the re-check."""
-    return [Piece(". Again: ", UNSURE), *_calculations(formulas, UNSURE)]
+def again(noted: int, formulas: Sequence[Formula]) -> list[Piece]:
+    """A third calculation, where the value of the derivation is not that of the re-check.
+
+    It is judged as the second was, beside the value of the derivation.
+    """
+    calculated = _calculations(formulas, UNSURE)
+    return [Piece(". Again: ", UNSURE), *calculated, Piece(had(noted), UNSURE)]
 
 
 def _reread(problem: Problem, lines: list[_Line], rng: random.Random) -> list[Piece]:
@@ -397,7 +401,7 @@ def _correct(
         if index < slip_at:
             pieces.append(Piece(", yes.\n", before))
         elif index == slip_at:
-            pieces += again(derived(step))
+            pieces += again(noted[index], derived(step))
             pieces.append(Piece(". That was a slip.\n", UNSURE))
         else:
             pieces.append(Piece(".\n", UNSURE))
