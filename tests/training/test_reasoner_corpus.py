@@ -58,7 +58,8 @@ def test_a_drill_trains_on_results_alone(tokenizer, hard):
 
 JUDGED = re.compile(
     r".*? = (?P<checked>\d+), I had (?P<noted>\d+)"
-    r"(?P<doubt>\. Again: .* = (?P<third>\d+), I had (?P<same>\d+))?(?P<judgement>, yes\.|\. That was a slip\.)"
+    r"(?P<doubt>\. Again: .* = (?P<third>\d+), I had (?P<same>\d+))?"
+    r"(?P<judgement>, yes\.|\. That was a slip\.)"
 )
 
 
