@@ -53,9 +53,8 @@ def test_a_wrong_value_of_a_recheck_is_doubted_and_the_derivation_stands():
     text = f"{DERIVATION}{OPENING}{wrong}</think>\n"
     kept, gold = gone_on(text)
     assert kept == f"{DERIVATION}{OPENING}5 + 10 = 16"
-    assert gold.startswith(
-        ", I had 15. Again: 10 + 5 = 15, I had 15, yes.\n15 - 3 = 12, I had 12, yes.\n"
-    )
+    third = ", I had 15. Again: He buys 5 more: 10 + 5 = 15, I had 15, yes.\n"
+    assert gold.startswith(f"{third}15 - 3 = 12, I had 12, yes.\n")
     assert gold.endswith(END_OF_12)
 
 
@@ -64,14 +63,16 @@ def test_a_slip_of_the_derivation_that_a_recheck_passes_over_is_named():
     text = f"{SLIPPED}{OPENING}{wrong}</think>\n"
     kept, gold = gone_on(text)
     assert kept == f"{SLIPPED}{OPENING}5 + 10 = 15"
-    named = ", I had 16. Again: 10 + 5 = 15, I had 16. That was a slip.\n"
+    named = ", I had 16. Again: He buys 5 more: 10 + 5 = 15, I had 16. That was a slip.\n"
     assert gold == f"{named}15 - 3 = 12.\nSo the answer is 12.\n{END_OF_12}"
 
 
 def test_a_slip_that_stands_beside_the_right_value_is_named():
     kept, gold = gone_on(f"{SLIPPED}{OPENING}5 + 10 = 15, I had 16, yes.\n16 - 3 = 13\n</think>\n")
     assert kept == f"{SLIPPED}{OPENING}5 + 10 = 15, I had 16"
-    assert gold.startswith(". Again: 10 + 5 = 15, I had 16. That was a slip.\n15 - 3 = 12.\n")
+    assert gold.startswith(
+        ". Again: He buys 5 more: 10 + 5 = 15, I had 16. That was a slip.\n15 - 3 = 12.\n"
+    )
 
 
 def test_a_slip_that_the_recheck_repeats_is_calculated_anew():
@@ -80,12 +81,12 @@ def test_a_slip_that_the_recheck_repeats_is_calculated_anew():
     )
     assert kept == SLIPPED + OPENING
     assert gold.startswith(
-        "5 + 10 = 15, I had 16. Again: 10 + 5 = 15, I had 16. That was a slip.\n"
+        "5 + 10 = 15, I had 16. Again: He buys 5 more: 10 + 5 = 15, I had 16. That was a slip.\n"
     )
 
 
 def test_a_doubt_without_a_cause_is_not_begun_or_not_believed():
-    doubt = ", I had 15. Again: "
+    doubt = ", I had 15. Again: He buys 5 more: "
     text = f"{DERIVATION}{OPENING}5 + 10 = 15{doubt}10 + 5 = 18. That was a slip.\n18 - 3 = 15.\n"
     found = {gone_on(f"{text}So the answer is 15.\n</think>\n", seed) for seed in range(8)}
     kept = {kept for kept, _ in found}
@@ -98,7 +99,7 @@ def test_a_doubt_without_a_cause_is_not_begun_or_not_believed():
 
 
 def test_a_third_calculation_that_goes_wrong_is_calculated_once_more():
-    doubt = ", I had 15. Again: "
+    doubt = ", I had 15. Again: He buys 5 more: "
     kept, gold = gone_on(
         f"{DERIVATION}{OPENING}5 + 10 = 17{doubt}10 + 5 = 17. That was a slip.\n17\n"
     )

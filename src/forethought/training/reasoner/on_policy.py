@@ -31,7 +31,6 @@ from forethought.training.reasoner.traces import (
     REREADS,
     again,
     closing,
-    derived,
     had,
     is_rechecked,
     recheck,
@@ -216,7 +215,7 @@ class _Solver:
         if found["first"] != right["first"] and not differs:
             return "", due
         beside = had(noted)
-        asks, *third = again(noted, derived(self.problem.steps[index]))
+        asks, *third = again(noted, self.problem.steps[index])
         doubts = found["rest"].startswith(beside + asks.text)
         if differs or (doubts and self._rng.random() < 0.5):
             calculated = "".join(piece.text for piece in third)

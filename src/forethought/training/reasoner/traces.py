@@ -8,8 +8,8 @@ re-check computes every step in a second way, by parts (:func:`by_parts`), so th
 on the first derivation, and writes the derivation's value beside its own before it judges: two
 numbers that stand side by side are compared far more reliably than one with a line far back. Where
 the two differ, one of them is a slip, and nobody knows yet which: the step is computed once more,
-as in the derivation, and two values of three stand. So a slip of the derivation is corrected, and
-one of a re-check changes nothing.
+in the words of the derivation, and two values of three stand. So a slip of the derivation is
+corrected, and one of a re-check changes nothing.
 """
 
 import random
@@ -362,7 +362,7 @@ def _doubted(line: _Line, lines: Sequence[_Line], answer: str, rng: random.Rando
     noted = Piece(had(line.value), answer)
     if min(values) < 1:
         return [*exact, noted]
-    doubt, *third = again(line.value, derived(line.step))
+    doubt, *third = again(line.value, line.step)
     return [*written, noted, replace(doubt, trained=values[-1] != line.value), *third]
 
 
@@ -371,13 +371,14 @@ def had(noted: int) -> str:
     return f", I had {noted}"
 
 
-def again(noted: int, formulas: Sequence[Formula]) -> list[Piece]:
+def again(noted: int, step: Step) -> list[Piece]:
     """A third calculation, where the value of the derivation is not that of the re-check.
 
-    It is judged as the second was, beside the value of the derivation.
+    It quotes the step's words, as the derivation did, since the re-check may have taken a number of
+    another step; and it is judged as the second was, beside the value of the derivation.
     """
-    calculated = _calculations(formulas, UNSURE)
-    return [Piece(". Again: ", UNSURE), *calculated, Piece(had(noted), UNSURE)]
+    asked = Piece(f". Again: {step.reason}: " if step.reason else ". Again: ", UNSURE)
+    return [asked, *_calculations(derived(step), UNSURE), Piece(had(noted), UNSURE)]
 
 
 def _reread(problem: Problem, lines: list[_Line], rng: random.Random) -> list[Piece]:
@@ -401,7 +402,7 @@ def _correct(
         if index < slip_at:
             pieces.append(Piece(", yes.\n", before))
         elif index == slip_at:
-            pieces += again(noted[index], derived(step))
+            pieces += again(noted[index], step)
             pieces.append(Piece(". That was a slip.\n", UNSURE))
         else:
             pieces.append(Piece(".\n", UNSURE))
