@@ -1,13 +1,14 @@
 """Training examples of the reasoner.
 
 The kinds of example: ``drill`` and ``hard_drill`` (bare calculations), ``judged`` (lines of
-re-checks, of which only the judgement is trained), ``derivation`` (a problem
-and its first derivation), ``full`` (with re-checks and the answer; ``full_chain``: of a chain of
-four steps or more), and the two latter cut at a random token and followed by an elicited answer
-(``probed``, ``probed_full``). Loss is taken only where the solver has something to decide: never on
-the question, the operands of a drill, an elicitation suffix or the wrong value of a slip. Some
-examples are about text that is no problem, with the sentence that answers it. The batch of a step
-is a function of seed and step alone, so a resumed run has the batches of an uninterrupted one.
+re-checks, of which only the judgement is trained), ``derivation`` (a problem and its first
+derivation), ``full`` (with re-checks and the answer; ``full_chain``: of a chain of four steps or
+more), and the two latter cut at a random token and followed by an elicited answer (``probed``,
+``probed_full``), that of a probe or of a thought that is closed there. Loss is taken only where the
+solver has something to decide: never on the question, the operands of a drill, an elicitation
+suffix or the wrong value of a slip. Some examples are about text that is no problem, with the
+sentence that answers it. The batch of a step is a function of seed and step alone, so a resumed run
+has the batches of an uninterrupted one.
 """
 
 import random
@@ -15,7 +16,8 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-from forethought.training.chat_tokenizer import END, prompt_text
+from forethought.methods.no_thinking import FINISHED
+from forethought.training.chat_tokenizer import END, THINK_END, prompt_text
 from forethought.training.from_scratch import Example, Span, encode
 from forethought.training.reasoner.other import SENTENCE, THOUGHT
 from forethought.training.reasoner.problems import (
@@ -42,6 +44,9 @@ from forethought.training.texts import probe_suffix
 
 SLIP_RATE = 0.35
 DRILL_LINES, JUDGED_LINES = 10, 8
+CLOSED = 0.35
+"""Share of the cut traces whose thought is closed, as a thinking budget does, and not probed."""
+CLOSINGS = (f"{THINK_END}\n", f"{THINK_END}\n\n", FINISHED)
 
 
 def drill(tokenizer: Tokenizer, rng: random.Random, *, hard: bool = False) -> Example:
@@ -136,12 +141,20 @@ def probed(
     cut = rng.randint(first, len(offsets))
     length = offsets[cut - 1][1]
     kept, guess = _keep(spans, length), guess_at(pieces, length - len(spans[0].text))
-    suffix = probe_suffix(text[:length], rng)
-    elicited = [Span(suffix, False), Span(guess + "}\n\\]" + END, True)]
+    elicited = _closed(guess, rng) if rng.random() < CLOSED else []
+    if not elicited or THINK_END in text[:length]:
+        suffix = probe_suffix(text[:length], rng)
+        elicited = [Span(suffix, False), Span(guess + "}\n\\]" + END, True)]
     if rng.random() < 0.5:
         return encode(tokenizer, kept + elicited)
     head, tail = encode(tokenizer, spans), encode(tokenizer, elicited)
     return Example(head.ids[:cut] + tail.ids, head.trained[:cut] + tail.trained)
+
+
+def _closed(guess: str, rng: random.Random) -> list[Span]:
+    """A thought that is closed from outside, and the answer that is spoken then."""
+    answer = f"The answer is \\boxed{{{guess}}}."
+    return [Span(rng.choice(CLOSINGS), False), Span(answer + END, True)]
 
 
 def guess_at(pieces: tuple[Piece, ...], length: int) -> str:
