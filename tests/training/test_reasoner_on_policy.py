@@ -12,7 +12,7 @@ from forethought.training.reasoner.on_policy import Continued, continue_sample, 
 from forethought.training.reasoner.problems import Problem, Step, sample_problem
 from forethought.training.reasoner.questions import sample_chain, sample_varied
 from forethought.training.reasoner.samples import Sample
-from forethought.training.reasoner.traces import write_trace
+from forethought.training.reasoner.traces import closing, write_trace
 
 STEPS = (Step("He buys 5 more", 10, "+", 5), Step("He uses 3", 15, "-", 3))
 PROBLEM = Problem(
@@ -26,6 +26,7 @@ SLIPPED = "He buys 5 more: 10 + 5 = 16.\nHe uses 3: 16 - 3 = 13.\nSo the answer 
 OPENING = "Let me go through it once more.\n"
 END_OF_12 = "</think>\nThe answer is \\boxed{12}."
 CHECKED = "5 + 10 = 15, I had 15, yes.\n"
+RECHECK = f"{OPENING}{CHECKED}15 - 3 = 12, I had 12, yes.\nSo it is still 12.\n"
 
 
 def gone_on(text, seed=0):
@@ -139,11 +140,20 @@ def test_a_spoken_answer_that_is_misquoted_is_said_right_once():
     assert gone_on(f"{begun}The answer is \\boxed{{21}}.") == (begun, "The answer is \\boxed{12}.")
 
 
+REREAD = "Hmm, did I read the question right?\nTom has 10 nuts.\n"
+STORY = "He buys 5 more.\nHe uses 3.\nHow many?\nRight, that is 12.\n"
+
+
 def test_a_story_read_again_is_quoted():
-    reread = "Hmm, did I read the question right?\nTom has 10 nuts.\n"
-    kept, gold = gone_on(f"{DERIVATION}{reread}He buys 15 more.\nHe uses 3.\n</think>\n")
-    assert kept == DERIVATION + reread
-    assert gold == f"He buys 5 more.\nHe uses 3.\nHow many?\nRight, that is 12.\n{END_OF_12}"
+    checked = f"{DERIVATION}{RECHECK}{REREAD}"
+    kept, gold = gone_on(f"{checked}He buys 15 more.\nHe uses 3.\n</think>\n")
+    assert (kept, gold) == (checked, STORY + END_OF_12)
+
+
+@pytest.mark.parametrize("before", ["", f"{RECHECK}{REREAD}{STORY}"], ids=["at first", "twice"])
+def test_the_story_is_read_again_once_and_behind_a_recheck(before):
+    kept, gold = gone_on(f"{DERIVATION}{before}{REREAD}{STORY}{END_OF_12}")
+    assert (kept, gold) == (DERIVATION + before, END_OF_12)
 
 
 @pytest.mark.parametrize(
@@ -161,11 +171,18 @@ def test_a_sample_without_a_place_to_go_on_from_gives_no_example(text):
     assert gone_on(text) is None
 
 
-def test_problems_that_are_not_calculated_again_give_no_example():
+def test_what_is_calculated_again_in_vain_ends_instead():
+    """Bare sums and long chains are answered after their derivation; a wrong one gives nothing."""
     rng = random.Random(0)
     for problem in (sample_varied(rng, "sum"), sample_chain(rng, 6)):
-        text = write_trace(problem, rng).text
-        assert continue_sample(Sample(problem, text), rng) is None
+        trace = write_trace(problem, rng)
+        derivation = "".join(piece.text for piece in trace.derivation)
+        assert continue_sample(Sample(problem, trace.text), rng).kind == "right"
+        found = continue_sample(Sample(problem, f"{derivation}{OPENING}1 + 1 = 2.\n"), rng)
+        assert (found.kind, found.kept) == ("astray", derivation)
+        assert found.gold == closing(problem)
+        slipped = derivation.replace(f"= {problem.answer}.", "= 1.")
+        assert continue_sample(Sample(problem, f"{slipped}{OPENING}"), rng) is None
 
 
 def test_every_continuation_is_good_to_its_end():

@@ -35,6 +35,7 @@ from forethought.training.reasoner.traces import (
     Piece,
     Trace,
     derived,
+    expected,
     had,
     rechecked,
     slip,
@@ -69,7 +70,7 @@ def _drilled(rng: random.Random, hard: bool) -> list[Formula]:
     else:
         left, sign, right = sample_calculation(rng)
     step = Step("", left, sign, right)
-    return derived(step) if rng.random() < 0.6 else rechecked(step)
+    return derived(step) if rng.random() < 0.6 else rechecked(step, step.value)
 
 
 def judged(tokenizer: Tokenizer, rng: random.Random) -> Example:
@@ -82,14 +83,15 @@ def judged(tokenizer: Tokenizer, rng: random.Random) -> Example:
     for _ in range(JUDGED_LINES):
         left, sign, right = sample_calculation(rng)
         step = Step("", left, sign, right)
-        first, again, third = derived(step), rechecked(step), derived(step)
         place = rng.choices(("nowhere", "noted", "checked"), (4, 3, 3))[0]
-        first = _slipped(first, rng) if place == "noted" else first
+        first = derived(step)
+        noted = (_slipped(first, rng) if place == "noted" else first)[-1].value
+        again = rechecked(step, noted)
         again = _slipped(again, rng) if place == "checked" else again
-        third = _slipped(third, rng) if rng.random() < 0.15 else third
-        noted, checked, last = (formulas[-1].value for formulas in (first, again, third))
-        spans.append(Span(f"{_joined(again)}{had(noted)}", False))
-        stands = checked == noted
+        third = _slipped(first, rng) if rng.random() < 0.15 else first
+        checked, last = again[-1].value, third[-1].value
+        spans.append(Span(f"{_joined(again)}{had(expected(step, noted))}", False))
+        stands = checked == expected(step, noted)
         if not stands or rng.random() < 0.15:
             spans.append(Span(". Again: ", not stands))
             spans.append(Span(f"{_joined(third)}{had(noted)}", False))

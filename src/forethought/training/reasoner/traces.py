@@ -6,10 +6,11 @@ answer once the derivation is complete. A bare sum, and a problem of more than `
 steps, is answered then. After the derivation of other problems come one to four re-checks. A
 re-check computes every step in a second way, by parts (:func:`by_parts`), so that it depends less
 on the first derivation, and writes the derivation's value beside its own before it judges: two
-numbers that stand side by side are compared far more reliably than one with a line far back. Where
-the two differ, one of them is a slip, and nobody knows yet which: the step is computed once more,
-in the words of the derivation, and two values of three stand. So a slip of the derivation is
-corrected, and one of a re-check changes nothing.
+numbers that stand side by side are compared far more reliably than one with a line far back. A
+quotient is multiplied, and the product compared with the number that was divided. Where the two
+differ, one of them is a slip, and nobody knows yet which: the step is computed once more, in the
+words of the derivation, and two values of three stand. So a slip of the derivation is corrected,
+and one of a re-check changes nothing.
 """
 
 import random
@@ -117,9 +118,10 @@ def write_trace(problem: Problem, rng: random.Random, slip_rate: float = 0.0) ->
     derivation = [Piece(rng.choice(OPENINGS), UNSURE), *_derive(lines)]
     length = len(problem.question) + len(_text(derivation))
     rechecks: list[Piece] = []
+    has_reread = False
     for _ in range(_recheck_count(problem, rng) if is_checked else 0):
-        if rechecks and rng.random() < 0.25:
-            more = _reread(problem, lines, rng)
+        if rechecks and not has_reread and rng.random() < 0.25:
+            more, has_reread = _reread(problem, lines, rng), True
         elif slip_at is not None:
             more = recheck(problem, [line.value for line in lines], rng)
         else:
@@ -210,13 +212,15 @@ def derived(step: Step) -> list[Formula]:
     return [_formula(left, sign, right)]
 
 
-def rechecked(step: Step) -> list[Formula]:
-    """How a re-check computes a step.
+def rechecked(step: Step, noted: int) -> list[Formula]:
+    """How a re-check computes a step to which the derivation gave the value ``noted``.
 
     A long sum is computed by parts, a product by the parts of its other factor, a short sum or
-    product with its operands swapped, a difference by its parts with the leading digit last;
-    quotients as in the derivation.
+    product with its operands swapped, a difference by its parts with the leading digit last. A
+    quotient is multiplied by the divisor, by its parts.
     """
+    if step.sign == "/":
+        return rechecked(Step("", noted, "x", step.right), noted * step.right)
     left, sign, right = step.left, step.sign, step.right
     if sign == "-" and (rest := right - _leading(right)):
         low = _formula(left, "-", rest)
@@ -231,7 +235,12 @@ def rechecked(step: Step) -> list[Formula]:
     if sign == "+":
         swapped = [_formula(right, sign, left)]
         return by_parts(left, sign, right) if min(left, right) > 99 else swapped
-    return derived(step)
+    return [_formula(left, sign, right)]
+
+
+def expected(step: Step, noted: int) -> int:
+    """What a re-check gives where ``noted`` is right: itself; of a quotient, what was divided."""
+    return step.left if step.sign == "/" else noted
 
 
 def _leading(number: int) -> int:
@@ -338,8 +347,8 @@ def _repeat(lines: list[_Line], rng: random.Random, slip_rate: float) -> list[Pi
         if index == slip_at:
             pieces += _doubted(line, lines, answer, rng)
         else:
-            pieces += _calculations(rechecked(line.step), answer)
-            pieces.append(Piece(had(line.value), answer))
+            pieces += _calculations(rechecked(line.step, line.value), answer)
+            pieces.append(Piece(had(expected(line.step, line.value)), answer))
         pieces.append(Piece(", yes.\n", answer))
     before, after = rng.choice(CONFIRMATIONS).split("{}")
     pieces.append(Piece(before, answer, trained=not is_short))
@@ -348,27 +357,31 @@ def _repeat(lines: list[_Line], rng: random.Random, slip_rate: float) -> list[Pi
 
 def _doubted(line: _Line, lines: Sequence[_Line], answer: str, rng: random.Random) -> list[Piece]:
     """A step whose re-check goes wrong, in a value or an operand, or doubts without a cause."""
-    exact = written = _calculations(rechecked(line.step), answer)
-    wrong = rng.choices(("value", "operand", "nothing"), (5, 3, 2))[0]
+    step = line.step
+    checks = rechecked(step, line.value)
+    exact = written = _calculations(checks, answer)
+    wrong = rng.choices(("value", "operand", "nothing"), (5, 4, 1))[0]
     if wrong == "value":
-        written = _calculations(slip(rechecked(line.step), rng), answer)
-    elif wrong == "operand" and line.step.sign != "/":  # a quotient would have a remainder
-        numbers = {n for each in lines for n in (each.step.left, each.step.right)}
-        if others := sorted(numbers - {line.step.left}):
-            astray = rechecked(replace(line.step, left=rng.choice(others)))
+        written = _calculations(slip(checks, rng), answer)
+    elif wrong == "operand":
+        numbers = {n for each in lines for n in (each.step.left, each.step.right, each.value)}
+        if others := sorted(numbers - {checks[0].left}):
+            other = rng.choice(others)
+            astray = rechecked(replace(step, left=other), other)
             asked, *rest = _calculations(astray, answer)
             written = [replace(asked, trained=False), *rest]
     values = [int(piece.text) for piece in written if piece.is_value]
-    noted = Piece(had(line.value), answer)
+    noted = Piece(had(expected(step, line.value)), answer)
     if min(values) < 1:
         return [*exact, noted]
-    doubt, *third = again(line.value, line.step)
-    return [*written, noted, replace(doubt, trained=values[-1] != line.value), *third]
+    doubt, *third = again(line.value, step)
+    differs = values[-1] != expected(step, line.value)
+    return [*written, noted, replace(doubt, trained=differs), *third]
 
 
-def had(noted: int) -> str:
-    """The value of the derivation, written behind that of a re-check before the two are judged."""
-    return f", I had {noted}"
+def had(value: int) -> str:
+    """What the derivation has, written behind what a re-check gives before the two are judged."""
+    return f", I had {value}"
 
 
 def again(noted: int, step: Step) -> list[Piece]:
@@ -396,9 +409,11 @@ def _correct(
     pieces = [Piece(rng.choice(RECHECKS), before)]
     for index, step in enumerate(problem.steps):
         guess = before if index <= slip_at else UNSURE
-        pieces += _calculations(rechecked(step), guess)
         if index <= slip_at:
-            pieces.append(Piece(had(noted[index]), guess))
+            pieces += _calculations(rechecked(step, noted[index]), guess)
+            pieces.append(Piece(had(expected(step, noted[index])), guess))
+        else:
+            pieces += _calculations(derived(step), guess)
         if index < slip_at:
             pieces.append(Piece(", yes.\n", before))
         elif index == slip_at:

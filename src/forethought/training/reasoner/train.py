@@ -48,9 +48,9 @@ TUNING = {
     "full": 0.30, "full_chain": 0.10, "probed_full": 0.09,
 }  # fmt: skip
 ON_SAMPLES = {
-    "drill": 0.05, "hard_drill": 0.05, "judged": 0.12, "derivation": 0.05, "probed": 0.08,
-    "full": 0.12, "full_chain": 0.12, "probed_full": 0.09, "slipped": 0.13, "astray": 0.13,
-    "right": 0.06,
+    "drill": 0.04, "hard_drill": 0.06, "judged": 0.10, "derivation": 0.10, "probed": 0.07,
+    "full": 0.13, "full_chain": 0.10, "probed_full": 0.08, "slipped": 0.11, "astray": 0.13,
+    "right": 0.08,
 }  # fmt: skip
 FOUNDATION_LENGTH, FINISH_LENGTH = 256, 512
 FINISH_FROM, POLISH_FROM = 0.43, 0.85
