@@ -56,15 +56,53 @@ def test_a_drill_trains_on_results_alone(tokenizer, hard):
     assert re.fullmatch(r"( = -?\d+(\.\n)?)+", told)
 
 
+JUDGED = re.compile(
+    r".*? = (?P<checked>\d+), I had (?P<due>\d+)"
+    r"(?P<doubt>\. Again: .* = (?P<third>\d+), I had (?P<noted>\d+))?"
+    r"(?P<judgement>, yes\.|\. That was a slip\.)"
+)
+
+
+def test_a_noted_value_stands_if_one_of_two_calculations_gives_it(tokenizer):
+    """Two that differ are calculated once more, beside the noted value (a quotient is checked by
+    its product, which stands beside the number that was divided).
+    """
+    rng, seen = random.Random(0), set()
+    for _ in range(40):
+        example = corpus.make_example(tokenizer, rng, "judged")
+        for line in tokenizer.decode(example.ids).splitlines():
+            found = JUDGED.fullmatch(line)
+            checked, due, third = found["checked"], found["due"], found["third"]
+            is_quotient = third is not None and " / " in found["doubt"]
+            assert found["doubt"] or checked == due
+            assert is_quotient or found["noted"] in (None, due)
+            stands = found["noted"] == third if third else checked == due
+            assert (found["judgement"] == ", yes.") is stands
+            seen.add((checked == due, third is None, stands))
+        assert not re.search(r"\d", trained_text(tokenizer, example))
+    assert seen == {
+        (True, True, True),
+        (True, False, True),  # a doubt without a cause
+        (True, False, False),  # and a third calculation that goes wrong
+        (False, False, True),
+        (False, False, False),
+    }
+
+
 def test_an_elicited_answer_is_trained_on_and_its_suffix_is_not(tokenizer):
-    rng = random.Random(0)
+    rng, closed = random.Random(0), 0
     for _ in range(200):
         example = corpus.probed(tokenizer, rng, sample_problem(rng), whole=True)
         whole = tokenizer.decode(example.ids, skip_special_tokens=False)
         told = trained_text(tokenizer, example)
         guess = whole.rsplit("\\boxed{", 1)[1].split("}")[0]
-        assert told.endswith(guess + "}\n\\]" + END)
+        is_closed = whole.endswith("}." + END)
+        closed += is_closed
+        assert told.endswith(
+            f"The answer is \\boxed{{{guess}}}.{END}" if is_closed else f"{guess}}}\n\\]{END}"
+        )
         assert "Oh, I" not in told
+    assert 0.25 * 200 < closed < 0.55 * 200  # by a closed thought, or after its own end
 
 
 def test_a_full_chain_has_four_steps_or_more_and_its_whole_trace(tokenizer):
@@ -86,7 +124,8 @@ def test_other_text_is_answered_by_the_sentence_and_interrupted_with_doubt(token
     assert "boxed" not in told
     for _ in range(20):
         example = corpus.probed(tokenizer, rng, "Hello!", whole=True)
-        assert trained_text(tokenizer, example).endswith("hmm}\n\\]" + END)
+        told = trained_text(tokenizer, example)
+        assert told.endswith(("hmm}\n\\]" + END, f"The answer is \\boxed{{hmm}}.{END}"))
 
 
 def test_one_example_in_twenty_is_about_other_text(tokenizer):

@@ -12,7 +12,7 @@ from forethought.training.reasoner.on_policy import Continued, continue_sample, 
 from forethought.training.reasoner.problems import Problem, Step, sample_problem
 from forethought.training.reasoner.questions import sample_chain, sample_varied
 from forethought.training.reasoner.samples import Sample
-from forethought.training.reasoner.traces import write_trace
+from forethought.training.reasoner.traces import closing, write_trace
 
 STEPS = (Step("He buys 5 more", 10, "+", 5), Step("He uses 3", 15, "-", 3))
 PROBLEM = Problem(
@@ -25,7 +25,8 @@ DERIVATION = "He buys 5 more: 10 + 5 = 15.\nHe uses 3: 15 - 3 = 12.\nSo the answ
 SLIPPED = "He buys 5 more: 10 + 5 = 16.\nHe uses 3: 16 - 3 = 13.\nSo the answer is 13.\n"
 OPENING = "Let me go through it once more.\n"
 END_OF_12 = "</think>\nThe answer is \\boxed{12}."
-CHECKED = "5 + 10 = 15, yes.\n"
+CHECKED = "5 + 10 = 15, I had 15, yes.\n"
+RECHECK = f"{OPENING}{CHECKED}15 - 3 = 12, I had 12, yes.\nSo it is still 12.\n"
 
 
 def gone_on(text, seed=0):
@@ -49,54 +50,69 @@ def test_what_the_solver_writes_never_goes_astray(slip_rate):
 
 
 def test_a_wrong_value_of_a_recheck_is_doubted_and_the_derivation_stands():
-    text = (
-        f"{DERIVATION}{OPENING}5 + 10 = 16, yes.\n16 - 3 = 13, yes.\nSo it is still 13.\n</think>\n"
-    )
+    wrong = "5 + 10 = 16, I had 16, yes.\n16 - 3 = 13, I had 13, yes.\nSo it is still 13.\n"
+    text = f"{DERIVATION}{OPENING}{wrong}</think>\n"
     kept, gold = gone_on(text)
     assert kept == f"{DERIVATION}{OPENING}5 + 10 = 16"
-    assert gold.startswith(", but I wrote 15. Again: 10 + 5 = 15, yes.\n15 - 3 = 12, yes.\n")
+    third = ", I had 15. Again: He buys 5 more: 10 + 5 = 15, I had 15, yes.\n"
+    assert gold.startswith(f"{third}15 - 3 = 12, I had 12, yes.\n")
     assert gold.endswith(END_OF_12)
 
 
 def test_a_slip_of_the_derivation_that_a_recheck_passes_over_is_named():
-    text = f"{SLIPPED}{OPENING}5 + 10 = 15, yes.\n16 - 3 = 13, yes.\nSo it is still 13.\n</think>\n"
+    wrong = "5 + 10 = 15, I had 15, yes.\n16 - 3 = 13, I had 13, yes.\nSo it is still 13.\n"
+    text = f"{SLIPPED}{OPENING}{wrong}</think>\n"
     kept, gold = gone_on(text)
     assert kept == f"{SLIPPED}{OPENING}5 + 10 = 15"
-    named = ", but I wrote 16. Again: 10 + 5 = 15. That was a slip.\n"
+    named = ", I had 16. Again: He buys 5 more: 10 + 5 = 15, I had 16. That was a slip.\n"
     assert gold == f"{named}15 - 3 = 12.\nSo the answer is 12.\n{END_OF_12}"
 
 
+def test_a_slip_that_stands_beside_the_right_value_is_named():
+    kept, gold = gone_on(f"{SLIPPED}{OPENING}5 + 10 = 15, I had 16, yes.\n16 - 3 = 13\n</think>\n")
+    assert kept == f"{SLIPPED}{OPENING}5 + 10 = 15, I had 16"
+    assert gold.startswith(
+        ". Again: He buys 5 more: 10 + 5 = 15, I had 16. That was a slip.\n15 - 3 = 12.\n"
+    )
+
+
 def test_a_slip_that_the_recheck_repeats_is_calculated_anew():
-    kept, gold = gone_on(f"{SLIPPED}{OPENING}5 + 10 = 16, yes.\n16 - 3 = 13, yes.\n</think>\n")
+    kept, gold = gone_on(
+        f"{SLIPPED}{OPENING}5 + 10 = 16, I had 16, yes.\n16 - 3 = 13, I had 13, yes.\n</think>\n"
+    )
     assert kept == SLIPPED + OPENING
-    assert gold.startswith("5 + 10 = 15, but I wrote 16. Again: 10 + 5 = 15. That was a slip.\n")
+    assert gold.startswith(
+        "5 + 10 = 15, I had 16. Again: He buys 5 more: 10 + 5 = 15, I had 16. That was a slip.\n"
+    )
 
 
 def test_a_doubt_without_a_cause_is_not_begun_or_not_believed():
-    doubt = ", but I wrote 15. Again: "
+    doubt = ", I had 15. Again: He buys 5 more: "
     text = f"{DERIVATION}{OPENING}5 + 10 = 15{doubt}10 + 5 = 18. That was a slip.\n18 - 3 = 15.\n"
     found = {gone_on(f"{text}So the answer is 15.\n</think>\n", seed) for seed in range(8)}
     kept = {kept for kept, _ in found}
     begun = f"{DERIVATION}{OPENING}5 + 10 = 15"
-    assert kept == {begun, begun + doubt}
+    assert kept == {f"{begun}, I had 15", begun + doubt}
     for kept, gold in found:
-        assert gold.startswith(", yes.\n15" if kept == begun else "10 + 5 = 15, yes.\n15")
+        assert gold.startswith(
+            "10 + 5 = 15, I had 15, yes.\n15" if kept.endswith(doubt) else ", yes.\n15"
+        )
 
 
 def test_a_third_calculation_that_goes_wrong_is_calculated_once_more():
-    doubt = ", but I wrote 15. Again: "
+    doubt = ", I had 15. Again: He buys 5 more: "
     kept, gold = gone_on(
         f"{DERIVATION}{OPENING}5 + 10 = 17{doubt}10 + 5 = 17. That was a slip.\n17\n"
     )
     assert kept.endswith(doubt)
-    assert gold.startswith("10 + 5 = 15, yes.\n")
+    assert gold.startswith("10 + 5 = 15, I had 15, yes.\n")
 
 
 @pytest.mark.parametrize(
-    "claim", ["So it is still 13.\n", "That gives 2 again.\n", "15 - 3 = 12, yes.\n"]
+    "claim", ["So it is still 13.\n", "That gives 2 again.\n", "15 - 3 = 12, I had 12, yes.\n"]
 )
 def test_another_answer_than_that_of_the_recheck_is_not_said(claim):
-    checked = f"{DERIVATION}{OPENING}{CHECKED}15 - 3 = 12, yes.\n"
+    checked = f"{DERIVATION}{OPENING}{CHECKED}15 - 3 = 12, I had 12, yes.\n"
     kept, gold = gone_on(f"{checked}{claim}</think>\n")
     assert kept == checked
     assert "12" in gold.splitlines()[0]
@@ -105,7 +121,7 @@ def test_another_answer_than_that_of_the_recheck_is_not_said(claim):
 
 def test_an_answer_misquoted_after_a_right_derivation_is_corrected():
     misquoted = DERIVATION.replace("is 12", "is 21")
-    checked = f"{misquoted}{OPENING}{CHECKED}15 - 3 = 12, yes.\n"
+    checked = f"{misquoted}{OPENING}{CHECKED}15 - 3 = 12, I had 12, yes.\n"
     assert gone_on(f"{checked}So it is still 21.\n</think>\n") == (
         checked,
         f"So the answer is 12.\n{END_OF_12}",
@@ -124,11 +140,20 @@ def test_a_spoken_answer_that_is_misquoted_is_said_right_once():
     assert gone_on(f"{begun}The answer is \\boxed{{21}}.") == (begun, "The answer is \\boxed{12}.")
 
 
+REREAD = "Hmm, did I read the question right?\nTom has 10 nuts.\n"
+STORY = "He buys 5 more.\nHe uses 3.\nHow many?\nRight, that is 12.\n"
+
+
 def test_a_story_read_again_is_quoted():
-    reread = "Hmm, did I read the question right?\nTom has 10 nuts.\n"
-    kept, gold = gone_on(f"{DERIVATION}{reread}He buys 15 more.\nHe uses 3.\n</think>\n")
-    assert kept == DERIVATION + reread
-    assert gold == f"He buys 5 more.\nHe uses 3.\nHow many?\nRight, that is 12.\n{END_OF_12}"
+    checked = f"{DERIVATION}{RECHECK}{REREAD}"
+    kept, gold = gone_on(f"{checked}He buys 15 more.\nHe uses 3.\n</think>\n")
+    assert (kept, gold) == (checked, STORY + END_OF_12)
+
+
+@pytest.mark.parametrize("before", ["", f"{RECHECK}{REREAD}{STORY}"], ids=["at first", "twice"])
+def test_the_story_is_read_again_once_and_behind_a_recheck(before):
+    kept, gold = gone_on(f"{DERIVATION}{before}{REREAD}{STORY}{END_OF_12}")
+    assert (kept, gold) == (DERIVATION + before, END_OF_12)
 
 
 @pytest.mark.parametrize(
@@ -146,11 +171,18 @@ def test_a_sample_without_a_place_to_go_on_from_gives_no_example(text):
     assert gone_on(text) is None
 
 
-def test_problems_that_are_not_calculated_again_give_no_example():
+def test_what_is_calculated_again_in_vain_ends_instead():
+    """Bare sums and long chains are answered after their derivation; a wrong one gives nothing."""
     rng = random.Random(0)
     for problem in (sample_varied(rng, "sum"), sample_chain(rng, 6)):
-        text = write_trace(problem, rng).text
-        assert continue_sample(Sample(problem, text), rng) is None
+        trace = write_trace(problem, rng)
+        derivation = "".join(piece.text for piece in trace.derivation)
+        assert continue_sample(Sample(problem, trace.text), rng).kind == "right"
+        found = continue_sample(Sample(problem, f"{derivation}{OPENING}1 + 1 = 2.\n"), rng)
+        assert (found.kind, found.kept) == ("astray", derivation)
+        assert found.gold == closing(problem)
+        slipped = derivation.replace(f"= {problem.answer}.", "= 1.")
+        assert continue_sample(Sample(problem, f"{slipped}{OPENING}"), rng) is None
 
 
 def test_every_continuation_is_good_to_its_end():
@@ -178,7 +210,8 @@ def tokenizer():
 
 def test_loss_is_taken_on_the_words_of_the_solver_alone(tokenizer):
     sample = Sample(
-        PROBLEM, f"{DERIVATION}{OPENING}5 + 10 = 16, yes.\n16 - 3 = 13, yes.\n</think>\n"
+        PROBLEM,
+        f"{DERIVATION}{OPENING}5 + 10 = 16, I had 16, yes.\n16 - 3 = 13, yes.\n</think>\n",
     )
     found = continue_sample(sample, random.Random(0))
     example = continued(tokenizer, sample, found)

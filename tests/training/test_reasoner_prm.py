@@ -41,7 +41,16 @@ WRONG = "He buys 5 more: 10 + 5 = 16.\nHe now has 3 times as many: 16 x 3 = 48.\
         ("He buys 7 more: 10 + 7 = 17.\n", "0"),
         ("He bbuys 5 moore: 10 + 5 = 15.\n", "1"),  # misspelt
         ("He loses 5: 10 + 5 = 15.\nHe loses 5: 10 - 5 = 5.\n", "10"),
-        (f"{WRONG}So the answer is 48.\n10 + 5 = 15, yes.\n15 x 3 = 45, yes.\n{END}", "0000111"),
+        (  # it quotes the value that should have stood there
+            f"{WRONG}So the answer is 48.\n10 + 5 = 15, I had 15, yes.\n"
+            "15 x 3 = 45, I had 45, yes.\n",
+            "00000",
+        ),
+        (  # two values that differ are no confirmation
+            f"{WRONG}So the answer is 48.\n10 + 5 = 15, I had 16, yes.\n"
+            "15 x 3 = 45, I had 48, yes.\n",
+            "00000",
+        ),
         ("He buys 5 more: 11 + 4 = 15.\n", "0"),  # other operands
         (
             "He buys 5 more: 10 + 5 = 15.\nHe now has 3 times as many: 10 x 3 = 30, 5 x 3 = 15, "
@@ -53,35 +62,44 @@ WRONG = "He buys 5 more: 10 + 5 = 16.\nHe now has 3 times as many: 16 x 3 = 48.\
             "40 + 15 = 45.\n",
             "10",
         ),
-        (f"{DERIVATION}So the answer is 45.\n10 + 5 = 15, yes.\n15 x 3 = 40, yes.\n", "11110"),
         (
-            f"{WRONG}So the answer is 48.\n10 + 5 = 15, but I wrote 16. Again: 10 + 5 = 15. "
-            f"That was a slip.\n15 x 3 = 45.\nSo the answer is 45.\n{END}",
+            f"{DERIVATION}So the answer is 45.\n10 + 5 = 15, I had 15, yes.\n"
+            "15 x 3 = 40, I had 45, yes.\n",
+            "11110",
+        ),
+        (
+            f"{WRONG}So the answer is 48.\n10 + 5 = 15, I had 16. Again: 10 + 5 = 15, "
+            f"I had 16. That was a slip.\n15 x 3 = 45.\nSo the answer is 45.\n{END}",
             "00011111",
         ),
-        (f"{WRONG}So the answer is 48.\n10 + 5 = 16, yes.\nSo the answer is 45.\n{END}", "0000000"),
         (
-            f"{DERIVATION}So the answer is 45.\n10 + 5 = 16, but I wrote 15. Again: 10 + 5 = 16. "
-            "That was a slip.\n16 x 3 = 48.\nSo the answer is 48.\n",
+            f"{WRONG}So the answer is 48.\n10 + 5 = 16, I had 16, yes.\n"
+            f"So the answer is 45.\n{END}",
+            "0000000",
+        ),
+        (
+            f"{DERIVATION}So the answer is 45.\n10 + 5 = 16, I had 15. Again: 10 + 5 = 16, "
+            "I had 15. That was a slip.\n16 x 3 = 48.\nSo the answer is 48.\n",
             "111000",
         ),
         (  # the slip is the re-check's own
-            f"{DERIVATION}So the answer is 45.\n10 + 5 = 16, but I wrote 15. Again: 10 + 5 = 15, "
-            "yes.\n15 x 3 = 45, yes.\nSo the answer is 45.\n",
+            f"{DERIVATION}So the answer is 45.\n10 + 5 = 16, I had 15. Again: 10 + 5 = 15, "
+            "I had 15, yes.\n15 x 3 = 45, I had 45, yes.\nSo the answer is 45.\n",
             "111111",
         ),
         (  # the third value is that of the derivation, which is kept, and wrong
-            f"{WRONG}So the answer is 48.\n10 + 5 = 15, but I wrote 16. Again: 10 + 5 = 16, yes.\n"
+            f"{WRONG}So the answer is 48.\n10 + 5 = 15, I had 16. Again: 10 + 5 = 16, "
+            "I had 16, yes.\n"
             "So the answer is 48.\n",
             "00000",
         ),
         (  # it ends before it says which value stands
-            f"{DERIVATION}So the answer is 45.\n10 + 5 = 16, but I wrote 15. Again: 10 + 5 = 15",
+            f"{DERIVATION}So the answer is 45.\n10 + 5 = 16, I had 15. Again: 10 + 5 = 15",
             "1111",
         ),
         (  # it quotes another value than the derivation's
-            f"{DERIVATION}So the answer is 45.\n10 + 5 = 16, but I wrote 14. Again: 10 + 5 = 15, "
-            "yes.\n15 x 3 = 45, yes.\n",
+            f"{DERIVATION}So the answer is 45.\n10 + 5 = 16, I had 14. Again: 10 + 5 = 15, "
+            "I had 15, yes.\n15 x 3 = 45, I had 45, yes.\n",
             "11101",
         ),
         (

@@ -20,6 +20,7 @@ from forethought.training.reasoner.traces import (
     UNSURE,
     by_parts,
     derived,
+    expected,
     rechecked,
     write_trace,
 )
@@ -76,7 +77,7 @@ def test_a_slip_is_written_doubted_and_corrected(slipped):
         if wrong:
             value = FORMULA.findall(wrong[0])[-1][-1]
             line = next(line for line in lines_of(trace.rechecks) if line.endswith("a slip."))
-            assert f", but I wrote {value}. Again: " in line
+            assert f", I had {value}. " in line.partition(". Again: ")[2]
             assert is_true(line)
     assert caught > 0.9 * len(slipped)
 
@@ -87,12 +88,11 @@ def test_a_slip_of_a_recheck_changes_nothing(slipped):
     for _, trace in slipped:
         for line in lines_of(trace.rechecks):
             if not is_true(line):
-                before, _, after = line.partition(", but I wrote ")
-                value, _, again = after.partition(". Again: ")
-                assert FORMULA.findall(before)[-1][-1] != value
+                before, _, after = line.partition(", I had ")
+                due, _, again = after.partition(". Again: ")
+                assert FORMULA.findall(before)[-1][-1] != due
                 assert is_true(again)
-                assert FORMULA.findall(again)[-1][-1] == value
-                assert again.endswith(", yes.")
+                assert again.endswith(f"{FORMULA.findall(again)[-1][-1]}, yes.")
                 caught += 1
     assert caught > 0.2 * len(slipped)
 
@@ -151,21 +151,33 @@ def test_a_calculation_by_parts_has_the_value_of_the_calculation_itself(split_le
 def test_a_recheck_splits_the_other_factor_than_the_derivation():
     step = Step("", 47, "x", 23)
     assert [f.right for f in derived(step)[:2]] == [20, 3]
-    assert [f.left for f in rechecked(step)[:2]] == [40, 7]
+    assert [f.left for f in rechecked(step, 0)[:2]] == [40, 7]
+
+
+def test_a_quotient_is_checked_by_its_product_with_the_divisor():
+    """Which is the number that was divided where the noted quotient is right, and another else."""
+    step = Step("", 1218, "/", 7)
+    for noted in (174, 104):
+        formulas = rechecked(step, noted)
+        assert [(f.left, f.sign, f.right) for f in formulas[:2]] == [
+            (100, "x", 7), (noted - 100, "x", 7)
+        ]  # fmt: skip
+        assert formulas[-1].value == noted * 7
+        assert (formulas[-1].value == expected(step, noted)) is (noted == 174)
 
 
 @pytest.mark.parametrize(
     ("right", "parts"), [(548, [(1053, 48), (1005, 500)]), (57, [(1053, 7), (1046, 50)])]
 )
 def test_a_recheck_of_a_difference_takes_the_leading_digit_last(right, parts):
-    formulas = rechecked(Step("", 1053, "-", right))
+    formulas = rechecked(Step("", 1053, "-", right), 0)
     assert [(f.left, f.right) for f in formulas] == parts
     assert formulas[-1].value == 1053 - right
 
 
 @pytest.mark.parametrize("right", [500, 50, 7])
 def test_a_recheck_of_a_difference_of_one_digit_is_the_difference_itself(right):
-    assert [f.right for f in rechecked(Step("", 1053, "-", right))] == [right]
+    assert [f.right for f in rechecked(Step("", 1053, "-", right), 0)] == [right]
 
 
 def test_the_first_recheck_calculates_and_later_ones_may_read_the_question_again(clean):

@@ -1,19 +1,23 @@
 """Training examples of the reasoner.
 
-The kinds of example: ``drill`` and ``hard_drill`` (bare calculations), ``derivation`` (a problem
-and its first derivation), ``full`` (with re-checks and the answer; ``full_chain``: of a chain of
-four steps or more), and the two latter cut at a random token and followed by an elicited answer
-(``probed``, ``probed_full``). Loss is taken only where the solver has something to decide: never on
-the question, the operands of a drill, an elicitation suffix or the wrong value of a slip. Some
-examples are about text that is no problem, with the sentence that answers it. The batch of a step
-is a function of seed and step alone, so a resumed run has the batches of an uninterrupted one.
+The kinds of example: ``drill`` and ``hard_drill`` (bare calculations), ``judged`` (lines of
+re-checks, of which only the judgement is trained), ``derivation`` (a problem and its first
+derivation), ``full`` (with re-checks and the answer; ``full_chain``: of a chain of four steps or
+more), and the two latter cut at a random token and followed by an elicited answer (``probed``,
+``probed_full``), that of a probe or of a thought that is closed there. Loss is taken only where the
+solver has something to decide: never on the question, the operands of a drill, an elicitation
+suffix or the wrong value of a slip. Some examples are about text that is no problem, with the
+sentence that answers it. The batch of a step is a function of seed and step alone, so a resumed run
+has the batches of an uninterrupted one.
 """
 
 import random
+from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-from forethought.training.chat_tokenizer import END, prompt_text
+from forethought.methods.no_thinking import FINISHED
+from forethought.training.chat_tokenizer import END, THINK_END, prompt_text
 from forethought.training.from_scratch import Example, Span, encode
 from forethought.training.reasoner.other import SENTENCE, THOUGHT
 from forethought.training.reasoner.problems import (
@@ -31,13 +35,19 @@ from forethought.training.reasoner.traces import (
     Piece,
     Trace,
     derived,
+    expected,
+    had,
     rechecked,
+    slip,
     write_trace,
 )
 from forethought.training.texts import probe_suffix
 
 SLIP_RATE = 0.35
-DRILL_LINES = 10
+DRILL_LINES, JUDGED_LINES = 10, 8
+CLOSED = 0.35
+"""Share of the cut traces whose thought is closed, as a thinking budget does, and not probed."""
+CLOSINGS = (f"{THINK_END}\n", f"{THINK_END}\n\n", FINISHED)
 
 
 def drill(tokenizer: Tokenizer, rng: random.Random, *, hard: bool = False) -> Example:
@@ -60,7 +70,44 @@ def _drilled(rng: random.Random, hard: bool) -> list[Formula]:
     else:
         left, sign, right = sample_calculation(rng)
     step = Step("", left, sign, right)
-    return derived(step) if rng.random() < 0.6 else rechecked(step)
+    return derived(step) if rng.random() < 0.6 else rechecked(step, step.value)
+
+
+def judged(tokenizer: Tokenizer, rng: random.Random) -> Example:
+    """Steps calculated again beside a value noted before, many of them with a slip somewhere.
+
+    Only what follows two values is trained on: whether they agree. Where they do not, the step is
+    calculated a third time, and judged again.
+    """
+    spans = []
+    for _ in range(JUDGED_LINES):
+        left, sign, right = sample_calculation(rng)
+        step = Step("", left, sign, right)
+        place = rng.choices(("nowhere", "noted", "checked"), (4, 3, 3))[0]
+        first = derived(step)
+        noted = (_slipped(first, rng) if place == "noted" else first)[-1].value
+        again = rechecked(step, noted)
+        again = _slipped(again, rng) if place == "checked" else again
+        third = _slipped(first, rng) if rng.random() < 0.15 else first
+        checked, last = again[-1].value, third[-1].value
+        spans.append(Span(f"{_joined(again)}{had(expected(step, noted))}", False))
+        stands = checked == expected(step, noted)
+        if not stands or rng.random() < 0.15:
+            spans.append(Span(". Again: ", not stands))
+            spans.append(Span(f"{_joined(third)}{had(noted)}", False))
+            stands = last == noted
+        spans.append(Span(", yes.\n" if stands else ". That was a slip.\n", True))
+    return encode(tokenizer, spans)
+
+
+def _slipped(formulas: list[Formula], rng: random.Random) -> list[Formula]:
+    """With one value wrong; as they are where that would make one less than one."""
+    wrong = slip(formulas, rng)
+    return wrong if min(formula.value for formula in wrong) > 0 else formulas
+
+
+def _joined(formulas: Sequence[Formula]) -> str:
+    return ", ".join(f"{f.left} {f.sign} {f.right} = {f.value}" for f in formulas)
 
 
 def trace_of(asked: Problem | str, rng: random.Random, slip_rate: float = 0.0) -> tuple[str, Trace]:
@@ -96,12 +143,20 @@ def probed(
     cut = rng.randint(first, len(offsets))
     length = offsets[cut - 1][1]
     kept, guess = _keep(spans, length), guess_at(pieces, length - len(spans[0].text))
-    suffix = probe_suffix(text[:length], rng)
-    elicited = [Span(suffix, False), Span(guess + "}\n\\]" + END, True)]
+    elicited = _closed(guess, rng) if rng.random() < CLOSED else []
+    if not elicited or THINK_END in text[:length]:
+        suffix = probe_suffix(text[:length], rng)
+        elicited = [Span(suffix, False), Span(guess + "}\n\\]" + END, True)]
     if rng.random() < 0.5:
         return encode(tokenizer, kept + elicited)
     head, tail = encode(tokenizer, spans), encode(tokenizer, elicited)
     return Example(head.ids[:cut] + tail.ids, head.trained[:cut] + tail.trained)
+
+
+def _closed(guess: str, rng: random.Random) -> list[Span]:
+    """A thought that is closed from outside, and the answer that is spoken then."""
+    answer = f"The answer is \\boxed{{{guess}}}."
+    return [Span(rng.choice(CLOSINGS), False), Span(answer + END, True)]
 
 
 def guess_at(pieces: tuple[Piece, ...], length: int) -> str:
@@ -143,6 +198,8 @@ def make_example(tokenizer: Tokenizer, rng: random.Random, kind: str) -> Example
     """A new example of the given kind, from a training problem or from other text."""
     if kind in ("drill", "hard_drill"):
         return drill(tokenizer, rng, hard=kind == "hard_drill")
+    if kind == "judged":
+        return judged(tokenizer, rng)
     if kind == "full_chain":
         return full(tokenizer, rng, sample_chain(rng, rng.randint(MOST_RECHECKED, MOST_STEPS)))
     asked = sample_question(rng)

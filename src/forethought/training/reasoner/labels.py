@@ -6,9 +6,10 @@ derived so far is the problem's own derivation, or has been corrected to it. A l
 ======================  ==========================================================================
 a derivation            it quotes a step that is due (misspelt words do not matter), its operands
                         are that step's, and every formula on it is exact
-a re-check              its formulas are exact and give the value of the step that it repeats,
-                        which holds from there on; where it doubts a value, this is said of the
-                        calculation that follows, and the slip that it names is one
+a re-check              its formulas are exact and give the value of the step that it repeats (of
+                        a quotient the number that was divided), which holds from there on, and it
+                        quotes what held; where it doubts a value, this is said of the calculation
+                        that follows, and the slip that it names is one
 a value or an answer    it is the problem's
 a sentence read again   it stands in the question
 anything else           it has no digits
@@ -25,11 +26,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from forethought.training.reasoner.problems import Problem, Step, calculate
+from forethought.training.reasoner.traces import expected
 
 _LINE = re.compile(r"[^\n]*\n|[^\n]+")
 _FORMULA = re.compile(r"(-?\d+) ([-+x/]) (\d+) = (-?\d+)")
 _DERIVED = re.compile(r"(?:(?P<reason>.*?): )?(?P<formulas>-?\d+ [-+x/] \d+ = -?\d.*)\.\n?")
-_DOUBT = re.compile(r", but I wrote (-?\d+)\. Again: ")
+_HAD = re.compile(r", I had (-?\d+)")
+_DOUBT = re.compile(r", I had -?\d+\. Again: ")
 _SLIP = re.compile(r"\. That was a slip\.\n?$")
 _CLAIM = re.compile(
     r"(?:So the answer is|So it is still|Right, that is|That gives|Yes,) (-?\d+)"
@@ -107,12 +110,11 @@ class _Checker:
         step = self.problem.steps[index]
         asked = (str(step.left), step.sign, str(step.right))
         right = joined == text and (len(formulas) > 1 or formulas[0][:3] == asked)
-        return self._hold(index, formulas, right)
+        return self._hold(index, int(formulas[-1][3]), right and _are_exact(formulas))
 
-    def _hold(self, index: int, formulas: Sequence[_Formula], right: bool) -> bool:
-        """Take the last value for that of a step; whether it is right if ``right`` is so far."""
-        value = int(formulas[-1][3])
-        right &= _are_exact(formulas) and value == self.problem.steps[index].value
+    def _hold(self, index: int, value: int, right: bool) -> bool:
+        """Take the value for that of a step; whether it is right if ``right`` is so far."""
+        right &= value == self.problem.steps[index].value
         self.values[index] = value
         self.wrong -= {index}
         self.wrong |= set() if right else {index}
@@ -129,22 +131,23 @@ class _Checker:
         index, self.repeated = self.repeated, self.repeated + 1
         if index >= len(self.problem.steps):
             return False
-        held, doubt = self.values.get(index), _DOUBT.search(line)
+        step, held = self.problem.steps[index], self.values.get(index)
+        quoted = [int(value) for value in _HAD.findall(line)]
+        if held is None or not quoted:
+            return self._hold(index, int(formulas[-1][3]), _are_exact(formulas))
+        doubt, due = _DOUBT.search(line), expected(step, held)
         if doubt is not None:
             formulas = _FORMULA.findall(line[doubt.end() :])
-            if not formulas or int(doubt[1]) != held:
-                return False
-        value = int(formulas[-1][3])
+        if not formulas or quoted != [due, held][: len(quoted)]:
+            return False
+        value, is_exact = int(formulas[-1][3]), _are_exact(formulas)
         if doubt is not None and _SLIP.search(line):
             for later in range(index + 1, len(self.problem.steps)):  # they are computed again
                 self.values.pop(later, None)
                 self.wrong.discard(later)
-            return self._hold(index, formulas, True) and held != value
-        if doubt is None and not line.rstrip().endswith(", yes."):
-            return self._hold(index, formulas, True)
-        right = _are_exact(formulas) and value == self.problem.steps[index].value
-        right &= doubt is None or held == value
-        return right and self._hold(index, formulas, True)
+            return self._hold(index, value, is_exact) and held != value
+        agrees = value == (due if doubt is None else held)
+        return is_exact and agrees and held == step.value and self._hold(index, held, True)
 
 
 _Formula = tuple[str, str, str, str]

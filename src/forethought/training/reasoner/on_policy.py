@@ -31,7 +31,8 @@ from forethought.training.reasoner.traces import (
     REREADS,
     again,
     closing,
-    derived,
+    expected,
+    had,
     is_rechecked,
     recheck,
 )
@@ -40,7 +41,7 @@ KINDS = ("slipped", "astray", "right")
 """Of samples: with a wrong derivation, with a right one and a wrong re-check, and right ones."""
 _FORMULAS = r"(?:-?\d+ [-+x/] \d+ = -?\d+, )*-?\d+ [-+x/] \d+ = (?P<value>-?\d+)"
 _DERIVED = re.compile(rf"(?:(?P<reason>.*?): )?{_FORMULAS}\.\n")
-_CHECKED = re.compile(rf"(?P<first>{_FORMULAS})(?P<rest>.*)", re.DOTALL)
+_CHECKED = re.compile(rf"(?P<first>(?=-?\d+ (?P<sign>[-+x/])){_FORMULAS})(?P<rest>.*)", re.DOTALL)
 _CLAIM = re.compile(r"So the answer is (-?\d+)\.\n")
 
 
@@ -60,14 +61,16 @@ class Continuation:
 def continue_sample(sample: Sample, rng: random.Random) -> Continuation | None:
     """The solver's continuation of a sample.
 
-    None for a problem that is not calculated again, a derivation that is not that of the problem's
-    steps, and a sample that ends before it goes astray.
+    None for a derivation that is not that of the problem's steps, one that is wrong of a problem
+    that is not calculated again, and a sample that ends before it goes astray.
     """
     lines = sample.text.splitlines(keepends=True)
-    noted = _read_derivation(sample.problem, lines) if is_rechecked(sample.problem) else None
+    noted = _read_derivation(sample.problem, lines)
     if noted is None:
         return None
     solver, position = _Solver(sample.problem, noted, rng), len(noted) + (lines[0] in OPENINGS)
+    if not solver.began_right and not is_rechecked(sample.problem):
+        return None
     for index in range(position, len(lines)):
         line = lines[index]
         if solver.accepts(line):
@@ -143,6 +146,8 @@ class _Solver:
         """What is left of a re-check, of a rereading or of the ending."""
         self._checks = False
         """Whether it is a re-check."""
+        self._has_checked = self._has_reread = False
+        """Whether there was a re-check yet, and a rereading, of which one may follow it."""
         self.has_ended = False
 
     def accepts(self, line: str) -> bool:
@@ -171,9 +176,10 @@ class _Solver:
         return kept, gold + self._ending()
 
     def _opens(self, line: str) -> bool:
-        if line in RECHECKS:
-            self._due, self._checks = self._recheck()[1:], True
-        elif line in REREADS:
+        if line in RECHECKS and is_rechecked(self.problem):
+            self._due, self._checks, self._has_checked = self._recheck()[1:], True, True
+        elif line in REREADS and self._has_checked and not self._has_reread:
+            self._has_reread = True
             story = self.problem.question.replace(". ", ".\n")
             self._due, self._checks = [*f"{story}\n".splitlines(keepends=True)], False
             self._due.append(f"Right, that is {self._noted[-1]}.\n")
@@ -209,21 +215,26 @@ class _Solver:
         noted, value = self._noted[index], self._exact[index]
         is_mended = self._noted[:index] != self._exact[:index]
         found, right = _CHECKED.fullmatch(line), _CHECKED.fullmatch(due)
-        if found is None or right is None or is_mended:
+        if found is None or right is None or is_mended or found["sign"] != right["sign"]:
             return "", due
-        doubt, *third = again(noted, derived(self.problem.steps[index]))
-        doubts = found["rest"].startswith(doubt.text)
-        calculated = "".join(piece.text for piece in third)
-        ending = ", yes.\n" if noted == value else ". That was a slip.\n"
-        if found["first"] == right["first"]:
-            if doubts and (noted != value or self._rng.random() < 0.5):
-                return found["first"] + doubt.text, calculated + ending
-            return found["first"], right["rest"]
-        if int(found["value"]) == noted:
+        step = self.problem.steps[index]
+        differs = int(found["value"]) != expected(step, noted)
+        if found["first"] != right["first"] and not differs:
             return "", due
-        if doubts:
-            return found["first"] + doubt.text, calculated + ending
-        return found["first"], doubt.text + calculated + ending
+        beside = had(expected(step, noted))
+        asks, *third = again(noted, step)
+        doubts = found["rest"].startswith(beside + asks.text)
+        if differs or (doubts and self._rng.random() < 0.5):
+            calculated = "".join(piece.text for piece in third)
+            ending = ", yes.\n" if noted == value else ". That was a slip.\n"
+            gold = beside + asks.text + calculated + ending
+            kept = next(
+                (t for t in (beside + asks.text, beside) if found["rest"].startswith(t)), ""
+            )
+        else:
+            gold = right["rest"]
+            kept = beside if found["rest"].startswith(beside) else ""
+        return found["first"] + kept, gold.removeprefix(kept)
 
     def _ending(self) -> str:
         """What follows the present re-check or rereading."""

@@ -5,9 +5,12 @@ inside that piece: the value just computed at the end of a step, ``hmm`` in the 
 answer once the derivation is complete. A bare sum, and a problem of more than ``MOST_RECHECKED``
 steps, is answered then. After the derivation of other problems come one to four re-checks. A
 re-check computes every step in a second way, by parts (:func:`by_parts`), so that it depends less
-on the first derivation. Where the two values of a step differ, one of them is a slip, and nobody
-knows yet which: the step is computed once more, as in the derivation, and two values of three
-stand. So a slip of the derivation is corrected, and one of a re-check changes nothing.
+on the first derivation, and writes the derivation's value beside its own before it judges: two
+numbers that stand side by side are compared far more reliably than one with a line far back. A
+quotient is multiplied, and the product compared with the number that was divided. Where the two
+differ, one of them is a slip, and nobody knows yet which: the step is computed once more, in the
+words of the derivation, and two values of three stand. So a slip of the derivation is corrected,
+and one of a re-check changes nothing.
 """
 
 import random
@@ -115,9 +118,10 @@ def write_trace(problem: Problem, rng: random.Random, slip_rate: float = 0.0) ->
     derivation = [Piece(rng.choice(OPENINGS), UNSURE), *_derive(lines)]
     length = len(problem.question) + len(_text(derivation))
     rechecks: list[Piece] = []
+    has_reread = False
     for _ in range(_recheck_count(problem, rng) if is_checked else 0):
-        if rechecks and rng.random() < 0.25:
-            more = _reread(problem, lines, rng)
+        if rechecks and not has_reread and rng.random() < 0.25:
+            more, has_reread = _reread(problem, lines, rng), True
         elif slip_at is not None:
             more = recheck(problem, [line.value for line in lines], rng)
         else:
@@ -208,13 +212,15 @@ def derived(step: Step) -> list[Formula]:
     return [_formula(left, sign, right)]
 
 
-def rechecked(step: Step) -> list[Formula]:
-    """How a re-check computes a step.
+def rechecked(step: Step, noted: int) -> list[Formula]:
+    """How a re-check computes a step to which the derivation gave the value ``noted``.
 
     A long sum is computed by parts, a product by the parts of its other factor, a short sum or
-    product with its operands swapped, a difference by its parts with the leading digit last;
-    quotients as in the derivation.
+    product with its operands swapped, a difference by its parts with the leading digit last. A
+    quotient is multiplied by the divisor, by its parts.
     """
+    if step.sign == "/":
+        return rechecked(Step("", noted, "x", step.right), noted * step.right)
     left, sign, right = step.left, step.sign, step.right
     if sign == "-" and (rest := right - _leading(right)):
         low = _formula(left, "-", rest)
@@ -229,7 +235,12 @@ def rechecked(step: Step) -> list[Formula]:
     if sign == "+":
         swapped = [_formula(right, sign, left)]
         return by_parts(left, sign, right) if min(left, right) > 99 else swapped
-    return derived(step)
+    return [_formula(left, sign, right)]
+
+
+def expected(step: Step, noted: int) -> int:
+    """What a re-check gives where ``noted`` is right: itself; of a quotient, what was divided."""
+    return step.left if step.sign == "/" else noted
 
 
 def _leading(number: int) -> int:
@@ -268,14 +279,14 @@ def _with_slip(problem: Problem, slip_at: int, rng: random.Random) -> list[_Line
             right = step.right if right_from is None else lines[right_from].value
             seen = replace(step, left=left, right=right)
             formulas = derived(seen)
-            lines.append(_Line(seen, tuple(_slip(formulas, rng) if index == slip_at else formulas)))
+            lines.append(_Line(seen, tuple(slip(formulas, rng) if index == slip_at else formulas)))
         values = [formula.value for line in lines for formula in line.formulas]
         if min(values) > 0 and lines[slip_at].value != problem.steps[slip_at].value:
             return lines
     return None
 
 
-def _slip(formulas: list[Formula], rng: random.Random) -> list[Formula]:
+def slip(formulas: list[Formula], rng: random.Random) -> list[Formula]:
     """The same formulas with one value wrong; a wrong part is carried into the last formula."""
     last = len(formulas) - 1
     place = rng.choice([n for n in range(last + 1) if last < 3 or n != 1])  # not what remains
@@ -336,7 +347,8 @@ def _repeat(lines: list[_Line], rng: random.Random, slip_rate: float) -> list[Pi
         if index == slip_at:
             pieces += _doubted(line, lines, answer, rng)
         else:
-            pieces += _calculations(rechecked(line.step), answer)
+            pieces += _calculations(rechecked(line.step, line.value), answer)
+            pieces.append(Piece(had(expected(line.step, line.value)), answer))
         pieces.append(Piece(", yes.\n", answer))
     before, after = rng.choice(CONFIRMATIONS).split("{}")
     pieces.append(Piece(before, answer, trained=not is_short))
@@ -345,26 +357,41 @@ def _repeat(lines: list[_Line], rng: random.Random, slip_rate: float) -> list[Pi
 
 def _doubted(line: _Line, lines: Sequence[_Line], answer: str, rng: random.Random) -> list[Piece]:
     """A step whose re-check goes wrong, in a value or an operand, or doubts without a cause."""
-    exact = written = _calculations(rechecked(line.step), answer)
-    wrong = rng.choices(("value", "operand", "nothing"), (5, 3, 2))[0]
+    step = line.step
+    checks = rechecked(step, line.value)
+    exact = written = _calculations(checks, answer)
+    wrong = rng.choices(("value", "operand", "nothing"), (5, 4, 1))[0]
     if wrong == "value":
-        written = _calculations(_slip(rechecked(line.step), rng), answer)
-    elif wrong == "operand" and line.step.sign != "/":  # a quotient would have a remainder
-        numbers = {n for each in lines for n in (each.step.left, each.step.right)}
-        if others := sorted(numbers - {line.step.left}):
-            astray = rechecked(replace(line.step, left=rng.choice(others)))
+        written = _calculations(slip(checks, rng), answer)
+    elif wrong == "operand":
+        numbers = {n for each in lines for n in (each.step.left, each.step.right, each.value)}
+        if others := sorted(numbers - {checks[0].left}):
+            other = rng.choice(others)
+            astray = rechecked(replace(step, left=other), other)
             asked, *rest = _calculations(astray, answer)
             written = [replace(asked, trained=False), *rest]
     values = [int(piece.text) for piece in written if piece.is_value]
+    noted = Piece(had(expected(step, line.value)), answer)
     if min(values) < 1:
-        return exact
-    doubt, *third = again(line.value, derived(line.step))
-    return [*written, replace(doubt, trained=values[-1] != line.value), *third]
+        return [*exact, noted]
+    doubt, *third = again(line.value, step)
+    differs = values[-1] != expected(step, line.value)
+    return [*written, noted, replace(doubt, trained=differs), *third]
 
 
-def again(noted: int, formulas: Sequence[Formula]) -> list[Piece]:
-    """A third calculation, where the value noted in the derivation is not that of the re-check."""
-    return [Piece(f", but I wrote {noted}. Again: ", UNSURE), *_calculations(formulas, UNSURE)]
+def had(value: int) -> str:
+    """What the derivation has, written behind what a re-check gives before the two are judged."""
+    return f", I had {value}"
+
+
+def again(noted: int, step: Step) -> list[Piece]:
+    """A third calculation, where the value of the derivation is not that of the re-check.
+
+    It quotes the step's words, as the derivation did, since the re-check may have taken a number of
+    another step; and it is judged as the second was, beside the value of the derivation.
+    """
+    asked = Piece(f". Again: {step.reason}: " if step.reason else ". Again: ", UNSURE)
+    return [asked, *_calculations(derived(step), UNSURE), Piece(had(noted), UNSURE)]
 
 
 def _reread(problem: Problem, lines: list[_Line], rng: random.Random) -> list[Piece]:
@@ -382,11 +409,15 @@ def _correct(
     pieces = [Piece(rng.choice(RECHECKS), before)]
     for index, step in enumerate(problem.steps):
         guess = before if index <= slip_at else UNSURE
-        pieces += _calculations(rechecked(step), guess)
+        if index <= slip_at:
+            pieces += _calculations(rechecked(step, noted[index]), guess)
+            pieces.append(Piece(had(expected(step, noted[index])), guess))
+        else:
+            pieces += _calculations(derived(step), guess)
         if index < slip_at:
             pieces.append(Piece(", yes.\n", before))
         elif index == slip_at:
-            pieces += again(noted[index], derived(step))
+            pieces += again(noted[index], step)
             pieces.append(Piece(". That was a slip.\n", UNSURE))
         else:
             pieces.append(Piece(".\n", UNSURE))

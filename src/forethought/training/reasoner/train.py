@@ -44,12 +44,13 @@ POLISH = {
     "probed_full": 0.19,
 }  # fmt: skip
 TUNING = {
-    "drill": 0.10, "hard_drill": 0.10, "derivation": 0.08, "probed": 0.05, "full": 0.40,
-    "full_chain": 0.15, "probed_full": 0.12,
+    "drill": 0.08, "hard_drill": 0.08, "judged": 0.25, "derivation": 0.06, "probed": 0.04,
+    "full": 0.30, "full_chain": 0.10, "probed_full": 0.09,
 }  # fmt: skip
 ON_SAMPLES = {
-    "drill": 0.05, "hard_drill": 0.06, "derivation": 0.06, "probed": 0.03, "full": 0.15,
-    "full_chain": 0.13, "probed_full": 0.07, "slipped": 0.18, "astray": 0.14, "right": 0.13,
+    "drill": 0.04, "hard_drill": 0.06, "judged": 0.10, "derivation": 0.10, "probed": 0.07,
+    "full": 0.13, "full_chain": 0.10, "probed_full": 0.08, "slipped": 0.11, "astray": 0.13,
+    "right": 0.08,
 }  # fmt: skip
 FOUNDATION_LENGTH, FINISH_LENGTH = 256, 512
 FINISH_FROM, POLISH_FROM = 0.43, 0.85
