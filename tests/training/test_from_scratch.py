@@ -144,9 +144,9 @@ def test_a_run_on_samples_of_its_own_learns_from_them(tmp_path):
     run(tmp_path / "first")
     start, rng = tmp_path / "first" / "model", random.Random(0)
     files = [tmp_path / f"{n}.jsonl" for n in range(2)]
-    for file, slip_rate in zip(files, (0.0, 1.0), strict=True):
-        problems = [sample_problem(rng) for _ in range(8)]
-        samples = [Sample(each, write_trace(each, rng, slip_rate).text) for each in problems]
+    for file in files:
+        problems = [sample_problem(rng) for _ in range(16)]
+        samples = [Sample(each, write_trace(each, rng, 0.5).text) for each in problems]
         file.write_text("".join(f"{sample.to_line()}\n" for sample in samples))
     without, first, again, others = (
         run(tmp_path / name, seed=1, start=start, samples=given)
