@@ -9,6 +9,7 @@ import pytest
 from safetensors import safe_open
 from transformers import Qwen2ForSequenceClassification, Qwen2ForTokenClassification
 
+import reward_server
 from forethought import assets
 from forethought.cli.backend import Respondent
 from forethought.cli.main import main
@@ -388,6 +389,28 @@ def test_best_of_n_over_a_server_is_judged_here(capsys, reward_model):
         assert main(["generate", "question", *url, *BEST, "--reward-model", reward_model]) == 0
     assert capsys.readouterr().out.startswith("short ")
     assert len(server.requests) == 3
+
+
+def test_best_of_n_takes_the_scores_of_a_reward_server(capsys):
+    def prefer(body):
+        return {"probs": [float(body["messages"][1]["content"].endswith("2"))]}
+
+    with serving() as server, reward_server.serving({"/classify": prefer}) as scoring:
+        server.says = lambda body: ["answer", f" {len(server.requests)}"]
+        url = ["--url", server.url, "--api-model", "tiny", "--reward-url", scoring.url]
+        assert main(["generate", "question", *url, *BEST]) == 0
+    assert capsys.readouterr().out == "answer 2\n"
+    assert {body["model"] for _, body in scoring.requests} == {"listed"}
+
+
+def test_options_of_a_reward_server_are_checked_before_anything_is_loaded(capsys):
+    url = ["--method", "best_of_n", "--reward-url", "http://127.0.0.1:1/v1"]
+    assert "needs --reward-url" in refused(capsys, "--reward-endpoint", "score")
+    assert "Give one of them" in refused(capsys, *url, "--reward-model", "dir")
+    assert "endpoint" in refused(capsys, *url, "--reward-endpoint", "rerank")
+    assert "--reward-tokenizer" in refused(capsys, *url, "--reward-step-format", "chat")
+    assert "invalid --reward-url" in refused(capsys, *url[:3], "host:8000")
+    assert "--reward-url has nothing to score" in refused(capsys, *url[2:])
 
 
 def test_a_reward_model_is_asked_for_if_and_only_if_something_is_judged(capsys):

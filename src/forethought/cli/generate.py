@@ -5,7 +5,7 @@ The prompt goes through the model's chat template where it has one. With --url i
 server, each sample of a method too; a method that continues its own text needs --raw there, and a
 prompt in the model's own format, as only the server knows the template. Methods stack with '+', the
 inner one first: --method dynasor+majority_vote. Best of N needs a judge: --method best_of_n
---reward-model DIR, which reads the question and each answer.
+--reward-model DIR, or --reward-url URL on a server, which reads the question and each answer.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ from forethought.cli.backend import (
     Respondent,
     add_backend_options,
     as_chat,
+    open_backend,
+    sampling_of,
+)
+from forethought.cli.judge import (
     check_judge,
     configure_judge,
     judged_by,
-    open_backend,
     open_judge,
-    sampling_of,
+    wants_judge,
 )
 from forethought.cli.options import parse_settings, with_samples
 from forethought.errors import ParameterError
@@ -52,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     """Generate."""
     params = sampling_of(args)
     check_judge(args, [args.method or "plain"], parse_settings(args.set))
-    stand_in = None if args.reward_model is None else NativeRewardController()
+    stand_in = NativeRewardController() if wants_judge(args) else None
     # Both are checked before a model is loaded.
     refuse_greedy_samples(_method(args, {}, stand_in), args.temperature)
     question = _question(args.prompt)
@@ -147,7 +150,7 @@ def _chats(args: argparse.Namespace) -> bool:
     """Whether the method gets the bare question and sends it as a chat: a server applies the chat
     template itself, and a reward model reads the question without one.
     """
-    return not args.raw and (args.url is not None or args.reward_model is not None)
+    return not args.raw and (args.url is not None or wants_judge(args))
 
 
 def _prompt(args: argparse.Namespace, question: str, chosen: Backend) -> Any:

@@ -86,6 +86,7 @@ if TYPE_CHECKING:
     from forethought.scaffolding.workers.mcp import MCPWorker
     from forethought.scaffolding.workers.openai import OpenaiWorker, TRTOpenaiWorker
     from forethought.scaffolding.workers.reward import RewardWorker
+    from forethought.scaffolding.workers.reward_server import RewardServerWorker
     from forethought.scaffolding.workers.scripted import Reply, ScriptedWorker
     from forethought.scaffolding.workers.upstream import UpstreamWorker
 
@@ -148,6 +149,7 @@ _HOMES = {
     "EngineWorker": "workers.local",
     "TRTLLMWorker": "workers.local",
     "RewardWorker": "workers.reward",
+    "RewardServerWorker": "workers.reward_server",
     "TaskCollection": "task_collection",
     "with_task_collection": "task_collection",
     "GenerationTokenCounter": "task_collection",
@@ -197,6 +199,7 @@ __all__ = [
     "QueryCollector",
     "Reply",
     "RestoreSessionTask",
+    "RewardServerWorker",
     "RewardTask",
     "RoleMessage",
     "SaveSessionTask",

@@ -81,8 +81,8 @@ def _missing(service: Service, name: str, defaults: dict[str, Any]) -> str | Non
     required = [key for key, default in defaults.items() if default is Method.REQUIRED]
     if "reward_controller" in required and service.backend.reward is None:
         return (
-            "it needs a reward model: start the server with --reward-model, or give method_params "
-            "with a reward_controller, such as spct"
+            "it needs a reward model: start the server with --reward-model or --reward-url, or "
+            "give method_params with a reward_controller, such as spct"
         )
     others = [key for key in required if key != "reward_controller"]
     if others:

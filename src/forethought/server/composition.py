@@ -219,7 +219,7 @@ def _stacked(
             raise ParameterError(
                 f"method {spec} needs a reward model",
                 "it chooses by its scores, and this server has none",
-                "Start the server with --reward-model",
+                "Start the server with --reward-model or --reward-url",
             )
     first = stacked[0]
     if first.name in SCORING:
