@@ -18,7 +18,7 @@ from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError
 from forethought.llm.llm import LLM
 from forethought.methods import MajorityVoteController
-from forethought.scaffolding import NativeGenerationController
+from forethought.scaffolding import NativeGenerationController, Trace
 from openai_server import serving
 from reward_models import save
 from tokens import speaking, thinking
@@ -352,6 +352,27 @@ def test_a_server_that_is_not_there_is_one_line_and_status_1(capsys):
     out, err = capsys.readouterr()
     assert out == ""
     assert err.count("\n") == 1
+
+
+# ---- traces ------------------------------------------------------------------------------------
+
+
+def test_a_trace_is_written_of_an_answer_and_of_a_failure(capsys, tmp_path):
+    file = tmp_path / "trace.json"
+    with serving() as server:
+        server.says = lambda body: ["answer"]
+        url = ["--url", server.url, "--api-model", "tiny", "--trace", str(file)]
+        vote = ["--method", "majority_vote@2", "--temperature", "1"]
+        assert main(["generate", "question", *url, *vote]) == 0
+        trace = Trace.load(file)
+        assert trace.scaffolding_outputs[0].text == "answer"
+        assert len(trace.tasks()) == 2
+        server.fail_with = [400]
+        assert main(["generate", "question", *url]) != 0
+    assert Trace.load(file).error is not None
+    capsys.readouterr()
+    missing = str(tmp_path / "none" / "trace.json")
+    assert "no such folder" in refused(capsys, "--trace", missing)
 
 
 # ---- best of N ---------------------------------------------------------------------------------

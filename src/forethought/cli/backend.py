@@ -101,13 +101,20 @@ class Respondent:
         controller: the method.
         worker: executes all its tasks, but for those of ``others``.
         others: further workers by tag.
+        trace_file: where the trace of the last answer is written at the end; None: nowhere.
     """
 
     def __init__(
-        self, controller: Controller, worker: Worker, others: Mapping[Any, Worker] | None = None
+        self,
+        controller: Controller,
+        worker: Worker,
+        others: Mapping[Any, Worker] | None = None,
+        trace_file: Path | None = None,
     ) -> None:
         workers = dict.fromkeys(worker_tags(controller), worker) | dict(others or {})
-        self._llm = ScaffoldingLlm(controller, workers)
+        self._trace_file = trace_file
+        self._result: ScaffoldingResult | None = None
+        self._llm = ScaffoldingLlm(controller, workers, trace=trace_file is not None)
 
     def answer(
         self,
@@ -131,6 +138,7 @@ class Respondent:
         began = time.perf_counter()
         asked: dict[str, Any] = {} if question is None else {"question": question}
         result = self._llm.generate_async(prompt, sampling_params=params, **asked)
+        self._result = result
         try:
             streamed = _print(result, write)
         except BaseException:
@@ -144,8 +152,11 @@ class Respondent:
         return answer
 
     def close(self) -> None:
-        """End requests in flight."""
+        """End requests in flight, and write the trace, of an answer that failed too."""
         self._llm.shutdown()
+        trace = None if self._result is None else self._result.trace
+        if self._trace_file is not None and trace is not None:
+            trace.save(self._trace_file)
 
 
 def _print(result: ScaffoldingResult, write: Callable[[str], None]) -> str:

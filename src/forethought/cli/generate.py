@@ -1,5 +1,5 @@
 """Answer one prompt, with any method. The answer streams to standard output; what it cost follows
-on standard error.
+on standard error. --trace FILE writes what the method did, for 'forethought trace show FILE'.
 
 The prompt goes through the model's chat template where it has one. With --url it is a chat with the
 server, each sample of a method too; a method that continues its own text needs --raw there, and a
@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Any
 
 from forethought.cli.backend import (
@@ -48,6 +49,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_backend_options(parser)
     configure_judge(parser)
     parser.add_argument("--raw", action="store_true", help="do not use the chat template")
+    parser.add_argument(
+        "--trace",
+        metavar="FILE",
+        type=Path,
+        help="write what the method did there, for 'forethought trace'",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
 
 
@@ -63,13 +70,18 @@ def run(args: argparse.Namespace) -> int:
         raise ParameterError(
             "--system needs the chat template", "--raw leaves it out", "Put it into the prompt"
         )
+    if args.trace is not None and not args.trace.parent.is_dir():
+        raise ParameterError(
+            f"cannot write the trace {args.trace}", "there is no such folder", "Make it first"
+        )
     backend = open_backend(args)
     with ExitStack() as opened:
         judge = opened.enter_context(open_judge(args))
         method = _method(args, params, judge.controller if judge else None)
         chosen = opened.enter_context(backend)
         prompt = _prompt(args, question, chosen)
-        respondent = Respondent(method, chosen.worker, judge.workers if judge else None)
+        others = judge.workers if judge else None
+        respondent = Respondent(method, chosen.worker, others, args.trace)
         write = _Writing(chosen, show=not args.json)
         with closing(respondent), write:
             answer = respondent.answer(prompt, params, write, question)

@@ -79,7 +79,7 @@ if TYPE_CHECKING:
         with_task_collection,
     )
     from forethought.scaffolding.tool_controller import ChatWithMCPController
-    from forethought.scaffolding.trace import Trace
+    from forethought.scaffolding.trace import Prices, Trace
     from forethought.scaffolding.trace_replay import replay
     from forethought.scaffolding.worker import Worker
     from forethought.scaffolding.workers.local import EngineWorker, TRTLLMWorker
@@ -97,6 +97,7 @@ _HOMES = {
     "StreamEvent": "result",
     "Delta": "result",
     "Stage": "result",
+    "Prices": "trace",
     "Trace": "trace",
     "replay": "trace_replay",
     "Budget": "budget",
@@ -196,6 +197,7 @@ __all__ = [
     "OpenaiWorker",
     "PRMController",
     "ParallelProcess",
+    "Prices",
     "QueryCollector",
     "Reply",
     "RestoreSessionTask",
