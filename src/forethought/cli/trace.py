@@ -67,8 +67,8 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "show":
         _refuse("show", {"--otel": args.otel, "--mooncake": args.mooncake})
     else:
-        prices = {f"--price-{name}": getattr(args, f"price_{name}") for name in _PRICES}
-        _refuse("export", {"--html": args.html, **prices})
+        given = {f"--price-{name}": getattr(args, f"price_{name}") for name in _PRICES}
+        _refuse("export", {"--html": args.html, **given})
         if not any(outputs):
             raise UsageError("nothing to export", "no format is given", "Give --otel or --mooncake")
     trace, prices = Trace.load(args.file), _prices(args)

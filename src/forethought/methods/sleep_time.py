@@ -37,6 +37,7 @@ from forethought.scaffolding.controller import (
 )
 from forethought.scaffolding.execution_scope import current_scope
 from forethought.scaffolding.parallel import ParallelProcess, Process
+from forethought.scaffolding.result import Stage
 from forethought.scaffolding.settings import (
     ANY_TEXT,
     OPTIONAL_TEXT,
@@ -192,6 +193,7 @@ class SleepTimeController(Controller):
                     "Give the question as text",
                 )
         origin, sleep_tokens = yield from self._fill_memory(tasks[0])
+        yield Stage("thought", fields={"origin": origin, "sleep_tokens": sleep_tokens})
         before = _num_generated()
         if sleep_only:
             for task in tasks:
