@@ -25,6 +25,12 @@ def test_methods_lists_every_method_with_paper_and_defaults(capsys):
             assert parameter in shown
     assert "chunk_size=64" in shown
     assert "Self-Consistency" in shown
+    assert "``" not in shown
+    before, after = shown.split("Rewards: ")
+    for name in methods.REWARDS:
+        assert f"\n{name}\n" not in before
+        assert f"\n{name}\n" in after
+    assert "--reward-model DIR" in after.partition("\nprm\n")[2]
 
 
 def test_every_setting_of_a_built_in_method_is_explained(capsys):

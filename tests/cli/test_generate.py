@@ -354,6 +354,17 @@ def test_a_server_that_is_not_there_is_one_line_and_status_1(capsys):
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "settings", [["sleep_time", "--set", "context=Ann has nuts."], ["hogwild_turns"]]
+)
+def test_a_method_that_takes_text_alone_names_the_option(capsys, settings):
+    assert "--raw" in refused(capsys, "--method", *settings)
+
+
+def test_a_method_that_takes_text_alone_gets_it_with_raw(capsys):
+    assert generate("--method", "sleep_time", "--set", "context=Ann has nuts.", "--raw") == 0
+
+
 # ---- traces ------------------------------------------------------------------------------------
 
 

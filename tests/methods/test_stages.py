@@ -236,6 +236,7 @@ DECISIONS = {
     "adaptive_compute": ({"default_sample_num": 2, "prune_after": None}, "selected", "sample"),
     "fork_think": ({"default_sample_num": 3, "num_points": 1, "window": 8}, "forked", "at"),
     "spct": ({"num_critiques": 2}, "pruned", "critique"),
+    "compare": ({}, "pruned", "winner"),
     "archon": (
         {"pipeline": {"layers": [[{"type": "generator", "samples": 2}]]}},
         "layer",
@@ -252,8 +253,7 @@ DECISIONS = {
     "sleep_time": ({"context": "Ann has 3 bags of 4 nuts."}, "thought", "origin"),
 }
 """Settings of each method, and a stage of a decision of its own with one of its fields."""
-DECIDE_NOTHING = {"plain", "no_thinking", "checker"}
-REWARDS = {"genrm", "spct"}
+DECIDE_NOTHING = {"plain", "no_thinking", "checker", "judge", "confidence"}
 
 
 def samples(prompt, index):
@@ -270,7 +270,7 @@ def samples(prompt, index):
 def test_every_method_that_decides_tells_it(name):
     settings, stage, field = DECISIONS[name]
     controller = methods.create(name, **settings)
-    if name in REWARDS:
+    if name in methods.REWARDS:
         best = {"reward_controller": controller, "default_sample_num": 2}
         controller = methods.create("best_of_n", **best)
     prompt = "spawn" if name == "parallel_thinking" else "p"

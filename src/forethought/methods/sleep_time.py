@@ -190,7 +190,7 @@ class SleepTimeController(Controller):
                 raise ParameterError(
                     "sleep_time puts questions behind a text",
                     "the prompt is token ids",
-                    "Give the question as text",
+                    "Give the question as text (forethought generate: --raw)",
                 )
         origin, sleep_tokens = yield from self._fill_memory(tasks[0])
         yield Stage("thought", fields={"origin": origin, "sleep_tokens": sleep_tokens})
