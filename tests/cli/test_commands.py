@@ -9,6 +9,7 @@ import pytest
 from transformers import Qwen2ForTokenClassification
 
 import openai_server
+import reward_server
 from forethought import methods
 from forethought.cli.main import main
 from reward_models import save
@@ -24,6 +25,12 @@ def test_methods_lists_every_method_with_paper_and_defaults(capsys):
             assert parameter in shown
     assert "chunk_size=64" in shown
     assert "Self-Consistency" in shown
+    assert "``" not in shown
+    before, after = shown.split("Rewards: ")
+    for name in methods.REWARDS:
+        assert f"\n{name}\n" not in before
+        assert f"\n{name}\n" in after
+    assert "--reward-model DIR" in after.partition("\nprm\n")[2]
 
 
 def test_every_setting_of_a_built_in_method_is_explained(capsys):
@@ -223,6 +230,19 @@ def test_without_torch_every_command_says_what_to_install_and_a_server_does_with
         assert "is not installed" in said
         assert 'pip install "forethought[local]"' in said
     assert lines[2 * len(local) :] == ["status 0"] * len(remote), done.stderr
+
+
+def test_eval_takes_the_scores_of_a_reward_server(tmp_path, capsys):
+    options = ["--problems", "2", "--max-tokens", "20", "--samples", "2", "--out", str(tmp_path)]
+    with reward_server.serving({"/classify": {"probs": [0.5]}}) as scoring:
+        judge = ["--reward-url", scoring.url, "--reward-api-model", "rm"]
+        assert main(["eval", *options, "--methods", "best_of_n", *judge]) == 0
+        rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+        assert [row["method"] for row in rows] == ["best_of_n"]
+        judge[-1] = "another"
+        assert main(["eval", *options, "--methods", "best_of_n", *judge]) == 2
+        assert "reward_model" in capsys.readouterr().err, "the journal is another judge's"
+    assert {body["model"] for _, body in scoring.requests} == {"rm"}
 
 
 def test_eval_has_best_of_n_judged_by_a_reward_model(tmp_path, capsys):

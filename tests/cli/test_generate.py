@@ -9,6 +9,7 @@ import pytest
 from safetensors import safe_open
 from transformers import Qwen2ForSequenceClassification, Qwen2ForTokenClassification
 
+import reward_server
 from forethought import assets
 from forethought.cli.backend import Respondent
 from forethought.cli.main import main
@@ -17,7 +18,7 @@ from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError
 from forethought.llm.llm import LLM
 from forethought.methods import MajorityVoteController
-from forethought.scaffolding import NativeGenerationController
+from forethought.scaffolding import NativeGenerationController, Trace
 from openai_server import serving
 from reward_models import save
 from tokens import speaking, thinking
@@ -353,6 +354,38 @@ def test_a_server_that_is_not_there_is_one_line_and_status_1(capsys):
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "settings", [["sleep_time", "--set", "context=Ann has nuts."], ["hogwild_turns"]]
+)
+def test_a_method_that_takes_text_alone_names_the_option(capsys, settings):
+    assert "--raw" in refused(capsys, "--method", *settings)
+
+
+def test_a_method_that_takes_text_alone_gets_it_with_raw(capsys):
+    assert generate("--method", "sleep_time", "--set", "context=Ann has nuts.", "--raw") == 0
+
+
+# ---- traces ------------------------------------------------------------------------------------
+
+
+def test_a_trace_is_written_of_an_answer_and_of_a_failure(capsys, tmp_path):
+    file = tmp_path / "trace.json"
+    with serving() as server:
+        server.says = lambda body: ["answer"]
+        url = ["--url", server.url, "--api-model", "tiny", "--trace", str(file)]
+        vote = ["--method", "majority_vote@2", "--temperature", "1"]
+        assert main(["generate", "question", *url, *vote]) == 0
+        trace = Trace.load(file)
+        assert trace.scaffolding_outputs[0].text == "answer"
+        assert len(trace.tasks()) == 2
+        server.fail_with = [400]
+        assert main(["generate", "question", *url]) != 0
+    assert Trace.load(file).error is not None
+    capsys.readouterr()
+    missing = str(tmp_path / "none" / "trace.json")
+    assert "no such folder" in refused(capsys, "--trace", missing)
+
+
 # ---- best of N ---------------------------------------------------------------------------------
 
 
@@ -388,6 +421,28 @@ def test_best_of_n_over_a_server_is_judged_here(capsys, reward_model):
         assert main(["generate", "question", *url, *BEST, "--reward-model", reward_model]) == 0
     assert capsys.readouterr().out.startswith("short ")
     assert len(server.requests) == 3
+
+
+def test_best_of_n_takes_the_scores_of_a_reward_server(capsys):
+    def prefer(body):
+        return {"probs": [float(body["messages"][1]["content"].endswith("2"))]}
+
+    with serving() as server, reward_server.serving({"/classify": prefer}) as scoring:
+        server.says = lambda body: ["answer", f" {len(server.requests)}"]
+        url = ["--url", server.url, "--api-model", "tiny", "--reward-url", scoring.url]
+        assert main(["generate", "question", *url, *BEST]) == 0
+    assert capsys.readouterr().out == "answer 2\n"
+    assert {body["model"] for _, body in scoring.requests} == {"listed"}
+
+
+def test_options_of_a_reward_server_are_checked_before_anything_is_loaded(capsys):
+    url = ["--method", "best_of_n", "--reward-url", "http://127.0.0.1:1/v1"]
+    assert "needs --reward-url" in refused(capsys, "--reward-endpoint", "score")
+    assert "Give one of them" in refused(capsys, *url, "--reward-model", "dir")
+    assert "endpoint" in refused(capsys, *url, "--reward-endpoint", "rerank")
+    assert "--reward-tokenizer" in refused(capsys, *url, "--reward-step-format", "chat")
+    assert "invalid --reward-url" in refused(capsys, *url[:3], "host:8000")
+    assert "--reward-url has nothing to score" in refused(capsys, *url[2:])
 
 
 def test_a_reward_model_is_asked_for_if_and_only_if_something_is_judged(capsys):

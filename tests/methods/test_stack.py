@@ -2,6 +2,7 @@
 
 import pytest
 
+from forethought import methods
 from forethought.errors import ParameterError, UnknownNameError
 from forethought.methods import DynasorGenerationController, MajorityVoteController
 from forethought.methods.stack import StackedMethod, parameters, split, stack
@@ -80,6 +81,13 @@ def test_samples_behind_a_name_are_that_methods():
 def test_samples_that_cannot_be_are_refused(spec, said):
     with pytest.raises(ParameterError, match=said):
         stack(spec)
+
+
+@pytest.mark.parametrize("name", methods.REWARDS)
+def test_a_reward_in_the_place_of_a_method_is_refused_with_what_to_do(name):
+    for spec in (name, f"plain+{name}"):
+        with pytest.raises(ParameterError, match=f"reward_controller={name}"):
+            stack(spec)
 
 
 def test_samples_given_twice_are_refused():

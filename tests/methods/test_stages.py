@@ -7,9 +7,11 @@ import json
 import pytest
 
 from forethought import methods
+from forethought.methods.compute_optimal import Policy
 from forethought.outputs import Logprob
 from forethought.scaffolding import NativeRewardController, Reply, ScriptedWorker, Stage
 from forethought.scaffolding.answers import TextEquivalence
+from forethought.testing.samples import sample_answer, sample_logprobs, sample_score
 from scripted import answer, chain
 
 SCORES = {"a;": 0.6, "b;": 0.5, "a;c.": 0.4, "a;d.": 0.9, "b;e.": 0.8}
@@ -195,3 +197,90 @@ def test_repeated_sampling_tells_what_the_verifier_says_of_each_sample():
     result = answer(controller, ScriptedWorker(["a", "b", "c"]))
     verified = [(path, stage.fields) for path, stage in told(result, "scored")]
     assert verified == [("0", {"accepted": False}), ("1", {"accepted": True})]
+
+
+# ---- all methods -------------------------------------------------------------------------------
+
+REWARD = {"reward_controller": NativeRewardController()}
+SMALL = {"default_sample_num": 4, "width": 2, **REWARD}
+RETRIEVAL = {"documents": ["The mayor of Rome is Ann.", "Ann was born in Bari."]}
+POLICY = {"policy": Policy(2, (0.0,), ("probes", "majority_vote@2"))}
+PIPELINE = {"pipeline": {"layers": [[{"type": "generator", "samples": 2}]]}}
+CHECKED = {"default_sample_num": 2, "verifier": lambda question, text: True}
+TURNS = {"turn_tokens": 40, "max_turns": 2}
+DECISIONS = {
+    "dynasor": ({"chunk_size": 16, "certainty_threshold": 2}, "probed", "answer"),
+    "majority_vote": ({"default_sample_num": 3}, "voted", "answer"),
+    "best_of_n": ({"default_sample_num": 3, **REWARD}, "selected", "index"),
+    "repeated_sampling": (CHECKED, "scored", "accepted"),
+    "budget_forcing": ({"think_end": "Then"}, "prolonged", "at"),
+    "first_answer": ({"markers": ["First"]}, "early_exit", "at"),
+    "budget_vote": ({"total_tokens": 2000, "default_sample_num": 3}, "voted", "answer"),
+    "beam_search": (SMALL, "pruned", "beam"),
+    "dvts": (SMALL, "pruned", "beam"),
+    "particle_filtering": ({"default_sample_num": 3, **REWARD}, "selected", "beam"),
+    "particle_gibbs": ({"default_sample_num": 2, **REWARD}, "selected", "beam"),
+    "mcts": (SMALL, "selected", "beam"),
+    "tree_of_thoughts": ({"default_sample_num": 2, "num_thoughts": 2}, "selected", "beam"),
+    "compute_optimal": (
+        {"policy": Policy(2, (0.0,), ("probes", "majority_vote@2"))},
+        "probed",
+        "answer",
+    ),
+    "deepconf": ({"default_sample_num": 4}, "voted", "answer"),
+    "deepconf_online": ({"default_sample_num": 4, "num_warmup": 2, "window": 8}, "voted", "answer"),
+    "self_refine": ({"num_refinements": 1}, "scored", "accepted"),
+    "sequential_revision": ({"num_revisions": 1}, "voted", "answer"),
+    "genrm": ({"num_verifications": 1}, "scored", "answer"),
+    "specreason": ({}, "scored", "accepted"),
+    "adaptive_compute": ({"default_sample_num": 2, "prune_after": None}, "selected", "sample"),
+    "fork_think": ({"default_sample_num": 3, "num_points": 1, "window": 8}, "forked", "at"),
+    "spct": ({"num_critiques": 2}, "pruned", "critique"),
+    "compare": ({}, "pruned", "winner"),
+    "archon": (
+        {"pipeline": {"layers": [[{"type": "generator", "samples": 2}]]}},
+        "layer",
+        "number",
+    ),
+    "drag": (RETRIEVAL, "retrieved", "query"),
+    "iterdrag": (RETRIEVAL, "forced", "queries"),
+    "hogwild_turns": (
+        {"workers": ["A", "B"], "turn_tokens": 40, "max_turns": 2},
+        "exchanged",
+        "turn",
+    ),
+    "parallel_thinking": ({}, "spawned", "threads"),
+    "sleep_time": ({"context": "Ann has 3 bags of 4 nuts."}, "thought", "origin"),
+}
+"""Settings of each method, and a stage of a decision of its own with one of its fields."""
+DECIDE_NOTHING = {"plain", "no_thinking", "checker", "judge", "confidence"}
+
+
+def samples(prompt, index):
+    """A model that spawns two threads, gives critiques, or answers with one of the samples."""
+    text = sample_answer(prompt, index)
+    if prompt == "spawn":
+        text = "<Parallel><Outlines><Outline>1: a</Outline><Outline>2: b</Outline></Outlines>"
+    elif "Scores" in prompt:
+        text = ["Scores: [6, 4]", "none"][index % 2]
+    return Reply(text, logprobs=sample_logprobs(text))
+
+
+@pytest.mark.parametrize("name", DECISIONS)
+def test_every_method_that_decides_tells_it(name):
+    settings, stage, field = DECISIONS[name]
+    controller = methods.create(name, **settings)
+    if name in methods.REWARDS:
+        best = {"reward_controller": controller, "default_sample_num": 2}
+        controller = methods.create("best_of_n", **best)
+    prompt = "spawn" if name == "parallel_thinking" else "p"
+    params = {"seed": 11} | ({} if name == "budget_vote" else {"max_tokens": 400})
+    if name.startswith("deepconf"):
+        params["confidence"] = 2
+    worker = ScriptedWorker(samples, score=sample_score)
+    result = answer(controller, worker, prompt, sampling_params=params)
+    assert [each for _, each in told(result, stage) if field in each.fields]
+
+
+def test_the_table_of_decisions_holds_every_method():
+    assert set(DECISIONS) | DECIDE_NOTHING == set(methods.names())

@@ -165,6 +165,7 @@ MADE = {name: partial(methods.create, name) for name in methods.names()} | {
     "majority_vote": lambda: methods.create("majority_vote", default_sample_num=3),
     "best_of_n": lambda: methods.create("best_of_n", reward_controller=NativeRewardController()),
     "genrm": lambda: methods.create("best_of_n", reward_controller="genrm"),
+    "confidence": lambda: methods.create("best_of_n", reward_controller="confidence"),
     "compute_optimal": partial(
         methods.create, "compute_optimal", policy=Policy(2, (), ("majority_vote@3",))
     ),

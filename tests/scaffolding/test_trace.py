@@ -7,12 +7,13 @@ import pytest
 
 from forethought import methods
 from forethought.cli.main import main
-from forethought.errors import UsageError
+from forethought.errors import ParameterError, UsageError
 from forethought.scaffolding import (
     Budget,
     Controller,
     Delta,
     NativeRewardController,
+    Prices,
     Reply,
     ScaffoldingLlm,
     ScriptedWorker,
@@ -126,3 +127,41 @@ def test_the_command_prints_the_tree_of_a_file(tmp_path, capsys):
     assert main(["trace", "show", str(tmp_path / "trace.json")]) == 0
     assert capsys.readouterr().out.strip() == trace.text()
     assert main(["trace", "show", str(tmp_path / "none.json")]) == 2
+
+
+def test_costs_are_those_of_prompts_of_cached_tokens_and_of_all_that_was_generated():
+    usage = {"prompt_tokens": 1000, "cached": 400, "completion_tokens": 50, "decoded": 200}
+    assert Prices(2.0, 10.0).cost(usage) == pytest.approx((1000 * 2 + 200 * 10) / 1e6)
+    discounted = Prices(2.0, 10.0, cached=0.5).cost(usage)
+    assert discounted == pytest.approx((600 * 2 + 400 * 0.5 + 200 * 10) / 1e6)
+    for wrong in ((-1.0, 1.0), (1.0, float("nan")), (1.0, 1.0, -0.1), (None, 1.0)):
+        with pytest.raises(ParameterError, match=r"input|output|cached"):
+            Prices(*wrong)
+
+
+def test_the_tree_and_the_timeline_show_costs_where_there_are_prices(tmp_path, capsys):
+    trace, prices = run(METHODS["plain"]()).trace, Prices(1000.0, 2000.0)
+    file = tmp_path / "trace.json"
+    trace.save(file)
+    cost = f"cost {trace.cost(prices):.6f}"
+    assert trace.cost(prices) > 0
+    assert cost in trace.text(prices=prices).splitlines()[0]
+    assert "cost" not in trace.text()
+    given = ["--price-in", "1000", "--price-out", "2000"]
+    assert main(["trace", "show", str(file), *given]) == 0
+    assert capsys.readouterr().out.strip() == trace.text(prices=prices)
+    assert main(["trace", "show", str(file), *given, "--html"]) == 0
+    assert cost in (tmp_path / "trace.html").read_text()
+    assert main(["trace", "show", str(file), *given[:2]]) == 2
+    assert "Give --price-in and --price-out" in capsys.readouterr().err
+
+
+def test_a_timeline_is_written_beside_its_trace_and_never_over_it(tmp_path, capsys):
+    trace = run(METHODS["plain"]()).trace
+    for name in ("trace.json", "trace.html"):
+        trace.save(tmp_path / name)
+    assert main(["trace", "show", str(tmp_path / "trace.html"), "--html"]) == 2
+    assert "overwrite" in capsys.readouterr().err
+    assert main(["trace", "show", str(tmp_path / "trace.json"), "--html"]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "trace.html")
+    assert (tmp_path / "trace.html").read_text().startswith("<!DOCTYPE html>")

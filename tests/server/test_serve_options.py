@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+import reward_server
 from forethought.assets import REASONER
 from forethought.cli import serve
 from forethought.errors import ParameterError, UsageError
 from forethought.server.remote_backend import RemoteBackend
+from http_servers import scripted, served
 from openai_server import serving
 
 
@@ -35,6 +37,9 @@ def options(*given_options: str) -> argparse.Namespace:
         ["--upstream-fields", "top_k"],
         ["--upstream", "http://a", "--upstream-fields", "nothing"],
         ["--upstream", "localhost", "--api-model", "m"],
+        ["--upstream", "http://a", "--reward-api-model", "m"],
+        ["--upstream", "http://a", "--reward-url", "http://b/v1", "--reward-model", "m"],
+        ["--worker", "scripted", "x", "--reward-url", "http://b/v1"],
     ],
 )
 def test_options_that_contradict_each_other_are_refused(given_options: list[str]) -> None:
@@ -159,3 +164,28 @@ def test_a_setting_of_the_section_that_cannot_be_is_named(
 
     with pytest.raises(UsageError, match=told):
         read()
+
+
+def test_best_of_n_in_front_of_servers_is_scored_by_a_reward_server():
+    def prefer(body):
+        return {"probs": [float(body["messages"][1]["content"] == "right")]}
+
+    with (
+        scripted(["wrong", "right", "wrong"]) as behind,
+        reward_server.serving({"/classify": prefer}) as scoring,
+    ):
+        given = ("--upstream", behind.url, "--reward-url", scoring.url)
+        backend = serve.opener(options(*given))()
+        with served(backend) as running:
+            answer = running.send(
+                "/v1/chat/completions",
+                {
+                    "messages": [{"role": "user", "content": "q"}],
+                    "method": "best_of_n",
+                    "temperature": 1.0,
+                    "method_params": {"default_sample_num": 3},
+                },
+            )
+        backend.close()
+    assert answer.json["choices"][0]["message"]["content"] == "right"
+    assert len(scoring.requests) >= 3

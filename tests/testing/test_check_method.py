@@ -49,6 +49,9 @@ ALL = {
     "fork_think": {"default_sample_num": 3, "num_points": 1, "window": 8},
     "genrm": {"reward_controller": "genrm", "default_sample_num": 2},
     "spct": {"reward_controller": "spct", "default_sample_num": 2},
+    "judge": {"reward_controller": "judge", "default_sample_num": 2},
+    "compare": {"reward_controller": "compare", "default_sample_num": 2},
+    "confidence": {"reward_controller": "confidence", "default_sample_num": 2},
     "checker": {
         "reward_controller": {"method": "checker", "checker": lambda question, text: len(text)}
     },
@@ -73,6 +76,9 @@ SLOW = {
     "deepconf",
     "genrm",
     "spct",
+    "judge",
+    "compare",
+    "confidence",
     "fork_think",
 }
 """Those like one of the others in what they ask of a worker."""
@@ -88,13 +94,16 @@ WITHOUT_ENGINE = {
     "budget_vote": "the model on which samples are forced has no thoughts to limit",
     "no_thinking": "the same",
 }
-REWARDS = ("genrm", "spct", "checker")
-"""Those that score the samples of best_of_n."""
 
 
 def criticise(prompt, seed):
     """Critiques of two answers."""
     return "Scores: [6, 4]" if "Scores" in prompt else sample_answer(prompt, seed)
+
+
+def grade(prompt, seed):
+    """A judge's score of an answer."""
+    return f"Score: {len(prompt) % 11}" if "Score: N" in prompt else sample_answer(prompt, seed)
 
 
 def spawn(prompt, seed):
@@ -113,6 +122,7 @@ def think(prompt, seed):
 
 RESPOND = {
     "spct": criticise,
+    "judge": grade,
     "parallel_thinking": spawn,
     "no_thinking": think,
 }
@@ -126,7 +136,7 @@ def settings_of(name):
 
 
 def check(name, **options):
-    method = "best_of_n" if name in REWARDS else name
+    method = "best_of_n" if name in methods.REWARDS else name
     options = {"respond": RESPOND.get(name, sample_answer), **OPTIONS.get(name, {}), **options}
     return check_method(lambda: methods.create(method, **settings_of(name)), **options)
 

@@ -1,8 +1,7 @@
 """What the commands that generate share: their options, the model or server, and one answer.
 
-A ``Backend`` is the engine on this machine or a server that speaks OpenAI's API. A ``Judge`` is a
-reward model on this machine, which scores answers for best_of_n. A ``Respondent`` runs a method on
-them and writes its ``Answer`` as it streams.
+A ``Backend`` is the engine on this machine or a server that speaks OpenAI's API. A
+``Respondent`` runs a method on one and writes its ``Answer`` as it streams.
 """
 
 from __future__ import annotations
@@ -22,18 +21,13 @@ from forethought.config.guided import GuidedDecodingParams
 from forethought.config.sampling import SamplingParams
 from forethought.errors import DependencyError, ParameterError
 from forethought.evaluation.report import count_of
-from forethought.methods import Method, worker_tags
-from forethought.methods.stack import parameters, split
+from forethought.methods import worker_tags
+from forethought.methods.stack import split
 from forethought.outputs import SpeculationMetrics, Usage
 from forethought.scaffolding import sampling
-from forethought.scaffolding.controller import (
-    Controller,
-    NativeChatController,
-    NativeRewardController,
-)
+from forethought.scaffolding.controller import Controller, NativeChatController
 from forethought.scaffolding.messages import RoleMessage
 from forethought.scaffolding.parallel import Process
-from forethought.scaffolding.prm_controller import PRMController, StepAggregation
 from forethought.scaffolding.result import Delta, ScaffoldingOutput, ScaffoldingResult
 from forethought.scaffolding.scaffolding_llm import ScaffoldingLlm
 from forethought.scaffolding.task import ChatTask
@@ -43,7 +37,6 @@ from forethought.scaffolding.workers.routing import shown_url, url_error
 if TYPE_CHECKING:
     from forethought.llm.async_llm import AsyncLLM
     from forethought.scaffolding.workers.concurrency import AdaptiveConcurrency
-    from forethought.scaffolding.workers.reward import RewardWorker
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +101,20 @@ class Respondent:
         controller: the method.
         worker: executes all its tasks, but for those of ``others``.
         others: further workers by tag.
+        trace_file: where the trace of the last answer is written at the end; None: nowhere.
     """
 
     def __init__(
-        self, controller: Controller, worker: Worker, others: Mapping[Any, Worker] | None = None
+        self,
+        controller: Controller,
+        worker: Worker,
+        others: Mapping[Any, Worker] | None = None,
+        trace_file: Path | None = None,
     ) -> None:
         workers = dict.fromkeys(worker_tags(controller), worker) | dict(others or {})
-        self._llm = ScaffoldingLlm(controller, workers)
+        self._trace_file = trace_file
+        self._result: ScaffoldingResult | None = None
+        self._llm = ScaffoldingLlm(controller, workers, trace=trace_file is not None)
 
     def answer(
         self,
@@ -138,6 +138,7 @@ class Respondent:
         began = time.perf_counter()
         asked: dict[str, Any] = {} if question is None else {"question": question}
         result = self._llm.generate_async(prompt, sampling_params=params, **asked)
+        self._result = result
         try:
             streamed = _print(result, write)
         except BaseException:
@@ -151,8 +152,11 @@ class Respondent:
         return answer
 
     def close(self) -> None:
-        """End requests in flight."""
+        """End requests in flight, and write the trace, of an answer that failed too."""
         self._llm.shutdown()
+        trace = None if self._result is None else self._result.trace
+        if self._trace_file is not None and trace is not None:
+            trace.save(self._trace_file)
 
 
 def _print(result: ScaffoldingResult, write: Callable[[str], None]) -> str:
@@ -167,7 +171,7 @@ def _print(result: ScaffoldingResult, write: Callable[[str], None]) -> str:
 
 Message = Mapping[str, Any]
 _CHAT = "forethought.scaffolding.controller:NativeChatController"
-_INNER, _REWARD = "generation_controller", "reward_controller"
+_INNER = "generation_controller"
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,40 +195,6 @@ class Backend:
         """Write ``introduction`` on standard error, if there is one."""
         if self.introduction:
             print(self.introduction, file=sys.stderr)
-
-
-@dataclass(frozen=True, slots=True)
-class Judge:
-    """A reward model that scores answers."""
-
-    worker: RewardWorker
-
-    @property
-    def controller(self) -> NativeRewardController:
-        """Scores steps or whole answers, as the model was trained to."""
-        by_step = self.worker.by_step
-        return PRMController.of(self.worker) if by_step else NativeRewardController()
-
-    def step_controller(self, aggregation: StepAggregation) -> NativeRewardController:
-        """The same for a search: the score of an answer as far as it has come."""
-        if not self.worker.by_step:
-            return self.controller
-        return PRMController.of(self.worker, aggregation=aggregation)
-
-    @property
-    def workers(self) -> dict[Any, Worker]:
-        """By tag."""
-        return {NativeRewardController.WorkerTag.REWARD: self.worker}
-
-
-def judged_by(spec: str, controller: NativeRewardController | None) -> dict[str, Any]:
-    """The setting that gives a stack of methods its judge; empty if it takes none."""
-    return {_REWARD: controller} if controller is not None and _REWARD in parameters(spec) else {}
-
-
-def is_judged(settings: Collection[str]) -> bool:
-    """Whether these settings of a method include a judge."""
-    return _REWARD in settings
 
 
 class ConversationController(NativeChatController):
@@ -285,61 +255,6 @@ def configure_choice(parser: argparse.ArgumentParser) -> None:
 def wants_server(args: argparse.Namespace) -> bool:
     """Whether the options choose a server."""
     return args.url is not None or args.api_model is not None
-
-
-def configure_judge(parser: argparse.ArgumentParser) -> None:
-    """Declare the option that chooses a reward model."""
-    parser.add_argument(
-        "--reward-model",
-        metavar="DIR",
-        help="directory, or Hub id, of the reward model that scores for best_of_n; forethought/prm "
-        "judges the steps of the embedded reasoner",
-    )
-
-
-def check_judge(args: argparse.Namespace, specs: Sequence[str], given: Collection[str]) -> None:
-    """Check that a reward model is given if a method needs one, and only if one can use it.
-
-    Args:
-        args: the options.
-        specs: the stacks of methods that are to run.
-        given: names of the methods' settings that are given.
-
-    Raises:
-        ParameterError: one is missing, or would not be used.
-    """
-    judged = [spec for spec in specs if _REWARD in parameters(spec)]
-    needing = [spec for spec in judged if parameters(spec)[_REWARD] is Method.REQUIRED]
-    if needing and args.reward_model is None and _REWARD not in given:
-        raise ParameterError(
-            f"method {needing[0]} needs a reward model",
-            "it chooses by its scores",
-            "Give --reward-model DIR",
-        )
-    if args.reward_model is not None and not judged:
-        raise ParameterError(
-            "--reward-model has nothing to score",
-            f"{', '.join(specs)} does not choose by scores",
-            "Leave it out, or use best_of_n",
-        )
-
-
-@contextmanager
-def open_judge(args: argparse.Namespace) -> Iterator[Judge | None]:
-    """The reward model that the options choose, shut down at the end; None if they choose none.
-
-    Raises:
-        UsageError: it cannot be opened.
-    """
-    if args.reward_model is None:
-        yield None
-        return
-    try:
-        from forethought.scaffolding.workers.reward import RewardWorker
-    except ModuleNotFoundError as error:
-        raise DependencyError.missing(error.name or "torch", "--reward-model", "local") from error
-    with RewardWorker(args.reward_model) as worker:
-        yield Judge(worker)
 
 
 def as_chat(spec: str, settings: Collection[str], instead: str) -> str:

@@ -6,8 +6,8 @@ there is one. A method that draws several samples does so at --temperature; ever
 greedily. Methods stack with '+', the inner one first, and '@' sets the samples of one:
 dynasor+majority_vote@8. A method that verifies its samples does so with the task's checker. With
 --url the model is a server's, and each question a chat with it; a method that continues its own
-text needs --prompt-format there. best_of_n needs a judge: --reward-model DIR, which reads the
-question and each answer.
+text needs --prompt-format there. best_of_n needs a judge: --reward-model DIR, or --reward-url URL
+on a server, which reads the question and each answer.
 
 Every finished attempt is written to a journal in --out: started again with the same arguments, the
 command goes on where it was ended. The report is written there as PNG, HTML, Markdown and JSON, and
@@ -29,15 +29,20 @@ from typing import TYPE_CHECKING, Any
 from forethought import __version__, assets
 from forethought.cli.backend import (
     as_chat,
-    check_judge,
     check_thinking_field,
     configure_choice,
-    configure_judge,
-    is_judged,
-    judged_by,
-    open_judge,
     server_opener,
     wants_server,
+)
+from forethought.cli.judge import (
+    REWARD_SERVER,
+    check_judge,
+    configure_judge,
+    is_judged,
+    judge_settings,
+    judged_by,
+    open_judge,
+    wants_judge,
 )
 from forethought.cli.options import (
     THINKING,
@@ -290,7 +295,7 @@ def _plan(args: argparse.Namespace) -> _Plan:
         count = len(given)  # in random order, which both rely on
     chosen = problems.choose(given, count, args.seed)
     _check(args)
-    recipes = _recipes(args, None if args.reward_model is None else NativeRewardController())
+    recipes = _recipes(args, NativeRewardController() if wants_judge(args) else None)
     _check_verifiers(recipes, chosen)
     open_llm, model, is_embedded = _model(args, task)
     instruction = args.instruction
@@ -303,19 +308,12 @@ def _plan(args: argparse.Namespace) -> _Plan:
         "task": args.task,
         "problems": problems_hash(chosen),
         "methods": [recipe.to_dict() for recipe in recipes],
-        "reward_model": _judge(args.reward_model),
+        "reward_model": judge_settings(args),
         "instruction": instruction,
         "prompt_format": args.prompt_format,
         "seed": args.seed,
     }
     return _Plan(chosen, _grader(args, task), open_llm, instruction, settings)
-
-
-def _judge(model: str | None) -> dict[str, Any] | None:
-    """What tells a reward model from another, for the journal."""
-    if model is None:
-        return None
-    return {"model": model, "files": fingerprint(find_model_dir(model))}
 
 
 def _check_verifiers(recipes: Sequence[Recipe], chosen: Sequence[Problem]) -> None:
@@ -627,7 +625,7 @@ def _searched(args: argparse.Namespace, plan: _Plan, proposal: Proposal | None) 
 _KEPT = (
     *("url", "api_model", "thinking_field", "model", "revision", "dtype", "device", "config"),
     *("speculative", "draft_model", "max_draft_len", "task", "data", "max_tokens", *THINKING),
-    *("reward_model", "instruction", "prompt_format", "seed"),
+    *("reward_model", "reward_url", *REWARD_SERVER, "instruction", "prompt_format", "seed"),
 )
 """Options of a search that the proposed command has, too."""
 

@@ -1,11 +1,13 @@
 """Answer one prompt, with any method. The answer streams to standard output; what it cost follows
-on standard error.
+on standard error. --trace FILE writes what the method did, for 'forethought trace show FILE'.
 
 The prompt goes through the model's chat template where it has one. With --url it is a chat with the
 server, each sample of a method too; a method that continues its own text needs --raw there, and a
 prompt in the model's own format, as only the server knows the template. Methods stack with '+', the
-inner one first: --method dynasor+majority_vote. Best of N needs a judge: --method best_of_n
---reward-model DIR, which reads the question and each answer.
+inner one first: --method dynasor+majority_vote. sleep_time, hogwild_turns and specreason write
+prompts of their own and take the question as text, with --raw; the workers of specreason are then
+one model, and 'forethought bench specreason' has two. Best of N needs a judge: --method best_of_n
+--reward-model DIR, or --reward-url URL on a server, which reads the question and each answer.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import argparse
 import json
 import sys
 from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Any
 
 from forethought.cli.backend import (
@@ -21,12 +24,15 @@ from forethought.cli.backend import (
     Respondent,
     add_backend_options,
     as_chat,
+    open_backend,
+    sampling_of,
+)
+from forethought.cli.judge import (
     check_judge,
     configure_judge,
     judged_by,
-    open_backend,
     open_judge,
-    sampling_of,
+    wants_judge,
 )
 from forethought.cli.options import parse_settings, with_samples
 from forethought.errors import ParameterError
@@ -45,6 +51,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_backend_options(parser)
     configure_judge(parser)
     parser.add_argument("--raw", action="store_true", help="do not use the chat template")
+    parser.add_argument(
+        "--trace",
+        metavar="FILE",
+        type=Path,
+        help="write what the method did there, for 'forethought trace'",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
 
 
@@ -52,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     """Generate."""
     params = sampling_of(args)
     check_judge(args, [args.method or "plain"], parse_settings(args.set))
-    stand_in = None if args.reward_model is None else NativeRewardController()
+    stand_in = NativeRewardController() if wants_judge(args) else None
     # Both are checked before a model is loaded.
     refuse_greedy_samples(_method(args, {}, stand_in), args.temperature)
     question = _question(args.prompt)
@@ -60,13 +72,18 @@ def run(args: argparse.Namespace) -> int:
         raise ParameterError(
             "--system needs the chat template", "--raw leaves it out", "Put it into the prompt"
         )
+    if args.trace is not None and not args.trace.parent.is_dir():
+        raise ParameterError(
+            f"cannot write the trace {args.trace}", "there is no such folder", "Make it first"
+        )
     backend = open_backend(args)
     with ExitStack() as opened:
         judge = opened.enter_context(open_judge(args))
         method = _method(args, params, judge.controller if judge else None)
         chosen = opened.enter_context(backend)
         prompt = _prompt(args, question, chosen)
-        respondent = Respondent(method, chosen.worker, judge.workers if judge else None)
+        others = judge.workers if judge else None
+        respondent = Respondent(method, chosen.worker, others, args.trace)
         write = _Writing(chosen, show=not args.json)
         with closing(respondent), write:
             answer = respondent.answer(prompt, params, write, question)
@@ -147,7 +164,7 @@ def _chats(args: argparse.Namespace) -> bool:
     """Whether the method gets the bare question and sends it as a chat: a server applies the chat
     template itself, and a reward model reads the question without one.
     """
-    return not args.raw and (args.url is not None or args.reward_model is not None)
+    return not args.raw and (args.url is not None or wants_judge(args))
 
 
 def _prompt(args: argparse.Namespace, question: str, chosen: Backend) -> Any:

@@ -1,5 +1,8 @@
 """List the inference-time methods: what each does, the paper it follows, and its settings.
 
+Rewards, listed behind them, score the answers of others: --method best_of_n --set
+reward_controller=judge.
+
 A setting is given as --set name=value, and the defaults are those of the command line; methods
 stack with '+', the inner one first: dynasor+majority_vote.
 """
@@ -15,6 +18,15 @@ from forethought.cli.options import with_samples
 from forethought.methods import Method
 
 WIDTH = 96
+_REWARDS = "Rewards: they score the answers of a method that takes a reward_controller."
+_OTHERS = "In Python alone, or by an option of their own:"
+_IN_PYTHON = {
+    "prm": "Scores the steps of answers with a process reward model: --reward-model DIR or "
+    "--reward-url URL; in Python PRMController.of(worker).",
+    "tools": "Runs the tools that the model calls, and goes on until it calls none: "
+    "ChatWithMCPController, with the worker of the tools (docs/tools.md).",
+}
+"""Controllers that cannot be made of a name and settings alone."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -24,8 +36,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the list."""
-    names = methods.names() if args.name is None else [args.name]
-    print("\n\n".join(_entry(methods.describe(name)) for name in names))
+    if args.name is not None:
+        print(_entry(methods.describe(args.name)))
+        return 0
+    names = [name for name in methods.names() if name not in methods.REWARDS]
+    rewards = [*map(_entry, map(methods.describe, methods.REWARDS))]
+    others = ["\n".join([name, *_wrapped(what)]) for name, what in _IN_PYTHON.items()]
+    sections = [*map(_entry, map(methods.describe, names)), _REWARDS, *rewards, _OTHERS, *others]
+    print("\n\n".join(sections))
     return 0
 
 

@@ -18,11 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 from forethought import assets
 from forethought.cli import options
+from forethought.cli.judge import REWARD_SERVER, add_reward_server_options, reward_server_opener
 from forethought.errors import DependencyError, ParameterError
 from forethought.model_dir import find_model_dir
 
 if TYPE_CHECKING:
     from forethought.llm.tokenizer import Tokenizer
+    from forethought.scaffolding.workers.reward import RewardWorker
+    from forethought.scaffolding.workers.reward_server import RewardServerWorker
     from forethought.scaffolding.workers.upstream import UpstreamWorker
     from forethought.server.backends import Backend
     from forethought.server.settings import Settings
@@ -53,7 +56,7 @@ _OF_UPSTREAM = ("api_model", "tokenizer", "thinking_field", "upstream_fields")
 """Options that belong to ``--upstream``."""
 _JOINED = ("upstream", "upstream_fields")
 """Options of several values with commas between; lists in the file of ``--config``."""
-_TEXTS = ("host", "reward_model", "upstream", *_OF_UPSTREAM)
+_TEXTS = ("host", "reward_model", "reward_url", *REWARD_SERVER, "upstream", *_OF_UPSTREAM)
 _SHAPE = "response_format"
 _HTTP_CLIENTS = ("httpx", "httpx2")
 """Loggers of versions of ``openai``, with a line for each request to another server."""
@@ -76,6 +79,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="scores answers for best_of_n and searches; none: without one (default: for the "
         "embedded reasoner its own, else none)",
     )
+    add_reward_server_options(parser)
     _add_backends(parser.add_argument_group("instead of a model"))
     _add_server_options(parser.add_argument_group("the server"))
 
@@ -267,6 +271,7 @@ def opener(
             "Give one of them",
         )
     if args.worker is not None:
+        _refuse_judge(args)
         return _scripted(args.worker)
     if args.upstream is not None:
         return _upstream(args)
@@ -275,6 +280,40 @@ def opener(
             option = f"--{name.replace('_', '-')}"
             raise ParameterError(f"{option} needs --upstream", "it is about the servers there", "")
     return _engine(args, config)
+
+
+def _refuse_judge(args: argparse.Namespace) -> None:
+    for name in ("reward_model", "reward_url"):
+        if getattr(args, name) is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise ParameterError(
+                f"{option} has nothing to score", "a script's answers are given", "Leave it out"
+            )
+
+
+def _judge_opener(
+    args: argparse.Namespace, default: str = "none"
+) -> Callable[[], RewardWorker | RewardServerWorker | None]:
+    """A function that opens the reward model that the options choose, or ``default``.
+
+    Raises:
+        UsageError: options that contradict each other.
+    """
+    if (open_server := reward_server_opener(args)) is not None:
+        return open_server
+    model = args.reward_model or default
+
+    def open_local() -> RewardWorker | None:
+        if model == "none":
+            return None
+        try:
+            from forethought.scaffolding.workers.reward import RewardWorker
+        except ModuleNotFoundError as error:
+            missing = error.name or "torch"
+            raise DependencyError.missing(missing, "--reward-model", "local") from error
+        return RewardWorker(model)
+
+    return open_local
 
 
 def _scripted(given: Sequence[str]) -> Callable[[], Backend]:
@@ -300,13 +339,15 @@ def _upstream(args: argparse.Namespace) -> Callable[[], Backend]:
         thinking_field=args.thinking_field,
     )
 
+    open_judge = _judge_opener(args)
+
     def open_backend() -> Backend:
         tokenizer = None if args.tokenizer is None else _tokenizer(args.tokenizer)
         if name is None:
             worker.model = asyncio.run(_first_model(worker))
         elif tokenizer is not None:
             asyncio.run(_ask_lengths(worker))
-        return RemoteBackend(worker, worker.model, tokenizer=tokenizer)
+        return RemoteBackend(worker, worker.model, tokenizer=tokenizer, judge=open_judge())
 
     return open_backend
 
@@ -369,13 +410,12 @@ def _engine(args: argparse.Namespace, config: Mapping[str, Any] | None) -> Calla
     fields = options.llm_args_of(args, config)
     open_llm = options.llm_opener(fields)
     is_reasoner = options.is_reasoner(fields)
-    reward = args.reward_model or (assets.PREFIX + "prm" if is_reasoner else "none")
+    open_judge = _judge_opener(args, assets.PREFIX + "prm" if is_reasoner else "none")
 
     def open_backend() -> Backend:
-        from forethought.scaffolding.workers.reward import RewardWorker
         from forethought.server.backends import EngineBackend
 
-        judge = None if reward == "none" else RewardWorker(reward)
+        judge = open_judge()
         try:
             llm = open_llm()
         except BaseException:

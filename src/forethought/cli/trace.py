@@ -1,21 +1,34 @@
 """Show a recorded request: the tree of its branches, tasks and stages; or export it.
 
+    forethought generate "..." --method majority_vote --trace trace.json
     forethought trace show trace.json
-    forethought trace show trace.json --html timeline.html
+    forethought trace show trace.json --price-in 0.15 --price-out 0.60
+    forethought trace show trace.json --html
     forethought trace export trace.json --otel spans.json --mooncake load.jsonl
 
-The file is one that Trace.save has written, after ScaffoldingLlm(..., trace=True).
+The file is one of --trace, or one that Trace.save has written, after
+ScaffoldingLlm(..., trace=True).
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from forethought.errors import UsageError
-from forethought.scaffolding.trace import Trace
+from forethought.scaffolding.trace import Prices, Trace
 from forethought.scaffolding.trace_html import save_html
 from forethought.scaffolding.trace_mooncake import BLOCK_SIZE, save_mooncake
 from forethought.scaffolding.trace_otel import save_otel
+
+_PRICES = {
+    "in": "prompt tokens",
+    "out": "generated tokens",
+    "cached": "prompt tokens found in a prefix cache (default: as the others)",
+}
+"""Options of prices, and what they are for."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +39,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", help="the trace")
     show = parser.add_argument_group("show")
     show.add_argument("--width", type=int, default=100, help="characters per line")
-    show.add_argument("--html", metavar="OUT", help="write a timeline instead, as one HTML file")
+    show.add_argument(
+        "--html",
+        nargs="?",
+        const="",
+        metavar="OUT",
+        help="write a timeline instead, as one HTML file (default: the trace's name, with .html)",
+    )
+    for name, of_what in _PRICES.items():
+        help_text = f"per million {of_what}, in any currency: shows costs"
+        show.add_argument(f"--price-{name}", type=float, metavar="X", help=help_text)
     export = parser.add_argument_group("export")
     export.add_argument("--otel", metavar="OUT", help="OpenTelemetry spans (GenAI), as OTLP JSON")
     export.add_argument("--model", help="the model's name for the spans")
@@ -45,14 +67,15 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "show":
         _refuse("show", {"--otel": args.otel, "--mooncake": args.mooncake})
     else:
-        _refuse("export", {"--html": args.html})
+        given = {f"--price-{name}": getattr(args, f"price_{name}") for name in _PRICES}
+        _refuse("export", {"--html": args.html, **given})
         if not any(outputs):
             raise UsageError("nothing to export", "no format is given", "Give --otel or --mooncake")
-    trace = Trace.load(args.file)
-    if args.html:
-        save_html(trace, args.html)
+    trace, prices = Trace.load(args.file), _prices(args)
+    if args.html is not None:
+        save_html(trace, args.html or _page_beside(args.file), prices)
     elif args.action == "show":
-        print(trace.text(args.width))
+        print(trace.text(args.width, prices))
     if args.otel:
         save_otel(trace, args.otel, model=args.model, content=args.content)
     if args.mooncake:
@@ -60,8 +83,30 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _refuse(action: str, options: dict[str, str | None]) -> None:
+def _prices(args: argparse.Namespace) -> Prices | None:
+    """The prices of the options; None: they give none."""
+    if args.price_in is None and args.price_out is None and args.price_cached is None:
+        return None
+    if args.price_in is None or args.price_out is None:
+        raise UsageError(
+            "a price is missing",
+            "prompts and generated tokens have one each",
+            "Give --price-in and --price-out",
+        )
+    return Prices(args.price_in, args.price_out, args.price_cached)
+
+
+def _page_beside(file: str) -> Path:
+    """Where the timeline of a trace is written by default; says so."""
+    path = Path(file).with_suffix(".html")
+    if path == Path(file):
+        raise UsageError(f"--html would overwrite {file}", "it is the trace", "Name the output")
+    print(path)
+    return path
+
+
+def _refuse(action: str, options: Mapping[str, Any]) -> None:
     for option, value in options.items():
-        if value:
+        if value is not None:
             other = "export" if action == "show" else "show"
             raise UsageError(f"trace {action} takes no {option}", f"it belongs to {other}")

@@ -74,6 +74,9 @@ _REGISTRY = Registry(
         ),
         "genrm": "forethought.scaffolding.genrm_controller:GenRMController",
         "checker": "forethought.scaffolding.checker_controller:CheckerController",
+        "judge": "forethought.scaffolding.judge:JudgeRewardController",
+        "compare": "forethought.scaffolding.judge:CompareRewardController",
+        "confidence": "forethought.scaffolding.confidence:ConfidenceRewardController",
         "specreason": "forethought.methods.specreason:SpecReasonController",
         "adaptive_compute": "forethought.methods.adaptive_compute:AdaptiveComputeController",
         "fork_think": "forethought.methods.fork_think:ForkThinkController",
@@ -86,6 +89,9 @@ _REGISTRY = Registry(
         "sleep_time": "forethought.methods.sleep_time:SleepTimeController",
     },
 )
+REWARDS = ("genrm", "checker", "judge", "compare", "confidence", "spct")
+"""Names of those that score the answers of others, as their ``reward_controller``, and answer
+nothing by themselves."""
 _NESTED = ("generation_controller", "reward_controller", "meta_reward_controller")
 """Parameters that are controllers."""
 
@@ -124,6 +130,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "REWARDS",
     "AdaptiveComputeController",
     "ArchonController",
     "BeamSearchController",
@@ -194,7 +201,7 @@ def describe(name: str) -> Method:
     """
     method = _REGISTRY.resolve(name)
     text, found = inspect.getdoc(method) or "", _parameters(method)
-    first_line = text.partition("\n")[0]
+    first_line = text.partition("\n")[0].replace("``", "")
     return Method(name, first_line, _paper(method), found, _explanations(text, found))
 
 

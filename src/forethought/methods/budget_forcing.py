@@ -24,7 +24,7 @@ from forethought.outputs import ThinkingOutput, ThoughtEnd
 from forethought.scaffolding import sampling
 from forethought.scaffolding.controller import Controller, refuse_arguments, side_by_side
 from forethought.scaffolding.parallel import Process
-from forethought.scaffolding.result import Delta
+from forethought.scaffolding.result import Delta, Stage
 from forethought.scaffolding.settings import (
     ANY_TEXT,
     BOOL,
@@ -129,6 +129,7 @@ class BudgetForcingController(Controller):
             most, wants_to_end = _least(rest, left), part.stop_reason == self.think_end
             if wants_to_end and most != 0 and self._goes_on(thought, part):
                 thought.num_waits += 1
+                yield self._told("prolonged", "the thought ends early", thought)
                 part = yield from self._continue(part, self.wait, max_tokens=most)
             elif wants_to_end:
                 thought.end = ThoughtEnd.NATURAL
@@ -138,6 +139,8 @@ class BudgetForcingController(Controller):
                 break  # the whole output has ended
         if thought.end is not None and rest != 0:
             forced = thought.end is ThoughtEnd.BUDGET
+            if forced:
+                yield self._told("forced", "the thinking budget is spent", thought)
             behind = self.think_end + (self.answer_prefix if forced else "")
             part = yield from self._continue(part, behind, max_tokens=rest, stop=task.stop)
             yield [part]
@@ -149,6 +152,9 @@ class BudgetForcingController(Controller):
         """Whether a thought that the model wants to end is made longer."""
         is_short = thought.num_tokens < self.min_thinking_tokens and bool(part.output_str)
         return thought.num_waits < self.num_waits or is_short
+
+    def _told(self, name: str, why: str, thought: Thought) -> Stage:
+        return Stage(name, why, fields={"at": thought.num_tokens, "waits": thought.num_waits})
 
     def _continue(self, part: GenerationTask, text: str, **fields: Any) -> Process:
         """The next part, behind an inserted text."""

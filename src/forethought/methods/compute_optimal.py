@@ -45,6 +45,7 @@ from forethought.scaffolding.answer_spaces import AnswerSpace
 from forethought.scaffolding.answers import AnswerPool
 from forethought.scaffolding.controller import Controller, expect_controller
 from forethought.scaffolding.parallel import Branch, Process, run_until
+from forethought.scaffolding.result import Stage
 from forethought.scaffolding.settings import POSITIVE_INT, validated
 from forethought.scaffolding.task import GenerationTask
 
@@ -195,6 +196,7 @@ class ComputeOptimalController(Controller):
             chosen, difficulty = yield from self._scored(self.reward_controller, probes)
             answer = self.answer_space.answer_of(chosen)
         method = self.policy.method(difficulty)
+        yield Stage("probed", fields={"difficulty": difficulty, "answer": answer})
         if method != PROBES:
             answered = task.copy()
             sampling.vary(answered, self.policy.num_probes)
@@ -204,6 +206,7 @@ class ComputeOptimalController(Controller):
             except BudgetExceeded:
                 method = PROBES
         task.result, task.request_handle = chosen.result, chosen.request_handle
+        yield Stage("selected", fields={"method": method})
         task.customized_result_fields["compute_optimal"] = {
             "difficulty": difficulty,
             "method": method,

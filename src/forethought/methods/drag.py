@@ -22,6 +22,7 @@ from typing import Any
 from forethought.scaffolding.bm25 import BM25Index
 from forethought.scaffolding.controller import Controller, expect_controller
 from forethought.scaffolding.parallel import Process
+from forethought.scaffolding.result import Stage
 from forethought.scaffolding.retrieval import INSTRUCTION, RetrievalController
 from forethought.scaffolding.task import GenerationTask
 
@@ -61,6 +62,8 @@ class DRAGController(RetrievalController):
 
     def _solve(self, task: GenerationTask) -> Process:
         question = task.question_text or ""
+        documents = self._retrieve(question)
+        yield Stage("retrieved", fields={"query": question, "documents": documents})
         shown = "".join(
             f"{self._asked(example.question)} {example.answer}\n\n" for example in self.examples
         )
@@ -72,7 +75,7 @@ class DRAGController(RetrievalController):
         task.result, task.samples = asked.result, asked.samples
         task.request_handle = asked.request_handle
         task.status, task.error = asked.status, asked.error
-        task.customized_result_fields["drag"] = {"documents": self._retrieve(question)}
+        task.customized_result_fields["drag"] = {"documents": documents}
 
     def _asked(self, question: str) -> str:
         return f"{self._block(self._retrieve(question))}Question: {question}\nAnswer:"

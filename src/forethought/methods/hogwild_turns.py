@@ -137,7 +137,7 @@ class HogwildTurnsController(Controller):
                 raise ParameterError(
                     "hogwild_turns puts texts together",
                     "the prompt is token ids, or no text is wanted",
-                    "Give the prompt as text",
+                    "Give the prompt as text (forethought generate: --raw)",
                 )
         yield from side_by_side(self, tasks, self._solve)
 

@@ -27,7 +27,7 @@ from forethought.errors import BudgetExceeded
 from forethought.scaffolding import sampling
 from forethought.scaffolding.bm25 import BM25Index
 from forethought.scaffolding.parallel import Process
-from forethought.scaffolding.result import ScaffoldingOutput
+from forethought.scaffolding.result import ScaffoldingOutput, Stage
 from forethought.scaffolding.retrieval import INSTRUCTION, Demonstration, RetrievalController
 from forethought.scaffolding.settings import NON_NEGATIVE_INT, POSITIVE_INT, validated
 from forethought.scaffolding.task import GenerationTask
@@ -100,6 +100,7 @@ class IterDRAGController(RetrievalController):
         sampling.refuse(task, _REFUSED, "iterdrag", "Leave it out, or put the method into a vote")
         question = task.question_text or ""
         progress, budget_ended, forced = _Progress([self._retrieve(question)]), False, False
+        yield Stage("retrieved", fields={"query": question, "documents": progress.documents[0]})
         shown = "".join(map(self._shown, self.examples))
         asked = f"{self._block(progress.documents[0])}Question: {question}\n"
         prompt = GenerationTask(input_str=f"{self.instruction}{shown}{asked}")
@@ -135,6 +136,7 @@ class IterDRAGController(RetrievalController):
             if not text.startswith(FOLLOW_UP) or not query:
                 break
             numbers = self._retrieve(query, progress.shown)
+            yield Stage("retrieved", fields={"query": query, "documents": numbers})
             progress.queries.append(query)
             progress.documents.append(numbers)
             asked = f"\n{self._block(numbers)}{INTERMEDIATE}"
@@ -142,6 +144,9 @@ class IterDRAGController(RetrievalController):
             yield [part]
             progress.answers.append((part.output_str or "").strip())
             behind = "\n"
+        asked_all = len(progress.queries) == self.max_iterations
+        why = "there are no further questions" if asked_all else "it is no follow-up question"
+        yield Stage("forced", why, fields={"queries": len(progress.queries)})
         final = self._part(task, part, f"{behind}{FINAL}", task.max_tokens)
         yield [final]
         output = final.result or ScaffoldingOutput("")

@@ -55,7 +55,8 @@ class ParticleFilteringController(SearchController):
             exponential function of scores that are none; None: odds if there is a reward
             controller, else softmax.
         resampling: ``"multinomial"`` draws independently, ``"systematic"`` with less noise.
-        annealing: flatten the weights early on where few particles have most of them.
+        annealing: entropic particle filtering: flatten the weights early on where few particles
+            have most of them.
         selection: of the finished particles, ``"argmax"`` returns the one with the highest score,
             ``"sample"`` draws one by their weights.
         lookahead: greedy steps beyond a particle that its score is taken from.

@@ -24,6 +24,7 @@ from typing import Any
 
 from forethought.scaffolding.controller import Controller, NativeGenerationController
 from forethought.scaffolding.parallel import Process
+from forethought.scaffolding.result import Stage
 from forethought.scaffolding.revision import RevisingController, RevisionEnd
 from forethought.scaffolding.settings import (
     NON_NEGATIVE_INT,
@@ -88,7 +89,9 @@ class SelfRefineController(RevisingController):
             yield from self._critic.process([feedback])
             text: str = feedback.output_str or ""
             info["feedback"].append(text)
-            if self.stop_phrase.lower() in text.lower():
+            accepted = self.stop_phrase.lower() in text.lower()
+            yield Stage("scored", fields={"answer": len(answers) - 1, "accepted": accepted})
+            if accepted:
                 return RevisionEnd.ACCEPTED
             end = yield from self._answer_again(answers, feedback, self.refine_prompt, options)
             if end is not None:

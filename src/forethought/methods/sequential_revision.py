@@ -21,6 +21,7 @@ from forethought.errors import ParameterError
 from forethought.scaffolding.answers import AnswerPool, MathEquivalence, extract_answer_from_boxed
 from forethought.scaffolding.controller import Controller, expect_controller
 from forethought.scaffolding.parallel import Process
+from forethought.scaffolding.result import Stage
 from forethought.scaffolding.revision import RevisingController, RevisionEnd, answers_alone
 from forethought.scaffolding.settings import FUNCTION, NON_NEGATIVE_INT, TEXT, validated
 from forethought.scaffolding.task import GenerationTask
@@ -110,4 +111,6 @@ class SequentialRevisionController(RevisingController):
         for age, answer in enumerate(reversed(found)):  # numbered from the last: it wins a tie
             if answer is not None:
                 pool.add(age, answer)
+        winner = None if pool.winner is None else found[latest - pool.winner.first]
+        yield Stage("voted", fields={"answer": winner, "tally": pool.tally})
         return latest if pool.winner is None else latest - pool.winner.first

@@ -37,6 +37,7 @@ from forethought.scaffolding.controller import (
 )
 from forethought.scaffolding.execution_scope import current_scope
 from forethought.scaffolding.parallel import ParallelProcess, Process
+from forethought.scaffolding.result import Stage
 from forethought.scaffolding.settings import (
     ANY_TEXT,
     OPTIONAL_TEXT,
@@ -189,9 +190,10 @@ class SleepTimeController(Controller):
                 raise ParameterError(
                     "sleep_time puts questions behind a text",
                     "the prompt is token ids",
-                    "Give the question as text",
+                    "Give the question as text (forethought generate: --raw)",
                 )
         origin, sleep_tokens = yield from self._fill_memory(tasks[0])
+        yield Stage("thought", fields={"origin": origin, "sleep_tokens": sleep_tokens})
         before = _num_generated()
         if sleep_only:
             for task in tasks:

@@ -43,6 +43,7 @@ from forethought.scaffolding.judge import (
     question_of,
 )
 from forethought.scaffolding.parallel import AsCompleted, Process
+from forethought.scaffolding.result import Stage
 from forethought.scaffolding.settings import BOOL, OPTIONAL_POSITIVE_INT, POSITIVE_INT, validated
 from forethought.scaffolding.task import ChatTask, GenerationTask, RewardTask
 
@@ -143,10 +144,22 @@ class SPCTRewardController(NativeRewardController):
         self.voters = [k for k, votes in enumerate(self.votes) if votes is not None]
         if self.meta_reward_controller is not None and self.voters:
             yield from self._filter(self.meta_reward_controller.clone(), prompts)
+        yield from self._tell()
         given = [votes for k in self.voters if (votes := self.votes[k]) is not None]
         for place, number in enumerate(alive) if given else []:
             total = sum(votes[place] for votes in given)
             self.scores[number] = total / (HIGHEST * len(given))
+
+    def _tell(self) -> Process:
+        """What each critique votes, or why it does not."""
+        for number, votes in enumerate(self.votes):
+            fields = {"critique": number, "scores": votes}
+            if number in self.voters:
+                yield Stage("scored", fields=fields)
+            elif votes is None:
+                yield Stage("pruned", "the critique cannot be read", fields=fields)
+            else:
+                yield Stage("pruned", "other critiques are scored higher", fields=fields)
 
     def _orders(self, count: int, seed: int | None) -> list[list[int]]:
         """The order of the answers in each critique, which the request's seed decides."""

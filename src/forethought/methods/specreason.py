@@ -171,7 +171,8 @@ class SpecReasonController(Controller):
                     "specreason works in text",
                     "the prompt is token ids, or no text is wanted; the two models need not have "
                     "the same tokens",
-                    "Give the prompt as text, and do not skip the detokenizer",
+                    "Give the prompt as text (forethought generate: --raw, in the models' own "
+                    "format), and do not skip the detokenizer",
                 )
         yield from side_by_side(self, tasks, self._solve)
 

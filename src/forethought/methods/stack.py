@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,10 +69,12 @@ def stack(spec: str, *, innermost: Controller | None = None, **settings: Any) ->
 
     Raises:
         UnknownNameError: there is no such method.
-        ParameterError: no method of the stack has a setting; or a method takes none inside it, or
-            is given two; or samples are set twice, or for a method that draws none.
+        ParameterError: one of them is a reward, which answers nothing; no method of the stack has a
+            setting; or a method takes none inside it, or is given two; or samples are set twice, or
+            for a method that draws none.
     """
     stacked = split(spec)
+    _refuse_rewards(stacked)
     settings_of = _split_settings(spec, stacked, settings)
     if innermost is None:
         controller = methods.create(stacked[0].name, **settings_of[0])
@@ -94,6 +96,16 @@ def stack(spec: str, *, innermost: Controller | None = None, **settings: Any) ->
             )
         controller = methods.create(name, **{_INNER: controller}, **share)
     return controller
+
+
+def _refuse_rewards(stacked: Sequence[StackedMethod]) -> None:
+    for method in stacked:
+        if method.name in methods.REWARDS:
+            raise ParameterError(
+                f"method {method.name} answers nothing by itself",
+                "it scores the answers of another method",
+                f"Give it to one, as in best_of_n with reward_controller={method.name}",
+            )
 
 
 def _around(innermost: Controller, method: StackedMethod, settings: dict[str, Any]) -> Controller:

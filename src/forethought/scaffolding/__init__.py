@@ -79,13 +79,14 @@ if TYPE_CHECKING:
         with_task_collection,
     )
     from forethought.scaffolding.tool_controller import ChatWithMCPController
-    from forethought.scaffolding.trace import Trace
+    from forethought.scaffolding.trace import Prices, Trace
     from forethought.scaffolding.trace_replay import replay
     from forethought.scaffolding.worker import Worker
     from forethought.scaffolding.workers.local import EngineWorker, TRTLLMWorker
     from forethought.scaffolding.workers.mcp import MCPWorker
     from forethought.scaffolding.workers.openai import OpenaiWorker, TRTOpenaiWorker
     from forethought.scaffolding.workers.reward import RewardWorker
+    from forethought.scaffolding.workers.reward_server import RewardServerWorker
     from forethought.scaffolding.workers.scripted import Reply, ScriptedWorker
     from forethought.scaffolding.workers.upstream import UpstreamWorker
 
@@ -96,6 +97,7 @@ _HOMES = {
     "StreamEvent": "result",
     "Delta": "result",
     "Stage": "result",
+    "Prices": "trace",
     "Trace": "trace",
     "replay": "trace_replay",
     "Budget": "budget",
@@ -148,6 +150,7 @@ _HOMES = {
     "EngineWorker": "workers.local",
     "TRTLLMWorker": "workers.local",
     "RewardWorker": "workers.reward",
+    "RewardServerWorker": "workers.reward_server",
     "TaskCollection": "task_collection",
     "with_task_collection": "task_collection",
     "GenerationTokenCounter": "task_collection",
@@ -194,9 +197,11 @@ __all__ = [
     "OpenaiWorker",
     "PRMController",
     "ParallelProcess",
+    "Prices",
     "QueryCollector",
     "Reply",
     "RestoreSessionTask",
+    "RewardServerWorker",
     "RewardTask",
     "RoleMessage",
     "SaveSessionTask",

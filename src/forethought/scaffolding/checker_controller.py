@@ -26,7 +26,9 @@ Checker = Callable[[str, str], float]
 
 
 class CheckerController(NativeRewardController):
-    """Scores answers by a function: ``scores`` holds one per task, None for one that failed.
+    """Scores answers by a function of question and answer.
+
+    ``scores`` holds one per task, None for one that failed.
 
     Args:
         checker: of the question's text and the answer's, which runs in a thread; or the name of one

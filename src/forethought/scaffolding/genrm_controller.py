@@ -25,6 +25,7 @@ from forethought.errors import BudgetExceeded, ParameterError
 from forethought.scaffolding.confidence import NUM_LOGPROBS, word_probability
 from forethought.scaffolding.controller import Controller, has_failed, refuse_arguments
 from forethought.scaffolding.parallel import AsCompleted, Branch, Process
+from forethought.scaffolding.result import Stage
 from forethought.scaffolding.settings import (
     NON_NEGATIVE_INT,
     OPTIONAL_POSITIVE_INT,
@@ -105,7 +106,9 @@ class GenRMController(Controller):
                     if not any(votes):
                         raise
                     break
-                votes[owners[id(done)]].append(done.result)
+                number, vote = owners[id(done)], done.result
+                votes[number].append(vote)
+                yield Stage("scored", branch=done.path, fields={"answer": number, "score": vote})
         self.votes = votes
         self.scores = [math.fsum(each) / len(each) if each else None for each in votes]
 

@@ -26,6 +26,7 @@ from forethought.errors import ParameterError
 from forethought.scaffolding import sampling
 from forethought.scaffolding.controller import NativeRewardController, has_failed, refuse_arguments
 from forethought.scaffolding.parallel import Process
+from forethought.scaffolding.result import Stage
 from forethought.scaffolding.settings import TEXT, validated
 from forethought.scaffolding.task import ChatTask, GenerationTask, RewardTask
 
@@ -161,10 +162,16 @@ class CompareRewardController(NativeRewardController):
         """The best of each group; a group of one is not judged."""
         chats = [self._chat([tasks[n] for n in g]) if len(g) > 1 else None for g in groups]
         yield [chat for chat in chats if chat is not None]
-        return [
+        winners = [
             group[0] if chat is None else group[_best(chat.output_str, len(group))]
             for chat, group in zip(chats, groups, strict=True)
         ]
+        for winner, group in zip(winners, groups, strict=True):
+            for number in group:
+                if number != winner:
+                    fields = {"answer": number, "winner": winner}
+                    yield Stage("pruned", "the judge prefers another", fields=fields)
+        return winners
 
     def _chat(self, group: Sequence[GenerationTask | RewardTask]) -> ChatTask:
         values = {"{question}": question_of(group[0]), "{count}": str(len(group))}

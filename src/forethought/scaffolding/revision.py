@@ -20,7 +20,7 @@ from forethought.scaffolding import sampling
 from forethought.scaffolding.controller import Controller, expect_controller, side_by_side
 from forethought.scaffolding.execution_scope import current_scope
 from forethought.scaffolding.parallel import Process
-from forethought.scaffolding.result import Delta
+from forethought.scaffolding.result import Delta, Stage
 from forethought.scaffolding.task import GenerationTask
 
 
@@ -162,6 +162,7 @@ class RevisingController(Controller):
             "answers": len(answers),
             "index": index,
         }
+        yield Stage("selected", fields={"answer": index, "end": str(info["end"])})
         if task.streaming_output_flag and task.output_str:
             yield Delta(task.output_str, tuple(task.output_tokens or ()), self._name)
 

@@ -21,6 +21,9 @@ OnFailure = Literal["raise", "drop"]
 
 POSITIVE_INT: TypeAdapter[int] = TypeAdapter(Annotated[int, Field(strict=True, ge=1)])
 NON_NEGATIVE_INT: TypeAdapter[int] = TypeAdapter(Annotated[int, Field(strict=True, ge=0)])
+NON_NEGATIVE_FLOAT: TypeAdapter[float] = TypeAdapter(
+    Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+)
 SECONDS: TypeAdapter[float] = TypeAdapter(Annotated[float, Field(strict=True, gt=0)])
 OPTIONAL_POSITIVE_INT: TypeAdapter[int | None] = TypeAdapter(
     Annotated[int, Field(strict=True, ge=1)] | None

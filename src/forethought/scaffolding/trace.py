@@ -27,6 +27,7 @@ from forethought.scaffolding import sampling
 from forethought.scaffolding.budget import BudgetAccount
 from forethought.scaffolding.parallel import Branch, Item
 from forethought.scaffolding.result import ScaffoldingOutput, Stage
+from forethought.scaffolding.settings import NON_NEGATIVE_FLOAT, validated
 from forethought.scaffolding.task import (
     ChatTask,
     ComputeTask,
@@ -112,6 +113,34 @@ class Span:
         return next((self.request[name] for name in names if self.request.get(name)), None)
 
 
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Prices of tokens, per million, in any currency.
+
+    Raises:
+        ParameterError: one is negative, or no number.
+    """
+
+    input: float
+    output: float
+    cached: float | None = None
+    """Of prompt tokens found in a prefix cache; None: as ``input``."""
+
+    def __post_init__(self) -> None:
+        for name in ("input", "output", "cached"):
+            value = getattr(self, name)
+            if value is not None or name != "cached":
+                validated(name, value, NON_NEGATIVE_FLOAT)
+
+    def cost(self, usage: Mapping[str, int]) -> float:
+        """What the tokens of a ``usage`` cost: those of prompts, and all that were generated."""
+        prompt = usage.get("prompt_tokens", 0)
+        cached = min(prompt, usage.get("cached", 0))
+        output = max(usage.get("completion_tokens", 0), usage.get("decoded", 0))
+        of_cached = self.input if self.cached is None else self.cached
+        return ((prompt - cached) * self.input + cached * of_cached + output * self.output) / 1e6
+
+
 @dataclass(slots=True)
 class Trace:
     """The record of one request.
@@ -184,23 +213,33 @@ class Trace:
             and not (span.kind == "branch" and span.branch == branch)
         ]
 
-    def text(self, width: int = 100) -> str:
-        """The tree as text, one line per branch, task and stage."""
+    def cost(self, prices: Prices) -> float:
+        """What the tokens of the whole request cost, in the currency of ``prices``."""
+        return prices.cost(self.usage)
+
+    def text(self, width: int = 100, prices: Prices | None = None) -> str:
+        """The tree as text, one line per branch, task and stage.
+
+        Args:
+            width: characters per line.
+            prices: adds what the request and each of its tasks cost; None: no costs.
+        """
         head = f"{self.method}  {_seconds(self.seconds)}  {_tokens(self.usage)}"
+        head += f"  {shown_cost(self.usage, prices)}" if prices else ""
         failure = (
             [] if self.error is None else [f"failed: {self.error['why'] or self.error['what']}"]
         )
         answers = [
             f"answer: {_short(output.text, width - 8)}" for output in self.scaffolding_outputs
         ]
-        return "\n".join([head, *self._lines("", width), *failure, *answers])
+        return "\n".join([head, *self._lines("", width, prices), *failure, *answers])
 
-    def _lines(self, branch: str, width: int) -> list[str]:
+    def _lines(self, branch: str, width: int, prices: Prices | None) -> list[str]:
         entries: list[tuple[float, int, list[str]]] = []
         for span in self.inside(branch):
-            lines = [_line(span, width - 2)]
+            lines = [_line(span, width - 2, prices)]
             if span.kind == "branch":
-                lines += self._lines(span.branch, width - 2)
+                lines += self._lines(span.branch, width - 2, prices)
             entries.append((span.start, len(entries), lines))
         for stage in self.stages:
             if stage["branch"] == branch and stage["name"] not in ("spawned", "ended"):
@@ -213,11 +252,16 @@ def parent_path(branch: str) -> str:
     return branch.rpartition(".")[0]
 
 
-def _line(span: Span, width: int) -> str:
+def shown_cost(usage: Mapping[str, int], prices: Prices) -> str:
+    """The cost of a ``usage``, as text; empty if it has no tokens."""
+    return f"cost {prices.cost(usage):.6f}" if _tokens(usage) else ""
+
+
+def _line(span: Span, width: int, prices: Prices | None) -> str:
     place = f"branch {span.branch} " if span.kind == "branch" else ""
     parts = [f"{place}{span.name}", _seconds(span.end and span.seconds)]
     if span.kind == "task":
-        parts.append(_tokens(span.usage))
+        parts += [_tokens(span.usage), shown_cost(span.usage, prices) if prices else ""]
     if span.fork_of is not None:
         parts.append(f"fork of {span.fork_of}")
     if span.outcome != "done":

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from forethought.scaffolding.trace import Span, Trace
+from forethought.scaffolding.trace import Prices, Span, Trace, shown_cost
 from forethought.scaffolding.trace_requests import TracedRequest, requests
 from forethought.scaffolding.trace_values import decoded
 
@@ -56,20 +56,21 @@ _ROW = 19
 """Pixels from one row of bars to the next."""
 
 
-def trace_html(trace: Trace) -> str:
-    """The whole page."""
-    return _Page(trace).text()
+def trace_html(trace: Trace, prices: Prices | None = None) -> str:
+    """The whole page; with ``prices``, what the request and its tasks cost, too."""
+    return _Page(trace, prices).text()
 
 
-def save_html(trace: Trace, path: str | Path) -> None:
+def save_html(trace: Trace, path: str | Path, prices: Prices | None = None) -> None:
     """Write the page."""
-    Path(path).write_text(trace_html(trace), encoding="utf-8")
+    Path(path).write_text(trace_html(trace, prices), encoding="utf-8")
 
 
 class _Page:
     """Writes the page of one trace. Whatever comes from the trace goes through ``_escaped``."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, prices: Prices | None) -> None:
+        self._prices = prices
         self._trace, self._requests = trace, requests(trace)
         ends = [span.end or span.start for span in trace.spans]
         self._seconds = max([trace.seconds or 0.0, *ends, 1e-6])
@@ -104,9 +105,11 @@ class _Page:
             f"{usage.get('prompt_tokens', 0)} prompt tokens",
             f"{usage.get('completion_tokens', 0)} completion tokens",
         ]
+        if self._prices is not None:
+            parts.append(shown_cost(usage, self._prices))
         if trace.stopped:
             parts.append("ended from outside")
-        return " · ".join(parts)
+        return " · ".join(filter(None, parts))
 
     def _answers(self) -> str:
         trace = self._trace
@@ -174,6 +177,8 @@ class _Page:
         }
         got = {name: value for name, value in output.items() if value is not None}
         counts = {name: count for name, count in request.usage.items() if count}
+        if self._prices is not None and counts:
+            got["cost"] = shown_cost(counts, self._prices).removeprefix("cost ")
         return (
             f'<article id="task-{request.number}"><strong>{_escaped(_label(request))}</strong>'
             f"{_fields(asked | got | ({'tokens': counts} if counts else {}))}</article>"

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from forethought.llm.async_llm import AsyncLLM
     from forethought.llm.response import ResponseParser, ResponseStream
     from forethought.scaffolding.workers.reward import RewardWorker
+    from forethought.scaffolding.workers.reward_server import RewardServerWorker
 
 log = logging.getLogger(__name__)
 
@@ -281,7 +282,7 @@ class EngineBackend(Backend):
         llm: AsyncLLM,
         name: str,
         *,
-        judge: RewardWorker | None = None,
+        judge: RewardWorker | RewardServerWorker | None = None,
         examples: Sequence[Mapping[str, str]] = (),
     ) -> None:
         from forethought.scaffolding.workers.local import EngineWorker
@@ -289,7 +290,7 @@ class EngineBackend(Backend):
         self.llm, self._engine, self._judge = llm, llm, judge
         self.name = name
         self.workers = worker_table(EngineWorker(llm), judge)
-        self.reward = None if judge is None else _judging(judge)
+        self.reward = None if judge is None else judging(judge)
         self.markers = llm.thinking_markers
         self._marker_ids = [self.tokenize(each, special=False) for each in self.markers or ()]
         self._responses = response_parser(llm.tokenizer)
@@ -431,7 +432,8 @@ def response_parser(tokenizer: Any) -> ResponseParser | None:
         return None
 
 
-def _judging(judge: RewardWorker) -> NativeRewardController:
+def judging(judge: RewardWorker | RewardServerWorker) -> NativeRewardController:
+    """Scores steps or whole answers, as the model was trained to."""
     from forethought.scaffolding.prm_controller import PRMController
 
     return PRMController.of(judge) if judge.by_step else NativeRewardController()

@@ -9,7 +9,7 @@ from forethought import methods
 from forethought.errors import ParameterError
 from forethought.methods import Method
 from forethought.server.backends import Conversation
-from forethought.server.composition import NUM_SAMPLES, SCORING
+from forethought.server.composition import NUM_SAMPLES
 from forethought.server.names import read_model
 from forethought.server.protocol import DetokenizeRequest, TokenizeRequest, message_dict
 from forethought.server.service import Service
@@ -46,7 +46,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
 
 def method_list(service: Service) -> dict[str, Any]:
     """The body of ``GET /v1/methods``."""
-    names = [name for name in methods.names() if name not in SCORING]
+    names = [name for name in methods.names() if name not in methods.REWARDS]
     return {"object": "list", "data": [_method(service, name) for name in names]}
 
 
@@ -81,8 +81,8 @@ def _missing(service: Service, name: str, defaults: dict[str, Any]) -> str | Non
     required = [key for key, default in defaults.items() if default is Method.REQUIRED]
     if "reward_controller" in required and service.backend.reward is None:
         return (
-            "it needs a reward model: start the server with --reward-model, or give method_params "
-            "with a reward_controller, such as spct"
+            "it needs a reward model: start the server with --reward-model or --reward-url, or "
+            "give method_params with a reward_controller, such as spct"
         )
     others = [key for key in required if key != "reward_controller"]
     if others:

@@ -26,8 +26,6 @@ NUM_SAMPLES = 8
 """Samples of a method that would draw a single one, as on the command line."""
 _MAX_SAMPLES, _MAX_NUMBER = 1024, 1 << 17
 """Of a method's samples, and of any number among its settings, as clients may set them."""
-SCORING = ("genrm", "spct", "checker")
-"""Methods that score answers inside others, and answer nothing by themselves."""
 _TEXT_PROMPTS = ("hogwild_turns",)
 """Methods that put texts together, and take no prompt of token ids."""
 _CONTINUING = (
@@ -219,10 +217,10 @@ def _stacked(
             raise ParameterError(
                 f"method {spec} needs a reward model",
                 "it chooses by its scores, and this server has none",
-                "Start the server with --reward-model",
+                "Start the server with --reward-model or --reward-url",
             )
     first = stacked[0]
-    if first.name in SCORING:
+    if first.name in methods.REWARDS:
         raise ParameterError(
             f"method {first.name} answers nothing by itself",
             "it scores the answers of another method",

@@ -31,6 +31,7 @@ from forethought.server.backends import (
     Conversation,
     NativeGeneration,
     Prompted,
+    judging,
     opens_thought,
     response_parser,
     template_args,
@@ -41,6 +42,8 @@ from forethought.server.composition import continues_text
 if TYPE_CHECKING:
     from forethought.llm.response import ResponseStream
     from forethought.llm.tokenizer import Tokenizer
+    from forethought.scaffolding.workers.reward import RewardWorker
+    from forethought.scaffolding.workers.reward_server import RewardServerWorker
     from forethought.scaffolding.workers.upstream import UpstreamWorker
 
 _FIELDS, _RESTART = "--upstream-fields", "start this server with"
@@ -58,6 +61,7 @@ class RemoteBackend(Backend):
         markers: what opens and closes the model's thoughts.
         tokenizer: of the model there, with its chat template; None: there is none here, and
             conversations are sent as chats.
+        judge: a reward model; shut down by ``close``.
     """
 
     passes_chats_on = True
@@ -68,10 +72,12 @@ class RemoteBackend(Backend):
         name: str,
         markers: tuple[str, str] | None = ("<think>", "</think>"),
         tokenizer: Tokenizer | None = None,
+        judge: RewardWorker | RewardServerWorker | None = None,
     ) -> None:
         self.worker, self.name, self.markers = worker, name, markers
+        self._judge, self.reward = judge, None if judge is None else judging(judge)
         self.servers, self._tokenizer = worker.servers, tokenizer
-        self.workers: Mapping[Any, Worker] = worker_table(worker, None)
+        self.workers: Mapping[Any, Worker] = worker_table(worker, judge)
         takes_special = "skip_special_tokens" in worker.extensions
         self._responses = response_parser(tokenizer.hf) if tokenizer and takes_special else None
         self._has_asked_length = False
@@ -232,8 +238,10 @@ class RemoteBackend(Backend):
         return self._tokenizer
 
     def close(self) -> None:
-        """End the worker."""
+        """End the worker and the reward model."""
         self.worker.shutdown()
+        if self._judge is not None:
+            self._judge.shutdown()
 
 
 def _chat_prompt(conversation: Conversation) -> Prompted:

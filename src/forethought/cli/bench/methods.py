@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from forethought.cli import machine
 from forethought.cli import options as model
-from forethought.cli.backend import open_judge
+from forethought.cli.judge import open_local_judge
 from forethought.errors import ParameterError
 
 if TYPE_CHECKING:
@@ -107,7 +107,9 @@ def measure(args: argparse.Namespace) -> int:
     folder = args.out / (args.task if args.calibrate is None else f"{args.task}-calibration")
     make_folder(folder)
     grader = task(args.task).grader()
-    with closing(grader), open_judge(args) as judge:
+    reward = args.reward_model
+    judging = nullcontext() if reward is None else open_local_judge(reward)
+    with closing(grader), judging as judge:
         made = bench.MethodBench(
             kind,
             args.tokens,

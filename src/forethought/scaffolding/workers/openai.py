@@ -13,22 +13,18 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import importlib
 import json
-import threading
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 from forethought.config.guided import GuidedDecodingParams
-from forethought.errors import ParameterError, UsageError
+from forethought.errors import ParameterError
 from forethought.scaffolding import sampling
 from forethought.scaffolding.execution_scope import current_scope
 from forethought.scaffolding.messages import AssistantMessage
 from forethought.scaffolding.result import ScaffoldingOutput
 from forethought.scaffolding.task import ChatTask, GenerationTask, StreamGenerationTask, TaskStatus
-from forethought.scaffolding.worker import Worker
+from forethought.scaffolding.workers.clients import ClientWorker
 from forethought.scaffolding.workers.concurrency import AdaptiveConcurrency
 from forethought.scaffolding.workers.openai_answer import ChunkReader, StreamedChoice
 from forethought.scaffolding.workers.openai_requests import (
@@ -36,7 +32,6 @@ from forethought.scaffolding.workers.openai_requests import (
     ThoughtThenAnswer,
     has_open_thought,
 )
-from forethought.scaffolding.workers.routing import shown_url
 
 _BODY = (
     "top_k",
@@ -67,65 +62,7 @@ _CHAT = (
 _COMPLETION = (*_CHAT, "best_of", "echo", "suffix")
 
 
-class Clients:
-    """A client per event loop, since the connections of a client belong to one loop.
-
-    Args:
-        given: an ``openai.AsyncOpenAI``, of which every loop gets a copy; a double without
-            connections, which serves all loops; or a function that makes a client.
-    """
-
-    def __init__(self, given: Any) -> None:
-        self._given, self._is_taken = given, False
-        self._by_loop: dict[asyncio.AbstractEventLoop, Any] = {}
-        self._lock = threading.Lock()
-
-    def of_this_loop(self) -> Any:
-        """The client of the running loop.
-
-        Raises:
-            UsageError: a client that cannot be copied is wanted on a second loop.
-        """
-        loop = asyncio.get_running_loop()
-        with self._lock:
-            if loop not in self._by_loop:
-                open_loops = [known for known in self._by_loop if not known.is_closed()]
-                self._by_loop = {known: self._by_loop[known] for known in open_loops}
-                self._by_loop[loop] = self._new()
-            return self._by_loop[loop]
-
-    async def close(self) -> None:
-        """Close the client of the running loop, unless it is the one that was given."""
-        loop = asyncio.get_running_loop()
-        with self._lock:
-            client = self._by_loop.get(loop, self._given)
-            if client is self._given:
-                return
-            del self._by_loop[loop]
-        await client.close()
-
-    def _new(self) -> Any:
-        given = self._given
-        if not hasattr(given, "completions") and callable(given):
-            return given()
-        http = getattr(given, "_client", None)
-        if http is None or not hasattr(given, "copy"):
-            return given
-        base = importlib.import_module("openai._base_client")
-        default = getattr(base, "AsyncHttpxClientWrapper", None)
-        if type(http) is default:
-            return given.copy(http_client=default(base_url=given.base_url, timeout=given.timeout))
-        if self._is_taken:
-            raise UsageError(
-                "this client cannot serve a second event loop",
-                "its connections belong to the first, and its http_client was set up by hand",
-                "Give OpenaiWorker a function that makes it: OpenaiWorker(lambda: ..., model)",
-            )
-        self._is_taken = True
-        return given
-
-
-class OpenaiWorker(Worker):
+class OpenaiWorker(ClientWorker):
     """Executes generation, stream and chat tasks on a server.
 
     Token ids are not known: ``output_tokens`` stays None, and the server counts the tokens.
@@ -181,9 +118,8 @@ class OpenaiWorker(Worker):
                 f"got {kv_cache_hint_enabled!r}, but no task gives hints about the KV cache",
                 "Leave it out",
             )
-        self.async_client, self.model = async_client, model
-        self._clients = Clients(async_client)
-        self._num_open: Counter[asyncio.AbstractEventLoop] = Counter()
+        super().__init__(async_client)
+        self.model = model
         self.extra_body = dict(extra_body or {})
         self.extensions = set(self.default_extensions if extensions is None else extensions)
         unknown = self.extensions - set(EXTENSIONS)
@@ -373,30 +309,6 @@ class OpenaiWorker(Worker):
                 requests, stops = ThoughtThenAnswer(self, task, create, fields), (end,)
         return ChunkReader(requests, stops, task.confidence, task.num_logprobs)
 
-    @contextmanager
-    def open_request(self) -> Iterator[None]:
-        """Count a request as open on the running loop."""
-        loop = asyncio.get_running_loop()
-        self._num_open[loop] += 1
-        try:
-            yield
-        finally:
-            self._num_open[loop] -= 1
-            if not self._num_open[loop]:
-                del self._num_open[loop]
-
-    def connection_error(self, error: Exception, begun: bool) -> ConnectionError:
-        """A connection error of the client, with the address and the system's reason.
-
-        Args:
-            error: as the client raises it.
-            begun: whether the answer had begun.
-        """
-        url = getattr(self._clients.of_this_loop(), "base_url", "an unknown address")
-        url = shown_url(str(url))
-        what = f"the connection to {url} was lost" if begun else f"no server answers at {url}"
-        return ConnectionError(f"{what} ({error.__cause__ or error})")
-
     def _keep(self, reader: ChunkReader) -> None:
         scope = current_scope()
         if scope is not None:
@@ -407,16 +319,11 @@ class OpenaiWorker(Worker):
         for reader in self._readers.pop(scope_id, []):
             await reader.cancel()
 
-    async def on_loop_end(self) -> None:
-        """Close this loop's connections, unless requests are under way on them."""
-        if not self._num_open[asyncio.get_running_loop()]:
-            await self._clients.close()
-
     async def async_shutdown(self) -> None:
         """End all streams that are still under way, and close this loop's connections."""
         for scope_id in list(self._readers):
             await self.on_scope_end(scope_id)
-        await self._clients.close()
+        await super().async_shutdown()
 
 
 class TRTOpenaiWorker(OpenaiWorker):

@@ -20,11 +20,9 @@ from forethought.scaffolding import sampling
 from forethought.scaffolding.execution_scope import current_scope
 from forethought.scaffolding.settings import POSITIVE_INT, validated
 from forethought.scaffolding.task import ChatTask, GenerationTask, StreamGenerationTask
+from forethought.scaffolding.workers.clients import CONNECTION_ERRORS
 from forethought.scaffolding.workers.concurrency import AdaptiveConcurrency
 from forethought.scaffolding.workers.openai_answer import StreamedChoice
-
-_CONNECTION_ERRORS = ("APIConnectionError", "ReadError", "RemoteProtocolError")
-"""Names of exceptions of ``openai`` and ``httpx``, which need not be installed."""
 
 _MARGIN = 8
 """Tokens in which a word is likely to end."""
@@ -97,7 +95,7 @@ class OneAnswer:
                     async for chunk in chunks:
                         yield chunk
             except Exception as error:
-                if type(error).__name__ not in _CONNECTION_ERRORS:
+                if type(error).__name__ not in CONNECTION_ERRORS:
                     raise
                 raise self._worker.connection_error(error, self._has_begun) from error
 

@@ -26,13 +26,14 @@ from typing import Any, Self
 from forethought.errors import DependencyError, ParameterError
 from forethought.scaffolding.execution_scope import current_scope
 from forethought.scaffolding.settings import POSITIVE_INT, SECONDS, validated
+from forethought.scaffolding.workers.clients import Clients
 from forethought.scaffolding.workers.concurrency import (
     AdaptiveConcurrency,
     back_off,
     is_overload,
     retry_after,
 )
-from forethought.scaffolding.workers.openai import Clients, OpenaiWorker
+from forethought.scaffolding.workers.openai import OpenaiWorker
 from forethought.scaffolding.workers.routing import Router, Routing, UpstreamServer
 
 log = logging.getLogger(__name__)
