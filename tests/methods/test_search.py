@@ -403,10 +403,11 @@ def test_the_value_of_several_rollouts_is_their_mean():
     tree = {"": ["a;", "b;"], "a;": ["x.", "y."], "b;": ["z."]}
     scores = {"a;": 0.5, "b;": 0.5, "a;x.": 0.9, "a;y.": 0.1, "b;z.": 0.6}
     options = {"default_sample_num": 2, "width": 2, "exploration": 0.0, "rollouts": 2}
-    result, worker = search("mcts", Scripted(tree, scores), **options)
+    result, worker = search("mcts", Scripted(tree, scores), {"seed": 1}, **options)
     # a: (.9 + .1) / 2 = .5 although the best of its answers has .9; b: .6
     assert worker.prompts == ["p"] * 2 + ["pa;"] * 2 + ["pb;"] * 2 + ["pb;"] * 2
     assert result.output.text == "a;x.", "rollouts are answers, too"
+    assert len({call.task.seed for call in worker.calls if call.prompt == "pb;"}) == 4
 
 
 def test_mcts_with_rollouts_values_a_beam_by_complete_answers():
