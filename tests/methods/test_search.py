@@ -153,7 +153,7 @@ def test_a_finished_beam_takes_the_place_of_one_that_would_go_on():
 def test_an_answer_that_the_model_ended_is_returned_before_a_better_one_that_was_cut():
     tree, scores = {"": ["a;", "e."], "a;": ["bcdef."]}, {"a;": 0.9, "a;bc": 0.95, "e.": 0.2}
     result, worker = search(
-        "beam_search", Scripted(tree, scores), {"max_tokens": 4}, default_sample_num=4, width=2
+        "beam_search", Scripted(tree, scores), {"max_tokens": 3}, default_sample_num=4, width=2
     )
     assert "a;bc" in worker.scored
     assert (result.output.text, result.output.finish_reason) == ("e.", "stop")
