@@ -72,6 +72,14 @@ def test_without_the_threshold_all_are_drawn_and_the_highest_score_is_returned()
     assert result.output.text == "cccccccc"
 
 
+def test_a_score_is_the_share_of_no_among_the_two_words():
+    words = {"No": 0.3, "Yes": 0.1, "Well": 0.6}
+    entries = {key: Logprob(math.log(p), 1, word) for key, (word, p) in enumerate(words.items())}
+    worker = ScriptedWorker(["aaaaaaaa", Reply("W", logprobs=[entries])])
+    controller = methods.create("adaptive_compute", prune_after=None, threshold=0.7)
+    assert told(answer(controller, worker))["scores"] == pytest.approx([0.3 / (0.3 + 0.1)])
+
+
 def test_a_probe_is_one_greedy_token_behind_the_sample():
     _, worker = run({"aaaaaaaa": 0.9}, prune_after=None)
     (probe,) = [call for call in worker.calls if call.prompt != "p"]
@@ -80,13 +88,13 @@ def test_a_probe_is_one_greedy_token_behind_the_sample():
 
 
 def test_half_of_a_round_is_pruned_in_the_middle_those_with_the_lowest_scores():
-    keeps = {"aaa": 0.5, "bbb": 0.3, "ccc": 0.7, "ddd": 0.6, "cccccccc": 0.2, "dddddddd": 0.4}
+    keeps = {"aaa": 0.7, "bbb": 0.3, "ccc": 0.6, "ddd": 0.5, "aaaaaaaa": 0.2, "cccccccc": 0.4}
     result, worker = run(keeps, prune_after=3, round_size=4)
-    assert result.output.text == "dddddddd"
-    assert told(result)["pruned"] == [0, 1]
-    assert told(result)["partial_scores"] == pytest.approx([0.5, 0.3, 0.7, 0.6])
-    assert told(result)["scores"] == [None, None, pytest.approx(0.2), pytest.approx(0.4)]
-    assert [call.ended for call in drawn(worker)] == ["cancelled", "cancelled", "done", "done"]
+    assert result.output.text == "cccccccc"
+    assert told(result)["pruned"] == [1, 3]
+    assert told(result)["partial_scores"] == pytest.approx([0.7, 0.3, 0.6, 0.5])
+    assert told(result)["scores"] == [pytest.approx(0.2), None, pytest.approx(0.4), None]
+    assert [call.ended for call in drawn(worker)] == ["done", "cancelled", "done", "cancelled"]
     # 2 x 3 tokens of the pruned, 2 x 8 of the others, 4 + 2 probes of one token
     assert result.usage.completion_tokens == 6 + 16 + 6
     whole, _ = run(

@@ -90,6 +90,8 @@ def test_windows_of_a_sample_are_its_confidence():
     samples = [sure("aaa1", 4.0, 2.0, 5.0, 1.0), sure("bbb2", 10.0, 1.0, 1.0, 10.0)]
     result, _ = ask(samples, aggregation="lowest_group", window=2, kept=1.0)
     assert (told(result)["confidences"], result.output.text) == ([3.0, 1.0], "aaa1")
+    result, _ = ask(samples, window=2, kept=1.0)  # the lowest tenth of the groups, at least one
+    assert (told(result)["confidences"], result.output.text) == ([3.0, 1.0], "aaa1")
     result, _ = ask(samples, aggregation="tail_mean", window=2, kept=1.0)
     assert (told(result)["confidences"], result.output.text) == ([3.0, 5.5], "bbb2")
 

@@ -1,5 +1,6 @@
 r"""Dynasor-CoT's decisions, on scripted chains of thought: one character is one token."""
 
+import asyncio
 import logging
 import random
 import time
@@ -75,6 +76,24 @@ def test_it_stops_at_the_last_of_enough_agreeing_probes():
         "answers": ["1", "2", "42", "42", "42"],
         "kept_tokens": 50,
     }
+
+
+class Held(ScriptedWorker):
+    """Answers the first probe when the second one has been asked."""
+
+    async def _generate(self, task, generation, step):
+        while len(self.calls) == 2 and generation.call is self.calls[1]:
+            await asyncio.sleep(0)
+        await super()._generate(task, generation, step)
+
+
+def test_what_the_chain_writes_while_the_last_probe_is_under_way_is_left_out():
+    worker = Held(lambda asked, _: "4}" if asked.endswith(PROBE_SUFFIX) else THOUGHT)
+    controller = DynasorGenerationController(chunk_size=10, certainty_threshold=1)
+    result = answer(controller, worker, "P: ")
+    assert worker.calls[0].task.num_generated == 20
+    assert result.output.text == THOUGHT[:10] + WRITTEN + "4" + ANSWER_END
+    assert result.output.token_ids == [*map(ord, THOUGHT[:10])]
 
 
 def test_a_chain_that_has_stopped_thinking_gets_the_answer_without_the_marker():

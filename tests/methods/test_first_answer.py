@@ -60,7 +60,7 @@ def test_behind_a_thought_that_the_prompt_closes_the_answer_is_left_alone():
     assert len(worker.calls) == 1
 
 
-@pytest.mark.parametrize("markers", [("is:", "answer is"), ("zz", "is")])
+@pytest.mark.parametrize("markers", [("is:", "answer is"), ("zz", "is"), ("is", "answer is")])
 def test_a_marker_is_found_however_the_text_comes(markers):
     """Token by token, where the marker and the end of its line are split over steps."""
     result, _ = ask(markers=markers)

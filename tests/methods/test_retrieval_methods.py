@@ -123,6 +123,19 @@ def test_each_follow_up_gets_documents_that_are_not_in_the_prompt_yet():
     }
 
 
+def test_a_follow_up_finds_documents_that_the_question_does_not():
+    documents = ["The mayor of Rome is Ann.", "The mayor was born.", "Ann came from Bari to Rome."]
+    lines = {"?\n": f"{FOLLOW_UP} From where did Ann come?\n", INTERMEDIATE: " Bari\n"}
+    worker = ScriptedWorker(
+        lambda prompt, _: next((said for end, said in lines.items() if prompt.endswith(end)), "x")
+    )
+    question = "Where was the mayor born?"
+    result = run("iterdrag", worker, prompt=question, documents=documents, num_documents=1)
+    assert BM25Index(documents).search(question, 3)[:2] == [1, 0]
+    assert told("iterdrag", result)["documents"] == [[1], [2]]
+    assert f"[3] {documents[2]}\n{INTERMEDIATE}" in worker.prompts[1]
+
+
 @pytest.mark.parametrize("max_iterations", [0, 1, 2])
 def test_the_final_answer_is_forced_behind_the_last_iteration(max_iterations):
     worker = ScriptedWorker(asks)

@@ -175,6 +175,8 @@ def test_each_answer_is_written_behind_all_earlier_ones_and_the_most_frequent_is
 
 def test_a_tie_goes_to_the_latest_answer_and_no_answer_to_the_last():
     assert run("sequential_revision", num_revisions=1).output.text == ANSWERS[1]
+    most = ScriptedWorker([r"\boxed{7}", r"so \boxed{7}", r"\boxed{9}"])
+    assert run("sequential_revision", most, num_revisions=2).output.text == r"so \boxed{7}"
     output = run("sequential_revision", ScriptedWorker(["a", "b"]), num_revisions=1).output
     assert output.text == "b"
 

@@ -128,6 +128,38 @@ def test_beams_of_the_same_text_are_scored_once_and_take_one_place():
 
 
 @pytest.mark.parametrize(
+    ("name", "settings"),
+    [("particle_gibbs", {"num_iterations": 3}), ("mcts", {"width": 3, "rollouts": 2})],
+)
+def test_a_text_that_is_found_again_is_not_scored_again(name, settings):
+    _, worker = search(name, params={"seed": 5}, default_sample_num=2, **settings)
+    assert len(worker.scored) == len(set(worker.scored))
+    assert worker.prompts.count("p") > 2, "a; is found twice"
+
+
+def test_a_finished_beam_takes_the_place_of_one_that_would_go_on():
+    tree = {"": ["a;", "b;"], "a;": ["e.", "d;"], "b;": ["f;", "g;"]}
+    tree |= {"a;d;": ["k;", "l;"], "a;d;k;": ["m."], "a;d;l;": ["n."]}
+    tree |= {text: ["o."] for text in ("b;f;", "b;g;")}
+    scores = {"a;": 0.6, "b;": 0.5, "a;e.": 0.95, "a;d;": 0.8, "a;d;k;": 0.5, "a;d;l;": 0.6}
+    result, worker = search("beam_search", Scripted(tree, scores), default_sample_num=4, width=2)
+    # e .95 and d .8 -> of e .95, k .5 and l .6 only e and l are kept, so k is not continued
+    assert (
+        worker.prompts == ["p"] * 4 + ["pa;", "pa;", "pb;", "pb;"] + ["pa;d;"] * 2 + ["pa;d;l;"] * 2
+    )
+    assert result.output.text == "a;e."
+
+
+def test_an_answer_that_the_model_ended_is_returned_before_a_better_one_that_was_cut():
+    tree, scores = {"": ["a;", "e."], "a;": ["bcdef."]}, {"a;": 0.9, "a;bc": 0.95, "e.": 0.2}
+    result, worker = search(
+        "beam_search", Scripted(tree, scores), {"max_tokens": 3}, default_sample_num=4, width=2
+    )
+    assert "a;bc" in worker.scored
+    assert (result.output.text, result.output.finish_reason) == ("e.", "stop")
+
+
+@pytest.mark.parametrize(
     ("aggregation", "text"),
     # of the two finished at the end: a;d;j. has .6, .8, .75 and a;e. has .6, .3
     [("last", "a;d;j."), ("min", "a;d;j."), ("mean", "a;d;j."), ("product", "a;d;j.")],
@@ -253,6 +285,20 @@ def test_particles_of_equal_weight_go_on_alike_whatever_beam_search_would_keep()
     assert {"pa;", "pb;", "pc;"} <= set(worker.prompts)
 
 
+def test_a_finished_particle_is_drawn_against_those_that_go_on():
+    tree = {"": ["a.", "b;"], "b;": ["c;"], "b;c;": ["d."]}
+    scores = {"a.": 0.5, "b;": 0.5, "b;c;": 0.0}
+    _, worker = search(
+        "particle_filtering",
+        Scripted(tree, scores),
+        {"seed": 1},
+        default_sample_num=2,
+        resampling="systematic",
+    )
+    # a and b weigh the same, and each is drawn once; c weighs nothing against a, which has ended
+    assert worker.prompts == ["p", "p", "pb;"]
+
+
 def test_a_sampled_selection_returns_answers_by_their_weights():
     tree, scores = {"": ["a.", "b."]}, {"a.": 0.9, "b.": 0.5}
     found = [
@@ -300,6 +346,28 @@ def test_particle_gibbs_keeps_the_reference_and_generates_only_the_others():
         search("particle_gibbs", default_sample_num=2, num_references=2)
 
 
+def test_the_reference_is_drawn_by_weight_and_competes_as_it_was_at_each_step():
+    tree = {"": ["a;", "b;", "c;"], "a;": ["x."], "b;": ["y."], "c;": ["z."]}
+    scores = {"a;": 0.5, "b;": 0.5, "a;x.": 0.0, "b;y.": 1.0, "c;": 0.0}
+    _, worker = search(
+        "particle_gibbs",
+        Scripted(tree, scores),
+        {"seed": 1},
+        default_sample_num=2,
+        num_iterations=2,
+        resampling="systematic",
+    )
+    # first sweep: x weighs nothing against y, so b;y. is the reference. second one: at the first
+    # step the reference is b;, of which the other particle is drawn, as c weighs nothing against it
+    assert worker.prompts == ["p", "p", "pa;", "pb;", "p", "pb;"]
+
+
+def test_every_sweep_of_particle_gibbs_draws_other_samples():
+    _, worker = search("particle_gibbs", params={"seed": 5}, default_sample_num=2, num_iterations=3)
+    first_steps = [call.task.seed for call in worker.calls if call.prompt == "p"]
+    assert len(first_steps) == len(set(first_steps)) == 4
+
+
 # ---- MCTS ----------------------------------------------------------------------------------------
 
 
@@ -313,6 +381,33 @@ def test_mcts_goes_where_the_upper_confidence_bound_is_highest():
     # After c and h. the root has 4 visits and a, b one each: both have + 2 sqrt(ln 4), so a.
     # Then it has 6; a has 3: .567 + 2 sqrt(ln 6 / 3) = 2.112; b: .5 + 2 sqrt(ln 6) = 3.177, so b.
     assert worker.prompts == ["p"] * 3 + ["pc;"] * 3 + ["pa;"] * 3 + ["pb;"] * 3
+
+
+def test_the_spread_of_a_bound_grows_with_the_visits_of_the_beam_above():
+    _, worker = search("mcts", default_sample_num=4, width=3, exploration=0.14)
+    # p, c, a as above; then a: .567 + .14 sqrt(ln 6 / 3) = .675 and b: .5 + .14 sqrt(ln 6) = .687.
+    # Without ln 6 they would be .567 + .14 / sqrt(3) = .647 and .5 + .14 = .640.
+    assert worker.prompts == ["p"] * 3 + ["pc;"] * 3 + ["pa;"] * 3 + ["pb;"] * 3
+
+
+def test_mcts_does_not_go_down_where_all_is_known_however_good():
+    tree = {"": ["a;", "c;"], "a;": ["e."], "c;": ["h."]}
+    scores = {"a;": 0.6, "c;": 0.9, "c;h.": 1.0, "a;e.": 0.2}
+    options = {"default_sample_num": 9, "width": 2, "exploration": 0.0}
+    result, worker = search("mcts", Scripted(tree, scores), **options)
+    assert worker.prompts == ["p"] * 2 + ["pc;"] * 2 + ["pa;"] * 2
+    assert result.output.text == "c;h."
+
+
+def test_the_value_of_several_rollouts_is_their_mean():
+    tree = {"": ["a;", "b;"], "a;": ["x.", "y."], "b;": ["z."]}
+    scores = {"a;": 0.5, "b;": 0.5, "a;x.": 0.9, "a;y.": 0.1, "b;z.": 0.6}
+    options = {"default_sample_num": 2, "width": 2, "exploration": 0.0, "rollouts": 2}
+    result, worker = search("mcts", Scripted(tree, scores), {"seed": 1}, **options)
+    # a: (.9 + .1) / 2 = .5 although the best of its answers has .9; b: .6
+    assert worker.prompts == ["p"] * 2 + ["pa;"] * 2 + ["pb;"] * 2 + ["pb;"] * 2
+    assert result.output.text == "a;x.", "rollouts are answers, too"
+    assert len({call.task.seed for call in worker.calls if call.prompt == "pb;"}) == 4
 
 
 def test_mcts_with_rollouts_values_a_beam_by_complete_answers():
@@ -368,6 +463,15 @@ def test_breadth_first_thoughts_are_kept_by_the_values_that_the_model_gives_them
     assert worker.prompts[-6:] == ["pa;c." + VALUE] * 3 + ["pa;d." + VALUE] * 3
 
 
+def test_a_value_is_the_sum_of_what_all_judgements_come_to_in_the_end():
+    words = {"a;": ["likely", "sure", "sure"], "b;": ["sure", "likely", "impossible"]}
+    words |= {"a;c.": ["sure, impossible"] * 3, "a;d.": ["likely, no: sure"] * 3}
+    result, worker = think(of_game(words), default_sample_num=1)
+    assert "pb;" not in worker.prompts, "41 before 21.001, although b was judged better at first"
+    assert result.output.text == "a;d."
+    assert told(result)["scores"] == pytest.approx([0.003, 60.0])
+
+
 def test_votes_compare_the_beams_of_a_level():
     def says(prompt, index):
         if prompt.startswith("p?w1.\na;\n2.\nb;:"):
@@ -384,7 +488,7 @@ def test_votes_compare_the_beams_of_a_level():
 
 def test_proposed_thoughts_are_put_behind_the_beam_and_the_last_step_is_the_answer():
     says = {
-        "p?n\n": "a\n\nb\na\nc",
+        "p?n\n": "a\n\na\nb\nc",
         "pa;?n\n": "d\ne",
         "pa;d;": "x.",
         "pa;e;": "y.",
@@ -400,10 +504,17 @@ def test_proposed_thoughts_are_put_behind_the_beam_and_the_last_step_is_the_answ
         step_token=";",
         max_steps=3,
     )
-    worker = ScriptedWorker(lambda p, _: says[p], score=lambda question, text: judge[text])
+    judged = []
+
+    def score(question, text):
+        judged.append(text)
+        return judge[text]
+
+    worker = ScriptedWorker(lambda p, _: says[p], score=score)
     result = answer(controller, worker)
     assert result.output.text == "a;e;y."
     assert worker.prompts == ["p?n\n", "pa;?n\n", "pa;e;", "pa;e;"]
+    assert judged[:2] == ["a;", "b;"], "a proposal that is repeated is one step"
 
 
 def test_depth_first_thoughts_go_down_and_back_and_leave_out_what_is_judged_too_low():
@@ -417,6 +528,31 @@ def test_depth_first_thoughts_go_down_and_back_and_leave_out_what_is_judged_too_
     _, worker = think(of_game(words), threshold=0.0, **options)
     steps = [prompt for prompt in worker.prompts if not prompt.endswith(VALUE)]
     assert steps == ["p"] * 2 + ["pa;"] * 2, "without the threshold the first answer is the end"
+
+
+def test_depth_first_thoughts_enter_the_best_step_first():
+    words = {"a;": "likely", "b;": "sure", "b;e.": "likely", "b;f.": "sure"}
+    result, worker = think(of_game(words), strategy="dfs", num_evaluations=1)
+    steps = [prompt for prompt in worker.prompts if not prompt.endswith(VALUE)]
+    assert steps == ["p"] * 2 + ["pb;"] * 2
+    assert result.output.text == "b;f."
+
+
+def test_depth_first_thoughts_continue_so_many_beams_and_then_complete_the_best():
+    words = {"a;": "likely", "b;": "sure"}
+    says = of_game(words | {"b;e.": "likely", "b;f.": "sure"})
+    result, worker = think(says, strategy="dfs", num_evaluations=1, max_expansions=1)
+    steps = [prompt for prompt in worker.prompts if not prompt.endswith(VALUE)]
+    assert steps == ["p"] * 2 + ["pb;"]
+    assert result.output.text == "b;e."
+
+
+def test_thoughts_that_the_budget_leaves_unjudged_may_be_the_answer():
+    controller = methods.create("tree_of_thoughts", step_token=";", prompts=PROMPTS, num_thoughts=2)
+    worker = ScriptedWorker(of_game({}))
+    result = answer(controller, worker, budget=Budget(calls=2))
+    assert (result.output.text, result.output.finish_reason) == ("a;", "length")
+    assert told(result)["budget"]
 
 
 # ---- all of them ---------------------------------------------------------------------------------

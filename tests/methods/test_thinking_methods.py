@@ -195,6 +195,17 @@ def test_each_sample_has_an_equal_share_and_closes_its_thought_in_time_to_answer
     assert result.output.meta["budget_vote"] == {"answer": "0", "samples": 4, "tokens": 188}
 
 
+def test_the_most_frequent_answer_within_the_budget_wins():
+    thoughts = ["x" * length for length in (3, 5, 4, 60)]
+    says = [rf"{said}</think>\boxed{{{n}}}" for said, n in zip(thoughts, (8, 7, 7, 8), strict=True)]
+    fields = {"total_tokens": 200, "default_sample_num": 4, "answer_tokens": None}
+    controller = methods.create("budget_vote", max_sample_num=4, **fields)
+    output = answer(controller, ScriptedWorker(says), PROMPT).output
+    # the share is 50, so the fourth sample has no answer, and it is 2 against 1
+    assert output.text == r"xxxxx</think>\boxed{7}"
+    assert output.meta["budget_vote"]["answer"] == "7"
+
+
 def test_what_samples_leave_of_their_shares_pays_for_more_of_them():
     """Four samples of 10 + 17 tokens leave 92 of 200: two more of 27 leave 38, no whole share."""
     result, worker = budgeted([10] * 9)

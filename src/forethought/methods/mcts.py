@@ -161,7 +161,7 @@ class MCTSController(SearchController):
             yield from search.score(beams)
             values = yield from self._values(search, beams)
             leaf.expand(beams, values)
-        yield from search.complete_best()
+        yield from search.score((yield from search.complete_best()))
         kept = search.best.path if search.best is not None else []
         rest = [beam for beam in root.unvisited if beam not in kept]
         yield from beam_stages("pruned", "the iterations are over", rest)

@@ -128,7 +128,7 @@ class TreeOfThoughtsController(SearchController):
             yield from self._breadth_first(search, count)
         else:
             yield from self._depth_first(search)
-        yield from search.complete_best()
+        yield from self._judge(search, (yield from search.complete_best()))
 
     def _breadth_first(self, search: Search, count: int) -> Process:
         kept = [search.root]
@@ -189,11 +189,13 @@ class TreeOfThoughtsController(SearchController):
             yield from search.score(beams)
             return
         new = [beam for beam in beams if beam.score is None]
-        if self.evaluation == "value":
-            yield from self._value(search, new)
-        else:
-            yield from self._vote(search, beams)
-        search.note(new)
+        try:
+            if self.evaluation == "value":
+                yield from self._value(search, new)
+            elif beams:
+                yield from self._vote(search, beams)
+        finally:
+            search.note(new)  # also where the budget ends before they are judged
         yield from beam_stages("scored", "", new)
 
     def _value(self, search: Search, beams: Sequence[Beam]) -> Process:

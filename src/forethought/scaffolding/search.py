@@ -195,11 +195,15 @@ class Search:
                 raise next(task.error for task in tasks if task.error is not None)
 
     def complete_best(self) -> Process:
-        """Complete the best beam, if no answer is finished."""
+        """Complete the best beam, if no answer is finished.
+
+        Returns:
+            What has been completed, to be scored: one beam, or none.
+        """
         best = self.best
-        if best is not None and not best.finished:
-            grown = yield from self.step([(best, _COMPLETION)], whole=True)
-            yield from self.score(grown)
+        if best is None or best.finished:
+            return []
+        return (yield from self.step([(best, _COMPLETION)], whole=True))
 
     def insert(self, beam: Beam, text: str, number: int) -> Beam:
         """A beam continued by a step that the method writes."""
