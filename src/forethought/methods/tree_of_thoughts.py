@@ -189,11 +189,11 @@ class TreeOfThoughtsController(SearchController):
             yield from search.score(beams)
             return
         new = [beam for beam in beams if beam.score is None]
+        search.note(new)  # before: if the budget ends here, one of them is the answer
         if self.evaluation == "value":
             yield from self._value(search, new)
         else:
             yield from self._vote(search, beams)
-        search.note(new)
         yield from beam_stages("scored", "", new)
 
     def _value(self, search: Search, beams: Sequence[Beam]) -> Process:
