@@ -62,6 +62,14 @@ def test_the_seeds_of_probes_and_of_the_methods_samples_are_all_different():
     assert len({call.task.seed for call in worker.calls}) == 9
 
 
+def test_the_answer_that_is_told_is_that_of_the_text_that_is_returned():
+    """Of the method that the policy chose, though the probes say something else."""
+    policy = Policy(2, (0.0,), (PROBES, "majority_vote@3"))
+    output, _ = ask("57888", policy)
+    assert output.text == boxed("8")
+    assert output.meta["compute_optimal"]["answer"] == "8"
+
+
 def test_when_the_budget_ends_the_probes_answer_is_returned():
     slow = Reply("slow", delay=60)
     output, _ = ask([*"5567", slow, slow, slow], SIMPLE, Budget(seconds=600))

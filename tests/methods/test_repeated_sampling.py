@@ -127,15 +127,24 @@ SLOW = Reply("slow!", delay=60)
 
 @pytest.mark.parametrize(
     ("concurrency", "answers"),
-    [(4, [SLOW, SLOW, SLOW, "good!"]), ("doubling", ["x", "x", SLOW, "good!"])],
+    [(4, ["good!", SLOW, SLOW, SLOW]), ("doubling", ["x", "x", "good!", SLOW])],
 )
-def test_an_accepted_sample_ends_those_under_way(concurrency, answers):
+def test_an_accepted_sample_ends_those_behind_it(concurrency, answers):
     result, worker = draw([*answers, SLOW, SLOW], concurrency=concurrency)
     assert result.output.text == "good!"
     ended = {"x": "done", "good!": "done", SLOW: "cancelled"}
     assert [call.ended for call in worker.calls] == [ended[text] for text in answers]
     expected = {"x": False, "good!": True, SLOW: None}
     assert told(result)["verified"] == [expected[text] for text in answers]
+
+
+@pytest.mark.parametrize("slow", range(4))
+def test_which_accepted_sample_is_returned_does_not_depend_on_how_fast_each_is(slow):
+    answers = ["x", "first!", "second!", "third!", "never", "never"]
+    replies = [Reply(text, delay=0.05 * (n == slow)) for n, text in enumerate(answers)]
+    result, worker = draw(replies, concurrency=4)
+    assert (result.output.text, told(result)["index"]) == ("first!", 1)
+    assert len(worker.calls) <= 5
 
 
 def test_a_slow_verifier_does_not_hold_up_the_other_samples():

@@ -5,62 +5,15 @@ import asyncio
 import pytest
 
 from forethought import methods
-from forethought.methods.compute_optimal import Policy
 from forethought.scaffolding import (
     AsCompleted,
     Controller,
     NativeGenerationController,
-    NativeRewardController,
 )
 from forethought.testing import check_method
 from forethought.testing.samples import sample_answer
+from method_cases import ALL, OPTIONS, WITHOUT_ENGINE, create, prompt_of, respond_of
 
-REWARD = NativeRewardController
-LENGTHS = {"default_sample_num": 4, "width": 2}
-TEXTS = ["The mayor of Rome is Ann.", "Ann was born in Bari.", "Paris is in France."]
-RETRIEVAL = {"documents": TEXTS, "num_documents": 1}
-ALL = {
-    "plain": {},
-    "dynasor": {"chunk_size": 16, "certainty_threshold": 2},
-    "majority_vote": {"default_sample_num": 4},
-    "best_of_n": {"default_sample_num": 3, "reward_controller": REWARD()},
-    "repeated_sampling": {"default_sample_num": 4, "verifier": "math", "concurrency": 2},
-    "budget_forcing": {},
-    "first_answer": {},
-    "beam_search": {**LENGTHS, "reward_controller": REWARD()},
-    "dvts": {**LENGTHS, "reward_controller": REWARD()},
-    "particle_filtering": {"default_sample_num": 3, "reward_controller": REWARD()},
-    "particle_gibbs": {"default_sample_num": 2, "reward_controller": REWARD()},
-    "mcts": {"default_sample_num": 3, "width": 2, "reward_controller": REWARD()},
-    "tree_of_thoughts": {"default_sample_num": 2, "num_thoughts": 2},
-    "self_refine": {"num_refinements": 2},
-    "sequential_revision": {"num_revisions": 2},
-    "specreason": {},
-    "compute_optimal": {"policy": Policy(2, (0.0,), ("probes", "majority_vote@2"))},
-    "archon": {
-        "pipeline": {"layers": [[{"type": "generator", "samples": 2}], [{"type": "ranker"}]]}
-    },
-    "drag": RETRIEVAL,
-    "iterdrag": {**RETRIEVAL, "max_iterations": 2},
-    "sleep_time": {"context": "Ann has 3 bags of 4 nuts."},
-    "deepconf": {"default_sample_num": 4},
-    "deepconf_online": {"default_sample_num": 4, "num_warmup": 2, "window": 8},
-    "adaptive_compute": {"default_sample_num": 2, "prune_after": None},
-    "fork_think": {"default_sample_num": 3, "num_points": 1, "window": 8},
-    "genrm": {"reward_controller": "genrm", "default_sample_num": 2},
-    "spct": {"reward_controller": "spct", "default_sample_num": 2},
-    "judge": {"reward_controller": "judge", "default_sample_num": 2},
-    "compare": {"reward_controller": "compare", "default_sample_num": 2},
-    "confidence": {"reward_controller": "confidence", "default_sample_num": 2},
-    "checker": {
-        "reward_controller": {"method": "checker", "checker": lambda question, text: len(text)}
-    },
-    "hogwild_turns": {"workers": ["Alice", "Bob"], "turn_tokens": 40, "max_turns": 2},
-    "parallel_thinking": {},
-    "budget_vote": {"total_tokens": 2000, "default_sample_num": 3},
-    "no_thinking": {},
-}
-"""Settings of each."""
 SLOW = {
     "dvts",
     "mcts",
@@ -82,63 +35,11 @@ SLOW = {
     "fork_think",
 }
 """Those like one of the others in what they ask of a worker."""
-OPTIONS = {
-    "deepconf": {"params": {"seed": 11, "max_tokens": 400, "confidence": 2}},
-    "deepconf_online": {"params": {"seed": 11, "max_tokens": 400, "confidence": 2}},
-    "budget_vote": {"params": {"seed": 11}},
-    "hogwild_turns": {"counts": ("exchanged_tokens",)},  # servers do not tell what is prefilled
-    "parallel_thinking": {"counts": ("join_tokens", "longest_path", "thread_tokens")},
-}
-"""Arguments of ``check_method`` beside the settings."""
-WITHOUT_ENGINE = {
-    "budget_vote": "the model on which samples are forced has no thoughts to limit",
-    "no_thinking": "the same",
-}
-
-
-def criticise(prompt, seed):
-    """Critiques of two answers."""
-    return "Scores: [6, 4]" if "Scores" in prompt else sample_answer(prompt, seed)
-
-
-def grade(prompt, seed):
-    """A judge's score of an answer."""
-    return f"Score: {len(prompt) % 11}" if "Score: N" in prompt else sample_answer(prompt, seed)
-
-
-def spawn(prompt, seed):
-    """A model that spawns two threads."""
-    if prompt.endswith("</Parallel>"):
-        return " The sum is 117."
-    if "<Thread>" in prompt:
-        return " 36.</Thread>"
-    return "<Parallel><Outlines><Outline>1: a</Outline><Outline>2: b</Outline></Outlines>"
-
-
-def think(prompt, seed):
-    """A thought and an answer."""
-    return "It is 3." if "</think>" in prompt else "2 + 1</think>It is 3."
-
-
-RESPOND = {
-    "spct": criticise,
-    "judge": grade,
-    "parallel_thinking": spawn,
-    "no_thinking": think,
-}
-"""What is generated in place of the samples."""
-
-
-def settings_of(name):
-    if name == "repeated_sampling":
-        return {**ALL[name], "verifier": lambda question, text: "boxed{3}" in text}
-    return ALL[name]
 
 
 def check(name, **options):
-    method = "best_of_n" if name in methods.REWARDS else name
-    options = {"respond": RESPOND.get(name, sample_answer), **OPTIONS.get(name, {}), **options}
-    return check_method(lambda: methods.create(method, **settings_of(name)), **options)
+    options = {"respond": respond_of(name), "prompt": prompt_of(name), **options}
+    return check_method(lambda: create(name), **OPTIONS.get(name, {}), **options)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +56,7 @@ def test_a_built_in_method_decides_alike_on_a_script_a_server_and_the_engine(nam
 
 @pytest.mark.parametrize("name", WITHOUT_ENGINE)
 def test_a_method_that_closes_thoughts_decides_alike_on_a_script_and_a_server(name):
-    held = check(name, backends=("script", "server"), prompt="Q: which number?\nA: <think>")
+    held = check(name, backends=("script", "server"))
     assert len(held) == 7
 
 

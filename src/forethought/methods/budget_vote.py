@@ -18,10 +18,11 @@ Strategies", 2024.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from forethought.errors import ParameterError
+from forethought.errors import BudgetExceeded, ParameterError
 from forethought.scaffolding import sampling
 from forethought.scaffolding.answers import (
     AnswerPool,
@@ -98,6 +99,8 @@ class BudgetVoteController(Controller):
         Raises:
             ParameterError: not exactly one task, one with limits of its own, or a share that leaves
                 nothing to think with.
+            BudgetExceeded: the budget of the request is spent before there is a text; else the
+                samples vote as far as they have come.
         """
         if len(tasks) != 1:
             raise ParameterError("a budget vote takes one task", f"got {len(tasks)}", "Split them")
@@ -121,19 +124,33 @@ class BudgetVoteController(Controller):
         yield from self._vote(task, samples)
 
     def _run(self, task: GenerationTask, share: int, options: Mapping[str, Any]) -> Process:
-        """Generate samples while a whole share is left; returns them, in their order."""
-        samples, left = list[GenerationTask](), self.total_tokens
+        """Generate samples while a whole share is left; returns them, in their order.
+
+        Beyond the budget of the request no sample begins; those under way keep their texts.
+
+        Raises:
+            BudgetExceeded: it is spent, and there is no text.
+        """
+        samples, left, most = list[GenerationTask](), self.total_tokens, self.max_sample_num
+        spent: BudgetExceeded | None = None
         with AsCompleted() as running:
             while True:
-                while left >= share and len(samples) < self.max_sample_num:
+                while left >= share and len(samples) < most:
                     left -= share
                     samples.append(self._sample(task, len(samples), share))
                     controller = self.generation_controller.clone()
                     running.add(Branch(controller, [samples[-1]], options))
                 if not running:
-                    return samples
-                done = yield running
-                left += share - _num_tokens(done.tasks[0])
+                    break
+                try:
+                    done = yield running
+                except BudgetExceeded as error:
+                    most, spent = 0, error
+                else:
+                    left += share - _num_tokens(done.tasks[0])
+        if spent is not None and not any(sample.output_str for sample in samples):
+            raise spent
+        return samples
 
     def _sample(self, task: GenerationTask, number: int, share: int) -> GenerationTask:
         sample = task.copy()
@@ -147,11 +164,13 @@ class BudgetVoteController(Controller):
     def _vote(self, task: GenerationTask, samples: Sequence[GenerationTask]) -> Process:
         pool, texts = AnswerPool(self.equivalence), [sample.output_str for sample in samples]
         answers = [None if text is None else self.extract_answer(text) for text in texts]
-        yield from pool.adding({n: said for n, said in enumerate(answers) if said is not None})
+        with contextlib.suppress(BudgetExceeded):  # of seconds
+            yield from pool.adding({n: said for n, said in enumerate(answers) if said is not None})
         winner = pool.winner
         answer = None if winner is None else winner.answer
         yield Stage("voted", fields={"answer": answer, "tally": pool.tally})
-        chosen = samples[0 if winner is None else winner.first]
+        first = next((number for number, text in enumerate(texts) if text), 0)
+        chosen = samples[first if winner is None else winner.first]
         task.result, task.samples = chosen.result, []
         task.request_handle = chosen.request_handle
         task.customized_result_fields["budget_vote"] = {

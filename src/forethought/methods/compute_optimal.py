@@ -116,7 +116,7 @@ class ComputeOptimalController(Controller):
     """Answers a question with the method that a policy chooses by its difficulty.
 
     ``customized_result_fields["compute_optimal"]`` holds the ``difficulty``, the ``method`` and the
-    probes' ``answer``.
+    ``answer`` in the text that is returned.
 
     Args:
         policy: a ``Policy``, a mapping with its fields, or the path of its JSON file.
@@ -191,10 +191,9 @@ class ComputeOptimalController(Controller):
         [task] = tasks
         probes = yield from self._probe(task, kwargs)
         if self.reward_controller is None:
-            chosen, difficulty, answer = yield from self._vote(probes)
+            chosen, difficulty = yield from self._vote(probes)
         else:
             chosen, difficulty = yield from self._scored(self.reward_controller, probes)
-            answer = self.answer_space.answer_of(chosen)
         method = self.policy.method(difficulty)
         yield Stage("probed", fields={"difficulty": difficulty, "answer": answer})
         if method != PROBES:
@@ -210,7 +209,7 @@ class ComputeOptimalController(Controller):
         task.customized_result_fields["compute_optimal"] = {
             "difficulty": difficulty,
             "method": method,
-            "answer": answer,
+            "answer": self.answer_space.answer_of(chosen),
         }
 
     def _probe(self, task: GenerationTask, options: Mapping[str, Any]) -> Process:
@@ -221,17 +220,15 @@ class ComputeOptimalController(Controller):
         return [branch.tasks[0] for branch in branches if branch in ended]
 
     def _vote(self, probes: Sequence[GenerationTask]) -> Process:
-        """The probe that gives the most frequent answer, the difficulty, and this answer."""
+        """The probe that gives the most frequent answer, and the difficulty."""
         pool = AnswerPool(self.answer_space.equivalence)
         said = {number: self.answer_space.answer_of(probe) for number, probe in enumerate(probes)}
         try:
             yield from pool.adding({n: each for n, each in said.items() if each is not None})
         except BudgetExceeded:
-            return probes[0], 1.0, None if pool.winner is None else pool.winner.answer
-        difficulty = difficulty_of(pool, self.policy.num_probes)
-        if pool.winner is None:
-            return probes[0], difficulty, None
-        return probes[pool.winner.first], difficulty, pool.winner.answer
+            return probes[0], 1.0
+        chosen = probes[0 if pool.winner is None else pool.winner.first]
+        return chosen, difficulty_of(pool, self.policy.num_probes)
 
     def _scored(self, reward: Controller, probes: Sequence[GenerationTask]) -> Process:
         """The probe with the highest score, and the difficulty."""

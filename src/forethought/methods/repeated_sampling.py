@@ -45,9 +45,10 @@ _FALLBACK: TypeAdapter[Fallback] = TypeAdapter(Fallback)
 class RepeatedSamplingController(Controller):
     """Draws samples until a verifier accepts one, which is returned.
 
-    Samples that are still under way are then cancelled. If none is accepted, ``fallback`` chooses
-    among those that have ended. Sample ``i`` draws with the same seed as sample ``i`` of a majority
-    vote. ``customized_result_fields["repeated_sampling"]`` holds whether the returned sample was
+    Samples under way with a higher number are then cancelled. Those with a lower one run on, and
+    the lowest numbered one that is accepted is returned, however fast each of them is. If none is
+    accepted, ``fallback`` chooses among those that have ended. Sample ``i`` draws with the same
+    seed as sample ``i`` of a majority vote. ``customized_result_fields["repeated_sampling"]`` holds whether the returned sample was
     ``accepted``, its ``index``, the number of ``samples`` allowed, and ``verified``, for each
     that was begun: True, False, or None (cancelled, or the budget was spent).
 
@@ -58,10 +59,8 @@ class RepeatedSamplingController(Controller):
             ``scaffolding.verifier``.
         default_sample_num: samples at most, unless ``process`` gets ``sample_num``.
         concurrency: samples under way at once; or ``"doubling"``: 1, then as many again as were
-            rejected so far, so that 1, 2, 4, 8, ... are drawn. With several at once the first one
-            to be accepted is returned.
-        early_stop: end with the first sample that is accepted; False: draw and verify all, and
-            return the lowest numbered one that is accepted.
+            rejected so far, so that 1, 2, 4, 8, ... are drawn.
+        early_stop: begin no further sample once one is accepted; False: draw and verify all.
         fallback: what is returned if none is accepted: the ``"vote"`` over the boxed answers, as of
             a majority vote; or the ``"first"`` sample.
         on_failure: ``"raise"`` fails if a sample does; ``"drop"`` counts it as rejected; a
@@ -143,29 +142,39 @@ class RepeatedSamplingController(Controller):
     def _draw(self, task: GenerationTask, count: int, options: Mapping[str, Any]) -> Process:
         """Draw and verify, until a sample is accepted, there are ``count``, or the budget ends.
 
+        Beyond the budget no sample begins; those under way that end nevertheless count.
+
         Returns:
             The samples that were begun, by number.
+
+        Raises:
+            BudgetExceeded: the budget is spent, and no sample has ended.
         """
-        samples: list[_Sample] = []
+        samples, limit, spent = list[_Sample](), count, None
         with AsCompleted() as running:
             while True:
-                for number in range(len(samples), self._num_wanted(samples, count)):
+                for number in range(len(samples), self._num_wanted(samples, limit)):
                     samples.append(_Sample(self, task, number))
                     running.add(samples[-1].branch(options))
                 if not running:
-                    return samples
+                    break
                 try:
                     branch = yield running
-                except BudgetExceeded:
-                    if not any(sample.has_ended for sample in samples):
-                        raise
-                    return samples
+                except BudgetExceeded as error:
+                    limit, spent = len(samples), error
+                    continue
                 if branch.controller.ended(branch.error) and self.early_stop:
-                    return samples
+                    limit = len(samples)
+                    _end_above(branch.controller.number, running)
+        if spent is not None and not any(sample.has_ended for sample in samples):
+            raise spent
+        return samples
 
     def _num_wanted(self, samples: Sequence[_Sample], count: int) -> int:
         """How many samples are to be begun by now, those that have ended included."""
         num_open = sum(sample.verified is None for sample in samples)
+        if len(samples) == count:
+            return count
         if self.concurrency != "doubling":
             return min(count, len(samples) - num_open + self.concurrency)
         return len(samples) if num_open else min(count, max(1, 2 * len(samples)))
@@ -197,6 +206,7 @@ class _Sample:
 
     Attributes:
         task: its copy.
+        number: of the sample.
         has_ended: whether it was drawn without a failure.
         verified: whether it is accepted; None as long as that is unknown.
         error: why it failed; None if it did not.
@@ -205,7 +215,7 @@ class _Sample:
     def __init__(
         self, method: RepeatedSamplingController, task: GenerationTask, number: int
     ) -> None:
-        self._method, self.task = method, task.copy()
+        self._method, self.task, self.number = method, task.copy(), number
         sampling.vary(self.task, number)
         self.has_ended = False
         self.verified: bool | None = None
@@ -237,6 +247,14 @@ class _Sample:
         self.error = self.error or error
         self.verified = bool(self.verified)
         return self.verified
+
+
+def _end_above(number: int, running: AsCompleted) -> None:
+    """Cancel the samples under way that come after an accepted one."""
+    pending: list[Any] = running.pending
+    above = [branch for branch in pending if branch.controller.number > number]
+    if above:
+        running.cancel(*above)
 
 
 def _verifier(given: Any) -> Callable[[str, str], Any]:

@@ -88,6 +88,8 @@ class _Chain:
     """The draft of the next step, if there is one already."""
     base: GenerationTask | None = None
     """Of the base model: its sequence ends where the chain does, if steps are scored on it."""
+    written: list[GenerationTask] = field(default_factory=list)
+    """Drafts and steps, in the order in which they were asked for."""
 
 
 class SpecReasonController(Controller):
@@ -189,6 +191,7 @@ class SpecReasonController(Controller):
                 if task.streaming_output_flag and text:
                     yield Delta(text, source="specreason")
         except BudgetExceeded:
+            chain.text = chain.text or self._first_step(chain)
             if not chain.text:
                 raise
             ended, chain.finish_reason = True, "length"
@@ -210,6 +213,7 @@ class SpecReasonController(Controller):
             draft, chain.ahead = chain.ahead, None
             if draft is None:
                 draft = self._part(task, chain, self.WorkerTag.SMALL)
+                chain.written.append(draft)
                 yield [draft]
             score, ahead = yield from self._score(task, chain, draft)
             is_kept = score >= self.score_threshold
@@ -241,8 +245,14 @@ class SpecReasonController(Controller):
                 behind: GenerationTask = chain.base.fork()
                 part.input_str, part.fork_point = behind.input_str, behind.fork_point
             chain.base = part
+        chain.written.append(part)
         yield [part]
         return part
+
+    def _first_step(self, chain: _Chain) -> str:
+        """What there is of a first step that was not accepted: the last text written of it."""
+        texts = [self._text_of(part) for part in chain.written if part.output_str]
+        return texts[-1] if texts else ""
 
     def _score(self, task: GenerationTask, chain: _Chain, draft: GenerationTask) -> Process:
         """Have the base model score a step.

@@ -189,13 +189,11 @@ class TreeOfThoughtsController(SearchController):
             yield from search.score(beams)
             return
         new = [beam for beam in beams if beam.score is None]
-        try:
-            if self.evaluation == "value":
-                yield from self._value(search, new)
-            elif beams:
-                yield from self._vote(search, beams)
-        finally:
-            search.note(new)  # also where the budget ends before they are judged
+        search.note(new)  # before: if the budget ends here, one of them is the answer
+        if self.evaluation == "value":
+            yield from self._value(search, new)
+        elif beams:
+            yield from self._vote(search, beams)
         yield from beam_stages("scored", "", new)
 
     def _value(self, search: Search, beams: Sequence[Beam]) -> Process:

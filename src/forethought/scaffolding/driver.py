@@ -214,17 +214,28 @@ class Frame:
     # ---- waiting ------------------------------------------------------------------------------
 
     async def _all(self, items: Iterable[Item]) -> None:
-        """Run all and wait for all; the first failure cancels the others."""
+        """Run all and wait for all; the first failure cancels the others.
+
+        Where it is only that the budget of calls is spent, those that have begun run to their end.
+        """
         jobs = {self._start(item): item for item in items}
-        if not jobs:
-            return
+        pending: set[Job] = {*jobs}
         try:
-            done, _ = await asyncio.wait(jobs, return_when=asyncio.FIRST_EXCEPTION)
+            while pending:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_EXCEPTION)
+                if not all(self._goes_on_beside(job) for job in done):
+                    break
         finally:
             await _end([job for job in jobs if not job.done()])
         for job, item in jobs.items():
-            if job in done:
+            if job not in pending:
                 self._raise_error(item, job)
+
+    def _goes_on_beside(self, job: Job) -> bool:
+        """Whether what runs beside a job that is done is to go on."""
+        failure = asyncio.CancelledError() if job.cancelled() else job.exception()
+        refused = isinstance(failure, BudgetExceeded) and self.run.account.exhausted is None
+        return failure is None or refused
 
     async def _next(self, race: AsCompleted) -> Item:
         """Start what is new, wait for the first to finish, and return it."""

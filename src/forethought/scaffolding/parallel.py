@@ -244,7 +244,8 @@ def run_until(
 ) -> Process:
     """Run branches until enough have ended; the rest is cancelled.
 
-    When the budget is spent, those that have ended by then are enough, if there are any.
+    When the budget is spent no further branch begins, and those that end nevertheless are enough, if
+    there are any: beyond the calls, those that have begun run to their end.
 
     Args:
         branches: in the order in which they begin; one is taken when it is to begin.
@@ -258,17 +259,19 @@ def run_until(
         BudgetExceeded: it is spent, and none has ended.
     """
     waiting, ended = iter(branches), list[Branch]()
+    spent: BudgetExceeded | None = None
     with AsCompleted() as running:
-        try:
-            while True:
-                num_free = None if concurrency is None else concurrency - len(running)
-                running.add(*itertools.islice(waiting, num_free))
-                if not running:
-                    return ended
+        while True:
+            num_free = None if concurrency is None else concurrency - len(running)
+            running.add(*itertools.islice(waiting, num_free))
+            if not running:
+                break
+            try:
                 ended.append((yield running))
                 if (yield from decided(ended[-1])):
-                    return ended
-        except BudgetExceeded:
-            if not ended:
-                raise
-            return ended
+                    break
+            except BudgetExceeded as error:
+                waiting, spent = iter(()), error
+    if spent is not None and not ended:
+        raise spent
+    return ended

@@ -17,6 +17,7 @@ Respond = Callable[[str, int], str]
 
 _MARKS = "~^@|&%$#"
 """The first character of an answer says which one it is."""
+_JUDGEMENTS = ("sure", "likely", "impossible")
 
 
 def sample_answer(prompt: str, seed: int) -> str:
@@ -24,7 +25,8 @@ def sample_answer(prompt: str, seed: int) -> str:
 
     There are eight answers, of three steps with a blank line between them; two each agree. A prompt
     that ends with ``{`` is answered with the number of the last answer in it, as probes ask for
-    one, and one that ends with ``:`` and perhaps a blank with a score from 0 to 9.
+    one; one that ends with ``score:`` with a score from 0 to 9, and one that ends with
+    ``(sure, likely or impossible):`` with one of these words.
     """
     last = max((prompt.rfind(mark), mark) for mark in _MARKS)
     if prompt.endswith("{"):
@@ -34,8 +36,11 @@ def sample_answer(prompt: str, seed: int) -> str:
         if answer.startswith(known) and known != answer:
             return answer[len(known) :]
     drawn = _drawn(prompt, seed)
-    if prompt.rstrip().endswith(":"):
+    asked = prompt.rstrip().lower()
+    if asked.endswith("score:"):
         return str(drawn % 10)
+    if asked.endswith("(sure, likely or impossible):"):
+        return _JUDGEMENTS[drawn % len(_JUDGEMENTS)]
     return _answer(drawn % len(_MARKS))
 
 
@@ -60,8 +65,9 @@ def sample_logprobs(text: str) -> list[TokenLogprobs]:
 
 
 def _answer(number: int) -> str:
-    text = f"{_MARKS[number]} First, take {number}.\n\nThen halve it.\n\n"
-    return f"{text}The answer is \\boxed{{{number // 2}}}."
+    half = number // 2
+    text = f"{_MARKS[number]} First, take {number}.\n\nHalf of it: the answer is {half}.\n\n"
+    return f"{text}So it is \\boxed{{{half}}}."
 
 
 def _drawn(prompt: str, seed: int) -> int:
