@@ -291,6 +291,28 @@ def test_what_only_the_server_behind_can_do_makes_a_chat_with_a_tokenizer_too() 
         assert all("messages" in body for body in behind.requests)
 
 
+@pytest.mark.parametrize("fields", [{"n": 2}, {"method": "plain|plain"}])
+def test_tokens_beyond_the_budget_are_in_no_text(fields: dict[str, Any]) -> None:
+    state = OpenaiServer()
+    state.says = lambda body: ["a ", "b ", "c "]
+    with serving_openai(state) as behind, in_front_of(behind) as running:
+        body = {"prompt": "x", "budget": {"tokens": 4}, **fields}
+        answer = running.send("/v1/completions", body).json
+        num_words = sum(len(choice["text"].split()) for choice in answer["choices"])
+        usage = answer["usage"]
+        assert num_words <= usage["completion_tokens"] == 4
+        assert usage["completion_tokens_details"]["discarded_tokens"]
+
+
+def test_no_more_tokens_are_a_thought_than_were_generated() -> None:
+    state = OpenaiServer()
+    state.says = lambda body: ["<think>", "a thought of many characters", "</think>", "the answer"]
+    with serving_openai(state) as behind, in_front_of(behind) as running:
+        usage = running.send(CHAT, say("x")).json["usage"]
+        details = usage["completion_tokens_details"]
+        assert details["reasoning_tokens"] == usage["completion_tokens"] == 4
+
+
 def test_what_the_server_behind_refuses_is_told(server: Served) -> None:
     refused = server.send(CHAT, say("x", temperature=-1.0))
     assert refused.status == 400
