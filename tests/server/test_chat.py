@@ -285,6 +285,34 @@ def test_a_budget_of_tokens_is_kept_exactly_and_leaves_an_answer(method: str, to
     assert finished["usage"]["spent_budget"] == "tokens"
 
 
+@pytest.mark.parametrize(
+    ("fields", "texts"),
+    [
+        ({"n": 3, "budget": {"tokens": 1}}, ["y", "", ""]),
+        ({"n": 2, "budget": {"calls": 1}}, ["you said so", ""]),
+        ({"method": "plain|plain", "budget": {"calls": 1}}, ["you said so", ""]),
+        ({"method": "plain&plain", "budget": {"calls": 1}}, ["you said so"]),
+        ({"method": "plain&plain", "budget": {"tokens": 3}}, ["you"]),
+    ],
+)
+def test_what_has_a_text_as_the_budget_ends_is_answered_without_the_rest(
+    server: Served, fields: dict[str, Any], texts: list[str]
+) -> None:
+    answer = server.send("/v1/chat/completions", say("so", **fields))
+    assert answer.status == 200, answer.text
+    choices = answer.json["choices"]
+    assert [choice["message"]["content"] for choice in choices] == texts
+    for choice in choices:
+        is_whole = choice["message"]["content"] == "you said so"
+        assert choice["finish_reason"] == ("stop" if is_whole else "length")
+    events = server.send("/v1/chat/completions", say("so", **fields, stream=True)).events
+    chunks = [data["choices"][0] for _, data in events if data != "[DONE]"]
+    streamed = [""] * len(texts)
+    for chunk in chunks:
+        streamed[chunk["index"]] += chunk["delta"].get("content") or ""
+    assert streamed == texts
+
+
 def deep(levels: int) -> dict[str, Any]:
     """JSON of so many levels."""
     found: dict[str, Any] = {}

@@ -187,6 +187,7 @@ def test_a_field_that_the_server_behind_may_not_take_is_refused_by_its_name(
     assert refused.status == 400
     message = refused.error["message"]
     assert all(text in message for text in told)
+    assert refused.error["param"] in fields
     assert "OpenaiWorker" not in message
 
 
@@ -289,6 +290,28 @@ def test_what_only_the_server_behind_can_do_makes_a_chat_with_a_tokenizer_too() 
         ):
             assert running.send(CHAT, say("x", **asked)).status == 200
         assert all("messages" in body for body in behind.requests)
+
+
+@pytest.mark.parametrize("fields", [{"n": 2}, {"method": "plain|plain"}])
+def test_tokens_beyond_the_budget_are_in_no_text(fields: dict[str, Any]) -> None:
+    state = OpenaiServer()
+    state.says = lambda body: ["a ", "b ", "c "]
+    with serving_openai(state) as behind, in_front_of(behind) as running:
+        body = {"prompt": "x", "budget": {"tokens": 4}, **fields}
+        answer = running.send("/v1/completions", body).json
+        num_words = sum(len(choice["text"].split()) for choice in answer["choices"])
+        usage = answer["usage"]
+        assert num_words <= usage["completion_tokens"] == 4
+        assert usage["completion_tokens_details"]["discarded_tokens"]
+
+
+def test_no_more_tokens_are_a_thought_than_were_generated() -> None:
+    state = OpenaiServer()
+    state.says = lambda body: ["<think>", "a thought of many characters", "</think>", "the answer"]
+    with serving_openai(state) as behind, in_front_of(behind) as running:
+        usage = running.send(CHAT, say("x")).json["usage"]
+        details = usage["completion_tokens_details"]
+        assert details["reasoning_tokens"] == usage["completion_tokens"] == 4
 
 
 def test_what_the_server_behind_refuses_is_told(server: Served) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from forethought import methods
-from forethought.errors import ParameterError
+from forethought.errors import BudgetExceeded, ParameterError
 from forethought.methods import Method
 from forethought.methods.stack import SAMPLES, parameters, split, stack
 from forethought.scaffolding import sampling
@@ -60,7 +60,8 @@ class Dispatch(Controller):
 class Pipeline(Controller):
     """Methods one after the other: each is asked the answer of the one before it.
 
-    Only the last one streams to the caller; the others run in branches.
+    Only the last one streams to the caller; the others run in branches. Where the budget ends
+    before a method has a text, the answer is that of the method before it.
 
     Args:
         controllers: in their order.
@@ -75,13 +76,24 @@ class Pipeline(Controller):
         self.controllers, self._asking, self._visible = list(controllers), asking, visible
 
     def generate(self, prompt: Any, **kwargs: Any) -> Process:
-        """Run them."""
-        for controller in self.controllers[:-1]:
-            running = ParallelProcess([_Answering(controller, prompt, kwargs)], [[]])
-            yield running
-            answer = self._visible(_text(running.branches[0].result))
-            prompt, kwargs = self._asking(answer), {**kwargs, "question": answer}
-        return (yield from self.controllers[-1].generate(prompt, **kwargs))
+        """Run them.
+
+        Raises:
+            BudgetExceeded: the budget is spent before the first one has a text.
+        """
+        found: Any = None
+        try:
+            for controller in self.controllers[:-1]:
+                running = ParallelProcess([_Answering(controller, prompt, kwargs)], [[]])
+                yield running
+                found = running.branches[0].result
+                answer = self._visible(_text(found))
+                prompt, kwargs = self._asking(answer), {**kwargs, "question": answer}
+            return (yield from self.controllers[-1].generate(prompt, **kwargs))
+        except BudgetExceeded:
+            if found is None:
+                raise
+            return found
 
 
 class Choices(Controller):
@@ -96,7 +108,13 @@ class Choices(Controller):
         self.controllers = list(controllers)
 
     def generate(self, prompt: Any, **kwargs: Any) -> Process:
-        """Run them side by side; returns the output of each."""
+        """Run them side by side; returns the output of each.
+
+        One that has no text as the budget is spent is empty, with finish reason ``length``.
+
+        Raises:
+            BudgetExceeded: so it is with all of them.
+        """
         params = sampling.checked("sampling_params", kwargs.pop("sampling_params", None))
         answering = []
         for index, controller in enumerate(self.controllers):
@@ -104,9 +122,12 @@ class Choices(Controller):
             if index and own.get("seed") is not None:
                 own["seed"] = sampling.derived_seed(own["seed"], index)
             own_kwargs = {**kwargs, "sampling_params": own}
-            answering.append(_Answering(controller, prompt, own_kwargs))
+            answering.append(_Choice(controller, prompt, own_kwargs))
         running = ParallelProcess(answering, [[] for _ in answering])
         yield running
+        spent = [choice.spent for choice in answering if choice.spent is not None]
+        if len(spent) == len(answering):
+            raise spent[0]
         return [_first(branch.result) or ScaffoldingOutput("") for branch in running.branches]
 
 
@@ -120,6 +141,24 @@ class _Answering(Controller):
     def process(self, tasks: Sequence[Task], **kwargs: Any) -> Process:
         """Let it answer; there are no tasks before it makes one."""
         return (yield from self._controller.generate(self._prompt, **self._kwargs))
+
+
+class _Choice(_Answering):
+    """One of several answers: where the budget leaves it without a text, the others go on.
+
+    Attributes:
+        spent: why it has no text; None: it has one, or has not ended.
+    """
+
+    spent: BudgetExceeded | None = None
+
+    def process(self, tasks: Sequence[Task], **kwargs: Any) -> Process:
+        """Let it answer; there are no tasks before it makes one."""
+        try:
+            return (yield from super().process(tasks, **kwargs))
+        except BudgetExceeded as error:
+            self.spent = error
+            return ScaffoldingOutput("", finish_reason="length")
 
 
 def _first(output: Any) -> ScaffoldingOutput | None:

@@ -48,12 +48,14 @@ def answer_of(
 def num_thought_tokens(service: Service, job: Job, answers: Sequence[Answer]) -> int:
     """Tokens of thought in all that a job generated, as far as their texts are known.
 
-    Those of generations that a method has cancelled are not.
+    Those of generations that a method has cancelled are not. Where only texts are known, they are
+    counted, which may give more than were generated: then it is those that were.
     """
-    told = sum(answer.num_reasoning_tokens for answer in answers)
-    if len(job.generations) <= len(answers) or service.settings.reasoning_in_content:
-        return told
-    return sum(_num_thought_in(each, service, job.ask.prompted) for each in job.generations)
+    found = sum(answer.num_reasoning_tokens for answer in answers)
+    is_whole = len(job.generations) <= len(answers) or service.settings.reasoning_in_content
+    if not is_whole:
+        found = sum(_num_thought_in(each, service, job.ask.prompted) for each in job.generations)
+    return min(found, job.usage.completion_tokens)
 
 
 def _num_thought_in(task: GenerationTask, service: Service, prompted: Prompted) -> int:

@@ -159,7 +159,7 @@ class RemoteBackend(Backend):
             del found["speculation"]
         for name, value in found.items():
             if value != sampling.DEFAULTS[name] and (why := self._refusal(name, value, prompted)):
-                raise ParameterError(*why)
+                raise ParameterError(*why, param=name)
         return found
 
     def _refusal(self, name: str, value: Any, prompted: Prompted) -> tuple[str, str, str] | None:
@@ -224,7 +224,8 @@ class RemoteBackend(Backend):
         """
         tokenizer = self._own_tokenizer()
         if any(token >= len(tokenizer.hf) for token in ids):
-            raise ParameterError("invalid tokens", "they are outside the vocabulary", "")
+            why = "they are outside the vocabulary"
+            raise ParameterError("invalid tokens", why, "", param="tokens")
         return tokenizer.decode(ids, skip_special_tokens=False)
 
     def count(self, text: str) -> int:
@@ -248,7 +249,10 @@ def _chat_prompt(conversation: Conversation) -> Prompted:
     """The last question; what came before is sent in front of it."""
     if conversation.template_args:
         raise ParameterError(
-            "chat_template_kwargs are not supported here", "another server has the template", ""
+            "chat_template_kwargs are not supported here",
+            "another server has the template",
+            "",
+            param="chat_template_kwargs",
         )
     return Prompted(
         conversation.question or " ",

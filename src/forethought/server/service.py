@@ -61,14 +61,17 @@ _SAME = (
 _SAME_PENALISED = ("seed", "stop", "presence_penalty", "frequency_penalty")
 _WHITE_SPACE = " ?"
 """Between the tokens of JSON."""
+_BUDGETS = ("thinking_budget", "thinking_token_budget", "reasoning_budget")
 _CALLED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "max_tokens": ("max_tokens", "max_completion_tokens", "max_output_tokens"),
         "logprobs": ("top_logprobs", "logprobs"),
+        "thinking_budget": _BUDGETS,
+        "guided_decoding": ("structured_outputs", "response_format", "text"),
+        "speculation": ("prediction", "speculation"),
     }
 )
 """Fields of requests that set a sampling parameter of another name."""
-_BUDGETS = ("thinking_budget", "thinking_token_budget", "reasoning_budget")
 
 
 @dataclass(slots=True)
@@ -231,8 +234,9 @@ class Service:
             params = _compact(params)
         if prompted.reader is not None:  # special tokens may mark thoughts and calls
             params = {"skip_special_tokens": False, **params}
-        _check_fields(body, params)
-        params = self.backend.task_params(prompted, params)
+        with _named_as_in(body):
+            check_params(params)
+            params = self.backend.task_params(prompted, params)
         self.backend.check(prompted.prompt, params)
         budget = body.budget.model_dump(exclude_none=True) if body.budget else {}
         return Ask(
@@ -458,10 +462,11 @@ def check_params(params: Mapping[str, Any]) -> SamplingParams:
     return SamplingParams(**given)
 
 
-def _check_fields(body: Generating, params: Mapping[str, Any]) -> None:
-    """Raises ``ParameterError`` as ``check_params``, about the field as the client calls it."""
+@contextmanager
+def _named_as_in(body: Generating) -> Iterator[None]:
+    """A ``ParameterError`` raised inside is about the field as the client calls it."""
     try:
-        check_params(params)
+        yield
     except ParameterError as error:
         names = _CALLED.get(error.param or "", ())
         error.param = next((n for n in names if getattr(body, n, None) is not None), error.param)

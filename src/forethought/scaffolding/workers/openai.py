@@ -136,7 +136,6 @@ class OpenaiWorker(ClientWorker):
         """Generate all samples."""
         reader = self._completion(task)
         await _read(task, reader)
-        _fill(task, reader)
         return TaskStatus.SUCCESS
 
     async def stream_handler(self, task: StreamGenerationTask) -> TaskStatus:
@@ -175,10 +174,8 @@ class OpenaiWorker(ClientWorker):
         """Generate the assistant's next message."""
         sampling.refuse(task, ["n"], "a chat", "Use copies of the task")
         reader = self._chat(task)
-        await _read(task, reader)
-        _fill(task, reader)
+        choice = (await _read(task, reader))[0]
         task.end_flag = True
-        choice = reader.choices[0]
         task.add_message(
             AssistantMessage(
                 choice.text or None if choice.tool_calls else choice.text,
@@ -369,8 +366,8 @@ def _show(task: StreamGenerationTask, reader: ChunkReader, count: int) -> None:
     task.emit(now.text[len(before.text) :], (), f"{id(reader):x}.0")
 
 
-async def _read(task: GenerationTask, reader: ChunkReader) -> None:
-    """Read the answer to its end; where the budget ends before, the task gets the text so far."""
+async def _read(task: GenerationTask, reader: ChunkReader) -> Mapping[int, StreamedChoice]:
+    """Read the answer to its end, or to that of the budget, and store it on the task."""
     try:
         await reader.read()
     except asyncio.CancelledError:
@@ -380,6 +377,12 @@ async def _read(task: GenerationTask, reader: ChunkReader) -> None:
             if within[0].count:
                 _fill(task, reader, within)
         raise
+    found = {
+        number: choice.within_budget() if choice.num_beyond else choice
+        for number, choice in reader.choices.items()
+    }
+    _fill(task, reader, found)
+    return found
 
 
 def _fill(
