@@ -195,6 +195,7 @@ class ComputeOptimalController(Controller):
         else:
             chosen, difficulty = yield from self._scored(self.reward_controller, probes)
         method = self.policy.method(difficulty)
+        answer = self.answer_space.answer_of(chosen)
         yield Stage("probed", fields={"difficulty": difficulty, "answer": answer})
         if method != PROBES:
             answered = task.copy()
