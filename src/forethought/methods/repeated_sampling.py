@@ -48,9 +48,11 @@ class RepeatedSamplingController(Controller):
     Samples under way with a higher number are then cancelled. Those with a lower one run on, and
     the lowest numbered one that is accepted is returned, however fast each of them is. If none is
     accepted, ``fallback`` chooses among those that have ended. Sample ``i`` draws with the same
-    seed as sample ``i`` of a majority vote. ``customized_result_fields["repeated_sampling"]`` holds whether the returned sample was
-    ``accepted``, its ``index``, the number of ``samples`` allowed, and ``verified``, for each
-    that was begun: True, False, or None (cancelled, or the budget was spent).
+    seed as sample ``i`` of a majority vote.
+
+    ``customized_result_fields["repeated_sampling"]`` holds whether the returned sample was
+    ``accepted``, its ``index``, the number of ``samples`` allowed, and ``verified``, for each that
+    was begun: True, False, or None (cancelled, or the budget was spent).
 
     Args:
         generation_controller: cloned for each sample.

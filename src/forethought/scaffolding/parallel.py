@@ -244,8 +244,8 @@ def run_until(
 ) -> Process:
     """Run branches until enough have ended; the rest is cancelled.
 
-    When the budget is spent no further branch begins, and those that end nevertheless are enough, if
-    there are any: beyond the calls, those that have begun run to their end.
+    When the budget is spent no further branch begins, and those that end nevertheless are enough,
+    if there are any: beyond the calls, those that have begun run to their end.
 
     Args:
         branches: in the order in which they begin; one is taken when it is to begin.
