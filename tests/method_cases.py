@@ -49,14 +49,16 @@ ALL = {
     },
     "hogwild_turns": {"workers": ["Alice", "Bob"], "turn_tokens": 40, "max_turns": 2},
     "parallel_thinking": {},
-    "budget_vote": {"total_tokens": 240, "default_sample_num": 3},
+    "budget_vote": {"total_tokens": 240, "default_sample_num": 3, "max_sample_num": 5},
     "no_thinking": {},
 }
 """Settings of each."""
 OPTIONS = {
     "deepconf": {"params": {"seed": 7, "max_tokens": 400, "confidence": 2}},
     "deepconf_online": {"params": {"seed": 7, "max_tokens": 400, "confidence": 2}},
-    "budget_vote": {"params": {"seed": 7}},
+    # Workers differ in whether the marker that ends a thought counts.
+    "budget_vote": {"params": {"seed": 7}, "counts": ("tokens",)},
+    "budget_forcing": {"counts": ("thinking_tokens",)},
     "majority_vote": {"counts": ("finished",)},
     "compute_optimal": {"counts": ("finished",)},
     "repeated_sampling": {"counts": ("verified",)},
@@ -92,10 +94,11 @@ def spawn(prompt, seed):
 
 
 def think(prompt, seed):
-    """A thought and an answer, which seeds draw."""
-    said = sample_answer("", seed)[-3]
+    """A thought and an answer, which seeds draw; behind a thought, the answer of that one."""
+    doubt = ", or is it?"
+    said = prompt.partition(doubt)[0][-1] if doubt in prompt else sample_answer("", seed)[-3]
     answer = f"It is \\boxed{{{said}}}."
-    return answer if "</think>" in prompt else f"{said}, or is it?</think>{answer}"
+    return answer if "</think>" in prompt else f"{said}{doubt}</think>{answer}"
 
 
 def follow_up(prompt, seed):

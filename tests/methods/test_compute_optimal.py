@@ -51,7 +51,7 @@ def test_probes_without_an_answer_make_a_question_difficult():
     assert output.meta["compute_optimal"] == {
         "difficulty": 0.75,
         "method": "majority_vote@5",
-        "answer": "1",
+        "answer": "2",
     }
 
 

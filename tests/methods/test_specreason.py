@@ -200,7 +200,7 @@ def test_what_there_is_at_the_end_of_the_budget_is_returned(budget, text):
     assert (result.output.text, result.output.finish_reason) == (text, "length")
     assert result.output.meta["specreason"]["budget_ended"]
     unjudged, _, _ = solve("999", budget=Budget(calls=1))
-    assert (unjudged.output.text, unjudged.output.finish_reason) == ("s1", "length")
+    assert (unjudged.output.text, unjudged.output.finish_reason) == ("s1\n\n", "length")
 
 
 def test_a_failing_draft_fails_the_request():
