@@ -362,7 +362,8 @@ def test_a_method_that_takes_text_alone_names_the_option(capsys, settings):
 
 
 def test_a_method_that_takes_text_alone_gets_it_with_raw(capsys):
-    assert generate("--method", "sleep_time", "--set", "context=Ann has nuts.", "--raw") == 0
+    options = ["--method", "sleep_time", "--set", "context=Ann has nuts.", "--raw"]
+    assert main(["generate", QUESTION, "--max-tokens", "12", *options]) == 0
 
 
 # ---- traces ------------------------------------------------------------------------------------

@@ -213,7 +213,7 @@ DECISIONS = {
     "majority_vote": ({"default_sample_num": 3}, "voted", "answer"),
     "best_of_n": ({"default_sample_num": 3, **REWARD}, "selected", "index"),
     "repeated_sampling": (CHECKED, "scored", "accepted"),
-    "budget_forcing": ({"think_end": "Then"}, "prolonged", "at"),
+    "budget_forcing": ({"think_end": "Half"}, "prolonged", "at"),
     "first_answer": ({"markers": ["First"]}, "early_exit", "at"),
     "budget_vote": ({"total_tokens": 2000, "default_sample_num": 3}, "voted", "answer"),
     "beam_search": (SMALL, "pruned", "beam"),

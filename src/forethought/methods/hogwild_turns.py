@@ -128,7 +128,8 @@ class HogwildTurnsController(Controller):
         Raises:
             ParameterError: keyword arguments; there are none. Or a prompt of token ids, or fields
                 that an output of several parts cannot honour.
-            BudgetExceeded: the budget is spent before there is a turn; else its text is returned.
+            BudgetExceeded: the budget is spent before there is a text; else that of the first
+                worker that has one is returned.
         """
         refuse_arguments(self, kwargs)
         for task in tasks:
@@ -158,10 +159,12 @@ class HogwildTurnsController(Controller):
             _count(told, final)
             task.result, task.request_handle = final.result, final.request_handle
         except BudgetExceeded:
-            if not told["turns"]:
+            texts = ("".join(each.turns) or each.part.output_str for each in workers)
+            text = next((text for text in texts if text), None)
+            if text is None:
                 raise
             told["budget_ended"] = True
-            task.result = ScaffoldingOutput("".join(workers[0].turns), finish_reason="length")
+            task.result = ScaffoldingOutput(text, finish_reason="length")
         told["texts"] = {worker.name: "".join(worker.turns) for worker in workers}
         task.customized_result_fields["hogwild_turns"] = told
 

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 def configure(measured: Any) -> None:
     """Declare the command and its arguments."""
     options = measured.add_parser(
-        "methods", help="every method at equal generated tokens", description=__doc__
+        "methods",
+        help="every method on the same problems, with samples for about equal tokens",
+        description=__doc__,
     )
     options.formatter_class = argparse.RawDescriptionHelpFormatter
     model.add_model_options(options)
