@@ -10,6 +10,7 @@ import functools
 from typing import Any
 
 import pytest
+import torch
 
 from engines import drain, expect_empty, outputs
 from forethought.assets import reasoner_dir
@@ -23,6 +24,7 @@ from forethought.kv.storage import KvStorage
 from forethought.llm.tokenizer import Tokenizer
 from forethought.model import loader
 from forethought.model.causal_lm import CausalLM
+from forethought.model.loader import Forward
 from forethought.model.runner import ModelRunner
 from forethought.speculative.registry import Target
 from models import greedy
@@ -35,8 +37,8 @@ PENALISED = SAMPLED.replace(seed=6, repetition_penalty=1.1, frequency_penalty=0.
 
 
 @functools.cache
-def reasoner() -> CausalLM:
-    return loader.load(reasoner_dir(), dtype="float32")
+def reasoner(forward: Forward = "torch") -> CausalLM:
+    return loader.load(reasoner_dir(), dtype="float32", forward=forward)
 
 
 @functools.cache
@@ -63,9 +65,14 @@ def drawn(params: SamplingParams) -> list[list[int]]:
     return answers
 
 
-def machine(config: DecodingBaseConfig | None, reuse: bool = True, **limits: Any) -> Engine:
+def machine(
+    config: DecodingBaseConfig | None,
+    reuse: bool = True,
+    forward: Forward = "torch",
+    **limits: Any,
+) -> Engine:
     settings = {"max_batch_size": 8, "max_num_tokens": 512, "max_length": 256, **limits}
-    lm = reasoner()
+    lm = reasoner(forward)
     runner = ModelRunner(lm, KvStorage(lm.layer_shapes, 160, 16, lm.dtype))
     target = Target(runner, settings["max_num_tokens"])
     drafters = [build_drafter_entry(config, target, settings["max_batch_size"])] if config else []
@@ -143,3 +150,18 @@ def test_drawn_drafts_of_the_trained_draft_model_say_the_same_alone_and_together
     assert per_step(sequences) > floor - 0.5
     expect_empty(together)
     expect_empty(alone)
+
+
+@pytest.mark.parametrize("name", [None, *SHIPPED])
+def test_a_model_that_is_loaded_meanwhile_changes_nothing(name: str | None) -> None:
+    """Loading one in 16 bits sets torch's default dtype for a while, in the whole process."""
+    engine = machine(None if name is None else shipped(name)[0], forward="auto")
+    before = [outputs(run(engine, 2, params)) for params in (GREEDY, SAMPLED)]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert [outputs(run(engine, 2, params)) for params in (GREEDY, SAMPLED)] == before
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert before[0] == said()[:2]
+    assert engine.stats.failed_forwards == engine.stats.draft_failures == 0
+    expect_empty(engine)

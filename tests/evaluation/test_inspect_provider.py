@@ -64,7 +64,7 @@ def test_a_method_is_evaluated_on_a_task_of_inspect_ai(method, tmp_path):
         log_dir=str(tmp_path),
     )
     made.api.close()
-    assert log.status == "success"
+    assert log.status == "success", log.error
     used = log.stats.model_usage[f"forethought/{method}"]
     assert 0 < used.output_tokens <= 4 * 64 * (3 if "vote" in method else 1)
     assert len(log.samples) == 4

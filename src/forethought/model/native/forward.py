@@ -81,7 +81,7 @@ class NativeForward:
     max_positions: int
     parts: list[object]
     _library: ctypes.CDLL = field(default_factory=load_library)
-    _scratch: Tensor = field(default_factory=lambda: torch.empty(0))
+    _scratch: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float32))
     _scratch_fits: tuple[int, int, int] = (0, 0, 0)
     """Tokens, length of a row and threads that it is large enough for."""
 
@@ -129,7 +129,7 @@ class NativeForward:
         """
         sizes = [len(own) for own in slots]
         levels, width = sizes[0], len(slots)
-        logits = torch.empty(width, self.vocab_size)
+        logits = torch.empty(width, self.vocab_size, dtype=torch.float32)
         packed = self._pack(forward_pass, Wanted(logits, entering=entering), levels)
         places = array("q", [slot for own in slots for slot in (*own, *[0] * (levels - len(own)))])
         num_rows = array("i", [sum(size > level for size in sizes) for level in range(levels)])
@@ -170,7 +170,7 @@ class NativeForward:
             IndexError: a token is outside the vocabulary.
         """
         width, num_rows = shape.width, len(slots)
-        logits = torch.empty(num_rows * width, self.vocab_size)
+        logits = torch.empty(num_rows * width, self.vocab_size, dtype=torch.float32)
         further = shape.depth * width
         packed = self._pack(
             forward_pass, Wanted(logits, entering=entering), further, num_rows * width
@@ -247,7 +247,7 @@ class NativeForward:
         if num_tokens > tokens or max_length > length or num_threads > threads:
             fits = max(num_tokens, tokens), max(max_length, length), max(num_threads, threads)
             size = self._library.scratch_size(ctypes.byref(self.model), *fits)
-            self._scratch, self._scratch_fits = torch.empty(size), fits
+            self._scratch, self._scratch_fits = torch.empty(size, dtype=torch.float32), fits
         return self._scratch
 
 

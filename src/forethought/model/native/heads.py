@@ -36,7 +36,7 @@ class NativeHeads:
     def __call__(self, states: Tensor, count: int = 1) -> Tensor:
         """The first ``count`` heads: states ``[N, width]`` -> float32 ``[count, N, outputs]``."""
         x = states.float().contiguous()
-        logits = torch.empty(count, len(x), self._num_outputs)
+        logits = torch.empty(count, len(x), self._num_outputs, dtype=torch.float32)
         self._library.residual_heads(
             self._structs,
             count,

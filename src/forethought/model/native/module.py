@@ -179,8 +179,8 @@ class NativeModule:
             Float32 ``[R, hidden]`` and ``[R, vocab]``.
         """
         size = len(forward_pass.batch.logit_index)
-        fed_back = torch.empty(size, self._forward.model.hidden)
-        logits = torch.empty(size, self._forward.vocab_size)
+        fed_back = torch.empty(size, self._forward.model.hidden, dtype=torch.float32)
+        logits = torch.empty(size, self._forward.vocab_size, dtype=torch.float32)
         last, normed = (None, fed_back) if self._feeds_normed else (fed_back, None)
         wanted = Wanted(logits, None, last, normed, states.float().contiguous())
         self._forward.compute(forward_pass, wanted)
@@ -189,7 +189,8 @@ class NativeModule:
     def read(self, states: Tensor, forward_pass: ForwardPass) -> LastStates:
         """As a call, without logits."""
         shape = len(forward_pass.batch.logit_index), self._forward.model.hidden
-        found = LastStates(torch.empty(shape), torch.empty(shape))
+        first, second = (torch.empty(shape, dtype=torch.float32) for _ in range(2))
+        found = LastStates(first, second)
         wanted = Wanted(None, None, *found, states.float().contiguous())
         self._forward.compute(forward_pass, wanted)
         return found

@@ -97,7 +97,7 @@ class NativeNetwork:
     def __call__(self, batch: Batch, forward_pass: ForwardPass) -> Tensor:
         """Logits float32 ``[R, vocab]``."""
         states = self._states(forward_pass) if forward_pass.layer_ids else None
-        logits = torch.empty(len(batch.logit_index), self.forward.vocab_size)
+        logits = torch.empty(len(batch.logit_index), self.forward.vocab_size, dtype=torch.float32)
         self.forward.compute(forward_pass, Wanted(logits, states))
         for name, state in zip(self._state_names(), states or (), strict=False):
             if state is not None:
@@ -113,7 +113,7 @@ class NativeNetwork:
         known = self.forward.first_unknown(ids)
         if known < len(ids):
             raise unknown_token(int(ids[known]))
-        found = torch.empty(len(ids), self.forward.model.hidden)
+        found = torch.empty(len(ids), self.forward.model.hidden, dtype=torch.float32)
         self._library.embed(
             ctypes.byref(self._head.struct),
             ctypes.c_void_p(ids.data_ptr()),
@@ -135,6 +135,8 @@ class NativeNetwork:
         """Where hidden states are written, by layer; the final norm's last."""
         size, wanted = len(forward_pass.batch.token_ids), forward_pass.layer_ids
         return [
-            torch.empty(size, self.forward.model.hidden) if name in wanted else None
+            torch.empty(size, self.forward.model.hidden, dtype=torch.float32)
+            if name in wanted
+            else None
             for name in self._state_names()
         ]

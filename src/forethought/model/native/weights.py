@@ -176,7 +176,7 @@ class PackedLinear:
             values = (nibbles[:, ::2] | nibbles[:, 1::2] << 4).contiguous()
             zeros = weight.zeros
             if zeros is None:
-                zeros = torch.full(weight.scales.shape, float(weight.offset))
+                zeros = torch.full(weight.scales.shape, float(weight.offset), dtype=torch.float32)
             scale = by_output(weight.scales.float()).transpose(1, 2).contiguous()
             zero = by_output(zeros.float()).transpose(1, 2).contiguous()
         added = None if bias is None else by_output(bias.float()).contiguous()
@@ -201,7 +201,9 @@ class PackedLinear:
         if all(linear.bias is None for linear in linears):
             return cls.pack(weight, None, gated)
         biases = [
-            torch.zeros(linear.out_features) if linear.bias is None else linear.bias.float()
+            torch.zeros(linear.out_features, dtype=torch.float32)
+            if linear.bias is None
+            else linear.bias.float()
             for linear in linears
         ]
         return cls.pack(weight, torch.cat(biases), gated)
@@ -209,7 +211,7 @@ class PackedLinear:
     def multiply(self, x: Tensor) -> Tensor:
         """x ``[..., in]`` -> float32 ``[..., out]``."""
         rows = x.float().reshape(-1, x.shape[-1]).contiguous()
-        found = torch.empty(len(rows), self.struct.num_outputs)
+        found = torch.empty(len(rows), self.struct.num_outputs, dtype=torch.float32)
         load_library().linear(
             ctypes.byref(self.struct),
             ctypes.c_void_p(rows.data_ptr()),

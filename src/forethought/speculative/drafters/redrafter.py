@@ -151,12 +151,12 @@ class BeamSearch:
             min_logprob: less probable beams are left out of ``Beams.order``.
 
         Returns:
-            The beams behind each root.
+            The beams behind each root, scored by their log-probabilities.
         """
         count, vocab = len(roots), self._head.shape.vocab
         first = torch.arange(count, device=roots.device)[:, None]
         state, tokens = torch.zeros_like(contexts), roots[:, None]
-        score = torch.zeros(count, 1, device=roots.device)  # log-probabilities of the beams
+        score = torch.zeros(count, 1, dtype=torch.float32, device=roots.device)
         levels: list[tuple[Tensor, Tensor, Tensor]] = []
         ends = [0]
         for _ in range(length):

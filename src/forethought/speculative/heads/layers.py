@@ -156,7 +156,7 @@ def layer_shape(config: LlamaConfig) -> LayerShape:
 
 def native_rotary(config: LlamaConfig, max_positions: int) -> Tensor:
     """Float32 ``[positions, 2, head_dim]``: cosines and signed sines, for a native module."""
-    like = torch.empty(0)
+    like = torch.empty(0, dtype=torch.float32)
     return rotary_table(LlamaRotaryEmbedding(config), max_positions, like)[:, :, 0].contiguous()
 
 

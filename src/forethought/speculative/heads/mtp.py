@@ -363,7 +363,7 @@ def _load(directory: Path, lm: CausalLM, layout: MtpLayout, stored: StoredModule
     norm = {name: tensor for name, tensor in stored.parts.items() if name.startswith("norm.")}
     tensors = {f"{root}.layers.0.{name}": tensor for name, tensor in stored.block.items()}
     tensors |= {f"{root}.{name}": tensor for name, tensor in norm.items()}
-    empty = torch.zeros(1, config.hidden_size)
+    empty = torch.zeros(1, config.hidden_size, dtype=torch.float32)
     tensors |= {f"{root}.embed_tokens.weight": empty, "lm_head.weight": empty}
     try:
         with without_progress_bars():
