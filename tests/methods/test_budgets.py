@@ -47,6 +47,9 @@ def test_a_method_whose_budget_is_spent_answers_with_what_it_has_and_never_spend
         where = f"{name} with {limit} {kind}"
         spent = {"tokens": result.usage.completion_tokens, "calls": len(worker.calls)}
         assert spent[kind] <= limit, where
+        if name == "repeated_sampling" and result.spent_budget is None:
+            assert result.output.text, where  # accepted before another sample was to begin
+            continue
         assert result.spent_budget == kind, where
         if error is not None:
             assert name in BEFORE_AN_ANSWER, where
