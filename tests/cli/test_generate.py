@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import itertools
 import json
 import math
 
@@ -429,7 +430,8 @@ def test_best_of_n_takes_the_scores_of_a_reward_server(capsys):
         return {"probs": [float(body["messages"][1]["content"].endswith("2"))]}
 
     with serving() as server, reward_server.serving({"/classify": prefer}) as scoring:
-        server.says = lambda body: ["answer", f" {len(server.requests)}"]
+        numbers = itertools.count(1)
+        server.says = lambda body: ["answer", f" {next(numbers)}"]
         url = ["--url", server.url, "--api-model", "tiny", "--reward-url", scoring.url]
         assert main(["generate", "question", *url, *BEST]) == 0
     assert capsys.readouterr().out == "answer 2\n"
