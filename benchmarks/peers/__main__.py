@@ -11,6 +11,7 @@ threads, weights and KV cache in the same dtype (``--dtype``) and a KV cache for
 the shape of a Qwen3, and are made here; ``reasoner`` is the embedded one.
 
 All get the same requests, in turns within a round, so that other load of the machine falls on all.
+Where it is heavy, ``--threads 1 --clock processor`` counts seconds that the processor spent.
 Ratios are medians over the rounds of speeds relative to ``generate`` of transformers. *Agreement*
 is the share of the tokens before the first that differs from those of transformers.
 
@@ -34,6 +35,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,7 @@ from benchmarks.peers import cases
 from benchmarks.peers.cases import Figure, Prompts
 from benchmarks.peers.contestant import BASE, Contestant, Entry, Failed, prepared
 from benchmarks.peers.random_models import SHAPES, save_random_model
-from benchmarks.peers.worker import DRAFT_MODEL, LOOKUP, PLAIN, Request, Settings
+from benchmarks.peers.worker import CLOCKS, DRAFT_MODEL, LOOKUP, PLAIN, Request, Settings
 from benchmarks.report import machine
 
 from forethought.assets import drafter_dir, reasoner_dir
@@ -125,6 +127,7 @@ class Session:
         asked = [
             each for each in self.contestants if not speculating or each.entry.engine in SPECULATING
         ]
+        requests = [replace(request, clock=self.args.clock) for request in requests]
         found = cases.run(asked, requests, how, self._failed, num_warm=num_warm)
         for unit, rows in found.items():
             name = case if unit == "tokens/s" else f"{case} {unit}"
@@ -269,8 +272,12 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--answer", type=int, default=256, help="most tokens of its answers")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=num_cores())
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="of all figures")
     parser.add_argument("--cache", type=Path, help="directory in which converted models stay")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.clock == "processor" and (args.threads > 1 or "context" in args.cases):
+        parser.error("--clock processor: one thread, and no case that times the first token alone")
+    return args
 
 
 def main() -> None:

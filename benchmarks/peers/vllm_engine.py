@@ -29,7 +29,10 @@ class PeerEngine:
         import vllm
 
         self.vllm = vllm
-        self.llms = {way: self._engine(settings, way) for way in settings.ways}
+        self.llms = {}
+        for way in settings.ways:
+            self.llms[way] = self._engine(settings, way)
+            self._keep_kernels()
 
     def _engine(self, settings: Settings, way: str) -> Any:
         speculation: dict[str, Any] = {}
@@ -53,6 +56,14 @@ class PeerEngine:
             skip_tokenizer_init=True,
             speculative_config=speculation or None,
         )
+
+    @staticmethod
+    def _keep_kernels() -> None:
+        """Register C++ kernels once per process: vLLM 0.32 fails when a second engine does."""
+        from vllm.platforms import current_platform
+
+        if hasattr(current_platform, "register_triton_kernel_overrides"):
+            current_platform.register_triton_kernel_overrides = lambda: None
 
     def generate(self, request: Request) -> Answer:
         engine = self.llms[request.way].llm_engine

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from benchmarks.peers import cases
 from benchmarks.peers.contestant import BASE, Failed
-from benchmarks.peers.worker import Answer, Request, Settings, serve
+from benchmarks.peers.worker import CLOCKS, Answer, Request, Settings, answer, serve
 
 
 class Counting:
@@ -72,6 +72,13 @@ def test_a_worker_answers_each_line_and_an_error_ends_nothing() -> None:
     assert loaded["peak"] >= loaded["resident"] >= loaded["anonymous"] > 0
     assert broken["error"].startswith("ValueError")
     assert generated["tokens"] == [[8, 9], [2]]
+
+
+def test_seconds_are_of_the_clock_that_the_request_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CLOCKS, "processor", iter([100.0, 107.5]).__next__)
+    values = {"prompts": [[7]], "lengths": [2], "clock": "processor"}
+    made = answer(Counting(), {"verb": "generate", "values": values})
+    assert made["seconds"] == 7.5
 
 
 def test_ratios_are_to_the_base_and_agreement_ends_at_the_first_difference() -> None:
