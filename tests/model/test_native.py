@@ -423,19 +423,26 @@ def test_auto_leaves_bf16_to_torch_where_that_alone_uses_amx_and_the_model_is_la
     assert native("llama", "bfloat16").path.taken == "native"
 
 
-def test_auto_leaves_quantised_weights_to_torch_where_bf16_is_fast_and_the_model_is_large(
-    monkeypatch,
+def test_auto_leaves_weights_in_4_bits_to_torch_where_bf16_is_fast_and_the_model_is_large(
+    tmp_path: Path, monkeypatch
 ) -> None:
     monkeypatch.setattr(loader, "has_fast_matmul", lambda *_: True)
-    settings = {"dtype": "bfloat16", "forward": "auto", "quantization": "int8"}
-    plain = loader.load(models.tiny("llama"), dtype="bfloat16", fuse=False)
+    monkeypatch.setattr(loader, "uses_amx", lambda: True)
+    config = loader.load(models.tiny("llama")).config
+    config.update({"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8})
+    models.save_random(config, tmp_path / "wide")
+    settings = {"dtype": "bfloat16", "forward": "auto"}
+    plain = loader.load(tmp_path / "wide", dtype="bfloat16", fuse=False)
     count = sum(weight.numel() for weight in plain.network.module.parameters())
     monkeypatch.setattr(loader, "MAX_SMALL_WEIGHTS", count)
-    assert loader.load(models.tiny("llama"), **settings).path.taken == "native"
+    for bits in ("int8", "int4"):
+        lm = loader.load(tmp_path / "wide", quantization=bits, **settings)
+        assert lm.path.taken == "native"
     monkeypatch.setattr(loader, "MAX_SMALL_WEIGHTS", count - 1)  # quantised weights count
-    lm = loader.load(models.tiny("llama"), **settings)
+    assert loader.load(tmp_path / "wide", quantization="int8", **settings).path.taken == "native"
+    lm = loader.load(tmp_path / "wide", quantization="int4", **settings)
     assert lm.path.taken == "fused"
-    assert "quantised" in str(lm.path.reason)
+    assert "4 bits" in str(lm.path.reason)
 
 
 @pytest.mark.parametrize(
