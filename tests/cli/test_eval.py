@@ -7,7 +7,10 @@ import pytest
 
 import openai_server
 from forethought.cli.main import main
+from forethought.scaffolding import Trace
 from tokens import speaking
+
+ENDS = ("0", "0-1", "1", "1-1")
 
 
 @pytest.fixture
@@ -67,6 +70,21 @@ def test_the_options_reach_the_requests(server, own, capsys):
     assert vote["paired_test"] == "sign flip"
     assert {body["max_tokens"] for body in server.requests} <= set(range(1, 51))
     assert len({body["seed"] for body in server.requests}) == len(server.requests)
+
+
+def test_each_attempt_leaves_its_trace_in_a_folder(server, own, tmp_path, capsys):
+    folder = tmp_path / "made" / "traces"
+    options = ["--methods", "plain,majority_vote@2", "--problems", "2", "--repeats", "2"]
+    assert main(["eval", *on(server), *options, "--trace", str(folder), *own]) == 0
+    rows(capsys)
+    traces = {path.name: Trace.load(path) for path in folder.iterdir()}
+    files = {f"{name}-{end}.json" for name in ("plain", "majority_vote@2") for end in ENDS}
+    assert traces.keys() == files
+    for name, trace in traces.items():
+        assert len(trace.tasks()) == (2 if "vote" in name else 1)
+        assert "boxed" in trace.scaffolding_outputs[0].text
+    assert main(["trace", "show", str(folder / "majority_vote@2-1-1.json")]) == 0
+    assert "MajorityVoteController" in capsys.readouterr().out
 
 
 def test_a_task_brings_its_problems_instruction_and_grader(server, tmp_path, capsys):

@@ -17,6 +17,7 @@ from forethought.scaffolding import (
     Reply,
     ScriptedWorker,
     StreamGenerationTask,
+    Trace,
 )
 from forethought.scaffolding.budget import Budget
 from tokens import speaking
@@ -191,6 +192,21 @@ def test_a_seed_belongs_to_the_problems_number():
     seeds = [{call.prompt: call.task.seed for call in worker.calls} for worker in workers]
     assert len(set(seeds[0].values())) == 6
     assert seeds[1] == {PROBLEMS[n].question: seeds[0][PROBLEMS[n].question] for n in (2, 4)}
+
+
+def test_a_trace_is_written_of_each_attempt_a_failed_one_included(tmp_path):
+    runner = scripted(lambda prompt, index: "a", in_flight=1)
+    runner.trace_dir = tmp_path
+    made = replace(GREEDY, name="a+b@2 in tokens/5")
+    runner.attempts(made, {1: PROBLEMS[1], 4: PROBLEMS[4]})
+    names = ["a+b@2_in_tokens_5-1.json", "a+b@2_in_tokens_5-4.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert Trace.load(tmp_path / names[1]).prompt == PROBLEMS[4].question
+    failing = scripted(lambda prompt, index: Reply("", error=RuntimeError("gone")))
+    failing.trace_dir = tmp_path
+    with pytest.raises(TaskError):
+        failing.attempts(GREEDY, PROBLEMS[:1])
+    assert "gone" in Trace.load(tmp_path / "plain-0.json").error["what"]
 
 
 def test_enough_ends_the_rest():

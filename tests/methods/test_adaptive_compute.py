@@ -51,6 +51,21 @@ def drawn(worker):
     return [call for call in worker.calls if call.prompt == "p"]
 
 
+def test_each_sample_has_a_seed_of_its_own():
+    keeps = dict.fromkeys(SAMPLES, 0.1)
+    _, worker = run(keeps, params={"seed": 3}, prune_after=None)
+    assert len({call.task.seed for call in drawn(worker)}) == len(drawn(worker)) == 4
+
+
+def test_the_question_of_a_probe_is_in_no_answer_that_the_budget_cuts():
+    keeps = dict.fromkeys(("aaaa", "bbbb"), 0.9)
+    settings = {"round_size": 2, "prune_after": 4, "prune_share": 0.0, "restart_below": 0.0}
+    result, worker = run(keeps, 2, Budget(tokens=12), **settings)
+    assert RESTART_PROMPT in "".join(worker.prompts)
+    assert set(result.output.text) in ({"a"}, {"b"})
+    assert 4 <= len(result.output.text) < 8
+
+
 def test_sampling_ends_with_the_first_answer_that_a_new_start_would_not_better():
     keeps = {"aaaaaaaa": 0.4, "bbbbbbbb": 0.9}
     result, worker = run(keeps, prune_after=None)

@@ -56,6 +56,15 @@ def told(result):
 SAMPLES = [sure("a7", 2.0), sure("b7", 1.0), sure("c5", 4.0), sure("d7", 3.0), sure("e5", 2.5)]
 
 
+@pytest.mark.parametrize("method", ["deepconf", "deepconf_online"])
+def test_each_sample_has_a_seed_of_its_own(method):
+    settings = {"consensus": None} if method == "deepconf_online" else {}
+    controller = methods.create(method, default_sample_num=5, extract_answer=last, **settings)
+    worker = ScriptedWorker(SAMPLES)
+    answer(controller, worker, sampling_params={"seed": 3})
+    assert len({call.task.seed for call in worker.calls}) == len(worker.calls) == 5
+
+
 def test_the_most_confident_samples_vote_with_their_confidence():
     """The 40th percentile of 1.0 2.0 2.5 3.0 4.0 is 2.3: 5 has 4.0 + 2.5 of 9.5, 7 has 3.0."""
     result, worker = ask(SAMPLES, kept=0.6, aggregation="mean")

@@ -56,6 +56,14 @@ def test_the_answer_with_the_most_probable_yes_over_all_verifications_wins():
     assert [(task.max_tokens, task.temperature) for task in questions] == [(1, 0.0)] * 6
 
 
+def test_the_question_whether_it_is_correct_is_sampled_in_its_own_way():
+    worker = ScriptedWorker(says)
+    best(worker, params={"seed": 5, "top_p": 0.5, "stop": ["never"]})
+    for call in worker.calls:
+        own = (call.task.top_p, call.task.stop) == (0.5, ["never"])
+        assert own is not call.prompt.endswith(YES_NO_PROMPT)
+
+
 def test_without_a_verification_the_question_is_asked_at_once():
     def script(prompt, index):
         said, asked, _ = prompt.removeprefix("p").partition(YES_NO_PROMPT)

@@ -60,6 +60,11 @@ def test_the_best_documents_stand_next_to_the_question_and_examples_have_their_o
     assert told("drag", result) == {"documents": ranked}
 
 
+def test_an_answer_of_drag_that_the_budget_cuts_is_returned_without_its_prompt():
+    result = run("drag", ScriptedWorker(lambda prompt, _: " Bari"), budget=Budget(tokens=3))
+    assert (result.output.text, result.output.finish_reason) == (" Ba", "length")
+
+
 @pytest.mark.parametrize(("num_documents", "num_examples"), [(1, 0), (3, 1), (4, 2)])
 def test_documents_and_examples_scale_the_prompt(num_documents, num_examples):
     worker = ScriptedWorker(lambda prompt, _: "x")

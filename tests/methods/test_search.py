@@ -410,6 +410,15 @@ def test_the_value_of_several_rollouts_is_their_mean():
     assert len({call.task.seed for call in worker.calls if call.prompt == "pb;"}) == 4
 
 
+def test_rollouts_of_mcts_draw_other_texts_than_the_steps_of_the_same_beam():
+    _, worker = search(
+        "mcts", params={"seed": 1}, default_sample_num=2, width=2, rollouts=2, exploration=0.0
+    )
+    seeds = [call.task.seed for call in worker.calls]
+    assert len(seeds) > 6, "the beams with rollouts are continued, too"
+    assert len(seeds) == len(set(seeds))
+
+
 def test_mcts_with_rollouts_values_a_beam_by_complete_answers():
     options = {"default_sample_num": 2, "width": 3, "exploration": 0.0, "rollouts": 1}
     result, worker = search("mcts", **options)
@@ -515,6 +524,37 @@ def test_proposed_thoughts_are_put_behind_the_beam_and_the_last_step_is_the_answ
     assert result.output.text == "a;e;y."
     assert worker.prompts == ["p?n\n", "pa;?n\n", "pa;e;", "pa;e;"]
     assert judged[:2] == ["a;", "b;"], "a proposal that is repeated is one step"
+
+
+@pytest.mark.parametrize("evaluation", ["value", "vote"])
+def test_the_judgements_of_a_step_have_seeds_of_their_own(evaluation):
+    """With equal ones a model would say the same each time."""
+
+    def says(prompt, index):
+        if prompt.endswith((VALUE, ":")):
+            return "sure" if evaluation == "value" else "1"
+        return of_game({})(prompt, index)
+
+    worker = ScriptedWorker(says)
+    settings = {"step_token": ";", "prompts": PROMPTS, "num_thoughts": 2, "num_evaluations": 3}
+    controller = methods.create(
+        "tree_of_thoughts", evaluation=evaluation, default_sample_num=1, **settings
+    )
+    answer(controller, worker, sampling_params={"seed": 3})
+    judged = [call for call in worker.calls if call.prompt.endswith((VALUE, ":"))]
+    by_prompt = {}
+    for call in judged:
+        by_prompt.setdefault(call.prompt, []).append(call.task.seed)
+    assert by_prompt
+    assert all(len(seeds) == len(set(seeds)) == 3 for seeds in by_prompt.values())
+
+
+def test_proposals_and_judgements_are_no_part_of_an_answer():
+    says = {"p?n\n": "a\nb", "pa;?v": "sure", "pb;?v": "likely", "pa;": "x."}
+    settings = {"thoughts": "propose", "max_steps": 2, "default_sample_num": 1}
+    _, worker = think(lambda prompt, _: says.get(prompt, "sure"), **settings)
+    asked = {call.prompt: call.task.is_aside for call in worker.calls}
+    assert {prompt: asked[prompt] for prompt in says} == dict.fromkeys(says, True) | {"pa;": False}
 
 
 def test_depth_first_thoughts_go_down_and_back_and_leave_out_what_is_judged_too_low():

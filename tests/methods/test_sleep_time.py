@@ -9,9 +9,10 @@ import pytest
 
 from engines import expect_empty
 from forethought import LLM, methods
-from forethought.errors import ParameterError, TaskError
+from forethought.errors import BudgetExceeded, ParameterError, TaskError
 from forethought.methods.sleep_time import SLEEP_PROMPT, SleepMemory
 from forethought.scaffolding import (
+    Budget,
     EngineWorker,
     RestoreSessionTask,
     SaveSessionTask,
@@ -45,6 +46,16 @@ def ask(controller, worker, *questions, **options):
     workers = dict.fromkeys(methods.worker_tags(controller), worker)
     with ScaffoldingLlm(controller, workers, trace=True) as llm:
         return [llm.generate(question, timeout=60, **options) for question in questions]
+
+
+@pytest.mark.parametrize("snapshot", [None, "nuts"])
+def test_an_answer_that_the_budget_cuts_is_returned_without_thoughts_and_question(snapshot):
+    controller, budget = build(snapshot=snapshot), Budget(tokens=len(THOUGHT) + 1)
+    (result,) = ask(controller, ScriptedWorker(says), QUESTIONS[0], budget=budget)
+    assert (result.output.text, result.output.finish_reason) == ("1", "length")
+    fresh, few = build(snapshot=snapshot), Budget(tokens=3)
+    with pytest.raises(BudgetExceeded):
+        ask(fresh, ScriptedWorker(says), QUESTIONS[0], budget=few)
 
 
 def told(result):

@@ -52,6 +52,15 @@ def test_the_scores_of_all_critiques_are_added():
     assert "{" not in asked[0].prompt
 
 
+def test_each_critique_has_a_seed_of_its_own():
+    worker = ScriptedWorker(lambda p, n: ANSWERS[n] if p == "p" else CRITIQUES[0])
+    spct = methods.create("spct", num_critiques=4, sampling_params={"seed": 5})
+    controller = methods.create("best_of_n", reward_controller=spct, default_sample_num=3)
+    answer(controller, worker)
+    seeds = [call.task.seed for call in worker.calls if call.prompt != "p"]
+    assert len(set(seeds)) == len(seeds) == 4
+
+
 def test_only_the_critiques_that_the_meta_reward_prefers_vote():
     meta = {"x": 0.8, "y": 0.1, "z": 0.7}
     settings = {"num_critiques": 3, "meta_reward_controller": NativeRewardController()}

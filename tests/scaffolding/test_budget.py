@@ -105,6 +105,19 @@ def test_what_a_judge_says_is_never_the_answer_of_a_request_whose_budget_is_spen
     assert answer(Judged(), worker, budget=Budget(tokens=10)).output.text == "one"
 
 
+def test_an_aside_is_never_the_answer_of_a_request_whose_budget_is_spent():
+    class Asks(Controller):
+        def process(self, tasks, **kwargs):
+            sample = tasks[0].copy()
+            sample.worker_tag = TAG
+            yield [sample]
+            yield [sample.fork(" Is it right?", is_aside=True)]
+            yield [sample.fork(" more")]
+
+    worker = ScriptedWorker({"p": "one", "pone Is it right?": "x" * 50})
+    assert answer(Asks(), worker, budget=Budget(tokens=10)).output.text == "one"
+
+
 def test_a_branch_that_may_fail_does_not_hide_that_the_budget_is_spent():
     class Two(Controller):
         def process(self, tasks, **kwargs):

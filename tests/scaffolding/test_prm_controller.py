@@ -198,16 +198,16 @@ def test_a_score_is_the_product_of_what_the_plain_model_says_at_the_separators(w
 def test_a_step_without_any_probability_does_not_shift_the_others(worker, monkeypatch):
     rewards = asked(PRMController(worker.tokenizer), [answered("a\n\nb\n\nc")])
     (reward,) = rewards
-    model = worker._model
-    head = model._head
+    prefixes = worker._model._prefixes
+    score = prefixes.score
 
-    def hopeless(hidden):
-        scores = head(hidden).clone()
-        scores[:, reward.step_positions[0]] = 0.0  # as where a probability underflows
-        return scores
+    def hopeless(rows):
+        found = score(rows)
+        for scores, _ in found:
+            scores[reward.step_positions[0]] = 0.0  # as where a probability underflows
+        return found
 
-    monkeypatch.setattr(model, "_head", hopeless)
-    monkeypatch.setattr(model, "_prefixes", None)
+    monkeypatch.setattr(prefixes, "score", hopeless)
     with ScaffoldingLlm(_Yield(rewards), {"reward": worker}) as llm:
         llm.generate("q")
     assert reward.step_scores[0] == 0

@@ -254,7 +254,7 @@ def test_a_pass_that_fails_leaves_nothing_half_computed(directory, monkeypatch):
     row = [*range(10, 60)]
     scored(model, [row])
     with monkeypatch.context() as broken:
-        broken.setattr(model._prefixes, "_compute", lambda *_: 1 / 0)
+        broken.setattr(model._prefixes._forward, "compute", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             scored(model, [row + [7] * 20])
     (after,) = scored(model, [row + [7] * 20])
@@ -282,16 +282,26 @@ def test_a_tree_of_random_rows_holds_each_of_them_once(seed):
     """With a stand-in for the model whose score of a token is that of its whole prefix."""
     rng, computed = random.Random(seed), []
 
-    def compute(rows, pasts):
-        results = []
-        for ids, past in zip(rows, pasts, strict=True):
-            before = [int(token) for part in past for token in part[0, 0, 0, :, 0]]
-            computed.append((len(before), tuple(ids)))
-            scores = [float(hash((*before, *ids[: end + 1]))) for end in range(len(ids))]
-            results.append((torch.tensor(ids).double().view(1, 1, 1, -1, 1), scores))
-        return results
+    class Stand:
+        freed = 0
 
-    tree = RewardPrefixCache(compute, max_tokens=rng.choice((0, 40, 10_000)))
+        def compute(self, rows, pasts):
+            results = []
+            for ids, past in zip(rows, pasts, strict=True):
+                before = [token for part in past for token in part]
+                computed.append((len(before), tuple(ids)))
+                scores = [float(hash((*before, *ids[: end + 1]))) for end in range(len(ids))]
+                results.append((ids, scores))
+            return results
+
+        def split(self, states, count):
+            return states[:count], states[count:]
+
+        def free(self, states):
+            self.freed += len(states)
+
+    stand = Stand()
+    tree = RewardPrefixCache(stand, max_tokens=rng.choice((0, 40, 10_000)))
     for _ in range(30):
         rows = [[rng.randrange(2) for _ in range(rng.randrange(1, 30))] for _ in range(3)]
         before = sum(len(ids) for _, ids in computed)
@@ -305,6 +315,99 @@ def test_a_tree_of_random_rows_holds_each_of_them_once(seed):
             segments += segment.children
         assert tree.num_tokens == sum(len(segment.tokens) for segment in segments)
         assert tree.num_tokens <= tree._max_tokens
+        assert stand.freed + tree.num_tokens == sum(len(ids) for _, ids in computed)
+
+
+# ---- the layers in C++ ---------------------------------------------------------------------------
+
+DECODERS = {
+    "Qwen2": (Qwen2ForTokenClassification, {}),
+    "answers": (Qwen2ForSequenceClassification, {"num_labels": 1}),
+    "heads of one key": (Qwen2ForTokenClassification, {"num_key_value_heads": 2}),
+}
+
+
+def expect_all_slots(model):
+    """Each slot is free, or holds one token of the cache."""
+    forward, segments = model._prefixes._forward, [model._prefixes._root]
+    held = []
+    for segment in segments:
+        segments += segment.children
+        held += segment.states or ()
+    assert len(held) == model._prefixes.num_tokens
+    assert sorted([*held, *forward._free]) == [*range(forward._storage.num_pages)]
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_the_layers_in_cpp_score_as_those_of_transformers(tmp_path, name):
+    kind, fields = DECODERS[name]
+    save(tmp_path, kind, **fields)
+    made = {
+        forward: RewardModel(tmp_path, "float32", max_cached_tokens=10_000, forward=forward)
+        for forward in ("auto", "torch")
+    }
+    kinds = {type(model._prefixes._forward).__name__ for model in made.values()}
+    assert kinds == {"NativeRewardForward", "TorchRewardForward"}
+    for level in searched():
+        queries = [
+            RewardQuery(tuple(row), None, None, None if name == "answers" else (3, len(row) - 1))
+            for row in level
+        ]
+        native, plain = (
+            model.score([model.encode(each) for each in queries], queries)
+            for model in made.values()
+        )
+        for one, other in zip(native, plain, strict=True):
+            assert [one.score, *one.step_scores] == pytest.approx(
+                [other.score, *other.step_scores], abs=1e-5
+            )
+            assert (one.length, one.prefilled) == (other.length, other.prefilled)
+    expect_all_slots(made["auto"])
+
+
+def test_in_cpp_rows_scored_together_have_the_scores_of_rows_scored_one_by_one(directory):
+    """In every company, whatever stood in the cache, and however a row was cut by it."""
+    together = RewardModel(directory, "float32", max_cached_tokens=300)
+    for level in searched():
+        found = scored(together, level)
+        expect_all_slots(together)
+        for row, score in zip(level, found, strict=True):
+            (alone,) = scored(RewardModel(directory, "float32"), [row])
+            assert alone.step_scores == pytest.approx(score.step_scores, abs=1e-5)
+
+
+def test_more_tokens_than_there_are_slots_are_kept_with_what_was_there(directory):
+    model = RewardModel(directory, "float32", max_cached_tokens=10_000)
+    rows = [[start, *range(5, 405)] for start in range(500, 504)]
+    first = [scored(model, [row])[0] for row in rows]
+    assert model._prefixes._forward._storage.num_pages == 2048
+    expect_all_slots(model)
+    again = scored(model, rows)
+    assert [score.prefilled for score in again] == [0] * 4
+    longer = scored(model, [[*rows[0], 7, 8]])[0]
+    assert longer.prefilled == 2
+    assert longer.step_scores[:-2] == first[0].step_scores
+    (alone,) = scored(RewardModel(directory, "float32"), [[*rows[0], 7, 8]])
+    assert longer.step_scores == pytest.approx(alone.step_scores, abs=1e-5)
+
+
+def test_a_pass_in_cpp_that_fails_leaves_its_slots(directory, monkeypatch):
+    model = RewardModel(directory, "float32", max_cached_tokens=1000)
+    scored(model, [[*range(10, 60)]])
+    with monkeypatch.context() as broken:
+        broken.setattr(model._prefixes._forward, "_head", lambda hidden: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            scored(model, [[*range(10, 60), 7, 8]])
+    expect_all_slots(model)
+
+
+def test_without_a_compiler_the_layers_are_those_of_transformers(directory, monkeypatch):
+    monkeypatch.setattr(
+        "forethought.scaffolding.workers.reward_forward.find_compiler", lambda: None
+    )
+    model = RewardModel(directory, "float32")
+    assert type(model._prefixes._forward).__name__ == "TorchRewardForward"
+    assert len(scored(model, [[*range(10, 60)]])[0].step_scores) == 50
 
 
 def test_aggregations_of_steps():

@@ -1,6 +1,7 @@
 """Stages and traces: what is told and recorded of a request, and the request run again from it."""
 
 import contextlib
+import math
 import random
 
 import pytest
@@ -8,10 +9,15 @@ import pytest
 from forethought import methods
 from forethought.cli.main import main
 from forethought.errors import ParameterError, UsageError
+from forethought.methods.adaptive_compute import RESTART_PROMPT
+from forethought.outputs import Logprob
 from forethought.scaffolding import (
+    AsCompleted,
+    Branch,
     Budget,
     Controller,
     Delta,
+    GenerationTask,
     NativeRewardController,
     Prices,
     Reply,
@@ -48,6 +54,162 @@ METHODS = {
     "forcing": lambda: methods.create("budget_forcing", thinking_budget=4),
     "first_answer": lambda: methods.create("first_answer", line_end="{"),
 }
+
+
+NEVER = 10_000.0
+"""Seconds before the first token of a sample that is cancelled before."""
+
+
+def boxed(number):
+    return f"so \\boxed{{{number}}}"
+
+
+def first_agree(prompt, index):
+    """Three samples at once; the others never come."""
+    return Reply(boxed(2), delay=0.0 if index < 3 else NEVER)
+
+
+def one_passes(prompt, index):
+    return Reply(boxed(3 if index == 1 else 1), delay=0.0 if index < 2 else NEVER)
+
+
+def unsure(prompt, index):
+    """Two that set the threshold, one that falls below it, two that agree, and two too many."""
+    confidence = (3.0, 3.0, 1.0, 3.5, 3.5, 3.5, 3.5)[index]
+    text = "w" * 12 + boxed(1 if index == 0 else 2)
+    scores = [{ord(c): Logprob(-confidence, 1)} for c in text]
+    return Reply(text, logprobs=scores, delay=NEVER if index > 4 else 0.0)
+
+
+def restarts(prompt, index):
+    """Answers, and how probable it is that a new start is not better."""
+    if not prompt.endswith(RESTART_PROMPT):
+        return Reply("w" * 16 + boxed(index % 3), seconds_per_token=0.0)
+    good = (len(prompt) * 7 + index) % 10 / 10
+    pair = {1: Logprob(math.log(good + 1e-3), 1, "No"), 2: Logprob(math.log(1.1 - good), 1, "Yes")}
+    return Reply("N", logprobs=[pair])
+
+
+def slow_streams(prompt, index):
+    """Chains that are never at their end, and answers of probes."""
+    if "boxed" in prompt:
+        return Reply("7}")
+    return Reply("w" * 400, seconds_per_token=0.001 if index < 2 else NEVER)
+
+
+CANCELLED = {
+    "vote": (lambda: methods.create("majority_vote", default_sample_num=5), first_agree),
+    "statistical stop": (
+        lambda: methods.create(
+            "majority_vote", default_sample_num=9, early_stop=False, statistical_stop=0.9
+        ),
+        first_agree,
+    ),
+    "verified": (
+        lambda: methods.create(
+            "repeated_sampling",
+            default_sample_num=4,
+            verifier=lambda question, text: "3" in text,
+            concurrency=4,
+        ),
+        one_passes,
+    ),
+    "deepconf_online": (
+        lambda: methods.create(
+            "deepconf_online",
+            default_sample_num=7,
+            num_warmup=2,
+            window=4,
+            chunk_size=4,
+            consensus=0.65,
+        ),
+        unsure,
+    ),
+    "adaptive_compute": (
+        lambda: methods.create(
+            "adaptive_compute", default_sample_num=6, round_size=3, prune_after=8
+        ),
+        restarts,
+    ),
+    "dynasor under a vote": (
+        lambda: methods.create(
+            "majority_vote",
+            generation_controller={
+                "method": "dynasor",
+                "chunk_size": 4,
+                "certainty_threshold": 2,
+            },
+            default_sample_num=3,
+        ),
+        slow_streams,
+    ),
+    "votes under best of n": (
+        lambda: methods.create(
+            "best_of_n",
+            generation_controller={"method": "majority_vote", "default_sample_num": 2},
+            reward_controller=NativeRewardController(),
+            default_sample_num=2,
+        ),
+        lambda prompt, index: Reply(boxed(2)),
+    ),
+}
+"""Methods that end samples before they are whole, and a script for each."""
+WITHOUT_CANCELS = ("adaptive_compute", "votes under best of n")
+"""What they end they end as a stream, or nothing."""
+
+
+def told(trace):
+    """The stages; when cancelled branches are gone is no decision."""
+    return [
+        (stage["branch"], stage["name"], stage["why"], stage["fields"])
+        for stage in trace.stages
+        if stage["why"] != "cancelled"
+    ]
+
+
+@pytest.mark.parametrize("name", CANCELLED)
+def test_a_request_with_cancelled_branches_runs_again_to_the_same_result(name, tmp_path):
+    make, script = CANCELLED[name]
+    result = run(make(), script, sampling_params={"seed": 3, "max_tokens": 60})
+    assert result.error is None
+    result.trace.save(tmp_path / "trace.json")
+    trace = Trace.load(tmp_path / "trace.json")
+    outcomes = [span.outcome for span in trace.spans]
+    assert ("cancelled" in outcomes) is (name not in WITHOUT_CANCELS)
+    again = replay(trace, make(), timeout=60)
+    assert again.outputs == result.outputs
+    assert again.output.meta == result.output.meta
+    assert again.usage == result.usage
+    assert told(again.trace) == told(trace)
+
+
+class Looks(Controller):
+    """Returns how many of its branches had ended when it heard of the first."""
+
+    def process(self, tasks, **kwargs):
+        class Ends:
+            ended = False
+
+            def process(self, tasks):
+                yield tasks
+                self.ended = True
+
+        branches = [
+            Branch(Ends(), [GenerationTask(input_str="q", worker_tag="generation")])
+            for _ in range(4)
+        ]
+        with AsCompleted(branches) as running:
+            yield running
+            tasks[0].output_str = str(sum(branch.controller.ended for branch in branches))
+
+
+@pytest.mark.parametrize("num_together", [1, 2, 4])
+def test_what_a_controller_sees_of_its_branches_when_it_goes_on_is_seen_again(num_together):
+    script = [Reply("x", delay=0.0 if n < num_together else NEVER) for n in range(4)]
+    worker = ScriptedWorker(script)
+    with ScaffoldingLlm(Looks(), {"generation": worker}, trace=True) as llm:
+        result = llm.generate("p")
+    assert replay(result.trace, Looks(), timeout=60).output == result.output
 
 
 @pytest.mark.parametrize("name", METHODS)

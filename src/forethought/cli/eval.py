@@ -189,6 +189,12 @@ def _configure_run(parser: argparse.ArgumentParser) -> None:
         help="where journal and report are written (default: runs/eval)",
     )
     parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="DIR",
+        help="write what each attempt did there, for 'forethought trace show FILE'",
+    )
+    parser.add_argument(
         "--fresh", action="store_true", help="begin anew: forget the journal that is there"
     )
     parser.add_argument("--json", action="store_true", help="print the JSON object only")
@@ -243,6 +249,9 @@ def run(args: argparse.Namespace) -> int:
 
     runner, options = _runner(args, plan), _options(args)
     make_folder(args.out)
+    if args.trace is not None:
+        make_folder(args.trace)
+        runner.trace_dir = args.trace
     with (
         closing(plan.grader),
         open_judge(args) as judge,

@@ -11,11 +11,13 @@ from __future__ import annotations
 import asyncio
 import queue
 import random
+import re
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from forethought.config.sampling import SamplingParams
@@ -66,7 +68,12 @@ class EvaluationRunner:
         prompt_format: the prompt in the model's own format, with ``{question}`` where the question
             goes; None: the chat template where there is one, and the question alone elsewhere.
         grader: decides which answers are right; by default a ``MathGrader``.
+
+    Attributes:
+        trace_dir: folder where the trace of each attempt is written; None: there are no traces.
     """
+
+    trace_dir: Path | None = None
 
     def __init__(
         self,
@@ -170,6 +177,7 @@ class EvaluationRunner:
             zero = time.perf_counter() - began
             with closing(self.results(recipe, requests, source)) as results:
                 for request, result in results:
+                    self._save_trace(recipe, request, result)
                     attempt = self._graded(recipe, problems[request.key[0]], request, result)
                     yield replace(attempt, elapsed=round(time.perf_counter() - zero, 3))
 
@@ -208,12 +216,20 @@ class EvaluationRunner:
 
         with (
             source.calling() as call,
-            call(lambda: ScaffoldingLlm(recipe.controller, workers, at_once)) as scaffolding,
+            call(
+                lambda: ScaffoldingLlm(
+                    recipe.controller, workers, at_once, trace=self.trace_dir is not None
+                )
+            ) as scaffolding,
         ):
             results = call(submit)
             for _ in results:
                 index = ended.get()
                 yield requests[index], results[index]
+
+    def _save_trace(self, recipe: Recipe, request: Request, result: ScaffoldingResult) -> None:
+        if self.trace_dir is not None and result.trace is not None:
+            result.trace.save(self.trace_dir / trace_name(recipe.name, *request.key))
 
     def _graded(
         self, recipe: Recipe, problem: Problem, request: Request, result: ScaffoldingResult
@@ -267,6 +283,13 @@ class EvaluationRunner:
         """The seed of an attempt, which does not depend on the other attempts."""
         path = f"{self._seed}/{number}" + (f"/{sample}" if sample else "")
         return random.Random(path).getrandbits(48)
+
+
+def trace_name(method: str, number: int, sample: int = 0) -> str:
+    """The file of the trace of an attempt: method, number of the problem, and of a further attempt
+    at it its number."""
+    name = re.sub(r"[^\w@+.-]+", "_", method)
+    return f"{name}-{number}-{sample}.json" if sample else f"{name}-{number}.json"
 
 
 def _num_tokens(output: ScaffoldingOutput | None) -> int:

@@ -186,6 +186,7 @@ class AdaptiveComputeController(Controller):
                 self.restart_prompt,
                 GenerationTask,
                 inherit=False,
+                is_aside=True,
                 temperature=0.0,
                 max_tokens=1,
                 num_logprobs=NUM_LOGPROBS,

@@ -28,9 +28,11 @@ from forethought.scaffolding.task import GenerationTask
 
 
 class DRAGController(RetrievalController):
-    """Answers a question from retrieved documents, with worked examples in front (DRAG).
+    """Answers a question from documents and worked examples in front, as plain text (DRAG).
 
-    The prompt of the request is the question; of token ids, give ``question="..."``.
+    The prompt of the request is the question; of token ids, or of a prompt that went through a chat
+    template, give ``question="..."``: the template is left out, as the prompt is a text that the
+    model continues.
     ``customized_result_fields["drag"]`` holds the numbers of the ``documents``, the best one first.
 
     Args:
@@ -71,10 +73,12 @@ class DRAGController(RetrievalController):
         asked.input_tokens, asked.skip_tokenizer = None, False
         asked.input_str = f"{self.instruction}{shown}{self._asked(question)}"
         asked.question = question
-        yield from self.generation_controller.clone().process([asked])
-        task.result, task.samples = asked.result, asked.samples
-        task.request_handle = asked.request_handle
-        task.status, task.error = asked.status, asked.error
+        try:
+            yield from self.generation_controller.clone().process([asked])
+        finally:  # the budget may end it
+            task.result, task.samples = asked.result, asked.samples
+            task.request_handle = asked.request_handle
+            task.status, task.error = asked.status, asked.error
         task.customized_result_fields["drag"] = {"documents": documents}
 
     def _asked(self, question: str) -> str:

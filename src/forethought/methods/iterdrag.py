@@ -53,13 +53,14 @@ class _Progress:
 
 
 class IterDRAGController(RetrievalController):
-    """Answers a question by follow-up questions, with documents retrieved for each (IterDRAG).
+    """Answers a question by follow-up questions with documents for each, as plain text (IterDRAG).
 
-    The prompt of the request is the question; of token ids, give ``question="..."``. The output is
-    the final answer. ``customized_result_fields["iterdrag"]`` holds the follow-up questions
-    (``queries``), their ``answers``, the numbers of the ``documents`` of the question and of each
-    follow-up, whether the final answer was ``forced``, and whether the budget ended it before it
-    (``budget_ended``): the output is then the last intermediate answer.
+    The prompt of the request is the question; of token ids, or of a prompt that went through a chat
+    template, give ``question="..."``: the template is left out, as the prompt is a text that the
+    model continues. The output is the final answer. ``customized_result_fields["iterdrag"]`` holds
+    the follow-up questions (``queries``), their ``answers``, the numbers of the ``documents`` of
+    the question and of each follow-up, whether the final answer was ``forced``, and whether the
+    budget ended it before it (``budget_ended``): the output is then the last intermediate answer.
 
     Args:
         documents: texts, or a ``scaffolding.bm25.BM25Index``.

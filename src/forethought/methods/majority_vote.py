@@ -274,6 +274,9 @@ class MajorityVoteController(Controller):
             Exception: what the samples have failed with.
         """
         failed = [each.error for each in (*ended, *branches) if each.error is not None]
+        assert failed, (
+            "a sample does not vote because it failed, or because the budget has ended it"
+        )
         spent = [error for error in failed if isinstance(error, BudgetExceeded)]
         cut = [each for each in branches if getattr(each.tasks[0], "output_str", None)]
         if not spent or not cut:

@@ -252,7 +252,7 @@ class SleepTimeController(Controller):
     def _prompt(self) -> GenerationTask:
         expected = "".join(f"\n- {question}" for question in self.anticipated)
         listed = f"\n\nQuestions to expect:{expected}" if expected else ""
-        return GenerationTask(input_str=f"{self.context}{listed}{self.sleep_prompt}")
+        return GenerationTask(input_str=f"{self.context}{listed}{self.sleep_prompt}", is_aside=True)
 
     def _restore(self) -> Process:
         restoring = RestoreSessionTask(name=self._name())
@@ -283,10 +283,12 @@ class SleepTimeController(Controller):
                 task.priority,
             )
         question.question = task.question_text
-        yield from self.generation_controller.clone().process([question])
-        task.result, task.samples = question.result, question.samples
-        task.request_handle = question.request_handle
-        task.status, task.error = question.status, question.error
+        try:
+            yield from self.generation_controller.clone().process([question])
+        finally:  # the budget may end it
+            task.result, task.samples = question.result, question.samples
+            task.request_handle = question.request_handle
+            task.status, task.error = question.status, question.error
 
 
 class _Answer:

@@ -164,7 +164,7 @@ class TreeOfThoughtsController(SearchController):
             wanted = [(beam, number) for beam in beams for number in range(self.num_thoughts)]
             grown: list[Beam] = yield from search.step(wanted)
             return grown
-        tasks = [search.fork(beam, self.prompts["propose"], 0) for beam in beams]
+        tasks = [search.fork(beam, self.prompts["propose"], 0, is_aside=True) for beam in beams]
         yield from search.ask(tasks)
         return [
             step
@@ -217,7 +217,8 @@ class TreeOfThoughtsController(SearchController):
             beam.score = float(votes.count(number))
 
     def _question(self, search: Search, beam: Beam, prompt: str, number: int) -> GenerationTask:
-        return search.fork(beam, prompt, number, max_tokens=self.judgement_tokens)
+        limit = self.judgement_tokens
+        return search.fork(beam, prompt, number, max_tokens=limit, is_aside=True)
 
 
 def _value_of(text: str) -> float:

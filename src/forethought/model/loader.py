@@ -168,7 +168,7 @@ def _network(
         ModelError: it must be native and cannot.
     """
     try:
-        reason = against or refusal(module) or _slower_natively(module, forward)
+        reason = against or native_refusal(module, forward)
         if reason is None:
             windows = [layer.window for layer in traits.layers]
             native = NativeNetwork(module, traits.max_positions, windows)
@@ -188,6 +188,15 @@ def _network(
         return FusedNetwork(module, traits.max_positions), ForwardPath(forward, "fused", reason)
     pack_linears(module)
     return TransformersNetwork(module), ForwardPath(forward, "transformers", reason)
+
+
+def native_refusal(module: PreTrainedModel, forward: Forward = "auto") -> str | None:
+    """Why a module on a CPU does not run natively; None: it does.
+
+    Raises:
+        ModelError: the native forward cannot be compiled.
+    """
+    return refusal(module) or _slower_natively(module, forward)
 
 
 def _slower_natively(module: PreTrainedModel, forward: Forward) -> str | None:

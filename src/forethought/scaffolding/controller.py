@@ -180,7 +180,8 @@ class Controller(Cloneable):
 def _answer_so_far(task: GenerationTask) -> ScaffoldingOutput | None:
     """The longest text behind a prompt that has been generated in this scope; None: there is none.
 
-    Of a fork, that is the text of all that it continues as well.
+    Of a fork, that is the text of all that it continues as well. Tasks that are asides count for
+    nothing.
     """
     scope = current_scope()
     found = [] if scope is None else scope.account.generated_in(scope.path)
@@ -194,6 +195,8 @@ def _answer_so_far(task: GenerationTask) -> ScaffoldingOutput | None:
 
 def _behind(task: GenerationTask, other: GenerationTask) -> ScaffoldingOutput | None:
     """What ``other`` has made of the prompt of ``task``; None if it has another one."""
+    if other.is_aside:
+        return None
     if other.fork_point is not None or isinstance(other, ChatTask):
         return other.joined
     if task.input_str is None:

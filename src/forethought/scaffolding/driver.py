@@ -175,6 +175,8 @@ class Frame:
                     resume = partial(process.throw, error)
                 else:
                     resume = partial(process.send, value)
+                if self.run.tracer is not None and not isinstance(wanted, Delta | Stage):
+                    await self.run.tracer.resume(self.scope.path)
         finally:
             try:
                 _close(process)

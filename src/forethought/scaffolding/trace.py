@@ -162,6 +162,9 @@ class Trace:
     budget: dict[str, Any] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
     stages: list[dict[str, Any]] = field(default_factory=list)
+    resumed: list[list[Any]] = field(default_factory=list)
+    """For each time that a controller went on after waiting, in order: the path of its branch, and
+    how many spans had ended before. What a controller decides may depend on it."""
     outputs: list[Any] = field(default_factory=list)
     """As encoded; ``scaffolding_outputs`` decodes them."""
     usage: dict[str, int] = field(default_factory=dict)
@@ -307,6 +310,9 @@ class Tracer:
     async def turn(self, span: Span) -> None:
         """Returns once ``span`` may end. Only a branch or a computation waits for it."""
 
+    async def resume(self, branch: str) -> None:
+        """The wait of the controller of ``branch`` is over; returns once it may go on."""
+
     def ended(self, span: Span, item: Item, outcome: str) -> None:
         """The job of ``item`` is over, however."""
 
@@ -350,6 +356,10 @@ class Recorder(Tracer):
             self._describe(span, item)
             self._before[span.number] = _snapshot(item)
         return span
+
+    async def resume(self, branch: str) -> None:
+        """Record what had ended by then."""
+        self.trace.resumed.append([branch, self._num_ended])
 
     def ended(self, span: Span, item: Item, outcome: str) -> None:
         """Record the results."""

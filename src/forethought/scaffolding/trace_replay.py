@@ -8,14 +8,16 @@ The controller is executed anew; only the workers are replaced: each task gets t
 trace has for it, tasks and branches end in the recorded order, what was cancelled is cancelled
 again by the controller itself, and a budget ends where it ended. So the result is the same, and a
 changed controller is found out at its first task that differs. Functions of ``ComputeTask`` run
-again.
+again. A controller goes on after a wait when as much had ended as in the recording, no less and no
+more, as it may read what other branches have left.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -106,6 +108,18 @@ class _OneRoute(Routes):
         return self._worker
 
 
+@dataclass(slots=True, eq=False)
+class _Wait:
+    """A controller that waits until it may go on."""
+
+    branch: str
+    num_ended: int
+    """Spans that had ended when it went on."""
+    waiting: asyncio.Future[None] | None = None
+    """None: it has not come so far."""
+    is_over: bool = False
+
+
 class Replay(Recorder):
     """Lets tasks and branches end in the order of a recorded trace; records the new one.
 
@@ -134,6 +148,10 @@ class Replay(Recorder):
         ended = [span for span in recorded.spans if span.order is not None]
         in_order = sorted(ended, key=lambda span: span.order or 0)
         self._pending = [span for span in in_order if span.outcome != "cancelled"]
+        self._waits = deque(_Wait(*values) for values in recorded.resumed)
+        self._waits_of: dict[str, deque[_Wait]] = defaultdict(deque)
+        for wait in self._waits:
+            self._waits_of[wait.branch].append(wait)
         self._matches: dict[int, Span] = {}
         self._spans: dict[int, tuple[Task, Span]] = {}
         self._over: set[int] = set()
@@ -162,12 +180,27 @@ class Replay(Recorder):
         """Wait until all that ended before ``span`` in the recording has ended."""
         match = self._match(span)
         self._advance()
-        if self._pending and self._pending[0] is match:
+        if self._pending and self._pending[0] is match and not self._has_to_wait(match):
             await asyncio.sleep(0)  # behind the end of the budget, if that came first
             return
         waiting = asyncio.get_running_loop().create_future()
         self._waiting[match.number] = waiting
         await waiting
+
+    async def resume(self, branch: str) -> None:
+        """Wait until what had ended by then in the recording has ended."""
+        await super().resume(branch)
+        waits = self._waits_of[branch]
+        if not waits:
+            return  # an old trace, or a controller that is about to be found out
+        wait = waits.popleft()
+        self._advance()
+        if self._may_go_on(wait):
+            wait.is_over = True
+        else:
+            wait.waiting = asyncio.get_running_loop().create_future()
+            await wait.waiting
+        asyncio.get_running_loop().call_soon(self._advance)  # behind what it does now
 
     def ended(self, span: Span, item: Item, outcome: str) -> None:
         """Let the next one end."""
@@ -194,25 +227,51 @@ class Replay(Recorder):
             raise _divergence(span, None)
         return self._matches[span.number]
 
+    def _first_wait(self) -> _Wait | None:
+        """The first controller that has not gone on yet."""
+        while self._waits and (self._waits[0].is_over or self._is_gone(self._waits[0].branch)):
+            self._waits.popleft()
+        return self._waits[0] if self._waits else None
+
+    def _may_go_on(self, wait: _Wait) -> bool:
+        """Whether all has ended, and all have gone on, that did so before this controller."""
+        first = self._pending[0].order if self._pending else None
+        return wait is self._first_wait() and (first is None or first >= wait.num_ended)
+
+    def _has_to_wait(self, span: Span) -> bool:
+        """Whether a controller goes on before ``span`` ends."""
+        wait = self._first_wait()
+        return wait is not None and wait.num_ended <= (span.order or 0)
+
     def _advance(self) -> None:
-        while self._pending:
-            first = self._pending[0]
-            if first.kind == "budget":
-                if len(self.trace.spans) < first.number:  # not all had begun that had begun then
-                    break
-                self._pending.pop(0)  # soon: what has begun is to reach its worker first
-                asyncio.get_running_loop().call_soon(self.exhaust, first)
-            elif first.number in self._over or self._is_in_ended_branch(first):
-                self._pending.pop(0)
-            else:
-                break
-        if self._pending:
+        self._drop_ended()
+        wait = self._first_wait()
+        if wait is not None and wait.waiting is not None and self._may_go_on(wait):
+            wait.is_over = True
+            if not wait.waiting.done():
+                wait.waiting.set_result(None)
+        if self._pending and not self._has_to_wait(self._pending[0]):
             waiting = self._waiting.pop(self._pending[0].number, None)
             if waiting is not None and not waiting.done():
                 waiting.set_result(None)
 
-    def _is_in_ended_branch(self, span: Span) -> bool:
-        steps = span.branch.split(".")
+    def _drop_ended(self) -> None:
+        """Leave out what has ended, up to the first that has not; the budget ends in its place."""
+        while self._pending:
+            first = self._pending[0]
+            if first.kind == "budget":
+                if len(self.trace.spans) < first.number or self._has_to_wait(first):
+                    break  # not all had begun that had begun then
+                self._pending.pop(0)  # soon: what has begun is to reach its worker first
+                asyncio.get_running_loop().call_soon(self.exhaust, first)
+            elif first.number in self._over or self._is_gone(first.branch):
+                self._pending.pop(0)
+            else:
+                break
+
+    def _is_gone(self, branch: str) -> bool:
+        """Whether a branch, or one that it is in, has ended."""
+        steps = branch.split(".")
         paths = {".".join(steps[:count]) for count in range(1, len(steps) + 1)}
         return bool(paths & self._ended_branches)
 

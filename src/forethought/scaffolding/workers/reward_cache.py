@@ -4,17 +4,34 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from torch import Tensor
 
-    Compute = Callable[
-        [Sequence[list[int]], Sequence[Sequence[Tensor]]], list[tuple[Tensor, list[float]]]
-    ]
-    """Runs rows behind their pasts; see ``RewardModel._compute``."""
+class SegmentForward(Protocol):
+    """Computes segments, runs of tokens, and holds their keys and values in a form of its own: the
+    states of a segment."""
+
+    def compute(
+        self, rows: Sequence[list[int]], pasts: Sequence[Sequence[Any]]
+    ) -> list[tuple[Any, list[float]]]:
+        """Run R segments behind their pasts, in one pass.
+
+        Args:
+            rows: token ids.
+            pasts: of each row, the states of the segments that stand before it, in their order.
+
+        Returns:
+            For each row its states, and the score at each token.
+        """
+
+    def split(self, states: Any, count: int) -> tuple[Any, Any]:
+        """The states of the first ``count`` tokens, and those of the others."""
+
+    def free(self, states: Any) -> None:
+        """States that are not needed any more."""
+
 
 _LEAST_SHARED = 8
 """Tokens from which on it pays to compute what two rows have in common in a pass of its own."""
@@ -27,8 +44,8 @@ class _Segment:
     tokens: list[int]
     parent: _Segment | None = None
     children: list[_Segment] = field(default_factory=list)
-    states: Tensor | None = None
-    """Keys and values: [layers, 2, heads, tokens, width]; None: not computed yet."""
+    states: Any = None
+    """Its keys and values, as the forward holds them; None: not computed yet."""
     scores: list[float] = field(default_factory=list)
     """At each token."""
     used: int = 0
@@ -53,12 +70,12 @@ class RewardPrefixCache:
                                +----- another step 2
 
     Args:
-        compute: runs segments behind those above them.
+        forward: computes segments behind those above them.
         max_tokens: kept between calls; the least recently used leaves go first.
     """
 
-    def __init__(self, compute: Compute, max_tokens: int) -> None:
-        self._compute, self._max_tokens = compute, max_tokens
+    def __init__(self, forward: SegmentForward, max_tokens: int) -> None:
+        self._forward, self._max_tokens = forward, max_tokens
         self._root, self._clock, self.num_tokens = _Segment([]), itertools.count(1), 0
 
     def score(self, rows: Sequence[list[int]]) -> list[tuple[list[float], int]]:
@@ -94,8 +111,7 @@ class RewardPrefixCache:
             waiting = set(left)
             ready = [segment for segment in left if segment.parent not in waiting]
             pasts = [[s.states for s in segment.path[:-1]] for segment in ready]
-            rows = [segment.tokens for segment in ready]
-            found = self._compute(rows, [[s for s in past if s is not None] for past in pasts])
+            found = self._forward.compute([segment.tokens for segment in ready], pasts)
             for segment, (states, scores) in zip(ready, found, strict=True):
                 segment.states, segment.scores = states, scores
                 self.num_tokens += len(segment.tokens)
@@ -121,8 +137,7 @@ class RewardPrefixCache:
             at += count
         return segment
 
-    @staticmethod
-    def _split(segment: _Segment, count: int) -> _Segment:
+    def _split(self, segment: _Segment, count: int) -> _Segment:
         """Cut a segment behind its first ``count`` tokens; it keeps the rest, below a new one."""
         assert segment.parent is not None, "the root has no tokens"
         upper = _Segment(segment.tokens[:count], segment.parent, [segment], used=segment.used)
@@ -131,8 +146,7 @@ class RewardPrefixCache:
         segment.parent, segment.tokens = upper, segment.tokens[count:]
         if segment.states is not None:
             upper.scores, segment.scores = segment.scores[:count], segment.scores[count:]
-            upper.states = segment.states[:, :, :, :count].clone()
-            segment.states = segment.states[:, :, :, count:].clone()
+            upper.states, segment.states = self._forward.split(segment.states, count)
         return upper
 
     def _evict(self) -> None:
@@ -159,6 +173,7 @@ class RewardPrefixCache:
             parent.children.remove(segment)
         if segment.states is not None:
             self.num_tokens -= len(segment.tokens)
+            self._forward.free(segment.states)
             segment.states = None
 
 

@@ -21,11 +21,12 @@ Encoders (as BERT) score whole rows.
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import transformers
@@ -35,6 +36,12 @@ from forethought.errors import ContextLengthError, ModelError, ParameterError
 from forethought.model_dir import check_model_dir
 from forethought.scaffolding.step_format import STEP_FORMATS
 from forethought.scaffolding.workers.reward_cache import RewardPrefixCache
+from forethought.scaffolding.workers.reward_forward import (
+    Head,
+    TorchRewardForward,
+    native_forward,
+    padded,
+)
 from forethought.silence import without_progress_bars
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -84,6 +91,8 @@ class RewardModel:
         device: where they are.
         step_format: how it reads the steps of an answer, by name; None: as its config says.
         max_cached_tokens: tokens with keys, values and scores kept between calls.
+        forward: ``"auto"``: the layers of a decoder in C++, where that can be done; ``"torch"``:
+            the module of transformers.
 
     Attributes:
         by_step: whether it scores steps rather than whole answers.
@@ -102,6 +111,7 @@ class RewardModel:
         device: str = "auto",
         step_format: str | None = None,
         max_cached_tokens: int = 0,
+        forward: Literal["auto", "torch"] = "auto",
     ) -> None:
         if dtype not in _DTYPES:
             raise ParameterError(
@@ -119,9 +129,12 @@ class RewardModel:
         config = self._network.config.get_text_config()
         self._context = getattr(config, "max_position_embeddings", None) or math.inf
         self._vocabulary = self._network.get_input_embeddings().num_embeddings
+        self._has_types = "token_type_ids" in inspect.signature(self._network.forward).parameters
         self._prefixes: RewardPrefixCache | None = None
         if self._head is not None and _keeps_all_states(config):
-            self._prefixes = RewardPrefixCache(self._compute, max_cached_tokens)
+            native = native_forward(self._network, self._head) if forward == "auto" else None
+            segments = native or TorchRewardForward(self._network, self._head)
+            self._prefixes = RewardPrefixCache(segments, max_cached_tokens)
 
     def encode(self, query: RewardQuery) -> ScoringRow:
         """The input row of a query.
@@ -187,7 +200,8 @@ class RewardModel:
             encoding = self.tokenizer(text, add_special_tokens=False, verbose=False)
         else:
             encoding = self.tokenizer(question, answer, verbose=False)
-        return ScoringRow(list(encoding["input_ids"]), encoding.get("token_type_ids"))
+        types = encoding.get("token_type_ids") if self._has_types else None
+        return ScoringRow(list(encoding["input_ids"]), types)
 
     # ---- forward passes -----------------------------------------------------------------------
 
@@ -195,12 +209,12 @@ class RewardModel:
         """Each row with its scores: one per token, or one at all of an encoder of answers."""
         width = max(len(row.ids) for row in rows)
         inputs = {
-            "input_ids": self._padded([row.ids for row in rows], width),
-            "attention_mask": self._padded([[1] * len(row.ids) for row in rows], width),
+            "input_ids": padded([row.ids for row in rows], width, self.device),
+            "attention_mask": padded([[1] * len(row.ids) for row in rows], width, self.device),
         }
         if any(row.types for row in rows):
             types = [row.types or [0] * len(row.ids) for row in rows]
-            inputs["token_type_ids"] = self._padded(types, width)
+            inputs["token_type_ids"] = padded(types, width, self.device)
         if self._head is not None:
             hidden = self._network(**inputs, use_cache=False).last_hidden_state
             scores = self._head(hidden).tolist()
@@ -209,67 +223,6 @@ class RewardModel:
         if isinstance(scores[0], float):
             return [(row, [score]) for row, score in zip(rows, scores, strict=True)]
         return [(row, found[: len(row.ids)]) for row, found in zip(rows, scores, strict=True)]
-
-    def _compute(
-        self, rows: Sequence[list[int]], pasts: Sequence[Sequence[Tensor]]
-    ) -> list[tuple[Tensor, list[float]]]:
-        """Run R rows behind their pasts, in one pass.
-
-        Args:
-            rows: token ids.
-            pasts: of each row, the states of what stands before it, in parts
-                [layers, 2, heads, tokens, width].
-
-        Returns:
-            For each row its states, in the same shape, and the score at each token.
-        """
-        past_lengths = [sum(part.shape[3] for part in past) for past in pasts]
-        past, width = max(past_lengths), max(map(len, rows))
-        cache = transformers.DynamicCache(config=self._network.config)
-        if past:
-            for layer, (keys, values) in enumerate(_aligned(pasts, past)):
-                cache.update(keys, values, layer)
-        lengths = list(zip(past_lengths, map(len, rows), strict=True))
-        mask = [[0] * (past - p) + [1] * (p + n) + [0] * (width - n) for p, n in lengths]
-        last = self._context - 1  # padding may lie beyond it
-        positions = [[min(p + i, last) for i in range(width)] for p in past_lengths]
-        hidden = self._network(
-            input_ids=self._padded(rows, width),
-            attention_mask=torch.tensor(mask, device=self.device),
-            position_ids=torch.tensor(positions, device=self.device),
-            past_key_values=cache,
-            use_cache=True,
-        ).last_hidden_state
-        assert self._head is not None, "only decoders have prefixes"
-        scores = self._head(hidden).tolist()
-        results = []
-        for row, ids in enumerate(rows):
-            new = slice(past, past + len(ids))
-            layers = [
-                torch.stack([layer.keys[row, :, new], layer.values[row, :, new]])
-                for layer in cache.layers
-            ]
-            results.append((torch.stack(layers), scores[row][: len(ids)]))
-        return results
-
-    def _padded(self, rows: Iterable[list[int]], width: int) -> Tensor:
-        """int64 [R, width], with 0 behind the rows."""
-        filled = [row + [0] * (width - len(row)) for row in rows]
-        return torch.tensor(filled, device=self.device)
-
-
-def _aligned(pasts: Sequence[Sequence[Tensor]], width: int) -> Tensor:
-    """[layers, 2, R, heads, width, dim]: the pasts, each at the end of its row, 0 before it."""
-    like = next(part for past in pasts for part in past)
-    layers, pair, heads, _, dim = like.shape
-    states = like.new_zeros(layers, pair, len(pasts), heads, width, dim)
-    for row, past in enumerate(pasts):
-        end = width
-        for part in reversed(past):
-            begin = end - part.shape[3]
-            states[:, :, row, :, begin:end] = part
-            end = begin
-    return states
 
 
 # ---- loading -----------------------------------------------------------------------------------
@@ -280,7 +233,7 @@ class _Network(NamedTuple):
     if the model has its head inside."""
 
     model: Any
-    head: Callable[[Tensor], Tensor] | None
+    head: Head | None
 
 
 def is_reward_model(directory: Path) -> bool:
