@@ -219,7 +219,8 @@ def _slower_natively(module: PreTrainedModel, forward: Forward) -> str | None:
         return None
     if _num_weights(module) <= MAX_SMALL_WEIGHTS:
         return None
-    if any(isinstance(m, QuantizedLinear) and m.weight.bits == 4 for m in module.modules()):
+    weights = (m.weight for m in module.modules() if isinstance(m, QuantizedLinear))
+    if any(weight is not None and weight.bits == 4 for weight in weights):
         return f"torch has kernels for weights in 4 bits and {str(dtype).removeprefix('torch.')}"
     torch_amx = torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
     if uses_amx() or not torch_amx:
