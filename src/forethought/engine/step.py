@@ -555,7 +555,8 @@ def _contexts(sequence: Sequence, draft: Draft, eos_ids: frozenset[int]) -> list
     """
     params, start = sequence.params, sequence.prompt_length
     if not sequence.has_stateful_distribution:
-        return [TokenContext(params, (), (), eos_ids)] * (1 + len(draft.tokens))
+        output = sequence.output if params.min_tokens else ()  # its length still counts
+        return [TokenContext(params, (), output, eos_ids)] * (1 + len(draft.tokens))
     prompt, output, constraint = sequence.tokens[:start], sequence.output, sequence.constraint
     contexts = [TokenContext(params, prompt, output, eos_ids, constraint)]
     for node, token in enumerate(draft.tokens):
