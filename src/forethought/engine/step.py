@@ -51,7 +51,12 @@ from forethought.outputs import (
     TokenLogprobs,
 )
 from forethought.speculative.drafter import NO_DRAFT, DeviceTokens, Draft
-from forethought.speculative.verify.verify import VerificationRequest, VerificationResult, verify
+from forethought.speculative.verify.verify import (
+    VerificationRequest,
+    VerificationResult,
+    read_drafts,
+    verify,
+)
 
 log = logging.getLogger(__name__)
 
@@ -525,6 +530,7 @@ def _pending_samples(rows: List[PlannedRow], eos_ids: frozenset[int]) -> list[_P
     """
     pending: list[_PendingSample] = []
     begin = 0
+    read_drafts(row.draft for row in rows if row.sequence.has_stateful_distribution)
     for row in rows:
         root = begin + row.num_logits - 1
         begin = root + 1 + row.num_nodes
