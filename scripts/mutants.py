@@ -344,11 +344,11 @@ MUTANTS = [
     ),
     Mutant(
         "speculative/verify/rejection.py",
-        "accepted = uniforms * q_token < p",
-        "accepted = uniforms * q_token <= p",
+        "accepted = uniforms.unsqueeze(1) * q_token < p",
+        "accepted = uniforms.unsqueeze(1) * q_token <= p",
         VERIFY,
     ),
-    Mutant("speculative/verify/rejection.py", "q_j[numbers, taken] = 0.0", "pass", VERIFY),
+    Mutant("speculative/verify/rejection.py", "q_j[numbers, tokens[taken]] = 0.0", "pass", VERIFY),
     Mutant(
         "speculative/verify/rejection.py",
         "torch.where(mass > 0, residual / mass, p)",
@@ -486,10 +486,28 @@ MUTANTS = [
         "tests/engine/test_speculation.py -k 'written_anew'",
     ),
     Mutant(
-        "speculative/tree.py",
+        "speculative/sampled_draft.py",
         "left[parent][token] = 0.0",
         "pass",
         "tests/speculative/test_draft_model.py -k siblings",
+    ),
+    Mutant(
+        "speculative/sampled_draft.py",
+        "found.view(len(probs), len(nodes))",
+        "found.view(len(nodes), len(probs)).T",
+        "tests/speculative/test_sampled_draft.py",
+    ),
+    Mutant(
+        "speculative/draft_graph.py",
+        "torch.cat(self._words, 1).flatten()",
+        "torch.cat(self._words[:1] * len(self._words), 1).flatten()",
+        "tests/model/test_graphs.py -k drafts_by_graphs",
+    ),
+    Mutant(
+        "engine/step.py",
+        "output = sequence.output if params.min_tokens else ()",
+        "output = ()",
+        "tests/engine/test_engine.py -k once_min_tokens",
     ),
     Mutant(
         "speculative/draft_module.py",

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 from benchmarks.step_overhead import files_entered
 
+from drafters import PerRequest
 from engines import GREEDY, drain, engine, expect_empty, outputs
+from forethought.config.drafters import UserProvidedDecodingConfig
 from forethought.engine.sequence import Status
 from forethought.errors import CapacityError, ContextLengthError, ParameterError, UsageError
 from forethought.outputs import FinishReason
@@ -448,6 +450,27 @@ def test_a_generation_ends_where_its_params_say(
     (sequence,) = machine.add(PROMPTS[1], GREEDY.replace(**changes))
     drain(machine)
     assert (sequence.finish_reason, len(sequence.output)) == (reason, length)
+    expect_empty(machine)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_stop_token_ends_the_generation_once_min_tokens_are_reached(
+    temperature: float, drafts: bool
+) -> None:
+    params = GREEDY.replace(temperature=temperature, seed=4)
+    plain = engine()
+    (whole,) = plain.add(PROMPTS[1], params)
+    drain(plain)
+    last = next(n for n in range(3, 16) if whole.output[n] not in whole.output[:n])
+    drafter = PerRequest(lambda _: [4, 9])
+    config = UserProvidedDecodingConfig(max_draft_len=2, drafter=drafter)
+    machine = engine(speculative=[config] if drafts else [])
+    stop = params.replace(stop_token_ids=(whole.output[last],), min_tokens=last)
+    (sequence,) = machine.add(PROMPTS[1], stop)
+    drain(machine)
+    assert sequence.output == whole.output[: last + 1]
+    assert sequence.finish_reason is FinishReason.STOP
     expect_empty(machine)
 
 

@@ -17,7 +17,7 @@ from eagle_heads import random_head
 from engines import drain, engine_over, load, outputs
 from fake_cuda import DEVICE, FakeCuda, FakeEvent, fake_cuda
 from fake_graph import FakeGraph
-from forethought.config.drafters import EagleDecodingConfig
+from forethought.config.drafters import DraftTargetDecodingConfig, EagleDecodingConfig
 from forethought.config.engine import KvCacheConfig, LlmArgs
 from forethought.config.sampling import SamplingParams, SpeculationParams
 from forethought.config.speculation import DecodingBaseConfig
@@ -79,9 +79,27 @@ def eagle3() -> list[DecodingBaseConfig]:
     return [EagleDecodingConfig(max_draft_len=4, speculative_model=random_head("eagle3"))]
 
 
+PATHS = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
+
+
 def tree() -> list[DecodingBaseConfig]:
-    paths = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
-    return [EagleDecodingConfig(eagle_choices=paths, speculative_model=random_head("eagle3"))]
+    return [EagleDecodingConfig(eagle_choices=PATHS, speculative_model=random_head("eagle3"))]
+
+
+def dynamic_tree() -> list[DecodingBaseConfig]:
+    fields = {"max_draft_len": 3, "dynamic_tree_max_topK": 3, "max_total_draft_tokens": 8}
+    head = random_head("eagle3")
+    return [EagleDecodingConfig(use_dynamic_tree=True, speculative_model=head, **fields)]
+
+
+def sampled_chain() -> list[DecodingBaseConfig]:
+    fields = {"speculative_model": tiny("llama"), "draft_sampling": "sampled"}
+    return [DraftTargetDecodingConfig(max_draft_len=3, **fields)]
+
+
+def sampled_tree() -> list[DecodingBaseConfig]:
+    fields = {"speculative_model": tiny("llama"), "draft_sampling": "sampled"}
+    return [DraftTargetDecodingConfig(draft_choices=PATHS, **fields)]
 
 
 # How it samples and drafts, the attention backend, and what a step may cost.
@@ -92,6 +110,9 @@ CASES: dict[str, Case] = {
     "all options": (ALL_OPTIONS, PAGED, list, {"launches": 119, "staged": 15, "waits": 1}),
     "eagle3": (GREEDY, PAGED, eagle3, {"launches": 164, "staged": 6, "waits": 1}),
     "eagle3 tree": (SAMPLED, PAGED, tree, {"launches": 177, "staged": 8, "waits": 1}),
+    "penalties, tree": (ALL_OPTIONS, PAGED, tree, {"launches": 229, "staged": 20, "waits": 2}),
+    "sampled drafts": (SAMPLED, PAGED, sampled_chain, {"launches": 322, "staged": 14, "waits": 1}),
+    "sampled trees": (SAMPLED, PAGED, sampled_tree, {"launches": 340, "staged": 17, "waits": 1}),
     "no triton": (GREEDY, "sdpa", list, {"launches": 69, "staged": 4, "waits": 1}),
 }
 # The same with CUDA graphs: one launch for the whole network.
@@ -100,7 +121,8 @@ GRAPH_CASES: dict[str, Case] = {
     "sampled": (SAMPLED, PAGED, list, {"launches": 22, "staged": 3, "waits": 1}),
     "all options": (ALL_OPTIONS, PAGED, list, {"launches": 74, "staged": 15, "waits": 1}),
     "eagle3": (GREEDY, PAGED, eagle3, {"launches": 10, "staged": 5, "waits": 1}),
-    "eagle3 tree": (SAMPLED, PAGED, tree, {"launches": 129, "staged": 8, "waits": 1}),
+    "eagle3 tree": (SAMPLED, PAGED, tree, {"launches": 27, "staged": 6, "waits": 1}),
+    "dynamic tree": (GREEDY, PAGED, dynamic_tree, {"launches": 6, "staged": 4, "waits": 2}),
 }
 
 

@@ -11,7 +11,11 @@ import torch
 from attention_cases import CASES, attend, storage_for, tables
 from eagle_heads import random_head
 from engines import GREEDY, drain, engine, engine_over, expect_empty, load, outputs
-from forethought.config.drafters import EagleDecodingConfig, NGramDecodingConfig
+from forethought.config.drafters import (
+    DraftTargetDecodingConfig,
+    EagleDecodingConfig,
+    NGramDecodingConfig,
+)
 from forethought.config.engine import LlmArgs
 from forethought.config.speculation import DecodingBaseConfig
 from forethought.engine import resolve
@@ -74,7 +78,23 @@ DRAFTERS: dict[str, Callable[[], list[DecodingBaseConfig]]] = {
     "plain": list,
     "ngram": lambda: [NGramDecodingConfig(max_draft_len=3)],
     "eagle3": lambda: [EagleDecodingConfig(max_draft_len=4, speculative_model=random_head())],
+    "tree": lambda: [EagleDecodingConfig(eagle_choices=PATHS, speculative_model=random_head())],
+    "dynamic tree": lambda: [
+        EagleDecodingConfig(
+            max_draft_len=3,
+            use_dynamic_tree=True,
+            dynamic_tree_max_topK=3,
+            max_total_draft_tokens=8,
+            speculative_model=random_head(),
+        )
+    ],
+    "sampled tree": lambda: [
+        DraftTargetDecodingConfig(
+            draft_choices=PATHS, draft_sampling="sampled", speculative_model=tiny("llama")
+        )
+    ],
 }
+PATHS = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
 
 
 def graphs_on_cuda() -> GraphCapturer:
@@ -114,14 +134,14 @@ def test_graphs_generate_what_eager_forwards_do(
     assert dtype != "float32" or runs[0] == runs[1]
 
 
-@pytest.mark.parametrize("name", ["plain", "eagle3"])
-def test_neither_a_forward_nor_a_draft_by_graph_waits_for_the_gpu(name: str) -> None:
+@pytest.mark.parametrize("name", ["plain", "eagle3", "tree", "sampled tree"])
+def test_neither_a_forward_nor_a_draft_waits_for_the_gpu(name: str) -> None:
     drafters = DRAFTERS[name]()
     machine = engine_over(
         load("llama", "cuda"), speculative=drafters, page_size=16, graphs=graphs_on_cuda()
     )
     for prompt in PROMPTS[:2]:
-        machine.add(prompt, GREEDY)
+        machine.add(prompt, GREEDY.replace(temperature=0.8, max_tokens=40))
     for _ in range(5):
         machine.step()  # shapes are captured
     owners: list[Any] = [(machine.runner, "forward")]

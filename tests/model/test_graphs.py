@@ -17,10 +17,12 @@ import torch
 from transformers import AutoConfig
 
 import mtp_modules
+from drafts import recording
 from eagle_heads import random_head
 from engines import GREEDY, drain, engine_over, outputs
 from fake_graph import FakeGraph
 from forethought.config.drafters import EagleDecodingConfig, MTPDecodingConfig, NGramDecodingConfig
+from forethought.config.sampling import SpeculationParams
 from forethought.config.speculation import DecodingBaseConfig
 from forethought.engine.engine import Engine
 from forethought.engine.sequence import Sequence
@@ -33,6 +35,7 @@ from forethought.model.batch import Row
 from forethought.model.causal_lm import CausalLM
 from forethought.model.graph_runner import GraphRunner
 from forethought.model.graphs import Bucket, GraphCapturer, capacity_of, padded_tokens
+from forethought.speculative.draft_graph import DraftGraphs
 from models import prompts, save_random, tiny
 
 PAGED = "forethought.model.attention.paged:PagedAttention"
@@ -54,8 +57,18 @@ DRAFTERS: dict[str, Callable[[], list[DecodingBaseConfig]]] = {
     "tree": lambda: [
         EagleDecodingConfig(eagle_choices=PATHS, speculative_model=random_head("eagle3"))
     ],
+    "dynamic tree": lambda: [
+        EagleDecodingConfig(
+            max_draft_len=4,
+            use_dynamic_tree=True,
+            dynamic_tree_max_topK=3,
+            max_total_draft_tokens=10,
+            speculative_model=random_head("eagle3"),
+        )
+    ],
 }
-PATHS = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
+PATHS = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [2, 0], [0, 1, 0], [1, 0, 0], [2, 0, 0]]
+PATHS += [[0, 1, 0, 0], [2, 0, 0, 0], [2, 0, 0, 1]]
 
 
 def generated(machine: Engine, **changes: Any) -> list[Sequence]:
@@ -97,9 +110,40 @@ def test_graphs_generate_what_eager_forwards_do(name: str, architecture: str) ->
     found = generated(machine)
     assert outputs(found) == outputs(expected)
     assert machine.stats.accepted == eager.stats.accepted
+    assert machine.stats.drafted == eager.stats.drafted
     assert machine.stats.draft_failures == machine.stats.failed_forwards == 0
     assert graphs.num_replays > machine.stats.steps / 2
     assert machine.pool.in_use == 0
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("name", ["eagle3", "mtp", "tree", "dynamic tree"])
+def test_drafts_by_graphs_are_those_of_eager_forwards(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Node for node, for requests with drafts of different lengths."""
+    found, by_graphs = [], []
+    draft = DraftGraphs.draft
+
+    def watched(self: DraftGraphs, *args: Any) -> torch.Tensor | None:
+        by_graphs.append(draft(self, *args))
+        return by_graphs[-1]
+
+    monkeypatch.setattr(DraftGraphs, "draft", watched)
+    for graphs in (None, GraphCapturer(FakeGraph)):
+        machine = engine_over(paged(), speculative=DRAFTERS[name](), page_size=4, graphs=graphs)
+        with recording(machine) as drafts:
+            for number, prompt in enumerate(PROMPTS[:4]):
+                limit = SpeculationParams(max_draft_len=1 + (number + 2) % 4)
+                machine.add(prompt, GREEDY.replace(speculation=limit))
+                machine.step()
+            drain(machine)
+        found.append(drafts)
+        assert machine.stats.draft_failures == 0
+    assert found[0] == found[1]
+    assert len({len(draft.drafted) for draft in found[0]}) > 1
+    made = [each is not None for each in by_graphs]
+    assert made.count(False) < len(PROMPTS) < made.count(True)
 
 
 @pytest.mark.usefixtures("poisoned")

@@ -20,7 +20,7 @@ from forethought.kv.pool import PagePool
 from forethought.kv.table import PageTable
 from forethought.speculative.draft_module import TokenRange, compute_in_chunks
 from forethought.speculative.drafter import DraftKind, DraftRequest
-from forethought.speculative.tree import SampledDraft
+from forethought.speculative.sampled_draft import SampledDraft
 from models import VOCAB, save_random, tiny
 
 LAST = VOCAB - 1

@@ -16,7 +16,7 @@ from torch import Tensor
 from forethought.config.sampling import SamplingParams
 from forethought.config.tree import TreeChoices
 from forethought.model.sampling import TokenContext, logits_to_probs, sample, uniform_at
-from forethought.speculative.drafter import NO_DRAFT, Draft, DraftKind
+from forethought.speculative.drafter import NO_DRAFT, DeviceTokens, Draft, DraftKind
 from forethought.speculative.verify import verify as verification
 from forethought.speculative.verify.reference import (
     Probs,
@@ -26,7 +26,12 @@ from forethought.speculative.verify.reference import (
 )
 from forethought.speculative.verify.rejection import DrawnDraft, accept_drawn
 from forethought.speculative.verify.rules import SyntheticAcceptance
-from forethought.speculative.verify.verify import VerificationRequest, VerificationResult, verify
+from forethought.speculative.verify.verify import (
+    VerificationRequest,
+    VerificationResult,
+    read_drafts,
+    verify,
+)
 
 GREEDY = SamplingParams(temperature=0.0)
 PLAIN = SamplingParams()
@@ -274,6 +279,37 @@ def test_a_draft_has_the_same_result_alone_and_beside_others(several, cached):
         assert verify(together, [each for _, each, _ in several]) == alone
         backwards = verify(together, [each for _, each, _ in several[::-1]])
     assert backwards == alone[::-1]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(cases(), min_size=1, max_size=4), st.integers(0, 2**8 - 1))
+def test_drafts_that_are_on_the_device_are_verified_as_those_on_the_host(several, which):
+    """Whatever was drawn how, beside drafts on the host; the tokens are known afterwards."""
+    begin, there = 0, []
+    for number, (logits, each, _) in enumerate(several):
+        each.rows = range(begin, begin + len(logits))
+        begin += len(logits)
+        tokens = DeviceTokens(torch.tensor(each.draft.tokens, dtype=torch.int64))
+        is_moved = bool(which >> number & 1) and len(tokens)
+        draft = replace(each.draft, tokens=tokens) if is_moved else each.draft
+        there.append(replace(each, draft=draft))
+    together = torch.cat([logits for logits, _, _ in several])
+    assert verify(together, there) == verify(together, [each for _, each, _ in several])
+
+
+def test_drafts_on_the_device_are_read_in_one_transfer():
+    reads = []
+
+    class Watched(DeviceTokens):
+        def set(self, tokens):
+            reads.append(tokens)
+            super().set(tokens)
+
+    drafts = [Draft(Watched(torch.tensor(ids))) for ids in ([4, 5], [6])]
+    assert read_drafts([*drafts, drafts[0], Draft([9])], torch.tensor([1, 2])) == [1, 2]
+    assert [list(draft.tokens) for draft in drafts] == reads == [[4, 5], [6]]
+    assert read_drafts(drafts) == read_drafts([]) == []
+    assert len(reads) == 2, "nothing is read twice"
 
 
 # --- drafts that were drawn at random -------------------------------------------------------------

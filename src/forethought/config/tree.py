@@ -115,6 +115,10 @@ class TreeChoices:
         node_of = {path: node for node, path in enumerate(self.paths)}
         return tuple(node_of.get(path[:-1], -1) for path in self.paths)
 
+    def draft_parents(self, size: int) -> tuple[int, ...] | None:
+        """The parents of the first ``size`` nodes; None for a chain."""
+        return None if self.is_chain else self.parents[:size]
+
     @cached_property
     def num_nodes(self) -> tuple[int, ...]:
         """Number of nodes no deeper than each depth from 0 on; they are the first ones."""

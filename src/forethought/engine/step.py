@@ -51,7 +51,12 @@ from forethought.outputs import (
     TokenLogprobs,
 )
 from forethought.speculative.drafter import NO_DRAFT, DeviceTokens, Draft
-from forethought.speculative.verify.verify import VerificationRequest, VerificationResult, verify
+from forethought.speculative.verify.verify import (
+    VerificationRequest,
+    VerificationResult,
+    read_drafts,
+    verify,
+)
 
 log = logging.getLogger(__name__)
 
@@ -525,6 +530,7 @@ def _pending_samples(rows: List[PlannedRow], eos_ids: frozenset[int]) -> list[_P
     """
     pending: list[_PendingSample] = []
     begin = 0
+    read_drafts(row.draft for row in rows if row.sequence.has_stateful_distribution)
     for row in rows:
         root = begin + row.num_logits - 1
         begin = root + 1 + row.num_nodes
@@ -555,7 +561,8 @@ def _contexts(sequence: Sequence, draft: Draft, eos_ids: frozenset[int]) -> list
     """
     params, start = sequence.params, sequence.prompt_length
     if not sequence.has_stateful_distribution:
-        return [TokenContext(params, (), (), eos_ids)] * (1 + len(draft.tokens))
+        output = sequence.output if params.min_tokens else ()  # its length still counts
+        return [TokenContext(params, (), output, eos_ids)] * (1 + len(draft.tokens))
     prompt, output, constraint = sequence.tokens[:start], sequence.output, sequence.constraint
     contexts = [TokenContext(params, prompt, output, eos_ids, constraint)]
     for node, token in enumerate(draft.tokens):

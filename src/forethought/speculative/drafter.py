@@ -97,7 +97,7 @@ class Draft:
     """N proposed tokens.
 
     Attributes:
-        tokens: N ids of the target's vocabulary; points may be ``DeviceTokens``.
+        tokens: N ids of the target's vocabulary, or ``DeviceTokens``.
         parents: the node that each one follows, -1 for the root; parents come before children.
             None: a chain.
         kind: how siblings were chosen.
@@ -415,7 +415,7 @@ def check_draft(request: DraftRequest, vocab_size: int) -> Draft:
         TypeError, ValueError: it is not a draft.
     """
     draft = request.draft
-    if draft is NO_DRAFT or _is_sound_on_device(draft, request):
+    if draft is NO_DRAFT or _is_sound_on_device(draft, request, vocab_size):
         return draft
     tokens = [operator.index(token) for token in draft.tokens]
     parents = (
@@ -446,12 +446,14 @@ def check_draft(request: DraftRequest, vocab_size: int) -> Draft:
     )
 
 
-def _is_sound_on_device(draft: Draft, request: DraftRequest) -> bool:
+def _is_sound_on_device(draft: Draft, request: DraftRequest, vocab_size: int) -> bool:
     """Whether it is within the limits and on a GPU, where its tokens are trusted: to read them the
     host would wait.
     """
-    if not isinstance(draft.tokens, DeviceTokens) or draft.kind is not DraftKind.POINT:
+    if not isinstance(draft.tokens, DeviceTokens):
         return False
+    if draft.kind is not DraftKind.POINT:
+        _check_q(draft, len(draft), vocab_size)
     return 0 < len(draft) <= request.max_nodes and draft.depth <= request.max_draft_len
 
 

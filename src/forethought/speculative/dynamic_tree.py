@@ -1,21 +1,24 @@
 """EAGLE-2's dynamic draft trees (Li et al., 2024, arXiv 2406.16858), built level by level.
 
-Tokens stay on the device meanwhile: each level's forward is queued behind the previous one, and all
-drafts are transferred to the host together. A node's score is the log-probability of its path
-under the head. The k best nodes of each level are expanded, each with its k most probable children;
-in the end the best nodes of all levels are kept. Of equal scores the node that was made first wins,
-and a child never scores more than its parent, so the kept nodes form a tree.
+Tokens stay on the device meanwhile: each level's forward is queued behind the previous one, or all
+levels are one CUDA graph, and all drafts are transferred to the host together. A node's score is
+the log-probability of its path under the head. The k best nodes of each level are expanded, each
+with its k most probable children; in the end the best nodes of all levels are kept. Of equal scores
+the node that was made first wins, and a child never scores more than its parent, so the kept nodes
+form a tree.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from forethought.model.native.forward import TreeShape
-from forethought.speculative.draft_module import DraftModuleRunner
+from forethought.speculative.draft_graph import Advance, DraftGraphs, ReadNodes
+from forethought.speculative.draft_module import DraftModuleRunner, ModuleOutput
 from forethought.speculative.drafter import Draft, DraftRequest
 
 
@@ -114,6 +117,7 @@ class DynamicTreeBuilder:
 
     def __init__(self, width: int, total: int) -> None:
         self._width, self._total = width, total
+        self._graphs: dict[DraftModuleRunner, DraftGraphs] = {}
 
     def nodes(self, depth: int) -> int:
         """The nodes that are kept, or the beams that are computed, whichever are more."""
@@ -138,27 +142,46 @@ class DynamicTreeBuilder:
     ) -> None:
         if runner.network.draft_trees is not None:
             trees = runner.draft_trees(requests, TreeShape(depth, width, self._total))
-            for request, kept in zip(requests, trees, strict=True):
-                request.draft = tree_of(kept, request.max_nodes)
+            for request, nodes in zip(requests, trees, strict=True):
+                request.draft = tree_of(nodes, request.max_nodes)
             return
-        expansion, ids = Expansion(width), runner.network.ids
-        root = runner.begin(requests, width * (depth - 1))
-        output = root.output
-        with torch.inference_mode():
-            expansion.begin(output.logits)
-            states = output.states.unsqueeze(1)  # [B, 1, hidden], later [B, k, hidden]
-            for level in range(1, depth):
-                beams = expansion.beams.flatten()
-                above = expansion.above[..., None].expand(-1, -1, states.shape[-1])
-                output = runner.advance(
-                    root,
-                    level,
-                    beams if ids is None else ids[beams],
-                    states.gather(1, above).flatten(0, 1),
-                    expansion.seen,
-                )
-                expansion.grow(output.logits)
-                states = output.states.view(len(requests), width, -1)
-            found = expansion.kept(self._total, ids).tolist()  # one transfer for all
-        for request, nodes in zip(requests, found, strict=True):
+        ids = runner.network.ids
+        kept = self._grow_by_graph(runner, requests, depth, width)
+        if kept is None:
+            root = runner.begin(requests, width * (depth - 1))
+            with torch.inference_mode():
+                kept = self._levels(root.output, partial(runner.advance, root), ids, depth, width)
+        for request, nodes in zip(requests, kept.tolist(), strict=True):  # one transfer for all
             request.draft = tree_of(nodes, request.max_nodes)
+
+    def _grow_by_graph(
+        self, runner: DraftModuleRunner, requests: Sequence[DraftRequest], depth: int, width: int
+    ) -> Tensor | None:
+        """The kept nodes of all trees, as of ``Expansion.kept``; None: there is no graph."""
+        if runner.graphs is None:
+            return None
+        if runner not in self._graphs:
+            self._graphs[runner] = DraftGraphs(runner, runner.graphs)
+        ids, read = runner.network.ids, ReadNodes.of_beams(width, depth)
+
+        def grow(output: ModuleOutput, advance: Advance) -> Tensor:
+            return self._levels(output, advance, ids, depth, width)
+
+        num_deeper = [len(requests)] * (depth - 1)
+        return self._graphs[runner].draft(requests, read, num_deeper, grow)
+
+    def _levels(
+        self, output: ModuleOutput, advance: Advance, ids: Tensor | None, depth: int, width: int
+    ) -> Tensor:
+        """Build the trees from the outputs at the roots; see ``Expansion.kept``."""
+        expansion, rows = Expansion(width), len(output.logits)
+        expansion.begin(output.logits)
+        states = output.states.unsqueeze(1)  # [B, 1, hidden], later [B, k, hidden]
+        for level in range(1, depth):
+            beams = expansion.beams.flatten()
+            above = expansion.above[..., None].expand(-1, -1, states.shape[-1])
+            token_ids, states = beams if ids is None else ids[beams], states.gather(1, above)
+            output = advance(level, token_ids, states.flatten(0, 1), expansion.seen)
+            expansion.grow(output.logits)
+            states = output.states.view(rows, width, -1)
+        return expansion.kept(self._total, ids)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -11,13 +12,10 @@ from torch import Tensor
 from forethought.config.tree import TreeChoices
 from forethought.kv.staging import upload
 from forethought.model.batch import ancestors
-from forethought.model.sampling import TokenContext, invert_cdf, logits_to_probs, uniform_at
-from forethought.speculative.chain_graph import ChainGraphs
-from forethought.speculative.draft_module import DraftModuleRunner
+from forethought.speculative.draft_graph import Advance, DraftGraphs, ReadNodes
+from forethought.speculative.draft_module import DraftModuleRunner, ModuleOutput
 from forethought.speculative.drafter import DeviceTokens, Draft, DraftKind, DraftRequest
-
-DRAFTING = 1
-"""The ``use`` of the uniform samples that drafts are sampled with."""
+from forethought.speculative.sampled_draft import SampledDrafts, sampled_kind
 
 
 class TreeBuilder(Protocol):
@@ -51,9 +49,9 @@ def tokens_of_ranks(logits: Tensor, positions: Tensor, ranks: Tensor, max_rank: 
 class StaticTreeBuilder:
     """A static tree of ranks, or a chain, drafted level by level.
 
-    Tokens stay on the device unless they are sampled: each level's forward is queued behind the
-    previous one. On a GPU the target verifies them before the host reads them, unless some are
-    sampled; other drafts are transferred to the host together.
+    Tokens stay on the device: each level's forward is queued behind the previous one. On a GPU the
+    target verifies them before the host reads them; on a CPU, and where the distribution of a
+    sampled draft depends on its tokens (``SampledDraft``), all drafts are read together.
 
     Args:
         choices: the tree.
@@ -73,8 +71,8 @@ class StaticTreeBuilder:
         assert choices.is_chain or not stores_drafted
         self._choices, self._sampled, self._stores_drafted = choices, sampled, stores_drafted
         self._num_nodes, self._depth = choices.num_nodes, choices.depth
-        self._levels = _levels(choices, device)
-        self._graphs: dict[DraftModuleRunner, ChainGraphs] = {}
+        self._levels, self._device = _levels(choices, device), device
+        self._graphs: dict[DraftModuleRunner, DraftGraphs] = {}
 
     def nodes(self, depth: int) -> int:
         """Nodes of the tree down to ``depth``."""
@@ -84,29 +82,25 @@ class StaticTreeBuilder:
         """See :class:`TreeBuilder`. Short drafts take no part in the forwards of deeper levels."""
         requests = sorted(requests, key=self._size, reverse=True)
         sizes = list(map(self._size, requests))
-        samplers = {
-            row: SampledDraft(request, self._choices, sizes[row])
-            for row, request in enumerate(requests)
-            if self._sampled is not None and self._sampled(request)
-        }
-        if self._choices.is_chain and not samplers and runner.network.draft_chains is not None:
+        sampled = self._sampled_rows(requests)
+        if self._choices.is_chain and not sampled and runner.network.draft_chains is not None:
             drafts = runner.draft_chains(requests, sizes, self._stores_drafted)
             for request, tokens in zip(requests, drafts, strict=True):
                 request.draft = Draft(tokens)
             return
-        graphs = None if samplers else self._graphs_of(runner)
-        chains = None if graphs is None else graphs.draft(requests, sizes)
-        if chains is not None:
-            self._finish(requests, sizes, samplers, list(chains.unsqueeze(-1)))
-            return
         levels = [level for level in self._levels if level.begin < sizes[0]]
+        samplers = SampledDrafts(sampled, self._choices, sizes, self._device)
+        drafted = None if sampled else self._draft_by_graph(runner, requests, sizes, levels)
+        if drafted is not None:
+            self._finish(requests, sizes, samplers, [drafted])
+            return
         capacity = sum(level.inner for level in levels[:-1])
         root = (runner.read_known if self._stores_drafted else runner.begin)(requests, capacity)
         states, logits = root.output
         drawn: list[Tensor] = []
         for depth, level in enumerate(levels, start=1):
             tokens = level.draw(logits, runner.network.ids)
-            _sample(level, logits, samplers, tokens)
+            samplers.grow(logits, level, tokens)
             drawn.append(tokens)
             if level is levels[-1]:
                 break
@@ -121,14 +115,43 @@ class StaticTreeBuilder:
             runner.store(requests, root, [size - 1 for size in sizes])
         self._finish(requests, sizes, samplers, drawn)
 
-    def _graphs_of(self, runner: DraftModuleRunner) -> ChainGraphs | None:
-        """The graphs of a runner, if its drafts can be captured."""
-        reads_states = runner.hidden_states is not None and not self._stores_drafted
-        if runner.graphs is None or not self._choices.is_chain or not reads_states:
+    def _draft_by_graph(
+        self,
+        runner: DraftModuleRunner,
+        requests: Sequence[DraftRequest],
+        sizes: Sequence[int],
+        levels: Sequence[_StaticLevel],
+    ) -> Tensor | None:
+        """The tokens of all drafts ``[B, nodes]``; None: there is no graph for them."""
+        if self._stores_drafted or runner.hidden_states is None or runner.graphs is None:
             return None
         if runner not in self._graphs:
-            self._graphs[runner] = ChainGraphs(runner, runner.graphs)
-        return self._graphs[runner]
+            self._graphs[runner] = DraftGraphs(runner, runner.graphs)
+
+        def grow(output: ModuleOutput, advance: Advance) -> Tensor:
+            drawn: list[Tensor] = []
+            for depth, level in enumerate(levels, start=1):
+                drawn.append(level.draw(output.logits, runner.network.ids))
+                if level is not levels[-1]:
+                    output = advance(depth, *level.grown(drawn[-1], output.states), None)
+            return torch.cat(drawn, dim=1)
+
+        num_deeper = [sum(size > level.end for size in sizes) for level in levels[:-1]]
+        return self._graphs[runner].draft(requests, self._read_nodes(levels), num_deeper, grow)
+
+    def _read_nodes(self, levels: Sequence[_StaticLevel]) -> ReadNodes:
+        """The nodes with children, down to the last of some levels."""
+        read = [node for level in levels[:-1] for node in level.nodes]
+        number = {-1: -1, **{node: at for at, node in enumerate(read)}}
+        parents = tuple(number[self._choices.parents[node]] for node in read)
+        ends = tuple(accumulate(level.inner for level in levels[:-1]))
+        return ReadNodes(ends, None if self._choices.is_chain else parents)
+
+    def _sampled_rows(self, requests: Sequence[DraftRequest]) -> dict[int, DraftRequest]:
+        """The requests that are sampled, by row."""
+        if self._sampled is None:
+            return {}
+        return {row: each for row, each in enumerate(requests) if self._sampled(each)}
 
     def _size(self, request: DraftRequest) -> int:
         """Number of nodes of its draft."""
@@ -138,28 +161,33 @@ class StaticTreeBuilder:
         self,
         requests: Sequence[DraftRequest],
         sizes: Sequence[int],
-        samplers: Mapping[int, SampledDraft],
+        samplers: SampledDrafts,
         drawn: Sequence[Tensor],
     ) -> None:
         """Set the drafts: on a GPU they stay there if they can, else all are read at once."""
-        if drawn[0].device.type != "cpu" and not samplers:
-            for request, ids in zip(requests, _by_request(drawn, sizes), strict=True):
-                parents = draft_parents(self._choices, len(ids))
-                request.draft = Draft(DeviceTokens(ids), parents)
-            return
-        flat: list[int] = torch.cat([level.flatten() for level in drawn]).tolist()
-        drafts: list[list[int]] = [[] for _ in requests]
-        begin = 0
-        for tokens in drawn:
-            rows, width = tokens.shape
-            for row in range(rows):
-                drafts[row] += flat[begin : begin + width]
-                begin += width
-        for row, (request, size) in enumerate(zip(requests, sizes, strict=True)):
-            if row in samplers:
-                request.draft = samplers[row].draft()
-            else:
-                request.draft = Draft(drafts[row][:size], draft_parents(self._choices, size))
+        stays = drawn[0].device.type != "cpu" and not samplers.alone
+        tokens = map(DeviceTokens, _by_request(drawn, sizes)) if stays else _read(drawn, sizes)
+        proposals = samplers.q()
+        for row, (request, own) in enumerate(zip(requests, tokens, strict=True)):
+            if row in samplers.alone:
+                request.draft = samplers.alone[row].draft()
+                continue
+            q, parents = proposals.get(row), self._choices.draft_parents(sizes[row])
+            kind = DraftKind.POINT if q is None else sampled_kind(self._choices)
+            request.draft = Draft(own, parents, kind, q)
+
+
+def _read(drawn: Sequence[Tensor], sizes: Sequence[int]) -> list[list[int]]:
+    """The tokens of each request's draft, on the host. Arguments as of ``_by_request``."""
+    flat: list[int] = torch.cat([level.flatten() for level in drawn]).tolist()
+    drafts: list[list[int]] = [[] for _ in sizes]
+    begin = 0
+    for tokens in drawn:
+        rows, width = tokens.shape
+        for row in range(rows):
+            drafts[row] += flat[begin : begin + width]
+            begin += width
+    return [tokens[:size] for tokens, size in zip(drafts, sizes, strict=True)]
 
 
 def _by_request(drawn: Sequence[Tensor], sizes: Sequence[int]) -> Sequence[Tensor]:
@@ -185,22 +213,6 @@ def _by_request(drawn: Sequence[Tensor], sizes: Sequence[int]) -> Sequence[Tenso
     return flat[upload(index, flat.device)].split(list(sizes))
 
 
-def draft_parents(choices: TreeChoices, size: int) -> tuple[int, ...] | None:
-    """The parents of the first ``size`` nodes; None for a chain."""
-    return None if choices.is_chain else choices.parents[:size]
-
-
-def _sample(
-    level: _StaticLevel, logits: Tensor, samplers: Mapping[int, SampledDraft], tokens: Tensor
-) -> None:
-    """Replace the tokens ``[rows, nodes]`` of sampled drafts by samples."""
-    for row, sampler in samplers.items():
-        if row < len(tokens):
-            own = logits[row * level.width : (row + 1) * level.width]
-            drawn = sampler.grow(own, level.above, range(level.begin, level.end))
-            tokens[row] = upload(drawn, tokens.device)
-
-
 class _StaticLevel:
     """The nodes of one depth.
 
@@ -209,6 +221,7 @@ class _StaticLevel:
         above: nodes of the level above that have children; -1 for the root.
         width: how many those are.
         inner: nodes of this level that have children.
+        is_single, rows, rounds: see ``SampledLevel``.
         seen: bool ``[inner, read]``, which of the nodes with children so far are visible to each of
             these; None: all.
     """
@@ -222,12 +235,13 @@ class _StaticLevel:
         inner = [node for node in nodes if node in set(parents)]
         self.nodes, self.inner = inner, len(inner)
         row_of = {node: row for row, node in enumerate(above)}
-        self._rows = torch.tensor([row_of[parents[node]] for node in nodes])
+        rows = [row_of[parents[node]] for node in nodes]
+        self.rows, self.rounds = torch.tensor(rows), _rounds(rows)
         self._ranks = torch.tensor([ranks[node] for node in nodes])
         self._max_rank = max(ranks[node] for node in nodes)
         self._inner = torch.tensor([node - nodes.start for node in inner], dtype=torch.int64)
-        self._inner_rows = self._rows[self._inner]
-        self._is_single = len(nodes) == self.width == 1
+        self._inner_rows = self.rows[self._inner]
+        self.is_single = len(nodes) == self.width == 1
         seen = ancestors(parents)[inner][:, read + inner]
         self.seen = None if bool(seen.all()) else seen
 
@@ -236,15 +250,16 @@ class _StaticLevel:
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
                 setattr(self, name, value.to(device))
+        self.rounds = [nodes.to(device) for nodes in self.rounds]
         return self
 
     def draw(self, logits: Tensor, ids: Tensor | None) -> Tensor:
         """logits ``[rows * width, D]`` -> int64 ``[rows, nodes]``, the target's ids."""
-        if self._is_single and not self._max_rank:
+        if self.is_single and not self._max_rank:
             tokens = logits.argmax(-1, keepdim=True)  # a chain's level, without an index
         else:
             grouped = logits.view(-1, self.width, logits.shape[-1])
-            tokens = tokens_of_ranks(grouped, self._rows, self._ranks, self._max_rank)
+            tokens = tokens_of_ranks(grouped, self.rows, self._ranks, self._max_rank)
         return tokens if ids is None else ids[tokens]
 
     def grown(self, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -254,10 +269,20 @@ class _StaticLevel:
             tokens: ``[rows, nodes]``.
             states: ``[rows * width, hidden]``.
         """
-        if self._is_single:
+        if self.is_single:
             return tokens.flatten(), states
         grouped = states.view(len(tokens), self.width, states.shape[-1])
         return tokens[:, self._inner].flatten(), grouped[:, self._inner_rows].flatten(0, 1)
+
+
+def _rounds(rows: Sequence[int]) -> list[Tensor]:
+    """The nodes that follow ``rows``: first children, then second ones, and so on."""
+    rounds: list[list[int]] = []
+    for node, row in enumerate(rows):
+        rank = rows[:node].count(row)
+        rounds += [[]] * (rank == len(rounds))
+        rounds[rank] = [*rounds[rank], node]
+    return list(map(torch.tensor, rounds))
 
 
 def _levels(choices: TreeChoices, device: torch.device) -> list[_StaticLevel]:
@@ -269,82 +294,3 @@ def _levels(choices: TreeChoices, device: torch.device) -> list[_StaticLevel]:
         above, begin = levels[-1].nodes, end
         read = read + above
     return [level.to(device) for level in levels]
-
-
-class SampledDraft:
-    """The draft of one request, sampled from a draft model's distribution under its own params.
-
-    Siblings are sampled without replacement. A node's uniform sample is a function of the request's
-    seed, the position and the node.
-
-    Args:
-        request: to draft for.
-        choices: the tree; of its ranks only their number matters.
-        size: nodes of the draft, the first ones of the tree.
-    """
-
-    def __init__(self, request: DraftRequest, choices: TreeChoices, size: int) -> None:
-        self._request, self._choices, self._size = request, choices, size
-        self._tokens: list[int] = []
-        self._probs: list[Tensor] = []
-        self._void: set[int] = set()
-        """Nodes whose earlier siblings have all tokens of nonzero probability."""
-
-    def grow(self, logits: Tensor, above: Sequence[int], nodes: range) -> list[int]:
-        """Sample the next level.
-
-        Args:
-            logits: float32 ``[len(above), V]``.
-            above: nodes of the level above, -1 for the root.
-            nodes: those of the level; others than the first ``size`` of the tree are not sampled.
-
-        Returns:
-            A token for each of ``nodes``, anything for those that are not sampled.
-        """
-        if nodes.start >= self._size:
-            return [0] * len(nodes)
-        parents = self._choices.parents
-        probs = self._next_probs(logits, above)
-        left = dict(zip(above, probs, strict=True))
-        for node in nodes[: max(0, self._size - nodes.start)]:
-            parent = parents[node]
-            row = probs[above.index(parent)]
-            if not left[parent].any():
-                self._void.add(node)
-                left[parent] = row
-            token = int(invert_cdf(left[parent][None], [self._uniform(node)]))
-            self._tokens.append(token)
-            self._probs.append(row)
-            left[parent] = left[parent].clone()
-            left[parent][token] = 0.0
-        tokens = self._tokens[nodes.start :]
-        return tokens + [0] * (len(nodes) - len(tokens))
-
-    def draft(self) -> Draft:
-        """What was sampled."""
-        kind = DraftKind.IID if self._choices.is_chain else DraftKind.WITHOUT_REPLACEMENT
-        tokens = [-1 if node in self._void else token for node, token in enumerate(self._tokens)]
-        parents = draft_parents(self._choices, len(tokens))
-        return Draft(tokens, parents, kind, torch.stack(self._probs))
-
-    def _uniform(self, node: int) -> float:
-        request = self._request
-        position = len(request.tokens) + len(self._choices.paths[node]) - 1
-        return uniform_at(request.seed, request.index, position, use=DRAFTING + (node << 8))
-
-    def _next_probs(self, logits: Tensor, above: Sequence[int]) -> Tensor:
-        """float32 [len(above), V]: what plain decoding with the draft model samples from."""
-        request = self._request
-        prompt = request.tokens[: request.prompt_length]
-        output = list(request.tokens[request.prompt_length :])
-        contexts = [
-            TokenContext(request.params, prompt, [*output, *self._path(node)], frozenset())
-            for node in above
-        ]
-        return logits_to_probs(logits, contexts)
-
-    def _path(self, node: int) -> list[int]:
-        """The tokens from the root to ``node``."""
-        if node < 0:
-            return []
-        return [*self._path(self._choices.parents[node]), self._tokens[node]]

@@ -39,7 +39,7 @@ from forethought.speculative.heads.medusa import (
     draft_heads,
 )
 from forethought.speculative.registry import Target
-from forethought.speculative.tree import draft_parents, tokens_of_ranks
+from forethought.speculative.tree import tokens_of_ranks
 
 
 class HeadTrees(Protocol):
@@ -94,7 +94,7 @@ class StaticTrees:
         )
         drafted = (tokens if ids is None else ids[tokens]).tolist()  # one transfer for all
         for request, row, count in zip(requests, drafted, sizes, strict=True):
-            request.draft = Draft(row[:count], draft_parents(self._choices, count))
+            request.draft = Draft(row[:count], self._choices.draft_parents(count))
 
 
 class TopTrees:

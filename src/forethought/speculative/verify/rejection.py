@@ -14,14 +14,14 @@ tests the j-th children of all nodes of all drafts at once; ``verify.py`` then w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from forethought.kv.staging import upload
-from forethought.speculative.drafter import Draft, DraftKind
+from forethought.speculative.drafter import DeviceTokens, Draft, DraftKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,13 @@ def accept_drawn(probs: Tensor, drafts: Sequence[DrawnDraft]) -> Tensor:
     accepted = torch.zeros(len(probs), dtype=torch.bool, device=probs.device)
     q = torch.cat([_over_vocabulary(each.draft, probs) for each in drafts])  # [Q, V]
     q = torch.where(q > 0, q, 0.0)  # NaN counts as 0 too
+    tokens = _tokens([each.draft for each in drafts], probs.device)  # [Q]
     for tests in _rounds(drafts):
-        rows = _index([test.row for test in tests], probs)
-        accepted[rows] = _run_round(probs, q, tests)
+        indices = upload([(test.row, test.parent, test.source) for test in tests], probs.device)
+        rows, parents, sources = indices.unbind(dim=1)
+        proposal = _proposal(q, tokens, sources, tests)
+        uniforms = upload([test.uniform for test in tests], probs.device, torch.float64)
+        accepted[rows] = _run_round(probs, parents, proposal, tokens[sources], uniforms)
     return accepted
 
 
@@ -62,54 +66,84 @@ class _NodeTest:
     parent: int
     """Row of the residual that it is tested against."""
     source: int
-    """Row of q."""
-    token: int
+    """Its row of q, and of the drafted tokens."""
     uniform: float
-    removed: list[int]
-    """Tokens taken out of q before it was drawn."""
+    removed: tuple[int, ...]
+    """Rows of the tokens taken out of q before it was drawn."""
 
 
-def _rounds(drafts: Sequence[DrawnDraft]) -> Iterator[list[_NodeTest]]:
+def _rounds(drafts: Sequence[DrawnDraft]) -> list[list[_NodeTest]]:
     """The first children of all nodes, then the second ones, and so on."""
     rounds: list[list[_NodeTest]] = []
-    source = 0
+    first = 0
     for each in drafts:
         draft, siblings = each.draft, dict[int, list[int]]()
-        for node, token in enumerate(draft.tokens):
+        for node in range(len(draft)):
             parent = draft.parent(node)
             earlier = siblings.setdefault(parent, [])
             if len(earlier) == len(rounds):
                 rounds.append([])
-            removed = list(earlier) if draft.kind is DraftKind.WITHOUT_REPLACEMENT else []
-            row, parent_row = each.begin + 1 + node, each.begin + 1 + parent
-            test = _NodeTest(row, parent_row, source + node, token, each.uniforms[node], removed)
+            removed = tuple(earlier) if draft.kind is DraftKind.WITHOUT_REPLACEMENT else ()
+            row, source = each.begin + 1 + node, first + node
+            test = _NodeTest(row, each.begin + 1 + parent, source, each.uniforms[node], removed)
             rounds[len(earlier)].append(test)
-            earlier.append(token)
-        source += len(draft)
-    yield from rounds
+            earlier.append(source)
+        first += len(draft)
+    return rounds
 
 
-def _run_round(probs: Tensor, q: Tensor, tests: Sequence[_NodeTest]) -> Tensor:
+def _tokens(drafts: Sequence[Draft], device: torch.device) -> Tensor:
+    """The drafted tokens of all drafts, int64 on the device, where some may be already."""
+    on_device = [each.tokens for each in drafts if isinstance(each.tokens, DeviceTokens)]
+    if not on_device:
+        return upload([token for each in drafts for token in each.tokens], device)
+    return torch.cat(
+        [
+            each.tokens.on_device
+            if isinstance(each.tokens, DeviceTokens)
+            else upload(list(each.tokens), device)
+            for each in drafts
+        ]
+    )
+
+
+def _proposal(q: Tensor, tokens: Tensor, sources: Tensor, tests: Sequence[_NodeTest]) -> Tensor:
+    """What the tokens of a round were drawn from: [n, V], normalised.
+
+    q: [Q, V] float32; tokens: [Q] int64, the drafted ones; sources: [n], rows of both.
+    """
+    q_j = q[sources]
+    removed = [(number, source) for number, test in enumerate(tests) for source in test.removed]
+    if removed:
+        numbers, taken = upload(removed, q.device).unbind(dim=1)
+        q_j[numbers, tokens[taken]] = 0.0
+    q_j /= q_j.sum(dim=-1, keepdim=True)
+    return q_j
+
+
+def _run_round(
+    probs: Tensor, parents: Tensor, q_j: Tensor, tokens: Tensor, uniforms: Tensor
+) -> Tensor:
     """Test one child per parent; the parents' rows become the residuals after its rejection.
 
-    probs: [R, V] float32; q: [Q, V] float32. Returns [len(tests)] bool.
+    Args:
+        probs: [R, V] float32.
+        parents: [n] int64, rows of probs.
+        q_j: [n, V] float32, what each token was drawn from. Modified.
+        tokens: [n] int64.
+        uniforms: [n] float64.
+
+    Returns:
+        [n] bool.
     """
-    parents = _index([test.parent for test in tests], probs)
-    tokens = _index([test.token for test in tests], probs).unsqueeze(1)
-    uniforms = upload([[test.uniform] for test in tests], probs.device, torch.float64)
-    p, q_j = probs[parents], q[_index([test.source for test in tests], probs)]
-    removed = [(number, token) for number, test in enumerate(tests) for token in test.removed]
-    if removed:
-        numbers, taken = _index(removed, probs).unbind(dim=1)
-        q_j[numbers, taken] = 0.0
-    q_j /= q_j.sum(dim=-1, keepdim=True)
+    p, tokens = probs[parents], tokens.unsqueeze(1)
     q_token = q_j.gather(1, tokens)  # [n, 1]
     # A token that q gives no mass cannot have been drawn from it: it counts as a point mass.
     is_point = ~(q_token > 0)
     q_token = torch.where(is_point, 1.0, q_token)
     q_j.masked_fill_(is_point, 0.0).scatter_(1, tokens, q_token)
 
-    accepted = uniforms * q_token < p.gather(1, tokens).double()  # never where p is 0
+    accepted = uniforms.unsqueeze(1) * q_token < p.gather(1, tokens).double()  # never where p is 0
     residual = (p - q_j).clamp_(min=0.0)
     mass = residual.sum(dim=-1, keepdim=True)
     # No mass is left where p equals q; then only rounding could have rejected.
@@ -124,7 +158,3 @@ def _over_vocabulary(draft: Draft, probs: Tensor) -> Tensor:
     if draft.ids is None:
         return q
     return probs.new_zeros(len(q), probs.shape[1]).index_add_(1, draft.ids.to(probs.device), q)
-
-
-def _index(values: Sequence[int] | Sequence[tuple[int, int]], like: Tensor) -> Tensor:
-    return upload(values, like.device)

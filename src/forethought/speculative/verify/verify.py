@@ -26,7 +26,7 @@ are verified in groups that fit into the cache.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from typing import Protocol, TypeVar
@@ -207,6 +207,10 @@ def _begins(requests: Sequence[VerificationRequest]) -> list[int]:
     return [0, *accumulate(len(request.rows) for request in requests)][:-1]
 
 
+def _drafts(requests: Sequence[VerificationRequest]) -> list[Draft]:
+    return [request.draft for request in requests]
+
+
 def _all_uniforms(requests: Sequence[VerificationRequest]) -> list[float]:
     return [uniform for request in requests for uniform in request.uniforms()]
 
@@ -247,7 +251,7 @@ def _test_nodes(
         probs, peaks = probs_and_max_logits(logits, contexts)
         by_q = accept_drawn(probs, drafts)
         tokens = where_finite(invert_cdf(probs, _all_uniforms(requests)), peaks)
-        values = _read(torch.cat([tokens, by_q.long()]), requests)
+        values = read_drafts(_drafts(requests), torch.cat([tokens, by_q.long()]))
         drawn, flags = values[: len(tokens)], values[len(tokens) :]
         accepted = [bool(flag) for flag in flags]
     else:
@@ -272,7 +276,7 @@ def _draw(
     greedy = all(request.contexts[0].params.greedy for request in requests)
     if logits.device.type != "cpu" or greedy:
         uniforms = [0.0] * len(contexts) if greedy else _all_uniforms(requests)
-        return _read(draw_tokens(logits, contexts, uniforms), requests)
+        return read_drafts(_drafts(requests), draw_tokens(logits, contexts, uniforms))
     begins = _begins(requests)
     drawn = [_NOT_DRAWN] * len(contexts)
 
@@ -293,18 +297,27 @@ def _draw(
     return drawn
 
 
-def _read(values: Tensor, requests: Sequence[VerificationRequest]) -> list[int]:
-    """int64 ``[n]`` on the host, and in the same transfer the drafts that are on the device."""
+def read_drafts(drafts: Iterable[Draft], values: Tensor | None = None) -> list[int]:
+    """Bring the tokens of drafts that are on a GPU to the host, all in one transfer.
+
+    Args:
+        drafts: on a GPU or not.
+        values: int64 ``[n]``, transferred with them.
+
+    Returns:
+        The values.
+    """
     unread = {
         id(tokens): tokens
-        for request in requests
-        if isinstance(tokens := request.draft.tokens, DeviceTokens) and not tokens.is_read
+        for draft in drafts
+        if isinstance(tokens := draft.tokens, DeviceTokens) and not tokens.is_read
     }
     if not unread:
-        found: list[int] = values.tolist()
+        found: list[int] = [] if values is None else values.tolist()
         return found
-    read = iter(torch.cat([values, *(each.on_device for each in unread.values())]).tolist())
-    found = list(islice(read, len(values)))
+    parts = [tokens.on_device for tokens in unread.values()]
+    read = iter(torch.cat(parts if values is None else [values, *parts]).tolist())
+    found = list(islice(read, 0 if values is None else len(values)))
     for tokens in unread.values():
         tokens.set(list(islice(read, len(tokens))))
     return found
