@@ -370,6 +370,8 @@ def deep(levels: int) -> dict[str, Any]:
             {"method": "majority_vote", "method_params": {"default_sample_num": 0}},
             "method_params.default_sample_num",
         ),
+        ({"method": "repeated_sampling"}, "method_params.verifier"),
+        ({"method": "best_of_n"}, "method"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
             "response_format.json_schema.schema",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import logging
+import re
 import signal
 import socket
 import subprocess
@@ -66,6 +67,26 @@ def test_a_malformed_body_is_refused_and_the_server_lives(
     assert 400 <= answer.status < 500, answer.text
     assert answer.error["message"]
     assert server.send("/health").status == 200
+
+
+@pytest.mark.parametrize("name", ["text/plain", "", "application/x-www-form-urlencoded", "json"])
+def test_a_body_that_is_not_called_json_is_refused(server: Served, name: str) -> None:
+    """A page of another site may send such bodies without asking."""
+    answer = server.send(CHAT, say("hello"), headers={"content-type": name})
+    assert (answer.status, answer.error["code"]) == (400, "invalid_json")
+
+
+@pytest.mark.parametrize("name", ["application/json; charset=utf-8", "application/vnd.api+json"])
+def test_a_body_may_be_called_any_kind_of_json(server: Served, name: str) -> None:
+    assert server.send(CHAT, say("hello"), headers={"content-type": name}).status == 200
+
+
+def test_requests_and_answers_have_ids_of_their_own(server: Served) -> None:
+    answers = [server.send(CHAT, say("hello")) for _ in range(3)]
+    ids = [answer.headers["x-request-id"] for answer in answers]
+    ids += [answer.json["id"].removeprefix("chatcmpl-") for answer in answers]
+    assert len(set(ids)) == 6
+    assert all(re.fullmatch("[0-9a-f]{32}", each) for each in ids)
 
 
 def test_a_large_body_is_refused(server: Served) -> None:

@@ -9,12 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forethought.errors import UnknownNameError, UsageError
-from forethought.server.backends import ScriptedBackend, read_script
+from forethought.errors import ParameterError, UnknownNameError, UsageError
+from forethought.server.backends import (
+    Conversation,
+    ScriptedBackend,
+    read_script,
+    template_args,
+)
+from forethought.server.http import ChunkEncoder
 from forethought.server.names import Composition, read_model
 from forethought.server.reasoning import ReasoningSplitter, split
 from forethought.server.tool_calls import Tools, as_text
 
+CHUNK = ChunkEncoder({"id": "1", "object": "chat.completion.chunk"})
 MARKERS = ("<think>", "</think>")
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
@@ -47,6 +54,37 @@ def test_the_longest_method_in_front_of_a_name_wins() -> None:
 def test_a_name_that_is_none_is_refused(model: str) -> None:
     with pytest.raises(UnknownNameError):
         read_model(model, ["m"])
+
+
+def test_template_arguments_that_the_server_sets_are_not_the_clients() -> None:
+    class Tokenizer:
+        chat_template = "{{ messages }}"
+
+        def apply_chat_template(self, messages: list[str], tokenize: bool = True) -> str:
+            return ""
+
+    def arguments(**given: object) -> dict[str, object]:
+        asked = [{"role": "user", "content": "?"}]
+        return template_args(Tokenizer(), Conversation(asked, template_args=given))
+
+    assert arguments() == {}
+    assert arguments(enable_thinking=False) == {"enable_thinking": False}
+    with pytest.raises(ParameterError, match=r"chat_template_kwargs\.tokenize"):
+        arguments(tokenize=True)
+
+
+@settings(deadline=None)
+@given(
+    st.text(st.characters()),
+    st.integers(0, 3),
+    st.sampled_from([("content",), ("reasoning", "other")]),
+)
+def test_a_chunk_of_text_is_written_as_any_chunk_is(
+    text: str, index: int, names: tuple[str, ...]
+) -> None:
+    choice = {"index": index, "delta": dict.fromkeys(names, text)}
+    choice |= {"logprobs": None, "finish_reason": None}
+    assert CHUNK.encode_delta(index, names, text) == CHUNK.encode(choice)
 
 
 @settings(max_examples=40, deadline=None)

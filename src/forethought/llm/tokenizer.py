@@ -281,4 +281,4 @@ def read_params(params: Any) -> SamplingParams:
 
 
 def _is_id(value: Any) -> TypeGuard[int]:
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))

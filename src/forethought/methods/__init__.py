@@ -235,9 +235,8 @@ def create(spec: str | Controller, **settings: Any) -> Controller:
             given[name] = _nested(given[name])
     missing = [n for n, default in allowed.items() if default is Method.REQUIRED and n not in given]
     if missing:
-        raise ParameterError(
-            f"method {spec!r} needs {missing[0]!r}", "it has no default", f"Set {missing[0]}=..."
-        )
+        what, fix = f"method {spec!r} needs {missing[0]!r}", f"Set {missing[0]}=..."
+        raise ParameterError(what, "it has no default", fix, param=missing[0])
     created: Controller = method(**given)
     return created
 

@@ -11,8 +11,7 @@ import asyncio
 import logging
 import re
 import time
-import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,6 +29,7 @@ from forethought.errors import ForethoughtError
 from forethought.scaffolding.trace_otel import TraceParent
 from forethought.server import catalog
 from forethought.server.backends import Backend
+from forethought.server.body_route import BodyRoute
 from forethought.server.chat import chat_completions
 from forethought.server.completions import completions
 from forethought.server.http import CLIENT_CLOSED, Caller, HttpError, http_error
@@ -59,8 +59,6 @@ _OPEN = ("/health", "/version")
 _NAME = re.compile(r"[a-z0-9_-]+\.[a-z0-9]+")
 """Of a file of the page."""
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
-_NO_OBJECT = ("model_attributes_type", "dict_type")
-"""What pydantic calls a body that is a list, text, a number or null."""
 _KINDS = {"str", "int", "bool", "message", "function_call", "function_call_output", "reasoning"}
 """What pydantic puts between fields where a value may be of several kinds."""
 _TYPES = {
@@ -99,7 +97,7 @@ def create_app(backend: Backend, settings: Settings | None = None) -> FastAPI:
         redoc_url=None,
         openapi_url="/openapi.json",
     )
-    _add_generation(app)
+    _add_bodies(app)
     _add_responses(app)
     _add_catalog(app)
     _add_monitoring(app)
@@ -122,21 +120,40 @@ def _service(request: Request) -> Service:
     return service
 
 
-def _add_generation(app: FastAPI) -> None:
-    @app.post("/v1/chat/completions", response_model=None)
+def _add_bodies(app: FastAPI) -> None:
+    """The endpoints that take a body; routes are tried in this order."""
+
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
         return await chat_completions(_service(request), body, request)
 
-    @app.post("/v1/completions", response_model=None)
     async def complete(body: CompletionRequest, request: Request) -> Response:
         """Continue texts or token ids."""
         return await completions(_service(request), body, request)
 
-    @app.post("/v1/responses", response_model=None)
     async def respond(body: ResponseRequest, request: Request) -> Response:
         """Answer, perhaps in the background."""
         return await create_response(_service(request), body, request)
+
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+        """The ids of a text or a conversation."""
+        return JSONResponse(await asyncio.to_thread(catalog.tokenize, _service(request), body))
+
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+        """The text of ids."""
+        return JSONResponse(await asyncio.to_thread(catalog.detokenize, _service(request), body))
+
+    endpoints: dict[str, Callable[..., Any]] = {
+        "/v1/chat/completions": chat,
+        "/v1/completions": complete,
+        "/v1/responses": respond,
+        "/tokenize": tokenize,
+        "/detokenize": detokenize,
+    }
+    for path, endpoint in endpoints.items():
+        app.router.add_api_route(
+            path, endpoint, methods=["POST"], response_model=None, route_class_override=BodyRoute
+        )
 
 
 def _add_responses(app: FastAPI) -> None:
@@ -195,16 +212,6 @@ def _add_catalog(app: FastAPI) -> None:
     async def load(request: Request) -> dict[str, Any]:
         """How busy the server is."""
         return _service(request).load()
-
-    @app.post("/tokenize", response_model=None)
-    async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
-        """The ids of a text or a conversation."""
-        return await asyncio.to_thread(catalog.tokenize, _service(request), body)
-
-    @app.post("/detokenize", response_model=None)
-    async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any]:
-        """The text of ids."""
-        return await asyncio.to_thread(catalog.detokenize, _service(request), body)
 
 
 def _add_monitoring(app: FastAPI) -> None:
@@ -277,14 +284,12 @@ def _invalid(complaints: Any) -> HttpError:
     param = ".".join(where) or None
     if kind == "json_invalid":
         return HttpError(400, "the body is no valid JSON", code="invalid_json")
-    if param is None and kind in _NO_OBJECT:
+    if param is None:
         return HttpError(400, "the body is no JSON object", code="invalid_json")
     if kind == "extra_forbidden":
         message = f"{param} is not supported"
         return HttpError(400, message, param=param, code="unsupported_parameter")
     if kind == "missing":
-        if param is None:
-            return HttpError(400, "the body is missing, or is no JSON", code="invalid_json")
         return HttpError(400, f"{param} is missing", param=param, code="missing_parameter")
     return HttpError(400, f"invalid {param}: {first['msg']}", param=param, code="invalid_value")
 
@@ -319,9 +324,11 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        call = _Call(scope, receive, send, self._max_bytes)
-        headers = dict(scope["headers"])
         service: Service = scope["app"].state.service
+        headers = dict(scope["headers"])
+        given = headers.get(b"x-request-id", b"").decode("latin-1")
+        request_id = given if _ID.fullmatch(given) else next(service.ids)
+        call = _Call(request_id, scope, receive, send, self._max_bytes)
         scope.setdefault("state", {})["request_id"] = call.id
         try:
             tenant = service.tenant(headers.get(b"authorization", b"").decode("latin-1"))
@@ -357,12 +364,12 @@ def _needs_key(scope: Scope) -> bool:
 class _Call:
     """One request: its id, its status, and the bytes of its body."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, max_bytes: int) -> None:
-        self._scope, self._receive, self._send = scope, receive, send
+    def __init__(
+        self, request_id: str, scope: Scope, receive: Receive, send: Send, max_bytes: int
+    ) -> None:
+        self.id, self._scope, self._receive, self._send = request_id, scope, receive, send
         self._max_bytes, self._num_bytes, self.status = max_bytes, 0, 0
         self._began = time.perf_counter()
-        given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
-        self.id = given if _ID.fullmatch(given) else uuid.uuid4().hex
 
     def check_length(self, length: bytes | None) -> None:
         """Refuse a body that says itself that it is too large."""

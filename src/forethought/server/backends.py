@@ -176,12 +176,12 @@ class Backend(abc.ABC):
         """
         return self.count(thought) if thought else 0
 
-    def check(self, prompt: str | list[int], params: Mapping[str, Any]) -> None:
+    def check(self, prompt: str | list[int], params: SamplingParams) -> None:
         """Raise ``UsageError`` for what it cannot honour, before anything runs.
 
         Args:
             prompt: of a method.
-            params: sampling fields of a task.
+            params: of the request.
         """
 
     def task_params(self, prompted: Prompted, params: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -333,10 +333,9 @@ class EngineBackend(Backend):
             return [*ids, *self.tokenize(f"{self.markers[1]}\n\n", special=False)]
         return ids
 
-    def check(self, prompt: str | list[int], params: Mapping[str, Any]) -> None:
+    def check(self, prompt: str | list[int], params: SamplingParams) -> None:
         """Raise ``UsageError`` for a prompt or params that the engine cannot honour."""
-        given = {("logprobs" if name == "num_logprobs" else name): v for name, v in params.items()}
-        self._engine.check(prompt, SamplingParams(**given))
+        self._engine.check(prompt, params)
 
     def tokenize(self, text: str, special: bool = True) -> list[int]:
         """The ids of a text."""
@@ -399,8 +398,7 @@ def template_args(hf: Any, conversation: Conversation) -> dict[str, Any]:
         ParameterError: the template has no place for tools, or an argument is not the client's.
     """
     given = dict(conversation.template_args)
-    own = set(inspect.signature(hf.apply_chat_template).parameters) & given.keys()
-    if own:
+    if given and (own := given.keys() & inspect.signature(hf.apply_chat_template).parameters):
         raise ParameterError(
             f"chat_template_kwargs.{min(own)} is not allowed",
             "it is set by the server",
@@ -468,9 +466,9 @@ class ScriptedBackend(Backend):
         last = str(conversation.messages[-1].get("content") or "")
         return Prompted(last, conversation.question, NativeGeneration, lambda text: text)
 
-    def check(self, prompt: str | list[int], params: Mapping[str, Any]) -> None:
+    def check(self, prompt: str | list[int], params: SamplingParams) -> None:
         """Raises ``ParameterError``: log-probabilities are asked for, and a script has none."""
-        if "num_logprobs" in params:
+        if params.logprobs is not None:
             raise ParameterError(
                 "logprobs are not supported here",
                 "the answers of a script have no probabilities",

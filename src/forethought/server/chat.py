@@ -36,6 +36,10 @@ from forethought.server.service import (
 from forethought.server.tool_calls import Call, Tools
 from forethought.server.usage import chat_usage
 
+_CONTENT = ("content",)
+_THOUGHT = ("reasoning", "reasoning_content")
+"""Fields of a message or a delta: the second has the name that DeepSeek's API gives it."""
+
 
 async def chat_completions(service: Service, body: ChatRequest, request: Request) -> Response:
     """Answer a conversation.
@@ -133,7 +137,7 @@ class _Chat:
             "refusal": None,
         }
         if answer.reasoning and self._shows_reasoning:
-            message |= {"reasoning": answer.reasoning, "reasoning_content": answer.reasoning}
+            message |= dict.fromkeys(_THOUGHT, answer.reasoning)
         if answer.calls:
             message["tool_calls"] = [call.to_dict() for call in answer.calls]
         return {
@@ -199,15 +203,20 @@ class _Chat:
     def _parts(
         self, index: int, reasoning: str, content: str, logprobs: dict[str, Any] | None = None
     ) -> list[bytes]:
-        deltas = []
+        lines = []
         if reasoning and self._shows_reasoning:
-            deltas.append(_thought(reasoning))
+            lines.append(self._text(index, _THOUGHT, reasoning, logprobs))
+            logprobs = None
         if content:
-            deltas.append({"content": content})
-        return [
-            self._chunk(index, delta, None, None if number else logprobs)
-            for number, delta in enumerate(deltas)
-        ]
+            lines.append(self._text(index, _CONTENT, content, logprobs))
+        return lines
+
+    def _text(
+        self, index: int, names: Sequence[str], text: str, logprobs: dict[str, Any] | None
+    ) -> bytes:
+        if logprobs is None:
+            return self._chunks.encode_delta(index, names, text)
+        return self._chunk(index, dict.fromkeys(names, text), None, logprobs)
 
     def _end(self, streams: Sequence[AnswerStream]) -> list[bytes]:
         """The rest of each choice, the reasons of their ends, and the usage."""
@@ -259,7 +268,3 @@ class _Chat:
             "finish_reason": finish_reason,
         }
         return self._chunks.encode(choice)
-
-
-def _thought(text: str) -> dict[str, Any]:
-    return {"reasoning": text, "reasoning_content": text}

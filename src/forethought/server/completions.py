@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, aclosing
 from typing import Any
@@ -104,7 +103,7 @@ class _Completions:
         self._service, self._jobs, self._body, self._prompts = service, jobs, body, prompts
         self._echoes_only = echoes_only
         self._head = {
-            "id": f"cmpl-{uuid.uuid4().hex}",
+            "id": f"cmpl-{next(service.ids)}",
             "object": "text_completion",
             "created": int(time.time()),
             "model": jobs[0].ask.model,

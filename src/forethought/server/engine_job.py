@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from forethought.config.sampling import SamplingParams
 from forethought.errors import RequestTimeout
 from forethought.outputs import CompletionOutput, RequestOutput, SpeculationMetrics, Usage
 from forethought.scaffolding.result import ScaffoldingOutput
@@ -48,15 +47,9 @@ class EngineJob(Job):
         super().__init__(ask, backend)
         self._llm, self._gather, self._place = llm, gather, place
         self._queue_seconds: float | None = None
-        given: dict[str, Any] = {
-            ("logprobs" if name == "num_logprobs" else name): value
-            for name, value in ask.params.items()
-        }
+        self._params = ask.sampling
         if prompt_logprobs is not None:
-            given["prompt_logprobs"] = prompt_logprobs
-        self._params = SamplingParams(
-            **given, n=ask.num_choices, priority=ask.priority, cache_salt=ask.cache_salt
-        )
+            self._params = ask.sampling.replace(prompt_logprobs=prompt_logprobs)
         self._last: RequestOutput | None = None
         self._num_shown = [0] * self.num_choices
 

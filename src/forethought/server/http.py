@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple, TypeVar
 
@@ -209,6 +209,21 @@ class ChunkEncoder:
     def encode(self, choice: Mapping[str, Any]) -> bytes:
         """The event of a chunk with one choice."""
         return f"{self._opening}{_JSON.encode(choice)}]}}\n\n".encode(errors="replace")
+
+    def encode_delta(self, index: int, names: Sequence[str], text: str) -> bytes:
+        """The event of a chat's chunk that has nothing but new text, as ``encode`` writes it.
+
+        Most chunks are of this kind.
+
+        Args:
+            index: of the choice.
+            names: fields of the delta that have the text.
+            text: that is new.
+        """
+        written = _JSON.encode(text)
+        delta = ",".join([f'"{name}":{written}' for name in names])
+        choice = f'{{"index":{index},"delta":{{{delta}}},"logprobs":null,"finish_reason":null}}'
+        return f"{self._opening}{choice}]}}\n\n".encode(errors="replace")
 
 
 class EventStream(Response):

@@ -15,7 +15,9 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError
+from forethought.methods.stack import parameters
 from forethought.outputs import SpeculationMetrics, TokenLogprobs, Usage
 from forethought.scaffolding.budget import Budget
 from forethought.scaffolding.result import (
@@ -48,7 +50,8 @@ class Ask:
         prompted: the prompt.
         composition: the methods.
         settings: of the method, if there is one.
-        params: sampling fields that the client sets.
+        params: sampling fields that the client sets, by the names of tasks.
+        sampling: the same as the engine takes them, with choices, priority and salt.
         num_choices: answers of each of the composition's choices.
         budget: limits of all that runs inside.
         cache_salt: of the tenant.
@@ -66,6 +69,7 @@ class Ask:
     composition: Composition = field(default_factory=Composition)
     settings: Mapping[str, Any] = field(default_factory=dict)
     params: Mapping[str, Any] = field(default_factory=dict)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     num_choices: int = 1
     budget: Budget = field(default_factory=Budget)
     cache_salt: str = ""
@@ -278,8 +282,7 @@ class MethodJob(Job):
                 pipeline=(asking, self._visible),
             )
         except ParameterError as error:
-            if error.param in ask.settings:
-                error.param = f"method_params.{error.param}"
+            error.param = _field_of(error.param, ask)
             raise
         self._result: ScaffoldingResult = llm.generate_async(
             prompt,
@@ -399,6 +402,15 @@ class MethodJob(Job):
             return split(text, self._backend.markers, prompted.is_open).content
         reader = prompted.reader(False)
         return reader.push(text)[1] + reader.finish()[1]
+
+
+def _field_of(setting: str | None, ask: Ask) -> str:
+    """The field of a request that a refused setting of its methods belongs to; None: of none."""
+    if setting is None:
+        return "method"
+    stacks = [stack for stages in ask.composition.choices for stack in stages]
+    is_setting = any(setting in (*ask.settings, *parameters(stack)) for stack in stacks)
+    return f"method_params.{setting}" if is_setting else setting
 
 
 def _add_drafts(event: dict[str, Any], delta: Delta) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import (
@@ -47,6 +47,8 @@ _REQUEST = (
 )
 _COUNT = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000)
 
+_Metric = TypeVar("_Metric", Counter, Histogram)
+
 
 class Upstream(Protocol):
     """A server behind this one."""
@@ -74,6 +76,8 @@ class ServerMetrics:
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         self._methods: set[str] = set()
+        self._series: dict[tuple[str, str], dict[Any, Any]] = {}
+        """By model and method: each metric's series of these labels, which are slow to look up."""
         self._observed = _Observed()
         self._registry.register(self._observed)
         self._add_histograms(["model_name", "method"])
@@ -151,7 +155,7 @@ class ServerMetrics:
         if method not in self._methods and len(self._methods) >= _MAX_METHODS:
             method = _OTHER
         self._methods.add(method)
-        return RequestMetrics(self, {"model_name": model, "method": method})
+        return RequestMetrics(self, model, method, self._series.setdefault((model, method), {}))
 
     def rejected(self, reason: str) -> None:
         """A request was refused before it began, such as for ``queue_full``."""
@@ -193,26 +197,29 @@ class RequestMetrics:
 
     Args:
         metrics: of the server.
-        labels: model and method.
+        model: label of its series.
+        method: label of its series.
+        series: of these labels, by metric; filled as they are used.
     """
 
-    def __init__(self, metrics: ServerMetrics, labels: Mapping[str, str]) -> None:
-        self._metrics, self._labels = metrics, dict(labels)
+    def __init__(
+        self, metrics: ServerMetrics, model: str, method: str, series: dict[Any, Any]
+    ) -> None:
+        self._metrics, self._labels, self._series = metrics, (model, method), series
         self._first_token: float | None = None
-        self._who = tuple(labels.values())
 
     def admitted(self, seconds: float) -> None:
         """It began ``seconds`` after it had arrived."""
-        self._metrics.queue_time.labels(**self._labels).observe(seconds)
+        self._of(self._metrics.queue_time).observe(seconds)
 
     def first_token(self, seconds: float) -> None:
         """Its first token came ``seconds`` after it had arrived."""
         self._first_token = seconds
-        self._metrics.first_token.labels(**self._labels).observe(seconds)
+        self._of(self._metrics.first_token).observe(seconds)
 
     def tokens(self, count: int, seconds: float) -> None:
         """``count`` more tokens came together, ``seconds`` after those before."""
-        self._metrics.inter_token.observe(self._who, seconds / count, count)
+        self._metrics.inter_token.observe(self._labels, seconds / count, count)
 
     def finished(
         self,
@@ -232,24 +239,31 @@ class RequestMetrics:
             seconds: since it arrived.
             tokens_saved: tokens that its method did without; below 0 counts as 0.
         """
-        metrics, labels = self._metrics, self._labels
-        metrics.success.labels(**labels, finished_reason=reason).inc()
-        metrics.latency.labels(**labels).observe(seconds)
-        metrics.prompt_size.labels(**labels).observe(usage.prompt_tokens)
-        metrics.generated.labels(**labels).observe(usage.completion_tokens)
-        metrics.prompt_tokens.labels(**labels).inc(usage.prompt_tokens)
-        metrics.generation_tokens.labels(**labels).inc(usage.completion_tokens)
-        metrics.cached_tokens.labels(**labels).inc(usage.cached)
-        metrics.discarded_tokens.labels(**labels).inc(usage.discarded)
-        metrics.saved_tokens.labels(**labels).inc(max(0, tokens_saved))
+        metrics = self._metrics
+        metrics.success.labels(*self._labels, reason).inc()
+        self._of(metrics.latency).observe(seconds)
+        self._of(metrics.prompt_size).observe(usage.prompt_tokens)
+        self._of(metrics.generated).observe(usage.completion_tokens)
+        self._of(metrics.prompt_tokens).inc(usage.prompt_tokens)
+        self._of(metrics.generation_tokens).inc(usage.completion_tokens)
+        self._of(metrics.cached_tokens).inc(usage.cached)
+        self._of(metrics.discarded_tokens).inc(usage.discarded)
+        self._of(metrics.saved_tokens).inc(max(0, tokens_saved))
         if self._first_token is not None and usage.completion_tokens > 1:
             rest = (seconds - self._first_token) / (usage.completion_tokens - 1)
-            metrics.per_token.labels(**labels).observe(max(0.0, rest))
+            self._of(metrics.per_token).observe(max(0.0, rest))
         if speculation is not None and speculation.drafted:
             self._count_drafts(speculation)
 
+    def _of(self, metric: _Metric) -> _Metric:
+        """The series of a metric with this request's labels."""
+        if metric not in self._series:
+            self._series[metric] = metric.labels(*self._labels)
+        found: _Metric = self._series[metric]
+        return found
+
     def _count_drafts(self, speculation: SpeculationMetrics) -> None:
-        metrics, model = self._metrics, self._labels["model_name"]
+        metrics, (model, _) = self._metrics, self._labels
         metrics.num_drafts.labels(model).inc(speculation.steps)
         metrics.draft_tokens.labels(model).inc(speculation.drafted)
         metrics.accepted_tokens.labels(model).inc(speculation.accepted)

@@ -6,8 +6,8 @@ import asyncio
 import hashlib
 import hmac
 import json
+import os
 import time
-import uuid
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping
 from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field
@@ -59,6 +59,8 @@ _SAME = (
     "thinking_soft",
 )
 _SAME_PENALISED = ("seed", "stop", "presence_penalty", "frequency_penalty")
+_NUM_IDS = 256
+"""Whose random bytes are read together."""
 _WHITE_SPACE = " ?"
 """Between the tokens of JSON."""
 _BUDGETS = ("thinking_budget", "thinking_token_budget", "reasoning_budget")
@@ -119,6 +121,7 @@ class Service:
 
     Attributes:
         metrics: of all requests.
+        ids: random, of 128 bits, in hexadecimal.
         started: time of its start.
         models: the names under which clients know the model.
     """
@@ -127,7 +130,7 @@ class Service:
         self.backend, self.settings, self.metrics = backend, settings, ServerMetrics()
         self.models = list(settings.served_model_names) or [backend.name]
         self.admission = Admission(settings.max_running, settings.max_waiting)
-        self.started, self.totals = time.time(), Totals()
+        self.started, self.totals, self.ids = time.time(), Totals(), _random_ids()
         endpoint = settings.otlp_endpoint
         self.telemetry = None if endpoint is None else Telemetry.to(endpoint, self.models[0])
         self.llm = ScaffoldingLlm(
@@ -234,24 +237,29 @@ class Service:
             params = _compact(params)
         if prompted.reader is not None:  # special tokens may mark thoughts and calls
             params = {"skip_special_tokens": False, **params}
+        cache_salt = f"{caller.tenant}/{body.cache_salt}" if body.cache_salt else caller.tenant
+        priority = body.priority or 0
         with _named_as_in(body):
-            check_params(params)
+            sampling = sampling_params(
+                params, n=num_choices, priority=priority, cache_salt=cache_salt
+            )
             params = self.backend.task_params(prompted, params)
-        self.backend.check(prompted.prompt, params)
+        self.backend.check(prompted.prompt, sampling)
         budget = body.budget.model_dump(exclude_none=True) if body.budget else {}
         return Ask(
-            id=f"{kind}-{uuid.uuid4().hex}",
+            id=f"{kind}-{next(self.ids)}",
             model=body.model or model,
             served=model,
             prompted=prompted,
             composition=composition,
             settings=body.method_params or {},
             params=params,
+            sampling=sampling,
             num_choices=num_choices,
             budget=Budget(**budget),
-            cache_salt=f"{caller.tenant}/{body.cache_salt}" if body.cache_salt else caller.tenant,
+            cache_salt=cache_salt,
             timeout=self.settings.timeout,
-            priority=body.priority or 0,
+            priority=priority,
             streaming=bool(body.stream),
             events=bool(body.events),
             parent=caller.parent,
@@ -378,6 +386,13 @@ def _salt(key: str) -> str:
     return hashlib.blake2b(key.encode(), digest_size=16, person=b"forethought").hexdigest()
 
 
+def _random_ids() -> Iterator[str]:
+    """Endless. Bytes for many are read at once: each read offers the GIL to the engine's thread."""
+    while True:
+        read = os.urandom(16 * _NUM_IDS).hex()
+        yield from (read[start : start + 32] for start in range(0, len(read), 32))
+
+
 def _saved(meta: Mapping[str, Any]) -> int:
     """Tokens that methods report to have saved."""
     found = [each.get("tokens_saved") for each in meta.values() if isinstance(each, Mapping)]
@@ -456,10 +471,14 @@ def with_shape(params: dict[str, Any], shape: GuidedDecodingParams | None) -> di
     return {**params, "guided_decoding": shape}
 
 
-def check_params(params: Mapping[str, Any]) -> SamplingParams:
-    """Raises ``ParameterError`` for a value outside its range; a temperature of None and such."""
+def sampling_params(params: Mapping[str, Any], **further: Any) -> SamplingParams:
+    """The sampling fields of a task, and further ones, as the engine takes them.
+
+    Raises:
+        ParameterError: a value outside its range; a temperature of None and such.
+    """
     given = {("logprobs" if name == "num_logprobs" else name): v for name, v in params.items()}
-    return SamplingParams(**given)
+    return SamplingParams(**given, **further)
 
 
 @contextmanager
