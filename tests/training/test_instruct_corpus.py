@@ -5,6 +5,7 @@ the dialogue's up to each reply.
 """
 
 import random
+import re
 from itertools import accumulate
 
 import pytest
@@ -24,7 +25,8 @@ from forethought.scaffolding import (
 )
 from forethought.scaffolding.verifier import verifier
 from forethought.training.chat_tokenizer import END, prompt_text
-from forethought.training.countdown.problems import Problem, is_held_out
+from forethought.training.countdown.problems import Problem, is_held_out, sample_problem
+from forethought.training.countdown.traces import branches, write_bounded
 from forethought.training.instruct import facts, judging, teams
 from forethought.training.instruct.attempts import check, sample_attempt, spoil
 from forethought.training.instruct.corpus import KINDS, SHARES, encoded, train_tokenizer
@@ -252,6 +254,33 @@ def test_a_check_tells_right_answers_from_wrong_ones_as_the_exact_checker_does()
             found[result.is_right] += 1
         assert check(attempt.problem, attempt.trace.answer).is_right == attempt.is_right
     assert min(found.values()) > 60
+
+
+def test_a_bounded_search_ends_early_with_what_came_nearest():
+    rng = random.Random(4)
+    hits = 0
+    for _ in range(60):
+        problem = sample_problem(rng, 4)
+        trace, is_hit = write_bounded(problem, rng, 4)
+        result = check(problem, trace.answer)
+        assert result.is_right == is_hit
+        assert len(trace.search.splitlines()) <= 12
+        found = [int(value) for value in re.findall(r"= (\d+), (?:back|yes)", trace.search)]
+        nearest = min(abs(value - problem.target) for value in found)
+        assert abs(result.value - problem.target) == nearest
+        hits += is_hit
+    assert 5 < hits < 40
+
+
+def test_branches_of_a_search_begin_with_different_steps_and_tell_what_they_came_to():
+    rng = random.Random(6)
+    problem = sample_problem(rng, 4)
+    found = list(branches(problem, rng))
+    assert len({each.first for each in found}) == len(found) > 3
+    for each in found:
+        assert each.text.startswith(f"{each.first}, left ")
+        assert each.hits == (each.steps[-1].value == problem.target)
+        assert each.hits == each.text.endswith("yes\n")
 
 
 def test_a_check_writes_each_calculation_and_stops_at_what_is_not_whole():

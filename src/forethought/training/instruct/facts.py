@@ -134,6 +134,11 @@ def example_questions(count: int) -> list[FactQuestion]:
     return found
 
 
+def _last_step(values: list[int]) -> str:
+    """The last addition of a running sum."""
+    return f"{sum(values[:-1])} + {values[-1]} = {sum(values)}"
+
+
 # ---- documents -----------------------------------------------------------------------------------
 
 
@@ -233,7 +238,7 @@ def sample_context(rng: random.Random) -> Context:
     values = {group: [world.counts[name, item] for name in group] for group in groups}
     return Context(
         " ".join(f"{name} has {world.counts[name, item]} {item}." for name in world.names),
-        " ".join(f"{_listed(group)}: {sum(values[group])}." for group in groups),
+        " ".join(f"{_listed(group)}: {_last_step(values[group])}." for group in groups),
         tuple(
             (
                 f"How many {item} do {_listed(group)} have together?",

@@ -2,7 +2,8 @@
 
     python -m forethought.training.instruct.train --seed 0 --out runs/instruct --workers 2
 
-Two phases: a foundation of calculations and short dialogues, then all kinds. Interrupt it at any
+Three phases: a foundation of calculations and short dialogues, all kinds, and again all kinds with
+more questions about facts. Interrupt it at any
 time; the same command resumes. It ends with a model directory in ``OUT/model``.
 """
 
@@ -30,8 +31,10 @@ FOUNDATION: Mix = {
     "documented": 0.05,
     "slept": 0.05,
 }
+LAST: Mix = {**SHARES, "documented": 0.12, "followed": 0.12, "slept": 0.2}
+"""Facts are learned late: to look them up takes longer than to calculate."""
 FOUNDATION_LENGTH, FINISH_LENGTH = 512, 1024
-FINISH_FROM = 0.3
+FINISH_FROM, LAST_FROM = 0.3, 0.6
 SHAPE = LlamaShape(max_positions=2048)
 
 
@@ -39,7 +42,7 @@ def mix_at(progress: float) -> tuple[Mix, int]:
     """Shares of the kinds of example, and tokens of a row, at a point 0..1 of the run."""
     if progress < FINISH_FROM:
         return FOUNDATION, FOUNDATION_LENGTH
-    return SHARES, FINISH_LENGTH
+    return (SHARES if progress < LAST_FROM else LAST), FINISH_LENGTH
 
 
 def check(network: Llama, tokenizer: Tokenizer, count: int = 100) -> dict[str, float]:
@@ -62,7 +65,7 @@ def check(network: Llama, tokenizer: Tokenizer, count: int = 100) -> dict[str, f
 
 
 CURRICULUM = Curriculum(
-    train_tokenizer, mix_at, make_example, (SHARES, FINISH_LENGTH), check, shape=SHAPE
+    train_tokenizer, mix_at, make_example, (LAST, FINISH_LENGTH), check, shape=SHAPE
 )
 
 if __name__ == "__main__":
