@@ -53,7 +53,7 @@ def test_problems_of_facts_are_answered_by_the_facts_of_one_world():
     for problem in found:
         if method_task("facts").group_of(problem) == "one fact":
             words = problem.question.removesuffix("?").split()
-            assert world.counts[words[4], words[2]] == int(problem.answer)
+            assert world.counts[words[5], words[2]] == int(problem.answer)
     assert found == held_out_problems("facts", 60)
 
 

@@ -97,7 +97,8 @@ def test_facts_are_looked_up_in_documents(worker):
     """Questions about one fact; a model that guesses one of 49 numbers is right in none of 8."""
     world, rng = facts.World(6, 3, 77), random.Random(0)
     examples = [
-        {"question": each.text, "answer": each.working} for each in facts.example_questions(2)
+        {"question": each.text, "answer": each.working}
+        for each in facts.example_questions(world, 2)
     ]
     controller = methods.create(
         "drag", documents=world.documents, num_documents=3, examples=examples
@@ -105,7 +106,7 @@ def test_facts_are_looked_up_in_documents(worker):
     num_right = 0
     for _ in range(8):
         name, item = rng.choice(world.names), rng.choice(world.items)
-        question = f"How many {item} does {name} have?"
+        question = f"How many {item} does box {name} have?"
         output = solve(worker, controller, question, question, temperature=0.0, max_tokens=32)
         num_right += extract_answer_from_boxed(output.text) == str(world.counts[name, item])
     assert num_right >= 5
@@ -118,6 +119,5 @@ def test_a_check_of_its_own_answer_reads_as_the_exact_one(worker):
     with ScaffoldingLlm(controller, {"generation": worker}) as llm:
         output = llm.generate(prompt, sampling_params={"max_tokens": 400}).output
     first = extract_answer_from_boxed(output.candidates[0])
-    assert output.meta["self_refine"]["feedback"][0].startswith(
-        check(Problem(tuple(numbers), target), first).text
-    )
+    expected = check(Problem(tuple(numbers), target), first)
+    assert output.meta["self_refine"]["feedback"][0].startswith(expected.text)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from forethought.bench.method_tasks import CONTEXT_END, measured_world
+from forethought.bench.method_tasks import CONTEXT_END, measured_examples, measured_world
 from forethought.bench.methods import PLAIN, MethodBench
 from forethought.evaluation.recipe import Recipe
 from forethought.methods.sleep_time import SleepTimeController
@@ -23,12 +23,11 @@ from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.task import GenerationTask
 from forethought.scaffolding.verifier import verifier
 from forethought.training.chat_tokenizer import prompt_text
-from forethought.training.instruct.facts import FactQuestion, example_questions
+from forethought.training.instruct.facts import FactQuestion
 
 QUESTION = "{question}"
 CHAT_FORMAT = prompt_text(QUESTION)
 """The model's own format, for methods that put texts together."""
-NUM_EXAMPLES = 3
 _REPLY: Mapping[str, Any] = {"temperature": 0.0, "max_tokens": 450}
 
 
@@ -119,10 +118,10 @@ class FactsBench(MethodBench):
             f"{method}, k = {count}",
             documents=measured_world().documents,
             num_documents=count,
-            examples=[_example(each, is_iterated) for each in example_questions(NUM_EXAMPLES)],
+            examples=[_example(each, is_iterated) for each in measured_examples()],
             **settings,
         )
-        shown = {"num_documents": count, "num_examples": NUM_EXAMPLES}
+        shown = {"num_documents": count, "num_examples": len(measured_examples())}
         return replace(made, prompt_format=QUESTION, settings=shown)
 
 

@@ -21,7 +21,12 @@ from forethought.errors import UnknownNameError
 from forethought.evaluation import tasks
 from forethought.evaluation.problems import Grader, Problem
 from forethought.training.countdown.progress import progress
-from forethought.training.instruct.facts import World, sample_context
+from forethought.training.instruct.facts import (
+    FactQuestion,
+    World,
+    example_questions,
+    sample_context,
+)
 
 CONTEXT_END = "\n\nQuestion: "
 """Stands between a context and a question about it."""
@@ -139,6 +144,11 @@ def measured_world() -> World:
     return World(12, 5, 2026)
 
 
+def measured_examples() -> list[FactQuestion]:
+    """Questions about that world that are shown with their answers, and never asked."""
+    return example_questions(measured_world(), 3)
+
+
 def _endless(make: Callable[[random.Random], Problem]) -> Callable[..., Iterator[Problem]]:
     def problems(rng: random.Random) -> Iterator[Problem]:
         while True:
@@ -148,7 +158,10 @@ def _endless(make: Callable[[random.Random], Problem]) -> Callable[..., Iterator
 
 
 def _facts(rng: random.Random) -> Problem:
+    shown = {each.text for each in measured_examples()}
     asked = measured_world().question(rng)
+    while asked.text in shown:
+        asked = measured_world().question(rng)
     return Problem("", asked.text, asked.answer)
 
 

@@ -1,8 +1,8 @@
 r"""Small worlds of facts, and questions about them: from documents, and from a context.
 
-A world says who has how many of what, and who is whose neighbour. A question is answered by one
-fact, by the sum of two, or by a fact about a neighbour, whom another fact names first. The prompts
-are those of ``drag``, ``iterdrag`` and ``sleep_time``; answers stand in ``\boxed{}``.
+A world says how many things are in which box, and which boxes are neighbours. A question is
+answered by one fact, by the sum of two, or by a fact about a neighbour, which another fact names.
+The prompts are those of ``drag``, ``iterdrag`` and ``sleep_time``; answers stand in ``\boxed{}``.
 """
 
 import random
@@ -17,10 +17,8 @@ from forethought.scaffolding.retrieval import INSTRUCTION
 from forethought.training.chat_tokenizer import END
 from forethought.training.instruct.judging import Dialogue, asked, said
 
-NAMES = (
-    "Ann", "Ben", "Cara", "Dan", "Ella", "Finn", "Gus", "Hana", "Ian", "Joe", "Kim", "Leo", "Mia",
-    "Ned", "Olga", "Pia", "Quin", "Ron", "Sam", "Tess", "Uma", "Vic", "Wim", "Zoe",
-)  # fmt: skip
+NAMES = tuple("ABCDEFGHJKLMNPQRSTUVWXYZ")
+"""Of boxes. Each is one token in every place, as a model has to copy it."""
 ITEMS = ("nuts", "coins", "cards", "books", "pens", "cups", "eggs", "keys")
 HIGHEST = 49
 NUM_DOCUMENTS = (2, 3, 4, 5)
@@ -44,8 +42,8 @@ class World:
     """Facts, as documents.
 
     Args:
-        num_names: persons.
-        num_items: kinds of things; everybody has some of each.
+        num_names: boxes.
+        num_items: kinds of things; every box has some of each.
         seed: of the numbers.
     """
 
@@ -71,8 +69,9 @@ class World:
     @property
     def documents(self) -> list[str]:
         """One sentence each."""
-        had = [f"{name} has {n} {item}." for (name, item), n in self.counts.items()]
-        return had + [f"{name}'s neighbour is {other}." for name, other in self.neighbours.items()]
+        had = [f"Box {name} has {n} {item}." for (name, item), n in self.counts.items()]
+        near = self.neighbours.items()
+        return had + [f"The neighbour of box {name} is box {other}." for name, other in near]
 
     def question(self, rng: random.Random) -> FactQuestion:
         """A question of one of three kinds."""
@@ -84,20 +83,23 @@ class World:
         if kind == 1:
             return self._together((one, other), item)
         who = self.neighbours[one]
-        steps = ((f"Who is {one}'s neighbour?", who), *self._direct(who, item).steps)
+        steps = (
+            (f"What is the neighbour of box {one}?", f"box {who}"),
+            *self._direct(who, item).steps,
+        )
         answer = str(self.counts[who, item])
-        text = f"How many {item} does {one}'s neighbour have?"
+        text = f"How many {item} does the neighbour of box {one} have?"
         return FactQuestion(text, steps, _box(answer), answer)
 
     def _direct(self, name: str, item: str) -> FactQuestion:
         answer = str(self.counts[name, item])
-        text = f"How many {item} does {name} have?"
+        text = f"How many {item} does box {name} have?"
         return FactQuestion(text, ((text, answer),), _box(answer), answer)
 
     def _together(self, names: tuple[str, ...], item: str) -> FactQuestion:
         steps = tuple(step for name in names for step in self._direct(name, item).steps)
         values = [self.counts[name, item] for name in names]
-        text = f"How many {item} do {_listed(names)} have together?"
+        text = f"How many {item} do boxes {_listed(names)} have together?"
         return FactQuestion(text, steps, _sum(values), str(sum(values)))
 
 
@@ -120,9 +122,9 @@ def _sum(values: list[int]) -> str:
     return ", ".join(parts)
 
 
-def example_questions(count: int) -> list[FactQuestion]:
-    """The first questions of a fixed order, of each kind in turn, about a world of their own."""
-    world, rng = World(6, 3, 1), random.Random(0)
+def example_questions(world: World, count: int) -> list[FactQuestion]:
+    """Questions about a world in a fixed order, the first three of different kinds."""
+    rng = random.Random(0)
     by_kind: dict[int, FactQuestion] = {}
     found: list[FactQuestion] = []
     while len(found) < count:
@@ -237,11 +239,11 @@ def sample_context(rng: random.Random) -> Context:
     groups = [group for size in (2, 3) for group in combinations(world.names, size)]
     values = {group: [world.counts[name, item] for name in group] for group in groups}
     return Context(
-        " ".join(f"{name} has {world.counts[name, item]} {item}." for name in world.names),
-        " ".join(f"{_listed(group)}: {_last_step(values[group])}." for group in groups),
+        " ".join(f"Box {name} has {world.counts[name, item]} {item}." for name in world.names),
+        " ".join(f"Boxes {_listed(group)}: {_last_step(values[group])}." for group in groups),
         tuple(
             (
-                f"How many {item} do {_listed(group)} have together?",
+                f"How many {item} do boxes {_listed(group)} have together?",
                 _sum(values[group]),
                 str(sum(values[group])),
             )

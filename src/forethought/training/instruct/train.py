@@ -69,4 +69,4 @@ CURRICULUM = Curriculum(
 )
 
 if __name__ == "__main__":
-    main(CURRICULUM, __doc__.splitlines()[0], steps=2200, batch=12_288)
+    main(CURRICULUM, __doc__.splitlines()[0], steps=2800, batch=12_288)
