@@ -206,10 +206,10 @@ def test_a_judge_scores_each_answer_by_itself():
     reply = lambda prompt: next(said for text, said in says.items() if text in prompt)  # noqa: E731
     output, asked = judged([*says], JudgeRewardController(), reply)
     assert output.text == "b2"
-    assert output.meta["best_of_n"]["scores"] == [0.3, 0.75, None]
+    assert output.meta["best_of_n"]["scores"] == [0.3, 0.75, 0.0], "no score is none"
     assert all("what?" in prompt and "to 10 (right)" in prompt for prompt in asked)
-    with pytest.raises(ParameterError, match="no sample has a score"):
-        judged(["a", "b"], JudgeRewardController(), lambda prompt: "Score: 11")
+    output, _ = judged(["a", "b"], JudgeRewardController(), lambda prompt: "Score: 11")
+    assert (output.text, output.meta["best_of_n"]["scores"]) == ("a", [0.0, 0.0])
 
 
 def test_judges_are_shown_answers_without_their_thoughts_and_equal_ones_once():

@@ -63,8 +63,8 @@ _GROUP: TypeAdapter[int] = TypeAdapter(Annotated[int, Field(strict=True, ge=2)])
 class JudgeRewardController(NativeRewardController):
     """Has a chat model score each answer by itself.
 
-    ``scores`` holds one per task, from 0 to 1; None for one that failed, and where the judge gives
-    no score within its range.
+    ``scores`` holds one per task, from 0 to 1; 0 where the judge gives no score within its range,
+    and None for one that failed.
 
     Args:
         prompt: what the judge is asked; ``{question}``, ``{answer}`` and ``{highest}`` are
@@ -102,10 +102,10 @@ class JudgeRewardController(NativeRewardController):
         values = {"{question}": question_of(task), "{answer}": without_thought(task.output_str)}
         return judging(self, filled(self.prompt, {**values, "{highest}": f"{self.highest:g}"}))
 
-    def _score_in(self, said: str | None) -> float | None:
+    def _score_in(self, said: str | None) -> float:
         found = _SCORE.findall(said or "")
         score = float(found[-1]) if found else math.nan
-        return score / self.highest if 0 <= score <= self.highest else None
+        return score / self.highest if 0 <= score <= self.highest else 0.0
 
 
 class CompareRewardController(NativeRewardController):
